@@ -1,0 +1,242 @@
+"""EvictingCache: physical KV caches that really shrink, for a batch of sequences of ragged lengths.
+
+It is a `kv_view` (sparse_rl/attention/interface.py): each layer's attention hands it the new queries, keys and values,
+and it stores, attends, lets the policy observe, and compacts. Row b's entries are the first lengths[b] slots of every
+buffer, in order of position, per kv head. What a compaction drops after query q is recorded as evict_at = q + 1.
+
+It knows tensors and a policy; it knows neither models nor sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from sparse_rl.policies import Entries, Policy
+from sparse_rl.trace import NEVER
+
+GROW = 128  # slots, or positions of the record, added at a time
+
+
+@dataclass
+class Layer:
+    """One layer's buffers; all but `evict_at` and `queries` have C slots.
+
+    keys, values [B, Hkv, C, D]; positions int64 [B, Hkv, C]; state name -> float32 [B, Hkv, C];
+    queries [B, Hq, W, D], query at position p in slot p % W; evict_at int32 [B, Hkv, S].
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+    queries: torch.Tensor | None
+    evict_at: torch.Tensor
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def slotted(self) -> dict[str, torch.Tensor]:
+        """The buffers with slots, by name."""
+        return {"keys": self.keys, "values": self.values, "positions": self.positions, **self.state}
+
+    def replace(self, buffers: dict[str, torch.Tensor]) -> None:
+        self.keys, self.values, self.positions = buffers["keys"], buffers["values"], buffers["positions"]
+        self.state = {name: buffers[name] for name in self.state}
+
+
+class EvictingCache:
+    """The caches of all layers for B sequences.
+
+    Use: `begin_prefill` and one forward over the right-padded prompts; then, per token, `begin_decode` and one forward.
+    `seconds`-free by design: timing belongs to the benchmarks.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.layers: dict[int, Layer] = {}
+        self.prompt_lengths: list[int] = []
+        self.seen: list[int] = []  # tokens seen per row
+        self.lengths: list[int] = []  # entries held per row and kv head
+
+    # ---- the engine's side ----------------------------------------------------------------------------------------
+
+    def begin_prefill(self, prompt_lengths: Sequence[int], device: torch.device) -> None:
+        """The next forward brings whole prompts [B, max P], right-padded."""
+        self.prompt_lengths = list(prompt_lengths)
+        self.seen = list(prompt_lengths)
+        self._plan(list(prompt_lengths), device)
+
+    def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
+        """The next forward brings one token per row; rows that are not active are frozen."""
+        self.seen = [n + a for n, a in zip(self.seen, active, strict=True)]
+        before = self.lengths
+        self._plan([n + a for n, a in zip(before, active, strict=True)], device)
+        self._slots = torch.tensor(before, device=device)
+        need = max(before) + 1
+        if need > self.capacity:
+            peak = self.policy.peak_entries
+            self._grow(max(need, min(self.capacity + GROW, need + GROW if peak is None else peak)))
+        self._due = [due and a for due, a in zip(self._due, active, strict=True)]
+        held = torch.arange(max(self._held), device=device) < self._held_tensor[:, None]
+        self._mask = None if bool(held.all()) else held[:, None, None]
+        record = max(self.seen)
+        for layer in self.layers.values():
+            if record > layer.evict_at.shape[-1]:
+                layer.evict_at = F.pad(layer.evict_at, (0, GROW), value=NEVER)
+
+    def _plan(self, held: list[int], device: torch.device) -> None:
+        """What this forward does to every layer alike: entries held while attending, and who compacts after."""
+        self._held = held
+        self._held_tensor = torch.tensor(held, device=device)
+        self._seen_tensor = torch.tensor(self.seen, device=device)
+        counts = list(zip(self.prompt_lengths, self.seen, strict=True))
+        self._due = [self.policy.compacts(p, n) for p, n in counts]
+        self.lengths = [self.policy.physical_length(p, n) for p, n in counts]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order; a row may be taken several times (one prompt, many samples)."""
+        index = torch.tensor(list(rows), device=next(iter(self.layers.values())).keys.device)
+        for layer in self.layers.values():
+            layer.replace({name: buffer[index] for name, buffer in layer.slotted().items()})
+            layer.evict_at = layer.evict_at[index]
+            layer.queries = None if layer.queries is None else layer.queries[index]
+        for name in ("prompt_lengths", "seen", "lengths"):
+            setattr(self, name, [getattr(self, name)[i] for i in rows])
+
+    def evict_at(self, row: int, length: int) -> torch.Tensor:
+        """The record of one row: int32 [L, Hkv, length]."""
+        record = torch.stack([self.layers[i].evict_at[row] for i in sorted(self.layers)])
+        missing = length - record.shape[-1]
+        return F.pad(record, (0, missing), value=NEVER) if missing > 0 else record[..., :length]
+
+    @property
+    def capacity(self) -> int:
+        return self.layers[0].keys.shape[2]
+
+    def allocated_bytes(self) -> int:
+        """Bytes of keys and values that are really allocated, all layers."""
+        kv = [t.untyped_storage() for layer in self.layers.values() for t in (layer.keys, layer.values)]
+        return sum(storage.nbytes() for storage in kv)
+
+    # ---- the attention's side ---------------------------------------------------------------------------------------
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """See `KVView.attend`."""
+        if layer not in self.layers or query.shape[2] > 1 or not self.layers[layer].keys.shape[2]:
+            return self._prefill(layer, query, key, value, scaling)
+        return self._decode(layer, query, key, value, scaling)
+
+    def _prefill(
+        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        batch, kv_heads, width, _ = key.shape
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=width > 1, scale=scaling, enable_gqa=True)
+        positions = torch.arange(width, device=key.device).repeat(batch, kv_heads, 1)
+        evict_at = torch.full((batch, kv_heads, width), NEVER, dtype=torch.int32, device=key.device)
+        state = {
+            name: torch.full((batch, kv_heads, width), start, dtype=torch.float32, device=key.device)
+            for name, start in self.policy.initial_state.items()
+        }
+        layer = Layer(key, value, positions, self._last_queries(query), evict_at, state)
+        if self.policy.every_query:
+            rows = torch.arange(width, device=key.device).expand(batch, width)
+            self.policy.observe(index, self._entries(layer, slice(None), width, scaling), query, rows)
+        due = [row for row, is_due in enumerate(self._due) if is_due]
+        if due:
+            self._compact(index, layer, due, max(self._held[row] for row in due), scaling)
+        # The prompt's buffers are let go: what is held from here on is what the policy kept.
+        capacity = max(self.lengths)
+        layer.replace({name: buffer[:, :, :capacity].clone() for name, buffer in layer.slotted().items()})
+        self.layers[index] = layer
+        return out
+
+    def _last_queries(self, query: torch.Tensor) -> torch.Tensor | None:
+        """The last W queries of each prompt, position p in slot p % W: [B, Hq, W, D]."""
+        window = self.policy.last_queries
+        if not window:
+            return None
+        back = torch.arange(window, device=query.device)
+        last = self._held_tensor[:, None] - 1
+        positions = (last - (last - back) % window).clamp(min=0)  # the latest position in each slot; slots may be empty
+        index = positions[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
+        return query.gather(2, index)
+
+    def _decode(
+        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        layer = self.layers[index]
+        batch, kv_heads, _, dim = key.shape
+        rows = torch.arange(batch, device=key.device)
+        now = self._seen_tensor - 1
+        layer.keys[rows, :, self._slots] = key[:, :, 0]
+        layer.values[rows, :, self._slots] = value[:, :, 0]
+        layer.positions[rows, :, self._slots] = now[:, None]
+        for name, start in self.policy.initial_state.items():
+            layer.state[name][rows, :, self._slots] = start
+        if layer.queries is not None:
+            layer.queries[rows, :, now % layer.queries.shape[2]] = query[:, :, 0]
+
+        held = max(self._held)
+        # The G query heads of a group attend as G "queries" to their kv head: nothing is repeated.
+        grouped = query.view(batch, kv_heads, -1, dim)
+        out = F.scaled_dot_product_attention(
+            grouped, layer.keys[:, :, :held], layer.values[:, :, :held], attn_mask=self._mask, scale=scaling
+        ).view(query.shape)
+
+        if self.policy.every_query:
+            self.policy.observe(index, self._entries(layer, slice(None), held, scaling), query, now[:, None])
+        due = [row for row, is_due in enumerate(self._due) if is_due]
+        if due:
+            self._compact(index, layer, due, held, scaling)
+        return out
+
+    def _entries(self, layer: Layer, rows: slice | torch.Tensor, held: int, scaling: float) -> Entries:
+        """What these rows hold, as a policy sees it; a slice gives views, an index tensor copies."""
+        queries = None
+        if layer.queries is not None:
+            window = layer.queries.shape[2]
+            seen = self._seen_tensor[rows]
+            order = (seen[:, None] + torch.arange(window, device=seen.device)) % window  # oldest first
+            picked = layer.queries[rows]
+            queries = picked.gather(2, order[:, None, :, None].expand_as(picked))
+        return Entries(
+            keys=layer.keys[rows, :, :held],
+            values=layer.values[rows, :, :held],
+            positions=layer.positions[rows, :, :held],
+            lengths=self._held_tensor[rows],
+            seen=self._seen_tensor[rows],
+            queries=queries,
+            scaling=scaling,
+            state={name: buffer[rows, :, :held] for name, buffer in layer.state.items()},
+        )
+
+    def _compact(self, index: int, layer: Layer, due: list[int], held: int, scaling: float) -> None:
+        """Let the policy choose for the rows that are due, record what it drops, and move the rest to the front."""
+        everyone = len(due) == layer.keys.shape[0]
+        rows = slice(None) if everyone else torch.tensor(due, device=layer.keys.device)
+        entries = self._entries(layer, rows, held, scaling)
+        kept = self.policy.compact(index, entries)
+        keep, count = kept.keep, kept.keep.shape[-1]
+
+        is_kept = torch.zeros_like(entries.positions, dtype=torch.bool).scatter_(-1, keep, True)
+        dropped = entries.valid() & ~is_kept
+        at = torch.where(dropped, entries.seen[:, None, None], NEVER).to(torch.int32)
+        # amin: padding slots may name a position again, with NEVER
+        record = layer.evict_at[rows].scatter_reduce(-1, entries.positions, at, reduce="amin")
+        layer.evict_at[rows] = record
+
+        wide = keep[..., None].expand(-1, -1, -1, layer.keys.shape[-1])
+        layer.keys[rows, :, :count] = entries.keys.gather(2, wide)
+        layer.values[rows, :, :count] = entries.values.gather(2, wide)
+        layer.positions[rows, :, :count] = entries.positions.gather(2, keep)
+        for name, value in kept.state.items():
+            layer.state[name][rows, :, :count] = value
+
+    def _grow(self, capacity: int) -> None:
+        for layer in self.layers.values():
+            extra = capacity - layer.keys.shape[2]
+            grown = {n: F.pad(b, (0, 0, 0, extra) if b.ndim == 4 else (0, extra)) for n, b in layer.slotted().items()}
+            layer.replace(grown)

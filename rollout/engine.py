@@ -1,0 +1,85 @@
+"""What an engine is: prompts in, sampled completions with their log-probs and eviction traces out.
+
+This file knows neither torch modules nor policies' insides; hf.py is the specification of how it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from sparse_rl.policies import Policy
+from sparse_rl.trace import EvictionTrace
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How to sample.
+
+    temperature 0 is greedy (log-probs are then those at temperature 1). Sampling is seeded per (seed, prompt, sample
+    index): the place in the batch, the batch's size and its order change nothing. seed None draws a fresh one.
+    stop_token_ids None means the model's own end-of-sequence tokens; a stop token is part of the completion.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    n: int = 1
+    seed: int | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be >= 1, got {self.max_tokens}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be >= 1 or null, got {self.top_k}")
+        if self.n < 1:
+            raise ValueError(f"n must be >= 1, got {self.n}")
+
+    @property
+    def truncated_support(self) -> bool:
+        """Whether top-p or top-k cuts the distribution, so that `logprobs` differ from the model's own."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k is not None)
+
+
+@dataclass
+class Rollout:
+    """One sampled sequence.
+
+    logprobs : one per completion token, of the distribution that was sampled from (temperature, top-p, top-k)
+    model_logprobs : the same before top-p and top-k; this is what replay is compared with
+    trace : len(trace) = prompt + completion
+    finish_reason : "stop" (a stop token ends the completion) or "length" (truncated)
+    """
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+    model_logprobs: list[float]
+    trace: EvictionTrace
+    finish_reason: Literal["stop", "length"]
+
+
+class Engine(Protocol):
+    """Samples with eviction active and records every eviction."""
+
+    policy: Policy
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Rollout]:
+        """len(prompts) * n rollouts, prompt-major. Raises ValueError on an empty prompt."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace weights by name."""
+        ...
+
+    def close(self) -> None: ...

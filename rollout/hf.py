@@ -1,0 +1,212 @@
+"""The reference engine: plain transformers forwards over physical caches that shrink. It is the specification.
+
+Batched over ragged prompts; a prompt that is sampled n times is prefilled once. Rows that have finished are frozen, and
+leave the batch once they are half of it. Everything is counted per sequence, so the same prompts alone, batched or in
+another order give the same tokens and traces.
+
+It knows nothing about text, rewards or training.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rollout.cache import EvictingCache
+from rollout.engine import Rollout, SamplingConfig
+from rollout.sampling import Uniforms, sample, sequence_seed
+from sparse_rl.attention import NO_MASK, adopt
+from sparse_rl.policies import Policy
+from sparse_rl.trace import EvictionTrace
+
+
+@dataclass
+class Sequence_:
+    """One sequence while it is sampled."""
+
+    place: int  # in the list that generate returns
+    prompt: list[int]
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    model_logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class HFEngine:
+    """Samples with any policy from any model of the supported families.
+
+    Parameters
+    ----------
+    model : a directory, or a live module (which is then sampled from as it is: no copy, no stale weights)
+    policy : what the cache keeps
+    dtype : of the weights when `model` is a directory
+    device : where to load it; ignored for a live module
+    max_batch : sequences sampled at a time
+    progress : show a progress bar
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        policy: Policy,
+        *,
+        dtype: str = "float32",
+        device: str | torch.device | None = None,
+        max_batch: int = 64,
+        progress: bool = False,
+    ) -> None:
+        if max_batch < 1:
+            raise ValueError(f"max_batch must be >= 1, got {max_batch}")
+        if isinstance(model, (str, Path)):
+            loaded = AutoModelForCausalLM.from_pretrained(str(model), dtype=getattr(torch, dtype))
+            device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+            self.model: PreTrainedModel = loaded.to(device).eval()
+        else:
+            self.model = model
+        adopt(self.model)
+        self.policy = policy
+        self.max_batch = max_batch
+        self.progress = progress
+        self.peak_cache_bytes = 0  # of the last generate, keys and values
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Rollout]:
+        """See `Engine.generate`."""
+        for i, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise ValueError(f"prompt {i} is empty; a prompt needs at least one token")
+        seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
+        times: Counter[tuple[int, ...]] = Counter()
+        sequences = []
+        for prompt in prompts:
+            key = tuple(prompt)
+            for _ in range(sampling.n):
+                sequences.append(Sequence_(len(sequences), list(prompt), sequence_seed(seed, key, times[key])))
+                times[key] += 1  # the same prompt given twice is sampled anew
+
+        rollouts: list[Rollout | None] = [None] * len(sequences)
+        self.peak_cache_bytes = 0
+        training = self.model.training
+        self.model.eval()
+        bar = tqdm(total=len(sequences), desc="rollout", unit="seq", disable=not self.progress)
+        try:
+            with torch.no_grad(), bar:
+                for start in range(0, len(sequences), self.max_batch):
+                    for sequence, trace in self._wave(sequences[start : start + self.max_batch], sampling):
+                        rollouts[sequence.place] = Rollout(
+                            sequence.prompt,
+                            sequence.tokens,
+                            sequence.logprobs,
+                            sequence.model_logprobs,
+                            trace,
+                            sequence.finish_reason,  # type: ignore[arg-type]
+                        )
+                        bar.update()
+        finally:
+            self.model.train(training)
+        return rollouts  # type: ignore[return-value]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace weights by name; an unknown name or a wrong shape is an error."""
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, tensor in weights:
+                if name not in own:
+                    raise ValueError(f"the engine's model has no weight {name!r}")
+                if own[name].shape != tensor.shape:
+                    raise ValueError(f"weight {name!r} is {list(own[name].shape)}, got {list(tensor.shape)}")
+                own[name].copy_(tensor)
+
+    def close(self) -> None:
+        """Let the model go."""
+        del self.model
+
+    # ---- one wave: at most max_batch sequences, from prefill to the last token --------------------------------------
+
+    def _wave(self, rows: list[Sequence_], sampling: SamplingConfig) -> Iterable[tuple[Sequence_, EvictionTrace]]:
+        device = next(self.model.parameters()).device
+        stop = self._stop_tokens(sampling)
+        cache = EvictingCache(self.policy)
+        logits = self._prefill(rows, cache, device)
+        uniforms = Uniforms([row.seed for row in rows], device)
+        for step in range(sampling.max_tokens):
+            self.peak_cache_bytes = max(self.peak_cache_bytes, cache.allocated_bytes())
+            uniform = None if sampling.temperature == 0 else uniforms.at(step)
+            drawn = sample(logits, sampling, uniform)
+            tokens, logprobs, model_logprobs = (t.tolist() for t in drawn)
+            for i, row in enumerate(rows):
+                if row.finish_reason is not None:
+                    continue
+                row.tokens.append(tokens[i])
+                row.logprobs.append(logprobs[i])
+                row.model_logprobs.append(model_logprobs[i])
+                if tokens[i] in stop:
+                    row.finish_reason = "stop"
+                elif len(row.tokens) == sampling.max_tokens:
+                    row.finish_reason = "length"
+                else:
+                    continue
+                yield row, self._trace(cache, i, row)
+
+            active = [row.finish_reason is None for row in rows]
+            if not any(active):
+                return
+            if sum(active) <= len(rows) // 2:
+                alive = [i for i, is_active in enumerate(active) if is_active]
+                cache.select(alive)
+                uniforms.select(alive)
+                rows = [rows[i] for i in alive]
+                active = [True] * len(rows)
+            cache.begin_decode(active, device)
+            ids = torch.tensor([[row.tokens[-1]] for row in rows], device=device)
+            positions = torch.tensor([[n - 1] for n in cache.seen], device=device)
+            logits = self._forward(ids, positions, cache)[:, 0]
+
+    def _prefill(self, rows: list[Sequence_], cache: EvictingCache, device: torch.device) -> torch.Tensor:
+        """Prefill each distinct prompt once, fork the cache to its samples, and return the last logits [B, V]."""
+        prompts = list(dict.fromkeys(tuple(row.prompt) for row in rows))
+        lengths = [len(p) for p in prompts]
+        ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
+        for i, prompt in enumerate(prompts):
+            ids[i, : len(prompt)] = torch.tensor(prompt)
+        cache.begin_prefill(lengths, device)
+        positions = torch.arange(max(lengths), device=device)[None]
+        last = torch.tensor(lengths, device=device) - 1
+        logits = self._forward(ids.to(device), positions, cache, last)[:, 0]
+        place = {prompt: i for i, prompt in enumerate(prompts)}
+        fork = [place[tuple(row.prompt)] for row in rows]
+        if fork != list(range(len(prompts))):
+            cache.select(fork)
+            logits = logits[torch.tensor(fork, device=device)]
+        return logits
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, cache: EvictingCache, last: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits [B, 1, V] at column `last` of each row (default: the only one); no others are computed."""
+        hidden = self.model.get_decoder()(
+            input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=cache, use_cache=False
+        ).last_hidden_state
+        if last is not None:
+            hidden = hidden[torch.arange(len(last), device=last.device), last][:, None]
+        return self.model.get_output_embeddings()(hidden)
+
+    def _stop_tokens(self, sampling: SamplingConfig) -> set[int]:
+        if sampling.ignore_eos:
+            return set()
+        if sampling.stop_token_ids is not None:
+            return set(sampling.stop_token_ids)
+        eos = self.model.generation_config.eos_token_id
+        eos = self.model.config.eos_token_id if eos is None else eos
+        return set(eos) if isinstance(eos, (list, tuple)) else set() if eos is None else {eos}
+
+    @staticmethod
+    def _trace(cache: EvictingCache, row: int, sequence: Sequence_) -> EvictionTrace:
+        return EvictionTrace.recorded(cache.evict_at(row, len(sequence.prompt) + len(sequence.tokens)))

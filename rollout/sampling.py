@@ -1,0 +1,80 @@
+"""Sampling: from logits to tokens and log-probs, reproducible per sequence.
+
+Each sequence draws one uniform number per step from its own generator and inverts the CDF in vocabulary order, in
+float64. So a sequence's tokens depend on nothing but its logits, its seed and its own length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from rollout.engine import SamplingConfig
+
+BLOCK = 512  # uniforms drawn at a time
+
+
+def sequence_seed(seed: int, prompt: Sequence[int], sample: int) -> int:
+    """The seed of one sequence: of (seed, prompt, sample index), not of its place in a batch."""
+    digest = hashlib.blake2b(f"{seed}|{sample}|{','.join(map(str, prompt))}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+class Uniforms:
+    """One stream of uniform float64 numbers per sequence."""
+
+    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.device = device
+        self.block = torch.empty(0)
+
+    def at(self, step: int) -> torch.Tensor:
+        """float64 [B]; steps must be asked for in order."""
+        if step % BLOCK == 0:
+            draws = [torch.rand(BLOCK, generator=g, dtype=torch.float64) for g in self.generators]
+            self.block = torch.stack(draws, dim=1).to(self.device)
+        return self.block[step % BLOCK]
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.generators = [self.generators[i] for i in rows]
+        if self.block.numel():
+            self.block = self.block[:, list(rows)]
+
+
+def sample(
+    logits: torch.Tensor, sampling: SamplingConfig, uniform: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One token per row.
+
+    logits [B, V]; uniform float64 [B] (unused when greedy). Returns tokens int64 [B], their log-probs float32 [B] under
+    the distribution sampled from, and their log-probs float32 [B] before top-p and top-k.
+    """
+    logprobs = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1)
+    if sampling.temperature == 0:
+        tokens = logprobs.argmax(-1)
+        chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
+        return tokens, chosen, chosen
+    processed = truncate(logprobs, sampling.top_p, sampling.top_k) if sampling.truncated_support else logprobs
+    assert uniform is not None
+    cdf = processed.double().exp().cumsum(-1)
+    target = (uniform * cdf[:, -1])[:, None]
+    tokens = torch.searchsorted(cdf, target, right=True)[:, 0].clamp(max=cdf.shape[-1] - 1)
+    index = tokens[:, None]
+    return tokens, processed.gather(-1, index)[:, 0], logprobs.gather(-1, index)[:, 0]
+
+
+def truncate(logprobs: torch.Tensor, top_p: float, top_k: int | None) -> torch.Tensor:
+    """Renormalised log-probs [B, V] after top-k, then top-p (the smallest set with mass >= top_p); -inf outside."""
+    ranked, order = logprobs.sort(dim=-1, descending=True, stable=True)
+    outside = torch.zeros_like(ranked, dtype=torch.bool)
+    if top_k is not None:
+        outside[:, top_k:] = True
+    if top_p < 1:
+        ranked = ranked.masked_fill(outside, float("-inf")).log_softmax(-1)
+        before = ranked.exp().cumsum(-1) - ranked.exp()
+        outside |= before >= top_p
+        outside[:, 0] = False
+    outside = torch.zeros_like(outside).scatter(-1, order, outside)
+    return logprobs.masked_fill(outside, float("-inf")).log_softmax(-1)

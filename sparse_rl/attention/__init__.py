@@ -1,0 +1,29 @@
+"""Replay attention: the dense reference (reference.py), the SDPA path (replay.py), registration (interface.py)."""
+
+from sparse_rl.attention.interface import (
+    ATTENTION,
+    FAMILIES,
+    NO_MASK,
+    KVView,
+    adopt,
+    cache_shape,
+    refuse_reentrant_checkpointing,
+)
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.attention.reference import dense_attention, dense_logprobs
+from sparse_rl.attention.replay import ReplayView, visible_mask
+
+__all__ = [
+    "ATTENTION",
+    "FAMILIES",
+    "NO_MASK",
+    "KVView",
+    "ReplayView",
+    "adopt",
+    "cache_shape",
+    "dense_attention",
+    "dense_logprobs",
+    "refuse_reentrant_checkpointing",
+    "replay_logprobs",
+    "visible_mask",
+]

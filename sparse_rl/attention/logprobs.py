@@ -1,0 +1,69 @@
+"""replay_logprobs: what the trainer's model says of each sampled token, under the recorded evictions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from sparse_rl.attention.interface import NO_MASK, adopt, refuse_reentrant_checkpointing
+from sparse_rl.attention.replay import ReplayView
+from sparse_rl.trace import EvictionTrace
+
+
+class Sampled(Protocol):
+    """What is needed of a rollout (see `rollout.Rollout`)."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    trace: EvictionTrace
+
+
+def replay_logprobs(
+    model: nn.Module, rollouts: Sequence[Sampled], temperature: float = 1.0, batch_size: int = 8
+) -> list[torch.Tensor]:
+    """Log-probs of each rollout's completion tokens, at `temperature`, under its trace.
+
+    The invariant (DESIGN §2): with the sampler's weights these equal `Rollout.logprobs` to floating-point noise.
+
+    Parameters
+    ----------
+    model : a causal LM of the Qwen2, Qwen3 or Llama family
+    rollouts : prompt_ids, completion_ids and trace, with len(trace) = prompt + completion
+    temperature : the sampling temperature; 0 (greedy) is scored at 1, as the engines report it
+    batch_size : sequences per forward, right-padded
+
+    Returns
+    -------
+    One float32 tensor [completion] per rollout, with gradients where they are enabled.
+
+    Raises
+    ------
+    ValueError
+        A trace of another length or shape than the sequence or model, an unsupported model, reentrant checkpointing.
+    """
+    adopt(model)
+    refuse_reentrant_checkpointing(model)
+    device = next(model.parameters()).device
+    layers = model.config.num_hidden_layers
+    out: list[torch.Tensor] = []
+    for start in range(0, len(rollouts), batch_size):
+        batch = rollouts[start : start + batch_size]
+        rows = [[*r.prompt_ids, *r.completion_ids] for r in batch]
+        for row, rollout in zip(rows, batch, strict=True):
+            if len(rollout.trace) != len(row) or rollout.trace.layers != layers:
+                raise ValueError(
+                    f"a trace of {rollout.trace.layers} layers x {len(rollout.trace)} tokens does not fit "
+                    f"a model of {layers} layers and a sequence of {len(row)}"
+                )
+        width = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+        view = ReplayView.of([r.trace for r in batch], [0] * len(batch), width, device)
+        logits = model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
+        for i, rollout in enumerate(batch):
+            first, end = len(rollout.prompt_ids), len(rows[i])
+            scaled = logits[i, first - 1 : end - 1].float() / (temperature or 1.0)
+            out.append(scaled.log_softmax(-1).gather(-1, ids[i, first:end, None])[:, 0])
+    return out

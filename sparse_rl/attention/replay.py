@@ -1,0 +1,97 @@
+"""Replay attention: train under exactly the attention that the sampler had.
+
+The traces of a micro-batch stay in host memory. A layer's slice of evict_at comes to the device when that layer runs, the
+next layer's is fetched ahead, the layer's mask is made, used and dropped; the same again in the backward pass, which
+recomputes it. So at most one layer's mask and two layers' evict_at are alive on the device.
+
+The mask is a function of evict_at alone, so `visible_mask` and `_attend` are the seam where a block-sparse path goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from sparse_rl.trace import EvictionTrace, batch_traces
+
+
+class ReplayView:
+    """A `kv_view` for training: B padded sequences and their evictions.
+
+    Parameters
+    ----------
+    evict_at : int32 [L, B, Hkv, S] in host memory, from `batch_traces`: values shifted with their rows, pad keys 0
+    device : where the model runs
+    """
+
+    def __init__(self, evict_at: torch.Tensor, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        pinned = self.device.type == "cuda" and not evict_at.is_pinned()
+        self.evict_at = evict_at.pin_memory() if pinned else evict_at
+        width = evict_at.shape[-1]
+        # A layer where nothing was evicted and no pad key stands before a real one needs no mask: causal is enough.
+        leading_pad = evict_at[:, :, :, 0] == 0
+        evicted = (evict_at > 0) & (evict_at < width)
+        self.causal = (~(evicted.flatten(1).any(1) | leading_pad.flatten(1).any(1))).tolist()
+        self._fetched: dict[int, torch.Tensor] = {}
+        self._last = -1
+
+    @classmethod
+    def of(
+        cls, traces: Sequence[EvictionTrace], starts: Sequence[int], width: int, device: torch.device | str
+    ) -> ReplayView:
+        """The view of ragged traces whose first token stands in column starts[b] of `width`."""
+        return cls(batch_traces(traces, starts, width), device)
+
+    def layer(self, index: int) -> torch.Tensor:
+        """One layer's evict_at on the device, int32 [B, Hkv, S]; the next in the running direction is fetched ahead."""
+        step = -1 if index < self._last else 1
+        wanted = [index] if index == self._last else [index, index + step]
+        if index != self._last:
+            self._fetched = {i: t for i, t in self._fetched.items() if i in wanted}
+        for i in wanted:
+            if i not in self._fetched and 0 <= i < len(self.causal) and not self.causal[i]:
+                self._fetched[i] = self.evict_at[i].to(self.device, non_blocking=True, copy=True)
+        self._last = index
+        return self._fetched[index]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        if self.causal[layer]:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        if not torch.is_grad_enabled():
+            return self._attend(layer, query, key, value, scaling)
+        # Saving the mask for backward would keep every layer's alive: save q, k, v and make it again.
+        return checkpoint(
+            self._attend, layer, query, key, value, scaling, use_reentrant=False, preserve_rng_state=False
+        )
+
+    def _attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        batch, q_heads, width, dim = query.shape
+        kv_heads = key.shape[1]
+        group = q_heads // kv_heads
+        # Fold kv heads into the batch: the mask [B * Hkv, 1, S, S] then serves the group without being repeated.
+        mask = visible_mask(self.layer(layer)).view(batch * kv_heads, 1, width, width)
+        grouped = query.reshape(batch * kv_heads, group, width, dim)
+        key = key.reshape(batch * kv_heads, 1, width, dim).expand(-1, group, -1, -1)
+        value = value.reshape(batch * kv_heads, 1, width, dim).expand(-1, group, -1, -1)
+        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+        return out.view(batch, q_heads, width, dim)
+
+
+def visible_mask(evict_at: torch.Tensor) -> torch.Tensor:
+    """t <= q < evict_at[t] as bool [B, Hkv, S (query), S (token)], made in place from int32 [B, Hkv, S].
+
+    A position always sees itself (true of every real token; a pad query would otherwise have an empty softmax).
+    """
+    position = torch.arange(evict_at.shape[-1], device=evict_at.device, dtype=evict_at.dtype)
+    mask = position[:, None] < evict_at[:, :, None, :]
+    mask.logical_and_(position[:, None] >= position)
+    mask.diagonal(dim1=-2, dim2=-1).fill_(True)
+    return mask

@@ -1,0 +1,76 @@
+"""Cache policies: which entries a cache keeps.
+
+    policy = make_policy("gkv", budget=512, window=16, period=128)
+
+To add one:
+1. write a file here with a subclass of `Policy` that sets `name` and writes `score` (base.py says what it sees);
+2. cite the paper and the equation at its top;
+3. declare `last_queries`, `every_query` or `initial_state` if it needs the last queries, all queries, or memory per entry;
+4. add one line to POLICIES: the replay-exactness matrix and the invariance tests then cover it;
+5. add a slow per-token reference of its equation to tests/policies/.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sparse_rl.policies.base import Entries, Kept, Policy
+from sparse_rl.policies.full import Full
+from sparse_rl.policies.h2o import H2O
+from sparse_rl.policies.scored_window import CAKE, GKV, RKV, MorphKV, SnapKV
+from sparse_rl.policies.streaming import Streaming
+from sparse_rl.policies.tova import Tova
+
+POLICIES: dict[str, type[Policy]] = {
+    "full": Full,
+    "streaming": Streaming,
+    "h2o": H2O,
+    "tova": Tova,
+    "snapkv": SnapKV,
+    "morphkv": MorphKV,
+    "rkv": RKV,
+    "gkv": GKV,
+    "cake": CAKE,
+}
+
+
+def make_policy(name: str | Policy | Mapping[str, Any], **parameters: Any) -> Policy:
+    """A policy from its name and parameters, or from a mapping {"policy": name, ...}; a policy is returned as it is.
+
+    Raises
+    ------
+    ValueError
+        Unknown name or parameter (with the nearest valid one), missing budget, or a value out of range: one line.
+    """
+    if isinstance(name, Policy):
+        return name
+    if isinstance(name, Mapping):
+        block = {**name, **parameters}
+        return make_policy(block.pop("policy", "full"), **block)
+    if name not in POLICIES:
+        raise ValueError(f"unknown cache policy {name!r}{_nearest(str(name), POLICIES)}; known: {', '.join(POLICIES)}")
+    accepted = [p for p in inspect.signature(POLICIES[name].__init__).parameters if p != "self"]
+    for key in parameters:
+        if key not in accepted:
+            takes = f"takes {', '.join(accepted)}" if accepted else "takes no parameters"
+            raise ValueError(f"cache policy {name!r} has no parameter {key!r}{_nearest(key, accepted)}; it {takes}")
+    if "budget" in accepted and "budget" not in parameters:
+        raise ValueError(f"cache policy {name!r} needs a budget: the entries to keep per kv head")
+    return POLICIES[name](**parameters)
+
+
+def fingerprint(policy: Policy) -> str:
+    """The policy as one canonical JSON line, for trace files and checkpoints."""
+    return json.dumps({"policy": policy.name, **policy.parameters()}, sort_keys=True)
+
+
+def _nearest(word: str, words: Any) -> str:
+    close = difflib.get_close_matches(word, list(words), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+__all__ = ["POLICIES", "Entries", "Kept", "Policy", "fingerprint", "make_policy"]

@@ -1,0 +1,169 @@
+"""The contract between a cache policy and an engine.
+
+A policy is pure tensor code over R sequences and all kv heads of one layer. It never sees prompts, tokens, models or
+engines, and it keeps nothing between calls: what it wants to remember about an entry it leaves in `Entries.state`,
+which the engine moves along with the entry.
+
+Cadence (DESIGN §4): a compaction runs right after a query has attended, when the cache holds budget + period entries,
+or at the end of a prefill that is at least that long; it leaves `budget`. It gives evict_at = q + 1 to what it drops
+after query q. Everything is counted per sequence, so that a trace never depends on the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+
+@dataclass
+class Entries:
+    """What one layer's cache holds for R sequences, right-padded to N entries, in order of position.
+
+    keys, values : [R, Hkv, N, D], keys after RoPE
+    positions    : int64 [R, Hkv, N], logical; ascending up to `lengths`
+    lengths      : int64 [R], entries held; those behind are padding
+    seen         : int64 [R], tokens seen so far, so the last query stood at seen - 1
+    queries      : [R, Hq, W, D], the last W queries, oldest first (W = policy.last_queries)
+    scaling      : the factor on q . k, usually D ** -0.5
+    state        : name -> float32 [R, Hkv, N], the policy's memory per entry
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+    lengths: torch.Tensor
+    seen: torch.Tensor
+    queries: torch.Tensor | None
+    scaling: float
+    state: dict[str, torch.Tensor]
+
+    def valid(self) -> torch.Tensor:
+        """bool [R, 1, N]: not padding."""
+        slots = torch.arange(self.keys.shape[2], device=self.keys.device)
+        return (slots < self.lengths[:, None])[:, None]
+
+    def competing(self, sinks: int, window: int) -> torch.Tensor:
+        """bool [R, Hkv, N]: neither padding nor sink nor in the window, so free to be dropped."""
+        recent = self.positions >= (self.seen - window)[:, None, None]
+        return self.valid() & (self.positions >= sinks) & ~recent
+
+    def attention(self, queries: torch.Tensor, query_positions: torch.Tensor) -> torch.Tensor:
+        """softmax(q K^T / sqrt(d)) of queries [R, Hq, T, D] at int64 [R, T] over the entries held, causal, in fp32.
+
+        Returns float32 [R, Hkv, G, T, N]; padding gets 0.
+        """
+        rows, q_heads, count, dim = queries.shape
+        kv_heads = self.keys.shape[1]
+        grouped = queries.view(rows, kv_heads, q_heads // kv_heads, count, dim).float()
+        logits = grouped @ self.keys[:, :, None].float().transpose(-1, -2) * self.scaling
+        seen_by = self.positions[:, :, None, :] <= query_positions[:, None, :, None]  # [R, Hkv, T, N]
+        mask = (seen_by & self.valid()[:, :, None]).unsqueeze(2)
+        return logits.masked_fill(~mask, float("-inf")).softmax(-1)
+
+    def window_attention(self, window: int) -> torch.Tensor:
+        """The attention of the last `window` queries: float32 [R, Hkv, G, W, N]."""
+        assert self.queries is not None and self.queries.shape[2] >= window
+        offsets = torch.arange(-window, 0, device=self.seen.device)
+        return self.attention(self.queries[:, :, -window:], self.seen[:, None] + offsets)
+
+
+@dataclass
+class Kept:
+    """The outcome of a compaction. `keep`: int64 [R, Hkv, K] slots, ascending; `state`: name -> [R, Hkv, K]."""
+
+    keep: torch.Tensor
+    state: dict[str, torch.Tensor]
+
+
+class Policy:
+    """A cache policy: keep the sinks, the window, and the best-scored of the rest, `budget` entries per kv head in all.
+
+    A new policy is one file with a subclass that writes `score`, and one line in `sparse_rl.policies.POLICIES`.
+
+    Parameters
+    ----------
+    budget : entries kept per kv head, sinks and window included
+    sinks : the first tokens, never evicted
+    window : the most recent tokens, never evicted
+    period : entries that gather between two compactions; the peak in decoding is budget + period
+    """
+
+    name: ClassVar[str]
+    initial_state: ClassVar[dict[str, float]] = {}  # per-entry memory: name -> value of a new entry
+    every_query: ClassVar[bool] = False  # True: `observe` is called after every forward, prefill and decode
+
+    def __init__(self, budget: int, *, sinks: int = 0, window: int = 0, period: int = 1) -> None:
+        for key, value, least in (
+            ("budget", budget, 1),
+            ("sinks", sinks, 0),
+            ("window", window, 0),
+            ("period", period, 1),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{self.name}: {key} must be a whole number >= {least}, got {value!r}")
+        if budget <= window + sinks:
+            raise ValueError(
+                f"{self.name}: budget {budget} must exceed window {window} + sinks {sinks}; raise it or lower them"
+            )
+        self.budget, self.sinks, self.window, self.period = budget, sinks, window, period
+
+    @property
+    def last_queries(self) -> int:
+        """How many of the last queries `score` needs in `Entries.queries`."""
+        return 0
+
+    # ---- when and how much: pure functions of counts --------------------------------------------------------------
+
+    def compacts(self, prompt_length: int, seen: int) -> bool:
+        """Whether a compaction runs once `seen` tokens have been seen."""
+        first = max(prompt_length, self.budget + self.period)
+        return seen >= first and (seen - first) % self.period == 0
+
+    def physical_length(self, prompt_length: int, seen: int, layer: int = 0) -> int:
+        """Entries held per kv head once `seen` >= prompt_length tokens have been seen, compaction included."""
+        first = max(prompt_length, self.budget + self.period)
+        return seen if seen < first else self.budget + (seen - first) % self.period
+
+    @property
+    def peak_entries(self) -> int | None:
+        """The most entries a kv head holds while decoding; None where it grows without bound."""
+        return self.budget + self.period
+
+    # ---- what ---------------------------------------------------------------------------------------------------
+
+    def observe(self, layer: int, entries: Entries, queries: torch.Tensor, query_positions: torch.Tensor) -> None:
+        """See every query [R, Hq, T, D] at int64 [R, T] (>= seen: padding) and update `entries.state` in place."""
+        raise NotImplementedError
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        """The worth of each entry, float32 [R, Hkv, N]; higher is kept. Only competing entries are looked at.
+
+        A policy with memory replaces `entries.state[name]`; what it leaves there stays with the survivors.
+        """
+        raise NotImplementedError
+
+    def compact(self, layer: int, entries: Entries) -> Kept:
+        """Choose what to keep. Ties go to the earlier position. A NaN score is an error."""
+        scores = self.score(layer, entries).float()
+        competing = entries.competing(self.sinks, self.window)
+        if bool((scores.isnan() & competing).any()):
+            raise FloatingPointError(
+                f"{self.name}: a NaN score in layer {layer}; the model's keys or queries are not finite"
+            )
+        scores = scores.masked_fill(~competing, float("inf")).masked_fill(~entries.valid(), float("-inf"))
+        ranked = scores.sort(dim=-1, descending=True, stable=True).indices
+        keep = ranked[..., : self.budget].sort(dim=-1).values
+        return Kept(keep, {name: value.gather(-1, keep) for name, value in entries.state.items()})
+
+    # ---- identity -------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, Any]:
+        """The constructor's parameters, so that make_policy(name, **parameters) is the same policy."""
+        names = inspect.signature(type(self).__init__).parameters
+        return {name: getattr(self, name) for name in names if name != "self"}
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{k}={v}' for k, v in self.parameters().items())})"

@@ -1,0 +1,33 @@
+"""H2O: accumulated attention (heavy hitters) and the most recent tokens.
+
+Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference" (2023), §4: the score of token j is the sum
+of the attention that every query so far has given it, F_j = sum_q A[q, j], undecayed, over prefill and decoding. With
+grouped queries it is summed over the query heads of the group. Half of the budget is recent tokens by default.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_rl.policies.base import Entries, Policy
+
+CHUNK = 256  # prompt queries at a time: [R, Hkv, G, CHUNK, N] floats are alive
+
+
+class H2O(Policy):
+    name = "h2o"
+    initial_state = {"mass": 0.0}
+    every_query = True
+
+    def __init__(self, budget: int, *, sinks: int = 0, window: int | None = None, period: int = 1) -> None:
+        super().__init__(budget, sinks=sinks, window=budget // 2 if window is None else window, period=period)
+
+    def observe(self, layer: int, entries: Entries, queries: torch.Tensor, query_positions: torch.Tensor) -> None:
+        for start in range(0, queries.shape[2], CHUNK):
+            positions = query_positions[:, start : start + CHUNK]
+            attention = entries.attention(queries[:, :, start : start + CHUNK], positions)
+            real = (positions < entries.seen[:, None])[:, None, None, :, None]
+            entries.state["mass"] += attention.masked_fill(~real, 0.0).sum(dim=(2, 3))
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        return entries.state["mass"]

@@ -1,0 +1,196 @@
+"""The scored-window family: the last w queries say which of the older entries are worth keeping.
+
+SnapKV, MorphKV, R-KV, G-KV and CAKE are one score with parts switched on. With the attention A of the last w queries
+over the entries held (softmax over all, causal inside the window), j a competing entry (neither sink nor window):
+
+    S_j  = mean_w max_g A[g, w, j]                         local score            G-KV eqs. 1-2
+    S^_j = S_j / max_i S_i                                 normalised             G-KV eq. 3
+    F_j  = max(a F'_j, S^_j)                               global score, "max"    G-KV eq. 3
+         = a F'_j + (1 - a) S^_j                           "mean"                 G-KV eq. 4
+         = a F'_j + S^_j                                   "sum"                  G-KV eq. 5
+    R_j  = softmax_j mean_i sim(i, j)                      redundancy             R-KV eqs. 4-6
+
+F' is the score that the entry took from the previous compaction; an entry without one (all of the old window) has
+F = S^. F is remembered before pooling and redundancy. sim is the cosine of two keys, with the diagonal and values under
+0.5 set to 0, and so, for each i, the most recent of its similar tokens, which stands for the others.
+
+    snapkv   max-pool(S)                     SnapKV eq. 4 (kernel 7) at decode time, as extended by G-KV
+    morphkv  S                               MorphKV §3 (attention fused over the window)
+    rkv      l max-pool(S) - (1 - l) R       R-KV eq. 7, l = 0.1
+    gkv      l F - (1 - l) R / max R         G-KV §5, §7.3 and appendix D, l = 0.7 (Qwen) or 0.9 (Llama), a = 0.8
+    cake     S + gamma Var_w max_g A         CAKE's attention shift, as G-KV compares it (no pooling, no layer budgets)
+
+gamma = 200 is what CAKE's own code runs with; pooling over competing entries only, and SnapKV's kernel 7, are ours where
+the papers are silent.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from sparse_rl.policies.base import Entries, Policy
+
+NO_HISTORY = -1.0
+SIMILAR = 0.5
+
+
+class ScoredWindow(Policy):
+    """What the family shares: parameters, the window's queries, and the parts of the score."""
+
+    def __init__(self, budget: int, *, sinks: int = 0, window: int = 16, period: int = 128) -> None:
+        super().__init__(budget, sinks=sinks, window=window, period=period)
+        if window < 1:
+            raise ValueError(f"{self.name}: window must be >= 1, the window's queries are what scores the rest")
+
+    @property
+    def last_queries(self) -> int:
+        return self.window
+
+    def window_scores(self, entries: Entries) -> torch.Tensor:
+        """max_g A: float32 [R, Hkv, W, N]."""
+        return entries.window_attention(self.window).amax(dim=2)
+
+    def local_score(self, entries: Entries) -> torch.Tensor:
+        """S: float32 [R, Hkv, N]."""
+        return self.window_scores(entries).mean(dim=2)
+
+    def _max_pool(self, scores: torch.Tensor, entries: Entries, kernel: int) -> torch.Tensor:
+        """Maximum over `kernel` neighbouring competing entries: [R, Hkv, N]."""
+        competing = entries.competing(self.sinks, self.window)
+        return F.max_pool1d(scores.masked_fill(~competing, 0.0), kernel, stride=1, padding=kernel // 2)
+
+    def _fraction(self, **values: float) -> None:
+        for key, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise ValueError(f"{self.name}: {key} must be a number in [0, 1], got {value!r}")
+
+    def _kernel(self, pooling: int) -> None:
+        if isinstance(pooling, bool) or not isinstance(pooling, int) or pooling < 1 or pooling % 2 == 0:
+            raise ValueError(f"{self.name}: pooling must be an odd kernel size >= 1 (1 is off), got {pooling!r}")
+
+
+class SnapKV(ScoredWindow):
+    name = "snapkv"
+
+    def __init__(self, budget: int, *, sinks: int = 0, window: int = 16, period: int = 128, pooling: int = 7) -> None:
+        super().__init__(budget, sinks=sinks, window=window, period=period)
+        self._kernel(pooling)
+        self.pooling = pooling
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        return self._max_pool(self.local_score(entries), entries, self.pooling)
+
+
+class MorphKV(ScoredWindow):
+    name = "morphkv"
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        return self.local_score(entries)
+
+
+class RKV(ScoredWindow):
+    name = "rkv"
+
+    def __init__(
+        self,
+        budget: int,
+        *,
+        sinks: int = 0,
+        window: int = 16,
+        period: int = 128,
+        lam: float = 0.1,
+        pooling: int = 7,
+    ) -> None:
+        super().__init__(budget, sinks=sinks, window=window, period=period)
+        self._fraction(lam=lam)
+        self._kernel(pooling)
+        self.lam, self.pooling = lam, pooling
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        importance = self._max_pool(self.local_score(entries), entries, self.pooling)
+        return self.lam * importance - (1 - self.lam) * redundancy(entries)
+
+
+class GKV(ScoredWindow):
+    name = "gkv"
+    initial_state = {"history": NO_HISTORY}
+
+    def __init__(
+        self,
+        budget: int,
+        *,
+        sinks: int = 0,
+        window: int = 16,
+        period: int = 128,
+        form: Literal["max", "mean", "sum"] = "max",
+        alpha: float = 0.8,
+        redundancy: bool = True,
+        lam: float = 0.7,
+        pooling: int = 1,
+    ) -> None:
+        super().__init__(budget, sinks=sinks, window=window, period=period)
+        self._fraction(alpha=alpha, lam=lam)
+        self._kernel(pooling)
+        if form not in ("max", "mean", "sum"):
+            raise ValueError(f"gkv: form must be max, mean or sum, got {form!r}")
+        if not isinstance(redundancy, bool):
+            raise ValueError(f"gkv: redundancy must be true or false, got {redundancy!r}")
+        self.form, self.alpha, self.redundancy, self.lam, self.pooling = form, alpha, redundancy, lam, pooling
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        competing = entries.competing(self.sinks, self.window)
+        local = _over_max(self.local_score(entries), competing)
+        history = entries.state["history"]
+        if self.form == "max":
+            merged = torch.maximum(self.alpha * history, local)
+        elif self.form == "mean":
+            merged = self.alpha * history + (1 - self.alpha) * local
+        else:
+            merged = self.alpha * history + local
+        global_score = torch.where(history >= 0, merged, local)
+        entries.state["history"] = global_score.masked_fill(~competing, NO_HISTORY)
+
+        score = self._max_pool(global_score, entries, self.pooling) if self.pooling > 1 else global_score
+        if self.redundancy:
+            score = self.lam * score - (1 - self.lam) * _over_max(redundancy(entries), competing)
+        return score
+
+
+class CAKE(ScoredWindow):
+    name = "cake"
+
+    def __init__(
+        self, budget: int, *, sinks: int = 0, window: int = 16, period: int = 128, gamma: float = 200.0
+    ) -> None:
+        super().__init__(budget, sinks=sinks, window=window, period=period)
+        if isinstance(gamma, bool) or not isinstance(gamma, (int, float)) or gamma < 0:
+            raise ValueError(f"cake: gamma must be a number >= 0, got {gamma!r}")
+        self.gamma = gamma
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        scores = self.window_scores(entries)
+        return scores.mean(dim=2) + self.gamma * scores.var(dim=2, correction=0)
+
+
+def _over_max(scores: torch.Tensor, competing: torch.Tensor) -> torch.Tensor:
+    """scores / max over the competing entries, per head; 0 where all of them are 0."""
+    top = scores.masked_fill(~competing, 0.0).amax(-1, keepdim=True)
+    return scores / top.clamp(min=torch.finfo(scores.dtype).tiny)
+
+
+def redundancy(entries: Entries) -> torch.Tensor:
+    """R: how much each entry repeats others, float32 [R, Hkv, N] (R-KV §3.2). N x N per head is alive."""
+    keys = F.normalize(entries.keys.float(), dim=-1, eps=1e-8)
+    valid = entries.valid()
+    similarity = keys @ keys.transpose(-1, -2)
+    similarity = similarity.masked_fill(~(valid[..., :, None] & valid[..., None, :]), 0.0)
+    similarity.diagonal(dim1=-2, dim2=-1).zero_()
+    similarity = similarity.masked_fill(similarity < SIMILAR, 0.0)
+    slots = torch.arange(keys.shape[2], device=keys.device)
+    most_recent = torch.where(similarity > 0, slots, 0).amax(-1, keepdim=True)
+    similarity = similarity.scatter(-1, most_recent, 0.0)
+    mean = similarity.sum(dim=-2) / entries.lengths[:, None, None]
+    return mean.masked_fill(~valid, float("-inf")).softmax(-1)

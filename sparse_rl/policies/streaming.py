@@ -1,0 +1,21 @@
+"""StreamingLLM: attention sinks and the most recent tokens.
+
+Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), §3.2. The window is what the sinks
+leave of the budget. (Their rolling cache re-numbers positions; here positions stay logical, as in G-KV's baseline.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_rl.policies.base import Entries, Policy
+
+
+class Streaming(Policy):
+    name = "streaming"
+
+    def __init__(self, budget: int, *, sinks: int = 4, period: int = 1) -> None:
+        super().__init__(budget, sinks=sinks, period=period)
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        return entries.positions.float()

@@ -1,0 +1,29 @@
+"""TOVA: token omission via attention.
+
+Oren et al., "Transformers are Multi-State RNNs" (2024), §3.2: after each step drop the token to which the LAST query
+pays least attention, averaged over all heads of the layer, so that every kv head of a layer keeps the same tokens.
+The newest token competes like any other (window = 0).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_rl.policies.base import Entries, Policy
+
+
+class Tova(Policy):
+    name = "tova"
+
+    def __init__(self, budget: int, *, sinks: int = 0, window: int = 0, period: int = 1) -> None:
+        super().__init__(budget, sinks=sinks, window=window, period=period)
+
+    @property
+    def last_queries(self) -> int:
+        return 1
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        if not bool((entries.positions == entries.positions[:, :1]).all()):
+            raise AssertionError("tova: the kv heads of a layer must hold the same tokens")
+        mean = entries.window_attention(1).mean(dim=(1, 2, 3))  # [R, N]
+        return mean[:, None].expand(-1, entries.keys.shape[1], -1)
