@@ -1,0 +1,138 @@
+r"""Rewards: what a completion is worth. This package stands alone; it knows neither engine, trainer nor recipe.
+
+    functions, weights = make_rewards(["math", {"name": "format", "weight": 0.2, "style": "think"}])
+
+A reward is called as TRL calls it, `fn(completions, **columns) -> list[float | None]`:
+
+- `completions` holds one entry per completion, a string or a conversation (a list of messages with "role" and
+  "content"; `rewards.text.completion_text` reads both);
+- the columns are the data's own (`answer`, ...), each with one entry per completion, and TRL's `prompts`,
+  `completion_ids` (token ids), `trainer_state`, `log_metric(name, value)` and `log_extra(name, values)`;
+- None means "cannot be scored": the completion is left out of this reward, not punished.
+
+Adding a reward here
+--------------------
+1. One file, named after what it looks at, with one class: keyword-only parameters in `__init__`, checked there
+   with a ValueError that names the parameter; `__call__(self, completions, **columns)`, with the columns that it
+   needs named as arguments and asked for by `rewards.text.require_column`.
+2. A class attribute `__name__`: the name in recipes and in metrics. Instances must survive pickling.
+3. One line in REWARDS below, and its laws in `tests/rewards/` (adversarial texts are tested for every entry).
+
+A reward of your own needs no change here: a spec may be a dotted path, "my_package.module:function" (or a class
+like those here), looked up on the Python path and in the working directory. Parameters given with it become
+keyword arguments.
+"""
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from math import isfinite  # not `import math`: the submodule of that name takes its place here
+from operator import attrgetter
+from typing import Any
+
+from rewards.boxed import BoxedReward
+from rewards.format import FormatReward
+from rewards.length import SoftOverlongReward
+from rewards.math import MathReward
+from rewards.repetition import RepetitionReward
+
+__all__ = ["REWARDS", "Reward", "make_rewards"]
+
+Reward = Callable[..., list[float | None]]
+
+REWARDS: dict[str, type] = {
+    "math": MathReward,
+    "boxed": BoxedReward,
+    "format": FormatReward,
+    "soft_overlong": SoftOverlongReward,
+    "repetition": RepetitionReward,
+}
+
+
+def make_rewards(specs: Sequence[str | Mapping[str, Any]]) -> tuple[list[Reward], list[float]]:
+    """Build the rewards that a recipe asks for.
+
+    A spec is a name of REWARDS, a dotted path, or a mapping {"name": one of these, "weight": 1.0, parameters}.
+    Returns the functions and their weights, in order. Raises ValueError, in one line, for whatever is wrong.
+    A registered reward that is asked for again is called name_2, so that the metrics stay apart.
+    """
+    if isinstance(specs, str | Mapping) or not isinstance(specs, Sequence):
+        raise ValueError(f"rewards must be a list of names or mappings, not {specs!r}")
+    if not specs:
+        raise ValueError(f"rewards is empty: name at least one of {', '.join(REWARDS)}, or a dotted path")
+    functions: list[Reward] = []
+    weights: list[float] = []
+    names: list[str] = []
+    for spec in specs:
+        function, name, weight = _make_reward(spec)
+        if name in names and type(function) in REWARDS.values():
+            name = next(f"{name}_{n}" for n in range(2, len(specs) + 2) if f"{name}_{n}" not in names)
+            function.__name__ = name
+        if name in names:
+            raise ValueError(f"two rewards are called {name!r}, and so would their metrics be: rename one function")
+        functions.append(function)
+        weights.append(weight)
+        names.append(name)
+    return functions, weights
+
+
+def _make_reward(spec: str | Mapping[str, Any]) -> tuple[Reward, str, float]:
+    params = {"name": spec} if isinstance(spec, str) else dict(spec) if isinstance(spec, Mapping) else {}
+    name, weight = params.pop("name", None), params.pop("weight", 1.0)
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"a reward is a name or a mapping with a 'name', not {spec!r}")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
+        raise ValueError(f"the weight of reward {name!r} must be a finite number, not {weight!r}")
+    target = _find(name)
+    _check_params(name, target, params)
+    if inspect.isclass(target):
+        try:
+            target = target(**params)
+        except ValueError as error:
+            raise ValueError(f"reward {name!r}: {error}") from error
+    elif params:  # a partial, because TRL looks through it: for the name, and for whether it is async
+        inner, target = target, functools.partial(target, **params)
+        functools.update_wrapper(target, inner, updated=())
+    return target, getattr(target, "__name__", type(target).__name__), float(weight)
+
+
+def _find(name: str) -> Any:
+    if name in REWARDS:
+        return REWARDS[name]
+    if "." not in name and ":" not in name:
+        near = get_close_matches(name, REWARDS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown reward {name!r}: {hint}there are {', '.join(REWARDS)}, and dotted paths")
+    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    if os.getcwd() not in sys.path:  # as for a script; a console command does not look there
+        sys.path.append(os.getcwd())
+    try:
+        target = attrgetter(attribute)(importlib.import_module(module))
+    except Exception as error:  # the user's module may raise anything as it is imported
+        raise ValueError(f"reward {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(target):
+        raise ValueError(f"reward {name!r} is not callable but {type(target).__name__}")
+    return target
+
+
+def _check_params(name: str, target: Any, params: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):  # a callable without one: its own call will tell
+        return
+    accepted = signature.parameters.values()
+    known = [p.name for p in accepted if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    for param in params:
+        if param not in known and not any(p.kind is p.VAR_KEYWORD for p in accepted):
+            near = get_close_matches(param, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"reward {name!r} has no parameter {param!r}: {hint}it takes {', '.join(known) or 'none'}")
+    if inspect.isclass(target):
+        required = [p.name for p in accepted if p.name in known and p.default is p.empty]
+        missing = [param for param in required if param not in params]
+        if missing:
+            raise ValueError(f"reward {name!r} needs the parameter {missing[0]!r}")

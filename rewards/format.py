@@ -1,0 +1,44 @@
+r"""`format`: is the completion laid out as asked? Says nothing about whether the answer is right."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rewards.text import BOX, completion_text, last_boxed
+
+STYLES = ("boxed", "think")
+
+
+class FormatReward:
+    r"""1.0 where the completion has the asked-for form, else 0.0.
+
+    Parameters
+    ----------
+    style : {"boxed", "think"}
+        ``boxed``: exactly one ``\boxed{...}``, closed and not empty, in the answer: the text after the last
+        ``</think>``, or all of it when it does not think. A ``<think>`` that is not closed scores 0.0; a
+        ``</think>`` alone is fine (many chat templates write the opening tag into the prompt), and so are boxes
+        inside the thoughts.
+        ``think``: TRL's `think_format_reward`, the text starts with ``<think>`` and closes it.
+    """
+
+    __name__ = "format"
+
+    def __init__(self, *, style: str = "boxed") -> None:
+        if style not in STYLES:
+            raise ValueError(f"style must be one of {', '.join(STYLES)}, not {style!r}")
+        self.style = style
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        texts = [completion_text(completion) for completion in completions]
+        if self.style == "boxed":
+            return [float(one_final_box(text)) for text in texts]
+        from trl.rewards import think_format_reward
+
+        return list(think_format_reward([[{"role": "assistant", "content": text}] for text in texts]))
+
+
+def one_final_box(text: str) -> bool:
+    """Whether the answer part of the text holds one box, closed and with something in it."""
+    _, _, answer = text.rpartition("</think>")
+    one_box = sum(1 for _ in BOX.finditer(answer)) == 1
+    return "<think>" not in answer and one_box and bool((last_boxed(answer) or "").strip())

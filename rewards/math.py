@@ -1,0 +1,124 @@
+r"""`math`: is the final answer equal to the gold answer, by value? (math-verify)
+
+The answer of a completion is its last ``\boxed{...}``; without a box, what math-verify finds at the end of the
+text. math-verify rests on SymPy, which can hang, and on SIGALRM, which works in the main thread only. So it runs
+in worker processes (`math_pool.py`) that are killed when an item exceeds its time.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rewards.math_pool import MathPool
+from rewards.text import BOX, completion_text, gold_text, last_boxed, require_column
+
+logger = logging.getLogger(__name__)
+
+ANSWER_LIMIT = 2_000  # characters; what is longer is no answer
+TAIL_LIMIT = 10_000  # characters at the end of a text without a box
+WARNING_LIMIT = 20  # golds named in the log; the metric counts them all
+CACHE_LIMIT = 100_000  # golds remembered
+
+
+class MathReward:
+    """1.0 where the answer equals the gold answer, 0.0 where not, None where the gold answer cannot be parsed.
+
+    Parameters
+    ----------
+    timeout : float
+        Wall-clock seconds for one comparison. Whatever takes longer scores 0.0.
+    workers : int
+        At most so many processes, of about 100 MB each; they start on first use.
+    require_boxed : bool
+        Score 0.0 where there is no box, rather than look for an answer in the text.
+
+    Metrics (where `log_metric` is given), counted per call: `rewards/unparseable_gold`, the completions that got
+    None; `rewards/math_timeout`, those that got 0.0 because the comparison was cut off.
+    """
+
+    __name__ = "math"
+
+    def __init__(self, *, timeout: float = 5.0, workers: int = 4, require_boxed: bool = False) -> None:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
+            raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+            raise ValueError(f"workers must be a whole number from 1 up, not {workers!r}")
+        if not isinstance(require_boxed, bool):
+            raise ValueError(f"require_boxed must be true or false, not {require_boxed!r}")
+        self.timeout = timeout
+        self.workers = workers
+        self.require_boxed = require_boxed
+        self._parseable: dict[str, bool] = {}  # what has been learnt about the golds so far
+        self._reported: set[str] = set()
+        self._pool = MathPool(workers, timeout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_pool"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._pool = MathPool(self.workers, self.timeout)
+
+    def __call__(
+        self,
+        completions: Sequence[Any],
+        answer: Sequence[Any] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        require_column("math", "answer", answer, completions, list(columns))
+        assert answer is not None
+        golds = self._golds(answer)
+        answers = [self._answer(completion_text(completion)) for completion in completions]
+
+        # A group of completions mostly says the same few things: each pair is compared once.
+        pairs = list(dict.fromkeys((g, *a) for g, a in zip(golds, answers, strict=True) if g and a))
+        requests = [{"op": "score", "gold": {"box": gold}, "answer": {kind: said}} for gold, kind, said in pairs]
+        verdicts = dict(zip(pairs, self._pool.map(requests), strict=True))
+
+        rewards: list[float | None] = []
+        timeouts = 0
+        for gold, said in zip(golds, answers, strict=True):
+            verdict = verdicts[(gold, *said)] if gold and said else False
+            rewards.append(float(verdict or False) if gold else None)
+            timeouts += verdict is None
+        if log_metric is not None:  # on every call, so that a zero counts in TRL's averages
+            log_metric("rewards/unparseable_gold", float(rewards.count(None)))
+            log_metric("rewards/math_timeout", float(timeouts))
+        return rewards
+
+    def _answer(self, text: str) -> tuple[str, str] | None:
+        """What the worker should read as the answer: ("box" or "text", string); None if there is none."""
+        if BOX.search(text):
+            box = (last_boxed(text) or "").strip()
+            return ("box", box) if 0 < len(box) <= ANSWER_LIMIT else None
+        tail = text[-TAIL_LIMIT:].strip()
+        return ("text", tail) if tail and not self.require_boxed else None
+
+    def _golds(self, answer: Sequence[Any]) -> list[str | None]:
+        """The gold answers as bare text, None (and a warning, once for each) where they cannot be parsed."""
+        texts = [gold_text(gold) for gold in answer]
+        if len(self._parseable) > CACHE_LIMIT:
+            self._parseable = {}
+        known = self._parseable  # this call's own reference: another thread may start a new cache
+        new = [text for text in dict.fromkeys(texts) if text and text not in known]
+        known.update((text, False) for text in new if len(text) > TAIL_LIMIT)
+        new = [text for text in new if text not in known]
+        parsed = self._pool.map([{"op": "gold", "gold": {"box": text}} for text in new])
+        known.update((text, bool(ok)) for text, ok in zip(new, parsed, strict=True))
+        golds = [text if text and known[text] else None for text in texts]
+        for raw, gold in zip(answer, golds, strict=True):
+            if gold is None:
+                self._report(f"{raw!r:.200}")
+        return golds
+
+    def _report(self, gold: str) -> None:
+        if gold in self._reported or len(self._reported) >= WARNING_LIMIT:
+            return
+        self._reported.add(gold)
+        logger.warning(
+            "math reward: the gold answer %s cannot be parsed; its completions get no reward (None). Write it as "
+            "LaTeX, put words in \\text{...}, or use the 'boxed' reward for exact text.%s",
+            gold,
+            " Further ones are only counted, in rewards/unparseable_gold." * (len(self._reported) == WARNING_LIMIT),
+        )

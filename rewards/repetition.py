@@ -1,0 +1,42 @@
+"""`repetition`: TRL's penalty on repeated n-grams of tokens (Demystifying Long CoT, appendix C.2)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rewards.text import require_column
+
+
+class RepetitionReward:
+    """max_penalty times the fraction of the completion's n-grams that are repeats; 0.0 where none is.
+
+    Parameters
+    ----------
+    ngram_size : int
+        Tokens per n-gram. A completion shorter than this scores 0.0.
+    max_penalty : float
+        The most negative reward, never above 0.
+    """
+
+    __name__ = "repetition"
+
+    def __init__(self, *, ngram_size: int = 3, max_penalty: float = -1.0) -> None:
+        if isinstance(ngram_size, bool) or not isinstance(ngram_size, int) or ngram_size < 1:
+            raise ValueError(f"ngram_size must be a whole number from 1 up, not {ngram_size!r}")
+        if (
+            isinstance(max_penalty, bool)
+            or not isinstance(max_penalty, int | float)
+            or not -float("inf") < max_penalty <= 0
+        ):
+            raise ValueError(f"max_penalty must be a number from 0 down, not {max_penalty!r}")
+        from trl.rewards import get_repetition_penalty_reward
+
+        self._penalty = get_repetition_penalty_reward(ngram_size, max_penalty)
+
+    def __call__(
+        self, completions: Sequence[Any], completion_ids: Sequence[Any] | None = None, **columns: Any
+    ) -> list[float | None]:
+        require_column("repetition", "completion_ids", completion_ids, completions, list(columns))
+        assert completion_ids is not None
+        # Tensors hash by identity: no n-gram of theirs would ever repeat.
+        ids = [row.tolist() if hasattr(row, "tolist") else list(row) for row in completion_ids]
+        return self._penalty(completion_ids=ids)

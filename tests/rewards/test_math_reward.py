@@ -1,0 +1,271 @@
+"""Laws of the math reward: equality by value, hard limits, the same answer from any thread or process."""
+
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from reward_cases import ADVERSARIAL, HANG, gold_answers, within
+
+from rewards.math import MathReward
+
+REPO = Path(__file__).resolve().parents[2]
+
+EQUAL = [
+    ("1/2", r"\frac{1}{2}"),
+    ("1/2", "0.5"),
+    (r"\frac{1}{2}", "0.5"),
+    (r"\frac{1}{2}", r"\dfrac12"),
+    (42, "42.0"),
+    ("42", "42."),
+    ("1,234", "1234"),
+    ("-3", "\N{MINUS SIGN}3"),
+    ("x=5", "5"),
+    (r"2\sqrt{2}", r"\sqrt{8}"),
+    ("(x+1)^2", "x^2+2x+1"),
+    (r"\{1,2\}", r"\{2,1\}"),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"(3, \pi/2)"),
+    (r"\text{Evelyn}", "Evelyn"),
+    ("Evelyn", r"\text{Evelyn}"),
+    ("east", "East"),
+    ("xy + yz", "yz+xy"),
+    ("12 square units", "12"),
+    ("The answer is 42", "42"),
+    ("3 + 4 = <<3+4=7>>7\n#### 7", "7"),
+    (r"\boxed{7}", "7"),
+    (r"$\frac{1}{2}$", "0.5"),
+]
+DIFFERENT = [
+    ("1/2", r"\frac{1}{3}"),
+    ("1/2", "0.51"),
+    ("42", "-42"),
+    ("1,234", "1,235"),
+    (r"2\sqrt{2}", r"2\sqrt{3}"),
+    (r"\{1,2\}", r"\{1,3\}"),
+    (r"\left( 3, \frac{\pi}{2} \right)", "3"),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"(\pi/2, 3)"),
+    ("Evelyn", "nylevE"),
+    ("3 + 4 = <<3+4=7>>7\n#### 7", "3"),
+    ("7", ""),
+]
+
+
+@pytest.fixture(scope="module")
+def math_reward():
+    return MathReward(timeout=10, workers=2)
+
+
+def boxed(answer):
+    return rf"So it is $\boxed{{{answer}}}$."
+
+
+@pytest.mark.parametrize(("pairs", "reward"), [(EQUAL, 1.0), (DIFFERENT, 0.0)])
+def test_equality_is_by_value(math_reward, pairs, reward):
+    golds, answers = zip(*pairs, strict=True)
+    assert math_reward([boxed(a) for a in answers], answer=list(golds)) == [reward] * len(pairs)
+
+
+def test_the_last_box_is_the_answer(math_reward):
+    texts = [r"\boxed{1} no, \boxed{2}", r"\boxed{2} no, \boxed{1}", r"\boxed{\boxed{2}}", r"\boxed{2} and \boxed{"]
+    assert math_reward(texts, answer=["2"] * 4) == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_without_a_box_the_text_is_read_unless_a_box_is_required(math_reward):
+    texts = ["I get 41, so the answer is 42.", r"Hence $x=\frac{84}{2}$", "The answer is 41.", "No idea."]
+    assert math_reward(texts, answer=["42"] * 4) == [1.0, 1.0, 0.0, 0.0]
+    strict = MathReward(require_boxed=True, workers=1)
+    assert strict([*texts, boxed(42)], answer=["42"] * 5) == [0.0] * 4 + [1.0]
+
+
+def test_the_answer_may_follow_megabytes(math_reward):
+    texts = ["hm " * 1_000_000 + boxed(answer) for answer in (42, 43)]
+    assert math_reward(texts, answer=["42", "42"]) == [1.0, 0.0]
+
+
+def test_conversations_are_read_like_strings(math_reward):
+    earlier = [{"role": "assistant", "content": boxed(1)}, {"role": "tool", "content": boxed(3)}]
+    right = [*earlier, {"role": "assistant", "content": boxed(2)}]
+    wrong = [*earlier, {"role": "assistant", "content": [{"type": "text", "text": boxed(3)}]}]
+    silent = [{"role": "assistant", "content": None}]
+    assert math_reward([right, wrong, silent, []], answer=["2"] * 4) == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["gsm8k_test", "math500"])
+def test_real_golds_equal_themselves_and_not_their_neighbours(math_reward, name):
+    golds = gold_answers(name, 100)
+    respelt = [gold.replace(r"\frac", r"\dfrac") for gold in golds]
+    assert math_reward([boxed(gold) for gold in respelt], answer=golds) == [1.0] * len(golds)
+    neighbours = golds[1:] + golds[:1]
+    rewards = math_reward([boxed(gold) for gold in neighbours], answer=golds)
+    assert all(r == 0.0 for r, a, b in zip(rewards, golds, neighbours, strict=True) if a != b)
+
+
+def test_an_item_that_hangs_costs_its_limit_and_nothing_else():
+    reward, metrics = MathReward(timeout=2, workers=1), {}
+    texts = [boxed(42), HANG, boxed(42), boxed(41)]
+    assert within(60, lambda: reward(texts, answer=["42"] * 4, log_metric=metrics.__setitem__)) == [1, 0, 1, 0]
+    assert metrics == {"rewards/unparseable_gold": 0.0, "rewards/math_timeout": 1.0}
+    assert reward(texts[2:], answer=["42"] * 2, log_metric=metrics.__setitem__) == [1, 0]
+    assert metrics["rewards/math_timeout"] == 0.0  # the control: an answer that is merely wrong is no timeout
+
+
+def test_a_worker_that_is_shot_is_replaced():
+    reward = MathReward(workers=1)
+    pids = []
+    for _ in range(3):
+        assert reward([boxed(42), boxed(41)], answer=["42"] * 2) == [1.0, 0.0]
+        pids.append(reward._pool._idle[0].process.pid)
+        if len(pids) == 2:
+            os.kill(pids[-1], signal.SIGKILL)
+    assert pids[0] == pids[1] != pids[2]  # kept between calls, but for the shot one
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the state of a process from /proc")
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_worker_does_not_outlive_a_parent_that_is_killed(busy):
+    script = (
+        "from rewards.math import MathReward; import time\n"
+        "reward = MathReward(timeout=3, workers=1)\n"
+        "assert reward(['1'], answer=['1']) == [1.0]\n"
+        "print(reward._pool._idle[0].process.pid, flush=True)\n"
+        f"if {busy}: reward([{HANG!r}], answer=['1'])\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=with_repo_on_path()
+    )
+    try:
+        worker = int(parent.stdout.readline())
+        time.sleep(0.5)
+        assert alive(worker)  # the control
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    deadline = time.monotonic() + 30
+    while alive(worker):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def with_repo_on_path():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])}
+
+
+def test_threads_get_the_same_rewards_as_the_main_thread(math_reward):
+    golds = [str(n % 7) for n in range(40)]
+    texts = [boxed(n % 5) for n in range(40)]
+    expected = [float(n % 7 == n % 5) for n in range(40)]
+    assert math_reward(texts, answer=golds) == expected
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(math_reward, texts[i:], answer=golds[i:]) for i in range(8)]
+        assert [call.result(120) for call in calls] == [expected[i:] for i in range(8)]
+
+
+def score_in_child(reward, connection):
+    connection.send(reward([boxed(42), boxed(41), HANG], answer=["42"] * 3))
+    connection.close()
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_daemonic_subprocesses_get_the_same_rewards(method):
+    reward = MathReward(timeout=2, workers=1)
+    assert reward([boxed(42)], answer=["42"]) == [1.0]  # so that there is a worker which must not be shared
+    context = multiprocessing.get_context(method)
+    here, there = context.Pipe()
+    child = context.Process(target=score_in_child, args=(reward, there), daemon=True)
+    child.start()
+    assert here.poll(120)
+    assert here.recv() == [1.0, 0.0, 0.0]
+    child.join(30)
+    assert child.exitcode == 0
+    assert reward([boxed(42), boxed(41)], answer=["42"] * 2) == [1.0, 0.0]  # the parent's own worker is unharmed
+
+
+def test_a_fork_amid_a_call_of_another_thread_is_not_blocked_by_it():
+    reward = MathReward(timeout=3, workers=1)
+    assert reward([boxed(42)], answer=["42"]) == [1.0]
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    child = context.Process(target=score_in_child, args=(reward, there), daemon=True)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(reward, [HANG, boxed(42)], answer=["42"] * 2)
+        time.sleep(0.5)  # the only worker is taken now
+        child.start()
+        assert call.result(60) == [0.0, 1.0]
+    try:
+        assert here.poll(60)
+        assert here.recv() == [1.0, 0.0, 0.0]
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_hostile_answers_neither_hang_nor_crash():
+    reward = MathReward(timeout=2, workers=2)
+    texts = [*ADVERSARIAL.values(), boxed(42)]
+    rewards = within(180, lambda: reward(texts, answer=["42"] * len(texts)))
+    right = {"nested braces", "last"}  # whatever becomes of the braces: they do hold the answer
+    for name, score in zip([*ADVERSARIAL, "last"], rewards, strict=True):
+        assert isinstance(score, float) and (score == 0.0 or name in right), name
+    assert rewards[-1] == 1.0
+
+
+def test_hostile_golds_neither_hang_nor_crash():
+    reward = MathReward(timeout=2, workers=2)
+    golds = [*ADVERSARIAL.values(), "42"]
+    rewards = within(180, lambda: reward([boxed(42)] * len(golds), answer=golds))
+    assert all(score in (None, 0.0, 1.0) for score in rewards)
+    assert rewards[-1] == 1.0 and rewards[0] is None
+
+
+UNPARSEABLE = ["", None, "???", "hello world", "not a number", r"\frac{1}{", r"\boxed{4", "9" * 20_000]
+
+
+def test_an_unparseable_gold_is_reported_once_and_not_scored(caplog):
+    reward, metrics = MathReward(workers=1), {}
+    golds = [*UNPARSEABLE, "42"]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            rewards = reward([boxed(42)] * len(golds), answer=golds, log_metric=metrics.__setitem__)
+            assert rewards == [None] * len(UNPARSEABLE) + [1.0]
+    assert metrics["rewards/unparseable_gold"] == len(UNPARSEABLE)
+    reports = [record.getMessage() for record in caplog.records if "cannot be parsed" in record.getMessage()]
+    assert len(reports) == len(UNPARSEABLE)
+    assert all(len(report) < 500 for report in reports)
+    assert not any("'42'" in report for report in reports)
+
+
+def test_a_missing_answer_column_says_how_to_map_it(math_reward):
+    with pytest.raises(ValueError, match=r"'answer'.*'solution'.*data\.columns"):
+        math_reward(["1"], solution=["1"])
+    with pytest.raises(ValueError, match="1 completions and 2"):
+        math_reward(["1"], answer=["1", "2"])
+
+
+def test_no_completions_no_rewards(math_reward):
+    assert math_reward([], answer=[]) == []
+
+
+def test_pickling_leaves_the_workers_behind():
+    reward = MathReward(timeout=3.5, workers=1)
+    texts, golds = [boxed(42), boxed(41), boxed(1)], ["42", "42", "???"]
+    assert reward(texts, answer=golds) == [1.0, 0.0, None]
+    twin = pickle.loads(pickle.dumps(reward))
+    assert twin(texts, answer=golds) == [1.0, 0.0, None]
+    assert (twin.timeout, twin.workers, twin.__name__) == (3.5, 1, "math")
+    assert twin._pool._idle[0].process.pid != reward._pool._idle[0].process.pid

@@ -1,0 +1,156 @@
+"""Laws of make_rewards: what it accepts, what it refuses and in which words, names and weights."""
+
+import functools
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from rewards import REWARDS, make_rewards
+from rewards.boxed import BoxedReward
+from rewards.math import MathReward
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A module of the user's, in the working directory and not on the path."""
+    (tmp_path / "own_rewards.py").write_text(
+        textwrap.dedent(
+            """
+            def length(completions, scale=1.0, **columns):
+                return [scale * len(text) for text in completions]
+
+            def strict(completions, *, scale=1.0):
+                return [scale for _ in completions]
+
+            def boxed(completions, **columns):
+                return [0.0 for _ in completions]
+
+            async def later(completions, scale=1.0, **columns):
+                return [scale for _ in completions]
+
+            class Constant:
+                def __init__(self, value):
+                    self.value = value
+                def __call__(self, completions, **columns):
+                    return [self.value for _ in completions]
+
+            number = 7
+            """
+        )
+    )
+    (tmp_path / "broken_rewards.py").write_text("1 / 0")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    monkeypatch.chdir(tmp_path)
+    yield "own_rewards"
+    sys.modules.pop("own_rewards", None)
+
+
+def test_names_and_mappings_give_functions_and_weights():
+    functions, weights = make_rewards(
+        ["boxed", {"name": "math", "timeout": 2.5, "weight": 2}, {"name": "format", "weight": -0.5}]
+    )
+    assert weights == [1.0, 2.0, -0.5]
+    assert [function.__name__ for function in functions] == ["boxed", "math", "format"]
+    assert isinstance(functions[1], MathReward) and functions[1].timeout == 2.5
+
+
+def test_a_spec_is_not_changed():
+    spec = {"name": "format", "weight": 2.0, "style": "think"}
+    make_rewards([spec])
+    assert spec == {"name": "format", "weight": 2.0, "style": "think"}
+
+
+def test_every_entry_carries_its_own_name():
+    assert all(cls.__dict__["__name__"] == name for name, cls in REWARDS.items())
+
+
+def test_the_same_reward_twice_gets_two_names():
+    functions, _ = make_rewards(["format", {"name": "format", "style": "think"}, "format"])
+    assert [function.__name__ for function in functions] == ["format", "format_2", "format_3"]
+    assert pickle.loads(pickle.dumps(functions[1])).__name__ == "format_2"
+    assert make_rewards(["format"])[0][0].__name__ == "format"
+
+
+@pytest.mark.parametrize("path", ["own_rewards:length", "own_rewards.length"])
+def test_dotted_paths(own, path):
+    (plain, scaled), weights = make_rewards([path, {"name": path.replace("length", "Constant"), "value": 3.0}])
+    assert plain(["ab"]) == [2.0] and plain.__name__ == "length"
+    assert scaled(["ab"]) == [3.0] and weights == [1.0, 1.0]
+
+
+def test_params_of_a_dotted_path_are_bound_and_the_name_is_kept(own):
+    (function,), weights = make_rewards([{"name": f"{own}:length", "scale": 0.5, "weight": 3}])
+    assert function(["abcd"], answer=["1"]) == [2.0]
+    assert function.__name__ == "length" and weights == [3.0]
+    assert pickle.loads(pickle.dumps(function))(["abcd"]) == [2.0]
+
+
+def test_trl_sees_through_a_bound_function(own):
+    utils = pytest.importorskip("trl.trainer.utils")
+    (plain, later), _ = make_rewards([{"name": f"{own}:length", "scale": 2.0}, {"name": f"{own}:later", "scale": 2.0}])
+    assert isinstance(later, functools.partial)
+    assert [utils.get_callable_name(function) for function in (plain, later)] == ["length", "later"]
+    assert [utils.is_async_callable(function) for function in (plain, later)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([], "rewards is empty"),
+        ("math", "must be a list"),
+        ({"name": "math"}, "must be a list"),
+        (None, "must be a list"),
+        (["mth"], "unknown reward 'mth': did you mean 'math'?"),
+        (["soft_overlongg"], "did you mean 'soft_overlong'?"),
+        (["zzz"], "there are math, boxed, format, soft_overlong, repetition"),
+        ([7], "a name or a mapping"),
+        ([{"weight": 1.0}], "a name or a mapping"),
+        ([{"name": "math", "timeot": 3}], "'math' has no parameter 'timeot': did you mean 'timeout'?"),
+        ([{"name": "boxed", "style": 3}], "'boxed' has no parameter 'style': it takes none"),
+        ([{"name": "math", "timeout": 0}], "reward 'math': timeout must be"),
+        ([{"name": "math", "timeout": "5"}], "reward 'math': timeout must be"),
+        ([{"name": "math", "workers": 0}], "workers must be"),
+        ([{"name": "math", "require_boxed": "yes"}], "require_boxed must be"),
+        ([{"name": "format", "style": "nice"}], "style must be one of boxed, think"),
+        (["soft_overlong"], "'soft_overlong' needs the parameter 'max_completion_len'"),
+        ([{"name": "soft_overlong", "max_completion_len": 10, "soft_punish_cache": 11}], "soft_punish_cache must"),
+        ([{"name": "repetition", "max_penalty": 1.0}], "max_penalty must be"),
+        ([{"name": "repetition", "ngram_size": 0}], "ngram_size must be"),
+        ([{"name": "math", "weight": "2"}], "weight of reward 'math' must be a finite number"),
+        ([{"name": "math", "weight": float("nan")}], "weight of reward 'math' must be a finite number"),
+        ([{"name": "math", "weight": True}], "weight of reward 'math' must be a finite number"),
+        (["no_such_module:fn"], "'no_such_module:fn' cannot be imported: ModuleNotFoundError"),
+        (["own_rewards:nothing"], "cannot be imported: AttributeError"),
+        (["own_rewards:number"], "is not callable but int"),
+        (["broken_rewards:fn"], "cannot be imported: ZeroDivisionError"),
+        (["own_rewards:"], "cannot be imported"),
+        (["."], "cannot be imported"),
+        ([{"name": "own_rewards:strict", "scael": 2.0}], "no parameter 'scael': did you mean 'scale'?"),
+        ([{"name": "own_rewards:Constant"}], "needs the parameter 'value'"),
+        (["boxed", "own_rewards:boxed"], "two rewards are called 'boxed'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(own, specs, message):
+    with pytest.raises(ValueError) as caught:
+        make_rewards(specs)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_package_stands_alone():
+    """Building rewards and asking for their errors loads neither torch nor the other packages."""
+    check = (
+        "import sys; from rewards import make_rewards; make_rewards(['math', 'boxed', 'format'])\n"
+        "loaded = {name.partition('.')[0] for name in sys.modules}\n"
+        "assert 'rewards' in loaded\n"
+        "assert not loaded & {'torch', 'trl', 'sympy', 'sparse_rl', 'rollout', 'trainer'}, loaded"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
+
+
+def test_instances_of_one_class_do_not_share_a_name():
+    (_, second), _ = make_rewards(["boxed", "boxed"])
+    assert second.__name__ == "boxed_2" and BoxedReward().__name__ == "boxed"
