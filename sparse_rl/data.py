@@ -1,0 +1,273 @@
+"""Datasets: from one `data:` block to rows {prompt, answer, ...}, and from a prompt to tokens.
+
+`prompt` is text, or a list of chat messages where the chat template applies; `prompt_ids` is the one place where
+either becomes tokens, so that training, evaluation and serving see the same prompt. It knows nothing about rewards,
+engines or trainers. Local files are read without touching the network.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparse_rl.recipe import DataConfig, RecipeError
+from sparse_rl.recipe_blocks import COLUMNS, LOCAL_FILES
+from sparse_rl.running_sum import RunningSum, rows
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+logger = logging.getLogger(__name__)
+
+
+def load_data(
+    config: DataConfig, tokenizer: Any = None, *, require: Sequence[str] = ("prompt",), where: str = "data"
+) -> Dataset:
+    """The rows of a dataset: shuffled (where asked), rendered, too long ones dropped, cut to the limit.
+
+    Parameters
+    ----------
+    tokenizer : decides whether there is a chat template, and counts tokens for `max_prompt_tokens`
+    require : which of prompt, answer and completion must be there (SFT needs prompt and completion)
+    where : the block's dotted key in the recipe, for error messages
+
+    Returns
+    -------
+    A dataset with `prompt` (str, or a list of messages), `answer` (str) where the source has one, `completion` where it
+    is required or mapped (of prompt's form), and the source's other columns untouched.
+
+    Raises
+    ------
+    RecipeError
+        A missing or unreadable file, a missing column, a null, or no rows.
+    """
+    try:
+        return _load(config, tokenizer, require)
+    except RecipeError as error:
+        raise RecipeError(error.message, f"{where}.{error.key}" if error.key else where) from error.__cause__
+
+
+def prompt_ids(prompt: str | Sequence[dict[str, Any]], tokenizer: Any, thinking: bool | None = None) -> list[int]:
+    """The tokens of a prompt: plain text as the tokenizer has it, messages through the chat template.
+
+    Messages end in the header of the assistant's turn; if the last one is the assistant's, it is left open instead.
+    `thinking` reaches the template as enable_thinking.
+    """
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        options = {} if thinking is None else {"enable_thinking": thinking}
+        begun = prompt[-1]["role"] == "assistant"
+        ids = tokenizer.apply_chat_template(
+            list(prompt),
+            add_generation_prompt=not begun,
+            continue_final_message=begun,
+            tokenize=True,
+            return_dict=False,
+            **options,
+        )
+    if hasattr(ids, "keys"):  # a tokenizer that returns its dict whatever it is asked
+        ids = ids["input_ids"]
+    if hasattr(ids, "tolist"):
+        ids = ids.tolist()
+    if len(ids) and isinstance(ids[0], list):
+        ids = ids[0]
+    return [int(i) for i in ids]
+
+
+def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> Dataset:
+    import datasets
+
+    source = _synthetic(config, "completion" in require) if config.synthetic else _read(config)
+    columns = _columns(config, source.column_names, require)
+    chat = _uses_chat(config, tokenizer)
+    if config.max_prompt_tokens and tokenizer is None:
+        raise RecipeError("cannot be applied without a tokenizer", "max_prompt_tokens")
+
+    order = list(range(len(source)))
+    if config.shuffle_seed is not None:
+        random.Random(config.shuffle_seed).shuffle(order)
+    picked = source.select_columns(sorted(set(columns.values())))
+    kept: list[int] = []
+    rendered: dict[str, list[Any]] = {name: [] for name in columns}
+    too_long = 0
+    for index in order:
+        if config.limit is not None and len(kept) == config.limit:
+            break
+        try:
+            found = picked[index]
+        except UnicodeDecodeError:  # Arrow reads what is not UTF-8, and finds out when it is asked for it
+            raise RecipeError(f"row {index + 1} of the source is not UTF-8; re-encode the file", "path") from None
+        row = {name: found[column] for name, column in columns.items()}
+        for name, value in row.items():
+            if value is None or value == "" or value == []:
+                raise RecipeError(f"row {index + 1} of the source has no {columns[name]!r}; drop or complete it")
+        prompt = _prompt(row["prompt"], config, chat, index)
+        if config.max_prompt_tokens or (chat and tokenizer is not None and not kept and not too_long):
+            try:
+                length = len(prompt_ids(prompt, tokenizer, config.thinking))
+            except Exception as error:  # a template may raise what it likes, for example on a system role
+                raise RecipeError(f"the tokenizer refuses the prompt of row {index + 1}: {error}") from error
+            if config.max_prompt_tokens and length > config.max_prompt_tokens:
+                too_long += 1
+                continue
+        kept.append(index)
+        rendered["prompt"].append(prompt)
+        if "answer" in row:
+            rendered["answer"].append(_answer(row["answer"], config, index))
+        if "completion" in row:
+            rendered["completion"].append(_completion(row["completion"], chat, index))
+    if too_long:
+        logger.warning(
+            "dropped %d prompts longer than %d tokens, kept %d", too_long, config.max_prompt_tokens, len(kept)
+        )
+    if not kept and too_long:
+        message = f"all {too_long} prompts are longer than {config.max_prompt_tokens} tokens; raise it"
+        raise RecipeError(message, "max_prompt_tokens")
+    if not kept:
+        raise RecipeError("the dataset has no rows", "path")
+    made = datasets.Dataset.from_dict({name: rendered[name] for name in COLUMNS if name in rendered})
+    others = [name for name in source.column_names if name not in {*columns, *columns.values()}]
+    if not others:
+        return made
+    return datasets.concatenate_datasets([made, source.select_columns(others).select(kept)], axis=1)
+
+
+# ---- sources -----------------------------------------------------------------------------------------------
+
+
+def _synthetic(config: DataConfig, with_response: bool) -> Dataset:
+    import datasets
+
+    made = config.synthetic
+    assert made is not None
+    task = RunningSum(n=made.n, digits=made.digits, note_probability=made.note_probability)
+    try:
+        return datasets.Dataset.from_list(rows(made.split, made.size, made.seed, with_response, task))
+    except ValueError as error:
+        raise RecipeError(str(error), "synthetic") from None
+
+
+def _read(config: DataConfig) -> Dataset:
+    """The source's rows as they are, from a local file or the hub."""
+    import datasets
+
+    assert config.path is not None
+    if not config.local:
+        if Path(config.path).is_file():
+            raise RecipeError(f"{config.path} is none of the formats read: {', '.join(LOCAL_FILES)}", "path")
+        try:
+            return datasets.load_dataset(config.path, config.subset, split=config.split)
+        except Exception as error:  # not found, no network, no such subset or split: all the user's to mend
+            raise RecipeError(f"cannot load {config.path!r} (split {config.split!r}): {error}", "path") from error
+
+    path = Path(config.path).expanduser()
+    if not path.is_file():
+        raise RecipeError(f"no such file: {config.path}", "path")
+    if path.stat().st_size == 0:
+        raise RecipeError(f"{config.path} is empty", "path")
+    suffix = path.suffix.lower()
+    reader = {".jsonl": "json"}.get(suffix, suffix[1:])
+    try:
+        return datasets.load_dataset(reader, data_files=str(path), split=config.split)
+    except Exception as error:
+        if "corresponds to no data" in str(error):
+            raise RecipeError(f"{config.path} has no rows", "path") from error
+        cause = error.__cause__ or error
+        problem = (_bad_line(path) if suffix == ".jsonl" else None) or str(cause) or type(cause).__name__
+        raise RecipeError(f"{config.path} cannot be read: {problem}", "path") from error
+
+
+def _bad_line(path: Path) -> str | None:
+    """The first line of a JSONL file that is not a JSON object, in words; None if all are."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                return f"line {number} is not JSON: {error.msg} at column {error.colno}"
+            except UnicodeDecodeError:
+                return f"line {number} is not UTF-8"
+            if not isinstance(value, dict):
+                return f"line {number} is not a JSON object"
+    return None
+
+
+# ---- rows --------------------------------------------------------------------------------------------------
+
+
+def _columns(config: DataConfig, available: Sequence[str], require: Sequence[str]) -> dict[str, str]:
+    """Our name -> the source's, of the columns to render; prompt is always one of them."""
+    wanted = {"prompt": "prompt"} | {name: name for name in require} | config.columns
+    if "answer" in available:
+        wanted.setdefault("answer", "answer")
+    for name, column in wanted.items():
+        if column not in available:
+            mend = f"the source has {', '.join(available)}"
+            mend += (
+                "" if name in config.columns else f"; say which one it is, as in columns: {{{name}: {available[0]}}}"
+            )
+            raise RecipeError(f"no column {column!r}; {mend}", f"columns.{name}")
+    return wanted
+
+
+def _uses_chat(config: DataConfig, tokenizer: Any) -> bool:
+    template = bool(getattr(tokenizer, "chat_template", None))
+    if config.chat and tokenizer is not None and not template:
+        raise RecipeError("the tokenizer has no chat template; set it to false", "chat")
+    chat = template if config.chat is None else config.chat
+    if config.system_prompt is not None and not chat:
+        raise RecipeError("needs a chat template, and the tokenizer has none; use prompt_template", "system_prompt")
+    return chat
+
+
+def _prompt(value: Any, config: DataConfig, chat: bool, index: int) -> str | list[dict[str, Any]]:
+    """The source's prompt (text, or messages) with template and system prompt."""
+    if isinstance(value, str):
+        text = value if config.prompt_template is None else config.prompt_template.replace("{prompt}", value)
+        if not chat:
+            return text
+        messages = [{"role": "user", "content": text}]
+    else:
+        if not _is_messages(value):
+            raise RecipeError(f"row {index + 1} is neither text nor a list of {{role, content}}", "columns.prompt")
+        if not chat:
+            raise RecipeError("the prompts are chat messages, which need a tokenizer with a chat template", "chat")
+        if config.prompt_template is not None:
+            raise RecipeError("does not apply to prompts that are chat messages; remove it", "prompt_template")
+        messages = list(value)
+    if config.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    return messages
+
+
+def _completion(value: Any, chat: bool, index: int) -> str | list[dict[str, Any]]:
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}] if chat else value
+    if not chat or not _is_messages(value):
+        raise RecipeError(f"row {index + 1}: expected text, got {type(value).__name__}", "columns.completion")
+    return list(value)
+
+
+def _answer(value: Any, config: DataConfig, index: int) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise RecipeError(f"row {index + 1}: expected text or a number, got {type(value).__name__}", "columns.answer")
+    text = str(value)
+    if config.answer_after is None:
+        return text
+    _, marker, answer = text.rpartition(config.answer_after)
+    if not marker or not answer.strip():
+        raise RecipeError(f"row {index + 1} has nothing after {config.answer_after!r}: {text[-40:]!r}", "answer_after")
+    return answer.strip()
+
+
+def _is_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, dict) and {"role", "content"} <= item.keys() for item in value
+    )

@@ -1,0 +1,102 @@
+"""Model directories: what must hold before anything is loaded, the tokenizer, and the cache policy kept beside a model.
+
+MODEL_DIR/cache_policy.json says under which cache a model was trained; engines and evaluation use it with no flags.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from sparse_rl.policies import Policy, make_policy
+from sparse_rl.recipe_schema import RecipeError
+
+POLICY_FILE = "cache_policy.json"
+POLICY_VERSION = 1
+
+
+def load_config(model: str) -> Any:
+    """The configuration of a directory or hub name, checked to be of a family that we replay.
+
+    Raises RecipeError: no such model, not a causal language model of the families, sliding windows, dropout.
+    """
+    from transformers import AutoConfig
+
+    from sparse_rl.attention import FAMILIES
+
+    if Path(model).exists() and not (Path(model) / "config.json").is_file():
+        raise RecipeError(f"{model} is not a model directory: it has no config.json", "model")
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise RecipeError(
+            f"{model} is neither a model directory nor a hub name that can be read: {first}", "model"
+        ) from error
+    if config.model_type not in FAMILIES:
+        raise RecipeError(
+            f"{model} is of type {config.model_type!r}; the supported families are {', '.join(FAMILIES)}", "model"
+        )
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
+        raise RecipeError(
+            f"{model} has sliding-window layers, which evict by themselves; it cannot be replayed", "model"
+        )
+    if getattr(config, "attention_dropout", 0.0):
+        raise RecipeError(
+            f"{model} has attention_dropout, which cannot be replayed; set it to 0 in config.json", "model"
+        )
+    return config
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a model, padding on the left, with a pad token."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise RecipeError(f"{model} has no tokenizer that can be read: {first}", "model") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def model_fingerprint(config: Any) -> str:
+    """A short name of an architecture, for trace files: family, layers, kv heads, head dim and a hash of the rest."""
+    from sparse_rl.attention import cache_shape
+
+    layers, kv_heads, head_dim = cache_shape(config)
+    own = {
+        k: v
+        for k, v in config.to_dict().items()
+        if not k.startswith("_") and k not in ("transformers_version", "dtype")
+    }
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return f"{config.model_type}-L{layers}-H{kv_heads}-D{head_dim}-{digest}"
+
+
+def save_policy(directory: str | Path, policy: Policy) -> None:
+    """Write cache_policy.json."""
+    content = {"format_version": POLICY_VERSION, "policy": policy.name, **policy.parameters()}
+    (Path(directory) / POLICY_FILE).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def saved_policy(directory: str | Path) -> Policy | None:
+    """The policy that a model directory carries, or None.
+
+    Raises RecipeError where the file is there but cannot be used.
+    """
+    file = Path(directory) / POLICY_FILE
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text())
+        version = content.pop("format_version")
+        if version != POLICY_VERSION:
+            raise ValueError(f"format version {version}, this reads {POLICY_VERSION}")
+        return make_policy(content)
+    except (ValueError, KeyError, AttributeError) as error:
+        raise RecipeError(f"{file} cannot be used: {error}") from error

@@ -1,0 +1,168 @@
+"""Recipes: one flat YAML file -> one typed, validated dataclass, before any model is loaded.
+
+    recipe = load_recipe("quickstart/grpo", ["learning_rate=1e-5", "cache.budget=64"])
+
+The keys are TRL's where TRL has one; blocks (cache, data, rollout, lora, launch, validation) are mappings.
+`extra_fields` opens the remaining options of a trainer's own config class as further flat keys, which land in
+`trainer_options`. No file of the recipes imports TRL, torch or transformers; only a `cache` block makes them load the
+policies, to check its values.
+
+recipe.py finds and reads; recipe_kinds.py and recipe_blocks.py are the dataclasses; recipe_refused.py says which keys
+of TRL are not taken, and why; recipe_schema.py turns YAML into any dataclass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.resources
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from sparse_rl.recipe_blocks import (
+    DataConfig,
+    GuardConfig,
+    LaunchConfig,
+    LoraConfig,
+    RolloutConfig,
+    SweepConfig,
+    SyntheticConfig,
+    ValidationConfig,
+)
+from sparse_rl.recipe_kinds import KINDS, EvalRecipe, GRPORecipe, Recipe, SFTRecipe, TrainRecipe, check_cache
+from sparse_rl.recipe_refused import refusal
+from sparse_rl.recipe_schema import (
+    RecipeError,
+    Source,
+    apply_overrides,
+    build,
+    closest,
+    coerce,
+    parse_yaml,
+    show,
+    yaml_fields,
+)
+
+
+def _shipped() -> dict[str, Any]:
+    """Name -> file, of every YAML file with a `kind` in the recipes package."""
+    found: dict[str, Any] = {}
+
+    def visit(folder: Any, prefix: str) -> None:
+        for item in folder.iterdir():
+            if item.is_dir():
+                visit(item, f"{prefix}{item.name}/")
+            elif item.name.endswith(".yaml") and re.search(r"^kind:", item.read_text(encoding="utf-8"), re.M):
+                found[prefix + item.name.removesuffix(".yaml")] = item
+
+    with contextlib.suppress(ModuleNotFoundError):  # the package alone ships none
+        visit(importlib.resources.files("recipes"), "")
+    return found
+
+
+def list_recipes() -> list[str]:
+    """The names of the shipped recipes, such as "quickstart/grpo"."""
+    return sorted(_shipped())
+
+
+def load_recipe(
+    path_or_name: str | Path,
+    overrides: Sequence[str] = (),
+    extra_fields: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Recipe:
+    """The recipe in a YAML file, or a shipped one by its name, with `key=value` overrides applied; see make_recipe."""
+    name = str(path_or_name)
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml") and name in (shipped := _shipped()):
+        text = shipped[name].read_text(encoding="utf-8")
+    elif path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{name}: cannot be read: {error}") from None
+    elif path.with_name(path.name + ".yaml").is_file():
+        raise RecipeError(f"{name}: no shipped recipe has this name; for the file write {name}.yaml")
+    else:
+        names = list_recipes()
+        near = closest(name.removesuffix(".yaml").removesuffix(".yml").removeprefix("recipes/"), names)
+        mend = f"did you mean {near[0]}?" if near else f"shipped recipes: {', '.join(names) or 'none'}"
+        raise RecipeError(f"{name}: neither a file nor a shipped recipe; {mend}")
+    return make_recipe(parse_yaml(text, name), overrides, extra_fields, name)
+
+
+def make_recipe(
+    mapping: Any,
+    overrides: Sequence[str] = (),
+    extra_fields: Mapping[str, Mapping[str, Any]] | None = None,
+    name: str = "recipe",
+) -> Recipe:
+    """The recipe that a mapping describes.
+
+    extra_fields : kind -> {key: type}, further flat keys, passed through in `trainer_options`
+    Raises RecipeError (one line) for anything that is wrong; `recipe.warnings` holds what is merely unwise.
+    """
+    if not isinstance(mapping, dict):
+        raise RecipeError(f"{name}: expected a mapping of keys to values, got {show(mapping)}")
+    mapping = dict(mapping)
+    overridden = apply_overrides(mapping, overrides)
+    kind = mapping.pop("kind", None)
+    if not isinstance(kind, str) or kind not in KINDS:
+        near = closest(kind, KINDS)
+        raise Source(name, overridden).error(
+            "kind",
+            f"{'missing' if kind is None else f'unknown kind {show(kind)}'}; one of {', '.join(KINDS)}"
+            + (f" (did you mean {near[0]}?)" if near else ""),
+        )
+    cls = KINDS[kind]
+    source = Source(name, overridden, _places(cls))
+    if isinstance(mapping.get("cache"), str):
+        mapping["cache"] = {"policy": mapping["cache"]}
+    own, extra = yaml_fields(cls), (extra_fields or {}).get(kind, {})
+    options = {}
+    for key in [key for key in mapping if key not in own]:
+        if mend := refusal(str(key)):
+            raise source.error(str(key), mend)
+        if key in extra:
+            options[key] = coerce(mapping.pop(key), extra[key], key, source)
+    try:
+        return build(cls, mapping, "", source, also=extra, trainer_options=options)
+    except RecipeError as error:
+        if error.key == "cache" and any(key.startswith("cache.") for key in overridden):
+            mend = f"{error.message} (cache={{policy: ...}} replaces the whole block)"
+            raise source.error("cache", mend) from None
+        raise
+
+
+def _places(cls: type[Recipe]) -> dict[str, str]:
+    """A key's name -> where it belongs, for a key that was put at another level."""
+    places = {key: f"cache.{key}" for key in ("policy", "budget", "sinks", "window", "period")}
+    for key, hint in yaml_fields(cls).items():
+        for block in () if get_origin(hint) is dict else (hint, *get_args(hint)):
+            if isinstance(block, type) and dataclasses.is_dataclass(block):
+                places |= {inner: f"{key}.{inner}" for inner in yaml_fields(block) if inner not in places}
+    return places | {key: key for key in yaml_fields(cls)}
+
+
+__all__ = [
+    "KINDS",
+    "DataConfig",
+    "EvalRecipe",
+    "GRPORecipe",
+    "GuardConfig",
+    "LaunchConfig",
+    "LoraConfig",
+    "Recipe",
+    "RecipeError",
+    "RolloutConfig",
+    "SFTRecipe",
+    "SweepConfig",
+    "SyntheticConfig",
+    "TrainRecipe",
+    "ValidationConfig",
+    "check_cache",
+    "list_recipes",
+    "load_recipe",
+    "make_recipe",
+]

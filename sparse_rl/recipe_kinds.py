@@ -1,0 +1,268 @@
+"""The kinds of recipe, each one dataclass: what its YAML may say, the defaults, and what must hold between keys.
+
+To add a kind: a subclass of Recipe with a `kind` and a docstring for its keys, and one entry in KINDS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from sparse_rl.recipe_blocks import (
+    AtLeastOne,
+    BelowOne,
+    DataConfig,
+    Fraction,
+    GuardConfig,
+    LaunchConfig,
+    LoraConfig,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    RolloutConfig,
+    SweepConfig,
+    Text,
+    ValidationConfig,
+)
+from sparse_rl.recipe_schema import RecipeError, Rule, dump_yaml, parse_yaml
+
+Scheduler = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "reduce_lr_on_plateau",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+    "greedy",
+]
+Loss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
+Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+MaxSteps = Annotated[int, Rule(">= 1, or -1 to count epochs", lambda v: v >= 1 or v == -1)]
+NOT_YAML = {"yaml": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What every kind of recipe has. `model` is a directory or a name on the hub."""
+
+    kind: ClassVar[str]
+    model: Text
+    output_dir: Text
+    seed: NonNegativeInt = 42
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    trainer_options: dict[str, Any] = field(default_factory=dict, metadata=NOT_YAML)
+    warnings: list[str] = field(default_factory=list, init=False)
+
+    def resolved(self) -> dict[str, Any]:
+        """Every key with its value, as YAML would give it: make_recipe(recipe.resolved()) == recipe."""
+        values = dataclasses.asdict(self)
+        options = values.pop("trainer_options")
+        values.pop("warnings")
+        return {"kind": self.kind, **values, **options}
+
+    def save_resolved(self, path: str | Path) -> None:
+        Path(path).write_text(dump_yaml(self.resolved()), encoding="utf-8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRecipe(Recipe):
+    """What every training has; the names and, where not restated below, the meanings are those of TRL."""
+
+    data: DataConfig
+    learning_rate: Positive = 1e-6
+    lr_scheduler_type: Scheduler = "constant"
+    warmup_steps: NonNegative = 0.0  # below 1: a share of all steps
+    max_steps: MaxSteps = -1  # above num_train_epochs where given
+    num_train_epochs: Positive = 1.0
+    per_device_train_batch_size: PositiveInt = 8
+    gradient_accumulation_steps: PositiveInt = 1
+    gradient_checkpointing: bool = True
+    max_grad_norm: NonNegative = 1.0
+    weight_decay: NonNegative = 0.0
+    adam_beta1: BelowOne = 0.9
+    adam_beta2: BelowOne = 0.999
+    logging_steps: PositiveInt = 1
+    save_steps: NonNegativeInt = 100  # 0: only at the end
+    save_total_limit: PositiveInt | None = 2
+    report_to: list[Literal["wandb", "tensorboard"]] = field(default_factory=list)
+    run_name: str | None = None
+    lora: LoraConfig | None = None
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    def __post_init__(self) -> None:
+        options = self.trainer_options.get("gradient_checkpointing_kwargs")
+        options = parse_yaml(options, "gradient_checkpointing_kwargs") if isinstance(options, str) else options
+        if isinstance(options, dict) and options.get("use_reentrant"):
+            mend = "the eviction trace does not survive reentrant checkpointing; set it to false or remove it"
+            raise RecipeError(mend, "gradient_checkpointing_kwargs.use_reentrant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPORecipe(TrainRecipe):
+    """RL under a sparse cache. `cache` is {policy: name, **its parameters}; {policy: full} is RL with a full cache.
+
+    train_attention : replay the recorded evictions, or attend to everything (a mismatch, for comparison)
+    importance_correction, importance_clip : what the trainer does with the ratio trainer / sampler
+    zero_truncated_advantages : no gradient from outputs that hit max_completion_length
+    uniform_groups : what becomes of groups without reward variance
+    """
+
+    kind: ClassVar[str] = "grpo"
+    cache: dict[str, Any]
+    rewards: list[dict[str, Any] | Text]
+    num_generations: Annotated[int, Rule(">= 2", lambda v: v >= 2)] = 8
+    max_completion_length: PositiveInt = 4096
+    temperature: Positive = 1.0
+    top_p: Fraction = 1.0
+    top_k: PositiveInt | None = None
+    loss_type: Loss = "grpo"
+    epsilon: Positive = 0.2
+    epsilon_high: Positive | None = None
+    beta: NonNegative = 0.0
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    num_iterations: PositiveInt = 1
+    steps_per_generation: PositiveInt | None = None
+    train_attention: Literal["replay", "full"] = "replay"
+    importance_correction: Correction = "token_truncate"
+    importance_clip: AtLeastOne = 2.0
+    zero_truncated_advantages: bool = True
+    uniform_groups: Literal["keep", "drop", "resample"] = "keep"
+    replay_guard: GuardConfig = field(default_factory=GuardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    validation: ValidationConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_cache(self.cache)
+        if not self.rewards or not all(self.rewards):
+            raise RecipeError("name at least one reward, for example [math]", "rewards")
+        if self.loss_type == "vespo" and self.importance_correction.startswith("sequence"):
+            raise RecipeError("loss_type vespo needs token_truncate, token_mask or none", "importance_correction")
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        batch = self.per_device_train_batch_size * self.launch.processes * steps
+        if batch % self.num_generations and not self.launch.accelerate_config:
+            name = "steps_per_generation" if self.steps_per_generation else "gradient_accumulation_steps"
+            raise RecipeError(
+                f"{self.num_generations} does not divide the global batch {batch} (per_device_train_batch_size "
+                f"{self.per_device_train_batch_size} × launch.processes {self.launch.processes} × {name} {steps}); "
+                "groups must be whole",
+                "num_generations",
+            )
+        if self.top_p < 1 or self.top_k is not None:
+            self.warnings.append(
+                "top_p < 1 or top_k truncates the sampler's support, which biases the policy ratio; "
+                "train with top_p: 1.0 and top_k: null, and use them in evaluation"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTRecipe(TrainRecipe):
+    """Supervised fine-tuning with a full cache: the start of the quickstart and of cold starts.
+
+    stop_at_accuracy : stop once full-cache accuracy on fresh problems reaches it, looked at every stop_check_every
+    """
+
+    kind: ClassVar[str] = "sft"
+    learning_rate: Positive = 2e-5
+    lr_scheduler_type: Scheduler = "linear"
+    max_length: PositiveInt | None = 4096
+    completion_only_loss: bool = True
+    stop_at_accuracy: Fraction | None = None
+    stop_check_every: PositiveInt = 50
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stop_at_accuracy is not None and self.data.synthetic is None:
+            raise RecipeError("needs fresh problems, so a data.synthetic dataset; remove it", "stop_at_accuracy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecipe(Recipe):
+    """pass@1 over tasks × policies × budgets.
+
+    cache : the policy, and the base parameters of a sweep; without it the model's own cache_policy.json, if any
+    """
+
+    kind: ClassVar[str] = "eval"
+    tasks: dict[str, DataConfig]
+    samples: PositiveInt = 32
+    temperature: NonNegative = 0.6
+    top_p: Fraction = 0.95
+    top_k: PositiveInt | None = None
+    max_completion_length: PositiveInt = 32768
+    cache: dict[str, Any] | None = None
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    accuracy: Text | dict[str, Any] = "math"
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise RecipeError("name at least one, for example tasks: {aime24: {path: aime24.jsonl}}", "tasks")
+        self.caches()
+        if self.temperature == 0 and self.samples > 1:
+            self.warnings.append(
+                f"temperature 0 gives {self.samples} equal samples per problem; samples: 1 says as much"
+            )
+
+    def caches(self) -> list[dict[str, Any] | None]:
+        """The cache block of every point of the sweep; [None] leaves it to the model's directory.
+
+        A parameter of the cache block goes to each swept policy that has it; one that none of them has is an error.
+        """
+        base = dict(self.cache or {})
+        if not self.sweep.policy and not self.sweep.budget:
+            if self.cache is not None:
+                check_cache(base)
+            return [self.cache]
+        from sparse_rl.policies import POLICIES
+
+        own = base.pop("policy", None)
+        names = self.sweep.policy or ([own] if own is not None else [])
+        if not names:
+            raise RecipeError("name the policies too, here or as cache.policy", "sweep.budget")
+        blocks: list[dict[str, Any] | None] = []
+        used: set[str] = set()
+        for name in names:
+            if name not in POLICIES:
+                check_cache({"policy": name}, "sweep.policy")
+            accepted = inspect.signature(POLICIES[name].__init__).parameters
+            mine = {key: value for key, value in base.items() if key in accepted}
+            used |= mine.keys()
+            sweeps_budget = self.sweep.budget and "budget" in accepted
+            for budget in self.sweep.budget if sweeps_budget else [None]:
+                block = {"policy": name, **mine, **({"budget": budget} if budget is not None else {})}
+                check_cache(block, "sweep")
+                if block not in blocks:
+                    blocks.append(block)
+        for key in base:
+            if key not in used and key != "budget":
+                raise RecipeError(
+                    f"none of the policies {', '.join(names)} has this parameter; remove it", f"cache.{key}"
+                )
+        return blocks
+
+
+KINDS: dict[str, type[Recipe]] = {"grpo": GRPORecipe, "sft": SFTRecipe, "eval": EvalRecipe}
+
+
+def check_cache(block: Mapping[str, Any], key: str = "cache") -> None:
+    """Raise a RecipeError unless `block` is {policy: a known name, its parameters with values in range}."""
+    from sparse_rl.policies import make_policy  # brings torch: only when there is a cache to check
+
+    parameters = dict(block)
+    if not isinstance(name := parameters.pop("policy", None), str):
+        raise RecipeError("missing; name a cache policy, for example full, streaming or gkv", f"{key}.policy")
+    try:
+        make_policy(name, **parameters)
+    except (ValueError, TypeError) as error:
+        raise RecipeError(str(error), key) from None

@@ -1,0 +1,288 @@
+"""From YAML to typed dataclasses: reading, overrides, and one-line errors. It knows nothing about any recipe.
+
+YAML is read with the 1.2 core rules for plain scalars, because the 1.1 rules of PyYAML turn `1e-6` into text, `no` into
+False and `2024-01-01` into a date. A key given twice is an error. Types are checked against the dataclass annotations;
+`Annotated[int, Rule(...)]` adds a range.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import yaml
+
+T = TypeVar("T")
+
+
+class RecipeError(ValueError):
+    """A mistake that a user can mend: one line saying what is wrong, where, and how to mend it.
+
+    `key` is the dotted key at fault, relative to the block that raised it; the reader prepends the rest.
+    """
+
+    def __init__(self, message: str, key: str = "") -> None:
+        message = " ".join(str(message).split())
+        super().__init__(f"{key}: {message}" if key else message)
+        self.message, self.key = message, key
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition on a value, for `Annotated[type, Rule(...)]`; `says` completes the sentence "expected ..."."""
+
+    says: str
+    holds: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where values came from, so that an error can say so."""
+
+    name: str
+    overridden: frozenset[str] = frozenset()  # dotted keys given on the command line
+    places: Mapping[str, str] = field(default_factory=dict)  # a key's name -> its dotted place, for suggestions
+
+    def error(self, path: str, message: str) -> RecipeError:
+        given = any(path == key or path.startswith((f"{key}.", f"{key}[")) for key in self.overridden)
+        error = RecipeError(f"{'command line' if given else self.name}: {path}: {message}")
+        error.key, error.message = path, message
+        return error
+
+
+# ---- YAML --------------------------------------------------------------------------------------------------
+
+_FLOAT = re.compile(
+    r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
+)
+_INT = re.compile(r"[-+]?[0-9][0-9_]*$")
+_SIGNED = list("-+.0123456789")
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {}  # none of PyYAML's own; filled below
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (name := (key.tag, key.value)) in lines:
+                problem = f"the key {key.value!r} is given twice (first in line {lines[name]}); keep one"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                lines[key.tag, key.value] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
+    def construct_integer(self, node: Any) -> int:
+        return int(self.construct_scalar(node).replace("_", ""))  # 010 is ten, not eight
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever YAML 1.1 or these rules would not read back as text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:[tT]rue|TRUE|[fF]alse|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"<<$"), ["<"])
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:int", _INT, _SIGNED)
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, _SIGNED)
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """The value of a YAML text; a syntax error or a duplicate key is a RecipeError with the line."""
+    try:
+        return _unshared(yaml.load(text, Loader=_Loader))  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise RecipeError(f"{name}{line}: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{name}: not YAML: {error}") from None
+
+
+def dump_yaml(mapping: Mapping[str, Any]) -> str:
+    """YAML that `parse_yaml` reads back unchanged, keys in the order given."""
+    return yaml.dump(dict(mapping), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def _unshared(value: Any) -> Any:
+    """A copy in which an aliased node is no longer one object, so that an override changes one place only."""
+    if isinstance(value, dict):
+        return {key: _unshared(item) for key, item in value.items()}
+    return [_unshared(item) for item in value] if isinstance(value, list) else value
+
+
+def apply_overrides(mapping: dict[str, Any], overrides: Iterable[str]) -> frozenset[str]:
+    """Set each `key=value` (dotted for blocks, the value in YAML) in `mapping`; returns the keys that were set."""
+    keys = set()
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        *blocks, last = path = key.strip().split(".")
+        if not equals or not all(path):
+            raise RecipeError(f"command line: {text!r} is not of the form key=value or block.key=value")
+        block = mapping
+        for depth, name in enumerate(blocks):
+            if block.get(name) is None:
+                block[name] = {}
+            if not isinstance(block[name], dict):
+                where = ".".join(blocks[: depth + 1])
+                raise RecipeError(f"command line: {text}: {where} is not a block but {show(block[name])}; set it whole")
+            block = block[name]
+        block[last] = parse_yaml(value, f"command line: {text}")
+        keys.add(".".join(path))
+    return frozenset(keys)
+
+
+# ---- types -------------------------------------------------------------------------------------------------
+
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+def show(value: Any) -> str:
+    """A value as an error message quotes it."""
+    text = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
+    return "null" if value is None else f"{str(value).lower()} (a boolean)" if isinstance(value, bool) else text
+
+
+def describe(hint: Any) -> str:
+    """A type in the words of an error message."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return " ".join([describe(args[0]), *(rule.says for rule in args[1:])])
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(describe(member) for member in args))
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, args))
+    if origin is list or hint is list:
+        return f"a list of: {describe(args[0])}" if args and args[0] is not Any else "a list"
+    if origin is dict or hint is dict or dataclasses.is_dataclass(hint):
+        return "a mapping"
+    return _NAMES.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = True) -> Any:
+    """`value` as type `hint`, or a RecipeError naming the key, the type expected and the value got.
+
+    A whole number passes as a float, and (with `promote`) a single value as a list of one. A type that is none of the
+    simple ones accepts everything: whoever owns it will check.
+    """
+    origin, args = get_origin(hint), get_args(hint)
+    wrong = source.error(path, f"expected {describe(hint)}, got {show(value)}")
+    if origin is Annotated:
+        try:
+            value = coerce(value, args[0], path, source, promote=promote)
+        except RecipeError as error:
+            raise error if error.key != path else wrong from None
+        if not all(rule.holds(value) for rule in args[1:]):
+            raise wrong
+        return value
+    if origin in (Union, types.UnionType):
+        return _coerce_union(value, args, path, source, wrong)
+    if origin is Literal:
+        if not any(value == choice and type(value) is type(choice) for choice in args):
+            close = f"; did you mean {near[0]!r}?" if (near := closest(value, [str(a) for a in args])) else ""
+            raise source.error(path, f"{wrong.message}{close}")
+        return value
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if not isinstance(value, dict):
+            raise wrong
+        return build(hint, value, path, source)
+    if origin is list or hint is list:
+        if not isinstance(value, list) and (value is None or not promote):
+            raise wrong
+        items = value if isinstance(value, list) else [value]
+        return [coerce(item, args[0] if args else Any, f"{path}[{i}]", source) for i, item in enumerate(items)]
+    if origin is dict or hint is dict:
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise wrong
+        return {key: coerce(item, args[1] if args else Any, f"{path}.{key}", source) for key, item in value.items()}
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise source.error(path, f"expected a finite number, got {value}")
+        return float(value)
+    if hint in _NAMES and type(value) is not hint:
+        raise wrong
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        choices = [str(member.value) for member in hint]
+        if value not in choices:
+            near = closest(value, choices)
+            mend = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(choices)}"
+            raise source.error(path, f"{show(value)} is no {hint.__name__}; {mend}")
+    return value
+
+
+def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source, wrong: RecipeError) -> Any:
+    if value is None and type(None) in members:
+        return None
+    # `SchedulerType | str` accepts what the enum accepts: plain text next to an enum says nothing more
+    enums = [member for member in members if isinstance(member, type) and issubclass(member, Enum)]
+    rest = enums or [member for member in members if member is not type(None)]
+    for member in rest:
+        try:
+            return coerce(value, member, path, source, promote=len(rest) == 1)
+        except RecipeError as error:
+            if enums or error.key != path:  # the member fits, something in it does not
+                raise
+    raise wrong
+
+
+# ---- dataclasses -------------------------------------------------------------------------------------------
+
+
+def yaml_fields(cls: type) -> dict[str, Any]:
+    """Key -> type of what YAML may set in a dataclass."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True)}
+
+
+def closest(word: Any, words: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(str(word), list(words), n=1, cutoff=0.6)
+
+
+def unknown_key(key: Any, valid: Iterable[str], path: str, source: Source, also: Iterable[str] = ()) -> RecipeError:
+    """The error for a key that is none of `valid` (nor of `also`, which are suggested but not listed)."""
+    valid = list(valid)
+    if key in source.places:
+        place = source.places[key]
+        mend = f"did you mean {place}?" if "." in place else f"did you mean {place} at the top level?"
+    elif near := closest(key, [*valid, *also]):
+        mend = f"did you mean {path.rpartition('.')[0] + '.' if '.' in path else ''}{near[0]}?"
+    else:
+        mend = f"valid keys: {', '.join(sorted(valid))}"
+    return source.error(path, f"unknown key; {mend}")
+
+
+def build(
+    cls: type[T], mapping: Mapping[str, Any], path: str, source: Source, also: Iterable[str] = (), **given: Any
+) -> T:
+    """An instance of a dataclass from a mapping; `given` sets fields that YAML cannot.
+
+    Raises RecipeError for an unknown or missing key, a value of the wrong type, and whatever the dataclass's own
+    `__post_init__` refuses (a RecipeError with a key relative to this block).
+    """
+    assert dataclasses.is_dataclass(cls)
+    prefix = f"{path}." if path else ""
+    hints = yaml_fields(cls)
+    for key in mapping:
+        if key not in hints:
+            raise unknown_key(key, hints, f"{prefix}{key}", source, also)
+    values = {key: coerce(value, hints[key], f"{prefix}{key}", source) for key, value in mapping.items()}
+    for f in dataclasses.fields(cls):
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and f.name in hints and f.name not in values:
+            raise source.error(f"{prefix}{f.name}", f"missing; give {describe(hints[f.name])}")
+    try:
+        return cls(**values, **given)
+    except RecipeError as error:
+        raise source.error(f"{prefix}{error.key}" if error.key else path or "recipe", error.message) from None

@@ -1,0 +1,228 @@
+r"""Running sum: a task small enough for two CPU cores on which a cache under eviction still has something to learn.
+
+Labelled digits; write the running sum mod 10, one line per label (label, digit, previous label's sum, own sum).
+Before a line the supervised text may insert a note that restates the labels not used yet: a model that learns to
+write notes keeps what it needs inside a small cache.
+
+    Qa1b4c0d2e0f3g3h3?   ->   a1A1;b4A1B5;[c0d2e0f3g3h3]c0B5C5;[d2e0f3g3h3]d2C5D7;e0D7E7;f3E7F0;g3F0G3;h3G3H6;\boxed{6}
+
+The file holds the task, its tokenizer, an untrained model of 102,848 parameters for it, and its rows of data. Problems
+belong to exactly one of three splits by a hash of their digits, so what is held out is held out whatever the seed. It
+knows nothing about caches, rewards or training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+Problem = tuple[int, ...]
+
+SYMBOLS = ("<pad>", "<eos>", "\\boxed{", "}", *"0123456789=+;:[]?>,QN.", *"abcdefghijkl", *"ABCDEFGHIJKL", "<unk>")
+VOCABULARY = 64  # padded: every id of the model decodes to something, and to nothing that a grader takes for an answer
+PAD_ID, EOS_ID = 0, 1
+SPLITS = {"train": range(8), "calibration": range(8, 9), "evaluation": range(9, 10)}  # hash mod 10
+
+
+@dataclass(frozen=True)
+class RunningSum:
+    """`n` labelled digits below `digits`; while two or more are left, a note with probability `note_probability`."""
+
+    n: int = 8
+    digits: int = 5
+    note_probability: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n <= 12 or not 2 <= self.digits <= 10 or not 0 <= self.note_probability <= 1:
+            raise ValueError(f"running sum: n 1 to 12, digits 2 to 10 and note_probability 0 to 1, got {self}")
+
+    def problem(self, rng: random.Random) -> Problem:
+        return tuple(rng.randrange(self.digits) for _ in range(self.n))
+
+    def prompt(self, problem: Problem) -> str:
+        return f"Q{_restate(problem, 0)}?"
+
+    def answer(self, problem: Problem) -> str:
+        return str(sum(problem) % 10)
+
+    def response(self, problem: Problem, rng: random.Random) -> str:
+        """A worked answer with notes drawn from `rng`, without the end-of-text token."""
+        parts, total = [], 0
+        for i, digit in enumerate(problem):
+            if len(problem) - i >= 2 and rng.random() < self.note_probability:
+                parts.append(f"[{_restate(problem, i)}]")
+            before = f"{_upper(i - 1)}{total}" if i else ""
+            total = (total + digit) % 10
+            parts.append(f"{_lower(i)}{digit}{before}{_upper(i)}{total};")
+        return "".join(parts) + f"\\boxed{{{total}}}"
+
+    @property
+    def prompt_tokens(self) -> int:
+        return 2 * self.n + 2
+
+    @property
+    def max_response(self) -> int:
+        """Tokens of the longest worked answer (a note before every line but the last), end-of-text included."""
+        notes = sum(2 * (self.n - i) + 2 for i in range(self.n - 1))
+        return notes + 5 + 7 * (self.n - 1) + 3 + 1
+
+
+def _lower(i: int) -> str:
+    return chr(ord("a") + i)
+
+
+def _upper(i: int) -> str:
+    return chr(ord("A") + i)
+
+
+def _restate(problem: Problem, first: int) -> str:
+    return "".join(f"{_lower(i)}{problem[i]}" for i in range(first, len(problem)))
+
+
+def grade(text: str, answer: str) -> bool:
+    r"""Whether `text` (special tokens stripped) ends in \boxed{answer}."""
+    found = re.search(r"\\boxed\{(\d)\}\Z", text)
+    return found is not None and found.group(1) == answer
+
+
+# ---- data --------------------------------------------------------------------------------------------------
+
+
+def split_of(problem: Problem) -> str:
+    """The one split that a problem belongs to, by a stable hash of its digits."""
+    digest = hashlib.blake2b(bytes(problem), digest_size=8).digest()
+    bucket = int.from_bytes(digest, "big") % 10
+    return next(name for name, buckets in SPLITS.items() if bucket in buckets)
+
+
+def generate_problems(
+    size: int,
+    seed: int,
+    exclude: Iterable[Problem] = (),
+    *,
+    split: str = "train",
+    task: RunningSum | None = None,
+) -> list[Problem]:
+    """`size` distinct problems of a split, none of them in `exclude`.
+
+    Two splits never share a problem; two seeds of one split may. Raises ValueError where there are too few.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"running sum: unknown split {split!r}; one of {', '.join(SPLITS)}")
+    stream = _stream(task or RunningSum(), split, seed, set(exclude))
+    problems = []
+    for found in range(size):
+        problem = next(stream, None)
+        if problem is None:
+            raise ValueError(
+                f"running sum: only {found} distinct {split} problems found, {size} wanted; raise n or digits"
+            )
+        problems.append(problem)
+    return problems
+
+
+def _stream(task: RunningSum, split: str, seed: int, seen: set[Problem]) -> Iterator[Problem]:
+    """Problems that are not in `seen` until 100,000 draws in a row bring none."""
+    rng = random.Random(f"running-sum/{split}/{seed}")
+    misses = 0
+    while misses < 100_000:
+        misses += 1
+        problem = task.problem(rng)
+        if problem not in seen:
+            seen.add(problem)
+            if split_of(problem) == split:
+                misses = 0
+                yield problem
+
+
+def rows(
+    split: str, size: int, seed: int, with_response: bool = False, task: RunningSum | None = None
+) -> list[dict[str, Any]]:
+    """Rows {prompt, answer} and, with_response, a worked `completion` without the end-of-text token.
+
+    TRL's SFTTrainer appends that token to a completion that lacks it, so exactly one is trained on.
+    """
+    task = task or RunningSum()
+    problems = generate_problems(size, seed, split=split, task=task)
+    notes = random.Random(f"running-sum/notes/{split}/{seed}")  # apart, so that responses do not change the problems
+    out: list[dict[str, Any]] = []
+    for problem in problems:
+        row = {"prompt": task.prompt(problem), "answer": task.answer(problem)}
+        if with_response:
+            row["completion"] = task.response(problem, notes)
+        out.append(row)
+    return out
+
+
+# ---- tokenizer and model -----------------------------------------------------------------------------------
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, and one for `\\boxed{`; it decodes to exactly the text it read. No chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = [*SYMBOLS, *(f"<unused{i}>" for i in range(VOCABULARY - len(SYMBOLS)))]
+    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024,
+    )
+
+
+def build_model(
+    seed: int,
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,  # the least that vLLM's CPU attention takes
+    intermediate: int = 128,
+) -> Qwen3ForCausalLM:
+    """An untrained Qwen3 in fp32, drawn from `seed` without touching the global generator."""
+    import torch
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
+    return model.float()
+
+
+def save_untrained(directory: str | Path, seed: int, **shape: int) -> None:
+    """Write the untrained model, its generation config and the tokenizer as a Hugging Face directory."""
+    build_model(seed, **shape).save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)

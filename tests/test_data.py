@@ -1,0 +1,262 @@
+"""Laws of datasets: what the recipe names is what comes out, in order, and every mistake names its row or column."""
+
+import json
+import logging
+import socket
+
+import pytest
+
+from sparse_rl.data import load_data, prompt_ids
+from sparse_rl.recipe import DataConfig, RecipeError, SyntheticConfig
+from sparse_rl.running_sum import build_tokenizer, rows, split_of
+
+datasets = pytest.importorskip("datasets")
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'alien' %}{{ raise_exception('no aliens') }}{% endif %}"
+    "{{ {'system': 'S', 'user': 'Q', 'assistant': 'A'}[m.role] }}{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}A{% if enable_thinking is defined and enable_thinking %}[{% endif %}{% endif %}"
+)
+ROWS = [{"problem": f"a{i}", "answer": i, "level": "low"} for i in range(9)]
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path, monkeypatch):
+    """No cache shared between tests, and no network: a local file needs none."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(socket.socket, "connect", lambda *a: pytest.fail("a local file went to the network"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def chatty():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(rows=ROWS, name="data.jsonl"):
+        path = tmp_path / name
+        text = rows if isinstance(rows, str | bytes) else "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return str(path)
+
+    return write
+
+
+def config(path, columns=None, **keys):
+    return DataConfig(path=path, columns={"prompt": "problem"} if columns is None else columns, **keys)
+
+
+def refused(config, tokenizer=None, **options):
+    with pytest.raises(RecipeError) as caught:
+        load_data(config, tokenizer, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- what comes out ----------------------------------------------------------------------------------------
+
+
+def test_columns_are_mapped_and_the_others_untouched(file):
+    data = load_data(config(file()))
+    assert data.column_names == ["prompt", "answer", "level"]
+    assert data["prompt"] == [row["problem"] for row in ROWS]
+    assert data["answer"] == [str(row["answer"]) for row in ROWS] and set(data["level"]) == {"low"}
+    mapped = load_data(config(file(), {"prompt": "problem", "answer": "level", "completion": "problem"}))
+    assert mapped.column_names == ["prompt", "answer", "completion"]
+    assert mapped[3] == {"prompt": "a3", "answer": "low", "completion": "a3"}
+
+
+def test_the_map_wins_over_a_column_that_has_our_name(file):
+    path = file([{"prompt": "theirs", "problem": "ours"}])
+    assert load_data(config(path))["prompt"] == ["ours"]
+    assert load_data(config(path, {}))["prompt"] == ["theirs"]
+    assert load_data(config(path, {})).column_names == ["prompt", "problem"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_every_format_gives_the_same_rows(suffix, tmp_path):
+    path, table = str(tmp_path / f"x{suffix}"), datasets.Dataset.from_list(ROWS)
+    if suffix == ".json":
+        (tmp_path / "x.json").write_text(json.dumps(ROWS))
+    else:
+        {".jsonl": table.to_json, ".csv": table.to_csv, ".parquet": table.to_parquet}[suffix](path)
+    data = load_data(config(path))
+    assert data["prompt"] == [row["problem"] for row in ROWS] and data["answer"] == [str(i) for i in range(9)]
+
+
+def test_limit_and_shuffle(file):
+    path = file()
+    everything = load_data(config(path))["prompt"][:]
+    shuffled = load_data(config(path, shuffle_seed=1))
+    assert sorted(shuffled["prompt"]) == everything != shuffled["prompt"][:]
+    assert all(prompt == f"a{answer}" for prompt, answer in zip(shuffled["prompt"], shuffled["answer"], strict=True))
+    assert load_data(config(path, shuffle_seed=1))["prompt"][:] == shuffled["prompt"][:]
+    assert load_data(config(path, shuffle_seed=2))["prompt"][:] != shuffled["prompt"][:]
+    assert load_data(config(path, shuffle_seed=1, limit=4))["prompt"][:] == shuffled["prompt"][:4]
+    assert load_data(config(path, limit=99))["prompt"][:] == everything
+    assert load_data(config(path, split="train[2:4]"))["prompt"][:] == everything[2:4]
+
+
+def test_a_template_leaves_other_braces_alone(file):
+    data = load_data(config(file(), prompt_template=r"{prompt} Put it in \boxed{}. {x}", limit=1))
+    assert data["prompt"] == [r"a0 Put it in \boxed{}. {x}"]
+
+
+def test_answer_after_a_marker(file):
+    path = file([{"problem": "a", "answer": "1 #### 2\n#### 42 "}])
+    assert load_data(config(path, answer_after="####"))["answer"] == ["42"]
+    assert load_data(config(path))["answer"] == ["1 #### 2\n#### 42 "]
+    assert "row 1 has nothing after '===='" in refused(config(path, answer_after="===="))
+
+
+def test_long_prompts_are_dropped_before_the_limit_and_counted(file, tokenizer, caplog):
+    path = file([{"problem": "a" * n, "answer": "1"} for n in (1, 9, 2, 9, 3, 9, 4)])
+    with caplog.at_level(logging.WARNING):
+        data = load_data(config(path, max_prompt_tokens=5, limit=3), tokenizer)
+    assert [len(prompt) for prompt in data["prompt"]] == [1, 2, 3]
+    assert "dropped 2 prompts longer than 5 tokens, kept 3" in caplog.text
+    caplog.clear()
+    assert len(load_data(config(path, max_prompt_tokens=9), tokenizer)) == 7 and not caplog.text
+    assert "data.max_prompt_tokens: cannot be applied without a tokenizer" in refused(config(path, max_prompt_tokens=5))
+
+
+# ---- chat --------------------------------------------------------------------------------------------------
+
+
+def test_chat_applies_where_the_tokenizer_has_a_template(file, tokenizer, chatty):
+    path = file()
+    assert load_data(config(path, limit=1), tokenizer)["prompt"] == ["a0"]
+    assert load_data(config(path, limit=1, chat=False), chatty)["prompt"] == ["a0"]
+    user = {"role": "user", "content": "a0"}
+    assert load_data(config(path, limit=1), chatty)["prompt"] == [[user]]
+    with_system = load_data(config(path, limit=1, system_prompt="b", prompt_template="c{prompt}"), chatty)
+    assert with_system["prompt"] == [[{"role": "system", "content": "b"}, {**user, "content": "ca0"}]]
+    both = load_data(config(path, {"prompt": "problem", "completion": "level"}, limit=1), chatty)
+    assert both["completion"] == [[{"role": "assistant", "content": "low"}]]
+    assert "data.chat: the tokenizer has no chat template" in refused(config(path, chat=True), tokenizer)
+    assert "data.system_prompt: needs a chat template" in refused(config(path, system_prompt="b"), tokenizer)
+
+
+def test_prompts_that_are_messages(file, tokenizer, chatty):
+    messages = [{"role": "user", "content": "a"}]
+    path = file([{"prompt": messages}])
+    assert load_data(config(path, {}, system_prompt="b"), chatty)["prompt"][0][1:] == messages
+    assert "chat messages, which need" in refused(config(path, {}), tokenizer)
+    assert "does not apply" in refused(config(path, {}, prompt_template="{prompt}"), chatty)
+    assert "neither text nor a list" in refused(config(file([{"prompt": [1]}], "b.jsonl"), {}), chatty)
+
+
+def test_a_prompt_becomes_tokens_in_one_place(tokenizer, chatty):
+    messages = [{"role": "system", "content": "b"}, {"role": "user", "content": "a1"}]
+    for prompt, thinking, text in [
+        ("Qa1?", None, "Qa1?"),
+        (messages, None, "Sb;Qa1;A"),
+        (messages, False, "Sb;Qa1;A"),
+        (messages, True, "Sb;Qa1;A["),
+        ([*messages, {"role": "assistant", "content": "c2"}], None, "Sb;Qa1;Ac2"),
+    ]:
+        ids = prompt_ids(prompt, chatty, thinking)
+        assert type(ids) is list and all(type(i) is int for i in ids)
+        assert ids == tokenizer(text)["input_ids"]
+
+
+def test_prompt_ids_of_tokenizers_that_return_other_things():
+    class Odd:
+        def __call__(self, text):
+            return {"input_ids": [[1, 2]]}
+
+        def apply_chat_template(self, messages, **options):
+            import torch
+
+            return {"input_ids": torch.tensor([[3, 4]])}
+
+    assert prompt_ids("x", Odd()) == [1, 2]
+    assert prompt_ids([{"role": "user", "content": "x"}], Odd()) == [3, 4]
+
+
+def test_a_template_that_refuses_a_prompt(file, chatty):
+    path = file([{"prompt": [{"role": "alien", "content": "a"}]}])
+    assert "the tokenizer refuses the prompt of row 1: no aliens" in refused(config(path, {}), chatty)
+
+
+# ---- synthetic ---------------------------------------------------------------------------------------------
+
+
+def test_synthetic_rows(tokenizer):
+    made = DataConfig(synthetic=SyntheticConfig(task="running_sum", size=20, split="evaluation", seed=3))
+    data = load_data(made, tokenizer)
+    assert data.to_list() == rows("evaluation", 20, 3)
+    worked = load_data(made, tokenizer, require=("prompt", "completion"))
+    assert worked["completion"][:] == [row["completion"] for row in rows("evaluation", 20, 3, True)]
+    assert {split_of(tuple(map(int, prompt[2:-1:2]))) for prompt in data["prompt"]} == {"evaluation"}
+    small = SyntheticConfig(task="running_sum", size=99, n=2, digits=2)
+    assert "data.synthetic: running sum: only" in refused(DataConfig(synthetic=small))
+
+
+# ---- mistakes ----------------------------------------------------------------------------------------------
+
+
+def test_mistakes_name_the_key_and_what_there_is(file, tmp_path, tokenizer):
+    path = file()
+    assert refused(config("nowhere.jsonl")) == "data.path: no such file: nowhere.jsonl"
+    assert refused(config("nowhere.jsonl"), where="tasks.a").startswith("tasks.a.path: no such file")
+    assert "data.columns.prompt: no column 'x'; the source has problem, answer, level" in refused(
+        config(path, {"prompt": "x"})
+    )
+    assert "no column 'prompt'" in refused(config(path, {})) and "columns: {prompt: problem}" in refused(
+        config(path, {})
+    )
+    assert "no column 'completion'" in refused(config(path), require=("prompt", "completion"))
+    assert "none of the formats read: .jsonl" in refused(config(file(name="data.txt")))
+    assert "data.max_prompt_tokens: all 9 prompts are longer than 1 tokens; raise it" in refused(
+        config(path, max_prompt_tokens=1), tokenizer
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"problem": "a"}\n\n{"problem": "b"\n', "line 3 is not JSON: Expecting ',' delimiter"),
+        ('{"problem": "a"}\nhello\n', "line 2 is not JSON"),
+        (b'{"problem": "a"}\n{"problem": "\xff"}\n', "row 2 of the source is not UTF-8"),
+        (b'{"problem": "a"}\n{"problem": "\xff"\n', "line 2 is not UTF-8"),
+        ("", "is empty"),
+        ('{"problem": "a"}\n{"problem": null}\n', "row 2 of the source has no 'problem'"),
+        ('{"problem": "a"}\n{"other": "b"}\n', "row 2 of the source has no 'problem'"),
+        ('{"problem": ""}\n', "row 1 of the source has no 'problem'"),
+        ('{"problem": "a", "answer": [1]}\n', "data.columns.answer: row 1: expected text or a number, got list"),
+        ('{"problem": 3}\n', "data.columns.prompt: row 1 is neither text"),
+    ],
+)
+def test_damaged_files_name_the_line(text, says, file):
+    assert says in refused(config(file(text)))
+
+
+def test_an_unreadable_table(file):
+    assert "cannot be read" in refused(config(file("nonsense", "x.parquet")))
+    assert "has no rows" in refused(config(file("problem,answer\n", "x.csv")))
+
+
+def test_a_row_number_survives_shuffling(file):
+    path = file([*ROWS, {"problem": None, "answer": 1}])
+    assert "row 10 of the source" in refused(config(path, shuffle_seed=5))
+
+
+def test_hub_failures_are_one_line(monkeypatch):
+    def fail(path, subset, split):
+        raise ConnectionError(f"no route to {path} {subset} {split}\nsecond line")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    assert refused(config("org/name", subset="main", split="test")) == (
+        "data.path: cannot load 'org/name' (split 'test'): no route to org/name main test second line"
+    )
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, split: datasets.Dataset.from_list(ROWS))
+    assert len(load_data(config("org/name"))) == 9

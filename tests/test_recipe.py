@@ -1,0 +1,385 @@
+"""Laws of recipes: what is written is what is run, and every mistake is one line that names the key and the mend."""
+
+import dataclasses
+import subprocess
+import sys
+from enum import Enum
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from sparse_rl import recipe as recipes
+from sparse_rl.recipe import KINDS, EvalRecipe, GRPORecipe, RecipeError, SFTRecipe, load_recipe, make_recipe
+from sparse_rl.recipe_kinds import Scheduler
+from sparse_rl.recipe_schema import dump_yaml, parse_yaml, yaml_fields
+
+GRPO = """
+kind: grpo
+model: some/model
+output_dir: runs/x
+learning_rate: 1e-6
+data: {path: problems.jsonl, columns: {prompt: problem}}
+cache: {policy: gkv, budget: 512, window: 16, period: 128}
+rewards: [math, {name: format, weight: 0.1}]
+"""
+SFT = "{kind: sft, model: m, output_dir: o, data: {synthetic: {task: running_sum, size: 8}}}"
+EVAL = "{kind: eval, model: m, output_dir: o, tasks: {aime: {path: aime.jsonl}}}"
+TEXTS = {"grpo": GRPO, "sft": SFT, "eval": EVAL}
+
+
+def make(text=GRPO, overrides=(), extra=None):
+    return make_recipe(parse_yaml(text, "r.yaml"), overrides, extra, "r.yaml")
+
+
+def refused(*overrides, text=GRPO, extra=None):
+    """The one line that a recipe is refused with."""
+    with pytest.raises(RecipeError) as caught:
+        make(text, overrides, extra)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+# ---- what is written is what is run ------------------------------------------------------------------------
+
+
+def test_kinds_and_defaults():
+    grpo, sft, evaluation = (make(text) for text in TEXTS.values())
+    assert isinstance(grpo, GRPORecipe) and isinstance(sft, SFTRecipe) and isinstance(evaluation, EvalRecipe)
+    assert (grpo.kind, grpo.learning_rate, grpo.loss_type, grpo.beta) == ("grpo", 1e-6, "grpo", 0.0)
+    assert grpo.data.columns == {"prompt": "problem"} and grpo.rewards[1] == {"name": "format", "weight": 0.1}
+    assert sft.data.synthetic.size == 8 and evaluation.tasks["aime"].path == "aime.jsonl"
+    assert grpo.warnings == [] == evaluation.warnings
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip_through_a_file(kind, tmp_path):
+    overrides = ["seed=7"] if kind == "eval" else ["seed=7", "lora.r=4", "run_name='1e-6'", "warmup_steps=0.1"]
+    extra = {kind: {"optim": str, "optim_args": dict}}
+    first = make(TEXTS[kind], [*overrides, "optim='no'", "optim_args={fused: true, eps: 1e-8}"], extra)
+    first.save_resolved(tmp_path / "resolved.yaml")
+    again = load_recipe(tmp_path / "resolved.yaml", extra_fields=extra)
+    assert again == first
+    assert again.trainer_options == {"optim": "no", "optim_args": {"fused": True, "eps": 1e-8}}
+    assert load_recipe(tmp_path / "resolved.yaml", ["seed=8"], extra) != first  # the control
+    assert yaml.safe_load((tmp_path / "resolved.yaml").read_text())["seed"] == 7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_key_is_in_the_resolved_recipe(kind):
+    assert set(make(TEXTS[kind]).resolved()) == {"kind", *yaml_fields(KINDS[kind])}
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.0e-6", "1e+3", "5", ".5"])
+def test_numbers_that_yaml_1_1_misreads(text):
+    expected = float(text)
+    for recipe in (make(GRPO.replace("1e-6", text)), make(GRPO, [f"learning_rate={text}"])):
+        assert recipe.learning_rate == expected and isinstance(recipe.learning_rate, float)
+    assert "got '1e-6'" in refused("learning_rate='1e-6'")  # the control: quoted text stays text
+
+
+@pytest.mark.parametrize(
+    "value", ["1e-6", "no", "on", "2024-01-01", "010", "1:30", "true", "null", "~", "<<", ".5", "0o7", "= x"]
+)
+def test_text_survives_the_dump(value):
+    assert parse_yaml(dump_yaml({"a": value}), "x") == {"a": value}
+    assert yaml.safe_load(dump_yaml({"a": value})) == {"a": value}  # and for readers of YAML 1.1
+
+
+def test_plain_words_and_dates_are_text():
+    assert parse_yaml("[no, on, 2024-01-01, 010, 1:30]", "x") == ["no", "on", "2024-01-01", 10, "1:30"]
+    assert yaml.safe_load("[no, 010]") == [False, 8]  # what it would be otherwise
+
+
+# ---- overrides ---------------------------------------------------------------------------------------------
+
+
+def test_overrides_reach_blocks():
+    overrides = ["cache.budget=64", "data.path=x.jsonl", "lora.r=8", "launch.processes=2", "rewards=math", "top_k=null"]
+    recipe = make(GRPO, overrides)
+    assert recipe.cache["budget"] == 64 and recipe.cache["window"] == 16
+    assert recipe.data.path == "x.jsonl" and recipe.lora.r == 8 and recipe.lora.alpha == 32
+    assert recipe.launch.processes == 2 and recipe.rewards == ["math"] and recipe.top_k is None
+    assert make(GRPO, ["cache=full"]).cache == {"policy": "full"}
+    assert make(GRPO, ["seed=1", "seed=2"]).seed == 2
+
+
+def test_an_override_changes_one_place_only():
+    text = EVAL.replace("{aime: {path: aime.jsonl}}", "{a: &d {path: a.jsonl}, b: *d}")
+    recipe = make(text, ["tasks.a.limit=3"])
+    assert (recipe.tasks["a"].limit, recipe.tasks["b"].limit) == (3, None)
+
+
+def test_overrides_that_are_none():
+    assert "'seed' is not of the form key=value" in refused("seed")
+    assert "not of the form" in refused("cache.=3")
+    assert "model is not a block but 'some/model'" in refused("model.x=3")
+    assert "command line: seed=[1, line 1" in refused("seed=[1")
+    assert refused("seed=x").startswith("command line: seed:")
+    assert refused(text=GRPO + "seed: x").startswith("r.yaml: seed:")
+
+
+# ---- mistakes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_misspelt_key_is_refused_with_the_nearest(kind):
+    cls = KINDS[kind]
+    for key in yaml_fields(cls):
+        line = refused(f"{key}x=1", text=TEXTS[kind])
+        assert f"{key}x: unknown key; did you mean {key}" in line, line
+
+
+@pytest.mark.parametrize("block", ["data", "launch", "rollout", "lora", "replay_guard", "validation.data"])
+def test_a_misspelt_key_of_a_block(block):
+    cls = {"data": recipes.DataConfig, "launch": recipes.LaunchConfig, "rollout": recipes.RolloutConfig}.get(
+        block, {"lora": recipes.LoraConfig, "replay_guard": recipes.GuardConfig}.get(block, recipes.DataConfig)
+    )
+    for key in yaml_fields(cls):
+        line = refused(f"{block}.{key}x=1")
+        assert f"{block}.{key}x: unknown key; did you mean {block}.{key}?" in line
+
+
+def test_a_key_at_the_wrong_level():
+    assert "budget: unknown key; did you mean cache.budget?" in refused("budget=3")
+    assert "did you mean launch.zero_stage?" in refused("zero_stage=2")
+    assert "rollout.temperature: unknown key; did you mean temperature at the top level?" in refused(
+        "rollout.temperature=1"
+    )
+    assert "valid keys: engine, max_batch, progress" in refused("rollout.zzzz=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("temperature=hot", "temperature: expected a number > 0, got 'hot'"),
+        ("temperature=0", "temperature: expected a number > 0, got 0"),
+        ("temperature=true", "temperature: expected a number > 0, got true"),
+        ("learning_rate=.inf", "learning_rate: expected a number > 0, got"),
+        ("learning_rate=.nan", "learning_rate: expected a number > 0, got"),
+        ("seed=true", "seed: expected a whole number >= 0, got true"),
+        ("seed=1.5", "seed: expected a whole number >= 0, got 1.5"),
+        ("gradient_checkpointing=1", "gradient_checkpointing: expected true or false, got 1"),
+        ("gradient_checkpointing=yes", "expected true or false, got 'yes'"),
+        ("model=3", "model: expected text that is not empty, got 3"),
+        ("model=", "model: expected text that is not empty, got null"),
+        ("max_steps=0", "max_steps: expected a whole number >= 1, or -1"),
+        ("num_generations=1", "num_generations: expected a whole number >= 2, got 1"),
+        ("loss_type=grp", "loss_type: expected one of grpo, bnpo, dr_grpo, dapo, luspo, cispo, sapo, vespo, got 'grp'"),
+        ("launch.zero_stage=true", "launch.zero_stage: expected one of 0, 1, 2, 3, got true"),
+        ("report_to=[wandb, x]", "report_to[1]: expected one of wandb, tensorboard, got 'x'"),
+        ("lora=3", "lora: expected a mapping or null, got 3"),
+        ("lora.r=0", "lora.r: expected a whole number >= 1, got 0"),
+        ("lora.target_modules=[a, 1]", "lora.target_modules[1]: expected text that is not empty, got 1"),
+        ("data.columns=[a]", "data.columns: expected a mapping, got ['a']"),
+        ("data.columns.promt=a", "data.columns.promt: unknown column; did you mean prompt?"),
+        ("data.prompt_template=x", "data.prompt_template: must contain {prompt}"),
+        ("data.split=test", "data.split: a local file has one split"),
+        ("data.synthetic={task: running_sum, size: 1}", "data.path: give exactly one of"),
+        ("data.path=null", "data.path: give exactly one of"),
+        ("launch.offload=true", "launch.offload: needs DeepSpeed"),
+        ("launch={processes: 3, machines: 2, main_process_ip: a}", "launch.processes: 3 processes do not divide"),
+        ("launch={processes: 2, machines: 2}", "launch.main_process_ip: needed with several machines"),
+        ("rewards=[]", "rewards: name at least one reward"),
+        ("rewards=[3]", "rewards[0]: expected a mapping or text that is not empty, got 3"),
+        ("cache.budge=3", "did you mean 'budget'?"),
+        ("cache.policy=gkw", "unknown cache policy 'gkw'"),
+        ("cache={budget: 3}", "cache.policy: missing"),
+        ("cache.budget=3", "budget 3 must exceed window 16"),
+        ("num_generations=3", "3 does not divide the global batch 8"),
+        ("validation.every=2", "validation.data: missing; give a mapping"),
+        ("kind=grop", "unknown kind 'grop'; one of grpo, sft, eval (did you mean grpo?)"),
+        ("kind=null", "kind: missing; one of grpo, sft, eval"),
+    ],
+)
+def test_wrong_values_say_key_expected_and_got(override, says):
+    assert says in refused(override)
+
+
+def test_missing_keys_and_documents_that_are_no_recipe(tmp_path):
+    for key in ("model", "output_dir", "data", "cache", "rewards"):
+        mapping = {k: v for k, v in parse_yaml(GRPO, "x").items() if k != key}
+        with pytest.raises(RecipeError, match=f"r.yaml: {key}: missing; give"):
+            make_recipe(mapping, name="r.yaml")
+    for text in ("", "[1]", "hello"):
+        assert "expected a mapping of keys to values" in refused(text=text)
+    assert "r.yaml, line 2" in refused(text="kind: grpo\n  x: y: z")
+    (tmp_path / "latin.yaml").write_bytes(b"kind: \xff")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_recipe(tmp_path / "latin.yaml")
+
+
+def test_duplicate_keys_are_errors():
+    assert "r.yaml, line 3: the key 'seed' is given twice (first in line 2)" in refused(
+        text="kind: grpo\nseed: 1\nseed: 2"
+    )
+    assert "the key 'budget' is given twice" in refused("cache={budget: 1, budget: 2}")
+    assert parse_yaml("{a: {x: 1}, b: {x: 1}}", "x") == {"a": {"x": 1}, "b": {"x": 1}}  # the control
+
+
+# ---- what must hold between keys ---------------------------------------------------------------------------
+
+
+def test_groups_must_be_whole():
+    sizes = ["per_device_train_batch_size=2", "num_generations=8"]
+    assert "num_generations: 8 does not divide the global batch 2" in refused(*sizes)
+    for rest in (["gradient_accumulation_steps=4"], ["steps_per_generation=4"], ["launch.processes=4"]):
+        make(GRPO, [*sizes, *rest])
+    assert "steps_per_generation 3" in refused(*sizes, "steps_per_generation=3", "gradient_accumulation_steps=4")
+
+
+def test_a_truncated_support_is_warned_about():
+    assert "biases the policy ratio" in make(GRPO, ["top_p=0.9"]).warnings[0]
+    assert len(make(GRPO, ["top_k=50"]).warnings) == 1
+    assert make(GRPO, ["top_p=1"]).warnings == []
+
+
+def test_a_changed_policy_says_how_to_replace_the_block():
+    assert "cache={policy: ...} replaces the whole block" in refused("cache.policy=full")
+    assert "replaces" not in refused(text=GRPO.replace("gkv", "full"))
+    assert make(GRPO, ["cache={policy: full}"]).cache == {"policy": "full"}
+
+
+def test_stopping_needs_fresh_problems():
+    assert "stop_at_accuracy: needs fresh problems" in refused("data={path: a.jsonl}", "stop_at_accuracy=0.9", text=SFT)
+    assert make(SFT, ["stop_at_accuracy=0.9"]).stop_at_accuracy == 0.9
+
+
+def test_a_sweep_gives_each_policy_the_parameters_it_has():
+    cache = "cache={window: 8, period: 4, sinks: 2}"
+    recipe = make(EVAL, [cache, "sweep={policy: [full, streaming, snapkv], budget: [32, 64]}"])
+    assert recipe.caches() == [
+        {"policy": "full"},
+        {"policy": "streaming", "period": 4, "sinks": 2, "budget": 32},
+        {"policy": "streaming", "period": 4, "sinks": 2, "budget": 64},
+        {"policy": "snapkv", "window": 8, "period": 4, "sinks": 2, "budget": 32},
+        {"policy": "snapkv", "window": 8, "period": 4, "sinks": 2, "budget": 64},
+    ]
+    assert make(EVAL).caches() == [None]
+    assert make(EVAL, ["cache=full"]).caches() == [{"policy": "full"}]
+    assert [c["budget"] for c in make(EVAL, ["cache={policy: tova, budget: 9}", "sweep.budget=[4, 5]"]).caches()] == [
+        4,
+        5,
+    ]
+    assert "cache.windo: none of the policies" in refused("cache={windo: 8}", "sweep={policy: full}", text=EVAL)
+    assert "sweep.budget: name the policies" in refused("sweep.budget=4", text=EVAL)
+    assert "sweep.policy: unknown cache policy 'x'" in refused("sweep={policy: x, budget: 4}", text=EVAL)
+    assert "needs a budget" in refused("sweep.policy=tova", text=EVAL)
+    assert "tasks: name at least one" in refused("tasks={}", text=EVAL)
+
+
+# ---- the options of a trainer's own class ------------------------------------------------------------------
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+EXTRA: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "delta": float | None,
+        "log_completions": bool,
+        "optim": Colour | str,
+        "odd": "SomeForwardReference",
+        "use_vllm": bool,
+        "learning_rate": str,
+        "gradient_checkpointing_kwargs": dict[str, Any] | str | None,
+    }
+}
+
+
+def test_extra_fields_pass_through_with_their_types():
+    overrides = ["delta=2", "log_completions=true", "optim=red", "odd=[1, x]"]
+    recipe = make(GRPO, overrides, EXTRA)
+    assert recipe.trainer_options == {"delta": 2.0, "log_completions": True, "optim": "red", "odd": [1, "x"]}
+    assert recipe.learning_rate == 1e-6  # ours wins over theirs of the same name
+    assert "delta: expected a number or null, got 'x'" in refused("delta=x", extra=EXTRA)
+    assert "log_completions: expected true or false, got 1" in refused("log_completions=1", extra=EXTRA)
+    assert "optim: 'blue' is no Colour; one of red" in refused("optim=blue", extra=EXTRA)
+    assert "optim: 'redd' is no Colour; did you mean 'red'?" in refused("optim=redd", extra=EXTRA)
+    assert "deltas: unknown key; did you mean delta?" in refused("deltas=1", extra=EXTRA)
+    assert "delta: unknown key" in refused("delta=1")  # without the trainer's fields
+    assert "delta: unknown key" in refused("delta=1", text=SFT, extra=EXTRA)  # those of another kind
+    assert "trainer_options: unknown key" in refused("trainer_options={a: 1}", extra=EXTRA)
+
+
+@pytest.mark.parametrize(
+    ("key", "mend"),
+    [
+        ("use_vllm", "rollout.engine: vllm"),
+        ("vllm_mode", "rollout block"),
+        ("vllm_importance_sampling_mode", "importance_correction"),
+        ("bf16", "dtype: bfloat16"),
+        ("fsdp_config", "launch.zero_stage"),
+        ("deepspeed", "launch.zero_stage"),
+        ("remove_unused_columns", "remove it"),
+        ("eval_strategy", "validation block"),
+        ("eval_steps", "validation.every"),
+        ("hub_token", "hf auth login"),
+        ("model_name_or_path", "use model"),
+    ],
+)
+def test_keys_that_would_break_replay_are_refused(key, mend):
+    for extra in (None, EXTRA, {"grpo": {key: bool}}):
+        line = refused(f"{key}=true", extra=extra)
+        assert f"{key}: not a key here" in line and mend in line
+
+
+def test_reentrant_checkpointing_is_refused():
+    key = "gradient_checkpointing_kwargs"
+    for value in ("{use_reentrant: true}", "'{\"use_reentrant\": true}'"):
+        assert f"{key}.use_reentrant: the eviction trace does not survive" in refused(f"{key}={value}", extra=EXTRA)
+    assert make(GRPO, [f"{key}={{use_reentrant: false}}"], EXTRA).trainer_options == {key: {"use_reentrant": False}}
+
+
+def test_the_choices_are_those_of_the_pinned_trainer():
+    schedulers = pytest.importorskip("transformers.trainer_utils").SchedulerType
+    assert set(get_args(Scheduler)) == {member.value for member in schedulers}
+
+
+# ---- finding recipes ---------------------------------------------------------------------------------------
+
+
+def test_shipped_recipes_by_name(tmp_path, monkeypatch):
+    package = tmp_path / "recipes"
+    (package / "quickstart").mkdir(parents=True)
+    (package / "qwen2.5-1.5b").mkdir()
+    (package / "quickstart" / "grpo.yaml").write_text(GRPO)
+    (package / "qwen2.5-1.5b" / "sft.yaml").write_text(dump_yaml(make(SFT).resolved()))
+    (package / "accelerate.yaml").write_text("distributed_type: NO\n")
+    monkeypatch.setattr(recipes.importlib.resources, "files", lambda name: tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert recipes.list_recipes() == ["quickstart/grpo", "qwen2.5-1.5b/sft"]
+    assert load_recipe("quickstart/grpo") == make()
+    assert load_recipe("qwen2.5-1.5b/sft", ["seed=3"]).seed == 3
+    assert load_recipe("recipes/quickstart/grpo.yaml") == make()  # a path
+    for wrong in ("quickstart/grop", "quickstart/grop.yaml", "recipes/quickstart/grop.yaml"):
+        with pytest.raises(RecipeError, match="did you mean quickstart/grpo"):
+            load_recipe(wrong)
+    with pytest.raises(RecipeError, match="shipped recipes: quickstart/grpo, qwen"):
+        load_recipe("zzz")
+    with pytest.raises(RecipeError, match=r"write recipes/quickstart/grpo\.yaml"):
+        load_recipe("recipes/quickstart/grpo")
+
+
+def test_every_shipped_recipe_is_valid_but_for_the_options_of_its_trainer():
+    for name in recipes.list_recipes():
+        try:
+            load_recipe(name)
+        except RecipeError as error:  # a trainer's own option: known only to the command line
+            assert "unknown key" in str(error), error
+
+
+def test_reading_recipes_is_light():
+    heavy = ("torch", "trl", "transformers", "datasets")
+    code = f"import sys, sparse_rl.recipe; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_recipes_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make().seed = 3
+    assert dataclasses.replace(make(), seed=3).seed == 3
+    with pytest.raises(RecipeError, match="num_generations"):
+        dataclasses.replace(make(), num_generations=3)
