@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from sparse_rl.recipe_schema import RecipeError, Rule, closest
 
@@ -96,9 +96,9 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """The sampling engine. `auto` takes vllm where it is installed and runs, else hf."""
+    """The sampling engine; `auto` takes the fastest that runs here."""
 
-    engine: Literal["auto", "hf", "vllm"] = "auto"
+    engine: Literal["auto", "hf"] = "auto"
     max_batch: PositiveInt = 64
     progress: bool = True
 
@@ -117,9 +117,10 @@ class GuardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
+    """Low-rank adapters. They have no dropout: a dropped weight could not be replayed."""
+
     r: PositiveInt = 16
     alpha: Positive = 32.0
-    dropout: BelowOne = 0.0
     target_modules: list[Text] | Text = "all-linear"
 
 
@@ -134,13 +135,10 @@ class LaunchConfig:
     machine_rank: NonNegativeInt = 0
     main_process_ip: str | None = None
     main_process_port: Annotated[int, Rule("from 1 to 65535", lambda v: 1 <= v <= 65535)] = 29500
-    accelerate_config: Text | None = None
 
     def __post_init__(self) -> None:
         if self.offload and self.zero_stage == 0:
             raise RecipeError("needs DeepSpeed; set zero_stage to 1, 2 or 3", "offload")
-        if self.accelerate_config and self.zero_stage:
-            raise RecipeError("the file of accelerate_config already says it; remove one of them", "zero_stage")
         if self.processes % self.machines:
             raise RecipeError(f"{self.processes} processes do not divide among {self.machines} machines", "processes")
         if self.machine_rank >= self.machines:
@@ -151,15 +149,12 @@ class LaunchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """Accuracy on held-out problems during training, every so many steps."""
+    """Rewards and entropy on held-out problems during training, every so many steps, sampled as in training."""
 
     data: DataConfig
     every: PositiveInt = 20
     problems: PositiveInt = 32
     samples: PositiveInt = 4
-    temperature: NonNegative | None = None  # None: that of training
-    top_p: Fraction = 1.0
-    accuracy: Text | dict[str, Any] = "math"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,7 +114,7 @@ class GRPORecipe(TrainRecipe):
     train_attention : replay the recorded evictions, or attend to everything (a mismatch, for comparison)
     importance_correction, importance_clip : what the trainer does with the ratio trainer / sampler
     zero_truncated_advantages : no gradient from outputs that hit max_completion_length
-    uniform_groups : what becomes of groups without reward variance
+    uniform_groups : groups without reward variance have advantage 0; `drop` also leaves them out of the loss's mean
     """
 
     kind: ClassVar[str] = "grpo"
@@ -136,7 +136,7 @@ class GRPORecipe(TrainRecipe):
     importance_correction: Correction = "token_truncate"
     importance_clip: AtLeastOne = 2.0
     zero_truncated_advantages: bool = True
-    uniform_groups: Literal["keep", "drop", "resample"] = "keep"
+    uniform_groups: Literal["keep", "drop"] = "keep"
     replay_guard: GuardConfig = field(default_factory=GuardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     validation: ValidationConfig | None = None
@@ -150,7 +150,7 @@ class GRPORecipe(TrainRecipe):
             raise RecipeError("loss_type vespo needs token_truncate, token_mask or none", "importance_correction")
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         batch = self.per_device_train_batch_size * self.launch.processes * steps
-        if batch % self.num_generations and not self.launch.accelerate_config:
+        if batch % self.num_generations:
             name = "steps_per_generation" if self.steps_per_generation else "gradient_accumulation_steps"
             raise RecipeError(
                 f"{self.num_generations} does not divide the global batch {batch} (per_device_train_batch_size "

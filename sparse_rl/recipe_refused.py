@@ -25,7 +25,7 @@ REFUSED: dict[str, str] = {
     "use_peft": "use the lora block",
     "lora_r": "use lora.r",
     "lora_alpha": "use lora.alpha",
-    "lora_dropout": "use lora.dropout",
+    "lora_dropout": "a dropped weight cannot be replayed; remove it",
     "lora_target_modules": "use lora.target_modules",
     "num_processes": "use launch.processes",
     # what this project decides
@@ -36,7 +36,7 @@ REFUSED: dict[str, str] = {
     "fp16_full_eval": "use dtype",
     "use_cpu": _DEVICE,
     "local_rank": "use the launch block",
-    "deepspeed": "use launch.zero_stage and launch.offload, or launch.accelerate_config",
+    "deepspeed": "use launch.zero_stage and launch.offload",
     "parallelism_config": "use the launch block",
     "remove_unused_columns": "it is always false, since rewards read the other columns; remove it",
     "resume_from_checkpoint": "use the option --resume of the command",
@@ -50,7 +50,7 @@ REFUSED: dict[str, str] = {
     "use_liger_kernel": "its fused forward does not see the eviction trace; remove it",
     "liger_kernel_config": "its fused forward does not see the eviction trace; remove it",
     # the engine
-    "use_vllm": "use rollout.engine: vllm",
+    "use_vllm": "use rollout.engine",
     "use_transformers_paged": _ENGINE,
     "use_transformers_continuous_batching": _ENGINE,
     "transformers_continuous_batching_config": _ENGINE,

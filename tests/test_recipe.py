@@ -307,7 +307,7 @@ def test_extra_fields_pass_through_with_their_types():
 @pytest.mark.parametrize(
     ("key", "mend"),
     [
-        ("use_vllm", "rollout.engine: vllm"),
+        ("use_vllm", "rollout.engine"),
         ("vllm_mode", "rollout block"),
         ("vllm_importance_sampling_mode", "importance_correction"),
         ("bf16", "dtype: bfloat16"),

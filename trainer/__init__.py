@@ -1,0 +1,6 @@
+"""trainer: training under recorded evictions.
+
+grpo.py       RL-Sparse: TRL's GRPOTrainer with our rollouts and replayed traces;  mismatch.py  its panel and guard
+sft.py        supervised fine-tuning with a full cache
+train.py      from a recipe to a run;  rundir.py  what a run leaves;  launch.py, deepspeed.py  N processes and ZeRO
+"""

@@ -1,0 +1,50 @@
+"""DeepSpeed ZeRO through transformers' own integration: the configuration, and what a machine without a GPU needs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from sparse_rl.recipe import LaunchConfig
+
+
+def deepspeed_config(launch: LaunchConfig) -> dict[str, Any] | None:
+    """The DeepSpeed configuration of a recipe's `launch` block; None where it asks for none.
+
+    There is no optimizer block: it would compile DeepSpeed's own Adam; torch's AdamW from the recipe is used.
+    """
+    if not launch.zero_stage:
+        return None
+    zero: dict[str, Any] = {"stage": launch.zero_stage}
+    if launch.zero_stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    if launch.offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        if launch.zero_stage == 3:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    return {
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+
+
+def prepare_deepspeed() -> None:
+    """Before the training arguments are made. Without a GPU: gloo, and no C++ extension to compile."""
+    if torch.cuda.is_available():
+        return
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled, for minutes
+    # use_cpu skips the integration's own call; ZeRO-3 would then see a world of one.
+    deepspeed.init_distributed(dist_backend="gloo")

@@ -1,0 +1,49 @@
+"""N processes from one command, on one machine or on each of several.
+
+`sparse-rl train` calls itself once per process through torch's elastic launcher (what `accelerate launch` and
+`torchrun` run too). A process that was started by any of these has RANK set and launches nothing. On several machines the
+same command runs on each, with its own `launch.machine_rank`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from sparse_rl.recipe import LaunchConfig
+
+
+def launched() -> bool:
+    """Whether this process is already one of N."""
+    return "RANK" in os.environ
+
+
+def launch(recipe: LaunchConfig, arguments: Sequence[str]) -> int:
+    """Run `sparse-rl ARGUMENTS` in this machine's share of the processes; returns the exit status (2: a user's error)."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
+    from torch.distributed.launcher.api import elastic_launch
+
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the processes say themselves what went wrong
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    several = recipe.machines > 1
+    config = ElasticConfig(
+        min_nodes=recipe.machines,
+        max_nodes=recipe.machines,
+        nproc_per_node=recipe.processes // recipe.machines,
+        run_id="sparse-rl",
+        rdzv_backend="static" if several else "c10d",
+        rdzv_endpoint=f"{recipe.main_process_ip}:{recipe.main_process_port}" if several else "localhost:0",
+        rdzv_configs={"rank": recipe.machine_rank, "timeout": 900} if several else {},
+        max_restarts=0,
+        monitor_interval=0.5,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "sparse_rl.cli", *arguments)
+    except ChildFailedError as error:
+        codes = {failure.exitcode for failure in error.failures.values()}
+        return 2 if 2 in codes else 1
+    return 0

@@ -1,0 +1,50 @@
+"""The mismatch panel: how far the trainer's log-probs are from the sampler's, before anything is clipped.
+
+With d = log p_trainer - log p_sampler of a sampled token:
+
+    replay/gap_mean, replay/gap_max    |d|; the replay invariant says floating-point noise
+    replay/k3                          E[exp(d) - 1 - d], an unbiased estimate of KL(sampler || trainer) (Schulman's k3)
+    ratio/mean, p5, p95, max           exp(d), the importance ratio; heavy tails hide in means
+    ratio/clipped                      share of tokens above the importance clip
+
+It knows tensors only; trainer/grpo.py says when it is fed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FLOORS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}  # mean |d| that is noise in any case
+
+
+class ReplayGapError(RuntimeError):
+    """The trainer does not see what the sampler saw."""
+
+
+def replay_panel(gap: torch.Tensor, ratio: torch.Tensor, clip: float) -> dict[str, float]:
+    """The panel of float tensors [N]: gap = d untruncated, ratio = d under the distribution that was sampled from."""
+    if not gap.numel():
+        return {}
+    gap, weights = gap.double(), ratio.double().exp()
+    low, high = torch.quantile(weights, torch.tensor([0.05, 0.95], dtype=torch.float64)).tolist()
+    return {
+        "replay/gap_mean": float(gap.abs().mean()),
+        "replay/gap_max": float(gap.abs().max()),
+        "replay/k3": float((gap.expm1() - gap).mean()),
+        "ratio/mean": float(weights.mean()),
+        "ratio/p5": low,
+        "ratio/p95": high,
+        "ratio/max": float(weights.max()),
+        "ratio/clipped": float((weights > clip).double().mean()),
+    }
+
+
+def check_gap(gap: torch.Tensor, limit: float) -> None:
+    """Raise ReplayGapError where mean |d| of float [N] is beyond `limit`, naming the likely causes."""
+    mean = float(gap.abs().mean()) if gap.numel() else 0.0
+    if not mean <= limit:  # also NaN
+        raise ReplayGapError(
+            f"replay gap: mean |log p_trainer - log p_sampler| is {mean:.2e}, beyond the limit {limit:.2e}. "
+            "Likely causes: the engine samples with stale weights; the trace belongs to other sequences; dropout or another "
+            "dtype in the trainer. Nothing was trained on this batch; the last checkpoint is untouched"
+        )

@@ -1,0 +1,177 @@
+"""From a recipe to a run: what every kind of training shares, and which trainer serves which kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparse_rl.data import load_data
+from sparse_rl.models import load_config, load_tokenizer, save_policy
+from sparse_rl.policies import make_policy
+from sparse_rl.recipe import GRPORecipe, Recipe, RecipeError, SFTRecipe, TrainRecipe
+from trainer import rundir
+from trainer.deepspeed import deepspeed_config, prepare_deepspeed
+
+logger = logging.getLogger("sparse_rl")
+
+# recipe keys handed on under the same name: to transformers' TrainingArguments, and to SparseGRPOConfig
+SHARED = (
+    *("output_dir", "seed", "learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "max_grad_norm"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "logging_steps", "save_total_limit", "report_to", "run_name"),
+)
+OWN = (
+    *(
+        "num_generations",
+        "max_completion_length",
+        "temperature",
+        "top_p",
+        "loss_type",
+        "epsilon",
+        "epsilon_high",
+        "beta",
+    ),
+    *("scale_rewards", "num_iterations", "steps_per_generation", "train_attention", "importance_correction"),
+    *("importance_clip", "zero_truncated_advantages", "uniform_groups"),
+)
+
+
+def train(recipe: Recipe, resume: str | None = None) -> Path:
+    """Run a training recipe in this process (one of N, where launched). Returns the directory of the final model.
+
+    resume : a checkpoint directory, or "newest" for the newest in the recipe's output_dir
+    """
+    if isinstance(recipe, GRPORecipe):
+        build = _grpo
+    elif isinstance(recipe, SFTRecipe):
+        build = _sft
+    else:
+        raise RecipeError(f"a recipe of kind {recipe.kind} is not trained; see sparse-rl {recipe.kind}", "kind")
+    checkpoint = None
+    if resume is not None:
+        checkpoint = str(rundir.newest_checkpoint(recipe.output_dir) if resume == "newest" else resume)
+        if not Path(checkpoint, "trainer_state.json").is_file():
+            raise RecipeError(f"{checkpoint} is not a checkpoint: it has no trainer_state.json", "--resume")
+    load_config(recipe.model)
+    folder = rundir.prepare(recipe)
+    trainer = build(recipe, folder)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    final = folder / "model"
+    _export(trainer, recipe, final)
+    return final
+
+
+def arguments(recipe: TrainRecipe) -> dict[str, Any]:
+    """The keys that transformers' TrainingArguments share, from a recipe."""
+    deepspeed = deepspeed_config(recipe.launch)
+    if deepspeed is not None:
+        prepare_deepspeed()
+    given = {name: getattr(recipe, name) for name in SHARED}
+    return {
+        **given,
+        "save_strategy": "steps" if recipe.save_steps else "no",
+        "save_steps": recipe.save_steps or 1,
+        "bf16": recipe.dtype == "bfloat16",
+        "fp16": recipe.dtype == "float16",
+        "use_cpu": not torch.cuda.is_available(),
+        "deepspeed": deepspeed,
+        "model_init_kwargs": {"dtype": _weights_dtype(recipe)},
+        "disable_tqdm": False,
+        **recipe.trainer_options,
+    }
+
+
+def _weights_dtype(recipe: TrainRecipe) -> str:
+    """Full training without DeepSpeed keeps float32 weights under autocast; AdamW on bfloat16 ones would lose updates."""
+    return recipe.dtype if recipe.launch.zero_stage or recipe.lora is not None else "float32"
+
+
+def _lora(recipe: TrainRecipe) -> Any:
+    if recipe.lora is None:
+        return None
+    from peft import LoraConfig
+
+    lora = recipe.lora
+    return LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
+
+
+def _grpo(recipe: GRPORecipe, folder: Path) -> Any:
+    from rewards import make_rewards
+    from trainer.grpo import SparseGRPOConfig, SparseGRPOTrainer
+
+    try:
+        functions, weights = make_rewards(recipe.rewards)
+    except ValueError as error:
+        raise RecipeError(str(error), "rewards") from error
+    tokenizer = load_tokenizer(recipe.model)
+    data = load_data(recipe.data, tokenizer)
+    keys = {name: getattr(recipe, name) for name in OWN}
+    validation = recipe.validation
+    held_out = None
+    if validation is not None:
+        source = dataclasses.replace(validation.data, limit=validation.problems)
+        held_out = load_data(source, tokenizer, where="validation.data")
+        keys |= {"eval_strategy": "steps", "eval_steps": validation.every, "num_generations_eval": validation.samples}
+        processes = recipe.launch.processes
+        per_rank = -(-recipe.per_device_train_batch_size // validation.samples) * validation.samples
+        keys["per_device_eval_batch_size"] = (
+            per_rank if per_rank * processes % validation.samples == 0 else validation.samples
+        )
+    guard = recipe.replay_guard
+    args = SparseGRPOConfig(
+        **{
+            **arguments(recipe),
+            **keys,
+            "top_k": recipe.top_k or 0,
+            "reward_weights": weights,
+            "policy": recipe.cache,
+            "guard": guard.enabled,
+            "guard_factor": guard.factor,
+            "guard_floor": guard.floor,
+            "rollout_engine": "hf" if recipe.rollout.engine == "auto" else recipe.rollout.engine,
+            "rollout_max_batch": recipe.rollout.max_batch,
+            "thinking": recipe.data.thinking,
+        }
+    )
+    completions = rundir.CompletionLog(folder)
+    trainer = SparseGRPOTrainer(
+        model=recipe.model,
+        reward_funcs=functions,
+        args=args,
+        train_dataset=data,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        peft_config=_lora(recipe),
+        callbacks=[rundir.RunLog(folder), completions],
+    )
+    completions.trainer = trainer
+    return trainer
+
+
+def _sft(recipe: SFTRecipe, folder: Path) -> Any:
+    from trainer.sft import make_trainer
+
+    tokenizer = load_tokenizer(recipe.model)
+    data = load_data(recipe.data, tokenizer, require=("prompt", "completion"))
+    return make_trainer(recipe, arguments(recipe), tokenizer, data, _lora(recipe), [rundir.RunLog(folder)])
+
+
+def _export(trainer: Any, recipe: TrainRecipe, folder: Path) -> None:
+    """The final model as a plain Hugging Face directory, with its cache policy. LoRA is merged in (not under ZeRO-3)."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if recipe.lora is not None and recipe.launch.zero_stage != 3:
+        trainer.save_model(str(folder.with_name("adapter")))
+        if trainer.is_world_process_zero():
+            model.merge_and_unload().save_pretrained(folder)
+    else:
+        trainer.save_model(str(folder))
+    if trainer.is_world_process_zero():
+        trainer.processing_class.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        if isinstance(recipe, GRPORecipe):
+            save_policy(folder, make_policy(recipe.cache))
+    trainer.accelerator.wait_for_everyone()
