@@ -1,0 +1,39 @@
+# Everything runs in a local .venv made from requirements/cpu.lock; each target makes it when it is not there.
+PYTHON ?= python3
+SEEDS ?= 0
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TORCH := torch==2.13.0+cpu
+
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: quickstart test test-all lint clean
+.DELETE_ON_ERROR:
+
+quickstart: $(READY)
+	$(BIN)/python -m sparse_rl.quickstart --seeds $(SEEDS)
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 --durations 10
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -n 2 --durations 20 -m ""
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(READY): requirements/cpu.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --no-deps "$(TORCH)" || \
+	  $(BIN)/pip install --quiet --no-deps "$(TORCH)" --index-url https://download.pytorch.org/whl/cpu
+	$(BIN)/pip install --quiet --no-deps -r requirements/cpu.lock
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
