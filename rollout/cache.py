@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from sparse_rl.attention import sdpa
 from sparse_rl.policies import Entries, Policy
 from sparse_rl.trace import NEVER
 
@@ -58,6 +59,7 @@ class EvictingCache:
         self.prompt_lengths: list[int] = []
         self.seen: list[int] = []  # tokens seen per row
         self.lengths: list[int] = []  # entries held per row and kv head
+        self._due: list[bool] = []  # rows that compact after this forward
 
     # ---- the engine's side ----------------------------------------------------------------------------------------
 
@@ -68,7 +70,7 @@ class EvictingCache:
         self._plan(list(prompt_lengths), device)
 
     def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
-        """The next forward brings one token per row; rows that are not active are frozen."""
+        """The next forward brings one token per row; rows that are not active are frozen, for good."""
         self.seen = [n + a for n, a in zip(self.seen, active, strict=True)]
         before = self.lengths
         self._plan([n + a for n, a in zip(before, active, strict=True)], device)
@@ -133,14 +135,14 @@ class EvictingCache:
         self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         batch, kv_heads, width, _ = key.shape
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=width > 1, scale=scaling, enable_gqa=True)
+        out = sdpa(query, key, value, scaling, causal=width > 1)
         positions = torch.arange(width, device=key.device).repeat(batch, kv_heads, 1)
         evict_at = torch.full((batch, kv_heads, width), NEVER, dtype=torch.int32, device=key.device)
         state = {
             name: torch.full((batch, kv_heads, width), start, dtype=torch.float32, device=key.device)
             for name, start in self.policy.initial_state.items()
         }
-        layer = Layer(key, value, positions, self._last_queries(query), evict_at, state)
+        layer = Layer(key.clone(), value.clone(), positions, self._last_queries(query), evict_at, state)
         if self.policy.every_query:
             rows = torch.arange(width, device=key.device).expand(batch, width)
             self.policy.observe(index, self._entries(layer, slice(None), width, scaling), query, rows)
@@ -182,9 +184,7 @@ class EvictingCache:
         held = max(self._held)
         # The G query heads of a group attend as G "queries" to their kv head: nothing is repeated.
         grouped = query.view(batch, kv_heads, -1, dim)
-        out = F.scaled_dot_product_attention(
-            grouped, layer.keys[:, :, :held], layer.values[:, :, :held], attn_mask=self._mask, scale=scaling
-        ).view(query.shape)
+        out = sdpa(grouped, layer.keys[:, :, :held], layer.values[:, :, :held], scaling, self._mask).view(query.shape)
 
         if self.policy.every_query:
             self.policy.observe(index, self._entries(layer, slice(None), held, scaling), query, now[:, None])

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -68,7 +69,7 @@ class HFEngine:
         if isinstance(model, (str, Path)):
             loaded = AutoModelForCausalLM.from_pretrained(str(model), dtype=getattr(torch, dtype))
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-            self.model: PreTrainedModel = loaded.to(device).eval()
+            self.model: PreTrainedModel = nn.Module.to(loaded, device).eval()
         else:
             self.model = model
         adopt(self.model)
@@ -84,7 +85,7 @@ class HFEngine:
                 raise ValueError(f"prompt {i} is empty; a prompt needs at least one token")
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         times: Counter[tuple[int, ...]] = Counter()
-        sequences = []
+        sequences: list[Sequence_] = []
         for prompt in prompts:
             key = tuple(prompt)
             for _ in range(sampling.n):

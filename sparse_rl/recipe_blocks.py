@@ -120,7 +120,7 @@ class LoraConfig:
     """Low-rank adapters. They have no dropout: a dropped weight could not be replayed."""
 
     r: PositiveInt = 16
-    alpha: Positive = 32.0
+    alpha: PositiveInt = 32
     target_modules: list[Text] | Text = "all-linear"
 
 

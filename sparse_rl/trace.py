@@ -31,7 +31,7 @@ class TraceError(ValueError):
     """A trace or trace file that breaks the contract: what is wrong, and where."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EvictionTrace:
     """The evictions of one sequence of S = prompt + completion tokens.
 
@@ -50,7 +50,7 @@ class EvictionTrace:
     """
 
     evict_at: torch.Tensor
-    validate: bool = field(default=True, repr=False, compare=False)
+    validate: bool = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
         if not self.validate:
@@ -80,6 +80,9 @@ class EvictionTrace:
         """A trace from int64 events [E, 4] of (layer, kv_head, token, evict_at)."""
         evict_at = torch.full((layers, kv_heads, length), NEVER, dtype=torch.int32)
         layer, head, token, at = events.unbind(1)
+        for name, index, size in (("layer", layer, layers), ("kv_head", head, kv_heads), ("token", token, length)):
+            if bool(((index < 0) | (index >= size)).any()):
+                raise TraceError(f"an event names {name} {int(index[(index < 0) | (index >= size)][0])} of {size}")
         evict_at[layer, head, token] = at.to(torch.int32)
         return cls.recorded(evict_at)
 
@@ -154,13 +157,9 @@ def batch_traces(traces: Sequence[EvictionTrace], starts: Sequence[int], width: 
     -------
     int32 [L, B, Hkv, width], layers first, so that one layer's slice is contiguous.
     """
-    layers, kv_heads = traces[0].layers, traces[0].kv_heads
+    layers, kv_heads = _common_shape(traces)
     batch = torch.zeros(layers, len(traces), kv_heads, width, dtype=torch.int32)
     for row, (trace, start) in enumerate(zip(traces, starts, strict=True)):
-        if (trace.layers, trace.kv_heads) != (layers, kv_heads):
-            raise TraceError(
-                f"row {row} has {trace.layers} layers x {trace.kv_heads} kv heads, row 0 {layers} x {kv_heads}"
-            )
         if start < 0 or start + len(trace) > width:
             raise TraceError(f"row {row}: {len(trace)} tokens from column {start} do not fit {width} columns")
         shifted = torch.where(trace.evict_at < NEVER, trace.evict_at + start, NEVER)
@@ -173,6 +172,7 @@ def pack_traces(traces: Sequence[EvictionTrace], across_documents: bool = False)
 
     A document's end caps evict_at, so that the next document does not see it (unless `across_documents`).
     """
+    _common_shape(traces)
     parts, start = [], 0
     for trace in traces:
         end = start + len(trace)
@@ -191,6 +191,7 @@ def save_traces(
     """
     if not traces:
         raise TraceError(f"{path}: no trace to save")
+    _common_shape(traces)
     sections = {
         "evict_at": torch.cat([t.evict_at for t in traces], dim=-1).contiguous(),
         "lengths": torch.tensor([len(t) for t in traces], dtype=torch.int64),
@@ -219,11 +220,18 @@ def load_traces(path: str | Path, fingerprint: Mapping[str, str] | None = None) 
         raise TraceError(f"{path} has format version {metadata.get('format_version')}, this reads {FORMAT_VERSION}")
     if set(sections) != set(SECTIONS):
         raise TraceError(f"{path} has the sections {sorted(sections)}, expected {sorted(SECTIONS)}")
-    found = json.loads(metadata.get("fingerprint", "{}"))
+    found = _fingerprint(path, metadata)
     for key, value in (fingerprint or {}).items():
         if found.get(key) != value:
             raise TraceError(f"{path} was recorded with {key} {found.get(key)!r}, not {value!r}")
-    evict_at, lengths = sections["evict_at"], sections["lengths"].tolist()
+    evict_at = sections["evict_at"]
+    if (
+        sections["lengths"].dtype != torch.int64
+        or sections["lengths"].ndim != 1
+        or bool((sections["lengths"] < 1).any())
+    ):
+        raise TraceError(f"{path}: lengths must be int64 [n] of positive numbers")
+    lengths = sections["lengths"].tolist()
     if evict_at.ndim != 3 or evict_at.shape[-1] != sum(lengths):
         raise TraceError(
             f"{path}: evict_at {list(evict_at.shape)} does not hold sequences of {sum(lengths)} tokens in all"
@@ -236,7 +244,33 @@ def load_traces(path: str | Path, fingerprint: Mapping[str, str] | None = None) 
 
 def read_fingerprint(path: str | Path) -> dict[str, str]:
     """What made the traces of a file."""
-    return json.loads(_read(path)[1].get("fingerprint", "{}"))
+    metadata = _read(path)[1]
+    if metadata.get("format") != FORMAT:
+        raise TraceError(f"{path} is not a trace file (format {metadata.get('format')!r}, expected {FORMAT!r})")
+    return _fingerprint(path, metadata)
+
+
+def _fingerprint(path: str | Path, metadata: Mapping[str, str]) -> dict[str, str]:
+    try:
+        found = json.loads(metadata.get("fingerprint", "{}"))
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise TraceError(f"{path}: its fingerprint is not a JSON mapping")
+    return found
+
+
+def _common_shape(traces: Sequence[EvictionTrace]) -> tuple[int, int]:
+    """(layers, kv heads) that all traces share. Raises TraceError where they differ, or where there is none."""
+    if not traces:
+        raise TraceError("no trace given")
+    shapes = [(t.layers, t.kv_heads) for t in traces]
+    for row, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise TraceError(
+                f"trace {row} has {shape[0]} layers x {shape[1]} kv heads, trace 0 {shapes[0][0]} x {shapes[0][1]}"
+            )
+    return shapes[0]
 
 
 def _read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import Sampler
@@ -72,12 +72,13 @@ class SparseGRPOConfig(GRPOConfig):
             raise ValueError(f"uniform_groups must be keep or drop, got {self.uniform_groups!r}")
         if self.uniform_groups == "drop" and self.beta:
             raise ValueError("uniform_groups: drop needs beta 0 (a dropped group has no KL term either)")
-        if (self.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        checkpointing = self.gradient_checkpointing_kwargs
+        if isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
             raise ValueError("reentrant gradient checkpointing is not supported; leave use_reentrant out")
         if self.importance_correction != "none":
             self.vllm_importance_sampling_mode = self.importance_correction
             self.vllm_importance_sampling_clip_max = self.importance_clip
-        self.model_init_kwargs = {**(self.model_init_kwargs or {}), "attn_implementation": ATTENTION}
+        self.model_init_kwargs = {**cast(dict, self.model_init_kwargs or {}), "attn_implementation": ATTENTION}
         super().__post_init__()
 
 
@@ -125,7 +126,7 @@ class SparseGRPOTrainer(GRPOTrainer):
 
     @property
     def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
+        return "train" if cast(Any, self.model).training else "eval"
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -135,7 +136,7 @@ class SparseGRPOTrainer(GRPOTrainer):
         finally:
             self._seconds[part] += _now() - start
 
-    # ---- sampling ---------------------------------------------------------------------------------------------------
+    # ---- sampling ---------------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
         sampler = super()._get_train_sampler(dataset)
@@ -150,7 +151,7 @@ class SparseGRPOTrainer(GRPOTrainer):
     ) -> tuple[list[list[int]], list[list[float]]]:
         """One completion per given prompt (TRL repeats them), with its trace kept for the training forwards."""
         sampling = SamplingConfig(
-            max_tokens=self.max_completion_length,
+            max_tokens=cast(int, self.max_completion_length),
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k or None,
@@ -182,7 +183,7 @@ class SparseGRPOTrainer(GRPOTrainer):
                 self.model_wrapped,
                 self.accelerator,
                 gather_deepspeed3_params=self.args.ds3_gather_for_generation,
-                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+                gradient_checkpointing_kwargs=cast(dict | None, self.args.gradient_checkpointing_kwargs),
             ),
             self.accelerator.autocast(),
         ):
@@ -205,7 +206,7 @@ class SparseGRPOTrainer(GRPOTrainer):
         gap = out.log_probs[0, -PROBE_TOKENS:].float().cpu() - torch.tensor(rollout.model_logprobs)
         return max(self.args.guard_factor * float(gap.abs().mean()), floor)
 
-    # ---- rewards and advantages ---------------------------------------------------------------------------------------
+    # ---- rewards and advantages ---------------------------------------------------------------------------------
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._timed("rewards"):
@@ -236,7 +237,7 @@ class SparseGRPOTrainer(GRPOTrainer):
         varied = (self.accelerator.gather(advantages).view(-1, size) != 0).any(1).float().mean()
         return advantages / varied if varied > 0 else advantages
 
-    # ---- scoring under the trace --------------------------------------------------------------------------------------
+    # ---- scoring under the trace --------------------------------------------------------------------------------
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         self._traces = inputs["traces"]
@@ -289,7 +290,7 @@ class SparseGRPOTrainer(GRPOTrainer):
                 fused_lm_head=True,
             )
 
-    # ---- what is logged -----------------------------------------------------------------------------------------------
+    # ---- what is logged -----------------------------------------------------------------------------------------
 
     def _measure(self, inputs: dict[str, Any], scored: torch.Tensor) -> None:
         """Add a batch to the mismatch panel, over all ranks, and stop the run where the guard says so."""
@@ -305,7 +306,7 @@ class SparseGRPOTrainer(GRPOTrainer):
             check_gap(pair[0], self._gap_limit)
 
     def _log_cache(self, rollouts: list[Rollout]) -> None:
-        """The cache panel: retention at the end, and the bytes that these sequences hold at their peak, against full."""
+        """The cache panel: retention at the end, and the bytes that the sequences hold at their peak, against full."""
         layers, kv_heads, head_dim = cache_shape(_base(self.accelerator.unwrap_model(self.model)).config)
         size = 2 if self.args.bf16 or self.args.fp16 else 4
         per_entry = 2 * layers * kv_heads * head_dim * size
@@ -326,7 +327,8 @@ class SparseGRPOTrainer(GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         prefix = "" if self._mode == "train" else "eval_"
         if self._gaps[self._mode]:
-            panel = replay_panel(*torch.cat(self._gaps[self._mode], dim=1), self.args.importance_clip)
+            gap, ratio = torch.cat(self._gaps[self._mode], dim=1)
+            panel = replay_panel(gap, ratio, self.args.importance_clip)
             logs.update({prefix + name: value for name, value in panel.items()})
             self._gaps[self._mode].clear()
         steps = self.state.global_step - self._logged_step
@@ -346,7 +348,7 @@ class SparseGRPOTrainer(GRPOTrainer):
             self._seconds.clear()
             self._clock, self._sampled_tokens = _now(), 0
 
-    # ---- resume -------------------------------------------------------------------------------------------------------
+    # ---- resume -------------------------------------------------------------------------------------------------
 
     def _state_file(self, checkpoint: str | Path) -> Path:
         return Path(checkpoint) / f"rollout_state_{self.accelerator.process_index}.pt"
@@ -378,7 +380,7 @@ class SparseGRPOTrainer(GRPOTrainer):
         state = torch.load(file, weights_only=True, map_location=self.accelerator.device)
         self._step, self._generations, self._gap_limit = state["step"], state["generations"], state["gap_limit"]
         if state["buffer"] is not None:
-            self._buffered_inputs = [
+            self._buffered_inputs: Any = [
                 {**batch, "traces": [EvictionTrace(t.cpu()) for t in batch["traces"]]} for batch in state["buffer"]
             ]
         self._logged_step = state["global_step"]

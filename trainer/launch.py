@@ -1,8 +1,8 @@
 """N processes from one command, on one machine or on each of several.
 
 `sparse-rl train` calls itself once per process through torch's elastic launcher (what `accelerate launch` and
-`torchrun` run too). A process that was started by any of these has RANK set and launches nothing. On several machines the
-same command runs on each, with its own `launch.machine_rank`.
+`torchrun` run too). A process that was started by any of these has RANK set and launches nothing. On several machines
+the same command runs on each, with its own `launch.machine_rank`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def launched() -> bool:
 
 
 def launch(recipe: LaunchConfig, arguments: Sequence[str]) -> int:
-    """Run `sparse-rl ARGUMENTS` in this machine's share of the processes; returns the exit status (2: a user's error)."""
+    """Run `sparse-rl ARGUMENTS` in this machine's share of the processes; returns the exit status (2: user error)."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
     from torch.distributed.launcher.api import elastic_launch

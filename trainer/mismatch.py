@@ -45,6 +45,6 @@ def check_gap(gap: torch.Tensor, limit: float) -> None:
     if not mean <= limit:  # also NaN
         raise ReplayGapError(
             f"replay gap: mean |log p_trainer - log p_sampler| is {mean:.2e}, beyond the limit {limit:.2e}. "
-            "Likely causes: the engine samples with stale weights; the trace belongs to other sequences; dropout or another "
-            "dtype in the trainer. Nothing was trained on this batch; the last checkpoint is untouched"
+            "Likely causes: the engine samples with stale weights; the trace belongs to other sequences; dropout or "
+            "another dtype in the trainer. Nothing was trained on this batch; the last checkpoint is untouched"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -42,7 +42,7 @@ class StopAtAccuracy(TrainerCallback):
 
     def __init__(self, recipe: SFTRecipe, trainer: SFTTrainer, tokenizer: Any) -> None:
         self.target, self.every, self.trainer, self.tokenizer = (
-            recipe.stop_at_accuracy,
+            recipe.stop_at_accuracy or 1.0,
             recipe.stop_check_every,
             trainer,
             tokenizer,
@@ -52,7 +52,7 @@ class StopAtAccuracy(TrainerCallback):
         self.rows = load_data(
             dataclasses.replace(recipe.data, synthetic=fresh), tokenizer, require=("prompt", "answer")
         )
-        self.max_tokens = max(len(row) for row in trainer.train_dataset["input_ids"])
+        self.max_tokens = max(map(len, cast(Any, trainer.train_dataset)["input_ids"]))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % self.every:

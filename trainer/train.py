@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,7 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
 
     resume : a checkpoint directory, or "newest" for the newest in the recipe's output_dir
     """
-    if isinstance(recipe, GRPORecipe):
-        build = _grpo
-    elif isinstance(recipe, SFTRecipe):
-        build = _sft
-    else:
+    if not isinstance(recipe, TrainRecipe):
         raise RecipeError(f"a recipe of kind {recipe.kind} is not trained; see sparse-rl {recipe.kind}", "kind")
     checkpoint = None
     if resume is not None:
@@ -58,7 +55,7 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
             raise RecipeError(f"{checkpoint} is not a checkpoint: it has no trainer_state.json", "--resume")
     load_config(recipe.model)
     folder = rundir.prepare(recipe)
-    trainer = build(recipe, folder)
+    trainer = TRAINERS[recipe.kind](recipe, folder)
     trainer.train(resume_from_checkpoint=checkpoint)
     final = folder / "model"
     _export(trainer, recipe, final)
@@ -86,7 +83,7 @@ def arguments(recipe: TrainRecipe) -> dict[str, Any]:
 
 
 def _weights_dtype(recipe: TrainRecipe) -> str:
-    """Full training without DeepSpeed keeps float32 weights under autocast; AdamW on bfloat16 ones would lose updates."""
+    """Full training without DeepSpeed keeps float32 weights under autocast: AdamW on bfloat16 ones loses updates."""
     return recipe.dtype if recipe.launch.zero_stage or recipe.lora is not None else "float32"
 
 
@@ -160,8 +157,11 @@ def _sft(recipe: SFTRecipe, folder: Path) -> Any:
     return make_trainer(recipe, arguments(recipe), tokenizer, data, _lora(recipe), [rundir.RunLog(folder)])
 
 
+TRAINERS: dict[str, Callable[[Any, Path], Any]] = {"grpo": _grpo, "sft": _sft}
+
+
 def _export(trainer: Any, recipe: TrainRecipe, folder: Path) -> None:
-    """The final model as a plain Hugging Face directory, with its cache policy. LoRA is merged in (not under ZeRO-3)."""
+    """The final model as a plain Hugging Face directory, with its cache policy; LoRA merged in (not under ZeRO-3)."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if recipe.lora is not None and recipe.launch.zero_stage != 3:
         trainer.save_model(str(folder.with_name("adapter")))

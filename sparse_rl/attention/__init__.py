@@ -8,6 +8,7 @@ from sparse_rl.attention.interface import (
     adopt,
     cache_shape,
     refuse_reentrant_checkpointing,
+    sdpa,
 )
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.attention.reference import dense_attention, dense_logprobs
@@ -25,5 +26,6 @@ __all__ = [
     "dense_logprobs",
     "refuse_reentrant_checkpointing",
     "replay_logprobs",
+    "sdpa",
     "visible_mask",
 ]

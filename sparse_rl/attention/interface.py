@@ -1,7 +1,7 @@
 """The one attention function that a model runs under, in training and in the reference engine.
 
-It is registered with transformers as ATTENTION. What a query may see travels as the forward keyword `kv_view`, an opaque
-record that only the attention looks into:
+It is registered with transformers as ATTENTION. What a query may see travels as the forward keyword `kv_view`, an
+opaque record that only the attention looks into:
 
     ReplayView (replay.py)      training: evict_at, one layer's slice at a time
     EvictingCache (rollout/)    sampling: the physical cache, compacted by its policy
@@ -12,7 +12,7 @@ or a module attribute silently gives wrong gradients there. Without `kv_view` th
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,30 @@ from transformers.masking_utils import sdpa_mask
 ATTENTION = "sparse_rl"
 FAMILIES = ("qwen2", "qwen3", "llama")
 
-# Given as `attention_mask`, a 4D tensor is taken as already prepared, so that transformers builds no S x S mask of its own.
+# Given as `attention_mask`, a 4D tensor is taken as already prepared: transformers builds no S x S mask of its own.
 NO_MASK = torch.empty(1, 1, 1, 1, dtype=torch.bool)
+
+
+def sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+) -> torch.Tensor:
+    """Attention of [B, Hq, T, D] over [B, Hkv, N, D], the one kernel call of both the engine and the replay.
+
+    In float32 on a CPU it is computed in float64: the engine sums over a compacted cache, the trainer over a masked
+    row, and a trained model can amplify the difference of two summation orders a hundredfold.
+    """
+    dtype = query.dtype
+    if dtype == torch.float32 and query.device.type == "cpu":
+        query, key, value = query.double(), key.double(), value.double()
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
+    )
+    return out.to(dtype)
 
 
 class KVView(Protocol):
@@ -53,7 +75,7 @@ def attention_forward(
     if kv_view is not None:
         if dropout:
             raise ValueError(f"attention dropout {dropout} cannot be replayed; set attention_dropout to 0 in the model")
-        out = kv_view.attend(module.layer_idx, query, key, value, scaling)
+        out = kv_view.attend(cast(int, module.layer_idx), query, key, value, scaling)
     else:
         causal = attention_mask is None and query.shape[2] > 1
         out = F.scaled_dot_product_attention(

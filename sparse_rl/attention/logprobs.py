@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from sparse_rl.attention.interface import NO_MASK, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.replay import ReplayView
@@ -22,7 +22,7 @@ class Sampled(Protocol):
 
 
 def replay_logprobs(
-    model: nn.Module, rollouts: Sequence[Sampled], temperature: float = 1.0, batch_size: int = 8
+    model: PreTrainedModel, rollouts: Sequence[Sampled], temperature: float = 1.0, batch_size: int = 8
 ) -> list[torch.Tensor]:
     """Log-probs of each rollout's completion tokens, at `temperature`, under its trace.
 

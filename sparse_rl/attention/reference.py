@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.trace import EvictionTrace
@@ -44,7 +44,7 @@ class DenseView:
 
 
 def dense_logprobs(
-    model: nn.Module,
+    model: PreTrainedModel,
     prompt_ids: Sequence[int],
     completion_ids: Sequence[int],
     trace: EvictionTrace,

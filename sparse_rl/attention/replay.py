@@ -1,8 +1,8 @@
 """Replay attention: train under exactly the attention that the sampler had.
 
-The traces of a micro-batch stay in host memory. A layer's slice of evict_at comes to the device when that layer runs, the
-next layer's is fetched ahead, the layer's mask is made, used and dropped; the same again in the backward pass, which
-recomputes it. So at most one layer's mask and two layers' evict_at are alive on the device.
+The traces of a micro-batch stay in host memory. A layer's slice of evict_at comes to the device when that layer runs,
+the next layer's is fetched ahead, the layer's mask is made, used and dropped; the same again in the backward pass,
+which recomputes it. So at most one layer's mask and two layers' evict_at are alive on the device.
 
 The mask is a function of evict_at alone, so `visible_mask` and `_attend` are the seam where a block-sparse path goes.
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from sparse_rl.attention.interface import sdpa
 from sparse_rl.trace import EvictionTrace, batch_traces
 
 
@@ -62,7 +62,7 @@ class ReplayView:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         if self.causal[layer]:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+            return sdpa(query, key, value, scaling, causal=True)
         if not torch.is_grad_enabled():
             return self._attend(layer, query, key, value, scaling)
         # Saving the mask for backward would keep every layer's alive: save q, k, v and make it again.
@@ -81,7 +81,7 @@ class ReplayView:
         grouped = query.reshape(batch * kv_heads, group, width, dim)
         key = key.reshape(batch * kv_heads, 1, width, dim).expand(-1, group, -1, -1)
         value = value.reshape(batch * kv_heads, 1, width, dim).expand(-1, group, -1, -1)
-        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+        out = sdpa(grouped, key, value, scaling, mask)
         return out.view(batch, q_heads, width, dim)
 
 

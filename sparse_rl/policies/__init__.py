@@ -5,7 +5,7 @@
 To add one:
 1. write a file here with a subclass of `Policy` that sets `name` and writes `score` (base.py says what it sees);
 2. cite the paper and the equation at its top;
-3. declare `last_queries`, `every_query` or `initial_state` if it needs the last queries, all queries, or memory per entry;
+3. declare `last_queries`, `every_query` or `initial_state` if it needs the last queries, all, or memory per entry;
 4. add one line to POLICIES: the replay-exactness matrix and the invariance tests then cover it;
 5. add a slow per-token reference of its equation to tests/policies/.
 """
@@ -51,7 +51,7 @@ def make_policy(name: str | Policy | Mapping[str, Any], **parameters: Any) -> Po
     if isinstance(name, Mapping):
         block = {**name, **parameters}
         return make_policy(block.pop("policy", "full"), **block)
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise ValueError(f"unknown cache policy {name!r}{_nearest(str(name), POLICIES)}; known: {', '.join(POLICIES)}")
     accepted = [p for p in inspect.signature(POLICIES[name].__init__).parameters if p != "self"]
     for key in parameters:

@@ -20,8 +20,7 @@ F = S^. F is remembered before pooling and redundancy. sim is the cosine of two 
     gkv      l F - (1 - l) R / max R         G-KV §5, §7.3 and appendix D, l = 0.7 (Qwen) or 0.9 (Llama), a = 0.8
     cake     S + gamma Var_w max_g A         CAKE's attention shift, as G-KV compares it (no pooling, no layer budgets)
 
-gamma = 200 is what CAKE's own code runs with; pooling over competing entries only, and SnapKV's kernel 7, are ours where
-the papers are silent.
+gamma = 200 is what CAKE's own code runs with; pooling over competing entries only is ours.
 """
 
 from __future__ import annotations
@@ -166,8 +165,8 @@ class CAKE(ScoredWindow):
         self, budget: int, *, sinks: int = 0, window: int = 16, period: int = 128, gamma: float = 200.0
     ) -> None:
         super().__init__(budget, sinks=sinks, window=window, period=period)
-        if isinstance(gamma, bool) or not isinstance(gamma, (int, float)) or gamma < 0:
-            raise ValueError(f"cake: gamma must be a number >= 0, got {gamma!r}")
+        if isinstance(gamma, bool) or not isinstance(gamma, (int, float)) or not 0 <= gamma < float("inf"):
+            raise ValueError(f"cake: gamma must be a finite number >= 0, got {gamma!r}")
         self.gamma = gamma
 
     def score(self, layer: int, entries: Entries) -> torch.Tensor:

@@ -1,0 +1,354 @@
+"""The slow references: every cache policy, one sequence and one token at a time, in Python loops and float64.
+
+Written from the papers' equations, not from the tensor code: nothing of the package is imported here. A `Life` steps
+through a sequence, holds a list of positions per kv head, and evicts when the cache holds budget + period entries (or
+at the end of a prompt that is at least that long). The queries and keys are given, so no model is needed.
+
+A life can follow a recorded trace. Where the record drops other entries than the reference would, the scores of the
+entries in question must be equal to 1e-5 (float32 against float64); the life counts this as a flip and goes on from
+what was recorded. Anything else is a `Disagreement`.
+
+To add a policy: a subclass of `Life` with `scores`, and one line in REFERENCES.
+"""
+
+from __future__ import annotations
+
+import math
+from operator import mul
+from typing import Any
+
+import torch
+
+NEVER = 2**30
+TIE = 1e-5  # relative; closer scores than this may rank either way in float32
+
+
+class Disagreement(AssertionError):
+    """The recorded trace drops something that the reference keeps, by a clear margin."""
+
+
+class Life:
+    """One sequence in one layer, from its prompt to its last token.
+
+    Parameters
+    ----------
+    query, key : [Hq, S, D] and [Hkv, S, D], all positions
+    prompt : tokens of the prompt
+    scaling : the factor on q . k
+    parameters : of the policy; what is not given takes the default of the method
+    recorded : evict_at [Hkv, S] to follow, or None to go by the reference alone
+    """
+
+    defaults: dict[str, Any] = {"sinks": 0, "window": 0, "period": 1}
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        prompt: int,
+        scaling: float,
+        parameters: dict[str, Any],
+        recorded: torch.Tensor | None = None,
+    ) -> None:
+        self.q, self.k = query.double().tolist(), key.double().tolist()
+        self.prompt, self.scaling = prompt, scaling
+        self.length, self.kv_heads, self.group = key.shape[1], key.shape[0], query.shape[0] // key.shape[0]
+        self.recorded = None if recorded is None else recorded.tolist()
+        self.set(**{**self.defaults, **parameters})
+        self.held: list[list[int]] = [[] for _ in range(self.kv_heads)]
+        self.evict_at = [[NEVER] * self.length for _ in range(self.kv_heads)]
+        self.flips = 0
+        self.now = -1  # the position of the last query
+        self._logits: dict[tuple[int, int, int], float] = {}
+        self._cosines: dict[tuple[int, int, int], float] = {}
+
+    def set(self, **parameters: Any) -> None:
+        self.budget = parameters.get("budget")
+        self.sinks, self.window, self.period = parameters["sinks"], parameters["window"], parameters["period"]
+        self.parameters = parameters
+
+    # ---- the life -----------------------------------------------------------------------------------------------
+
+    def run(self) -> torch.Tensor:
+        """evict_at, int32 [Hkv, S]: q + 1 for what was dropped after query q attended."""
+        for position in range(self.length):
+            for held in self.held:
+                held.append(position)
+            self.now = position
+            self.attended()
+            in_prompt = position < self.prompt - 1
+            if not in_prompt and self.budget is not None and len(self.held[0]) >= self.budget + self.period:
+                self.compact()
+        return torch.tensor(self.evict_at, dtype=torch.int32)
+
+    def compact(self) -> None:
+        scores = self.scores()
+        for kv in range(self.kv_heads):
+            competing = self.competing(kv)
+            room = self.budget - (len(self.held[kv]) - len(competing))
+            ranked = sorted(competing, key=lambda j: (-scores[kv][j], j))  # a tie: the earlier position ranks better
+            dropped = set(ranked[room:])
+            if self.recorded is not None:
+                dropped = self.follow(kv, dropped, scores[kv])
+            for j in dropped:
+                self.evict_at[kv][j] = self.now + 1
+            self.held[kv] = [j for j in self.held[kv] if j not in dropped]
+        self.compacted()
+
+    def follow(self, kv: int, dropped: set[int], scores: dict[int, float]) -> set[int]:
+        """What the record drops here; it may differ from `dropped` only among scores that are equal to TIE."""
+        recorded = {j for j in self.held[kv] if self.recorded[kv][j] == self.now + 1}
+        if recorded == dropped:
+            return dropped
+        where = f"kv head {kv} after query {self.now}: recorded {sorted(recorded)}, reference {sorted(dropped)}"
+        swapped = recorded ^ dropped
+        if len(recorded) != len(dropped) or not swapped <= set(scores):
+            raise Disagreement(where)
+        values = {j: scores[j] for j in sorted(swapped)}
+        if max(values.values()) - min(values.values()) > TIE * max(map(abs, values.values())):
+            raise Disagreement(f"{where}, their scores {values}")
+        self.flips += 1
+        return recorded
+
+    # ---- what a policy writes -------------------------------------------------------------------------------------
+
+    def scores(self) -> list[dict[int, float]]:
+        """Per kv head: competing position -> worth."""
+        raise NotImplementedError
+
+    def attended(self) -> None:
+        """Called after every query, prompt and decode, before any eviction."""
+
+    def compacted(self) -> None:
+        """Called after every compaction."""
+
+    # ---- parts ----------------------------------------------------------------------------------------------------
+
+    def competing(self, kv: int) -> list[int]:
+        """The positions held that are neither sink nor among the `window` most recent tokens."""
+        return [j for j in self.held[kv] if self.sinks <= j <= self.now - self.window]
+
+    def heads(self, kv: int) -> range:
+        """The query heads of a kv head."""
+        return range(kv * self.group, (kv + 1) * self.group)
+
+    def logit(self, head: int, query: int, j: int) -> float:
+        place = (head, query, j)
+        if place not in self._logits:
+            self._logits[place] = self.scaling * sum(map(mul, self.q[head][query], self.k[head // self.group][j]))
+        return self._logits[place]
+
+    def attention(self, head: int, query: int) -> dict[int, float]:
+        """softmax(q K^T scaling) of one query over the positions that are held now and not after it."""
+        seen = [j for j in self.held[head // self.group] if j <= query]
+        logits = [self.logit(head, query, j) for j in seen]
+        top = max(logits)
+        weights = [math.exp(x - top) for x in logits]
+        total = sum(weights)
+        return {j: w / total for j, w in zip(seen, weights, strict=True)}
+
+    def fused_attention(self, kv: int) -> dict[int, list[float]]:
+        """max over the group's heads of A, for each of the window's queries: competing j -> [w]."""
+        fused: dict[int, list[float]] = {j: [] for j in self.competing(kv)}
+        for query in range(self.now - self.window + 1, self.now + 1):
+            by_head = [self.attention(head, query) for head in self.heads(kv)]
+            for j, values in fused.items():
+                values.append(max(a[j] for a in by_head))
+        return fused
+
+    def local(self, kv: int) -> dict[int, float]:
+        """S_j = mean_w max_g A (G-KV eqs. 1-2)."""
+        return {j: sum(values) / self.window for j, values in self.fused_attention(kv).items()}
+
+    def cosine(self, kv: int, i: int, j: int) -> float:
+        place = (kv, i, j)
+        if place not in self._cosines:
+            a, b = self.k[kv][i], self.k[kv][j]
+            norms = math.sqrt(sum(map(mul, a, a))) * math.sqrt(sum(map(mul, b, b)))
+            self._cosines[place] = sum(map(mul, a, b)) / norms
+        return self._cosines[place]
+
+    def redundancy(self, kv: int) -> dict[int, float]:
+        """R (R-KV eqs. 4-6) of every position held: the softmax of the mean similarity to the others."""
+        held = self.held[kv]
+        total = dict.fromkeys(held, 0.0)
+        for i in held:
+            similar = {j: self.cosine(kv, i, j) for j in held if j != i}
+            similar = {j: value for j, value in similar.items() if value >= 0.5}
+            if similar:
+                del similar[max(similar)]  # the most recent one stands for the others
+            for j, value in similar.items():
+                total[j] += value
+        weights = {j: math.exp(value / len(held)) for j, value in total.items()}
+        return {j: weight / sum(weights.values()) for j, weight in weights.items()}
+
+
+def max_pool(scores: dict[int, float], kernel: int) -> dict[int, float]:
+    """The maximum over the `kernel` neighbours among the entries of `scores`, which are in order of position."""
+    places, reach = list(scores), kernel // 2
+    return {j: max(scores[i] for i in places[max(n - reach, 0) : n + reach + 1]) for n, j in enumerate(places)}
+
+
+def over_max(scores: dict[int, float]) -> dict[int, float]:
+    """S_j / max_i S_i."""
+    top = max(scores.values())
+    return {j: value / top if top else 0.0 for j, value in scores.items()}
+
+
+# ---- the policies ---------------------------------------------------------------------------------------------------
+
+
+class Full(Life):
+    """Nothing is ever evicted: no budget."""
+
+
+class Streaming(Life):
+    """StreamingLLM §3.2: the sinks (4) and the most recent tokens."""
+
+    defaults = {"sinks": 4, "window": 0, "period": 1}
+
+    def scores(self) -> list[dict[int, float]]:
+        return [{j: float(j) for j in self.competing(kv)} for kv in range(self.kv_heads)]
+
+
+class H2O(Life):
+    """H2O §4: F_j = the sum of the attention that every query so far gave to j, summed over the group's heads."""
+
+    def set(self, **parameters: Any) -> None:
+        window = parameters["window"]
+        super().set(**{**parameters, "window": parameters["budget"] // 2 if window is None else window})
+        self.mass: list[dict[int, float]] = [{} for _ in range(self.kv_heads)]
+
+    defaults = {"sinks": 0, "window": None, "period": 1}
+
+    def attended(self) -> None:
+        for kv in range(self.kv_heads):
+            for head in self.heads(kv):
+                for j, weight in self.attention(head, self.now).items():
+                    self.mass[kv][j] = self.mass[kv].get(j, 0.0) + weight
+
+    def scores(self) -> list[dict[int, float]]:
+        return [{j: self.mass[kv][j] for j in self.competing(kv)} for kv in range(self.kv_heads)]
+
+
+class Tova(Life):
+    """TOVA §3.2: the last query's attention, averaged over all heads of the layer."""
+
+    def scores(self) -> list[dict[int, float]]:
+        heads = self.kv_heads * self.group
+        by_head = [self.attention(head, self.now) for head in range(heads)]
+        mean = {j: sum(a[j] for a in by_head) / heads for j in self.competing(0)}
+        return [mean] * self.kv_heads
+
+
+class MorphKV(Life):
+    """MorphKV: the local score alone."""
+
+    defaults = {"sinks": 0, "window": 16, "period": 128}
+
+    def scores(self) -> list[dict[int, float]]:
+        return [self.local(kv) for kv in range(self.kv_heads)]
+
+
+class SnapKV(Life):
+    """SnapKV eq. 4 at decode time: the local score, max-pooled (7)."""
+
+    defaults = {"sinks": 0, "window": 16, "period": 128, "pooling": 7}
+
+    def scores(self) -> list[dict[int, float]]:
+        return [max_pool(self.local(kv), self.parameters["pooling"]) for kv in range(self.kv_heads)]
+
+
+class RKV(Life):
+    """R-KV eq. 7: l I - (1 - l) R, l = 0.1, I the local score max-pooled (7), neither normalised."""
+
+    defaults = {"sinks": 0, "window": 16, "period": 128, "lam": 0.1, "pooling": 7}
+
+    def scores(self) -> list[dict[int, float]]:
+        lam = self.parameters["lam"]
+        result = []
+        for kv in range(self.kv_heads):
+            importance = max_pool(self.local(kv), self.parameters["pooling"])
+            redundancy = self.redundancy(kv)
+            result.append({j: lam * value - (1 - lam) * redundancy[j] for j, value in importance.items()})
+        return result
+
+
+class GKV(Life):
+    """G-KV eqs. 3-5 and appendix D: the global score F, with or without normalised redundancy and pooling."""
+
+    defaults = {
+        "sinks": 0,
+        "window": 16,
+        "period": 128,
+        "form": "max",
+        "alpha": 0.8,
+        "redundancy": True,
+        "lam": 0.7,
+        "pooling": 1,
+    }
+
+    def set(self, **parameters: Any) -> None:
+        super().set(**parameters)
+        self.history: list[dict[int, float]] = [{} for _ in range(self.kv_heads)]
+
+    def merge(self, history: float | None, local: float) -> float:
+        alpha = self.parameters["alpha"]
+        if history is None:  # new, or of the old window
+            return local
+        match self.parameters["form"]:
+            case "max":
+                return max(alpha * history, local)
+            case "mean":
+                return alpha * history + (1 - alpha) * local
+            case "sum":
+                return alpha * history + local
+
+    def scores(self) -> list[dict[int, float]]:
+        lam = self.parameters["lam"]
+        result = []
+        for kv in range(self.kv_heads):
+            local = over_max(self.local(kv))
+            merged = {j: self.merge(self.history[kv].get(j), value) for j, value in local.items()}
+            self.history[kv] = merged  # before pooling and redundancy
+            score = max_pool(merged, self.parameters["pooling"])
+            if self.parameters["redundancy"]:
+                every = self.redundancy(kv)
+                repeated = over_max({j: every[j] for j in score})
+                score = {j: lam * value - (1 - lam) * repeated[j] for j, value in score.items()}
+            result.append(score)
+        return result
+
+    def compacted(self) -> None:
+        for kv, held in enumerate(self.held):
+            self.history[kv] = {j: value for j, value in self.history[kv].items() if j in held}
+
+
+class CAKE(Life):
+    """CAKE's attention shift as G-KV compares it: S + gamma Var_w max_g A, the variance that of the population."""
+
+    defaults = {"sinks": 0, "window": 16, "period": 128, "gamma": 200.0}
+
+    def scores(self) -> list[dict[int, float]]:
+        result = []
+        for kv in range(self.kv_heads):
+            score = {}
+            for j, values in self.fused_attention(kv).items():
+                mean = sum(values) / self.window
+                variance = sum((value - mean) ** 2 for value in values) / self.window
+                score[j] = mean + self.parameters["gamma"] * variance
+            result.append(score)
+        return result
+
+
+REFERENCES: dict[str, type[Life]] = {
+    "full": Full,
+    "streaming": Streaming,
+    "h2o": H2O,
+    "tova": Tova,
+    "snapkv": SnapKV,
+    "morphkv": MorphKV,
+    "rkv": RKV,
+    "gkv": GKV,
+    "cake": CAKE,
+}

@@ -1,0 +1,211 @@
+"""Every policy, through the real cache, drops exactly what its slow per-token reference drops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from feeding import Batch, Fed, dense, feed, lengths_around, ragged_batch, run_policy, small
+from references import GKV, NEVER, REFERENCES, Disagreement, over_max
+
+from sparse_rl.policies import POLICIES, make_policy
+
+
+def check(name: str, parameters: dict[str, Any], batch: Batch, fed: Fed, flips_allowed: int = 1) -> list[torch.Tensor]:
+    """Compare every row with its reference; rows where a near tie fell the other way are counted."""
+    assert name in REFERENCES, f"no reference for the policy {name!r}: write one in tests/policies/references.py"
+    flipped, records = 0, []
+    for row, record in enumerate(fed.records):
+        query, key, _ = batch.row(row)
+        life = REFERENCES[name](query, key, batch.prompts[row], batch.scaling, parameters, record)
+        expected = life.run()
+        assert torch.equal(record, expected), f"row {row}: recorded\n{record}\nreference\n{expected}"
+        flipped += life.flips > 0
+        records.append(expected)
+    assert flipped <= flips_allowed, f"{flipped} rows have near ties that fell the other way"
+    return records
+
+
+def evicts(fed: Fed) -> bool:
+    return any(bool((record < NEVER).any()) for record in fed.records)
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize("period", [1, 8])
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy_equals_its_reference(name: str, period: int, sinks: int) -> None:
+    policy, batch, fed = run_policy(name, seed=period + sinks, period=period, sinks=sinks)
+    check(name, small(name, period=period, sinks=sinks), batch, fed)
+    assert evicts(fed) == (policy.peak_entries is not None)
+
+
+def test_every_policy_has_a_reference() -> None:
+    assert set(REFERENCES) == set(POLICIES), "a policy and its reference come together"
+
+
+@pytest.mark.parametrize("pooling", [1, 7])
+@pytest.mark.parametrize("redundancy", [False, True])
+@pytest.mark.parametrize("form", ["max", "mean", "sum"])
+@pytest.mark.parametrize(("period", "sinks"), [(1, 2), (8, 0)])
+def test_gkv_equals_its_reference_in_every_form(
+    form: str, redundancy: bool, pooling: int, period: int, sinks: int
+) -> None:
+    parameters = small(
+        "gkv", form=form, redundancy=redundancy, pooling=pooling, period=period, sinks=sinks, budget=14, window=3
+    )
+    prompts, totals = lengths_around(14, period)
+    batch = ragged_batch(20 + period, prompts, totals)
+    check("gkv", parameters, batch, feed(make_policy("gkv", **parameters), batch))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("tova", {"window": 0}),
+        ("tova", {"window": 1, "sinks": 1}),
+        ("h2o", {"window": 0}),
+        ("h2o", {"window": None, "budget": 9}),
+        ("streaming", {"sinks": 0}),
+        ("streaming", {"sinks": 11}),
+        ("snapkv", {"pooling": 1}),
+        ("snapkv", {"pooling": 3, "window": 1}),
+        ("morphkv", {"window": 1}),
+        ("morphkv", {"window": 11}),
+        ("rkv", {"lam": 0.0}),
+        ("rkv", {"lam": 1.0, "pooling": 1}),
+        ("rkv", {"lam": 0.9, "pooling": 5}),
+        ("gkv", {"alpha": 0.0}),
+        ("gkv", {"alpha": 1.0, "lam": 0.9}),
+        ("cake", {"gamma": 0.0}),
+        ("cake", {"gamma": 5.0, "sinks": 3}),
+    ],
+)
+@pytest.mark.parametrize("period", [1, 5])
+def test_the_corners_of_the_parameters(name: str, changed: dict[str, Any], period: int) -> None:
+    _, batch, fed = run_policy(name, seed=3, period=period, **changed)
+    check(name, small(name, period=period, **changed), batch, fed)
+
+
+@pytest.mark.parametrize("name", [n for n in POLICIES if n != "full"])
+def test_the_defaults_are_the_methods_own(name: str) -> None:
+    """Only the budget is given: what the reference takes as the method's default is the policy's default."""
+    policy = make_policy(name, budget=24)
+    batch = ragged_batch(5, [4, 24 + policy.period + 3], [26, 24 + policy.period + 8])
+    check(name, {"budget": 24}, batch, feed(policy, batch))
+
+
+@pytest.mark.parametrize("period", [1, 8])
+@pytest.mark.parametrize("name", [n for n in POLICIES if n != "full"])
+def test_exact_ties_go_to_the_earlier_position(name: str, period: int) -> None:
+    parameters = small(name, period=period, sinks=1)
+    prompts, totals = lengths_around(12, period)
+    batch = ragged_batch(7, prompts, totals, tied=True)
+    check(name, parameters, batch, feed(make_policy(name, **parameters), batch))
+
+
+@pytest.mark.parametrize("name", ["snapkv", "morphkv", "cake", "tova"])
+def test_a_score_without_memory_never_flips_an_exact_tie(name: str) -> None:
+    """Identical keys have identical scores in both precisions: no near tie is left to chance."""
+    parameters = small(name, period=3)
+    prompts, totals = lengths_around(12, 3)
+    batch = ragged_batch(8, prompts, totals, tied=True)
+    check(name, parameters, batch, feed(make_policy(name, **parameters), batch), flips_allowed=0)
+
+
+def test_gkv_divides_redundancy_by_the_maximum_of_the_competing_tokens() -> None:
+    """A window that repeats itself holds the largest redundancy; it does not compete, so it does not set the scale."""
+
+    class OverAll(GKV):
+        """The control: one compaction, the maximum over everything held."""
+
+        def scores(self) -> list[dict[int, float]]:
+            lam, result = self.parameters["lam"], []
+            for kv in range(self.kv_heads):
+                local, repeated = over_max(self.local(kv)), over_max(self.redundancy(kv))
+                result.append({j: lam * value - (1 - lam) * repeated[j] for j, value in local.items()})
+            return result
+
+    parameters = small("gkv", budget=18, window=10, lam=0.3)
+    batch = ragged_batch(30, [30] * 6, [30] * 6)
+    batch.key[:, :, 20:] = batch.key[:, :, 20:21] + 0.1 * batch.key[:, :, 20:]
+    fed = feed(make_policy("gkv", **parameters), batch)
+    check("gkv", parameters, batch, fed)
+    objections = 0
+    for row, record in enumerate(fed.records):
+        query, key, _ = batch.row(row)
+        try:
+            OverAll(query, key, 30, batch.scaling, parameters, record).run()
+        except Disagreement:
+            objections += 1
+    assert objections > 0
+
+
+# ---- controls: the comparison above can fail ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n in POLICIES if n != "full"])
+def test_control_one_exchanged_eviction_is_noticed(name: str) -> None:
+    """One dropped entry and one kept entry change places in one row: the reference objects."""
+    parameters = small(name, period=8)
+    _, batch, fed = run_policy(name, period=8)
+    row, record = 1, fed.records[1].clone()
+    when = int(record[0][record[0] < NEVER].min())
+    dropped = int((record[0] == when).nonzero()[0])
+    kept = int((record[0, : when - 4] == NEVER).nonzero()[-1]) if name != "streaming" else when - 1
+    record[0, dropped], record[0, kept] = record[0, kept].clone(), when
+    query, key, _ = batch.row(row)
+    with pytest.raises(Disagreement):
+        REFERENCES[name](query, key, batch.prompts[row], batch.scaling, parameters, record).run()
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+@pytest.mark.parametrize("name", [n for n in POLICIES if n != "full"])
+def test_control_a_record_off_by_one_is_noticed(name: str, shift: int) -> None:
+    parameters = small(name, period=8)
+    _, batch, fed = run_policy(name, period=8)
+    record = torch.where(fed.records[1] < NEVER, fed.records[1] + shift, NEVER)
+    query, key, _ = batch.row(1)
+    with pytest.raises(Disagreement):
+        REFERENCES[name](query, key, batch.prompts[1], batch.scaling, parameters, record).run()
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("gkv", {"form": "max"}, {"form": "mean"}),
+        ("gkv", {"form": "max"}, {"form": "sum"}),
+        ("gkv", {"redundancy": True}, {"redundancy": False}),
+        ("gkv", {"pooling": 1}, {"pooling": 7}),
+        ("gkv", {"alpha": 0.8}, {"alpha": 0.2}),
+        ("gkv", {"lam": 0.7}, {"lam": 0.2}),
+        ("snapkv", {"pooling": 1}, {"pooling": 7}),
+        ("rkv", {"lam": 0.1}, {"lam": 0.9}),
+        ("cake", {"gamma": 0.0}, {"gamma": 200.0}),
+        ("h2o", {"window": 2}, {"window": 6}),
+        ("tova", {"window": 0}, {"window": 6}),
+        ("streaming", {"sinks": 2}, {"sinks": 4}),
+    ],
+)
+def test_control_every_parameter_changes_the_trace(name: str, one: dict[str, Any], other: dict[str, Any]) -> None:
+    """A parameter without effect would make the comparison with the reference empty."""
+    first, second = run_policy(name, **one)[2], run_policy(name, **other)[2]
+    assert any(not torch.equal(a, b) for a, b in zip(first.records, second.records, strict=True))
+
+
+# ---- what the sampler attended to is what the record says -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("period", [1, 8])
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_output_is_dense_attention_under_the_record(name: str, period: int) -> None:
+    _, batch, fed = run_policy(name, seed=11, period=period, sinks=1)
+    tested = 0
+    for row, record in enumerate(fed.records):
+        torch.testing.assert_close(fed.outputs[row], dense(batch, row, record), atol=1e-5, rtol=1e-5)
+        for shift in (-1, 1):  # controls: off by one is a real error
+            moved = torch.where(record < NEVER, record + shift, NEVER)
+            if bool((torch.minimum(record, moved) < batch.totals[row] - 1).any()):
+                assert (fed.outputs[row] - dense(batch, row, moved)).abs().max() > 1e-3
+                tested += 1
+    assert tested == 0 if name == "full" else tested >= 8

@@ -1,0 +1,164 @@
+"""Against kvpress, where a press has the same score: the same entries are left after the same prompt.
+
+kvpress 0.5 reads `cache_position`, which transformers 5.17 no longer hands to the attention layers, so its presses
+cannot run as they are; the tests hand it to their forward hook. What it has that is the same:
+
+    StreamingLLMPress                                                                 streaming
+    TOVAPress, which never drops the last token                                       tova with window 1
+    ObservedAttentionPress, before its division by the number of observers and heads  h2o after the prompt
+    SnapKVPress without pooling, one query head per kv head (it averages over them)   morphkv, snapkv without pooling
+
+It has no MorphKV, R-KV, G-KV or CAKE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from feeding import CPU
+from transformers import AttentionInterface, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM as Auto
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rollout.cache import EvictingCache
+from sparse_rl.attention import NO_MASK, adopt
+from sparse_rl.policies import Policy, make_policy
+
+PROMPT = 40
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+@pytest.fixture(scope="module")
+def kvpress() -> Iterator[Any]:
+    """The package; what its import wraps around transformers' attention functions is taken off again."""
+    assert isinstance(ALL_ATTENTION_FUNCTIONS, AttentionInterface)
+    before = dict(ALL_ATTENTION_FUNCTIONS.items())
+    module = pytest.importorskip("kvpress")
+    for name, function in before.items():
+        ALL_ATTENTION_FUNCTIONS[name] = function
+    yield module
+
+
+def tiny_model(family: str, kv_heads: int = 2) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = CONFIGS[family](
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        head_dim=8,
+    )
+    model = Auto.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name or "embed" in name:
+                weight.mul_(8.0)  # attention that is not flat
+    return model
+
+
+def prompt_ids() -> torch.Tensor:
+    return torch.randint(0, 97, (2, PROMPT), generator=torch.Generator().manual_seed(1))
+
+
+def pressed(model: torch.nn.Module, press: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Per layer, what the press kept of the prompt's keys, and all of them: [2, Hkv, K, D], [2, Hkv, P, D]."""
+    everything: list[torch.Tensor] = []
+
+    def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        everything.append(kwargs["past_key_values"].layers[module.layer_idx].keys.clone())
+        return press.forward_hook(module, args, {**kwargs, "cache_position": torch.arange(PROMPT)}, output)
+
+    cache = DynamicCache()
+    hooks = [layer.self_attn.register_forward_hook(hook, with_kwargs=True) for layer in model.model.layers]
+    with torch.no_grad():
+        model(prompt_ids(), past_key_values=cache)
+    for handle in hooks:
+        handle.remove()
+    return [layer.keys for layer in cache.layers], everything
+
+
+def ours(model: torch.nn.Module, policy: Policy) -> EvictingCache:
+    """The cache after the same prompt."""
+    implementation = model.config._attn_implementation
+    cache = EvictingCache(policy)
+    cache.begin_prefill([PROMPT] * 2, CPU)
+    with torch.no_grad():
+        adopt(model)(prompt_ids(), attention_mask=NO_MASK, kv_view=cache, use_cache=False)
+    model.set_attn_implementation(implementation)
+    return cache
+
+
+def positions(kept: torch.Tensor, everything: torch.Tensor) -> list[list[list[int]]]:
+    """Where each kept key [2, Hkv, K, D] stood in the prompt, sorted, per row and head."""
+    same = (kept[:, :, :, None] - everything[:, :, None]).abs().amax(-1)  # [2, Hkv, K, P]
+    assert float(same.amin(-1).max()) < 1e-5
+    return same.argmin(-1).sort(-1).values.tolist()
+
+
+def assert_same_entries(model: torch.nn.Module, press: Any, policy: Policy) -> None:
+    kept, everything = pressed(model, press)
+    cache = ours(model, policy)
+    for index, layer in cache.layers.items():
+        assert kept[index].shape[2] == policy.budget
+        theirs = positions(kept[index], everything[index])
+        assert layer.positions[:, :, : policy.budget].tolist() == theirs, f"layer {index}"
+
+
+def ratio(budget: int) -> float:
+    """The press's share to drop so that it keeps `budget` of the prompt (it rounds down)."""
+    return 1 - (budget + 0.5) / PROMPT
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("budget", "sinks"), [(12, 4), (20, 0), (17, 1)])
+def test_streaming_keeps_what_streaming_llm_press_keeps(kvpress: Any, family: str, budget: int, sinks: int) -> None:
+    press = kvpress.StreamingLLMPress(ratio(budget), n_sink=sinks)
+    model = tiny_model(family)
+    assert_same_entries(model, press, make_policy("streaming", budget=budget, sinks=sinks))
+    with pytest.raises(AssertionError, match="layer 0"):  # control
+        assert_same_entries(model, press, make_policy("streaming", budget=budget, sinks=sinks + 2))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("budget", [8, 21])
+def test_tova_keeps_what_tova_press_keeps(kvpress: Any, family: str, budget: int) -> None:
+    press, model = kvpress.TOVAPress(ratio(budget)), tiny_model(family)
+    assert_same_entries(model, press, make_policy("tova", budget=budget, window=1))
+    with pytest.raises(AssertionError, match="layer 0"):  # control
+        assert_same_entries(model, press, make_policy("tova", budget=budget, window=7))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("name", "off"), [("morphkv", {}), ("snapkv", {"pooling": 1}), ("cake", {"gamma": 0})])
+def test_the_local_score_keeps_what_snapkv_press_keeps(
+    kvpress: Any, family: str, name: str, off: dict[str, int]
+) -> None:
+    press, model = kvpress.SnapKVPress(ratio(14), window_size=5, kernel_size=1), tiny_model(family, kv_heads=4)
+    assert_same_entries(model, press, make_policy(name, budget=14, window=5, period=1, **off))
+    with pytest.raises(AssertionError, match="layer 0"):  # control
+        assert_same_entries(model, press, make_policy("morphkv", budget=14, window=2, period=1))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_h2o_mass_is_observed_attention_times_its_observers(kvpress: Any, family: str) -> None:
+    model = tiny_model(family)
+    scores: list[torch.Tensor] = []
+
+    class Spy(kvpress.ObservedAttentionPress):
+        def compress(self, *args: Any) -> Any:
+            scores.append(self.score(*args))
+            return args[2], args[3]
+
+    pressed(model, Spy(0.5))
+    cache = ours(model, make_policy("h2o", budget=PROMPT + 1))
+    observers = torch.arange(PROMPT, 0, -1)
+    for index, layer in cache.layers.items():
+        group = 2  # query heads per kv head: the press averages over them, H2O here sums
+        expected = scores[index] * observers * group
+        torch.testing.assert_close(layer.state["mass"][:, :, :PROMPT], expected, atol=1e-4, rtol=1e-4)
+        assert (layer.state["mass"] - scores[index] * group).abs().max() > 1  # control: not the average

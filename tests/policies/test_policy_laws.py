@@ -1,0 +1,407 @@
+"""The laws that every policy keeps, whatever its score: cadence, budget, sinks and window, ties, identity, errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from feeding import CPU, dense, feed, lengths_around, ragged_batch, run_policy, small, takes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from references import NEVER
+from test_policy_exactness import check
+
+from rollout.cache import EvictingCache
+from sparse_rl.policies import POLICIES, Entries, Policy, fingerprint, make_policy
+
+EVICTING = [name for name in POLICIES if name != "full"]
+
+
+class Given(Policy):
+    """A policy whose scores the test gives, by position."""
+
+    name = "given"
+
+    def __init__(self, worth: torch.Tensor, budget: int, **parameters: Any) -> None:
+        super().__init__(budget, **parameters)
+        self.worth = worth
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        return self.worth[entries.positions]
+
+
+def held_after(record: torch.Tensor, seen: int) -> list[list[int]]:
+    """What each kv head holds once `seen` tokens have been seen and a compaction, if any, has run."""
+    return [[t for t in range(seen) if int(head[t]) > seen] for head in record]
+
+
+def cadence(policy: Policy, prompt: int, until: int) -> dict[int, tuple[bool, int]]:
+    """Tokens seen -> (a compaction ran, entries held), counted one token at a time from the rule in words."""
+    rows, held = {}, 0
+    for seen in range(1, until + 1):
+        held += 1
+        ran = policy.peak_entries is not None and seen >= prompt and held >= policy.budget + policy.period
+        held = policy.budget if ran else held
+        if seen >= prompt:
+            rows[seen] = (ran, held)
+    return rows
+
+
+# ---- when and how much ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("period", [1, 2, 8])
+@pytest.mark.parametrize("name", POLICIES)
+def test_compacts_and_physical_length_follow_the_rule(name: str, period: int) -> None:
+    policy = make_policy(name, **small(name, period=period))
+    for prompt in range(1, 45):
+        for seen, (ran, held) in cadence(policy, prompt, prompt + 40).items():
+            assert policy.compacts(prompt, seen) == ran, (prompt, seen)
+            assert policy.physical_length(prompt, seen) == held, (prompt, seen)
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize("period", [1, 8])
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_cache_holds_what_the_policy_says(name: str, period: int, sinks: int) -> None:
+    """After every forward: physical_length entries, in order of position, each with its own key and value."""
+    policy = make_policy(name, **small(name, period=period, sinks=sinks))
+    prompts, totals = lengths_around(12, period)
+    batch = ragged_batch(1, prompts, totals)
+    snapshots: list[tuple[list[int], torch.Tensor]] = []
+
+    def look(cache: EvictingCache) -> None:
+        layer = cache.layers[0]
+        snapshots.append((list(cache.seen), layer.positions.clone()))
+        for row, seen in enumerate(cache.seen):
+            length = policy.physical_length(prompts[row], seen)
+            assert cache.lengths[row] == length
+            positions = layer.positions[row, :, :length]
+            assert bool((positions.diff(dim=-1) > 0).all()), "not in order of position"
+            assert int(positions.min()) >= 0 and int(positions.max()) < seen
+            for mine, buffer in ((batch.key, layer.keys), (batch.value, layer.values)):
+                wide = positions[..., None].expand(-1, -1, buffer.shape[-1])
+                assert torch.equal(buffer[row, :, :length], mine[row].gather(1, wide))
+
+    fed = feed(policy, batch, look)
+    for seens, positions in snapshots:
+        for row, seen in enumerate(seens):
+            length = policy.physical_length(prompts[row], seen)
+            assert positions[row, :, :length].tolist() == held_after(fed.records[row], seen)
+
+
+@pytest.mark.parametrize("period", [1, 8])
+@pytest.mark.parametrize("name", EVICTING)
+def test_the_budget_is_kept_exactly_and_the_peak_is_never_exceeded(name: str, period: int) -> None:
+    policy, batch, fed = run_policy(name, period=period)
+    assert policy.peak_entries == 12 + period
+    peaks = []
+    for row, record in enumerate(fed.records):
+        prompt, total = batch.prompts[row], batch.totals[row]
+        for seen in range(prompt, total + 1):
+            held = {len(head) for head in held_after(record, seen)}
+            assert len(held) == 1, "the heads hold different counts"
+            if policy.compacts(prompt, seen):
+                assert held == {policy.budget}
+        attended = [sum(int(at) > q for at in record[0, : q + 1]) for q in range(prompt, total)]
+        peaks.append(max(attended, default=0))
+        for q in range(prompt):  # a prefill is dense
+            assert bool((record[:, : q + 1] > q).all())
+    assert max(peaks) == policy.peak_entries, "the bound is reached and not exceeded"
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("period", [1, 8])
+@pytest.mark.parametrize("name", EVICTING)
+def test_sinks_and_window_are_never_evicted(name: str, period: int, sinks: int) -> None:
+    policy, batch, fed = run_policy(name, seed=2, period=period, sinks=sinks)
+    assert policy.sinks == (sinks if "sinks" in takes(name) else 0)
+    unprotected_sinks = 0
+    for record, prompt in zip(fed.records, batch.prompts, strict=True):
+        assert bool((record[:, : policy.sinks] == NEVER).all())
+        evicted = (record < NEVER).nonzero()
+        at = record[record < NEVER]
+        assert bool((evicted[:, 1] < at - policy.window).all()), "a token of the window was evicted"
+        unprotected_sinks += int((record[:, :3] < NEVER).sum())
+        assert bool((at >= max(prompt, 13)).all()), "evicted before the first compaction"
+    if not sinks and name != "h2o":  # the first tokens gather the most attention: H2O keeps them by itself
+        assert unprotected_sinks > 0, "control: without sinks, the first tokens are evicted"
+
+
+def test_full_never_evicts() -> None:
+    policy, _, fed = run_policy("full")
+    assert all(bool((record == NEVER).all()) for record in fed.records)
+    assert policy.peak_entries is None
+    assert policy.physical_length(7, 1000) == 1000 and not policy.compacts(7, 1000)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_sequence_within_the_budget_is_untouched(name: str) -> None:
+    policy = make_policy(name, **small(name, period=3))
+    batch = ragged_batch(4, [2, 12], [12, 14])  # the first compaction would be at 15
+    fed = feed(policy, batch)
+    for row, record in enumerate(fed.records):
+        assert bool((record == NEVER).all())
+        torch.testing.assert_close(fed.outputs[row], dense(batch, row, record), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_trace_does_not_depend_on_the_batch(name: str) -> None:
+    policy, batch, fed = run_policy(name, period=8, sinks=1)
+    for row in (0, 4):
+        alone = type(batch)(
+            *(x[row : row + 1] for x in (batch.query, batch.key, batch.value)),
+            batch.prompts[row : row + 1],
+            batch.totals[row : row + 1],
+        )
+        assert torch.equal(feed(policy, alone).records[0], fed.records[row])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_layers_do_not_mix(name: str) -> None:
+    """Two layers that are fed in one life record what each records alone."""
+    policy = make_policy(name, **small(name, period=2))
+    batches = [ragged_batch(seed, [5, 17], [20, 20]) for seed in (1, 2)]
+    cache = EvictingCache(policy)
+    cache.begin_prefill([5, 17], CPU)
+    for layer, b in enumerate(batches):  # copies: the cache takes a prompt's keys and values over as its own buffers
+        cache.attend(layer, *(x[:, :, :17].clone() for x in (b.query, b.key, b.value)), b.scaling)
+    for step in range(3):
+        cache.begin_decode([True, True], CPU)
+        at = torch.tensor([5, 17]) + step
+        for layer, b in enumerate(batches):
+            q, k, v = (x[torch.arange(2), :, at][:, :, None] for x in (b.query, b.key, b.value))
+            cache.attend(layer, q, k, v, b.scaling)
+    for layer, b in enumerate(batches):
+        b.totals = [8, 20]
+        alone = feed(policy, b)
+        for row in range(2):
+            assert torch.equal(cache.evict_at(row, b.totals[row])[layer], alone.records[row])
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_any_policy_at_any_size_equals_its_reference(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(EVICTING), "policy")
+    sinks, window = data.draw(st.integers(0, 3), "sinks"), data.draw(st.integers(1, 5), "window")
+    budget = sinks + window + data.draw(st.integers(1, 6), "long range")
+    parameters = small(name, budget=budget, sinks=sinks, window=window, period=data.draw(st.integers(1, 6), "period"))
+    prompts = data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=3), "prompts")
+    totals = [p + data.draw(st.integers(1, 16), "completion") for p in prompts]
+    batch = ragged_batch(data.draw(st.integers(0, 9), "seed"), prompts, totals)
+    check(name, parameters, batch, feed(make_policy(name, **parameters), batch))
+
+
+# ---- what -----------------------------------------------------------------------------------------------------------
+
+
+def entries_at(positions: list[list[int]], seen: list[int]) -> Entries:
+    """Entries of one kv head at the given positions, padded at the end."""
+    width = max(len(row) for row in positions)
+    padded = torch.tensor([[row + [0] * (width - len(row))] for row in positions])
+    zeros = torch.zeros(len(positions), 1, width, 2)
+    lengths = torch.tensor([len(row) for row in positions])
+    return Entries(zeros, zeros, padded, lengths, torch.tensor(seen), None, 1.0, {"age": padded.float()})
+
+
+def test_equal_scores_keep_the_earliest_with_sinks_and_window_in_order() -> None:
+    policy = Given(torch.ones(40), budget=6, sinks=1, window=2, period=4)
+    rows = [[0, 3, 4, 7, 8, 20, 21, 29, 30, 31], list(range(10))]
+    kept = policy.compact(0, entries_at(rows, [32, 10]))
+    assert kept.keep.tolist() == [[[0, 1, 2, 3, 8, 9]], [[0, 1, 2, 3, 8, 9]]]
+    assert kept.state["age"].tolist() == [[[0, 3, 4, 7, 30, 31]], [[0, 1, 2, 3, 8, 9]]]
+
+
+def test_keep_is_the_best_of_the_competing_entries_by_brute_force() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(60):
+        worth = torch.randint(0, 4, (40,), generator=generator).float()  # many exact ties
+        sinks, window, budget = seed % 3, seed % 4, 7
+        rows = [sorted(torch.randperm(30, generator=generator)[: 9 + row].tolist()) for row in range(3)]
+        seen = [row[-1] + 1 for row in rows]
+        kept = Given(worth, budget, sinks=sinks, window=window, period=2).compact(0, entries_at(rows, seen))
+        for row, positions in enumerate(rows):
+            safe = [j for j in positions if j < sinks or j >= seen[row] - window]
+            free = sorted(set(positions) - set(safe), key=lambda j: (-float(worth[j]), j))
+            expected = sorted(safe + free[: budget - len(safe)])
+            assert [positions[slot] for slot in kept.keep[row, 0]] == expected
+
+
+def test_padding_is_never_kept() -> None:
+    """The padding of a short row names position 0 and would score best."""
+    worth = torch.arange(40, 0, -1).float()
+    kept = Given(worth, budget=3, period=1).compact(0, entries_at([[5, 6, 7, 8], list(range(12))], [9, 12]))
+    assert kept.keep.tolist() == [[[0, 1, 2]], [[0, 1, 2]]]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_keep_indices_are_ascending(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def spy(self: Policy, layer: int, entries: Entries) -> Any:
+        kept = compact(self, layer, entries)
+        seen.append(kept.keep)
+        return kept
+
+    compact = POLICIES[name].compact
+    monkeypatch.setattr(POLICIES[name], "compact", spy)
+    run_policy(name, period=8)
+    assert bool(seen) == (name != "full")
+    for keep in seen:
+        assert keep.shape[-1] == 12 and bool((keep.diff(dim=-1) > 0).all())
+
+
+@pytest.mark.parametrize("name", [n for n in EVICTING if n != "streaming"])
+def test_a_nan_score_is_an_error(name: str) -> None:
+    policy = make_policy(name, **small(name))
+    batch = ragged_batch(0, [20], [21])
+    feed(policy, batch)  # control: without a NaN it runs
+    batch.query[0, 1, 19] = float("nan")
+    with pytest.raises(FloatingPointError, match=rf"^{name}: a NaN score in layer 0; .*not finite$"):
+        feed(policy, batch)
+
+
+@pytest.mark.parametrize("name", [n for n in EVICTING if n != "streaming"])
+def test_a_nan_key_is_an_error_while_decoding(name: str) -> None:
+    policy = make_policy(name, **small(name))
+    batch = ragged_batch(0, [5], [20])
+    batch.key[0, 0, 12] = float("nan")
+    with pytest.raises(FloatingPointError, match="NaN score"):
+        feed(policy, batch)
+
+
+def test_only_the_nan_of_a_competing_entry_counts() -> None:
+    worth = torch.ones(10)
+    worth[[0, 9]] = float("nan")
+    entries = entries_at([list(range(10))], [10])
+    kept = Given(worth, budget=5, sinks=1, window=1, period=1).compact(0, entries)
+    assert kept.keep.tolist() == [[[0, 1, 2, 3, 9]]]
+    with pytest.raises(FloatingPointError):
+        Given(worth, budget=5, sinks=1, period=1).compact(0, entries)
+
+
+def test_tova_keeps_the_same_tokens_in_every_kv_head() -> None:
+    for record in run_policy("tova", period=8)[2].records:
+        assert torch.equal(record[0], record[1])
+    different = [not torch.equal(r[0], r[1]) for r in run_policy("morphkv", period=8)[2].records]
+    assert any(different), "control: other methods choose per kv head"
+
+
+def test_streaming_keeps_the_first_and_the_last() -> None:
+    _, batch, fed = run_policy("streaming", sinks=3, period=1)
+    for record, prompt, total in zip(fed.records, batch.prompts, batch.totals, strict=True):
+        for q in range(prompt, total):
+            seen = [t for t in range(q + 1) if int(record[0, t]) > q]
+            # 12 are kept after query q - 1; the query's own entry comes on top
+            assert seen == ([*range(3), *range(q - 9, q + 1)] if q >= 13 else list(range(q + 1)))
+
+
+def test_h2o_protects_half_of_the_budget_unless_told_otherwise() -> None:
+    assert make_policy("h2o", budget=13).window == 6
+    assert make_policy("h2o", budget=13, window=0).window == 0
+
+
+# ---- identity -------------------------------------------------------------------------------------------------------
+
+VARIANTS = [
+    *((name, {}) for name in POLICIES),
+    *((name, {"budget": 40, "window": 3, "sinks": 2, "period": 5}) for name in EVICTING if name != "streaming"),
+    ("streaming", {"budget": 516, "sinks": 4, "period": 128}),
+    ("h2o", {"window": 0}),
+    ("snapkv", {"pooling": 3}),
+    ("rkv", {"lam": 0.25, "pooling": 9}),
+    ("gkv", {"form": "sum", "alpha": 0.5, "redundancy": False, "lam": 0.9, "pooling": 7}),
+    ("cake", {"gamma": 3}),
+]
+
+
+@pytest.mark.parametrize(("name", "given_parameters"), VARIANTS)
+def test_parameters_make_the_same_policy_again(name: str, given_parameters: dict[str, Any]) -> None:
+    policy = make_policy(name, **small(name, **given_parameters))
+    parameters = policy.parameters()
+    assert set(parameters) == set(takes(name))
+    assert {key: parameters[key] for key in given_parameters} == given_parameters
+    for again in (make_policy(name, **parameters), make_policy({"policy": name, **parameters})):
+        assert type(again) is POLICIES[name] and again.parameters() == parameters
+        assert fingerprint(again) == fingerprint(policy)
+    assert make_policy(policy) is policy
+    line = fingerprint(policy)
+    assert "\n" not in line and json.loads(line) == {"policy": name, **parameters}
+    assert json.loads(json.dumps(parameters)) == parameters, "survives a JSON or YAML file"
+    assert name in repr(policy) and all(f"{key}={value}" in repr(policy) for key, value in parameters.items())
+
+
+def test_the_fingerprint_tells_every_parameter_apart() -> None:
+    base = make_policy("gkv", budget=64)
+    for changed in ({"budget": 65}, {"sinks": 1}, {"window": 8}, {"period": 1}, {"form": "sum"}, {"alpha": 0.7}):
+        assert fingerprint(make_policy("gkv", **{"budget": 64, **changed})) != fingerprint(base)
+    assert fingerprint(make_policy("morphkv", budget=64)) != fingerprint(make_policy("snapkv", budget=64))
+
+
+def test_names_and_mappings() -> None:
+    for name, cls in POLICIES.items():
+        assert cls.name == name
+    assert make_policy({"policy": "streaming", "budget": 20}, budget=30).budget == 30
+    assert make_policy({}).name == "full"
+    block = {"policy": "gkv", "budget": 64}
+    make_policy(block)
+    assert block == {"policy": "gkv", "budget": 64}, "the caller's mapping is left alone"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "says"),
+    [
+        ("gvk", {"budget": 8}, r"unknown cache policy 'gvk' \(did you mean 'gkv'\?\); known: full, streaming, "),
+        ("nonsense", {"budget": 8}, r"unknown cache policy 'nonsense'; known: "),
+        (None, {}, r"unknown cache policy None"),
+        ("gkv", {"budget": 64, "aplha": 1}, r"'gkv' has no parameter 'aplha' \(did you mean 'alpha'\?\); it takes b"),
+        ("streaming", {"budget": 64, "window": 8}, r"'streaming' has no parameter 'window'.*takes budget, sinks, p"),
+        ("full", {"budget": 64}, r"'full' has no parameter 'budget'; it takes no parameters"),
+        ("morphkv", {}, r"'morphkv' needs a budget: the entries to keep per kv head"),
+        ("morphkv", {"budget": True}, r"morphkv: budget must be a whole number >= 1, got True"),
+        ("morphkv", {"budget": 0}, r"morphkv: budget must be a whole number >= 1, got 0"),
+        ("morphkv", {"budget": 64.0}, r"morphkv: budget must be a whole number >= 1, got 64.0"),
+        ("morphkv", {"budget": "64"}, r"morphkv: budget must be a whole number >= 1, got '64'"),
+        ("morphkv", {"budget": None}, r"morphkv: budget must be a whole number >= 1, got None"),
+        ("tova", {"budget": 8, "sinks": -1}, r"tova: sinks must be a whole number >= 0, got -1"),
+        ("tova", {"budget": 8, "sinks": True}, r"tova: sinks must be a whole number >= 0, got True"),
+        ("tova", {"budget": 8, "window": -2}, r"tova: window must be a whole number >= 0, got -2"),
+        ("h2o", {"budget": 8, "window": False}, r"h2o: window must be a whole number >= 0, got False"),
+        ("tova", {"budget": 8, "period": 0}, r"tova: period must be a whole number >= 1, got 0"),
+        ("tova", {"budget": 8, "period": True}, r"tova: period must be a whole number >= 1, got True"),
+        ("gkv", {"budget": 16}, r"gkv: budget 16 must exceed window 16 \+ sinks 0; raise it or lower them"),
+        ("rkv", {"budget": 18, "sinks": 2}, r"rkv: budget 18 must exceed window 16 \+ sinks 2"),
+        ("streaming", {"budget": 4}, r"streaming: budget 4 must exceed window 0 \+ sinks 4"),
+        ("snapkv", {"budget": 64, "window": 0}, r"snapkv: window must be >= 1"),
+        ("snapkv", {"budget": 64, "pooling": 4}, r"snapkv: pooling must be an odd kernel size >= 1 .*got 4"),
+        ("snapkv", {"budget": 64, "pooling": True}, r"snapkv: pooling must be an odd kernel size >= 1 .*got True"),
+        ("snapkv", {"budget": 64, "pooling": -1}, r"snapkv: pooling must be an odd kernel size >= 1 .*got -1"),
+        ("rkv", {"budget": 64, "lam": 1.5}, r"rkv: lam must be a number in \[0, 1\], got 1.5"),
+        ("rkv", {"budget": 64, "lam": True}, r"rkv: lam must be a number in \[0, 1\], got True"),
+        ("gkv", {"budget": 64, "alpha": -0.1}, r"gkv: alpha must be a number in \[0, 1\], got -0.1"),
+        ("gkv", {"budget": 64, "alpha": float("nan")}, r"gkv: alpha must be a number in \[0, 1\], got nan"),
+        ("gkv", {"budget": 64, "form": "maximum"}, r"gkv: form must be max, mean or sum, got 'maximum'"),
+        ("gkv", {"budget": 64, "redundancy": 1}, r"gkv: redundancy must be true or false, got 1"),
+        ("cake", {"budget": 64, "gamma": -1}, r"cake: gamma must be a finite number >= 0, got -1"),
+        ("cake", {"budget": 64, "gamma": True}, r"cake: gamma must be a finite number >= 0, got True"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(name: str, parameters: dict[str, Any], says: str) -> None:
+    for arguments, keywords in (((name,), parameters), (({"policy": name, **parameters},), {})):
+        with pytest.raises(ValueError, match=says) as caught:
+            make_policy(*arguments, **keywords)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("gamma", [float("nan"), float("inf")])
+def test_a_gamma_that_is_not_finite_is_refused(gamma: float) -> None:
+    with pytest.raises(ValueError, match="cake: gamma"):
+        make_policy("cake", budget=64, gamma=gamma)
+
+
+@pytest.mark.parametrize("name", [["gkv"], {"policy": ["gkv"]}])
+def test_a_list_for_a_name_is_refused(name: Any) -> None:
+    with pytest.raises(ValueError, match="unknown cache policy"):
+        make_policy(name, budget=64)

@@ -1,0 +1,430 @@
+"""EvictionTrace: one integer per layer, kv head and token says what every query sees, in memory, batches and files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from sparse_rl.trace import (
+    FORMAT_VERSION,
+    NEVER,
+    EvictionTrace,
+    TraceError,
+    batch_traces,
+    load_traces,
+    pack_traces,
+    read_fingerprint,
+    save_traces,
+)
+
+LAW = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+
+
+def random_trace(seed: int, layers: int = 2, kv_heads: int = 2, length: int = 9) -> EvictionTrace:
+    """About half of the tokens evicted, at any later position whose eviction can be observed."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (layers, kv_heads, length)
+    at = torch.arange(length) + 1 + torch.randint(0, length, shape, generator=generator)
+    kept = torch.rand(shape, generator=generator) < 0.4
+    return EvictionTrace.recorded(torch.where(kept, NEVER, at))
+
+
+@st.composite
+def traces(draw: st.DrawFn, layers: int = 2, kv_heads: int = 2) -> EvictionTrace:
+    return random_trace(draw(st.integers(0, 10_000)), layers, kv_heads, draw(st.integers(1, 14)))
+
+
+def sees(trace: EvictionTrace, layer: int, head: int, query: int, token: int) -> bool:
+    """The definition."""
+    return token <= query < int(trace.evict_at[layer, head, token])
+
+
+def same(one: list[EvictionTrace], other: list[EvictionTrace]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a.evict_at, b.evict_at) for a, b in zip(one, other, strict=True))
+
+
+# ---- in memory ------------------------------------------------------------------------------------------------------
+
+
+@LAW
+@given(traces())
+def test_visible_is_the_definition(trace: EvictionTrace) -> None:
+    for layer in range(trace.layers):
+        visible = trace.visible(layer)
+        assert visible.dtype == torch.bool and visible.shape == (trace.kv_heads, len(trace), len(trace))
+        for head in range(trace.kv_heads):
+            for query in range(len(trace)):
+                for token in range(len(trace)):
+                    assert bool(visible[head, query, token]) == sees(trace, layer, head, query, token)
+    everyone = torch.arange(len(trace))
+    assert bool(visible[:, everyone, everyone].all()), "a token sees itself"
+
+
+@LAW
+@given(traces())
+def test_eviction_is_monotone(trace: EvictionTrace) -> None:
+    """A token that a later query sees has been seen by all queries from its own position on."""
+    visible = trace.visible(0)
+    for token in range(len(trace)):
+        column = visible[:, token:, token].int()
+        assert bool((column.diff(dim=1) <= 0).all())
+
+
+@LAW
+@given(traces())
+def test_events_there_and_back(trace: EvictionTrace) -> None:
+    events = trace.to_events()
+    assert events.dtype == torch.int64 and events.shape[1] == 4
+    assert len(events) == int((trace.evict_at < NEVER).sum())
+    assert all(int(trace.evict_at[layer, head, token]) == at for layer, head, token, at in events.tolist())
+    assert events.tolist() == sorted(events.tolist()), "in order of layer, head, token"
+    again = EvictionTrace.from_events(trace.layers, trace.kv_heads, len(trace), events)
+    assert torch.equal(again.evict_at, trace.evict_at) and again.evict_at.dtype == torch.int32
+    shuffled = events[torch.randperm(len(events), generator=torch.Generator().manual_seed(0))]
+    again = EvictionTrace.from_events(trace.layers, trace.kv_heads, len(trace), shuffled)
+    assert torch.equal(again.evict_at, trace.evict_at)
+    if len(events):  # control: one event less is another trace
+        again = EvictionTrace.from_events(trace.layers, trace.kv_heads, len(trace), events[1:])
+        assert not torch.equal(again.evict_at, trace.evict_at)
+
+
+def test_a_trace_without_events_is_dense() -> None:
+    trace = EvictionTrace.from_events(2, 3, 5, torch.empty(0, 4, dtype=torch.int64))
+    assert torch.equal(trace.evict_at, EvictionTrace.dense(2, 3, 5).evict_at)
+    assert torch.equal(trace.visible(1), torch.ones(5, 5).tril().bool().expand(3, 5, 5))
+    assert len(trace.to_events()) == 0 and (trace.layers, trace.kv_heads, len(trace)) == (2, 3, 5)
+
+
+def test_recorded_writes_what_nobody_can_observe_as_never() -> None:
+    """The last of 6 tokens is sampled and never fed: queries are 0..4, so an eviction at 5 or later has no witness."""
+    record = torch.tensor([[[4, 5, 6, 7, NEVER, NEVER + 3]]], dtype=torch.int64)
+    trace = EvictionTrace.recorded(record)
+    assert trace.evict_at.tolist() == [[[4, NEVER, NEVER, NEVER, NEVER, NEVER]]]
+    assert trace.evict_at.dtype == torch.int32 and trace.evict_at.device.type == "cpu"
+    assert record[0, 0].tolist()[:3] == [4, 5, 6], "the engine's record is left alone"
+    before = EvictionTrace(record.to(torch.int32)).visible(0)[:, :5]
+    assert torch.equal(trace.visible(0)[:, :5], before), "no query that is ever fed sees a difference"
+
+
+def test_layers_are_sliced_without_a_copy() -> None:
+    trace = random_trace(0, layers=3)
+    for index in range(3):
+        assert torch.equal(trace.layer(index), trace.evict_at[index]) and trace.layer(index).shape == (2, 9)
+        assert trace.layer(index).data_ptr() == trace.evict_at[index].data_ptr()
+    with pytest.raises(IndexError):
+        trace.layer(3)
+
+
+@pytest.mark.parametrize(
+    ("evict_at", "says"),
+    [
+        (torch.full((2, 2, 4), NEVER), r"must be int32 \[layers, kv_heads, length\], got torch.int64 \[2, 2, 4\]"),
+        (torch.full((2, 2, 4), 9.0), "got torch.float32"),
+        (torch.full((2, 4), NEVER, dtype=torch.int32), r"got torch.int32 \[2, 4\]"),
+        (torch.full((1, 2, 2, 4), NEVER, dtype=torch.int32), r"\[1, 2, 2, 4\]"),
+        (torch.full((2, 2, 4), 3, dtype=torch.int32), r"evict_at\[0, 0, 3\] = 3: a token is evicted after its own"),
+        (torch.zeros((1, 1, 2), dtype=torch.int32), r"evict_at\[0, 0, 0\] = 0"),
+        (torch.full((1, 1, 2), -1, dtype=torch.int32), r"evict_at\[0, 0, 0\] = -1"),
+    ],
+)
+def test_a_wrong_trace_is_refused(evict_at: torch.Tensor, says: str) -> None:
+    with pytest.raises(TraceError, match=says) as caught:
+        EvictionTrace(evict_at)
+    assert isinstance(caught.value, ValueError) and "\n" not in str(caught.value)
+    EvictionTrace(evict_at, validate=False)  # tests build deliberately wrong traces
+
+
+@LAW
+@given(traces(), st.data())
+def test_the_earliest_legal_eviction_is_right_after_the_token(trace: EvictionTrace, data: st.DataObject) -> None:
+    token = data.draw(st.integers(0, len(trace) - 1))
+    changed = trace.evict_at.clone()
+    changed[1, 0, token] = token + 1
+    EvictionTrace(changed)
+    changed[1, 0, token] = token
+    with pytest.raises(TraceError, match=rf"evict_at\[1, 0, {token}\] = {token}"):
+        EvictionTrace(changed)
+
+
+# ---- statistics -----------------------------------------------------------------------------------------------------
+
+
+@LAW
+@given(traces())
+def test_statistics_are_what_counting_gives(trace: EvictionTrace) -> None:
+    fed = max(len(trace) - 1, 1)  # the last token is sampled, never fed
+    for query in [None, *range(len(trace))]:
+        counts = trace.kept_counts(query)
+        assert counts.dtype == torch.int64 and counts.shape == (trace.layers, trace.kv_heads)
+        at = fed - 1 if query is None else query
+        for layer in range(trace.layers):
+            for head in range(trace.kv_heads):
+                assert counts[layer, head] == sum(sees(trace, layer, head, at, t) for t in range(at + 1))
+    mean = float(trace.kept_counts().double().mean()) / fed
+    assert trace.retention() == pytest.approx(mean) and 0 < trace.retention() <= 1
+    for bins in (1, 3, 20):
+        density = trace.density(bins)
+        assert density.shape == (bins,)
+        for which in range(bins):
+            tokens = [t for t in range(fed) if t * bins // fed == which]
+            held = [
+                sees(trace, layer, head, fed - 1, t)
+                for t in tokens
+                for layer in range(trace.layers)
+                for head in range(trace.kv_heads)
+            ]
+            assert float(density[which]) == pytest.approx(sum(held) / len(held) if held else 0.0)
+    if len(trace) > 1:
+        assert float(trace.density(1)) == pytest.approx(trace.retention())
+
+
+def test_statistics_of_a_known_trace() -> None:
+    """Ten fed tokens; one head has lost the first half by the end, the other holds everything."""
+    evict_at = torch.full((1, 2, 11), NEVER, dtype=torch.int32)
+    evict_at[0, 0, :5] = 7
+    trace = EvictionTrace(evict_at)
+    assert trace.kept_counts().tolist() == [[5, 10]]
+    assert trace.kept_counts(6).tolist() == [[7, 7]] and trace.kept_counts(7).tolist() == [[3, 8]]
+    assert trace.retention() == pytest.approx(0.75)
+    assert trace.density(2).tolist() == [0.5, 1.0]
+    assert EvictionTrace.dense(2, 2, 30).retention() == 1.0
+
+
+# ---- batches --------------------------------------------------------------------------------------------------------
+
+
+def seen_in_batch(batch: torch.Tensor, layer: int, row: int, head: int, query: int, column: int) -> bool:
+    return column <= query < int(batch[layer, row, head, column])
+
+
+@settings(LAW, max_examples=20)
+@given(st.lists(traces(), min_size=1, max_size=4), st.integers(0, 3), st.sampled_from(["left", "right", "middle"]))
+def test_padding_moves_a_row_and_shows_no_pad(rows: list[EvictionTrace], extra: int, side: str) -> None:
+    width = max(len(t) for t in rows) + extra
+    room = [width - len(t) for t in rows]
+    starts = {"left": room, "right": [0] * len(rows), "middle": [r // 2 for r in room]}[side]
+    batch = batch_traces(rows, starts, width)
+    assert batch.shape == (2, len(rows), 2, width) and batch.dtype == torch.int32
+    assert batch[0].is_contiguous(), "one layer's slice is one block"
+    for layer in range(2):
+        for row, (trace, start) in enumerate(zip(rows, starts, strict=True)):
+            for head in range(2):
+                for query in range(width):
+                    for column in range(width):
+                        seen = seen_in_batch(batch, layer, row, head, query, column)
+                        real_query = start <= query < start + len(trace)
+                        if not start <= column < start + len(trace):
+                            assert not seen, "a pad key is seen"
+                        elif real_query:
+                            assert seen == sees(trace, layer, head, query - start, column - start)
+    if side == "left" and max(room):  # control: a row that moves without its values is another trace
+        row = room.index(max(room))
+        unmoved = torch.where(rows[row].evict_at < NEVER, rows[row].evict_at, NEVER)
+        moved = batch[:, row, :, starts[row] :]
+        assert torch.equal(moved, unmoved) == (not bool((unmoved < NEVER).any()))
+
+
+def test_a_row_that_does_not_fit_is_refused() -> None:
+    rows = [random_trace(0), random_trace(1)]
+    batch_traces(rows, [0, 1], 10)
+    for starts, width in (([0, 2], 10), ([0, -1], 10), ([0, 0], 8)):
+        with pytest.raises(TraceError, match=r"row \d: 9 tokens from column -?\d do not fit \d+ columns"):
+            batch_traces(rows, starts, width)
+    with pytest.raises(TraceError, match="trace 1 has 3 layers x 2 kv heads, trace 0 2 x 2"):
+        batch_traces([random_trace(0), random_trace(1, layers=3)], [0, 0], 9)
+    with pytest.raises(ValueError, match="zip"):
+        batch_traces(rows, [0], 9)
+
+
+@settings(LAW, max_examples=20)
+@given(st.lists(traces(), min_size=1, max_size=4), st.booleans())
+def test_packed_documents_see_themselves_and_others_only_when_asked(docs: list[EvictionTrace], across: bool) -> None:
+    packed = pack_traces(docs, across_documents=across)
+    place = [(d, t) for d, doc in enumerate(docs) for t in range(len(doc))]
+    assert len(packed) == len(place) and packed.evict_at.dtype == torch.int32
+    for layer in range(2):
+        visible = packed.visible(layer)
+        for head in range(2):
+            for query, (query_doc, at) in enumerate(place):
+                for key, (key_doc, token) in enumerate(place):
+                    if query_doc == key_doc:
+                        expected = sees(docs[key_doc], layer, head, at, token)
+                    else:  # an earlier document's token is there for those behind it unless it was evicted
+                        survives = int(docs[key_doc].evict_at[layer, head, token]) == NEVER
+                        expected = across and key_doc < query_doc and survives
+                    assert bool(visible[head, query, key]) == expected, (query, key)
+
+
+def test_packing_caps_at_the_document_end() -> None:
+    docs = [EvictionTrace.dense(1, 1, 3), EvictionTrace.dense(1, 1, 2)]
+    assert pack_traces(docs).evict_at.tolist() == [[[3, 3, 3, 5, 5]]]
+    assert pack_traces(docs, across_documents=True).evict_at.tolist() == [[[NEVER] * 5]]
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+FINGERPRINT = {"model": "tiny", "policy": '{"budget": 8, "policy": "morphkv"}'}
+
+
+@settings(LAW, max_examples=15)
+@given(rows=st.lists(traces(layers=3, kv_heads=1), min_size=1, max_size=4))
+def test_files_there_and_back(rows: list[EvictionTrace], tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("traces") / "many.safetensors"
+    save_traces(path, rows, FINGERPRINT)
+    assert same(load_traces(path), rows) and same(load_traces(str(path), FINGERPRINT), rows)
+    assert read_fingerprint(path) == FINGERPRINT
+    assert not same(load_traces(path), [*rows[1:], rows[0]]) or same([*rows[1:], rows[0]], rows)  # control
+
+
+def test_one_trace_there_and_back(tmp_path: Path) -> None:
+    trace, path = random_trace(3), tmp_path / "one.safetensors"
+    trace.save(path)
+    loaded = EvictionTrace.load(path)
+    assert torch.equal(loaded.evict_at, trace.evict_at) and loaded.evict_at.dtype == torch.int32
+    assert read_fingerprint(path) == {}
+    save_traces(path, [trace, trace])
+    with pytest.raises(TraceError, match=r"one\.safetensors holds 2 traces; read it with load_traces"):
+        EvictionTrace.load(path)
+    with pytest.raises(TraceError, match=r"empty\.safetensors: no trace to save"):
+        save_traces(tmp_path / "empty.safetensors", [])
+    assert not (tmp_path / "empty.safetensors").exists()
+
+
+def test_a_file_is_named_sections_with_a_version(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    save_traces(path, [random_trace(0, length=4), random_trace(1, length=6)], FINGERPRINT)
+    with safe_open(str(path), framework="pt") as file:
+        assert set(file.keys()) == {"evict_at", "lengths"}
+        assert file.get_tensor("evict_at").shape == (2, 2, 10) and file.get_tensor("lengths").tolist() == [4, 6]
+        metadata = file.metadata()
+    assert metadata["format_version"] == str(FORMAT_VERSION) and json.loads(metadata["fingerprint"]) == FINGERPRINT
+
+
+def test_another_fingerprint_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    random_trace(0).save(path, FINGERPRINT)
+    EvictionTrace.load(path, {"model": "tiny"})  # only what is asked for is compared
+    for wrong in ({"model": "other"}, {**FINGERPRINT, "policy": "{}"}, {"revision": "1"}):
+        with pytest.raises(TraceError, match=r"t\.safetensors was recorded with (model|policy|revision) .*, not '"):
+            EvictionTrace.load(path, wrong)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, str]], object]) -> None:
+    """Save two traces, and again with changed sections or metadata."""
+    save_traces(path, [random_trace(0, length=4), random_trace(1, length=6)], FINGERPRINT)
+    with safe_open(str(path), framework="pt") as file:
+        sections = {name: file.get_tensor(name) for name in ("evict_at", "lengths")}
+        metadata = file.metadata()
+    change(sections, metadata)
+    save_file(sections, str(path), metadata=metadata)
+
+
+def put(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor], dict[str, str]], object]:
+    return lambda sections, _: sections.update({name: tensor})
+
+
+def say(**metadata: str) -> Callable[[dict[str, torch.Tensor], dict[str, str]], object]:
+    return lambda _, found: found.update(metadata)
+
+
+FULL = torch.full((2, 2, 10), NEVER, dtype=torch.int32)
+
+DAMAGE = {
+    "another version": (say(format_version="2"), "has format version 2, this reads 1"),
+    "no version": (lambda _, m: m.pop("format_version"), "has format version None"),
+    "another format": (say(format="weights"), r"is not a trace file \(format 'weights', expected 'sparse_rl.trace'\)"),
+    "no format": (lambda _, m: m.clear(), r"is not a trace file \(format None"),
+    "unknown section": (put("bias", torch.zeros(3)), r"has the sections \['bias', 'evict_at', 'lengths'\], expected"),
+    "no lengths": (lambda s, _: s.pop("lengths"), r"has the sections \['evict_at'\], expected"),
+    "no evict_at": (lambda s, _: s.pop("evict_at"), r"has the sections \['lengths'\], expected"),
+    "int64": (put("evict_at", FULL.long()), "must be int32"),
+    "float": (put("evict_at", FULL.float()), "must be int32"),
+    "rank 2": (put("evict_at", FULL[0].clone()), r"evict_at \[2, 10\] does not hold sequences of 10 tokens in all"),
+    "too short": (put("evict_at", FULL[..., :9].clone()), r"\[2, 2, 9\] does not hold sequences of 10 tokens in all"),
+    "lengths too long": (put("lengths", torch.tensor([4, 7])), "does not hold sequences of 11 tokens in all"),
+    "too early": (put("evict_at", torch.full_like(FULL, 4)), r"evict_at\[0, 0, 4\] = 4: a token is evicted after"),
+    "zero": (put("evict_at", torch.zeros_like(FULL)), r"evict_at\[0, 0, 0\] = 0: a token is evicted after"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_file_is_refused_with_its_path(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.safetensors"
+    change, says = DAMAGE[kind]
+    rewrite(path, lambda sections, metadata: None)
+    assert len(load_traces(path)) == 2  # control: rewriting alone is no damage
+    rewrite(path, change)
+    with pytest.raises(TraceError, match=says) as caught:
+        load_traces(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_truncated_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "cut.safetensors"
+    save_traces(path, [random_trace(0, length=40)], FINGERPRINT)
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for size in (0, 1, 7, 8, 9, header // 2, header - 1, header, header + 1, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        for read in (load_traces, EvictionTrace.load, read_fingerprint):
+            with pytest.raises(TraceError, match="cannot be read") as caught:
+                read(path)
+            assert str(path) in str(caught.value), size
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(TraceError, match="cannot be read"):
+        load_traces(path)
+    path.write_bytes(whole)
+    assert len(EvictionTrace.load(path)) == 40  # control
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    missing, text = tmp_path / "missing.safetensors", tmp_path / "text.safetensors"
+    with pytest.raises(TraceError, match=r"missing\.safetensors does not exist"):
+        load_traces(missing)
+    text.write_text("evict_at = never\n" * 20)
+    for path in (text, tmp_path):
+        with pytest.raises(TraceError, match="cannot be read") as caught:
+            load_traces(path)
+        assert str(path) in str(caught.value)
+
+
+# ---- known gaps: these want a TraceError and get another exception; strict, so that a mend shows up here ------------
+
+GAPS = {
+    "negative length": put("lengths", torch.tensor([-1, 11])),
+    "lengths of floats": put("lengths", torch.tensor([4.0, 6.0])),
+    "lengths of rank 2": put("lengths", torch.tensor([[4, 6]])),
+    "lengths of rank 0": put("lengths", torch.tensor(10)),
+    "fingerprint that is no JSON": say(fingerprint="{"),
+    "fingerprint that is no mapping": say(fingerprint="[]"),
+}
+
+
+@pytest.mark.parametrize("kind", GAPS)
+def test_more_damage_is_refused_with_its_path(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.safetensors"
+    rewrite(path, GAPS[kind])
+    with pytest.raises(TraceError) as caught:
+        load_traces(path, {"model": "tiny"})
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("join", ["pack", "save"])
+def test_traces_of_two_models_do_not_go_together(join: str, tmp_path: Path) -> None:
+    docs = [random_trace(0), random_trace(0, layers=3)]
+    with pytest.raises(TraceError):
+        pack_traces(docs) if join == "pack" else save_traces(tmp_path / "t.safetensors", docs)
+
+
+@pytest.mark.parametrize("event", [[0, 0, -3, 4], [-1, 0, 0, 2], [0, 0, 9, 11], [2, 0, 0, 2]])
+def test_events_outside_of_the_sequence_are_refused(event: list[int]) -> None:
+    with pytest.raises(TraceError):
+        EvictionTrace.from_events(2, 2, 6, torch.tensor([event]))
