@@ -1,0 +1,103 @@
+"""What eviction costs the reference engine: tokens/s with a full cache and under eviction, and compaction's share.
+
+The limit: a decode step reads every key and value that is held, so eviction reads less; what it adds is the policy's
+score and one gather per compaction, every `period` tokens. Runs are interleaved and medians are reported, because the
+machine may be noisy; judge by the ratios.
+
+    python benchmarks/engine.py                 # writes benchmarks/results/engine.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rollout import SamplingConfig
+from rollout.cache import EvictingCache
+from rollout.hf import HFEngine
+from sparse_rl.policies import make_policy
+
+BATCH, PROMPT, GENERATED = 8, 16, 2048
+SHAPE = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+GKV = {"policy": "gkv", "budget": 512, "window": 16, "period": 128}
+CASES = {
+    "full": {"policy": "full"},
+    "gkv": {**GKV, "redundancy": False},
+    "gkv with redundancy": GKV,
+    "streaming": {"policy": "streaming", "budget": 512, "period": 128},
+}
+
+
+class TimedCache(EvictingCache):
+    """Counts the seconds spent in compactions."""
+
+    seconds = 0.0
+
+    def _compact(self, *args, **kwargs):
+        start = time.perf_counter()
+        super()._compact(*args, **kwargs)
+        TimedCache.seconds += time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=GENERATED)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/engine.json"))
+    options = parser.parse_args()
+    import rollout.hf
+
+    rollout.hf.EvictingCache = TimedCache
+    torch.manual_seed(0)
+    config = Qwen3Config(vocab_size=512, hidden_size=512, intermediate_size=1024, **SHAPE)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Qwen3ForCausalLM(config).to(device).eval()
+    prompts = [torch.randint(512, (PROMPT,)).tolist() for _ in range(BATCH)]
+    sampling = SamplingConfig(options.tokens, seed=0, ignore_eos=True)
+    seen: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
+    for _ in range(options.runs):
+        for name, policy in CASES.items():
+            engine = HFEngine(model, make_policy(policy))
+            TimedCache.seconds, start = 0.0, time.perf_counter()
+            engine.generate(prompts, sampling)
+            seconds = time.perf_counter() - start
+            seen[name].append({
+                "tokens_per_second": BATCH * options.tokens / seconds,
+                "compaction_share": TimedCache.seconds / seconds,
+                "peak_cache_bytes": engine.peak_cache_bytes,
+            })  # fmt: skip
+    rows = []
+    for name, runs in seen.items():
+        median = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        pairs = [
+            run["tokens_per_second"] / full["tokens_per_second"] for run, full in zip(runs, seen["full"], strict=True)
+        ]
+        rows.append({"case": name, **median, "ratio_to_full": statistics.median(pairs), "runs": runs})
+    machine = {"machine": platform.processor() or platform.machine(), "threads": torch.get_num_threads(), "device": device,
+               "torch": torch.__version__}  # fmt: skip
+    shape = {**SHAPE, "batch": BATCH, "prompt": PROMPT, "generated": options.tokens}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"shape": shape, "machine": machine, "rows": rows}, indent=2) + "\n")
+
+    table = Table(title=f"Reference engine, {BATCH} x {options.tokens} tokens ({device})", title_justify="left")
+    for column in ("cache", "tokens/s", "ratio to full", "compaction", "peak cache"):
+        table.add_column(column, justify="left" if column == "cache" else "right")
+    for row in rows:
+        table.add_row(
+            row["case"], f"{row['tokens_per_second']:.0f}", f"{row['ratio_to_full']:.2f}",
+            f"{row['compaction_share']:.2%}", f"{row['peak_cache_bytes'] / 2**20:.1f} MiB",
+        )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
