@@ -10,22 +10,27 @@ hf.py       the reference engine on plain transformers; cache.py its caches, sam
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rollout.engine import Engine, Rollout, SamplingConfig
+from sparse_rl.models import saved_policy
 from sparse_rl.policies import Policy, make_policy
 
 ENGINES = ("hf",)
 
 
-def make_engine(kind: str, *, model: Any, policy: Policy | Mapping[str, Any] | str = "full", **options: Any) -> Engine:
+def make_engine(
+    kind: str, *, model: Any, policy: Policy | Mapping[str, Any] | str | None = None, **options: Any
+) -> Engine:
     """An engine by name.
 
     Parameters
     ----------
     kind : "hf"
     model : a directory, or for hf also a live module
-    policy : a policy, a mapping {"policy": name, parameters...} or a name
+    policy : a policy, a mapping {"policy": name, parameters...} or a name; None takes the one that the model's
+        directory carries (cache_policy.json), else a full cache
     options : dtype="float32", and what the engine takes (hf: device, max_batch, progress)
 
     Raises
@@ -37,6 +42,8 @@ def make_engine(kind: str, *, model: Any, policy: Policy | Mapping[str, Any] | s
         raise ValueError(f"unknown engine {kind!r}; known: {', '.join(ENGINES)}")
     from rollout.hf import HFEngine
 
+    if policy is None:
+        policy = (saved_policy(model) if isinstance(model, (str, Path)) else None) or "full"
     return HFEngine(model, make_policy(policy), **options)
 
 

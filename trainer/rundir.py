@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import netrc
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,6 +45,17 @@ def prepare(recipe: Recipe) -> Path:
             continue
     (folder / "environment.json").write_text(json.dumps(versions, indent=2) + "\n")
     return folder
+
+
+def wandb_offline_without_key(folder: Path) -> None:
+    """Let W&B write into the run directory, and offline where nobody is logged in."""
+    os.environ.setdefault("WANDB_DIR", str(folder))
+    try:
+        logged_in = netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        logged_in = False
+    if not logged_in and "WANDB_API_KEY" not in os.environ:
+        os.environ.setdefault("WANDB_MODE", "offline")
 
 
 def newest_checkpoint(folder: str | Path) -> Path:

@@ -55,6 +55,8 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
             raise RecipeError(f"{checkpoint} is not a checkpoint: it has no trainer_state.json", "--resume")
     load_config(recipe.model)
     folder = rundir.prepare(recipe)
+    if "wandb" in recipe.report_to:
+        rundir.wandb_offline_without_key(folder)
     trainer = TRAINERS[recipe.kind](recipe, folder)
     trainer.train(resume_from_checkpoint=checkpoint)
     final = folder / "model"
