@@ -9,6 +9,7 @@ hf.py       the reference engine on plain transformers; cache.py its caches, sam
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ def make_engine(
         raise ValueError(f"unknown engine {kind!r}; known: {', '.join(ENGINES)}")
     from rollout.hf import HFEngine
 
+    accepted = set(inspect.signature(HFEngine.__init__).parameters) - {"self", "model", "policy"}
+    if unknown := set(options) - accepted:
+        raise ValueError(f"engine {kind!r} has no option {min(unknown)!r}; it takes {', '.join(sorted(accepted))}")
     if policy is None:
         policy = (saved_policy(model) if isinstance(model, (str, Path)) else None) or "full"
     return HFEngine(model, make_policy(policy), **options)

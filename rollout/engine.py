@@ -21,7 +21,8 @@ class SamplingConfig:
 
     temperature 0 is greedy (log-probs are then those at temperature 1). Sampling is seeded per (seed, prompt, sample
     index): the place in the batch, the batch's size and its order change nothing. seed None draws a fresh one.
-    stop_token_ids None means the model's own end-of-sequence tokens; a stop token is part of the completion.
+    stop_token_ids None means the model's own end-of-sequence tokens (none, with ignore_eos); a stop token is part of the
+    completion.
     """
 
     max_tokens: int
@@ -36,7 +37,7 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {self.max_tokens}")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be >= 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")

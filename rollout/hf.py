@@ -67,6 +67,8 @@ class HFEngine:
         if max_batch < 1:
             raise ValueError(f"max_batch must be >= 1, got {max_batch}")
         if isinstance(model, (str, Path)):
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise ValueError(f"unknown dtype {dtype!r}; for example float32 or bfloat16")
             loaded = AutoModelForCausalLM.from_pretrained(str(model), dtype=getattr(torch, dtype))
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")
             self.model: PreTrainedModel = nn.Module.to(loaded, device).eval()
@@ -200,10 +202,10 @@ class HFEngine:
         return self.model.get_output_embeddings()(hidden)
 
     def _stop_tokens(self, sampling: SamplingConfig) -> set[int]:
-        if sampling.ignore_eos:
-            return set()
         if sampling.stop_token_ids is not None:
             return set(sampling.stop_token_ids)
+        if sampling.ignore_eos:
+            return set()
         eos = self.model.generation_config.eos_token_id
         eos = self.model.config.eos_token_id if eos is None else eos
         return set(eos) if isinstance(eos, (list, tuple)) else set() if eos is None else {eos}

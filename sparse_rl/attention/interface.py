@@ -126,7 +126,7 @@ def refuse_reentrant_checkpointing(model: nn.Module) -> None:
     for module in model.modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if getattr(module, "gradient_checkpointing", False) and checkpoint is not None:
-            if getattr(checkpoint, "keywords", {}).get("use_reentrant", False):
+            if getattr(checkpoint, "keywords", {}).get("use_reentrant", True) is not False:  # torch's default is True
                 raise ValueError(
                     "reentrant gradient checkpointing is not supported; "
                     'use gradient_checkpointing_kwargs={"use_reentrant": False}'

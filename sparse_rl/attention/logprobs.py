@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from sparse_rl.attention.interface import NO_MASK, adopt, refuse_reentrant_checkpointing
+from sparse_rl.attention.interface import NO_MASK, adopt, cache_shape, refuse_reentrant_checkpointing
 from sparse_rl.attention.replay import ReplayView
 from sparse_rl.trace import EvictionTrace
 
@@ -47,16 +47,16 @@ def replay_logprobs(
     adopt(model)
     refuse_reentrant_checkpointing(model)
     device = next(model.parameters()).device
-    layers = model.config.num_hidden_layers
+    layers, kv_heads, _ = cache_shape(model.config)
     out: list[torch.Tensor] = []
     for start in range(0, len(rollouts), batch_size):
         batch = rollouts[start : start + batch_size]
         rows = [[*r.prompt_ids, *r.completion_ids] for r in batch]
         for row, rollout in zip(rows, batch, strict=True):
-            if len(rollout.trace) != len(row) or rollout.trace.layers != layers:
+            if tuple(rollout.trace.evict_at.shape) != (layers, kv_heads, len(row)):
                 raise ValueError(
-                    f"a trace of {rollout.trace.layers} layers x {len(rollout.trace)} tokens does not fit "
-                    f"a model of {layers} layers and a sequence of {len(row)}"
+                    f"a trace of layers x kv heads x tokens {list(rollout.trace.evict_at.shape)} does not fit "
+                    f"a model and sequence of {[layers, kv_heads, len(row)]}"
                 )
         width = max(map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)

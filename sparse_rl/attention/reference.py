@@ -17,18 +17,19 @@ from sparse_rl.trace import EvictionTrace
 def dense_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """softmax(q K^T scaling) V over the visible keys, one query head at a time.
+    """softmax(q K^T scaling) V over the visible keys, one query head at a time, in float64.
 
     query [B, Hq, S, D]; key, value [B, Hkv, S, D]; visible bool [B, Hkv, S (query), S (key)]. Returns [B, Hq, S, D].
     """
-    group = query.shape[1] // key.shape[1]
+    dtype, group = query.dtype, query.shape[1] // key.shape[1]
+    query, key, value = query.double(), key.double(), value.double()
     heads = []
     for head in range(query.shape[1]):
         kv = head // group
         logits = query[:, head] @ key[:, kv].transpose(-1, -2) * scaling
         weights = logits.masked_fill(~visible[:, kv], float("-inf")).softmax(-1)
         heads.append(weights @ value[:, kv])
-    return torch.stack(heads, dim=1)
+    return torch.stack(heads, dim=1).to(dtype)
 
 
 class DenseView:
@@ -55,5 +56,5 @@ def dense_logprobs(
     ids = torch.tensor([[*prompt_ids, *completion_ids]], device=device)
     adopt(model)
     logits = model(input_ids=ids, attention_mask=NO_MASK, kv_view=DenseView(trace, device), use_cache=False).logits
-    logits = logits[0, len(prompt_ids) - 1 : -1].float() / temperature
+    logits = logits[0, len(prompt_ids) - 1 : -1].float() / (temperature or 1.0)
     return logits.log_softmax(-1).gather(-1, ids[0, len(prompt_ids) :, None])[:, 0]

@@ -1,0 +1,212 @@
+"""Layer-at-a-time offload: how many masks and slices of evict_at are alive at once, and how many bytes at the peak.
+
+A dispatch mode sees every tensor that an operator makes, in forward, recomputation and backward, and knows which of
+their storages are still alive. On the CPU the device is the host: the batch of traces, whose place is host memory, is
+told to the mode and not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+import sparse_rl.attention.replay as replay
+from sparse_rl.attention import NO_MASK, ReplayView, adopt
+from sparse_rl.trace import EvictionTrace
+
+OWNED = (torch.bool, torch.int32)  # what masks and traces are made of; nothing else in these models is
+
+
+class Alive(TorchDispatchMode):
+    """The storages alive of tensors that operators made, by kind.
+
+    `kind` names a new tensor, or says None to ignore it; views of `host` are ignored.
+    """
+
+    def __init__(self, kind: Callable[[torch.Tensor], str | None], host: torch.Tensor) -> None:
+        super().__init__()
+        self.kind, self.host = kind, host.untyped_storage()._cdata
+        self.storages: dict[int, tuple[StorageWeakRef, str, int]] = {}
+        self.most: dict[str, int] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and self.kind(t)]
+        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.storages and storage._cdata != self.host:
+                self.storages[storage._cdata] = (StorageWeakRef(storage), self.kind(tensor) or "", storage.nbytes())
+        for kind in {entry[1] for entry in self.storages.values()}:
+            count = sum(entry[1] == kind for entry in self.storages.values())
+            self.most[kind] = max(self.most.get(kind, 0), count)
+        self.peak_bytes = max(self.peak_bytes, sum(entry[2] for entry in self.storages.values()))
+        return out
+
+
+def train_step(model: PreTrainedModel, view: Any, batch: int, width: int) -> None:
+    """Forward and backward of a full-length batch."""
+    ids = torch.arange(batch * width).view(batch, width) % 60 + 3
+    logits = model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
+    logits.square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def set_checkpointing(model: PreTrainedModel, on: bool) -> PreTrainedModel:
+    if on:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+class KeepsEveryMask(ReplayView):
+    """A control: the masks of all layers at once, as the published code holds them."""
+
+    def __init__(self, evict_at: torch.Tensor, device: torch.device | str) -> None:
+        super().__init__(evict_at, device)
+        self.masks = [replay.visible_mask(layer.clone()) for layer in evict_at]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        mask = self.masks[layer].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+
+
+class FetchesEverything(ReplayView):
+    """A control: every layer's evict_at is brought to the device and kept there."""
+
+    def layer(self, index: int) -> torch.Tensor:
+        if not self._fetched:
+            self._fetched = {i: layer.to(self.device, copy=True) for i, layer in enumerate(self.evict_at)}
+        return self._fetched[index]
+
+
+class DoesNotRecompute(ReplayView):
+    """A control: autograd saves what it needs of each layer's mask for the backward pass."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        return self._attend(layer, query, key, value, scaling)
+
+
+LAYERS, BATCH, KV_HEADS, WIDTH = 6, 3, 2, 37
+
+
+def most_alive(
+    model: PreTrainedModel, view_class: type[ReplayView], traces: Iterable[EvictionTrace], starts: Iterable[int]
+) -> dict[str, int]:
+    """The most tensors of a kind alive at once in a training step: masks, torch's float copies of them, slices."""
+
+    def kind(t: torch.Tensor) -> str | None:
+        if t.numel() == BATCH * KV_HEADS * WIDTH * WIDTH and t.shape[-2:] == (WIDTH, WIDTH):
+            return "mask" if t.dtype == torch.bool else "float mask"
+        if t.dtype == torch.int32 and t.shape == (BATCH, KV_HEADS, WIDTH):
+            return "evict_at"
+        return None
+
+    batch = replay.batch_traces(list(traces), list(starts), WIDTH)
+    with Alive(kind, batch) as alive:
+        train_step(model, view_class(batch, "cpu"), BATCH, WIDTH)
+    return {name: alive.most.get(name, 0) for name in ("mask", "float mask", "evict_at")}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_one_mask_and_two_slices(
+    checkpointing: bool, new_model: Callable, trace_of: Callable, starts_of: Callable
+) -> None:
+    """In forward, recomputation and backward; views that hold more are caught."""
+    model = set_checkpointing(adopt(new_model("qwen3", num_hidden_layers=LAYERS)), checkpointing)
+    lengths = (37, 20, 30)
+    traces = [trace_of(n, layers=LAYERS) for n in lengths]
+    for side in ("left", "right"):
+        starts = starts_of(side, lengths)
+        assert most_alive(model, ReplayView, traces, starts) == {"mask": 1, "float mask": 1, "evict_at": 2}
+
+    assert most_alive(model, KeepsEveryMask, traces, starts)["mask"] >= LAYERS
+    assert most_alive(model, FetchesEverything, traces, starts)["evict_at"] >= LAYERS
+    kept = most_alive(model, DoesNotRecompute, traces, starts)["float mask"]
+    assert kept == (1 if checkpointing else LAYERS)
+
+
+def test_causal_layers_have_neither(new_model: Callable, trace_of: Callable) -> None:
+    """Layers without evictions make no mask and fetch nothing, also between others."""
+    model = set_checkpointing(adopt(new_model("qwen3", num_hidden_layers=LAYERS)), True)
+    none = [trace_of(WIDTH, layers=LAYERS, causal=range(LAYERS)) for _ in range(BATCH)]
+    assert most_alive(model, ReplayView, none, [0] * BATCH) == {"mask": 0, "float mask": 0, "evict_at": 0}
+    some = [trace_of(WIDTH, layers=LAYERS, causal=[0, 2, 3]) for _ in range(BATCH)]
+    assert most_alive(model, ReplayView, some, [0] * BATCH) == {"mask": 1, "float mask": 1, "evict_at": 2}
+
+
+class Copies(TorchDispatchMode):
+    """Which layers' slices were copied out of a batch of traces."""
+
+    def __init__(self, batch: torch.Tensor) -> None:
+        super().__init__()
+        self.batch, self.layers = batch, list[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            func is torch.ops.aten._to_copy.default
+            and args[0].untyped_storage()._cdata == self.batch.untyped_storage()._cdata
+        ):
+            self.layers.append(args[0].storage_offset() // self.batch.stride(0))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_next_layer_is_fetched_ahead(trace_of: Callable) -> None:
+    """A layer that runs is there already, upwards in the forward pass and downwards in the backward pass.
+
+    Only the first layer and the first after the turn have to wait; a layer that is run again is not fetched again.
+    """
+    batch = replay.batch_traces([trace_of(WIDTH, layers=LAYERS)], [0], WIDTH)
+    view, top = ReplayView(batch, "cpu"), LAYERS - 1
+    up, down = list(range(LAYERS)), [i for i in reversed(range(LAYERS)) for _ in range(2)]
+    fetched = []
+    for index in up + down:
+        with Copies(batch) as copies:
+            assert torch.equal(view.layer(index), batch[index])
+        fetched += copies.layers
+        assert index not in copies.layers or (index, len(fetched)) in {(0, 2), (top - 1, LAYERS + 2)}
+    assert sorted(fetched) == sorted([*up, *range(top)])
+
+
+def peak_bytes(model: PreTrainedModel, view_class: type[ReplayView], traces: list[EvictionTrace], width: int) -> int:
+    """Peak bytes of all bool and int32 tensors that a training step makes, temporaries included."""
+    batch = replay.batch_traces(traces, [0] * len(traces), width)
+    with Alive(lambda t: str(t.dtype) if t.dtype in OWNED else None, batch) as alive:
+        train_step(model, view_class(batch, "cpu"), len(traces), width)
+    return alive.peak_bytes
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_a_twelfth_of_the_dense_masks(checkpointing: bool, new_model: Callable, trace_of: Callable) -> None:
+    """16 layers at 256 tokens: at most 1/12 of every layer's boolean mask; holding them all is caught."""
+    layers, batch, kv_heads, width = 16, 4, 2, 256
+    model = set_checkpointing(adopt(new_model("qwen3", num_hidden_layers=layers)), checkpointing)
+    traces = [trace_of(width, layers=layers, seed=i) for i in range(batch)]
+    dense = layers * batch * kv_heads * width * width
+    assert dense / 18 < peak_bytes(model, ReplayView, traces, width) <= dense / 12
+    assert peak_bytes(model, KeepsEveryMask, traces, width) >= dense
+
+
+def test_a_twelfth_of_the_dense_masks_at_2048_tokens(
+    new_model: Callable, trace_of: Callable, record_property: Callable
+) -> None:
+    """The stated measure: 4 sequences x 16 layers x 2 kv heads x 2,048 tokens."""
+    layers, batch, kv_heads, width = 16, 4, 2, 2048
+    tiny = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": layers}
+    model = set_checkpointing(adopt(new_model("qwen3", **tiny)), True)
+    traces = [trace_of(width, layers=layers, seed=i) for i in range(batch)]
+    peak = peak_bytes(model, ReplayView, traces, width)
+    record_property("peak bytes", peak)
+    assert peak <= layers * batch * kv_heads * width * width / 12

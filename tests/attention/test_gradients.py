@@ -1,0 +1,162 @@
+"""Whole models: gradients of the replay path against the dense reference, padded and checkpointed; replay_logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from sparse_rl.attention import NO_MASK, ReplayView, adopt, replay_logprobs
+from sparse_rl.attention.reference import DenseView, dense_logprobs
+from sparse_rl.trace import EvictionTrace
+
+LENGTHS = (17, 30, 2, 24)
+WIDTH = max(LENGTHS)
+LAYERS = 3
+
+
+@dataclass
+class Sampled:
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    trace: EvictionTrace
+
+
+@pytest.fixture
+def rows() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 64, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def token_loss(logits: torch.Tensor, row: Sequence[int]) -> torch.Tensor:
+    """A policy-gradient-like loss of one sequence: its log-probs, each with a weight of its own."""
+    ids = torch.tensor(row)
+    logprobs = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    return (logprobs * torch.linspace(-1, 2, len(row) - 1)).sum()
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def replayed(
+    model: nn.Module, rows: list[list[int]], traces: list[EvictionTrace], starts: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    ids = torch.ones(len(rows), WIDTH, dtype=torch.long)
+    positions = torch.zeros_like(ids)
+    for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        ids[i, start : start + len(row)] = torch.tensor(row)
+        positions[i, start : start + len(row)] = torch.arange(len(row))
+    view = ReplayView.of(traces, starts, WIDTH, "cpu")
+    logits = model(input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
+    assert logits.isfinite().all()
+    losses = [token_loss(x[s : s + len(r)], r) for x, s, r in zip(logits, starts, rows, strict=True)]
+    return gradients(model, torch.stack(losses).sum())
+
+
+def dense(model: nn.Module, rows: list[list[int]], traces: list[EvictionTrace]) -> dict[str, torch.Tensor]:
+    """The reference: one sequence at a time, no padding, explicit masks, no checkpointing."""
+    losses = []
+    for row, trace in zip(rows, traces, strict=True):
+        logits = model(
+            input_ids=torch.tensor([row]), attention_mask=NO_MASK, kv_view=DenseView(trace), use_cache=False
+        ).logits
+        losses.append(token_loss(logits[0], row))
+    return gradients(model, torch.stack(losses).sum())
+
+
+def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """The greatest |a - b| / max |b| over all parameters."""
+    assert all(g.isfinite().all() for g in ours.values())
+    return max(float((a - theirs[n]).abs().max() / theirs[n].abs().max()) for n, a in ours.items())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_gradients_are_the_dense_references(
+    family: str,
+    side: str,
+    checkpointing: bool,
+    new_model: Callable,
+    rows: list[list[int]],
+    trace_of: Callable,
+    starts_of: Callable,
+    record_property: Callable,
+) -> None:
+    """All parameters, within 1e-5 relative; under the causal mask or with the heads swapped they are far off."""
+    model = adopt(new_model(family, num_hidden_layers=LAYERS)).double().train()
+    traces = [trace_of(n, layers=LAYERS, causal=[1]) for n in LENGTHS]
+    wanted = dense(model, rows, traces)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    starts = starts_of(side, LENGTHS)
+    found = distance(replayed(model, rows, traces, starts), wanted)
+    record_property("gradient", found)
+    assert found <= 1e-5
+
+    for wrong in (
+        [EvictionTrace.dense(LAYERS, 2, n) for n in LENGTHS],
+        [EvictionTrace(t.evict_at.roll(1, dims=1)) for t in traces],
+    ):
+        assert distance(replayed(model, rows, wrong, starts), wanted) > 1e-2
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_replay_logprobs_trains(
+    checkpointing: bool, new_model: Callable, rows: list[list[int]], trace_of: Callable
+) -> None:
+    """Values and gradients through the public function equal the dense reference's, in several batches."""
+    model = new_model("qwen3", num_hidden_layers=LAYERS).train()
+    rollouts = [Sampled(r[:1], r[1:], trace_of(len(r))) for r in rows]
+    for temperature in (1.0, 0.7):
+        model.gradient_checkpointing_disable()
+        theirs = [dense_logprobs(model, r.prompt_ids, r.completion_ids, r.trace, temperature) for r in rollouts]
+        wanted = gradients(model, torch.cat(theirs).square().sum())
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        ours = replay_logprobs(model, rollouts, temperature, batch_size=3)
+        assert [len(x) for x in ours] == [n - 1 for n in LENGTHS]
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        assert distance(gradients(model, torch.cat(ours).square().sum()), wanted) <= 1e-5
+        other = gradients(model, torch.cat(replay_logprobs(model, rollouts, temperature + 0.1)).square().sum())
+        assert distance(other, wanted) > 1e-2
+
+
+@pytest.mark.parametrize("kwargs", [{"use_reentrant": True}, {"preserve_rng_state": False}], ids=["said", "by default"])
+def test_reentrant_checkpointing_is_refused(
+    kwargs: dict, new_model: Callable, rows: list[list[int]], trace_of: Callable
+) -> None:
+    """In one line that says what to write instead; torch's own default is reentrant, too."""
+    model = new_model("qwen3", num_hidden_layers=LAYERS).train()
+    rollouts = [Sampled(rows[0][:3], rows[0][3:], trace_of(LENGTHS[0]))]
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={**kwargs, "use_reentrant": False})
+    replay_logprobs(model, rollouts)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    with pytest.raises(
+        ValueError, match=r'^reentrant .* use gradient_checkpointing_kwargs=\{"use_reentrant": False\}$'
+    ):
+        replay_logprobs(model, rollouts)
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [EvictionTrace.dense(2, 2, 17), EvictionTrace.dense(3, 2, 16), EvictionTrace.dense(3, 4, 17)],
+    ids=["layers", "length", "kv heads"],
+)
+@pytest.mark.parametrize("evicting", [False, True])
+def test_a_trace_that_does_not_fit_is_refused(
+    trace: EvictionTrace, evicting: bool, new_model: Callable, rows: list[list[int]]
+) -> None:
+    model = new_model("qwen3", num_hidden_layers=LAYERS)
+    evict_at = trace.evict_at.clone()
+    evict_at[:, :, 0] = 5 if evicting else evict_at[:, :, 0]
+    rollout = Sampled(rows[0][:3], rows[0][3:], EvictionTrace(evict_at))
+    with pytest.raises(ValueError, match="does not fit"):
+        replay_logprobs(model, [rollout])
+    assert len(replay_logprobs(model, [Sampled(rows[0][:3], rows[0][3:], EvictionTrace.dense(3, 2, 17))])) == 1

@@ -1,0 +1,134 @@
+"""Our attention in a model without `kv_view`: plain attention, with padding and caches; and what `adopt` refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from sparse_rl.attention import ATTENTION, ReplayView, adopt, cache_shape
+from sparse_rl.attention.interface import NO_MASK
+
+LENGTHS = (5, 12, 1, 9)
+WIDTH = max(LENGTHS)
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Left-padded token ids and their attention mask."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 64, (len(LENGTHS), WIDTH), generator=generator)
+    return ids, (torch.arange(WIDTH) >= WIDTH - torch.tensor(LENGTHS)[:, None]).long()
+
+
+@pytest.mark.parametrize("theirs", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_logits_are_transformers_own(family: str, theirs: str, new_model: Callable, batch: tuple) -> None:
+    """On left-padded batches with a mask, and without padding; without the mask the padding would show."""
+    ids, mask = batch
+    plain = new_model(family)
+    plain.set_attn_implementation(theirs)
+    ours = adopt(copy.deepcopy(plain))
+    assert ours.config._attn_implementation == ATTENTION and plain.config._attn_implementation == theirs
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    real = mask.bool()
+    with torch.no_grad():
+        a, b = (m(input_ids=ids, attention_mask=mask, position_ids=positions).logits[real] for m in (ours, plain))
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        assert (ours(input_ids=ids, position_ids=positions).logits[real] - b).abs().max() > 1e-2
+        torch.testing.assert_close(ours(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_generate_keeps_the_padding(family: str, new_model: Callable, batch: tuple) -> None:
+    """`generate` with a cache on a left-padded batch gives what each prompt gives alone, and what eager gives."""
+    ids, mask = batch
+    plain = new_model(family)
+    plain.set_attn_implementation("eager")
+    ours = adopt(copy.deepcopy(plain))
+    settings = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    padded = ours.generate(ids, attention_mask=mask, **settings)
+    assert torch.equal(padded, plain.generate(ids, attention_mask=mask, **settings))
+    for row, n in enumerate(LENGTHS):
+        alone = ours.generate(
+            ids[row : row + 1, WIDTH - n :], attention_mask=mask[row : row + 1, WIDTH - n :], **settings
+        )
+        assert torch.equal(alone[0, n:], padded[row, WIDTH:])
+    lost = ours.generate(ids, attention_mask=torch.ones_like(mask), **settings)
+    assert not torch.equal(lost, padded)
+
+
+def test_several_tokens_after_a_cache(new_model: Callable, batch: tuple) -> None:
+    """New tokens see the whole cache and are causal among themselves: in chunks as at once."""
+    ids, _ = batch
+    model = adopt(new_model("qwen3"))
+    with torch.no_grad():
+        at_once = model(input_ids=ids).logits
+        cache, parts = None, []
+        for chunk in ids.split([4, 5, 1, 2], dim=1):
+            out = model(input_ids=chunk, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            parts.append(out.logits)
+        torch.testing.assert_close(torch.cat(parts, dim=1), at_once, rtol=0, atol=1e-5)
+        alone = model(input_ids=ids[:, 4:9]).logits
+    assert (alone - parts[1]).abs().max() > 1e-2
+
+
+def test_adopting_twice_changes_nothing(new_model: Callable, batch: tuple) -> None:
+    model = new_model("qwen3")
+    assert adopt(model) is model and adopt(model) is model
+    assert model.config._attn_implementation == ATTENTION
+
+
+def test_the_shape_of_a_cache(new_model: Callable) -> None:
+    assert cache_shape(new_model("qwen3", num_hidden_layers=5, head_dim=16).config) == (5, 2, 16)
+    config = new_model("qwen2").config
+    del config.head_dim
+    assert cache_shape(config) == (2, 2, 8)
+
+
+def small(config_class: type, **settings: object) -> object:
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    return config_class(**sizes, num_attention_heads=2, num_key_value_heads=2, **settings)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: MistralForCausalLM(small(MistralConfig)),
+            "model type 'mistral' is not supported.*qwen2, qwen3, llama",
+        ),
+        (
+            lambda: Qwen2ForCausalLM(
+                small(Qwen2Config, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+            ),
+            "sliding-window layers are not supported",
+        ),
+        (lambda: Qwen2ForCausalLM(small(Qwen2Config, attention_dropout=0.1)), "attention_dropout must be 0"),
+    ],
+    ids=["family", "sliding window", "dropout"],
+)
+def test_what_adopt_refuses(build: Callable, message: str) -> None:
+    """In one line, and the model is left as it was; the same model without the fault is taken."""
+    model = build()
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=message) as refusal:
+        adopt(model)
+    assert "\n" not in str(refusal.value)
+    assert model.config._attn_implementation == before
+    adopt(Qwen2ForCausalLM(small(Qwen2Config)))
+
+
+def test_dropout_at_run_time_is_refused(new_model: Callable, trace_of: Callable) -> None:
+    """A dropout rate that is set after `adopt` is caught where it would act."""
+    model = adopt(new_model("qwen3", num_hidden_layers=1)).train()
+    view = ReplayView.of([trace_of(6, layers=1)], [0], 6, "cpu")
+    ids = torch.arange(3, 9)[None]
+    model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False)
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="cannot be replayed"):
+        model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False)

@@ -1,0 +1,122 @@
+"""The SDPA replay path against the dense reference: masks, outputs and gradients of one attention layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from sparse_rl.attention import ReplayView, dense_attention, visible_mask
+from sparse_rl.trace import EvictionTrace, batch_traces
+
+LENGTHS = (13, 29, 1, 21)
+WIDTH = max(LENGTHS)
+DIM = 8
+
+
+def brute_force(trace: EvictionTrace, layer: int) -> torch.Tensor:
+    """bool [Hkv, S, S] from the definition, one pair at a time."""
+    evict_at, n = trace.evict_at[layer].tolist(), len(trace)
+    return torch.tensor([[[t <= q < head[t] for t in range(n)] for q in range(n)] for head in evict_at])
+
+
+def random_qkv(group: int, kv_heads: int = 2) -> list[torch.Tensor]:
+    """q, k and v of a padded batch, float64, that require grad."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(len(LENGTHS), heads, WIDTH, DIM) for heads in (group * kv_heads, kv_heads, kv_heads)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_mask_is_the_definition(side: str, trace_of: Callable, starts_of: Callable) -> None:
+    """Real queries see what the definition says and no pad key; pad queries see themselves at most of the pads."""
+    traces, starts = [trace_of(n) for n in LENGTHS], starts_of(side, LENGTHS)
+    batch = batch_traces(traces, starts, WIDTH)
+    for layer in range(3):
+        mask = visible_mask(batch[layer])
+        assert mask.dtype == torch.bool and mask.shape == (len(LENGTHS), 2, WIDTH, WIDTH)
+        for row, (trace, start) in enumerate(zip(traces, starts, strict=True)):
+            real = slice(start, start + len(trace))
+            wanted = brute_force(trace, layer)
+            assert torch.equal(mask[row, :, real, real], wanted)
+            assert torch.equal(mask[row, :, real, real], trace.visible(layer))
+            pads = torch.ones(WIDTH, dtype=torch.bool)
+            pads[real] = False
+            assert not mask[row, :, real][..., pads].any()
+            assert mask[row][:, pads].any(-1).all()  # no empty softmax
+    assert not torch.equal(visible_mask(batch[0]), visible_mask(batch[1]))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("grad", [True, False])
+def test_attention_and_gradients(side: str, group: int, grad: bool, trace_of: Callable, starts_of: Callable) -> None:
+    """Output and the gradients of q, k and v equal the dense reference's, row by row; pad rows have none."""
+    traces, starts = [trace_of(n) for n in LENGTHS], starts_of(side, LENGTHS)
+    view = ReplayView.of(traces, starts, WIDTH, "cpu")
+    q, k, v = random_qkv(group)
+    weight = torch.randn_like(q.detach())
+    real = torch.zeros(len(LENGTHS), 1, WIDTH, 1, dtype=torch.bool)
+    for row, (start, n) in enumerate(zip(starts, LENGTHS, strict=True)):
+        real[row, :, start : start + n] = True
+    with torch.set_grad_enabled(grad):
+        out = view.attend(1, q, k, v, DIM**-0.5)
+    assert out.isfinite().all()
+
+    rows = []
+    for row, (trace, start) in enumerate(zip(traces, starts, strict=True)):
+        part = [t[row : row + 1, :, start : start + len(trace)] for t in (q, k, v)]
+        rows.append(dense_attention(*part, trace.visible(1)[None], DIM**-0.5))
+        torch.testing.assert_close(out[row : row + 1, :, start : start + len(trace)], rows[-1], rtol=0, atol=1e-12)
+        if len(trace) > 1:
+            causal = dense_attention(*part, EvictionTrace.dense(1, 2, len(trace)).visible(0)[None], DIM**-0.5)
+            assert (causal - rows[-1]).abs().max() > 1e-2
+    if not grad:
+        return
+
+    ours = torch.autograd.grad((out * weight * real).sum(), (q, k, v))
+    pieces = zip(rows, weight, starts, strict=True)
+    loss = sum((o[0] * w[:, s : s + o.shape[2]]).sum() for o, w, s in pieces)
+    theirs = torch.autograd.grad(loss, (q, k, v))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.isfinite().all() and not (a * ~real).any()
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_pad_queries_have_gradients_without_nan(side: str, trace_of: Callable, starts_of: Callable) -> None:
+    """Even a loss that (wrongly) counts pad rows is finite, forward and backward, with every layer masked."""
+    view = ReplayView.of([trace_of(n) for n in LENGTHS], starts_of(side, LENGTHS), WIDTH, "cpu")
+    q, k, v = random_qkv(2)
+    for layer in range(3):
+        out = view.attend(layer, q, k, v, DIM**-0.5)
+        assert out.isfinite().all()
+        assert all(g.isfinite().all() for g in torch.autograd.grad(out.square().sum(), (q, k, v)))
+
+
+def test_a_layer_without_evictions_is_causal(trace_of: Callable) -> None:
+    """It is recognised, takes the causal path, and equals the masked path, gradients included."""
+    traces = [trace_of(n, causal=[1]) for n in LENGTHS]
+    view, masked = (ReplayView.of(traces, [0] * 4, WIDTH, "cpu") for _ in range(2))
+    assert view.causal == [False, True, False]
+    masked.causal = [False] * 3
+    q, k, v = random_qkv(2)
+    real = torch.arange(WIDTH)[:, None] < torch.tensor(LENGTHS)[:, None, None, None]
+    outs = [x.attend(1, q, k, v, DIM**-0.5) * real for x in (view, masked)]
+    grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in outs]
+    torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=1e-12)
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert (view.attend(0, q, k, v, DIM**-0.5) * real - outs[0]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("lengths", "starts", "causal"),
+    [((9, 4), (0, 0), [False, True, False]), ((9, 9), (0, 0), [False, True, False]), ((9, 4), (0, 5), [False] * 3)],
+    ids=["right", "none", "left"],
+)
+def test_which_layers_are_causal(lengths: tuple, starts: tuple, causal: list, trace_of: Callable) -> None:
+    """Right padding needs no mask; a pad key before a real one does."""
+    traces = [trace_of(n, causal=[1]) for n in lengths]
+    assert ReplayView.of(traces, starts, 9, "cpu").causal == causal

@@ -1,0 +1,111 @@
+"""Shared fixtures: tiny random models of every family, the trained stories260K where it is present, and policies.
+
+`new_model` builds a model that the test may change; `model_of` lends one that it must leave as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from sparse_rl.attention import adopt
+from sparse_rl.policies import POLICIES, Policy, make_policy
+
+STORIES = Path(__file__).parents[2] / "shared/models/stories260K"
+FAMILIES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.1,  # moderate logits: neither flat (nothing would bite) nor so steep that rounding shows
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def build(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A tiny random model, its biases and norms random too; `overrides` replace entries of TINY."""
+    config, model_class = FAMILIES[family]
+    settings = {"attention_bias": True, **TINY} if family == "llama" else TINY
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config(**{**settings, **overrides}))
+        for name, weight in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                weight.data.add_(0.1 * torch.randn_like(weight))
+    return model.eval()
+
+
+@cache
+def lend(name: str) -> PreTrainedModel:
+    if name != "stories260K":
+        return build(name)
+    if not (STORIES / "model.safetensors").exists():
+        pytest.skip("the trained model stories260K is not here")
+    return AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def new_model() -> Callable[..., PreTrainedModel]:
+    """new_model(family, seed=0, **config) -> a model of its own."""
+    return build
+
+
+@pytest.fixture(scope="session")
+def model_of() -> Callable[[str], PreTrainedModel]:
+    """model_of("qwen2" | "qwen3" | "llama" | "stories260K") -> a shared model, adopted; not to be changed."""
+    return lambda name: adopt(lend(name))
+
+
+@pytest.fixture(scope="session")
+def policy_of() -> Callable[..., Policy]:
+    """policy_of(name, budget=..., ...) -> that policy with the parameters that it takes."""
+
+    def make(name: str, **parameters: Any) -> Policy:
+        accepted = inspect.signature(POLICIES[name].__init__).parameters
+        return make_policy(name, **{key: value for key, value in parameters.items() if key in accepted})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompts_of(model_of: Callable[[str], PreTrainedModel]) -> Callable[..., list[list[int]]]:
+    """prompts_of(name, lengths, seed=0) -> prompts: random tokens, or stories told by the trained model itself."""
+
+    def make(name: str, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(seed)
+        if name != "stories260K":
+            return [torch.randint(3, 64, (n,), generator=generator).tolist() for n in lengths]
+        model, ids = model_of(name), torch.ones(len(lengths), 1, dtype=torch.long)
+        with torch.no_grad():
+            while ids.shape[1] < max(lengths):
+                chances = model(input_ids=ids, use_cache=False).logits[:, -1].softmax(-1)
+                ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator)], dim=1)
+        return [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
+
+    return make

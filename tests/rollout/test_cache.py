@@ -1,0 +1,136 @@
+"""The physical caches: they really shrink, they hold what the record says, and frozen rows stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rollout import SamplingConfig, make_engine
+from rollout.cache import GROW, EvictingCache
+from sparse_rl.attention import NO_MASK, cache_shape
+from sparse_rl.policies import POLICIES, Policy
+
+CPU = torch.device("cpu")
+BUDGET, PERIOD = 16, 5
+EVICTING = [name for name in POLICIES if name != "full"]
+
+
+def entry_bytes(model: PreTrainedModel) -> int:
+    """Bytes of one token's keys and values, all layers and kv heads, in fp32."""
+    layers, kv_heads, dim = cache_shape(model.config)
+    return 2 * 4 * layers * kv_heads * dim
+
+
+class Driver:
+    """Feeds given tokens to a model over an EvictingCache, as the engine does."""
+
+    def __init__(self, model: PreTrainedModel, policy: Policy, prompts: Sequence[Sequence[int]]) -> None:
+        self.model, self.cache = model, EvictingCache(policy)
+        width = max(map(len, prompts))
+        self.cache.begin_prefill([len(p) for p in prompts], CPU)
+        self._forward(torch.tensor([[*p, *[0] * (width - len(p))] for p in prompts]), torch.arange(width)[None])
+
+    def decode(self, tokens: Sequence[int], active: Sequence[bool] | None = None) -> None:
+        self.cache.begin_decode([True] * len(tokens) if active is None else active, CPU)
+        self._forward(torch.tensor(tokens)[:, None], torch.tensor(self.cache.seen)[:, None] - 1)
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.model.get_decoder()(
+                input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=self.cache, use_cache=False
+            )
+
+
+@pytest.mark.parametrize("policy_name", POLICIES)
+def test_a_long_prompt_is_let_go(
+    policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
+) -> None:
+    """After the prefill of 300 tokens the storage is that of the budget; of 300 entries with the full cache."""
+    model = model_of("qwen3")
+    policy = policy_of(policy_name, budget=BUDGET, window=4, period=PERIOD)
+    cache = Driver(model, policy, prompts_of("qwen3", [300, 120])).cache
+    held = 300 if policy_name == "full" else BUDGET
+    assert cache.allocated_bytes() == 2 * held * entry_bytes(model)
+
+
+@pytest.mark.parametrize("policy_name", EVICTING)
+def test_decoding_is_bounded(policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
+    """The peak is at most budget + period entries per sequence, however long the completion; the full cache grows."""
+    model, prompts = model_of("qwen3"), prompts_of("qwen3", [90, 40, 3])
+
+    def peak(policy: Policy, tokens: int) -> int:
+        engine = make_engine("hf", model=model, policy=policy)
+        engine.generate(prompts, SamplingConfig(max_tokens=tokens, seed=0, ignore_eos=True))
+        return engine.peak_cache_bytes
+
+    policy = policy_of(policy_name, budget=BUDGET, window=4, period=PERIOD)
+    assert policy.peak_entries is not None
+    bound = len(prompts) * policy.peak_entries * entry_bytes(model)
+    assert policy.peak_entries <= BUDGET + PERIOD
+    assert peak(policy, 25) == peak(policy, 50) == bound
+    if policy_name == EVICTING[0]:
+        full = policy_of("full")  # the control: it grows, in steps of GROW entries
+        assert peak(full, 25 + GROW) > peak(full, 25) > len(prompts) * 90 * entry_bytes(model) > 4 * bound
+
+
+@pytest.mark.parametrize("policy_name", POLICIES)
+def test_the_cache_holds_what_the_record_says(
+    policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
+) -> None:
+    """After every step, row, layer and head: the positions held are exactly those that the next query may see."""
+    policy = policy_of(policy_name, budget=BUDGET, window=4, period=PERIOD)
+    driver = Driver(model_of("qwen3"), policy, prompts_of("qwen3", [33, 18, 2, 21]))
+    cache = driver.cache
+    for step in range(30):
+        for row, seen in enumerate(cache.seen):
+            assert cache.lengths[row] == policy.physical_length(cache.prompt_lengths[row], seen)
+            record = cache.evict_at(row, seen)
+            for index, layer in cache.layers.items():
+                for head, positions in enumerate(layer.positions[row, :, : cache.lengths[row]]):
+                    visible = (record[index, head] > seen).nonzero()[:, 0]
+                    assert positions.tolist() == visible.tolist(), (step, row, index, head)
+        driver.decode([(7 * step + row) % 60 + 3 for row in range(4)])
+    if policy_name != "full":  # the record says something: every row has let most of its tokens go
+        assert all((cache.evict_at(row, seen) <= seen).any(-1).all() for row, seen in enumerate(cache.seen))
+
+
+@pytest.mark.parametrize("policy_name", EVICTING)
+def test_a_frozen_row_stays(policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
+    """What a frozen row holds and has recorded does not change, bit for bit; an active row's does."""
+    policy = policy_of(policy_name, budget=BUDGET, window=4, period=PERIOD)
+    driver = Driver(model_of("qwen3"), policy, prompts_of("qwen3", [20, 19, 30]))
+    cache = driver.cache
+    for step in range(3):
+        driver.decode([3 + step, 4, 5])
+
+    def snapshot(row: int) -> list[torch.Tensor]:
+        held, seen = cache.lengths[row], cache.seen[row]
+        layers = cache.layers.values()
+        entries = [t[row, :, :held] for layer in layers for t in (layer.keys, layer.values, layer.positions)]
+        return [t.clone() for t in [*entries, cache.evict_at(row, seen)]]
+
+    frozen, active = snapshot(1), snapshot(2)
+    for step in range(12):
+        driver.decode([6 + step, 60, 9 + step], active=[True, False, True])
+    assert all(torch.equal(a, b) for a, b in zip(frozen, snapshot(1), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(active, snapshot(2), strict=True))
+
+
+def test_a_fork_is_a_prompt_of_its_own(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
+    """Rows taken several times go their own ways: decoding one leaves its twin's entries alone."""
+    policy = policy_of("gkv", budget=BUDGET, window=4, period=PERIOD)
+    (a, b) = prompts_of("qwen3", [24, 9])
+    forked, plain = Driver(model_of("qwen3"), policy, [a, b]), Driver(model_of("qwen3"), policy, [b, a, b])
+    forked.cache.select([1, 0, 1])
+    for step in range(20):
+        tokens = [3 + step, 40 - step, 60 - step]
+        forked.decode(tokens)
+        plain.decode(tokens)
+    for row in range(3):
+        ours, theirs = (d.cache.evict_at(row, d.cache.seen[row]) for d in (forked, plain))
+        assert torch.equal(ours, theirs)
+    keys = forked.cache.layers[0].keys
+    assert not torch.equal(keys[0], keys[2])

@@ -1,0 +1,129 @@
+"""What an engine shows a policy: the right keys, values, queries and positions, and a memory that moves with its entry.
+
+Replay is exact whatever a policy decides, so a cache that showed it the wrong things would go unnoticed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rollout import Rollout, SamplingConfig, make_engine
+from sparse_rl.attention import NO_MASK
+from sparse_rl.attention.reference import DenseView
+from sparse_rl.policies import Entries, Policy
+from sparse_rl.trace import EvictionTrace
+
+BUDGET, WINDOW, PERIOD = 14, 5, 3
+LENGTHS = (2, 14, 17, 23, 40)
+FRESH = -7.0
+
+
+class Spy(Policy):
+    """Keeps pseudo-random entries, writes down what it is shown, and marks each entry with its position."""
+
+    name = "spy"
+    initial_state = {"mark": FRESH, "queries": 0.0}
+    every_query = True
+
+    def __init__(self) -> None:
+        super().__init__(BUDGET, window=2, period=PERIOD)
+        self.shown: list[tuple[int, Entries]] = []
+        self.observed: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def last_queries(self) -> int:
+        return WINDOW
+
+    def observe(self, layer: int, entries: Entries, queries: torch.Tensor, query_positions: torch.Tensor) -> None:
+        real = query_positions < entries.seen[:, None]
+        sees = entries.positions[..., None, :] <= query_positions[:, None, :, None]
+        entries.state["queries"] += (sees & real[:, None, :, None]).sum(2)
+        self.observed += [(layer, queries.clone(), query_positions.clone(), entries.seen.clone())]
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        shown = {name: value.clone() for name, value in vars(entries).items() if isinstance(value, torch.Tensor)}
+        state = {name: value.clone() for name, value in entries.state.items()}
+        self.shown.append((layer, Entries(**{**vars(entries), **shown, "state": state})))
+        entries.state["mark"] = entries.positions.float()
+        return torch.sin(entries.positions * 37.0 + 11 * torch.arange(entries.keys.shape[1])[:, None])
+
+
+class Captures(DenseView):
+    """The dense reference, writing down each layer's queries, keys and values."""
+
+    def __init__(self, trace: EvictionTrace) -> None:
+        super().__init__(trace)
+        self.qkv: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        self.qkv[layer] = (query[0], key[0], value[0])
+        return super().attend(layer, query, key, value, scaling)
+
+
+def captured(model: PreTrainedModel, r: Rollout) -> dict[int, tuple[torch.Tensor, ...]]:
+    """q [Hq, S, D], k and v [Hkv, S, D] of each layer, one sequence under its trace, from the dense reference."""
+    view = Captures(r.trace)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([r.prompt_ids + r.completion_ids]), attention_mask=NO_MASK, kv_view=view)
+    return view.qkv
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0, atol=1e-4)
+
+
+@pytest.fixture
+def spy() -> Spy:
+    return Spy()
+
+
+@pytest.mark.parametrize("row", range(len(LENGTHS)))
+def test_a_policy_sees_the_truth(row: int, spy: Spy, model_of: Callable, prompts_of: Callable) -> None:
+    """Each compaction of one sequence in a ragged batch: entries, window and memory are the dense reference's."""
+    model, prompts = model_of("qwen3"), prompts_of("qwen3", LENGTHS)
+    engine = make_engine("hf", model=model, policy=spy)
+    r = engine.generate(prompts, SamplingConfig(24, seed=0, ignore_eos=True))[row]
+    qkv, prompt = captured(model, r), len(r.prompt_ids)
+    checked, before = 0, {}
+    for layer, entries in spy.shown:
+        q, k, v = qkv[layer]
+        for i, seen in enumerate(entries.seen.tolist()):
+            held = int(entries.lengths[i])
+            positions = entries.positions[i, :, :held]
+            heads = torch.arange(k.shape[0])[:, None]
+            if seen >= len(r.trace) or not close(entries.keys[i, :, :held], k[heads, positions]):
+                continue  # another sequence's row
+            checked += 1
+            assert spy.compacts(prompt, seen)
+            assert held == (seen if layer not in before and seen <= max(prompt, BUDGET + PERIOD) else BUDGET + PERIOD)
+            assert close(entries.values[i, :, :held], v[heads, positions])
+            assert (positions.diff(dim=-1) > 0).all() and int(positions[0, -1]) == seen - 1
+            assert entries.queries is not None and close(entries.queries[i], q[:, seen - WINDOW : seen])
+            assert entries.scaling == k.shape[-1] ** -0.5
+
+            first = torch.full_like(positions, FRESH, dtype=torch.float32)
+            survived = positions < before.get(layer, 0)
+            assert torch.equal(entries.state["mark"][i, :, :held], torch.where(survived, positions.float(), first))
+            assert torch.equal(entries.state["queries"][i, :, :held], (seen - positions).float())
+            before[layer] = seen
+    wanted = [seen for seen in range(prompt, len(r.trace)) if spy.compacts(prompt, seen)]
+    assert checked == len(qkv) * len(wanted) and len(wanted) >= 3
+
+
+def test_every_query_is_observed_once(spy: Spy, model_of: Callable, prompts_of: Callable) -> None:
+    """Alone: the queries of prompt and completion, in order, each once, equal to the dense reference's."""
+    model = model_of("qwen3")
+    engine = make_engine("hf", model=model, policy=spy)
+    (r,) = engine.generate(prompts_of("qwen3", [19]), SamplingConfig(24, seed=0, ignore_eos=True))
+    for layer, (q, _, _) in captured(model, r).items():
+        mine = [entry for entry in spy.observed if entry[0] == layer]
+        positions = torch.cat([p[0] for _, _, p, _ in mine])
+        assert positions.tolist() == list(range(len(r.trace) - 1))  # the last token is never fed
+        assert close(torch.cat([queries[0] for _, queries, _, _ in mine], dim=1), q[:, :-1])
+        assert [int(seen[0]) for _, _, _, seen in mine] == [19, *range(20, len(r.trace))]

@@ -1,0 +1,223 @@
+"""The reference engine: how sequences end, batches, waves, forks and seeds; greedy and sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rollout import Rollout, SamplingConfig, make_engine
+from sparse_rl.attention import dense_logprobs
+from sparse_rl.policies import POLICIES, Entries, Kept, Policy
+from sparse_rl.policies.tova import Tova
+from sparse_rl.trace import NEVER, EvictionTrace
+
+BUDGET = 12
+LENGTHS = (1, 5, 12, 16, 30, 44, 7)  # ragged: shorter than, at and beyond the budget, 1 among them
+
+
+@pytest.fixture
+def model(model_of: Callable) -> PreTrainedModel:
+    return model_of("qwen3")
+
+
+@pytest.fixture
+def policy(policy_of: Callable) -> Policy:
+    return policy_of("gkv", budget=BUDGET, window=4, period=4)
+
+
+@pytest.fixture
+def prompts(prompts_of: Callable) -> list[list[int]]:
+    return prompts_of("qwen3", LENGTHS)
+
+
+def same(ours: list[Rollout], theirs: list[Rollout]) -> bool:
+    """The same tokens, traces and finish reasons, and log-probs to rounding."""
+    return len(ours) == len(theirs) and all(
+        (a.prompt_ids, a.completion_ids, a.finish_reason) == (b.prompt_ids, b.completion_ids, b.finish_reason)
+        and torch.equal(a.trace.evict_at, b.trace.evict_at)
+        and torch.allclose(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=1e-5)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def shortened(r: Rollout, stop: set[int]) -> Rollout:
+    """The rollout as it would have been with these stop tokens: its beginning, up to the first of them."""
+    found = [i for i, token in enumerate(r.completion_ids) if token in stop]
+    n = found[0] + 1 if found else len(r.completion_ids)
+    return Rollout(
+        r.prompt_ids,
+        r.completion_ids[:n],
+        r.logprobs[:n],
+        r.model_logprobs[:n],
+        EvictionTrace.recorded(r.trace.evict_at[..., : len(r.prompt_ids) + n]),
+        "stop" if found else "length",
+    )
+
+
+# ---- how a sequence ends ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy_name", POLICIES)
+def test_a_row_that_stops_keeps_what_it_had(
+    policy_name: str, model: PreTrainedModel, policy_of: Callable, prompts: list[list[int]]
+) -> None:
+    """Rows that end early are the beginnings of the rows that go on, whatever the others do, and equal them alone."""
+    engine = make_engine("hf", model=model, policy=policy_of(policy_name, budget=BUDGET, window=4, period=4))
+    endless = engine.generate(prompts, SamplingConfig(30, seed=2, ignore_eos=True))
+    assert [len(r.completion_ids) for r in endless] == [30] * len(prompts)
+    stop = {endless[5].completion_ids[3], endless[1].completion_ids[12], endless[2].completion_ids[20]}
+    wanted = [shortened(r, stop) for r in endless]
+    assert len({len(r.completion_ids) for r in wanted}) >= 3 and {r.finish_reason for r in wanted} == {"stop", "length"}
+
+    stopping = SamplingConfig(30, seed=2, stop_token_ids=sorted(stop))
+    batched = engine.generate(prompts, stopping)
+    assert same(batched, wanted)
+    assert not same(batched, endless)
+    early = min(range(len(prompts)), key=lambda i: len(wanted[i].completion_ids))
+    assert same(engine.generate([prompts[early]], stopping), [wanted[early]])
+
+
+class CountingTova(Tova):
+    """Counts how many sequences it was asked to compact, over all layers."""
+
+    count = 0
+
+    def compact(self, layer: int, entries: Entries) -> Kept:
+        self.count += len(entries.lengths)
+        return super().compact(layer, entries)
+
+
+def test_finished_rows_are_not_compacted(model: PreTrainedModel, prompts: list[list[int]]) -> None:
+    """As many compactions as the tokens that were really fed call for, though others of the batch go on."""
+    policy = CountingTova(BUDGET, period=3)
+    engine = make_engine("hf", model=model, policy=policy)
+    tokens = engine.generate(prompts, SamplingConfig(30, seed=2, ignore_eos=True))[0].completion_ids
+    policy.count = 0
+    rollouts = engine.generate(prompts, SamplingConfig(30, seed=2, stop_token_ids=[tokens[1], tokens[13]]))
+    assert {r.finish_reason for r in rollouts} == {"stop", "length"}
+    due = sum(
+        policy.compacts(len(r.prompt_ids), seen) for r in rollouts for seen in range(len(r.prompt_ids), len(r.trace))
+    )
+    assert policy.count == model.config.num_hidden_layers * due
+    assert due > 20
+
+
+def test_what_stops_by_itself(new_model: Callable, policy: Policy, prompts: list[list[int]]) -> None:
+    """The model's own end-of-sequence tokens stop, one or several, unless ignored or replaced; they are kept."""
+    model = new_model("llama")
+    engine = make_engine("hf", model=model, policy=policy)
+    endless = engine.generate(prompts, SamplingConfig(30, seed=4, ignore_eos=True))
+    tokens = [endless[0].completion_ids[8], endless[3].completion_ids[15]]
+    for eos in (tokens[0], tokens):
+        model.generation_config.eos_token_id = eos
+        stop = {eos} if isinstance(eos, int) else set(eos)
+        wanted = [shortened(r, stop) for r in endless]
+        got = engine.generate(prompts, SamplingConfig(30, seed=4))
+        assert same(got, wanted) and any(r.finish_reason == "stop" for r in got)
+        assert all(r.completion_ids[-1] in stop for r in got if r.finish_reason == "stop")
+        assert same(engine.generate(prompts, SamplingConfig(30, seed=4, ignore_eos=True)), endless)
+        assert same(engine.generate(prompts, SamplingConfig(30, seed=4, stop_token_ids=[])), endless)
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = tokens[0]
+    got = engine.generate(prompts, SamplingConfig(30, seed=4))
+    assert same(got, [shortened(r, {tokens[0]}) for r in endless])
+
+
+def test_one_token(model: PreTrainedModel, policy: Policy, prompts: list[list[int]]) -> None:
+    """max_tokens = 1: one token, whose log-prob the dense reference confirms, and no eviction that could be seen."""
+    rollouts = make_engine("hf", model=model, policy=policy).generate(
+        prompts, SamplingConfig(1, seed=0, ignore_eos=True)
+    )
+    for r in rollouts:
+        assert len(r.completion_ids) == len(r.logprobs) == len(r.model_logprobs) == 1 and r.finish_reason == "length"
+        assert len(r.trace) == len(r.prompt_ids) + 1 and bool((r.trace.evict_at == NEVER).all())
+        with torch.no_grad():
+            dense = dense_logprobs(model, r.prompt_ids, r.completion_ids, r.trace)
+        assert abs(float(dense[0]) - r.logprobs[0]) <= 1e-5
+
+
+def test_a_completion_is_never_empty(model: PreTrainedModel, policy: Policy, prompts: list[list[int]]) -> None:
+    """Every token stops: each row still has its one token, and says "stop"; at max_tokens = 1, too."""
+    engine = make_engine("hf", model=model, policy=policy)
+    for max_tokens in (1, 9):
+        rollouts = engine.generate(prompts, SamplingConfig(max_tokens, seed=0, stop_token_ids=range(64)))
+        assert [(len(r.completion_ids), r.finish_reason) for r in rollouts] == [(1, "stop")] * len(prompts)
+
+
+def test_a_budget_beyond_the_sequence_is_the_full_cache(
+    model: PreTrainedModel, policy_of: Callable, prompts: list[list[int]]
+) -> None:
+    sampling = SamplingConfig(20, seed=0, ignore_eos=True)
+    full = make_engine("hf", model=model, policy="full").generate(prompts, sampling)
+    for name in POLICIES:
+        wide = make_engine("hf", model=model, policy=policy_of(name, budget=64, window=4, period=4))
+        assert same(wide.generate(prompts, sampling), full)
+    narrow = make_engine("hf", model=model, policy=policy_of("morphkv", budget=BUDGET, window=4, period=4))
+    assert not same(narrow.generate(prompts, sampling), full)
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_waves_change_nothing(
+    temperature: float, model: PreTrainedModel, policy: Policy, prompts: list[list[int]]
+) -> None:
+    """More sequences than max_batch are sampled in turns; a prompt's samples may fall into several of them."""
+    sampling = SamplingConfig(20, temperature=temperature, n=2, seed=3, stop_token_ids=[9, 10, 11])
+    whole = make_engine("hf", model=model, policy=policy).generate(prompts, sampling)
+    for max_batch in (1, 3, 5):
+        engine = make_engine("hf", model=model, policy=policy, max_batch=max_batch)
+        assert same(engine.generate(prompts, sampling), whole)
+    assert [r.prompt_ids for r in whole] == [p for p in prompts for _ in range(2)]  # prompt-major
+
+
+def test_forks_are_repeats(model: PreTrainedModel, policy: Policy, prompts: list[list[int]]) -> None:
+    """n samples of a prompt equal the prompt given n times, sampled anew each time; it is prefilled once."""
+    engine = make_engine("hf", model=model, policy=policy)
+    prefilled: list[int] = []
+
+    def see(_: object, __: tuple, kwargs: dict) -> None:
+        if kwargs["input_ids"].shape[1] > 1:
+            prefilled.append(len(kwargs["input_ids"]))
+
+    hook = model.get_decoder().register_forward_pre_hook(see, with_kwargs=True)
+    try:
+        forked = engine.generate(prompts[:4], SamplingConfig(20, n=3, seed=3, ignore_eos=True))
+        repeated = [p for p in prompts[:4] for _ in range(3)]
+        again = engine.generate(repeated, SamplingConfig(20, seed=3, ignore_eos=True))
+    finally:
+        hook.remove()
+    assert same(forked, again)
+    assert prefilled == [4, 4]
+    assert len({tuple(r.completion_ids) for r in forked}) == 12
+    scattered = engine.generate(prompts[:4] * 3, SamplingConfig(20, seed=3, ignore_eos=True))
+    assert same([scattered[4 * sample + i] for i in range(4) for sample in range(3)], forked)
+
+    greedy = engine.generate(prompts[4:5], SamplingConfig(20, temperature=0, n=3, ignore_eos=True))
+    assert same(greedy[:1], greedy[1:2]) and same(greedy[1:2], greedy[2:])
+
+
+def test_seeds(model: PreTrainedModel, policy: Policy, prompts: list[list[int]]) -> None:
+    engine = make_engine("hf", model=model, policy=policy)
+
+    def run(seed: int | None) -> list[Rollout]:
+        return engine.generate(prompts, SamplingConfig(12, seed=seed, ignore_eos=True))
+
+    state = torch.get_rng_state()
+    assert same(run(7), run(7))
+    for other in (8, None):
+        for a, b in zip(run(7), run(other), strict=True):
+            assert a.completion_ids != b.completion_ids
+    assert not same(run(None), run(None))
+    assert torch.equal(state, torch.get_rng_state())  # nobody else's random numbers are used up
+
+
+def test_no_prompts_and_empty_prompts(model: PreTrainedModel, policy: Policy) -> None:
+    engine = make_engine("hf", model=model, policy=policy)
+    assert engine.generate([], SamplingConfig(3)) == []
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        engine.generate([[3], []], SamplingConfig(3))

@@ -1,0 +1,139 @@
+"""The reference engine and its model: loading, live modules, new weights, dtypes, modes, and errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rollout import Rollout, SamplingConfig, make_engine
+from sparse_rl.attention import replay_logprobs
+
+GKV = {"policy": "gkv", "budget": 12, "window": 4, "period": 4}
+SAMPLING = SamplingConfig(16, seed=0, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [9] * 20, [11, 12, 13, 14]]
+
+
+def outcome(rollouts: list[Rollout]) -> list[tuple]:
+    """All that a rollout says, comparable bit for bit."""
+    return [(r.completion_ids, r.logprobs, r.model_logprobs, r.trace.evict_at.tolist()) for r in rollouts]
+
+
+def sampled(model: PreTrainedModel | Path, **options: object) -> list[tuple]:
+    return outcome(make_engine("hf", model=model, policy=GKV, **options).generate(PROMPTS, SAMPLING))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_a_directory_is_as_good_as_the_live_module(family: str, new_model: Callable, tmp_path: Path) -> None:
+    model = new_model(family)
+    model.save_pretrained(tmp_path)
+    live = sampled(model)
+    assert sampled(tmp_path, device="cpu") == live == sampled(str(tmp_path), device="cpu", dtype="float32")
+    assert sampled(new_model(family, seed=1)) != live
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_replaced_by_name(tied: bool, new_model: Callable) -> None:
+    """After load_weights the engine samples as the other model does, exactly; before, it did not."""
+    model, other = (new_model("qwen3", seed=seed, tie_word_embeddings=tied) for seed in (0, 1))
+    engine = make_engine("hf", model=model, policy=GKV)
+    wanted = sampled(other)
+    before = outcome(engine.generate(PROMPTS, SAMPLING))
+    assert before != wanted
+    engine.load_weights(other.named_parameters())
+    assert outcome(engine.generate(PROMPTS, SAMPLING)) == wanted
+    engine.load_weights(new_model("qwen3", tie_word_embeddings=tied).state_dict().items())
+    assert outcome(engine.generate(PROMPTS, SAMPLING)) == before
+
+
+def test_wrong_weights_are_refused(new_model: Callable) -> None:
+    engine = make_engine("hf", model=new_model("qwen3"), policy=GKV)
+    with pytest.raises(ValueError, match=r"no weight 'model\.nothing'"):
+        engine.load_weights([("model.nothing", torch.zeros(1))])
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' is \[32\], got \[1\]"):
+        engine.load_weights([("model.norm.weight", torch.zeros(1))])
+
+
+def test_a_live_module_is_never_stale(new_model: Callable) -> None:
+    """A step of its trainer is seen at once: the engine holds no copy."""
+    model = new_model("qwen3")
+    engine = make_engine("hf", model=model, policy=GKV)
+    before = outcome(engine.generate(PROMPTS, SAMPLING))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.1)
+    after = outcome(engine.generate(PROMPTS, SAMPLING))
+    assert after != before and after == sampled(model)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_comes_back(training: bool, new_model: Callable) -> None:
+    """Train mode (with gradient checkpointing) or eval mode after is that before, also after an error; same samples."""
+    model = new_model("qwen3")
+    wanted = sampled(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train(training)
+    engine = make_engine("hf", model=model, policy=GKV)
+    rollouts = engine.generate(PROMPTS, SAMPLING)
+    assert outcome(rollouts) == wanted
+    assert all(module.training is training for module in model.modules())
+    assert replay_logprobs(model, rollouts)[0].requires_grad
+
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match="gkv: a NaN score in layer 1"):
+        engine.generate(PROMPTS, SAMPLING)
+    assert all(module.training is training for module in model.modules())
+
+
+def test_bfloat16(new_model: Callable, tmp_path: Path, record_property: Callable) -> None:
+    """Runs, records valid traces, and its gap is finite: small, but far beyond that of fp32."""
+    new_model("qwen3").save_pretrained(tmp_path)
+    engine = make_engine("hf", model=tmp_path, policy=GKV, dtype="bfloat16", device="cpu")
+    assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
+    rollouts = engine.generate(PROMPTS, SAMPLING)
+    with torch.no_grad():
+        replayed = replay_logprobs(engine.model, rollouts)
+    gap = max(
+        float((ours - torch.tensor(r.model_logprobs)).abs().max()) for ours, r in zip(replayed, rollouts, strict=True)
+    )
+    record_property("bf16 gap", gap)
+    assert math.isfinite(gap) and 1e-5 < gap < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "sglang"}, "unknown engine 'sglang'"),
+        ({"policy": "g-kv"}, "unknown cache policy 'g-kv'.*did you mean 'gkv'"),
+        ({"policy": "gkv"}, "needs a budget"),
+        ({"policy": {**GKV, "bugdet": 3}}, "no parameter 'bugdet'.*did you mean 'budget'"),
+        ({"policy": {**GKV, "window": 12}}, "must exceed window"),
+        ({"max_batch": 0}, "max_batch must be >= 1"),
+        ({"dtype": "float99"}, "float99"),
+        ({"max_bach": 3}, "max_bach"),
+    ],
+    ids=lambda case: str(case) if isinstance(case, dict) else "",
+)
+def test_what_make_engine_refuses(options: dict, message: str, new_model: Callable, tmp_path: Path) -> None:
+    """Every mistake of a user is a ValueError that names it."""
+    model = new_model("qwen3")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        make_engine(**{"kind": "hf", "model": tmp_path, "policy": GKV, **options})
+
+
+def test_an_unsupported_model_is_refused(new_model: Callable) -> None:
+    model = new_model("llama", attention_dropout=0.1)
+    with pytest.raises(ValueError, match="attention_dropout must be 0"):
+        make_engine("hf", model=model, policy=GKV)
+
+
+def test_close_lets_the_model_go(new_model: Callable) -> None:
+    engine = make_engine("hf", model=new_model("qwen3"), policy=GKV)
+    engine.close()
+    assert not hasattr(engine, "model")

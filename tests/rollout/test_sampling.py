@@ -1,0 +1,159 @@
+"""The sampler against independent references: which distribution it draws from, what it reports, how it is seeded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rollout import SamplingConfig, make_engine
+from rollout.sampling import BLOCK, Uniforms, sample, sequence_seed
+from sparse_rl.attention import NO_MASK, dense_logprobs, replay_logprobs
+from sparse_rl.attention.reference import DenseView
+
+SETTINGS = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.7},
+    {"top_k": 5},
+    {"top_k": 1},
+    {"top_k": 1000},
+    {"top_p": 0.8},
+    {"top_p": 0.05},
+    {"top_p": 0.7, "top_k": 9, "temperature": 0.8},
+    {"top_p": 0.95, "top_k": 3},
+]
+
+
+def reference(
+    logits: list[float], temperature: float = 1.0, top_p: float = 1.0, top_k: int | None = None
+) -> list[float]:
+    """The distribution to draw from, one token at a time in Python floats: temperature, then top-k, then top-p."""
+    weights = [math.exp((x - max(logits)) / temperature) for x in logits]
+    ranked = sorted(range(len(weights)), key=lambda i: -weights[i])[:top_k]
+    total, kept, mass = sum(weights[i] for i in ranked), [], 0.0
+    for i in ranked:
+        if mass >= top_p * total:
+            break
+        kept.append(i)
+        mass += weights[i]
+    return [weights[i] / mass if i in kept else 0.0 for i in range(len(weights))]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_tokens_follow_the_distribution(setting: dict) -> None:
+    """On an even grid of N uniforms every token comes up N p times, to within one; another p is refused."""
+    torch.manual_seed(0)
+    logits, n = 2 * torch.randn(40), 20_000
+    grid = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    tokens, logprobs, model_logprobs = sample(logits.expand(n, -1), SamplingConfig(max_tokens=1, **setting), grid)
+    counts = torch.bincount(tokens, minlength=40).double()
+    wanted = torch.tensor(reference(logits.tolist(), **setting), dtype=torch.float64)
+    assert (counts - n * wanted).abs().max() <= 1.01
+    torch.testing.assert_close(logprobs.double(), wanted.log()[tokens], rtol=0, atol=1e-5)
+    uncut = torch.tensor(reference(logits.tolist(), setting.get("temperature", 1.0)), dtype=torch.float64)
+    torch.testing.assert_close(model_logprobs.double(), uncut.log()[tokens], rtol=0, atol=1e-5)
+
+    other = torch.tensor(reference(logits.tolist(), 1.1, 0.9, 8), dtype=torch.float64)
+    assert (counts - n * other).abs().max() > 20
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
+def test_no_draw_falls_outside(uniform: float) -> None:
+    """At the ends of the unit interval, too, the token is one that the distribution has."""
+    logits = torch.tensor([[-3.0, 1.0, 1.1, -4.0]])
+    draw = torch.tensor([uniform], dtype=torch.float64)
+    token, logprob, _ = sample(logits, SamplingConfig(max_tokens=1, top_k=2), draw)
+    assert int(token) == (1 if uniform == 0 else 2) and logprob.isfinite().all()
+
+
+def test_greedy_takes_the_first_of_the_best_and_reports_temperature_one() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, -1.0, 0.0, 5.0]])
+    tokens, logprobs, model_logprobs = sample(logits, SamplingConfig(max_tokens=1, temperature=0, top_k=1), None)
+    assert tokens.tolist() == [1, 0]
+    assert torch.equal(logprobs, logits.log_softmax(-1)[[0, 1], [1, 0]]) and torch.equal(logprobs, model_logprobs)
+
+
+def test_a_sequence_has_its_own_uniforms() -> None:
+    """A stream depends on its seed alone: not on its neighbours, nor on when they leave, across blocks."""
+    steps = BLOCK + 40
+    together, alone = Uniforms([11, 12, 13], torch.device("cpu")), Uniforms([13], torch.device("cpu"))
+    ours = []
+    for step in range(steps):
+        if step == 100:
+            together.select([2, 0])
+        ours.append(float(together.at(step)[2 if step < 100 else 0]))
+    theirs = [float(alone.at(step)[0]) for step in range(steps)]
+    assert ours == theirs
+    assert len(set(ours)) == steps
+    twelve = Uniforms([12], torch.device("cpu"))
+    assert [float(twelve.at(step)[0]) for step in range(100)] != theirs[:100]
+
+
+def test_seeds_are_of_seed_prompt_and_sample() -> None:
+    cases = [
+        (seed, tuple(prompt), i) for seed in (0, 1) for prompt in ([1, 23], [12, 3], [123], [1, 2, 3]) for i in (0, 1)
+    ]
+    assert len({sequence_seed(*case) for case in cases}) == len(cases)
+    assert sequence_seed(7, [1, 2], 3) == sequence_seed(7, (1, 2), 3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"top_k": 0}, "top_k"),
+        ({"n": 0}, "n must"),
+    ],
+)
+def test_bad_settings_are_refused(setting: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingConfig(**{"max_tokens": 4, **setting})
+
+
+def test_truncated_support() -> None:
+    assert not SamplingConfig(max_tokens=1).truncated_support
+    assert SamplingConfig(max_tokens=1, top_p=0.9).truncated_support
+    assert SamplingConfig(max_tokens=1, top_k=4).truncated_support
+    assert not SamplingConfig(max_tokens=1, top_k=4, temperature=0).truncated_support
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_an_engine_reports_the_distribution_it_drew_from(
+    setting: dict, model_of: Callable, policy_of: Callable, prompts_of: Callable
+) -> None:
+    """logprobs: after temperature, top-k and top-p; model_logprobs: temperature alone. From the dense reference."""
+    model = model_of("qwen3")
+    engine = make_engine("hf", model=model, policy=policy_of("morphkv", budget=12, window=4, period=3))
+    rollouts = engine.generate(prompts_of("qwen3", [17, 3]), SamplingConfig(20, seed=3, ignore_eos=True, **setting))
+    temperature = setting.get("temperature", 1.0)
+    with torch.no_grad():
+        for r in rollouts:
+            ids = torch.tensor([r.prompt_ids + r.completion_ids])
+            logits = model(input_ids=ids, attention_mask=NO_MASK, kv_view=DenseView(r.trace), use_cache=False).logits[0]
+            for token, row, ours in zip(r.completion_ids, logits[len(r.prompt_ids) - 1 :], r.logprobs, strict=False):
+                assert abs(math.log(reference(row.tolist(), **setting)[token]) - ours) <= 1e-5
+        for r, replayed in zip(rollouts, replay_logprobs(model, rollouts, temperature), strict=True):
+            model_logprobs = torch.tensor(r.model_logprobs)
+            assert (replayed - model_logprobs).abs().max() <= 1e-5
+            dense = dense_logprobs(model, r.prompt_ids, r.completion_ids, r.trace, temperature)
+            assert (dense - model_logprobs).abs().max() <= 1e-5
+        other = replay_logprobs(model, rollouts, temperature * 1.05)
+        assert (other[0] - torch.tensor(rollouts[0].model_logprobs)).abs().max() > 1e-3
+
+
+def test_greedy_is_scored_at_temperature_one(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
+    model = model_of("qwen3")
+    engine = make_engine("hf", model=model, policy=policy_of("tova", budget=12))
+    (r,) = engine.generate(prompts_of("qwen3", [17]), SamplingConfig(20, temperature=0, ignore_eos=True))
+    with torch.no_grad():
+        for temperature in (0.0, 1.0):
+            assert (replay_logprobs(model, [r], temperature)[0] - torch.tensor(r.logprobs)).abs().max() <= 1e-5
+            dense = dense_logprobs(model, r.prompt_ids, r.completion_ids, r.trace, temperature)
+            assert (dense - torch.tensor(r.logprobs)).abs().max() <= 1e-5
+        assert (replay_logprobs(model, [r], 0.9)[0] - torch.tensor(r.logprobs)).abs().max() > 1e-3

@@ -1,0 +1,109 @@
+"""The invariant (DESIGN §2): replayed under its trace, every sampled token has the log-prob that the sampler saw.
+
+One matrix over policies, periods and models. Wrong traces are the controls: each must be far from the sampler.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rollout import Rollout, SamplingConfig, make_engine
+from sparse_rl.attention import dense_logprobs, replay_logprobs
+from sparse_rl.policies import POLICIES, Policy
+from sparse_rl.trace import NEVER, EvictionTrace
+
+TRAINED = "stories260K"
+MODELS = ("qwen2", "qwen3", "llama", TRAINED)
+CELLS = [
+    (policy, period)
+    for policy in POLICIES
+    for period in ((1, 8) if "period" in inspect.signature(POLICIES[policy].__init__).parameters else (1,))
+]
+BUDGET = 20
+LENGTHS = (1, 4, 11, 19, 20, 28, 41, 66)  # shorter and longer than the budget; budget, and budget + period
+TOKENS = 30
+TOLERANCE = 1e-5
+
+
+def gap(logprobs: Sequence[torch.Tensor], rollouts: Sequence[Rollout]) -> float:
+    """max |log-prob - the sampler's| over all tokens of all rollouts."""
+    return max(
+        float((ours.detach() - torch.tensor(r.model_logprobs)).abs().max())
+        for ours, r in zip(logprobs, rollouts, strict=True)
+    )
+
+
+def shifted(evict_at: torch.Tensor, by: int) -> torch.Tensor:
+    return torch.where(evict_at < NEVER, evict_at + by, NEVER).to(torch.int32)
+
+
+def wrong_traces(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    """The rollouts with traces that are wrong in one way each, by name."""
+    right = [r.trace.evict_at for r in rollouts]
+    wrong = {
+        "evict_at + 1": [shifted(e, 1) for e in right],
+        "evict_at - 1": [shifted(e, -1) for e in right],
+        "causal": [torch.full_like(e, NEVER) for e in right],
+    }
+    if any(not torch.equal(e, e.roll(1, dims=1)) for e in right):
+        wrong["heads swapped"] = [e.roll(1, dims=1) for e in right]
+    return {
+        name: [replace(r, trace=EvictionTrace(e, validate=False)) for r, e in zip(rollouts, traces, strict=True)]
+        for name, traces in wrong.items()
+    }
+
+
+def check_cell(
+    model: PreTrainedModel,
+    policy: Policy,
+    prompts: list[list[int]],
+    least: float,
+    record_property: Callable,
+) -> None:
+    """Sample; replay (and the dense reference) within TOLERANCE; wrong traces >= `least` and >= 100 x the gap away."""
+    sampling = SamplingConfig(max_tokens=TOKENS, seed=1, ignore_eos=True)
+    rollouts = make_engine("hf", model=model, policy=policy).generate(prompts, sampling)
+    with torch.no_grad():
+        dense = [dense_logprobs(model, r.prompt_ids, r.completion_ids, r.trace) for r in rollouts]
+        own = max(gap(replay_logprobs(model, rollouts), rollouts), gap(dense, rollouts))
+        record_property("gap", own)
+        assert own <= TOLERANCE
+
+        evicted = [bool((r.trace.evict_at < NEVER).any()) for r in rollouts]
+        if policy.name == "full":
+            assert not any(evicted)
+            return
+        assert all(evicted), "a row where nothing is evicted shows nothing"
+        for name, wrong in wrong_traces(rollouts).items():
+            far = gap(replay_logprobs(model, wrong), rollouts)
+            record_property(name, far)
+            assert far >= max(100 * own, least), f"{name}: {far:.1e} does not tell it from the right trace, {own:.1e}"
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+@pytest.mark.parametrize(("policy_name", "period"), CELLS)
+def test_replay_equals_sampling(
+    policy_name: str,
+    period: int,
+    model_name: str,
+    model_of: Callable,
+    policy_of: Callable,
+    prompts_of: Callable,
+    record_property: Callable,
+) -> None:
+    policy = policy_of(policy_name, budget=BUDGET, window=4, period=period)
+    prompts, trained = prompts_of(model_name, LENGTHS), model_name == TRAINED
+    check_cell(model_of(model_name), policy, prompts, 1e-3 if trained else 0.0, record_property)
+
+
+def test_kv_heads_evict_differently(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
+    """The control "heads swapped" is not idle: a method that scores per kv head differs between them."""
+    engine = make_engine("hf", model=model_of("qwen3"), policy=policy_of("gkv", budget=BUDGET, window=4, period=8))
+    rollouts = engine.generate(prompts_of("qwen3", LENGTHS), SamplingConfig(max_tokens=TOKENS, seed=1, ignore_eos=True))
+    assert "heads swapped" in wrong_traces(rollouts)
