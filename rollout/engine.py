@@ -21,7 +21,7 @@ class SamplingConfig:
 
     temperature 0 is greedy (log-probs are then those at temperature 1). Sampling is seeded per (seed, prompt, sample
     index): the place in the batch, the batch's size and its order change nothing. seed None draws a fresh one.
-    stop_token_ids None means the model's own end-of-sequence tokens (none, with ignore_eos); a stop token is part of the
+    stop_token_ids None means the model's own end-of-sequence tokens (with ignore_eos none); a stop token is part of the
     completion.
     """
 

@@ -27,6 +27,9 @@ from sparse_rl.attention import NO_MASK, adopt
 from sparse_rl.policies import Policy
 from sparse_rl.trace import EvictionTrace
 
+# A matrix product over 1 to 3 rows takes another kernel on a CPU and rounds otherwise; a trained model amplifies that.
+LEAST_ROWS = 4
+
 
 @dataclass
 class Sequence_:
@@ -137,6 +140,8 @@ class HFEngine:
         device = next(self.model.parameters()).device
         stop = self._stop_tokens(sampling)
         cache = EvictingCache(self.policy)
+        filler = [Sequence_(-1, rows[0].prompt, 0, tokens=[0], finish_reason="length")] * (LEAST_ROWS - len(rows))
+        rows = [*rows, *filler]
         logits = self._prefill(rows, cache, device)
         uniforms = Uniforms([row.seed for row in rows], device)
         for step in range(sampling.max_tokens):
@@ -161,44 +166,41 @@ class HFEngine:
             active = [row.finish_reason is None for row in rows]
             if not any(active):
                 return
-            if sum(active) <= len(rows) // 2:
-                alive = [i for i, is_active in enumerate(active) if is_active]
-                cache.select(alive)
-                uniforms.select(alive)
-                rows = [rows[i] for i in alive]
-                active = [True] * len(rows)
+            if sum(active) <= len(rows) // 2 and len(rows) > LEAST_ROWS:
+                stay = sorted(range(len(rows)), key=lambda i: not active[i])[: max(sum(active), LEAST_ROWS)]
+                cache.select(stay)
+                uniforms.select(stay)
+                rows, active = [rows[i] for i in stay], [active[i] for i in stay]
             cache.begin_decode(active, device)
             ids = torch.tensor([[row.tokens[-1]] for row in rows], device=device)
             positions = torch.tensor([[n - 1] for n in cache.seen], device=device)
-            logits = self._forward(ids, positions, cache)[:, 0]
+            logits = self._logits(self._hidden(ids, positions, cache)[:, 0])
 
     def _prefill(self, rows: list[Sequence_], cache: EvictingCache, device: torch.device) -> torch.Tensor:
         """Prefill each distinct prompt once, fork the cache to its samples, and return the last logits [B, V]."""
         prompts = list(dict.fromkeys(tuple(row.prompt) for row in rows))
         lengths = [len(p) for p in prompts]
-        ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
+        width = max(LEAST_ROWS, *lengths)
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
         for i, prompt in enumerate(prompts):
             ids[i, : len(prompt)] = torch.tensor(prompt)
         cache.begin_prefill(lengths, device)
-        positions = torch.arange(max(lengths), device=device)[None]
+        hidden = self._hidden(ids.to(device), torch.arange(width, device=device)[None], cache)
         last = torch.tensor(lengths, device=device) - 1
-        logits = self._forward(ids.to(device), positions, cache, last)[:, 0]
         place = {prompt: i for i, prompt in enumerate(prompts)}
         fork = [place[tuple(row.prompt)] for row in rows]
         if fork != list(range(len(prompts))):
             cache.select(fork)
-            logits = logits[torch.tensor(fork, device=device)]
-        return logits
+        return self._logits(hidden[torch.arange(len(prompts), device=device), last][fork])
 
-    def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, cache: EvictingCache, last: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Logits [B, 1, V] at column `last` of each row (default: the only one); no others are computed."""
-        hidden = self.model.get_decoder()(
-            input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=cache, use_cache=False
-        ).last_hidden_state
-        if last is not None:
-            hidden = hidden[torch.arange(len(last), device=last.device), last][:, None]
+    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, cache: EvictingCache) -> torch.Tensor:
+        """The decoder's last hidden states [B, T, hidden] of ids [B, T]."""
+        decoder = self.model.get_decoder()
+        out = decoder(input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=cache, use_cache=False)
+        return out.last_hidden_state
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] of one position per row; no others are computed."""
         return self.model.get_output_embeddings()(hidden)
 
     def _stop_tokens(self, sampling: SamplingConfig) -> set[int]:

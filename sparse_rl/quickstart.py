@@ -29,6 +29,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from sparse_rl.console import configure, quiet_loading
+
 BUDGETS = (32, 40, 48, 64)
 AIM = (0.25, 0.5)  # accuracy under eviction before RL: room to learn, and something to reinforce
 LEAST = 0.18  # runs that start nearer to chance (0.10) often stay there
@@ -196,6 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--slots", type=int, default=min(2, os.cpu_count() or 1), help="stages run at a time")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread a stage is fastest at this size
+    configure(verbose=False)
+    quiet_loading(verbose=False)
     start = time.monotonic()
     console.print(f"sparse-rl quickstart: seeds {options.seeds}, {options.slots} stages at a time, in {options.out}")
     stages = Stages(options.slots)

@@ -59,7 +59,7 @@ def test_a_long_prompt_is_let_go(
 @pytest.mark.parametrize("policy_name", EVICTING)
 def test_decoding_is_bounded(policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
     """The peak is at most budget + period entries per sequence, however long the completion; the full cache grows."""
-    model, prompts = model_of("qwen3"), prompts_of("qwen3", [90, 40, 3])
+    model, prompts = model_of("qwen3"), prompts_of("qwen3", [90, 40, 3, 17])
 
     def peak(policy: Policy, tokens: int) -> int:
         engine = make_engine("hf", model=model, policy=policy)
