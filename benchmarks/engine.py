@@ -82,8 +82,12 @@ def main() -> None:
             run["tokens_per_second"] / full["tokens_per_second"] for run, full in zip(runs, seen["full"], strict=True)
         ]
         rows.append({"case": name, **median, "ratio_to_full": statistics.median(pairs), "runs": runs})
-    machine = {"machine": platform.processor() or platform.machine(), "threads": torch.get_num_threads(), "device": device,
-               "torch": torch.__version__}  # fmt: skip
+    machine = {
+        "machine": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "device": device,
+        "torch": torch.__version__,
+    }
     shape = {**SHAPE, "batch": BATCH, "prompt": PROMPT, "generated": options.tokens}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({"shape": shape, "machine": machine, "rows": rows}, indent=2) + "\n")

@@ -186,7 +186,8 @@ def report(rows: list[dict[str, Any]], out: Path, seconds: float) -> None:
         f"worst {min(rise):+.2f}, {min(ahead):+.2f}, {min(control):+.2f})"
     )
     console.print(
-        f"Sampler against trainer, max |Δlogp|: {gaps['rl_sparse']:.1e} replayed, {gaps['rl_mismatch']:.1e} mismatched. "
+        f"Sampler against trainer, max |Δlogp|: {gaps['rl_sparse']:.1e} replayed, "
+        f"{gaps['rl_mismatch']:.1e} mismatched. "
         f"{seconds / 60:.1f} minutes. {out / 'results.json'}, learning_curves.png, replay_gap.png"
     )
 
