@@ -1,0 +1,92 @@
+"""All that can be checked of a training recipe before a model is loaded: `sparse-rl train --dry-run`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+from sparse_rl.recipe import GRPORecipe, Recipe, RecipeError, SFTRecipe
+
+NOT_CHECKED = (
+    "the weights; whether it fits (sparse-rl doctor RECIPE); rewards at work; DeepSpeed and several processes; "
+    "trainer options beyond their types"
+)
+
+
+def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str, str]]:
+    """(what, finding) of everything checked, in order. Raises RecipeError at the first thing that is wrong."""
+    from sparse_rl.attention import cache_shape
+    from sparse_rl.data import load_data
+    from sparse_rl.models import load_config, load_tokenizer
+    from sparse_rl.policies import make_policy
+
+    if not isinstance(recipe, GRPORecipe | SFTRecipe):
+        raise RecipeError(f"a recipe of kind {recipe.kind} is not trained; use sparse-rl {recipe.kind}", "kind")
+    found = [("recipe", f"{recipe.kind}, into {recipe.output_dir}")]
+    for backend in recipe.report_to:
+        if importlib.util.find_spec(backend) is None:
+            raise RecipeError(f"{backend} is not installed; install it, or remove it here", "report_to")
+    config = load_config(recipe.model)
+    layers, kv_heads, head_dim = cache_shape(config)
+    found.append(("model", f"{recipe.model}: {config.model_type}, {layers} layers, {kv_heads} kv heads of {head_dim}"))
+    if isinstance(recipe, GRPORecipe):
+        found.append(("cache", repr(make_policy(recipe.cache))))
+        found.append(("rewards", _rewards(recipe)))
+    tokenizer = load_tokenizer(recipe.model)
+    require = ("prompt", "completion") if isinstance(recipe, SFTRecipe) else ("prompt",)
+    data = load_data(recipe.data, tokenizer, require=require)
+    found.append(("data", f"{len(data)} rows, with {', '.join(data.column_names)}"))
+    found.append(("batch", _batch(recipe, len(data))))
+    if isinstance(recipe, GRPORecipe) and recipe.validation is not None:
+        source = dataclasses.replace(recipe.validation.data, limit=recipe.validation.problems)
+        held_out = load_data(source, tokenizer, where="validation.data")
+        found.append(("validation", f"{len(held_out)} problems every {recipe.validation.every} steps"))
+    if resume is not None:
+        found.append(("resume", str(checkpoint_of(recipe, resume))))
+    return found
+
+
+def checkpoint_of(recipe: Recipe, resume: str) -> Path:
+    """The checkpoint that `--resume` means: a directory, or "newest"."""
+    from trainer.rundir import newest_checkpoint
+
+    folder = newest_checkpoint(recipe.output_dir) if resume == "newest" else Path(resume)
+    if not (folder / "trainer_state.json").is_file():
+        raise RecipeError(f"{folder} is not a checkpoint: it has no trainer_state.json", "--resume")
+    return folder
+
+
+def _rewards(recipe: GRPORecipe) -> str:
+    from rewards import make_rewards
+
+    try:
+        functions, weights = make_rewards(recipe.rewards)
+    except ValueError as error:
+        raise RecipeError(str(error), "rewards") from error
+    names = [getattr(function, "__name__", type(function).__name__) for function in functions]
+    return ", ".join(f"{name} × {weight:g}" for name, weight in zip(names, weights, strict=True))
+
+
+def _batch(recipe: GRPORecipe | SFTRecipe, rows: int) -> str:
+    """The arithmetic of batches in words; an error where the data do not fill one generation."""
+    ranks, accumulated = recipe.launch.processes, recipe.gradient_accumulation_steps
+    update = recipe.per_device_train_batch_size * ranks * accumulated
+    if isinstance(recipe, SFTRecipe):
+        per_epoch = -(-rows // update)
+        steps = recipe.max_steps if recipe.max_steps > 0 else max(1, round(per_epoch * recipe.num_train_epochs))
+        return f"{update} rows a step, {per_epoch} steps an epoch, {steps} steps"
+    generated = recipe.per_device_train_batch_size * ranks * (recipe.steps_per_generation or accumulated)
+    prompts = generated // recipe.num_generations
+    if rows < prompts:
+        raise RecipeError(
+            f"holds {rows} prompts, but one generation takes {prompts} (per_device_train_batch_size × "
+            "processes × steps / num_generations); lower the batch, or add data",
+            "data",
+        )
+    completions = (rows // prompts) * generated * recipe.num_iterations
+    per_epoch = completions // update
+    steps = recipe.max_steps if recipe.max_steps > 0 else max(1, round(per_epoch * recipe.num_train_epochs))
+    return (
+        f"{prompts} prompts × {recipe.num_generations} samples a generation, {update} completions a step, {steps} steps"
+    )

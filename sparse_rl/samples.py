@@ -1,0 +1,134 @@
+"""Sampling from a recipe: its model, cache, prompts and sampling parameters, as `rollout` and `eval` need them."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparse_rl.recipe import DataConfig, EvalRecipe, GRPORecipe, Recipe, RecipeError
+
+if TYPE_CHECKING:
+    from rollout import Rollout, SamplingConfig
+    from sparse_rl.policies import Policy
+
+
+def sample(recipe: GRPORecipe | EvalRecipe, folder: Path, problems: int = 8) -> list[Rollout]:
+    """Rollouts of the recipe's first problems under its cache; completions.jsonl and traces.safetensors in `folder`."""
+    from rollout import make_engine
+    from sparse_rl.data import load_data
+    from sparse_rl.models import load_config, load_tokenizer, model_fingerprint
+    from sparse_rl.policies import fingerprint, make_policy
+    from sparse_rl.trace import save_traces
+
+    if isinstance(recipe, EvalRecipe):
+        policy, count = eval_policies(recipe)[0], recipe.samples
+        name, data = next(iter(recipe.tasks.items()))
+        where = f"tasks.{name}"
+    else:
+        policy, count, data, where = make_policy(recipe.cache), recipe.num_generations, recipe.data, "data"
+    config, tokenizer = load_config(recipe.model), load_tokenizer(recipe.model)
+    source = load_data(data, tokenizer, where=where)
+    source = source.select(range(min(problems, len(source))))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"{folder} cannot be written: {error}", "--out") from error
+    engine = make_engine(
+        engine_kind(recipe),
+        model=load_model(recipe),
+        policy=policy,
+        max_batch=recipe.rollout.max_batch,
+        progress=recipe.rollout.progress,
+    )
+    sampling = sampling_of(recipe, count)
+    rollouts: list[Rollout] = []
+    with (folder / "completions.jsonl").open("w") as log:
+        for indices, part, _ in sampled(engine, source, tokenizer, data, sampling, len(source)):
+            texts = tokenizer.batch_decode([r.completion_ids for r in part], skip_special_tokens=True)
+            prompts = [source[i]["prompt"] for i in indices for _ in range(count)]
+            for prompt, text, rollout in zip(prompts, texts, part, strict=True):
+                log.write(json.dumps({"prompt": prompt, "completion": text, **facts(rollout)}) + "\n")
+            rollouts += part
+    made_by = {"model": model_fingerprint(config), "policy": fingerprint(policy)}
+    save_traces(folder / "traces.safetensors", [r.trace for r in rollouts], made_by)
+    return rollouts
+
+
+def eval_policies(recipe: EvalRecipe) -> list[Policy]:
+    """The caches of a recipe; where it names none, the one that the model's directory carries, or the full cache."""
+    from sparse_rl.models import load_config, saved_policy
+    from sparse_rl.policies import make_policy
+
+    load_config(recipe.model)
+    blocks = recipe.caches()
+    return [make_policy(saved_policy(recipe.model) or "full" if block is None else block) for block in blocks]
+
+
+def sampling_of(recipe: GRPORecipe | EvalRecipe, n: int) -> SamplingConfig:
+    from rollout import SamplingConfig
+
+    return SamplingConfig(
+        max_tokens=recipe.max_completion_length,
+        temperature=recipe.temperature,
+        top_p=recipe.top_p,
+        top_k=recipe.top_k,
+        n=n,
+        seed=recipe.seed,
+    )
+
+
+def load_model(recipe: Recipe) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=getattr(torch, recipe.dtype))
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"the weights of {recipe.model} cannot be read: {str(error).splitlines()[0]}", "model"
+        ) from error
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(device).eval()  # type: ignore[arg-type]  # a decorator hides the signature
+
+
+def engine_kind(recipe: GRPORecipe | EvalRecipe) -> str:
+    return "hf" if recipe.rollout.engine == "auto" else recipe.rollout.engine
+
+
+def sampled(
+    engine: Any, data: Any, tokenizer: Any, config: DataConfig, sampling: SamplingConfig, at_once: int | None = None
+) -> Iterator[tuple[list[int], list[Rollout], float]]:
+    """(problems, their rollouts, seconds) in parts of a few full batches, so that traces need not all be held.
+
+    Equal prompts stay in one part: the engine tells their samples apart only within one call.
+    """
+    from sparse_rl.data import prompt_ids
+
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, prompt in enumerate(data["prompt"]):
+        ids = tuple(prompt_ids(prompt, tokenizer, config.thinking))
+        if not ids:
+            raise RecipeError(f"the prompt of problem {i + 1} has no tokens; drop it")
+        groups.setdefault(ids, []).append(i)
+    size = at_once or math.lcm(sampling.n, engine.max_batch) // sampling.n
+    part: list[tuple[int, tuple[int, ...]]] = []
+    for number, (ids, indices) in enumerate(groups.items(), start=1):
+        part += [(i, ids) for i in indices]
+        if len(part) >= size or number == len(groups):
+            start = time.perf_counter()
+            rollouts = engine.generate([list(ids) for _, ids in part], sampling)
+            yield [i for i, _ in part], rollouts, time.perf_counter() - start
+            part = []
+
+
+def facts(rollout: Rollout) -> dict[str, Any]:
+    return {
+        "finish_reason": rollout.finish_reason,
+        "tokens": len(rollout.completion_ids),
+        "retention": rollout.trace.retention(),
+        "mean_logprob": sum(rollout.logprobs) / len(rollout.logprobs),
+    }

@@ -1,0 +1,415 @@
+"""The command: what it prints, its exit statuses, and one clear line for whatever a user can get wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from sparse_rl import console
+from sparse_rl.cli import main, parse
+from sparse_rl.console import Session, guarded, mendable, training_line
+from sparse_rl.plots import histogram, run_labels, smooth
+from sparse_rl.recipe import RecipeError
+from sparse_rl.running_sum import save_untrained
+from sparse_rl.trace import EvictionTrace, TraceError, save_traces
+from trainer.mismatch import ReplayGapError
+
+RECIPE = """
+kind: grpo
+model: {model}
+output_dir: {out}
+dtype: float32
+data: {{synthetic: {{task: running_sum, size: 64}}}}
+rewards: [boxed]
+cache: {{policy: streaming, budget: 16, period: 4}}
+max_steps: 1
+per_device_train_batch_size: 4
+num_generations: 2
+max_completion_length: 24
+gradient_checkpointing: false
+save_steps: 0
+"""
+EVAL = """
+kind: eval
+model: {model}
+output_dir: {out}
+dtype: float32
+tasks: {{sums: {{synthetic: {{task: running_sum, size: 4, split: evaluation}}}}}}
+accuracy: boxed
+samples: 2
+max_completion_length: 20
+sweep: {{policy: [streaming, full], budget: [16]}}
+"""
+SFT = """
+kind: sft
+model: {model}
+output_dir: {out}
+dtype: float32
+data: {{synthetic: {{task: running_sum, size: 8}}}}
+max_steps: 1
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_untrained(folder, 0)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch):
+    """A command sets up its process: environment, loggers, warnings. Undone, so that other tests see none of it."""
+    loggers = {name: logging.getLogger(name) for name in console.OURS}
+    before = {name: (logger.level, list(logger.handlers)) for name, logger in loggers.items()}
+    for key in (*console.QUIET, "TOKENIZERS_PARALLELISM", "DS_ACCELERATOR", "RANK", "WANDB_MODE"):
+        monkeypatch.setenv(key, "")  # so that it is put back
+        monkeypatch.delenv(key)
+    with warnings.catch_warnings():
+        yield
+    for name, (level, handlers) in before.items():
+        loggers[name].setLevel(level)
+        loggers[name].handlers[:] = handlers
+
+
+@pytest.fixture
+def here(tmp_path, model, monkeypatch):
+    """An empty working directory with grpo.yaml, eval.yaml and sft.yaml; their output_dir is out/."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("grpo", RECIPE), ("eval", EVAL), ("sft", SFT)):
+        (tmp_path / f"{name}.yaml").write_text(text.format(model=model, out=tmp_path / "out"))
+    return tmp_path
+
+
+def fails(capsys, *arguments, status=2):
+    """The one line that a failing command says."""
+    assert main(list(arguments)) == status
+    err = capsys.readouterr().err.strip()
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("sparse-rl: error: ")
+    return err
+
+
+def metrics(folder, values, name="reward"):
+    folder.mkdir(parents=True)
+    lines = [{"step": i + 1, name: v, "replay/gap_mean": 1e-7, "replay/gap_max": 1e-6} for i, v in enumerate(values)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "nowhere.yaml"], "nowhere.yaml: neither a file nor a shipped recipe"),
+        (["train", "grpo.yaml", "learning_rat=1"], "learning_rat: unknown key; did you mean learning_rate?"),
+        (["train", "grpo.yaml", "max_steps=many"], "max_steps: expected a whole number"),
+        (["train", "grpo.yaml", "learning_rate"], "'learning_rate' is not of the form key=value"),
+        (["train", "grpo.yaml", "--epochs=2"], "unrecognised argument '--epochs=2'"),
+        (["inspect", "a.safetensors", "b=1"], "unrecognised argument 'b=1'"),
+        (["train", "grpo.yaml", "cache.policy=gvk"], "did you mean 'gkv'?"),
+        (["train", "grpo.yaml", "cache.budget=4", "cache.sinks=4"], "budget 4 must exceed"),
+        (["train", "grpo.yaml", "num_generations=3"], "groups must be whole"),
+        (["train", "grpo.yaml", "model=nobody"], "nobody is not a model directory"),
+        (["train", "grpo.yaml", "model=gpt2"], "is of type 'gpt2'; the supported families are"),
+        (["train", "grpo.yaml", "data={path: nothing.jsonl}"], "data.path: no such file: nothing.jsonl"),
+        (["train", "grpo.yaml", "data={path: empty.jsonl}"], "data.path: empty.jsonl is empty"),
+        (["train", "grpo.yaml", "rewards=[maths]"], "unknown reward 'maths': did you mean 'math'?"),
+        (["train", "grpo.yaml", "report_to=wandb_"], "report_to"),
+        (["train", "grpo.yaml", "--resume"], "holds no checkpoint to resume from"),
+        (["train", "grpo.yaml", "--resume", "elsewhere"], "elsewhere is not a checkpoint"),
+        (["train", "grpo.yaml", "data.synthetic.size=1"], "holds 1 prompts, but one generation takes 2"),
+        (["train", "eval.yaml"], "a recipe of kind eval is not trained"),
+        (["rollout", "sft.yaml"], "a recipe of kind sft has no cache"),
+        (["rollout", "grpo.yaml", "--problems", "0"], "expected a whole number >= 1"),
+        (["rollout", "grpo.yaml", "model=weightless"], "weightless cannot be read"),
+        (["eval", "grpo.yaml"], "it needs kind: eval"),
+        (["eval", "eval.yaml", "--model", "nobody"], "nobody is not a model directory"),
+        (["eval", "eval.yaml", "accuracy=maths"], "accuracy: unknown reward 'maths'"),
+        (["eval", "eval.yaml", "sweep.budget=[0]"], "sweep.budget[0]: expected a whole number >= 1"),
+        (["inspect", "nothing.safetensors"], "nothing.safetensors does not exist"),
+        (["inspect", "grpo.yaml"], "grpo.yaml cannot be read"),
+        (["plot", "."], "is not the directory of a run"),
+        (["doctor", "grpo.yaml", "model=nobody"], "nobody is not a model directory"),
+        (["dance"], "invalid choice: 'dance'"),
+    ],
+)
+def test_what_a_user_can_get_wrong_is_one_line_and_status_2(here, model, capsys, arguments, says):
+    for name, kind in (("nobody", None), ("gpt2", "gpt2")):
+        (here / name).mkdir()
+        if kind:
+            (here / name / "config.json").write_text(json.dumps({"model_type": kind}))
+    (here / "empty.jsonl").write_text("")
+    (here / "weightless").mkdir()
+    for file in model.iterdir():
+        if file.suffix != ".safetensors":
+            (here / "weightless" / file.name).write_text(file.read_text())
+    capsys.readouterr()
+    assert says in fails(capsys, *arguments)
+
+
+def test_a_process_of_several_leaves_the_line_to_the_first(here, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", "nowhere.yaml"]) == 2
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "0")
+    assert "neither a file" in fails(capsys, "train", "nowhere.yaml")
+
+
+def test_errors_are_checked_before_processes_start(here, capsys, monkeypatch):
+    started = []
+    monkeypatch.setattr("trainer.launch.launch", lambda *given: started.append(given) or 0)
+    arguments = ["train", "grpo.yaml", "launch.processes=2"]
+    assert "no such file" in fails(capsys, *arguments, "data={path: nothing.jsonl}") and not started
+    assert main(arguments) == 0
+    config, words = started[0]
+    assert config.processes == 2 and words == arguments
+    monkeypatch.setenv("RANK", "0")  # a process of the launch trains itself
+    monkeypatch.setattr("trainer.train.train", lambda recipe, resume: "model")
+    assert main(arguments) == 0 and len(started) == 1
+
+
+def test_errors_leave_their_traceback_in_the_run_directory(here, capsys):
+    fails(capsys, "train", "grpo.yaml", "data={path: nothing.jsonl}")
+    log = (here / "out" / "error.log").read_text()
+    assert "no such file: nothing.jsonl" in log and "Traceback" in log
+    fails(capsys, "train", "grpo.yaml", "--dry-run", "rewards=[maths]")
+    assert (here / "out" / "error.log").read_text() == log  # a dry run writes nothing
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [
+        (RecipeError("no\nsuch thing", "key"), 2, "sparse-rl: error: key: no such thing"),
+        (TraceError("bad trace"), 2, "sparse-rl: error: bad trace"),
+        (ReplayGapError("too far"), 1, "sparse-rl: stopped: too far"),
+        (KeyError("x"), 1, "sparse-rl: unexpected KeyError: 'x' (traceback in "),
+        (KeyboardInterrupt(), 130, "sparse-rl: interrupted"),
+    ],
+)
+def test_exit_statuses(tmp_path, capsys, monkeypatch, error, status, says):
+    session = Session()
+    session.folder = tmp_path / "run"
+    monkeypatch.setitem(globals(), "__name__", "trainer.example")  # as if raised by our own code
+
+    def work():
+        raise error
+
+    assert guarded(work, session) == status
+    assert capsys.readouterr().err.splitlines() in ([says], [f"{says}{session.folder / 'error.log'})"])
+    if status != 130:
+        assert type(error).__name__ in (session.folder / "error.log").read_text()
+
+
+def test_an_unexpected_error_without_a_run_directory_shows_its_traceback(capsys):
+    assert guarded(lambda: 1 // 0, Session()) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err and err.splitlines()[-1].startswith("sparse-rl: unexpected ZeroDivisionError")
+
+
+def test_only_errors_that_our_code_raises_are_the_users(tmp_path):
+    def raised(work):
+        with pytest.raises(ValueError) as caught:
+            work()
+        return mendable(caught.value)
+
+    from rollout import SamplingConfig, make_engine
+    from sparse_rl.policies import make_policy
+
+    assert raised(lambda: make_policy("nothing"))
+    assert raised(lambda: SamplingConfig(0))
+    assert raised(lambda: make_engine("no", model=None))
+    assert not raised(lambda: json.loads("{"))
+    assert not raised(lambda: int("x"))
+    assert not raised(lambda: dict(zip([1], [], strict=True)))
+
+
+def test_a_message_is_said_once_per_launch(tmp_path, capsys, monkeypatch):
+    """Whichever rank fails first says it; another launch, or another message, is said again."""
+    session = Session()
+    session.folder = tmp_path
+    said = []
+    for rank, port, text in ((1, "1", "a"), (0, "1", "a"), (2, "1", "b"), (1, "2", "a")):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("MASTER_PORT", port)
+        console._report(ReplayGapError(text), session)
+        said.append(capsys.readouterr().err.strip())
+    assert said == ["sparse-rl: stopped: a", "", "sparse-rl: stopped: b", "sparse-rl: stopped: a"]
+
+
+# ---- commands ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "resume", "overrides"),
+    [
+        (["a=1", "b=2"], None, ["a=1", "b=2"]),
+        (["--resume"], "newest", []),
+        (["--resume", "some/dir", "a=1"], "some/dir", ["a=1"]),
+        (["--resume", "a=1"], "newest", ["a=1"]),
+        (["a=1", "--resume", "some/dir", "b=2"], "some/dir", ["a=1", "b=2"]),
+        (["a=1", "--dry-run", "b=2"], None, ["a=1", "b=2"]),
+    ],
+)
+def test_overrides_stand_anywhere(words, resume, overrides):
+    options = parse(["train", "recipe.yaml", *words])
+    assert (options.resume, options.overrides) == (resume, overrides)
+
+
+def test_a_dry_run_says_what_it_found_and_what_it_left(here, capsys):
+    assert main(["train", "grpo.yaml", "--dry-run", "log_completions=true", "top_p=0.9"]) == 0  # one of TRL's keys
+    out, err = capsys.readouterr()
+    assert "2 prompts × 2 samples a generation, 4 completions a step, 1 steps" in out
+    assert "streaming(budget=16" in out and "boxed × 1" in out and "not checked" in out
+    assert err.startswith("sparse-rl: warning: top_p < 1") and not (here / "out").exists()
+    assert main(["train", "sft.yaml", "--dry-run"]) == 0
+    assert "8 rows" in capsys.readouterr().out
+
+
+def test_rollout_inspect_and_plot(here, capsys):
+    assert main(["rollout", "grpo.yaml", "--problems", "3", "rollout.progress=false"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("6 completions, ")
+    traces = str(here / "out" / "rollouts" / "traces.safetensors")
+    assert main(["inspect", traces]) == 0
+    out = capsys.readouterr().out
+    assert "6 traces, 2 layers × 2 kv heads" in out and '"policy": "streaming"' in out and "head 1" in out
+    assert main(["inspect", traces, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (
+        found["traces"] == 6 and len(found["kept_per_head"]) == 2 and found["fingerprint"]["model"].startswith("qwen3")
+    )
+    assert main(["plot", traces, "--out", "density.png"]) == 0
+    assert (here / "density.png").stat().st_size > 5000
+
+
+def test_inspect_summarises_a_large_trace(tmp_path, capsys):
+    save_traces(tmp_path / "t.safetensors", [EvictionTrace.dense(40, 20, 30)], {})
+    assert main(["inspect", str(tmp_path / "t.safetensors")]) == 0
+    out = capsys.readouterr().out
+    assert "mean" in out and "head 0" not in out and "every 3 layers of 40" in out and len(out.splitlines()) < 40
+
+
+def test_eval_prints_a_table(here, capsys):
+    assert main(["eval", "eval.yaml", "rollout.progress=false"]) == 0
+    out = capsys.readouterr().out
+    assert "streaming 16" in out and "full" in out and "pass@2" in out
+    rows = json.loads((here / "out" / "eval.json").read_text())["rows"]
+    assert [row["policy"] for row in rows] == ["streaming", "full"]
+
+
+def test_plots_of_runs(tmp_path, capsys):
+    first, second = metrics(tmp_path / "a" / "run", [0.1, 0.4, 0.3]), metrics(tmp_path / "b" / "run", [0.2])
+    assert main(["plot", str(first), str(second)]) == 0
+    drawn = capsys.readouterr().out.split()
+    assert drawn == [str(first / "plots" / "learning.png"), str(first / "plots" / "gap.png")]
+    assert main(["plot", str(first), "--out", str(tmp_path / "x.svg")]) == 0
+    svg = (tmp_path / "x.svg").read_text()
+    assert "<svg" in svg and (tmp_path / "x_gap.svg").exists()
+    assert "cannot be written" in fails(capsys, "plot", str(first), "--out", str(tmp_path / "x.nothing"))
+    assert main(["plot", str(metrics(tmp_path / "c", [3.0, 2.0], "loss"))]) == 0
+    assert "no reward and no loss" in fails(capsys, "plot", str(metrics(tmp_path / "d", [1.0], "other")))
+
+
+def test_the_parts_of_pictures(tmp_path):
+    assert smooth([1.0, 2.0, 6.0], 1) == [1.0, 2.0, 6.0]
+    assert smooth([1.0, 2.0, 6.0, 3.0], 3) == [1.0, 3.0, pytest.approx(11 / 3), 3.0]
+    assert list(run_labels([tmp_path / "a" / "x", tmp_path / "b" / "x"])) == ["a/x", "b/x"]
+    assert list(run_labels([tmp_path / "a", tmp_path / "b"])) == ["a", "b"]
+    lines = histogram([0.0, 0.5, 1.0], height=2)
+    assert lines[0].endswith("┤    ██") and lines[1].endswith("┤  ████")
+
+
+def test_doctor(here, capsys):
+    assert main(["doctor"]) == 0
+    assert "torch" in capsys.readouterr().out
+    assert main(["doctor", "grpo.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert "102,848 parameters" in out and "fits" in out and "streaming 16: 20 entries" in out
+    assert main(["doctor", "eval.yaml"]) == 0
+
+
+def test_a_training_log_is_a_line_to_read():
+    logs = {"loss": 0.01, "reward": 0.5, "replay/gap_max": 2e-7, "cache/retention": 0.352, "grad_norm": 3.0}
+    assert training_line(3, 40, logs) == "step 3/40  reward 0.500  loss 0.0100  gap max 2.0e-07  kept 35%"
+    assert training_line(3, 40, {"eval_reward": 0.25}) == "step 3/40  held out  reward 0.250"
+    assert training_line(3, 40, {"grad_norm": 3.0}) is None
+    assert training_line(40, 40, {"train_runtime": 12.3, "train_loss": 0.1}) == "40 steps in 12 s, mean loss 0.1000"
+
+
+# ---- as a user runs it ---------------------------------------------------------------------------------------------
+
+
+def run(here, *arguments):
+    path = os.pathsep.join([str(here), os.getcwd(), *sys.path])
+    command = [sys.executable, "-m", "sparse_rl.cli", *arguments]
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_the_command_starts_without_the_heavy_libraries(here):
+    heavy = "[m for m in ('torch', 'trl', 'transformers') if m in sys.modules]"
+    code = f"import sys; from sparse_rl.cli import main; main(['--help']); print({heavy})"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]" and "train" in done.stdout
+
+
+def test_a_missing_recipe_as_a_command(here):
+    done = run(here, "train", "nowhere.yaml")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and done.stdout == ""
+
+
+REWARD = "def fair(completions, **_):\n    return [float(len(c) % 2) for c in completions]\n"
+RAISES = "def unfair(completions, **_):\n    raise KeyError('no such\\nthing')\n"
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_says_so(here):
+    (here / "my_rewards.py").write_text(REWARD)
+    command = [sys.executable, "-m", "sparse_rl.cli", "train", "grpo.yaml", "max_steps=100000"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path]), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=here, env=environment, stdout=-1, stderr=-1, text=True) as running:
+        assert running.stdout.readline().startswith("step 1/100000")
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=60)
+    assert running.returncode == 130 and err == "sparse-rl: interrupted\n"
+
+
+@pytest.mark.slow
+def test_an_option_that_trl_refuses_is_the_users(here):
+    done = run(here, "train", "grpo.yaml", "log_completions_hub_repo=somewhere")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "log_completions is False" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_is_readable_and_quiet(here):
+    (here / "my_rewards.py").write_text(REWARD)
+    done = run(here, "train", "grpo.yaml", "max_steps=2", "rewards=[my_rewards:fair]")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in lines] == ["step", "step", "2", "model:"], done.stdout
+    assert done.stderr == ""
+    plotted = run(here, "plot", "out")
+    assert plotted.returncode == 0 and (here / "out" / "plots" / "gap.png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_reward_that_raises_is_one_line(here, processes):
+    (here / "my_rewards.py").write_text(RAISES)
+    done = run(here, "train", "grpo.yaml", "rewards=[my_rewards:unfair]", f"launch.processes={processes}")
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("sparse-rl: error: a reward function raised (of: unfair): KeyError")
+    assert "Traceback" in (here / "out" / "error.log").read_text()

@@ -1,0 +1,212 @@
+"""Evaluation: the estimators against enumeration, and every row against the completions it was made from."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from sparse_rl.evaluate import evaluate, mean_and_error, pass_at_k, table
+from sparse_rl.models import load_config, model_fingerprint, save_policy
+from sparse_rl.policies import fingerprint, make_policy
+from sparse_rl.recipe import RecipeError, make_recipe
+from sparse_rl.running_sum import build_model, save_untrained
+from sparse_rl.samples import eval_policies, sample
+from sparse_rl.trace import load_traces
+
+ACCURACY = '''
+def even(completions, answer, **_):
+    """Right where the text has an even length; no gold, no score."""
+    return [None if a == "none" else float(len(c) % 2 == 0) for c, a in zip(completions, answer)]
+
+def half(completions, **_):
+    return [0.5 for _ in completions]
+
+def broken(completions, **_):
+    raise KeyError("nothing\\nhere")
+
+def short(completions, **_):
+    return [1.0]
+
+def strange(completions, prompts, completion_ids, problem_id, log_metric, **_):
+    log_metric("seen", 1.0)
+    assert len(prompts) == len(completion_ids) == len(problem_id) == len(completions)
+    return [float(i) for i in problem_id]
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_untrained(folder, 0)
+    return folder
+
+
+@pytest.fixture
+def recipe_of(tmp_path, model, monkeypatch):
+    """recipe_of(rows, **keys) -> an eval recipe on these rows, with the functions above as accuracy."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evaluation_accuracy.py").write_text(ACCURACY)
+
+    def make(rows, accuracy="even", output_dir="out", **keys):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        mapping = {
+            "kind": "eval", "model": str(model), "output_dir": str(tmp_path / output_dir), "dtype": "float32",
+            "tasks": {"one": {"path": str(tmp_path / "rows.jsonl")}}, "accuracy": f"evaluation_accuracy:{accuracy}",
+            "samples": 4, "temperature": 1.0, "top_p": 1.0, "max_completion_length": 40,
+        }  # fmt: skip
+        return make_recipe({**mapping, **keys})
+
+    return make
+
+
+def rows_of(n, none=()):
+    return [{"prompt": f"Qa{i}b{9 - i}?", "answer": "none" if i in none else str(i), "problem_id": i} for i in range(n)]
+
+
+def completions(recipe_dir):
+    return [json.loads(line) for line in (recipe_dir / "out" / "eval_completions.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_pass_at_k_is_the_mean_over_all_subsets(n):
+    for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
+        samples = [True] * correct + [False] * (n - correct)
+        hits = [any(subset) for subset in itertools.combinations(samples, k)]
+        assert pass_at_k(n, correct, k) == pytest.approx(sum(hits) / len(hits))
+
+
+def test_the_standard_error_is_over_problems():
+    values = [0.0, 0.25, 1.0, 0.5]
+    mean, error = mean_and_error(values)
+    assert mean == statistics.mean(values) and error == pytest.approx(statistics.stdev(values) / 2)
+    assert mean_and_error([1.0]) == (1.0, None) and mean_and_error([]) == (None, None)
+    # the control: taking the samples of a problem as independent makes it smaller
+    samples = [1.0] * 8 + [0.0] * 8
+    assert mean_and_error(samples)[1] < mean_and_error([1.0, 0.0])[1]
+
+
+def test_a_row_is_what_its_completions_say(recipe_of, tmp_path):
+    recipe = recipe_of(rows_of(6, none={2}), sweep={"policy": ["streaming", "full"], "budget": [8]})
+    rows = evaluate(recipe, progress=False)
+    assert [(r.policy, r.budget) for r in rows] == [("streaming", 8), ("full", None)]
+    lines = completions(tmp_path)
+    assert len(lines) == 2 * 6 * 4
+    for row in rows:
+        mine = [line for line in lines if line["policy"] == row.policy]
+        by_problem = {i: [x["correct"] for x in mine if x["problem"] == i] for i in range(6)}
+        assert by_problem.pop(2) == [None] * 4
+        shares = [sum(flags) / 4 for flags in by_problem.values()]
+        assert (row.problems, row.excluded, row.samples) == (5, 1, 4)
+        assert row.accuracy == pytest.approx(statistics.mean(shares)) == row.pass_at_k[1]
+        assert row.standard_error == pytest.approx(statistics.stdev(shares) / 5**0.5)
+        assert row.pass_at_k[4] == pytest.approx(statistics.mean(any(f) for f in by_problem.values()))
+        assert list(row.pass_at_k) == [1, 2, 4]
+        assert row.retention == pytest.approx(statistics.mean(x["retention"] for x in mine))
+        right = [x["retention"] for x in mine if x["correct"]]
+        assert row.retention_correct == pytest.approx(statistics.mean(right))
+        assert row.length == pytest.approx(statistics.mean(x["tokens"] for x in mine))
+        assert row.truncated == pytest.approx(statistics.mean(x["finish_reason"] == "length" for x in mine))
+        assert row.tokens == sum(x["tokens"] for x in mine) and row.seconds > 0
+    assert rows[0].peak_entries == 9 < rows[1].peak_entries == max(x["tokens"] for x in completions(tmp_path)) + 6 - 1
+    assert rows[0].longest_prompt == 6 and rows[1].retention == 1 > rows[0].retention
+
+
+def test_eval_json_holds_the_recipe_the_versions_and_the_rows(recipe_of, tmp_path):
+    recipe = recipe_of(rows_of(2))
+    rows = evaluate(recipe, progress=False)
+    content = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert make_recipe(content["recipe"]) == recipe
+    assert content["seed"] == 42 and "torch" in content["versions"] and content["format_version"] == 1
+    assert content["rows"][0]["accuracy"] == rows[0].accuracy and content["rows"][0]["budget"] is None
+    assert table(rows).row_count == 1
+
+
+def test_results_do_not_depend_on_the_batch(recipe_of, tmp_path):
+    """Problems given twice (far apart too) are sampled anew, whatever the batch; another seed gives others."""
+    rows = rows_of(5) + rows_of(1)
+
+    def texts(**keys):
+        evaluate(recipe_of(rows, cache={"policy": "streaming", "budget": 8}, **keys), progress=False)
+        return {(x["problem"], x["sample"]): x["completion"] for x in completions(tmp_path)}
+
+    first = texts(rollout={"max_batch": 4})
+    assert first == texts(rollout={"max_batch": 64}) == texts(rollout={"max_batch": 7})
+    assert [first[0, s] for s in range(4)] != [first[5, s] for s in range(4)]
+    assert first != texts(seed=1)
+
+
+def test_a_live_model_serves_as_well(recipe_of, tmp_path):
+    first = evaluate(recipe_of(rows_of(3)), progress=False)
+    lines = completions(tmp_path)
+    second = evaluate(recipe_of(rows_of(3)), model=build_model(0), progress=False)
+    assert first[0].accuracy == second[0].accuracy and lines == completions(tmp_path)
+
+
+def test_correct_means_a_reward_of_at_least_one(recipe_of):
+    row = evaluate(recipe_of(rows_of(2), "half"), progress=False)[0]
+    assert row.accuracy == 0 and row.retention_correct is None
+
+
+def test_all_problems_left_out(recipe_of):
+    row = evaluate(recipe_of(rows_of(2, none={0, 1})), progress=False)[0]
+    assert row.accuracy is None and row.excluded == 2 and row.pass_at_k == {} and row.length > 0
+    assert table([row]).row_count == 1
+
+
+def test_the_accuracy_sees_what_a_reward_sees_in_training(recipe_of):
+    row = evaluate(recipe_of(rows_of(3), "strange"), progress=False)[0]
+    assert row.accuracy == pytest.approx(2 / 3)
+
+
+def test_without_a_cache_the_directory_decides(recipe_of, tmp_path):
+    recipe = recipe_of(rows_of(1))
+    assert [p.name for p in eval_policies(recipe)] == ["full"]
+    save_untrained(tmp_path / "trained", 0)
+    save_policy(tmp_path / "trained", make_policy("streaming", budget=20))
+    recipe = recipe_of(rows_of(1), model=str(tmp_path / "trained"))
+    assert [fingerprint(p) for p in eval_policies(recipe)] == [fingerprint(make_policy("streaming", budget=20))]
+    recipe = recipe_of(rows_of(1), model=str(tmp_path / "trained"), cache="full")
+    assert [p.name for p in eval_policies(recipe)] == ["full"]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "message"),
+    [
+        ("broken", "accuracy: broken raised KeyError"),
+        ("short", "accuracy: short returned 1 values for 8 completions"),
+        ("missing", "accuracy: reward .* cannot be imported"),
+    ],
+)
+def test_a_wrong_accuracy_function_is_one_line(recipe_of, accuracy, message):
+    with pytest.raises(RecipeError, match=message) as caught:
+        evaluate(recipe_of(rows_of(2), accuracy), progress=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_math_needs_answers(recipe_of):
+    with pytest.raises(RecipeError, match=r"tasks\.one\.columns\.answer"):
+        evaluate(replace(recipe_of([{"prompt": "Q?"}]), accuracy="boxed"), progress=False)
+
+
+@pytest.mark.parametrize("kind", ["eval", "grpo"])
+def test_samples_are_kept_with_their_traces(recipe_of, tmp_path, model, kind):
+    cache = {"policy": "streaming", "budget": 8, "period": 4}
+    recipe = recipe_of(rows_of(5), cache=cache)
+    if kind == "grpo":
+        keys = {"kind": "grpo", "model": str(model), "output_dir": "x", "dtype": "float32", "rewards": ["boxed"]}
+        keys |= {"data": {"path": str(tmp_path / "rows.jsonl")}, "cache": cache}
+        keys |= {"num_generations": 4, "max_completion_length": 40}
+        recipe = make_recipe(keys)
+    rollouts = sample(recipe, tmp_path / "samples", problems=3)
+    lines = [json.loads(line) for line in (tmp_path / "samples" / "completions.jsonl").read_text().splitlines()]
+    made_by = {"model": model_fingerprint(load_config(str(model))), "policy": fingerprint(make_policy(cache))}
+    traces = load_traces(tmp_path / "samples" / "traces.safetensors", made_by)
+    assert len(rollouts) == len(lines) == len(traces) == 12
+    for line, trace, rollout in zip(lines, traces, rollouts, strict=True):
+        assert line["tokens"] == len(rollout.completion_ids) and line["retention"] == trace.retention()
+        assert line["mean_logprob"] == pytest.approx(statistics.mean(rollout.logprobs))
+    assert [line["prompt"] for line in lines[::4]] == [row["prompt"] for row in rows_of(3)]

@@ -1,0 +1,223 @@
+"""The memory formulae against what is really allocated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig as PeftLora
+from peft import get_peft_model
+
+from rollout import SamplingConfig, make_engine
+from rollout.cache import GROW
+from sparse_rl.attention import cache_shape
+from sparse_rl.attention.replay import visible_mask
+from sparse_rl.memory import (
+    cache_bytes,
+    cache_itemsize,
+    count_parameters,
+    lora_parameters,
+    mask_bytes,
+    meta_model,
+    peak_entries,
+    plan,
+    show,
+    state_bytes,
+    trace_bytes,
+    training_state,
+    verdict,
+    verdicts,
+)
+from sparse_rl.policies import make_policy
+from sparse_rl.recipe import LaunchConfig, LoraConfig, make_recipe
+from sparse_rl.running_sum import build_model
+from sparse_rl.trace import EvictionTrace
+
+SYNTHETIC = {"synthetic": {"task": "running_sum", "size": 8}}
+GRPO = {
+    "kind": "grpo", "model": "m", "output_dir": "o", "dtype": "float32", "data": SYNTHETIC, "rewards": ["boxed"],
+    "cache": {"policy": "streaming", "budget": 32, "period": 8}, "max_completion_length": 100,
+}  # fmt: skip
+
+
+def tiny_config(**overrides):
+    config = build_model(0).config
+    keys = {key: value for key, value in config.to_dict().items() if key != "layer_types"}
+    return type(config)(**{**keys, **overrides})
+
+
+def test_the_numbers_of_the_design():
+    assert trace_bytes(28, 2, 4096, 16) == pytest.approx(14.7e6, rel=0.01)
+    assert mask_bytes(16, 2, 4096, 28) == pytest.approx(15.0e9, rel=0.01)
+
+
+def test_traces_and_masks_are_counted_as_they_are():
+    traces = [EvictionTrace.dense(3, 2, 50) for _ in range(4)]
+    assert trace_bytes(3, 2, 50, 4) == sum(t.evict_at.nbytes for t in traces)
+    assert mask_bytes(4, 2, 50) == visible_mask(torch.stack([t.layer(0) for t in traces])).nbytes
+
+
+@pytest.mark.parametrize("name", ["full", "streaming", "tova", "gkv"])
+@pytest.mark.parametrize(("prompt", "total"), [(5, 30), (24, 60), (40, 90), (200, 260), (6, 7)])
+def test_peak_entries_is_the_most_that_is_ever_held(policy_of, name, prompt, total):
+    policy = policy_of(name, budget=24, window=4, period=8, sinks=1)
+    held = [prompt] + [policy.physical_length(prompt, n - 1) + 1 for n in range(prompt + 1, total)]
+    assert peak_entries(policy, prompt, total) == max(held)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("name", ["full", "streaming", "gkv"])
+def test_cache_bytes_are_those_allocated(new_model, policy_of, family, name):
+    """To within the slots by which a cache grows; exactly, where a policy bounds it."""
+    model, policy = new_model(family), policy_of(name, budget=40, window=8, period=8)
+    engine = make_engine("hf", model=model, policy=policy)
+    engine.generate([[5, 6, 7, 8]] * 4, SamplingConfig(120, seed=0, ignore_eos=True))
+    shape = cache_shape(model.config)
+    entries = peak_entries(policy, 4, 124)
+    expected = 4 * cache_bytes(entries, *shape, 4)
+    if name == "full":
+        assert expected <= engine.peak_cache_bytes <= 4 * cache_bytes(entries + GROW, *shape, 4)
+    else:
+        assert engine.peak_cache_bytes == expected
+        assert engine.peak_cache_bytes != 4 * cache_bytes(entries + 1, *shape, 4)  # the control
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize(("weights", "compute"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
+def test_cache_bytes_under_autocast(new_model, policy_of, family, weights, compute):
+    model, policy = new_model(family).to(weights), policy_of("streaming", budget=40, period=8)
+    engine = make_engine("hf", model=model, policy=policy)
+    with torch.autocast("cpu", dtype=compute):
+        engine.generate([[5, 6, 7, 8]] * 4, SamplingConfig(80, seed=0, ignore_eos=True))
+    itemsize = cache_itemsize(weights.itemsize, compute.itemsize)
+    assert engine.peak_cache_bytes == 4 * cache_bytes(48, *cache_shape(model.config), itemsize)
+
+
+def test_state_is_counted_per_entry():
+    assert state_bytes(make_policy("full"), 10, 2, 3) == 2 * 3 * 10 * 8
+    h2o = make_policy("h2o", budget=8)
+    assert state_bytes(h2o, 10, 2, 3) == 2 * 3 * 10 * (8 + 4 * len(h2o.initial_state)) > 2 * 3 * 10 * 8
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_counted_without_their_memory(new_model, family, tied):
+    model = new_model(family, tie_word_embeddings=tied)
+    counted = meta_model(model.config)
+    assert count_parameters(counted) == sum(p.numel() for p in model.parameters())
+    assert all(p.is_meta for p in counted.parameters())
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ".*(q|k)_proj", ["q_proj", "down_proj"]])
+def test_adapter_parameters_are_those_of_peft(new_model, targets):
+    model = new_model("qwen2")
+    counted = lora_parameters(meta_model(model.config), LoraConfig(r=4, target_modules=targets))
+    adapted = get_peft_model(model, PeftLora(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    assert counted == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def test_training_state_is_what_adamw_holds(new_model):
+    model = new_model("llama")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.tensor([[3, 4, 5]])).logits.sum().backward()
+    optimizer.step()
+    count = count_parameters(model)
+    state = training_state(count, count, itemsize=4, adapters=False, launch=LaunchConfig())
+    moments = sum(s[k].nbytes for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq"))
+    assert state["weights"] == (sum(p.nbytes for p in model.parameters()), 0)
+    assert state["gradients"] == (sum(p.grad.nbytes for p in model.parameters()), 0)
+    assert state["optimizer"] == (moments, 0)
+
+
+def test_zero_partitions_more_with_each_stage():
+    """16 bytes a parameter, and the ZeRO paper's table for 8 processes."""
+    total = {}
+    for stage in (1, 2, 3):
+        launch = LaunchConfig(processes=8, zero_stage=stage)
+        state = training_state(8000, 8000, itemsize=2, adapters=False, launch=launch)
+        total[stage] = sum(device for device, _ in state.values())
+    assert total == {1: 8000 * (2 + 2 + 12 / 8), 2: 8000 * (2 + 14 / 8), 3: 8000 * 16 / 8}
+    for stage in (1, 2, 3):
+        launch = LaunchConfig(processes=8, zero_stage=stage, offload=True)
+        state = training_state(8000, 8000, itemsize=2, adapters=False, launch=launch)
+        assert state["optimizer"] == (0, 12000)
+        assert (state["weights"][0] == 0) == (stage == 3)
+
+
+def test_a_plan_adds_up():
+    recipe = make_recipe(GRPO)
+    made = plan(recipe, tiny_config())
+    by = {item.name: item for item in made.items}
+    assert made.parameters == 102_848
+    shape = cache_shape(tiny_config())
+    entry = cache_bytes(1, *shape, 4) + state_bytes(make_policy(recipe.cache), 1, *shape[:2])
+    assert by["KV cache of 8"].device == 8 * 40 * entry
+    assert by["traces"].host == trace_bytes(*shape[:2], 118, 8)
+    assert by["mask of one layer"].device == mask_bytes(8, 2, 118)
+    always = by["weights"].device + by["gradients"].device + by["optimizer"].device
+    assert always == 16 * made.parameters
+    update = by["activations"].device + by["mask of one layer"].device
+    assert made.device == always + max(update, by["KV cache of 8"].device)
+    assert made.host == by["traces"].host  # dense masks are shown, not counted
+
+
+@pytest.mark.parametrize(
+    ("change", "present", "absent"),
+    [
+        ({"train_attention": "full"}, "activations", "traces"),
+        ({"cache": "full"}, "activations", "mask of one layer"),
+        ({"beta": 0.1}, "reference model", "gathered weights"),
+        ({"launch": {"zero_stage": 3}}, "gathered weights", "weights under autocast"),
+        ({"dtype": "bfloat16"}, "weights under autocast", "gathered weights"),
+        ({"dtype": "bfloat16", "lora": {"r": 4}}, "activations", "weights under autocast"),
+    ],
+)
+def test_a_plan_follows_the_recipe(change, present, absent):
+    names = [item.name for item in plan(make_recipe({**GRPO, **change}), tiny_config()).items]
+    assert present in names and absent not in names
+
+
+def test_checkpointing_and_eviction_save_memory():
+    config = tiny_config(num_hidden_layers=8)
+
+    def peak(**change):
+        return plan(make_recipe({**GRPO, **change}), config).device
+
+    assert peak(gradient_checkpointing=True) < peak(gradient_checkpointing=False)
+    items = {i.name: i for i in plan(make_recipe({**GRPO, "cache": "full"}), config).items}
+    assert (
+        items["KV cache of 8"].device
+        > {i.name: i for i in plan(make_recipe(GRPO), config).items}["KV cache of 8"].device
+    )
+
+
+def test_an_evaluation_counts_its_largest_point():
+    task = {"kind": "eval", "model": "m", "output_dir": "o", "tasks": {"t": SYNTHETIC}, "samples": 4}
+    sweep = {"sweep": {"policy": ["full", "streaming"], "budget": [16, 32]}, "max_completion_length": 100}
+    made = plan(make_recipe({**task, **sweep}), tiny_config())
+    caches = [item for item in made.items if item.name.startswith("KV")]
+    assert [item.when for item in caches] == ["sampling", "avoided", "avoided"]
+    assert made.device == 2 * made.parameters + caches[0].device
+    assert caches[1].device < caches[2].device < caches[0].device
+
+
+def test_supervised_training_counts_its_logits():
+    recipe = make_recipe({"kind": "sft", "model": "m", "output_dir": "o", "data": SYNTHETIC, "max_length": 200})
+    small, large = plan(recipe, tiny_config()).device, plan(recipe, tiny_config(vocab_size=1000)).device
+    assert large - small > 8 * 200 * (1000 - 64) * 8
+
+
+def test_verdicts():
+    assert "fits" in verdict(50, 100, "x") and "tight" in verdict(95, 100, "x") and "does not" in verdict(101, 100, "x")
+    made = plan(make_recipe(GRPO), tiny_config())
+    launch = LaunchConfig(processes=4, machines=2, main_process_ip="head")
+    assert len(verdicts(made, launch, 10**12, 10**12)) == 2
+    one = verdicts(made, launch, None, 2 * (made.device + made.host))
+    assert len(one) == 1 and "2 processes" in one[0] and "tight" in one[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (14_680_064, "14.7 MB"), (999_950, "1.0 MB"), (1.5e13, "15.0 TB")],
+)
+def test_sizes_are_readable(size, text):
+    assert show(size) == text
