@@ -142,7 +142,7 @@ class EvictingCache:
             name: torch.full((batch, kv_heads, width), start, dtype=torch.float32, device=key.device)
             for name, start in self.policy.initial_state.items()
         }
-        layer = Layer(key.clone(), value.clone(), positions, self._last_queries(query), evict_at, state)
+        layer = Layer(key.to(value.dtype, copy=True), value.clone(), positions, self._last_queries(query), evict_at, state)
         if self.policy.every_query:
             rows = torch.arange(width, device=key.device).expand(batch, width)
             self.policy.observe(index, self._entries(layer, slice(None), width, scaling), query, rows)
@@ -173,7 +173,7 @@ class EvictingCache:
         batch, kv_heads, _, dim = key.shape
         rows = torch.arange(batch, device=key.device)
         now = self._seen_tensor - 1
-        layer.keys[rows, :, self._slots] = key[:, :, 0]
+        layer.keys[rows, :, self._slots] = key[:, :, 0].to(layer.keys.dtype)
         layer.values[rows, :, self._slots] = value[:, :, 0]
         layer.positions[rows, :, self._slots] = now[:, None]
         for name, start in self.policy.initial_state.items():

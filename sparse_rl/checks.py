@@ -76,14 +76,7 @@ def _batch(recipe: GRPORecipe | SFTRecipe, rows: int) -> str:
         per_epoch = -(-rows // update)
         steps = recipe.max_steps if recipe.max_steps > 0 else max(1, round(per_epoch * recipe.num_train_epochs))
         return f"{update} rows a step, {per_epoch} steps an epoch, {steps} steps"
-    generated = recipe.per_device_train_batch_size * ranks * (recipe.steps_per_generation or accumulated)
-    prompts = generated // recipe.num_generations
-    if rows < prompts:
-        raise RecipeError(
-            f"holds {rows} prompts, but one generation takes {prompts} (per_device_train_batch_size × "
-            "processes × steps / num_generations); lower the batch, or add data",
-            "data",
-        )
+    prompts, generated = recipe.check_prompts(rows), recipe.completions_per_generation
     completions = (rows // prompts) * generated * recipe.num_iterations
     per_epoch = completions // update
     steps = recipe.max_steps if recipe.max_steps > 0 else max(1, round(per_epoch * recipe.num_train_epochs))

@@ -213,7 +213,7 @@ def plan(recipe: Recipe, config: Any) -> Plan:
         )
     per_rank = size * (recipe.steps_per_generation or recipe.gradient_accumulation_steps)
     at_once = min(recipe.rollout.max_batch, per_rank)
-    items.append(_cache_item(recipe, config, recipe.cache, prompt, at_once, cache_itemsize(stored, itemsize)))
+    items.append(_cache_item(recipe, config, recipe.cache, prompt, at_once, itemsize))
     if recipe.cache.get("policy") != "full" and recipe.train_attention == "replay":
         traces = trace_bytes(layers, kv_heads, length, per_rank)
         items.append(Item("traces", host=traces, note=f"{per_rank} sequences of {length} tokens"))
@@ -224,14 +224,6 @@ def plan(recipe: Recipe, config: Any) -> Plan:
             Item("dense masks instead", host=dense, when="avoided", note="what the traces replace; not allocated")
         )
     return Plan(parameters, items)
-
-
-def cache_itemsize(weights: int, compute: int) -> int:
-    """Bytes of a cached number, keys and values averaged.
-
-    Under autocast on wider weights RoPE leaves keys in the width of the weights; values are in that of the computation.
-    """
-    return (weights + compute) // 2
 
 
 def _cache_item(recipe: Any, config: Any, block: Any, prompt: int, at_once: int, itemsize: int) -> Item:

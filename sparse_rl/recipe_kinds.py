@@ -149,7 +149,7 @@ class GRPORecipe(TrainRecipe):
         if self.loss_type == "vespo" and self.importance_correction.startswith("sequence"):
             raise RecipeError("loss_type vespo needs token_truncate, token_mask or none", "importance_correction")
         steps = self.steps_per_generation or self.gradient_accumulation_steps
-        batch = self.per_device_train_batch_size * self.launch.processes * steps
+        batch = self.completions_per_generation
         if batch % self.num_generations:
             name = "steps_per_generation" if self.steps_per_generation else "gradient_accumulation_steps"
             raise RecipeError(
@@ -163,6 +163,23 @@ class GRPORecipe(TrainRecipe):
                 "top_p < 1 or top_k truncates the sampler's support, which biases the policy ratio; "
                 "train with top_p: 1.0 and top_k: null, and use them in evaluation"
             )
+
+    @property
+    def completions_per_generation(self) -> int:
+        """Over all processes."""
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        return self.per_device_train_batch_size * self.launch.processes * steps
+
+    def check_prompts(self, count: int) -> int:
+        """The prompts of one generation. Raises RecipeError where the data hold fewer: TRL would train on nothing."""
+        need = self.completions_per_generation // self.num_generations
+        if count < need:
+            raise RecipeError(
+                f"holds {count} prompts, but one generation takes {need} (per_device_train_batch_size × processes × "
+                "steps / num_generations); lower the batch, or add data",
+                "data",
+            )
+        return need
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from sparse_rl.attention import cache_shape
 from sparse_rl.attention.replay import visible_mask
 from sparse_rl.memory import (
     cache_bytes,
-    cache_itemsize,
     count_parameters,
     lora_parameters,
     mask_bytes,
@@ -88,8 +87,7 @@ def test_cache_bytes_under_autocast(new_model, policy_of, family, weights, compu
     engine = make_engine("hf", model=model, policy=policy)
     with torch.autocast("cpu", dtype=compute):
         engine.generate([[5, 6, 7, 8]] * 4, SamplingConfig(80, seed=0, ignore_eos=True))
-    itemsize = cache_itemsize(weights.itemsize, compute.itemsize)
-    assert engine.peak_cache_bytes == 4 * cache_bytes(48, *cache_shape(model.config), itemsize)
+    assert engine.peak_cache_bytes == 4 * cache_bytes(48, *cache_shape(model.config), compute.itemsize)
 
 
 def test_state_is_counted_per_entry():

@@ -108,6 +108,7 @@ def _grpo(recipe: GRPORecipe, folder: Path) -> Any:
         raise RecipeError(str(error), "rewards") from error
     tokenizer = load_tokenizer(recipe.model)
     data = load_data(recipe.data, tokenizer)
+    recipe.check_prompts(len(data))
     keys = {name: getattr(recipe, name) for name in OWN}
     validation = recipe.validation
     held_out = None

@@ -40,8 +40,10 @@ def sdpa(
     In float32 on a CPU it is computed in float64: the engine sums over a compacted cache, the trainer over a masked
     row, and a trained model can amplify the difference of two summation orders a hundredfold.
     """
-    dtype = query.dtype
-    if dtype == torch.float32 and query.device.type == "cpu":
+    dtype, device = value.dtype, query.device.type
+    if torch.is_autocast_enabled(device):  # RoPE has left queries and keys in float32
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    elif dtype == torch.float32 and device == "cpu":
         query, key, value = query.double(), key.double(), value.double()
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
