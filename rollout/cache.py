@@ -142,7 +142,8 @@ class EvictingCache:
             name: torch.full((batch, kv_heads, width), start, dtype=torch.float32, device=key.device)
             for name, start in self.policy.initial_state.items()
         }
-        layer = Layer(key.to(value.dtype, copy=True), value.clone(), positions, self._last_queries(query), evict_at, state)
+        key, value = key.to(value.dtype, copy=True), value.clone()  # ours from here on: a compaction writes into them
+        layer = Layer(key, value, positions, self._last_queries(query), evict_at, state)
         if self.policy.every_query:
             rows = torch.arange(width, device=key.device).expand(batch, width)
             self.policy.observe(index, self._entries(layer, slice(None), width, scaling), query, rows)

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from sparse_rl.console import configure, quiet_loading
 
-BUDGETS = (32, 40, 48, 64)
+BUDGETS = (32, 36, 40, 44, 48, 56, 64)
 AIM = (0.25, 0.5)  # accuracy under eviction before RL: room to learn, and something to reinforce
 LEAST = 0.18  # runs that start nearer to chance (0.10) often stay there
 RUNS = {"rl_sparse": "quickstart/grpo", "rl_full": "quickstart/grpo_full", "rl_mismatch": "quickstart/grpo_mismatch"}

@@ -70,8 +70,10 @@ class SparseGRPOConfig(GRPOConfig):
             raise ValueError(f"importance_correction must be one of {CORRECTIONS}, got {self.importance_correction!r}")
         if self.uniform_groups not in ("keep", "drop"):
             raise ValueError(f"uniform_groups must be keep or drop, got {self.uniform_groups!r}")
-        if self.uniform_groups == "drop" and self.beta:
-            raise ValueError("uniform_groups: drop needs beta 0 (a dropped group has no KL term either)")
+        if self.uniform_groups == "drop" and (self.beta or self.loss_type not in ("grpo", "sapo")):
+            raise ValueError(
+                "uniform_groups: drop needs beta 0 and a loss that averages responses (loss_type grpo, sapo)"
+            )
         checkpointing = self.gradient_checkpointing_kwargs
         if isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
             raise ValueError("reentrant gradient checkpointing is not supported; leave use_reentrant out")
@@ -113,6 +115,7 @@ class SparseGRPOTrainer(GRPOTrainer):
         self._last_loaded_step = -1
         self._generations = 0  # how many times this run has generated, for the sampling seed
         self._rollouts: list[Rollout] = []  # of the last generation
+        self._rewards = torch.empty(0)  # of the last generation, all ranks, [rows, functions]
         self._traces: list[EvictionTrace] = []  # of the rows that are being scored
         self._scored = torch.empty(0)  # the trainer's log-probs of the rows last scored
         self._gap_limit: float | None = None
@@ -211,15 +214,17 @@ class SparseGRPOTrainer(GRPOTrainer):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._timed("rewards"):
             try:
-                return super()._calculate_rewards(*args, **kwargs)
+                self._rewards = super()._calculate_rewards(*args, **kwargs)
+                return self._rewards
             except Exception as error:
                 names = ", ".join(self.reward_func_names)
-                raise RewardError(f"a reward function raised (of: {names}): {type(error).__name__}: {error}") from error
+                what = " ".join(f"{type(error).__name__}: {error}".split())
+                raise RewardError(f"a reward function raised (of: {names}): {what}") from error
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         out = super()._generate_and_score_completions(inputs)
         rollouts, width = self._rollouts, out["completion_ids"].shape[1]
-        if self.args.uniform_groups == "drop":
+        if self.multi_objective_aggregation == "sum_then_normalize":
             out["advantages"] = self._over_varied_groups(out["advantages"])
         if self.args.zero_truncated_advantages:
             truncated = [r.finish_reason == "length" for r in rollouts]
@@ -232,10 +237,21 @@ class SparseGRPOTrainer(GRPOTrainer):
         return out
 
     def _over_varied_groups(self, advantages: torch.Tensor) -> torch.Tensor:
-        """Drop the groups without reward variance: their advantages are 0, the mean of the loss is over the rest."""
-        size = self.num_generations if self._mode == "train" else self.num_generations_eval
-        varied = (self.accelerator.gather(advantages).view(-1, size) != 0).any(1).float().mean()
-        return advantages / varied if varied > 0 else advantages
+        """Exactly 0 in groups without reward variance; `drop` leaves them out of the loss's mean as well.
+
+        Told from the rewards, not from the advantages: the mean of equal rewards may round to another number.
+        """
+        size = cast(int, self.num_generations if self._mode == "train" else self.num_generations_eval)
+        rewards = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(1)  # of all ranks
+        scored = ~self._rewards.isnan().all(1)
+        low = rewards.masked_fill(~scored, float("inf")).view(-1, size).amin(1)
+        high = rewards.masked_fill(~scored, float("-inf")).view(-1, size).amax(1)
+        varied = high > low
+        share = float(varied.float().mean())
+        self._metrics[self._mode]["frac_reward_zero_std"][-1] = 1.0 - share
+        start = self.accelerator.process_index * len(advantages)
+        advantages = advantages.masked_fill(~varied.repeat_interleave(size)[start : start + len(advantages)], 0.0)
+        return advantages / share if self.args.uniform_groups == "drop" and share > 0 else advantages
 
     # ---- scoring under the trace --------------------------------------------------------------------------------
 
@@ -341,6 +357,11 @@ class SparseGRPOTrainer(GRPOTrainer):
             self._logged_step = self.state.global_step
         super().log(logs, start_time)
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """TRL's, leaving the random state alone: a data loader draws from it, and the next buffer is shuffled by it."""
+        with torch.random.fork_rng(devices=[]):
+            return super().evaluate(*args, **kwargs)
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         before = self._logged_step
         super()._maybe_log_save_evaluate(*args, **kwargs)
@@ -377,11 +398,16 @@ class SparseGRPOTrainer(GRPOTrainer):
             raise ValueError(
                 f"{checkpoint} has no {file.name}: it was not written by this trainer with as many processes"
             )
-        state = torch.load(file, weights_only=True, map_location=self.accelerator.device)
+        state = torch.load(file, weights_only=True, map_location="cpu")
         self._step, self._generations, self._gap_limit = state["step"], state["generations"], state["gap_limit"]
         if state["buffer"] is not None:
+            device = self.accelerator.device
             self._buffered_inputs: Any = [
-                {**batch, "traces": [EvictionTrace(t.cpu()) for t in batch["traces"]]} for batch in state["buffer"]
+                {
+                    **{name: value.to(device) for name, value in batch.items() if name != "traces"},
+                    "traces": [EvictionTrace(t) for t in batch["traces"]],
+                }
+                for batch in state["buffer"]
             ]
         self._logged_step = state["global_step"]
 

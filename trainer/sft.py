@@ -65,6 +65,8 @@ class StopAtAccuracy(TrainerCallback):
         texts = self.tokenizer.batch_decode([r.completion_ids for r in rollouts], skip_special_tokens=True)
         right = [grade(text, answer) for text, answer in zip(texts, self.rows["answer"], strict=True)]
         accuracy = sum(right) / len(right)
+        due = control.should_log  # which a log resets: this step's loss would be lost
         self.trainer.log({"accuracy_full": accuracy})
+        control.should_log = due
         if accuracy >= self.target:
             control.should_training_stop = True

@@ -1,0 +1,266 @@
+"""The shipped recipes: every one validates, and every one runs, shortened, on a tiny model of its family."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sparse_rl.data import load_data, prompt_ids
+from sparse_rl.models import load_tokenizer, saved_policy
+from sparse_rl.policies import make_policy
+from sparse_rl.recipe import EvalRecipe, GRPORecipe, SFTRecipe, list_recipes, load_recipe
+
+ROOT = Path(__file__).parents[1]
+NAMES = list_recipes()
+TRAINED = [name for name in NAMES if load_recipe(name).kind != "eval"]
+EVALUATED = [name for name in NAMES if load_recipe(name).kind == "eval"]
+DATA = ROOT.parent / "shared/data"
+CHAT = (
+    "{% for m in messages %}{{ '[' + m['content'] + ']' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '>' if enable_thinking is not defined or enable_thinking else '>;' }}{% endif %}"
+)
+BFLOAT16 = "deepseek-r1-distill-qwen-7b/rl_sparse"  # the one that keeps its dtype
+
+
+def family(name: str) -> str:
+    model = load_recipe(name).model.lower()
+    return "llama" if "llama" in model else "qwen2" if "qwen2" in model or "distill-qwen" in model else "qwen3"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], str]:
+    """tiny_model(family, chat) -> the directory of a tiny random model; chat: its tokenizer has a chat template."""
+    from transformers import GenerationConfig
+
+    from sparse_rl.running_sum import EOS_ID, PAD_ID, build_tokenizer
+
+    made: dict[tuple[str, bool], str] = {}
+
+    def make(family: str, chat: bool) -> str:
+        if (family, chat) not in made:
+            folder = tmp_path_factory.mktemp(f"{family}-{chat}")
+            ids = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "bos_token_id": None}
+            model = new_model(family, initializer_range=0.2, **ids)
+            model.generation_config = GenerationConfig(eos_token_id=[EOS_ID, 40, 41, 42], pad_token_id=PAD_ID)
+            model.save_pretrained(folder)
+            tokenizer = build_tokenizer()
+            tokenizer.chat_template = CHAT if chat else None
+            tokenizer.save_pretrained(folder)
+            made[family, chat] = str(folder)
+        return made[family, chat]
+
+    return make
+
+
+@pytest.fixture
+def problems_for(tmp_path: Path) -> Callable[[Any], str]:
+    """problems_for(data) -> a local file with the columns that a data block reads."""
+
+    def make(data: Any) -> str:
+        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+        question, answer = data.columns.get("prompt", "prompt"), data.columns.get("answer", "answer")
+        marker = f"so {data.answer_after} " if data.answer_after else ""
+        rows = [{question: f"{a}+{b}=", answer: f"{marker}{a + b}"} for a in range(8) for b in range(5)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(file)
+
+    return make
+
+
+def shortened(cache: dict[str, Any]) -> dict[str, Any]:
+    """The same policy and parameters, scaled down so that a dozen tokens are evicted from."""
+    small = {"budget": 12, "window": 4, "period": 4}
+    return {**cache, **{key: value for key, value in small.items() if key in cache}}
+
+
+# ---- what is written -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_validates(name: str) -> None:
+    """No warning; an output directory of its own; the opening comment has a command that names it."""
+    recipe = load_recipe(name)
+    text = (ROOT / "recipes" / f"{name}.yaml").read_text()
+    assert recipe.warnings == [] and recipe.output_dir == f"runs/{name}"
+    assert text.startswith("# ") and f"sparse-rl {'eval' if recipe.kind == 'eval' else 'train'} {name}" in text
+    assert max(map(len, text.splitlines())) <= 120
+    if not isinstance(recipe, EvalRecipe):
+        assert recipe.trainer_options == {}
+
+
+def test_the_set() -> None:
+    assert {name.split("/")[0] for name in NAMES} == {
+        "deepseek-r1-distill-llama-8b",
+        "deepseek-r1-distill-qwen-7b",
+        "eval",
+        "quickstart",
+        "qwen2.5-1.5b",
+        "qwen3-4b",
+    }
+
+
+def differing(a: str, b: str) -> set[str]:
+    first, second = (load_recipe(name).resolved() for name in (a, b))
+    return {key for key in first if first[key] != second[key]} - {"output_dir"}
+
+
+def test_controls_differ_in_what_they_control() -> None:
+    assert differing("quickstart/grpo", "quickstart/grpo_full") == {"cache"}
+    assert differing("quickstart/grpo", "quickstart/grpo_mismatch") == {"train_attention"}
+    for model in ("deepseek-r1-distill-qwen-7b", "deepseek-r1-distill-llama-8b"):
+        assert differing(f"{model}/rl_sparse", f"{model}/rl_full") == {"cache"}
+    across = differing("deepseek-r1-distill-qwen-7b/rl_sparse", "deepseek-r1-distill-llama-8b/rl_sparse")
+    assert across == {"model", "cache"}
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINED if name.startswith("deepseek")])
+def test_settings_of_the_paper(name: str) -> None:
+    """16 prompts x 8 samples, 400 steps, 4096 tokens, T 0.6, lr 1e-6, no KL, budget 2048, 32 held-out problems x 4."""
+    recipe = load_recipe(name)
+    assert isinstance(recipe, GRPORecipe) and recipe.validation is not None
+    batch = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps * recipe.launch.processes
+    assert (batch, batch // recipe.num_generations, recipe.max_steps) == (128, 16, 400)
+    assert (recipe.max_completion_length, recipe.temperature, recipe.learning_rate) == (4096, 0.6, 1e-6)
+    assert (recipe.loss_type, recipe.beta, recipe.importance_correction) == ("grpo", 0.0, "none")
+    assert recipe.zero_truncated_advantages and recipe.train_attention == "replay"
+    assert (recipe.validation.problems, recipe.validation.samples) == (32, 4)
+    if name.endswith("rl_sparse"):
+        lam = 0.9 if "llama" in name else 0.7
+        gkv = {"policy": "gkv", "budget": 2048, "window": 16, "period": 128, "alpha": 0.8, "lam": lam}
+        assert recipe.cache == gkv
+
+
+def test_accelerate_configs() -> None:
+    """They are no recipes, they start 8 processes, and they leave the stage to the recipe."""
+    files = sorted((ROOT / "recipes/accelerate_configs").glob("*.yaml"))
+    assert [file.stem for file in files] == ["multi_gpu", "zero2", "zero3"]
+    for file in files:
+        content = yaml.safe_load(file.read_text())
+        assert "kind" not in content and content["num_processes"] == 8
+        assert "zero_stage" not in content.get("deepspeed_config", {})
+        assert f"--config_file recipes/accelerate_configs/{file.name} -m sparse_rl.cli train" in file.read_text()
+
+
+# ---- what is run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_it_trains(
+    name: str, tiny_model: Callable, problems_for: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps of everything that the recipe says, at a hundredth of its size: finite, replayed, exported."""
+    from trainer.rundir import read_metrics
+    from trainer.train import train
+
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    recipe = load_recipe(name)
+    folder = tmp_path / "run"
+    chat = recipe.data.synthetic is None
+    overrides = [
+        f"model={tiny_model(family(name), chat)}",
+        f"output_dir={folder}",
+        "launch={processes: 1, zero_stage: 0}",
+        "max_steps=2",
+        "gradient_accumulation_steps=1",
+        "logging_steps=1",
+        "report_to=[]",
+        "per_device_train_batch_size=8",
+    ]
+    if name != BFLOAT16:
+        overrides.append("dtype=float32")
+    if chat:
+        overrides += [f"data.path={problems_for(recipe.data)}", "data.subset=null", "data.split=train"]
+    else:
+        overrides.append("data.synthetic.size=64")
+    if isinstance(recipe, SFTRecipe):
+        overrides += ["warmup_steps=1", "stop_check_every=2"]
+        monkeypatch.setattr("trainer.sft.CHECK_PROBLEMS", 8)
+    if isinstance(recipe, GRPORecipe):
+        overrides += ["num_generations=4", "max_completion_length=16", f"cache={json.dumps(shortened(recipe.cache))}"]
+        if recipe.validation is not None:
+            file = problems_for(recipe.validation.data)
+            overrides += [f"validation.data.path={file}", "validation.data.split=train", "validation.data.subset=null"]
+            overrides += ["validation.every=1", "validation.problems=2", "validation.samples=2"]
+    model = train(load_recipe(name, overrides))
+
+    metrics = read_metrics(folder)
+    lines = [line for line in metrics if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in lines)
+    assert (folder / "recipe.yaml").is_file() and (model / "model.safetensors").is_file()
+    if isinstance(recipe, GRPORecipe):
+        replayed = recipe.train_attention == "replay"
+        limit = 0.05 if name == BFLOAT16 else 1e-5
+        assert all((line["replay/gap_max"] <= limit) is replayed for line in lines)
+        evicts = recipe.cache["policy"] != "full"
+        assert all((line["cache/retention"] < 1) is evicts for line in lines)
+        saved = saved_policy(model)
+        assert saved is not None and saved.name == recipe.cache["policy"]
+        validated = [line["step"] for line in metrics if "eval_reward" in line]
+        assert validated == ([1, 2] if recipe.validation is not None else [])
+    else:
+        assert any("accuracy_full" in line for line in metrics)
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_it_evaluates(name: str, tiny_model: Callable, problems_for: Callable, tmp_path: Path) -> None:
+    """Every task of the recipe, under its caches scaled down, on two problems."""
+    from sparse_rl.evaluate import evaluate
+
+    recipe = load_recipe(name)
+    assert isinstance(recipe, EvalRecipe)
+    for cache in recipe.caches():
+        assert cache is None or make_policy(cache).name == cache["policy"]
+    overrides = [
+        f"model={tiny_model(family(name), name != 'quickstart/eval')}",
+        f"output_dir={tmp_path / 'run'}",
+        "dtype=float32",
+        f"samples={min(recipe.samples, 2)}",
+        "max_completion_length=12",
+    ]
+    for task, data in recipe.tasks.items():
+        if data.synthetic is None:
+            overrides += [f"tasks.{task}.path={problems_for(data)}", f"tasks.{task}.split=train"]
+            overrides += [f"tasks.{task}.subset=null"]
+        overrides.append(f"tasks.{task}.limit=2")
+    if recipe.sweep.policy:
+        overrides += ["cache={window: 4, period: 4}", "sweep.budget=[12]"]
+    elif recipe.cache is not None:
+        overrides.append(f"cache={json.dumps(shortened(recipe.cache))}")
+    rows = evaluate(load_recipe(name, overrides), progress=False)
+    points = len(recipe.sweep.policy) or 1
+    assert len(rows) == points * len(recipe.tasks)
+    assert all(row.problems == 2 and row.accuracy is not None and 0 <= row.accuracy <= 1 for row in rows)
+    assert {row.task for row in rows} == set(recipe.tasks)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the evaluation problems are not here")
+@pytest.mark.parametrize(
+    ("task", "name"), [(t, f"eval/{t}") for t in ("aime24", "aime25", "amc23", "math500", "gsm8k")]
+)
+def test_the_real_problems(task: str, name: str, tiny_model: Callable) -> None:
+    """What the recipe's comment says of a local file is enough to read the real problems, answers and all."""
+    from rewards import make_rewards
+
+    file = DATA / ("gsm8k_test.jsonl" if task == "gsm8k" else f"{task}.jsonl")
+    overrides = [f"tasks.{task}.path={file}", f"tasks.{task}.split=train", f"tasks.{task}.columns.prompt=problem"]
+    if task == "gsm8k":
+        overrides.append("tasks.gsm8k.answer_after=null")
+    recipe = load_recipe(name, overrides)
+    assert isinstance(recipe, EvalRecipe)
+    tokenizer = load_tokenizer(tiny_model("qwen2", True))
+    rows = load_data(dataclasses.replace(recipe.tasks[task], limit=30), tokenizer, require=("prompt", "answer"))
+    assert all(row["prompt"][-1]["content"].endswith(r"put your final answer within \boxed{}.") for row in rows)
+    assert all(prompt_ids(row["prompt"], tokenizer) for row in rows)
+    (accuracy,), _ = make_rewards([recipe.accuracy])
+    answers = rows["answer"][:3]
+    right = accuracy([f"So it is $\\boxed{{{answer}}}$." for answer in answers], answer=answers)
+    wrong = accuracy(["So it is $\\boxed{-123456}$."] * 3, answer=answers)
+    assert right == [1.0] * 3 and wrong == [0.0] * 3

@@ -1,0 +1,89 @@
+"""A short GRPO run of the real trainer on a tiny random model and its metrics: `grpo(...)`.
+
+The model reads the running-sum tokenizer (one token per character). Its weights are large enough for attention to
+matter (initializer_range 0.2), so that what is evicted changes what is sampled, and it stops at any of four tokens, so
+that about half of the completions are truncated.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_runs import SETTINGS, STOP, digits, problems, trained
+
+os.environ.setdefault("WANDB_MODE", "disabled")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+
+@pytest.fixture(scope="session")
+def tiny(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """tiny(family="qwen3") -> the directory of a tiny random model with a tokenizer."""
+    from transformers import GenerationConfig
+
+    from sparse_rl.running_sum import EOS_ID, PAD_ID, build_tokenizer
+
+    made: dict[str, str] = {}
+
+    def make(family: str = "qwen3") -> str:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            ids = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "bos_token_id": None}
+            model = new_model(family, initializer_range=0.2, **ids)
+            model.generation_config = GenerationConfig(eos_token_id=STOP, pad_token_id=PAD_ID)
+            model.save_pretrained(folder)
+            build_tokenizer().save_pretrained(folder)
+            made[family] = str(folder)
+        return made[family]
+
+    return make
+
+
+@pytest.fixture
+def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
+    """grpo(**settings) -> a SparseGRPOTrainer that is not trained yet, with `output_dir` tmp_path / name.
+
+    family, model, reward, count, held_out, peft_config, trainer_class and callbacks are taken out of the settings; the
+    rest overrides SETTINGS.
+    """
+    from sparse_rl.models import load_tokenizer
+    from trainer.grpo import SparseGRPOConfig, SparseGRPOTrainer
+    from trainer.rundir import RunLog
+
+    def make(
+        name: str = "run",
+        *,
+        family: str = "qwen3",
+        model: Any = None,
+        reward: Any = digits,
+        count: int = 24,
+        held_out: int = 0,
+        peft_config: Any = None,
+        trainer_class: type = SparseGRPOTrainer,
+        callbacks: tuple = (),
+        **settings: Any,
+    ) -> SparseGRPOTrainer:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        data = problems(count + held_out)
+        return trainer_class(
+            model=model or tiny(family),
+            reward_funcs=reward,
+            args=SparseGRPOConfig(output_dir=str(folder), **{**SETTINGS, **settings}),
+            train_dataset=data.select(range(count)),
+            eval_dataset=data.select(range(count, count + held_out)) if held_out else None,
+            processing_class=load_tokenizer(tiny(family)),
+            peft_config=peft_config,
+            callbacks=[RunLog(folder), *callbacks],
+        )
+
+    return make
+
+
+@pytest.fixture
+def metrics_of(grpo: Callable[..., Any]) -> Callable[..., list[dict[str, Any]]]:
+    """metrics_of(**settings) -> the lines of metrics.jsonl that belong to a step, after training."""
+    return lambda *args, **settings: trained(grpo(*args, **settings))

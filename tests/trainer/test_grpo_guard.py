@@ -1,0 +1,134 @@
+"""The replay guard: a sampler that is not the trainer's model, or a trace that is not the sampler's, stops the run."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_runs import steps, trained
+
+from rollout import Rollout, make_engine
+from sparse_rl.trace import NEVER, EvictionTrace
+from trainer.mismatch import ReplayGapError
+
+SCHEDULES = {
+    "measured in the loss": {},
+    "measured with the old log-probs": {"importance_correction": "token_truncate"},
+    "accumulated": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+}
+
+
+def with_trace(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[Any], None]:
+    """A fault: every trace's evict_at [L, Hkv, S] goes through `change(evict_at, prompt length)`."""
+
+    def corrupt(trainer: Any) -> None:
+        generate = trainer.engine.generate
+
+        def wrong(prompts: Any, sampling: Any) -> list[Rollout]:
+            return [
+                dataclasses.replace(r, trace=EvictionTrace(change(r.trace.evict_at.clone(), len(r.prompt_ids))))
+                for r in generate(prompts, sampling)
+            ]
+
+        trainer.engine.generate = wrong
+
+    return corrupt
+
+
+def later(evict_at: torch.Tensor, prompt: int) -> torch.Tensor:
+    """One position too late."""
+    return torch.where(evict_at < evict_at.shape[-1] - 2, evict_at + 1, evict_at)
+
+
+def stale(trainer: Any) -> None:
+    """The engine samples from a copy of the model that is not the trainer's any more."""
+    engine = make_engine("hf", model=trainer.args.output_dir + "/stale", policy=trainer.policy)
+    trainer.engine.generate = engine.generate
+
+
+def not_a_number(trainer: Any) -> None:
+    generate = trainer.engine.generate
+
+    def wrong(prompts: Any, sampling: Any) -> list[Rollout]:
+        rollouts = generate(prompts, sampling)
+        rollouts[3].model_logprobs[0] = math.nan
+        return rollouts
+
+    trainer.engine.generate = wrong
+
+
+FAULTS = {
+    "stale weights": stale,
+    "one position late": with_trace(later),
+    "kv heads swapped": with_trace(lambda evict_at, prompt: evict_at.flip(1)),
+    "nothing evicted": with_trace(lambda evict_at, prompt: torch.full_like(evict_at, NEVER)),
+    "NaN": not_a_number,
+}
+
+
+def break_it(trainer: Any, fault: str) -> None:
+    model = copy.deepcopy(trainer.model.state_dict())
+    moved = type(trainer.model)(trainer.model.config)
+    moved.load_state_dict({name: weight * 1.05 for name, weight in model.items()})
+    moved.save_pretrained(trainer.args.output_dir + "/stale")
+    FAULTS[fault](trainer)
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+CASES = [(fault, "measured in the loss") for fault in FAULTS] + [
+    ("one position late", name) for name in list(SCHEDULES)[1:]
+]
+
+
+@pytest.mark.parametrize(("fault", "schedule"), CASES)
+def test_a_fault_stops_the_run(fault: str, schedule: str, grpo: Callable) -> None:
+    """Before any update, in one line that names the causes; without the guard the same run goes on."""
+    trainer = grpo(**SCHEDULES[schedule])
+    break_it(trainer, fault)
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    with pytest.raises(ReplayGapError, match=r"replay gap: .* beyond the limit .*stale weights; the trace") as caught:
+        trainer.train()
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
+    assert trainer.state.global_step == 0 and not steps(trainer.args.output_dir)
+
+
+@pytest.mark.parametrize("fault", ["stale weights", "one position late"])
+def test_without_the_guard(fault: str, grpo: Callable) -> None:
+    """The control: the run goes on, and the panel shows what the guard would have seen."""
+    trainer = grpo(guard=False, max_steps=1)
+    break_it(trainer, fault)
+    (line,) = trained(trainer)
+    assert line["replay/gap_mean"] > 1e-4 and line["replay/gap_max"] > 1e-2
+
+
+def test_the_checkpoint_before_is_untouched(grpo: Callable) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    first = grpo(**settings)
+    trained(first)
+    checkpoint = Path(first.args.output_dir) / "checkpoint-1"
+    before = digest(checkpoint)
+    second = grpo(**{**settings, "max_steps": 3})
+    break_it(second, "one position late")
+    with pytest.raises(ReplayGapError):
+        second.train(resume_from_checkpoint=str(checkpoint))
+    assert digest(checkpoint) == before
+    third = grpo(**{**settings, "max_steps": 3})  # and it can be resumed from
+    assert [line["step"] for line in trained(third, str(checkpoint))] == [1, 2, 3]
+
+
+def test_a_floor_of_its_own(grpo: Callable) -> None:
+    """guard_floor raises the limit for those who know better; it never falls below what the probe saw."""
+    trainer = grpo(guard_floor=10.0, max_steps=1)
+    break_it(trainer, "one position late")
+    assert len(trained(trainer)) == 1

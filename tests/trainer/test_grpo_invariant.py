@@ -1,0 +1,91 @@
+"""The invariant at every step of a run: what the trainer computes for a sampled token is what the sampler computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+NOISE = 1e-5  # float32
+POLICIES = [
+    {"policy": "full"},
+    {"policy": "streaming", "sinks": 2, "budget": 8, "period": 3},
+    {"policy": "h2o", "budget": 8, "period": 2},
+    {"policy": "tova", "budget": 8},
+    {"policy": "rkv", "budget": 8, "window": 3, "period": 2},
+    {"policy": "gkv", "budget": 8, "window": 3, "period": 2},
+]
+SCHEDULES = {
+    "plain": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "accumulation": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    "several steps per generation": {"per_device_train_batch_size": 4, "steps_per_generation": 4, "max_steps": 5},
+    "two iterations": {"num_iterations": 2, "max_steps": 4},
+    "both, checkpointing": {
+        "per_device_train_batch_size": 4,
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+        "gradient_checkpointing": True,
+        "max_steps": 5,
+    },
+}
+
+
+def gaps(lines: list[dict]) -> list[float]:
+    """replay/gap_max of the steps that sampled; a step that reuses a buffer measures nothing."""
+    return [line["replay/gap_max"] for line in lines if "replay/gap_max" in line]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p["policy"])
+def test_every_policy(policy: dict, metrics_of: Callable, record_property: Callable) -> None:
+    lines = metrics_of(policy=policy)
+    record_property("gap_max", max(gaps(lines)))
+    assert len(gaps(lines)) == len(lines) == 2
+    assert max(gaps(lines)) <= NOISE
+    evicts = policy["policy"] != "full"
+    assert all((line["cache/retention"] < 0.95) is evicts for line in lines)
+    assert all((line["cache/bytes_held"] < line["cache/bytes_full"]) is evicts for line in lines)
+    assert all(line["grad_norm"] > 0 for line in lines)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(schedule: str, metrics_of: Callable) -> None:
+    """The weights move between the steps, the sampler follows; a buffer that is used again is measured once."""
+    settings = SCHEDULES[schedule]
+    lines = metrics_of(**settings)
+    assert max(gaps(lines)) <= NOISE
+    accumulation = settings.get("gradient_accumulation_steps", 1)
+    every = settings.get("steps_per_generation", accumulation) * settings.get("num_iterations", 1) // accumulation
+    assert [line["step"] for line in lines if "replay/gap_max" in line] == list(range(1, len(lines) + 1, every))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_the_other_families(family: str, metrics_of: Callable) -> None:
+    assert max(gaps(metrics_of(family=family, gradient_checkpointing=True))) <= NOISE
+
+
+@pytest.mark.parametrize("truncated", [{"top_p": 0.8}, {"top_k": 8}, {"temperature": 0.6}])
+def test_the_sampling_distribution(truncated: dict, metrics_of: Callable) -> None:
+    """The gap is that of the model's own log-probs at the sampling temperature; the ratio shows what top-p cut off."""
+    lines = metrics_of(**truncated)
+    assert max(gaps(lines)) <= NOISE
+    cut = "temperature" not in truncated
+    assert all((line["ratio/mean"] < 0.95) is cut for line in lines)
+
+
+@pytest.mark.parametrize("correction", ["none", "token_truncate"])
+def test_full_attention_in_training_is_a_mismatch(correction: str, metrics_of: Callable) -> None:
+    """The control: without replay the gap is large, it is shown, and the guard lets it pass."""
+    lines = metrics_of(train_attention="full", importance_correction=correction)
+    assert len(lines) == 2 and min(gaps(lines)) >= 1e-3
+
+
+def test_gradients_do_not_depend_on_checkpointing(metrics_of: Callable) -> None:
+    """The trace reaches the recomputed forward: the same run, step by step, with and without it."""
+    plain, checkpointed = (
+        metrics_of(name, gradient_checkpointing=name == "checkpointed", max_steps=3)
+        for name in ("plain", "checkpointed")
+    )
+    for a, b in zip(plain, checkpointed, strict=True):
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert a["reward"] == b["reward"]

@@ -1,0 +1,134 @@
+"""Several processes and DeepSpeed ZeRO through the command, on CPUs: the invariant; killed and resumed; accelerate."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from trainer_runs import steps, timeless
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+GSM8K = ROOT.parent / "shared/data/gsm8k_train.jsonl"
+REWARDS = """
+import os, signal
+
+def digits(completions, trainer_state, **columns):
+    '''The share of digits; kills its process in the step that follows DIE_AFTER.'''
+    if trainer_state.global_step >= int(os.environ.get("DIE_AFTER", 1000)):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+"""
+
+
+@pytest.fixture
+def command(tiny: Callable, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """command(output, *words, launcher=(), **environment) runs `sparse-rl train` on GSM8K, 2 processes, as asked."""
+    problems = tmp_path / "problems.jsonl"
+    if GSM8K.is_file():
+        with GSM8K.open() as file:
+            rows = [json.loads(next(file)) for _ in range(32)]
+    else:
+        rows = [
+            {"problem": f"Ada has {i} apples and gets {i} more. How many?", "answer": str(2 * i)} for i in range(32)
+        ]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    recipe: dict[str, Any] = {
+        "kind": "grpo",
+        "model": tiny("qwen3"),
+        "output_dir": "unset",
+        "dtype": "float32",
+        "data": {"path": str(problems), "columns": {"prompt": "problem"}, "chat": False, "max_prompt_tokens": 300},
+        "cache": {"policy": "gkv", "budget": 16, "window": 4, "period": 4},
+        "rewards": ["math", {"name": "my_rewards:digits", "weight": 0.5}],
+        "importance_correction": "none",
+        "learning_rate": 1e-3,
+        "max_steps": 4,
+        "save_steps": 2,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 20,
+        "launch": {"processes": 2, "zero_stage": 2},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+
+    def run(
+        output: str, *words: str, launcher: tuple[str, ...] = ("-m", "sparse_rl.cli"), **environment: str
+    ) -> subprocess.CompletedProcess:
+        drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        env = {k: v for k, v in os.environ.items() if k not in drop}
+        env |= {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **environment}
+        return subprocess.run(
+            [sys.executable, *launcher, "train", "recipe.yaml", f"output_dir={tmp_path / output}", *words],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+
+    return run
+
+
+def good(done: subprocess.CompletedProcess, folder: Path, count: int) -> list[dict[str, Any]]:
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = steps(folder)
+    assert [line["step"] for line in lines] == list(range(1, count + 1))
+    assert all(line["replay/gap_max"] <= 1e-5 and line["grad_norm"] > 0 for line in lines)
+    return lines
+
+
+def test_killed_and_resumed_under_zero_2(command: Callable, tmp_path: Path) -> None:
+    """GSM8K, 4 steps; killed in step 3 and resumed from 2, steps 3 and 4 and the weights are those of the whole run."""
+    whole = good(command("whole"), tmp_path / "whole", 4)
+    assert whole[0]["reward_std"] > 0 and whole[0]["frac_reward_zero_std"] < 1
+    died = command("killed", DIE_AFTER="2")
+    assert died.returncode not in (0, 2)
+    assert [line["step"] for line in steps(tmp_path / "killed")] == [1, 2]
+    resumed = good(command("killed", "--resume"), tmp_path / "killed", 4)
+    assert timeless(resumed) == timeless(whole)
+    weights, expected = (load_file(tmp_path / name / "model/model.safetensors") for name in ("killed", "whole"))
+    assert all((weights[name] == expected[name]).all() for name in expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_other_stages(stage: int, command: Callable, tmp_path: Path) -> None:
+    """Two steps on two processes; the invariant at each, the second with weights that have moved."""
+    words = ("max_steps=2", "save_steps=0", f"launch.zero_stage={stage}", "gradient_checkpointing=true")
+    good(command("run", *words), tmp_path / "run", 2)
+
+
+def test_stages_agree(command: Callable, tmp_path: Path) -> None:
+    """How the optimizer is partitioned changes nothing but rounding: the first step's loss and gradient are equal."""
+    first = {}
+    for stage in (0, 2):
+        words = ("max_steps=1", "save_steps=0", f"launch.zero_stage={stage}")
+        first[stage] = good(command(f"zero{stage}", *words), tmp_path / f"zero{stage}", 1)[0]
+    assert first[0]["reward"] == first[2]["reward"]
+    assert first[0]["grad_norm"] == pytest.approx(first[2]["grad_norm"], rel=1e-4)
+
+
+def test_one_process_alone_is_stopped_with_the_others(command: Callable, tmp_path: Path) -> None:
+    """A process that dies takes the run with it; nothing hangs."""
+    died = command("run", "save_steps=0", DIE_AFTER="0")
+    assert died.returncode not in (0, -signal.SIGKILL) and not steps(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("config", "stage"), [("zero2", 2), ("zero3", 3)])
+def test_accelerate_launch(config: str, stage: int, command: Callable, tmp_path: Path) -> None:
+    """The shipped accelerate configurations start the same run (here two processes without a GPU)."""
+    file = str(ROOT / f"recipes/accelerate_configs/{config}.yaml")
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", file, "--num_processes", "2")
+    words = ("max_steps=1", "save_steps=0", f"launch.zero_stage={stage}")
+    done = command("run", *words, launcher=(*launcher, "-m", "sparse_rl.cli"))
+    good(done, tmp_path / "run", 1)

@@ -1,0 +1,104 @@
+"""What TRL offers runs under replay: every loss, every importance correction, the KL to a reference model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_rl.trace import EvictionTrace
+from trainer.grpo import CORRECTIONS, SparseGRPOTrainer
+
+LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_every_correction(correction: str, metrics_of: Callable) -> None:
+    """Under replay there is nothing to correct: the ratio is 1."""
+    lines = metrics_of(importance_correction=correction)
+    assert len(lines) == 2
+    for line in lines:
+        assert line["replay/gap_max"] <= 1e-5
+        for name in ("mean", "p5", "p95", "max"):
+            assert line[f"ratio/{name}"] == pytest.approx(1, abs=1e-5)
+        assert line["ratio/clipped"] == 0
+        if correction != "none":
+            assert line["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
+
+
+def test_what_a_correction_would_do(metrics_of: Callable) -> None:
+    """The control: without replay the ratio is far from 1, and is cut at the clip."""
+    lines = metrics_of(importance_correction="token_truncate", importance_clip=1.5, train_attention="full")
+    assert all(line["ratio/p5"] < 0.9 and line["ratio/max"] > 1.5 and line["ratio/clipped"] > 0 for line in lines)
+    assert all(line["sampling/importance_sampling_ratio/max"] <= 1.5 for line in lines)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss(loss: str, metrics_of: Callable) -> None:
+    (line,) = metrics_of(loss_type=loss, max_steps=1, gradient_checkpointing=True)
+    assert line["replay/gap_max"] <= 1e-5
+    assert line["grad_norm"] > 0
+
+
+def test_sequence_level_ratios(metrics_of: Callable) -> None:
+    """GSPO, with a buffer that is used twice."""
+    lines = metrics_of(importance_sampling_level="sequence", num_iterations=2, epsilon_high=0.3)
+    assert [line["grad_norm"] > 0 for line in lines] == [True, True]
+
+
+class DenseReference(SparseGRPOTrainer):
+    """Scores the reference model without the evictions: what the next test must be able to see."""
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = self._traces
+        if model is self.ref_model:
+            self._traces = [EvictionTrace.dense(*trace.evict_at.shape) for trace in kept]
+        try:
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        finally:
+            self._traces = kept
+
+
+def test_the_reference_model_replays_too(metrics_of: Callable) -> None:
+    """Before the first update policy and reference are one model: KL 0, unless one of them sees more."""
+    first, second = metrics_of(beta=0.1)
+    assert first["kl"] == pytest.approx(0, abs=1e-8) and second["kl"] > 1e-6
+    dense, _ = metrics_of("control", beta=0.1, trainer_class=DenseReference)
+    assert dense["kl"] > 1e-3
+
+
+def test_the_reference_of_an_adapter(metrics_of: Callable) -> None:
+    """With LoRA the reference is the model without its adapter, under the same trace."""
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    first, second = metrics_of(beta=0.1, peft_config=lora, learning_rate=1e-2)
+    assert first["kl"] == pytest.approx(0, abs=1e-8) and second["kl"] > 1e-6
+
+
+def test_reentrant_checkpointing_is_refused(grpo: Callable) -> None:
+    with pytest.raises(ValueError, match="reentrant gradient checkpointing is not supported"):
+        grpo(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train_attention": "sparse"}, "train_attention must be replay or full"),
+        ({"importance_correction": "tis"}, "importance_correction must be one of"),
+        ({"uniform_groups": "skip"}, "uniform_groups must be keep or drop"),
+        ({"uniform_groups": "drop", "beta": 0.1}, "needs beta 0"),
+        ({"policy": {"policy": "gkv"}}, "needs a budget"),
+    ],
+)
+def test_what_is_refused(settings: dict, message: str, grpo: Callable) -> None:
+    with pytest.raises(ValueError, match=message):
+        grpo(**settings)
+
+
+def test_bfloat16(metrics_of: Callable) -> None:
+    """bfloat16 autocast: a gap far beyond float32's, far below the guard's limit."""
+    lines = metrics_of(bf16=True)
+    assert all(0 < line["replay/gap_mean"] < 0.02 and torch.isfinite(torch.tensor(line["loss"])) for line in lines)

@@ -1,0 +1,73 @@
+"""What a run logs: the panels of every step, and validation, which changes nothing of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from trainer_runs import timeless
+
+from trainer.rundir import read_metrics
+
+PANELS = {
+    "replay": ("gap_mean", "gap_max", "k3"),
+    "ratio": ("mean", "p5", "p95", "max", "clipped"),
+    "cache": ("retention", "bytes_held", "bytes_full"),
+    "time": ("sync", "generate", "rewards", "logprobs", "update", "step", "tokens_per_second"),
+}
+VALIDATED = {
+    "held_out": 4,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "num_generations_eval": 2,
+    "per_device_eval_batch_size": 4,
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"importance_correction": "token_truncate", "logging_steps": 2}])
+def test_every_panel_at_every_step(settings: dict, metrics_of: Callable) -> None:
+    lines = metrics_of(max_steps=4, **settings)
+    assert [line["step"] for line in lines] == list(
+        range(settings.get("logging_steps", 1), 5, settings.get("logging_steps", 1))
+    )
+    for line in lines:
+        missing = [f"{p}/{n}" for p, names in PANELS.items() for n in names if f"{p}/{n}" not in line]
+        assert not missing
+        assert {"reward", "rewards/digits/mean", "frac_reward_zero_std", "entropy", "grad_norm"} <= line.keys()
+        parts = [line[f"time/{name}"] for name in PANELS["time"][:5]]
+        assert min(parts) >= 0 and sum(parts) == pytest.approx(line["time/step"], rel=1e-3)
+        assert line["time/generate"] > 0 and line["time/tokens_per_second"] > 0
+        assert 0 < line["cache/retention"] < 1 and line["cache/bytes_held"] < line["cache/bytes_full"]
+        assert (line["time/logprobs"] > 0) is bool(settings)
+
+
+def test_bytes_held_are_those_of_the_policy(metrics_of: Callable) -> None:
+    """With one cache the size of the prompt and one the size of the sequence, exactly what the shapes say."""
+    (line,) = metrics_of(policy={"policy": "full"}, max_steps=1)
+    assert line["cache/bytes_held"] == line["cache/bytes_full"] and line["cache/retention"] == 1
+    assert line["cache/bytes_full"] % (2 * 2 * 2 * 8 * 4) == 0  # K and V x layers x kv heads x head dim x 4 bytes
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [{}, {"per_device_train_batch_size": 4, "steps_per_generation": 2}],
+    ids=["plain", "buffered"],
+)
+def test_validation_changes_nothing(schedule: dict, grpo: Callable, metrics_of: Callable) -> None:
+    plain = metrics_of("plain", max_steps=4, **schedule)
+    validated = metrics_of("validated", max_steps=4, **schedule, **VALIDATED)
+    assert timeless(validated) == timeless(plain)
+    other = metrics_of("control", max_steps=4, **schedule, seed=8)
+    assert timeless(other) != timeless(plain)
+
+
+def test_what_validation_logs(grpo: Callable) -> None:
+    trainer = grpo(max_steps=2, **VALIDATED)
+    trainer.train()
+    lines = [line for line in read_metrics(trainer.args.output_dir) if "eval_reward" in line]
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert {"eval_reward", "eval_rewards/digits/mean", "eval_entropy", "eval_cache/retention"} <= line.keys()
+        assert line["eval_entropy"] > 0 and line["eval_replay/gap_max"] <= 1e-5
+        assert not any(name.startswith(("replay/", "time/")) for name in line)
+    assert lines[0]["eval_entropy"] != lines[1]["eval_entropy"]

@@ -1,0 +1,61 @@
+"""What the trainer's tests share: settings of a short run, a reward, problems, and reading its metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+STOP = [1, 40, 41, 42]  # <eos> and three letters
+GKV = {"policy": "gkv", "budget": 8, "window": 3, "period": 2}
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 20,
+    "max_steps": 2,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "report_to": [],
+    "use_cpu": True,
+    "bf16": False,  # TRL takes bfloat16 where nothing is said
+    "disable_tqdm": True,
+    "gradient_checkpointing": False,
+    "save_strategy": "no",
+    "remove_unused_columns": False,
+    "importance_correction": "none",
+    "policy": GKV,
+    "seed": 7,
+    "model_init_kwargs": {"dtype": "float32"},
+}
+
+
+def digits(completions: list[str], **_: Any) -> list[float]:
+    """The share of digits: another reward for almost every completion."""
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+
+def problems(count: int) -> Any:
+    """Running-sum problems whose prompts have ragged lengths (8 to 18 tokens)."""
+    from datasets import Dataset
+
+    from sparse_rl.running_sum import RunningSum, rows
+
+    made = [rows("train", count, seed=n, task=RunningSum(n=n)) for n in (3, 5, 8)]
+    return Dataset.from_list([made[i % 3][i // 3] for i in range(count)])
+
+
+def trained(trainer: Any, resume: str | None = None) -> list[dict[str, Any]]:
+    trainer.train(resume_from_checkpoint=resume)
+    return steps(trainer.args.output_dir)
+
+
+def steps(folder: str | Path) -> list[dict[str, Any]]:
+    """The training steps logged in a run directory (not its validations, not the summary at the end)."""
+    from trainer.rundir import read_metrics
+
+    return [line for line in read_metrics(folder) if "loss" in line]
+
+
+def timeless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines without what a clock measured."""
+    clocks = ("time/", "step_time", "train_", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+    return [{name: value for name, value in line.items() if not name.startswith(clocks)} for line in lines]
