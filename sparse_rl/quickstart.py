@@ -68,12 +68,8 @@ class Stages:
 
 
 def run_seed(seed: int, out: Path, stages: Stages) -> list[dict[str, Any]]:
-    """All stages of one seed; returns its rows of results.json."""
-    from sparse_rl.running_sum import save_untrained
-
+    """All stages of one seed after `prepare`; returns its rows of results.json."""
     folder = out / f"seed{seed}"
-    shutil.rmtree(folder, ignore_errors=True)
-    save_untrained(folder / "untrained", seed)
     common = [f"seed={seed}"]
 
     def train(name: str, recipe: str, *more: str) -> None:
@@ -121,6 +117,15 @@ def run_seed(seed: int, out: Path, stages: Stages) -> list[dict[str, Any]]:
 
     with ThreadPoolExecutor(len(LABELS)) as pool:
         return list(pool.map(row, LABELS))
+
+
+def prepare(seed: int, out: Path) -> None:
+    """A clean folder with the untrained model. Not for threads: it draws from torch's global generator."""
+    from sparse_rl.running_sum import save_untrained
+
+    folder = out / f"seed{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    save_untrained(folder / "untrained", seed)
 
 
 def choose_budget(accuracy: dict[int, float]) -> int:
@@ -205,6 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(f"sparse-rl quickstart: seeds {options.seeds}, {options.slots} stages at a time, in {options.out}")
     stages = Stages(options.slots)
     try:
+        for seed in options.seeds:
+            prepare(seed, options.out)
         with ThreadPoolExecutor(len(options.seeds)) as pool:
             rows = [r for part in pool.map(lambda s: run_seed(s, options.out, stages), options.seeds) for r in part]
         report(rows, options.out, time.monotonic() - start)
