@@ -164,7 +164,8 @@ def report(rows: list[dict[str, Any]], out: Path, seconds: float) -> None:
     }
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     runs = {name: [out / f"seed{seed}" / name for seed in seeds] for name in RUNS}
-    learning_curves({LABELS[n]: folders[0] for n, folders in runs.items()}, out / "learning_curves.png")
+    sampled = {"rl_full": f"{LABELS['rl_full']} (samples with a full cache)"}
+    learning_curves({sampled.get(n, LABELS[n]): paths[0] for n, paths in runs.items()}, out / "learning_curves.png")
     gap_curves({LABELS[n]: runs[n][0] for n in ("rl_sparse", "rl_mismatch")}, out / "replay_gap.png")
 
     table = Table(title="Running sums, held-out problems: accuracy (± standard error)", title_justify="left")
