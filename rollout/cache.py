@@ -50,7 +50,6 @@ class EvictingCache:
     """The caches of all layers for B sequences.
 
     Use: `begin_prefill` and one forward over the right-padded prompts; then, per token, `begin_decode` and one forward.
-    `seconds`-free by design: timing belongs to the benchmarks.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -127,7 +126,7 @@ class EvictingCache:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         """See `KVView.attend`."""
-        if layer not in self.layers or query.shape[2] > 1 or not self.layers[layer].keys.shape[2]:
+        if layer not in self.layers:
             return self._prefill(layer, query, key, value, scaling)
         return self._decode(layer, query, key, value, scaling)
 
@@ -184,8 +183,10 @@ class EvictingCache:
 
         held = max(self._held)
         # The G query heads of a group attend as G "queries" to their kv head: nothing is repeated.
-        grouped = query.view(batch, kv_heads, -1, dim)
-        out = sdpa(grouped, layer.keys[:, :, :held], layer.values[:, :, :held], scaling, self._mask).view(query.shape)
+        grouped = query.reshape(batch, kv_heads, -1, dim)
+        out = sdpa(grouped, layer.keys[:, :, :held], layer.values[:, :, :held], scaling, self._mask).reshape(
+            query.shape
+        )
 
         if self.policy.every_query:
             self.policy.observe(index, self._entries(layer, slice(None), held, scaling), query, now[:, None])

@@ -101,11 +101,12 @@ class HFEngine:
         self.peak_cache_bytes = 0
         training = self.model.training
         self.model.eval()
-        bar = tqdm(total=len(sequences), desc="rollout", unit="seq", disable=not self.progress)
+        hidden = None if self.progress else True  # None: hidden where stderr is not a terminal
+        bar = tqdm(total=len(sequences), desc="rollout", unit="seq", leave=False, disable=hidden)
         try:
             with torch.no_grad(), bar:
                 for start in range(0, len(sequences), self.max_batch):
-                    for sequence, trace in self._wave(sequences[start : start + self.max_batch], sampling):
+                    for sequence, trace in self._wave(sequences[start : start + self.max_batch], sampling, bar):
                         rollouts[sequence.place] = Rollout(
                             sequence.prompt,
                             sequence.tokens,
@@ -136,7 +137,9 @@ class HFEngine:
 
     # ---- one wave: at most max_batch sequences, from prefill to the last token --------------------------------------
 
-    def _wave(self, rows: list[Sequence_], sampling: SamplingConfig) -> Iterable[tuple[Sequence_, EvictionTrace]]:
+    def _wave(
+        self, rows: list[Sequence_], sampling: SamplingConfig, bar: tqdm
+    ) -> Iterable[tuple[Sequence_, EvictionTrace]]:
         device = next(self.model.parameters()).device
         stop = self._stop_tokens(sampling)
         cache = EvictingCache(self.policy)
@@ -146,6 +149,8 @@ class HFEngine:
         uniforms = Uniforms([row.seed for row in rows], device)
         for step in range(sampling.max_tokens):
             self.peak_cache_bytes = max(self.peak_cache_bytes, cache.allocated_bytes())
+            if step % 32 == 0:
+                bar.set_postfix(tokens=step)
             uniform = None if sampling.temperature == 0 else uniforms.at(step)
             drawn = sample(logits, sampling, uniform)
             tokens, logprobs, model_logprobs = (t.tolist() for t in drawn)

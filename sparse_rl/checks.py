@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from pathlib import Path
 
 from sparse_rl.recipe import GRPORecipe, Recipe, RecipeError, SFTRecipe
 
@@ -20,6 +19,7 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     from sparse_rl.data import load_data
     from sparse_rl.models import load_config, load_tokenizer
     from sparse_rl.policies import make_policy
+    from trainer.rundir import checkpoint_of, refuse_used
 
     if not isinstance(recipe, GRPORecipe | SFTRecipe):
         raise RecipeError(f"a recipe of kind {recipe.kind} is not trained; use sparse-rl {recipe.kind}", "kind")
@@ -42,19 +42,11 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
         source = dataclasses.replace(recipe.validation.data, limit=recipe.validation.problems)
         held_out = load_data(source, tokenizer, where="validation.data")
         found.append(("validation", f"{len(held_out)} problems every {recipe.validation.every} steps"))
-    if resume is not None:
+    if resume is None:
+        refuse_used(recipe)
+    else:
         found.append(("resume", str(checkpoint_of(recipe, resume))))
     return found
-
-
-def checkpoint_of(recipe: Recipe, resume: str) -> Path:
-    """The checkpoint that `--resume` means: a directory, or "newest"."""
-    from trainer.rundir import newest_checkpoint
-
-    folder = newest_checkpoint(recipe.output_dir) if resume == "newest" else Path(resume)
-    if not (folder / "trainer_state.json").is_file():
-        raise RecipeError(f"{folder} is not a checkpoint: it has no trainer_state.json", "--resume")
-    return folder
 
 
 def _rewards(recipe: GRPORecipe) -> str:

@@ -137,11 +137,10 @@ def trl_fields() -> dict[str, dict[str, Any]]:
 
 def train(options: argparse.Namespace, session: Session) -> int:
     from sparse_rl.checks import NOT_CHECKED, check_training
-    from trainer.launch import launch, launched
+    from sparse_rl.recipe import TrainRecipe
+    from trainer.launch import launch, launched, needs_launch
 
     recipe = read_recipe(options, session)
-    processes = getattr(recipe, "launch", None)
-    several = processes is not None and processes.processes > 1 and not launched()
     if not options.dry_run:
         session.folder = Path(recipe.output_dir)
     quiet_loading(session.verbose)
@@ -152,9 +151,8 @@ def train(options: argparse.Namespace, session: Session) -> int:
                 print(f"{what:<11} {finding}")
             print(f"not checked {NOT_CHECKED}")
             return 0
-    if several:
-        assert processes is not None
-        return launch(processes, options.arguments)
+        if isinstance(recipe, TrainRecipe) and needs_launch(recipe.launch):
+            return launch(recipe.launch, options.arguments)
     from trainer.train import train as run
 
     with readable_progress():

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.recipe import EvalRecipe, RecipeError
-from sparse_rl.samples import engine_kind, eval_policies, facts, load_model, sampled, sampling_of
+from sparse_rl.samples import eval_policies, facts, load_model, sampled, sampling_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -124,7 +124,7 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
     ):
         for task, policy in points:
             bar.set_description(f"{task} · {policy.name}{_budget(policy)}")
-            engine = make_engine(engine_kind(recipe), model=model, policy=policy, max_batch=recipe.rollout.max_batch)
+            engine = make_engine(recipe.rollout.kind, model=model, policy=policy, max_batch=recipe.rollout.max_batch)
             point = _Point(task, policy, recipe.samples)
             for indices, rollouts, seconds in sampled(engine, tasks[task], tokenizer, recipe.tasks[task], sampling):
                 problems = [tasks[task][i] for i in indices for _ in range(recipe.samples)]

@@ -96,11 +96,16 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """The sampling engine; `auto` takes the fastest that runs here."""
+    """The sampling engine. `auto` leaves the choice to sparse-rl; today that is hf, the reference engine."""
 
     engine: Literal["auto", "hf"] = "auto"
     max_batch: PositiveInt = 64
     progress: bool = True
+
+    @property
+    def kind(self) -> str:
+        """The engine's name for `rollout.make_engine`."""
+        return "hf" if self.engine == "auto" else self.engine
 
 
 @dataclass(frozen=True, kw_only=True)

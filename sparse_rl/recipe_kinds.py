@@ -105,6 +105,9 @@ class TrainRecipe(Recipe):
         if isinstance(options, dict) and options.get("use_reentrant"):
             mend = "the eviction trace does not survive reentrant checkpointing; set it to false or remove it"
             raise RecipeError(mend, "gradient_checkpointing_kwargs.use_reentrant")
+        if self.lora is not None and self.launch.zero_stage == 3:
+            mend = "LoRA under ZeRO-3 takes reentrant checkpointing, which cannot be replayed; use stage 2 or lower"
+            raise RecipeError(mend, "launch.zero_stage")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +161,11 @@ class GRPORecipe(TrainRecipe):
                 "groups must be whole",
                 "num_generations",
             )
+        if self.uniform_groups == "drop" and (self.beta or self.loss_type not in ("grpo", "sapo")):
+            mend = "drop needs beta 0 and a loss that averages over responses: loss_type grpo or sapo"
+            raise RecipeError(mend, "uniform_groups")
+        if self.validation is not None and self.validation.data.thinking != self.data.thinking:
+            raise RecipeError("must be as in data.thinking", "validation.data.thinking")
         if self.top_p < 1 or self.top_k is not None:
             self.warnings.append(
                 "top_p < 1 or top_k truncates the sampler's support, which biases the policy ratio; "

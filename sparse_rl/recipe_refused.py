@@ -42,6 +42,7 @@ REFUSED: dict[str, str] = {
     "resume_from_checkpoint": "use the option --resume of the command",
     "save_strategy": "use save_steps",
     "generation_batch_size": "use steps_per_generation",
+    "cast_lm_head_to_fp32": "the engine computes the head in the model's dtype, and both must agree; remove it",
     "auto_find_batch_size": "groups must be whole; lower per_device_train_batch_size instead",
     "save_only_model": "resuming needs the optimizer too; remove it",
     "hub_token": "a recipe is saved with the run; log in with `hf auth login` instead",

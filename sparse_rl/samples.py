@@ -38,7 +38,7 @@ def sample(recipe: GRPORecipe | EvalRecipe, folder: Path, problems: int = 8) -> 
     except OSError as error:
         raise RecipeError(f"{folder} cannot be written: {error}", "--out") from error
     engine = make_engine(
-        engine_kind(recipe),
+        recipe.rollout.kind,
         model=load_model(recipe),
         policy=policy,
         max_batch=recipe.rollout.max_batch,
@@ -93,10 +93,6 @@ def load_model(recipe: Recipe) -> Any:
         ) from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return model.to(device).eval()  # type: ignore[arg-type]  # a decorator hides the signature
-
-
-def engine_kind(recipe: GRPORecipe | EvalRecipe) -> str:
-    return "hf" if recipe.rollout.engine == "auto" else recipe.rollout.engine
 
 
 def sampled(

@@ -28,13 +28,13 @@ import torch
 from torch.utils.data import Sampler
 from trl import GRPOConfig, GRPOTrainer
 from trl.models import unwrap_model_for_generation
-from trl.trainer.utils import RepeatSampler
 
 from rollout import Engine, Rollout, SamplingConfig, make_engine
 from sparse_rl.attention import ATTENTION, NO_MASK, ReplayView, adopt, cache_shape, refuse_reentrant_checkpointing
 from sparse_rl.data import prompt_ids
 from sparse_rl.policies import Policy, make_policy
 from sparse_rl.trace import EvictionTrace
+from trainer.checkpoint import EpochRepeatSampler, load_rollout_state, save_rollout_state
 from trainer.mismatch import FLOORS, check_gap, replay_panel
 
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -61,6 +61,7 @@ class SparseGRPOConfig(GRPOConfig):
     guard_floor: float | None = None
     rollout_engine: str = "hf"
     rollout_max_batch: int = 64
+    rollout_progress: bool = False
     thinking: bool | None = None
 
     def __post_init__(self) -> None:
@@ -84,20 +85,6 @@ class SparseGRPOConfig(GRPOConfig):
         super().__post_init__()
 
 
-class EpochRepeatSampler(RepeatSampler):
-    """TRL's sampler with an order that is a function of (seed, epoch), so that a resume in a later epoch finds it."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        if self.shuffle:
-            self.generator.manual_seed((self.seed or 0) + self.epoch)
-        return super().__iter__()
-
-
 class SparseGRPOTrainer(GRPOTrainer):
     """GRPO under a sparse cache. The arguments are GRPOTrainer's, with `args` a SparseGRPOConfig."""
 
@@ -105,6 +92,8 @@ class SparseGRPOTrainer(GRPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if (cast(dict | None, self.args.gradient_checkpointing_kwargs) or {}).get("use_reentrant"):
+            raise ValueError("TRL has made gradient checkpointing reentrant, which cannot be replayed; see zero_stage")
         for model in filter(None, (self.model, self.ref_model)):
             adopt(_base(model))
             refuse_reentrant_checkpointing(model)
@@ -125,7 +114,13 @@ class SparseGRPOTrainer(GRPOTrainer):
 
     def _make_engine(self, policy: Policy) -> Engine:
         model = _base(self.accelerator.unwrap_model(self.model))
-        return make_engine(self.args.rollout_engine, model=model, policy=policy, max_batch=self.args.rollout_max_batch)
+        return make_engine(
+            self.args.rollout_engine,
+            model=model,
+            policy=policy,
+            max_batch=self.args.rollout_max_batch,
+            progress=self.args.rollout_progress and self.accelerator.is_main_process,
+        )
 
     @property
     def _mode(self) -> str:
@@ -207,7 +202,8 @@ class SparseGRPOTrainer(GRPOTrainer):
         with torch.no_grad():
             out = self._forward(model, ids, torch.ones_like(ids), PROBE_TOKENS, [rollout.trace])
         gap = out.log_probs[0, -PROBE_TOKENS:].float().cpu() - torch.tensor(rollout.model_logprobs)
-        return max(self.args.guard_factor * float(gap.abs().mean()), floor)
+        largest = self.accelerator.gather(gap.abs().mean().to(self.accelerator.device)).max()
+        return max(self.args.guard_factor * float(largest), floor)
 
     # ---- rewards and advantages ---------------------------------------------------------------------------------
 
@@ -369,46 +365,28 @@ class SparseGRPOTrainer(GRPOTrainer):
             self._seconds.clear()
             self._clock, self._sampled_tokens = _now(), 0
 
-    # ---- resume -------------------------------------------------------------------------------------------------
-
-    def _state_file(self, checkpoint: str | Path) -> Path:
-        return Path(checkpoint) / f"rollout_state_{self.accelerator.process_index}.pt"
+    # ---- resume ---------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        buffer = None
-        if self._buffered_inputs is not None:
-            buffer = [{**batch, "traces": [t.evict_at for t in batch["traces"]]} for batch in self._buffered_inputs]
         state = {
             "step": self._step,
-            "buffer": buffer,
             "generations": self._generations,
             "gap_limit": self._gap_limit,
             "global_step": self.state.global_step,
         }
+        used_up = self._step % (cast(int, self.args.steps_per_generation) * self.num_iterations) == 0
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        torch.save(state, self._state_file(folder))
+        save_rollout_state(folder, self.accelerator.process_index, state, None if used_up else self._buffered_inputs)
+        super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        file = self._state_file(checkpoint)
-        if not file.exists():
-            raise ValueError(
-                f"{checkpoint} has no {file.name}: it was not written by this trainer with as many processes"
-            )
-        state = torch.load(file, weights_only=True, map_location="cpu")
+        rank, device = self.accelerator.process_index, self.accelerator.device
+        state, buffer = load_rollout_state(Path(checkpoint), rank, device)
+        self._buffered_inputs = cast(Any, buffer)
         self._step, self._generations, self._gap_limit = state["step"], state["generations"], state["gap_limit"]
-        if state["buffer"] is not None:
-            device = self.accelerator.device
-            self._buffered_inputs: Any = [
-                {
-                    **{name: value.to(device) for name, value in batch.items() if name != "traces"},
-                    "traces": [EvictionTrace(t) for t in batch["traces"]],
-                }
-                for batch in state["buffer"]
-            ]
         self._logged_step = state["global_step"]
 
 

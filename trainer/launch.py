@@ -12,12 +12,19 @@ import os
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from sparse_rl.recipe import LaunchConfig
 
 
 def launched() -> bool:
     """Whether this process is already one of N."""
     return "RANK" in os.environ
+
+
+def needs_launch(recipe: LaunchConfig) -> bool:
+    """Whether a run must go through the launcher: several processes, DeepSpeed, or several GPUs to choose one from."""
+    return recipe.processes > 1 or recipe.zero_stage > 0 or torch.cuda.device_count() > 1
 
 
 def launch(recipe: LaunchConfig, arguments: Sequence[str]) -> int:

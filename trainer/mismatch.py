@@ -26,7 +26,8 @@ def replay_panel(gap: torch.Tensor, ratio: torch.Tensor, clip: float) -> dict[st
     if not gap.numel():
         return {}
     gap, weights = gap.double(), ratio.double().exp()
-    low, high = torch.quantile(weights, torch.tensor([0.05, 0.95], dtype=torch.float64)).tolist()
+    ordered = weights.sort().values  # torch.quantile refuses more than 2**24 values
+    low, high = (float(ordered[round(q * (len(ordered) - 1))]) for q in (0.05, 0.95))
     return {
         "replay/gap_mean": float(gap.abs().mean()),
         "replay/gap_max": float(gap.abs().max()),

@@ -12,7 +12,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from sparse_rl.recipe import Recipe, RecipeError
+from sparse_rl.recipe import Recipe, RecipeError, TrainRecipe
+from trainer.checkpoint import STATE_FILE
 
 PACKAGES = (
     "sparse-rl",
@@ -58,17 +59,53 @@ def wandb_offline_without_key(folder: Path) -> None:
         os.environ.setdefault("WANDB_MODE", "offline")
 
 
-def newest_checkpoint(folder: str | Path) -> Path:
-    """The checkpoint with the highest step in a run directory. Raises RecipeError where there is none."""
-    found = [p for p in Path(folder).glob("checkpoint-*") if (p / "trainer_state.json").is_file()]
-    if not found:
-        raise RecipeError(f"{folder} holds no checkpoint to resume from", "--resume")
-    return max(found, key=lambda p: int(p.name.rpartition("-")[2]))
+def check_world(recipe: TrainRecipe) -> None:
+    """Raise RecipeError where another number of processes was started than the recipe is about."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != recipe.launch.processes:
+        raise RecipeError(f"is {recipe.launch.processes}, but {world} processes were started", "launch.processes")
 
 
-def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
+def refuse_used(recipe: Recipe) -> None:
+    """Raise RecipeError where output_dir holds an earlier run, which a fresh one would overwrite."""
+    folder = Path(recipe.output_dir)
+    if read_metrics(folder) or any(folder.glob("checkpoint-*")):
+        raise RecipeError(f"{folder} holds an earlier run; continue it with --resume, or choose another", "output_dir")
+
+
+def checkpoint_of(recipe: TrainRecipe, resume: str) -> Path:
+    """The checkpoint that `--resume` means: a directory, or "newest" for the highest whole one in output_dir.
+
+    Raises RecipeError: none there, not a whole checkpoint, or written by another number of processes.
+    """
+    if resume == "newest":
+        found = [p for p in Path(recipe.output_dir).glob("checkpoint-*") if p.name[11:].isdigit()]
+        whole = [p for p in found if not _lacks(p, recipe)]
+        if not whole:
+            raise RecipeError(f"{recipe.output_dir} holds no whole checkpoint to resume from", "--resume")
+        folder = max(whole, key=lambda p: int(p.name[11:]))
+    else:
+        folder = Path(resume)
+        if missing := _lacks(folder, recipe):
+            raise RecipeError(f"{folder} is not a whole checkpoint: it has no {missing}", "--resume")
+    if recipe.kind == "grpo":
+        written = len(list(folder.glob(STATE_FILE.format(rank="*"))))
+        if written != recipe.launch.processes:
+            raise RecipeError(
+                f"{folder} was written by {written} processes; resume with launch.processes={written}", "--resume"
+            )
+    return folder
+
+
+def _lacks(folder: Path, recipe: Recipe) -> str | None:
+    """The first file that a whole checkpoint has and this folder has not."""
+    needed = ["trainer_state.json", *([STATE_FILE.format(rank=0)] if recipe.kind == "grpo" else [])]
+    return next((name for name in needed if not (folder / name).is_file()), None)
+
+
+def read_metrics(folder: str | Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; a torn last line (a killed run) is left out."""
-    file = Path(folder) / "metrics.jsonl"
+    file = Path(folder) / name
     lines = []
     for line in file.read_text().splitlines() if file.exists() else []:
         try:
@@ -78,6 +115,12 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     return lines
 
 
+def _keep_until(file: Path, step: int) -> None:
+    """Drop the lines of a jsonl file that are of a later step: a resumed run writes them again."""
+    kept = [line for line in read_metrics(file.parent, file.name) if line["step"] <= step]
+    file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+
 class RunLog(TrainerCallback):
     """metrics.jsonl: one line per log, with its step. A resumed run continues it after the step it resumes from."""
 
@@ -85,10 +128,8 @@ class RunLog(TrainerCallback):
         self.file = folder / "metrics.jsonl"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        kept = [line for line in read_metrics(self.file.parent) if line["step"] <= state.global_step]
-        self.file.write_text("".join(json.dumps(line) + "\n" for line in kept if state.global_step))
+        if state.is_world_process_zero:
+            _keep_until(self.file, state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if state.is_world_process_zero and logs:
@@ -102,6 +143,10 @@ class CompletionLog(TrainerCallback):
     def __init__(self, folder: Path) -> None:
         self.file = folder / "completions.jsonl"
         self.trainer: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            _keep_until(self.file, state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if not state.is_world_process_zero or "reward" not in (logs or {}):

@@ -48,11 +48,10 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
     """
     if not isinstance(recipe, TrainRecipe):
         raise RecipeError(f"a recipe of kind {recipe.kind} is not trained; see sparse-rl {recipe.kind}", "kind")
-    checkpoint = None
-    if resume is not None:
-        checkpoint = str(rundir.newest_checkpoint(recipe.output_dir) if resume == "newest" else resume)
-        if not Path(checkpoint, "trainer_state.json").is_file():
-            raise RecipeError(f"{checkpoint} is not a checkpoint: it has no trainer_state.json", "--resume")
+    rundir.check_world(recipe)
+    checkpoint = None if resume is None else str(rundir.checkpoint_of(recipe, resume))
+    if checkpoint is None:
+        rundir.refuse_used(recipe)
     load_config(recipe.model)
     folder = rundir.prepare(recipe)
     if "wandb" in recipe.report_to:
@@ -78,7 +77,7 @@ def arguments(recipe: TrainRecipe) -> dict[str, Any]:
         "fp16": recipe.dtype == "float16",
         "use_cpu": not torch.cuda.is_available(),
         "deepspeed": deepspeed,
-        "model_init_kwargs": {"dtype": _weights_dtype(recipe)},
+        "model_init_kwargs": {"dtype": _weights_dtype(recipe), "device_map": None},
         "disable_tqdm": False,
         **recipe.trainer_options,
     }
@@ -116,11 +115,8 @@ def _grpo(recipe: GRPORecipe, folder: Path) -> Any:
         source = dataclasses.replace(validation.data, limit=validation.problems)
         held_out = load_data(source, tokenizer, where="validation.data")
         keys |= {"eval_strategy": "steps", "eval_steps": validation.every, "num_generations_eval": validation.samples}
-        processes = recipe.launch.processes
-        per_rank = -(-recipe.per_device_train_batch_size // validation.samples) * validation.samples
-        keys["per_device_eval_batch_size"] = (
-            per_rank if per_rank * processes % validation.samples == 0 else validation.samples
-        )
+        groups = -(-recipe.per_device_train_batch_size // validation.samples)
+        keys["per_device_eval_batch_size"] = groups * validation.samples
     guard = recipe.replay_guard
     args = SparseGRPOConfig(
         **{
@@ -132,8 +128,9 @@ def _grpo(recipe: GRPORecipe, folder: Path) -> Any:
             "guard": guard.enabled,
             "guard_factor": guard.factor,
             "guard_floor": guard.floor,
-            "rollout_engine": "hf" if recipe.rollout.engine == "auto" else recipe.rollout.engine,
+            "rollout_engine": recipe.rollout.kind,
             "rollout_max_batch": recipe.rollout.max_batch,
+            "rollout_progress": recipe.rollout.progress,
             "thinking": recipe.data.thinking,
         }
     )
@@ -164,9 +161,9 @@ TRAINERS: dict[str, Callable[[Any, Path], Any]] = {"grpo": _grpo, "sft": _sft}
 
 
 def _export(trainer: Any, recipe: TrainRecipe, folder: Path) -> None:
-    """The final model as a plain Hugging Face directory, with its cache policy; LoRA merged in (not under ZeRO-3)."""
+    """The final model as a plain Hugging Face directory, with its cache policy; LoRA merged in."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    if recipe.lora is not None and recipe.launch.zero_stage != 3:
+    if recipe.lora is not None:
         trainer.save_model(str(folder.with_name("adapter")))
         if trainer.is_world_process_zero():
             model.merge_and_unload().save_pretrained(folder)

@@ -82,7 +82,7 @@ class ReplayView:
         key = key.reshape(batch * kv_heads, 1, width, dim).expand(-1, group, -1, -1)
         value = value.reshape(batch * kv_heads, 1, width, dim).expand(-1, group, -1, -1)
         out = sdpa(grouped, key, value, scaling, mask)
-        return out.view(batch, q_heads, width, dim)
+        return out.reshape(batch, q_heads, width, dim)
 
 
 def visible_mask(evict_at: torch.Tensor) -> torch.Tensor:

@@ -57,8 +57,10 @@ class Entries:
         """
         rows, q_heads, count, dim = queries.shape
         kv_heads = self.keys.shape[1]
-        grouped = queries.view(rows, kv_heads, q_heads // kv_heads, count, dim).float()
-        logits = grouped @ self.keys[:, :, None].float().transpose(-1, -2) * self.scaling
+        grouped = queries.reshape(rows, kv_heads, -1, dim).float()  # G x T queries per kv head: no key is repeated
+        logits = (grouped @ self.keys.float().transpose(-1, -2) * self.scaling).view(
+            rows, kv_heads, q_heads // kv_heads, count, -1
+        )
         seen_by = self.positions[:, :, None, :] <= query_positions[:, None, :, None]  # [R, Hkv, T, N]
         mask = (seen_by & self.valid()[:, :, None]).unsqueeze(2)
         return logits.masked_fill(~mask, float("-inf")).softmax(-1)

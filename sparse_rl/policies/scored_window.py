@@ -181,15 +181,20 @@ def _over_max(scores: torch.Tensor, competing: torch.Tensor) -> torch.Tensor:
 
 
 def redundancy(entries: Entries) -> torch.Tensor:
-    """R: how much each entry repeats others, float32 [R, Hkv, N] (R-KV §3.2). N x N per head is alive."""
+    """R: how much each entry repeats others, float32 [R, Hkv, N] (R-KV §3.2). One row's N x N per head is alive."""
     keys = F.normalize(entries.keys.float(), dim=-1, eps=1e-8)
     valid = entries.valid()
-    similarity = keys @ keys.transpose(-1, -2)
-    similarity = similarity.masked_fill(~(valid[..., :, None] & valid[..., None, :]), 0.0)
-    similarity.diagonal(dim1=-2, dim2=-1).zero_()
-    similarity = similarity.masked_fill(similarity < SIMILAR, 0.0)
-    slots = torch.arange(keys.shape[2], device=keys.device)
-    most_recent = torch.where(similarity > 0, slots, 0).amax(-1, keepdim=True)
-    similarity = similarity.scatter(-1, most_recent, 0.0)
-    mean = similarity.sum(dim=-2) / entries.lengths[:, None, None]
+    rows = [_mean_similarity(keys[row], valid[row, 0]) for row in range(len(keys))]
+    mean = torch.stack(rows) / entries.lengths[:, None, None]
     return mean.masked_fill(~valid, float("-inf")).softmax(-1)
+
+
+def _mean_similarity(keys: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Per entry, the sum of its similarities to the others: unit keys [Hkv, N, D], bool [N] -> [Hkv, N]."""
+    similarity = keys @ keys.transpose(-1, -2)
+    similarity.masked_fill_(~(valid[:, None] & valid), 0.0)
+    similarity.diagonal(dim1=-2, dim2=-1).zero_()
+    similarity.masked_fill_(similarity < SIMILAR, 0.0)
+    slots = torch.arange(1, keys.shape[1] + 1, device=keys.device, dtype=keys.dtype)
+    most_recent = ((similarity > 0) * slots).argmax(-1, keepdim=True)  # the largest slot among the similar
+    return similarity.scatter_(-1, most_recent, 0.0).sum(dim=-2)
