@@ -10,6 +10,7 @@ machine may be noisy; judge by the ratios.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
 import statistics
@@ -43,9 +44,15 @@ class TimedCache(EvictingCache):
     seconds = 0.0
 
     def _compact(self, *args, **kwargs):
-        start = time.perf_counter()
+        start = now()
         super()._compact(*args, **kwargs)
-        TimedCache.seconds += time.perf_counter() - start
+        TimedCache.seconds += now() - start
+
+
+def now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def main() -> None:
@@ -63,13 +70,15 @@ def main() -> None:
     model = Qwen3ForCausalLM(config).to(device).eval()
     prompts = [torch.randint(512, (PROMPT,)).tolist() for _ in range(BATCH)]
     sampling = SamplingConfig(options.tokens, seed=0, ignore_eos=True)
+    for policy in CASES.values():  # warm up
+        HFEngine(model, make_policy(policy)).generate(prompts, dataclasses.replace(sampling, max_tokens=32))
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
     for _ in range(options.runs):
         for name, policy in CASES.items():
             engine = HFEngine(model, make_policy(policy))
-            TimedCache.seconds, start = 0.0, time.perf_counter()
+            TimedCache.seconds, start = 0.0, now()
             engine.generate(prompts, sampling)
-            seconds = time.perf_counter() - start
+            seconds = now() - start
             seen[name].append({
                 "tokens_per_second": BATCH * options.tokens / seconds,
                 "compaction_share": TimedCache.seconds / seconds,

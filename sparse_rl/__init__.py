@@ -4,8 +4,8 @@ trace.py      one integer per (layer, kv head, token): the first query that no l
 policies/     which entries a cache keeps (one file per family)
 attention/    training attention under a recorded trace (eviction replay)
 recipe.py     YAML -> typed, validated recipes;  data.py  prompts and answers
-cli.py        the front door; with evaluate, quickstart and plots the only place that imports
-              rollout/, trainer/ and rewards/
+cli.py        the front door; it and what only it uses (checks, evaluate, quickstart, samples) are the only places that
+              import rollout/, trainer/ and rewards/
 
 Shapes throughout: B batch, S sequence, L layer, Hq query heads, Hkv kv heads, G = Hq / Hkv, D head dim,
 W window, N entries in a cache, K entries kept.
