@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 .DELETE_ON_ERROR:
 
 quickstart: $(READY)
-	$(BIN)/python -m sparse_rl.quickstart --seeds $(SEEDS)
+	@$(BIN)/python -m sparse_rl.quickstart --seeds $(SEEDS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --durations 10
@@ -28,11 +28,12 @@ lint: $(READY)
 
 $(READY): requirements/cpu.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11"; exit 2; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-deps "$(TORCH)" || \
-	  $(BIN)/pip install --quiet --no-deps "$(TORCH)" --index-url https://download.pytorch.org/whl/cpu
-	$(BIN)/pip install --quiet --no-deps -r requirements/cpu.lock
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	@echo "Setting up $(VENV) from requirements/cpu.lock: minutes the first time"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -qq --no-deps "$(TORCH)" || \
+	  $(BIN)/pip install -qq --no-deps "$(TORCH)" --index-url https://download.pytorch.org/whl/cpu
+	@$(BIN)/pip install -qq --no-deps -r requirements/cpu.lock
+	@$(BIN)/pip install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
 clean:
