@@ -144,7 +144,7 @@ def guarded(work: Callable[[], int], session: Session) -> int:
     try:
         return work()
     except KeyboardInterrupt:
-        if rank() == 0:
+        if "RANK" not in os.environ:  # the launcher of several is interrupted too, and says so once
             print("sparse-rl: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
@@ -158,7 +158,7 @@ def _report(error: Exception, session: Session) -> int:
     text = " ".join(str(error).split())
     if mendable(error):
         status, line, needs_traceback = 2, f"sparse-rl: error: {text}", False
-    elif _is(error, "trainer.mismatch", "ReplayGapError"):
+    elif _is(error, "trainer.mismatch", "ReplayGapError") or _nan_score(error):
         status, line, needs_traceback = 1, f"sparse-rl: stopped: {text}", False
     elif _is(error, "torch", "OutOfMemoryError"):
         mend = "`sparse-rl doctor RECIPE` says what takes how much; lower rollout.max_batch or the batch size"
@@ -197,6 +197,12 @@ def mendable(error: BaseException) -> bool:
     module = frame.f_globals.get("__name__", "").partition(".")[0]
     checks = module in CHECKING and frame.f_code.co_name in ("__post_init__", "__init__")
     return (module in OURS or checks) and source.startswith("raise")
+
+
+def _nan_score(error: Exception) -> bool:
+    """Whether it is the FloatingPointError of a cache policy: its score is NaN."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, FloatingPointError) and bool(names) and names[-1].startswith("sparse_rl.policies")
 
 
 def _is(error: Exception, module: str, name: str) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,24 @@ def trace_bytes(layers: int, kv_heads: int, length: int, sequences: int = 1) -> 
 def mask_bytes(sequences: int, kv_heads: int, length: int, layers: int = 1) -> int:
     """Boolean masks [B, Hkv, S, S]: of one layer, as replay attention makes them, or of all, as dense traces would."""
     return sequences * layers * kv_heads * length * length
+
+
+def attention_itemsize(dtype: str, cuda: bool) -> int:
+    """Bytes of a number in the attention: the dtype's, but on a CPU float32 is computed in float64."""
+    return 8 if dtype == "float32" and not cuda else ITEMSIZE[dtype]
+
+
+def sdpa_mask_bytes(sequences: int, kv_heads: int, length: int, itemsize: int) -> int:
+    """One layer's mask in replay attention: the boolean one, and what SDPA makes of it, a bias in its own dtype."""
+    return mask_bytes(sequences, kv_heads, length) * (1 + itemsize)
+
+
+def redundancy_bytes(policy: Policy, entries: int, kv_heads: int) -> int:
+    """The transient of R-KV's redundancy, where a policy has it: 3 float32 [Hkv, N, N], for one sequence at a time."""
+    from sparse_rl.policies import GKV, RKV
+
+    has = isinstance(policy, RKV) or (isinstance(policy, GKV) and policy.redundancy)
+    return 3 * 4 * kv_heads * entries * entries if has else 0
 
 
 # ---- weights and training state ------------------------------------------------------------------------------------
@@ -167,18 +185,19 @@ class Plan:
         return sum(item.host for item in self.items if item.when != "avoided")
 
 
-def plan(recipe: Recipe, config: Any) -> Plan:
-    """The memory of a recipe whose model has this configuration."""
+def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
+    """The memory of a recipe whose model has this configuration. `cuda`: runs on a GPU; None: as this machine has."""
     model = meta_model(config)
     parameters, itemsize = count_parameters(model), ITEMSIZE[recipe.dtype]
     if isinstance(recipe, EvalRecipe):
         items = [Item("weights", parameters * itemsize, note=recipe.dtype)]
         prompt = max(_prompt_tokens(data) for data in recipe.tasks.values())
-        for block in recipe.caches():
-            at_once = min(recipe.rollout.max_batch, _problems(recipe) * recipe.samples)
-            items.append(_cache_item(recipe, config, block, prompt, at_once, itemsize))
-        largest = max((i for i in items if i.when == "sampling"), key=lambda i: i.device)
-        return Plan(parameters, [i if i is largest or i.when != "sampling" else _aside(i) for i in items])
+        at_once = min(recipe.rollout.max_batch, _problems(recipe) * recipe.samples)
+        points = [_cache_items(recipe, config, block, prompt, at_once, itemsize) for block in recipe.caches()]
+        largest = max(points, key=lambda point: sum(item.device for item in point))
+        for point in points:  # those of a sweep run one after another: the others are shown, not counted
+            items += point if point is largest else [replace(item, when="avoided") for item in point]
+        return Plan(parameters, items)
     assert isinstance(recipe, GRPORecipe | SFTRecipe)
     adapters, launch = recipe.lora is not None, recipe.launch
     trainable = lora_parameters(model, recipe.lora) if recipe.lora is not None else parameters
@@ -213,12 +232,14 @@ def plan(recipe: Recipe, config: Any) -> Plan:
         )
     per_rank = size * (recipe.steps_per_generation or recipe.gradient_accumulation_steps)
     at_once = min(recipe.rollout.max_batch, per_rank)
-    items.append(_cache_item(recipe, config, recipe.cache, prompt, at_once, itemsize))
+    items += _cache_items(recipe, config, recipe.cache, prompt, at_once, itemsize)
     if recipe.cache.get("policy") != "full" and recipe.train_attention == "replay":
         traces = trace_bytes(layers, kv_heads, length, per_rank)
         items.append(Item("traces", host=traces, note=f"{per_rank} sequences of {length} tokens"))
-        one = mask_bytes(size, kv_heads, length)
-        items.append(Item("mask of one layer", one, when="update", note="replay attention, one layer at a time"))
+        wide = attention_itemsize(recipe.dtype, device_memory() is not None if cuda is None else cuda)
+        one = sdpa_mask_bytes(size, kv_heads, length, wide)
+        note = f"replay attention, one layer at a time: 1 byte, and {wide} as SDPA converts it"
+        items.append(Item("mask of one layer", one, when="update", note=note))
         dense = mask_bytes(per_rank, kv_heads, length, layers)
         items.append(
             Item("dense masks instead", host=dense, when="avoided", note="what the traces replace; not allocated")
@@ -226,7 +247,7 @@ def plan(recipe: Recipe, config: Any) -> Plan:
     return Plan(parameters, items)
 
 
-def _cache_item(recipe: Any, config: Any, block: Any, prompt: int, at_once: int, itemsize: int) -> Item:
+def _cache_items(recipe: Any, config: Any, block: Any, prompt: int, at_once: int, itemsize: int) -> list[Item]:
     from sparse_rl.attention import cache_shape
     from sparse_rl.models import saved_policy
     from sparse_rl.policies import make_policy
@@ -238,12 +259,12 @@ def _cache_item(recipe: Any, config: Any, block: Any, prompt: int, at_once: int,
     state = state_bytes(policy, entries, *shape[:2])
     name = " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
     note = f"{name}: {entries} entries, {show(one)} a sequence; full {show(full)}"
-    return Item(f"KV cache of {at_once}", at_once * (one + state), when="sampling", note=note)
-
-
-def _aside(item: Item) -> Item:
-    """A cache point that is not the largest of its sweep: shown, not counted."""
-    return Item(item.name, item.device, item.host, "avoided", item.note)
+    items = [Item(f"KV cache of {at_once}", at_once * (one + state), when="sampling", note=note)]
+    compacts = policy.peak_entries is not None and entries >= policy.peak_entries
+    if compacts and (transient := redundancy_bytes(policy, entries, shape[1])):
+        note = f"{name}: similarities of {entries} x {entries} entries, one sequence of one layer at a time"
+        items.append(Item("redundancy", transient, when="sampling", note=note))
+    return items
 
 
 def _dtype_note(recipe: Any, stored: int) -> str:

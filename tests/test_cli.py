@@ -11,11 +11,13 @@ import sys
 import warnings
 
 import pytest
+import torch
 
 from sparse_rl import console
 from sparse_rl.cli import main, parse
 from sparse_rl.console import Session, guarded, mendable, training_line
 from sparse_rl.plots import histogram, run_labels, smooth
+from sparse_rl.policies import Entries, make_policy
 from sparse_rl.recipe import RecipeError
 from sparse_rl.running_sum import save_untrained
 from sparse_rl.trace import EvictionTrace, TraceError, save_traces
@@ -192,6 +194,7 @@ def test_errors_leave_their_traceback_in_the_run_directory(here, capsys):
         (RecipeError("no\nsuch thing", "key"), 2, "sparse-rl: error: key: no such thing"),
         (TraceError("bad trace"), 2, "sparse-rl: error: bad trace"),
         (ReplayGapError("too far"), 1, "sparse-rl: stopped: too far"),
+        (FloatingPointError("a NaN score"), 1, "sparse-rl: unexpected FloatingPointError: a NaN score (traceback in "),
         (KeyError("x"), 1, "sparse-rl: unexpected KeyError: 'x' (traceback in "),
         (KeyboardInterrupt(), 130, "sparse-rl: interrupted"),
     ],
@@ -210,6 +213,21 @@ def test_exit_statuses(tmp_path, capsys, monkeypatch, error, status, says):
         assert type(error).__name__ in (session.folder / "error.log").read_text()
 
 
+def test_a_nan_score_of_a_policy_is_one_line(tmp_path, capsys):
+    """Ours to say; the same class from elsewhere (above) is unexpected."""
+    session = Session()
+    session.folder = tmp_path
+    zeros, lengths = torch.zeros(1, 1, 9, 2), torch.tensor([9])
+    entries = Entries(
+        zeros + float("nan"), zeros, torch.arange(9).view(1, 1, 9), lengths, lengths, zeros[:, :, :2], 1.0, {}
+    )
+    policy = make_policy("morphkv", budget=4, window=2, period=2)
+    assert guarded(lambda: policy.compact(0, entries) and 0, session) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("sparse-rl: stopped: morphkv: a NaN score in layer 0")
+    assert "Traceback" in (tmp_path / "error.log").read_text()
+
+
 def test_an_unexpected_error_without_a_run_directory_shows_its_traceback(capsys):
     assert guarded(lambda: 1 // 0, Session()) == 1
     err = capsys.readouterr().err
@@ -223,7 +241,6 @@ def test_only_errors_that_our_code_raises_are_the_users(tmp_path):
         return mendable(caught.value)
 
     from rollout import SamplingConfig, make_engine
-    from sparse_rl.policies import make_policy
 
     assert raised(lambda: make_policy("nothing"))
     assert raised(lambda: SamplingConfig(0))
@@ -374,13 +391,15 @@ RAISES = "def unfair(completions, **_):\n    raise KeyError('no such\\nthing')\n
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_says_so(here):
-    (here / "my_rewards.py").write_text(REWARD)
-    command = [sys.executable, "-m", "sparse_rl.cli", "train", "grpo.yaml", "max_steps=100000"]
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_interrupted_run_says_so(here, processes):
+    words = ["max_steps=100000", f"launch.processes={processes}"]
+    command = [sys.executable, "-m", "sparse_rl.cli", "train", "grpo.yaml", *words]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path]), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=here, env=environment, stdout=-1, stderr=-1, text=True) as running:
+    pipes = {"stdout": -1, "stderr": -1, "text": True}
+    with subprocess.Popen(command, cwd=here, env=environment, start_new_session=True, **pipes) as running:
         assert running.stdout.readline().startswith("step 1/100000")
-        running.send_signal(signal.SIGINT)
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the launcher and its processes
         _, err = running.communicate(timeout=60)
     assert running.returncode == 130 and err == "sparse-rl: interrupted\n"
 

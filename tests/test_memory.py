@@ -6,12 +6,15 @@ import pytest
 import torch
 from peft import LoraConfig as PeftLora
 from peft import get_peft_model
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout import SamplingConfig, make_engine
 from rollout.cache import GROW
 from sparse_rl.attention import cache_shape
 from sparse_rl.attention.replay import visible_mask
 from sparse_rl.memory import (
+    attention_itemsize,
     cache_bytes,
     count_parameters,
     lora_parameters,
@@ -19,6 +22,8 @@ from sparse_rl.memory import (
     meta_model,
     peak_entries,
     plan,
+    redundancy_bytes,
+    sdpa_mask_bytes,
     show,
     state_bytes,
     trace_bytes,
@@ -26,7 +31,8 @@ from sparse_rl.memory import (
     verdict,
     verdicts,
 )
-from sparse_rl.policies import make_policy
+from sparse_rl.policies import Entries, make_policy
+from sparse_rl.policies.scored_window import redundancy
 from sparse_rl.recipe import LaunchConfig, LoraConfig, make_recipe
 from sparse_rl.running_sum import build_model
 from sparse_rl.trace import EvictionTrace
@@ -53,6 +59,56 @@ def test_traces_and_masks_are_counted_as_they_are():
     traces = [EvictionTrace.dense(3, 2, 50) for _ in range(4)]
     assert trace_bytes(3, 2, 50, 4) == sum(t.evict_at.nbytes for t in traces)
     assert mask_bytes(4, 2, 50) == visible_mask(torch.stack([t.layer(0) for t in traces])).nbytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cuda", "itemsize"),
+    [("bfloat16", True, 2), ("float16", False, 2), ("float32", True, 4), ("float32", False, 8)],
+)
+def test_the_mask_is_counted_again_as_sdpa_converts_it(dtype, cuda, itemsize):
+    assert attention_itemsize(dtype, cuda) == itemsize
+    mask = visible_mask(torch.stack([EvictionTrace.dense(1, 2, 50).layer(0)] * 4))
+    converted = mask.to(torch.float64 if itemsize == 8 else getattr(torch, dtype))
+    assert sdpa_mask_bytes(4, 2, 50, itemsize) == mask.nbytes + converted.nbytes
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes alive at once among the tensors that operators made."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.bytes = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        storage = out.untyped_storage()
+        self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
+        self.bytes = max(self.bytes, sum(size for _, size in self.storages.values()))
+        return out
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_redundancy_takes_no_more_than_is_counted(rows):
+    """Whatever the rows; and no less than half of it."""
+    keys, lengths = torch.randn(rows, 2, 300, 4), torch.full((rows,), 300)
+    positions = torch.arange(300).expand(rows, 2, 300)
+    with Peak() as peak:
+        redundancy(Entries(keys, keys, positions, lengths, lengths, None, 1.0, {}))
+    counted = redundancy_bytes(make_policy("rkv", budget=200, period=100), 300, 2)
+    assert counted / 2 < peak.bytes <= counted
+
+
+def test_redundancy_is_counted_where_a_policy_has_it():
+    size = {"budget": 40, "window": 8, "period": 8}
+    for name, parameters, has in (("rkv", {}, 1), ("gkv", {}, 1), ("gkv", {"redundancy": False}, 0), ("snapkv", {}, 0)):
+        policy = make_policy(name, **size, **parameters)
+        assert redundancy_bytes(policy, 48, 2) == has * 3 * 2 * 48 * 48 * 4
+        task = {**GRPO, "cache": {"policy": name, **size, **parameters}}
+        names = {item.name for item in plan(make_recipe(task), tiny_config()).items}
+        assert ("redundancy" in names) == bool(has)
+        short = plan(make_recipe({**task, "max_completion_length": 20}), tiny_config())  # never fills its cache
+        assert "redundancy" not in {item.name for item in short.items}
 
 
 @pytest.mark.parametrize("name", ["full", "streaming", "tova", "gkv"])
@@ -143,14 +199,16 @@ def test_zero_partitions_more_with_each_stage():
 
 def test_a_plan_adds_up():
     recipe = make_recipe(GRPO)
-    made = plan(recipe, tiny_config())
+    made = plan(recipe, tiny_config(), cuda=False)
     by = {item.name: item for item in made.items}
     assert made.parameters == 102_848
     shape = cache_shape(tiny_config())
     entry = cache_bytes(1, *shape, 4) + state_bytes(make_policy(recipe.cache), 1, *shape[:2])
     assert by["KV cache of 8"].device == 8 * 40 * entry
     assert by["traces"].host == trace_bytes(*shape[:2], 118, 8)
-    assert by["mask of one layer"].device == mask_bytes(8, 2, 118)
+    assert by["mask of one layer"].device == 9 * mask_bytes(8, 2, 118)  # attention in float64
+    on_gpu = {item.name: item for item in plan(recipe, tiny_config(), cuda=True).items}
+    assert on_gpu["mask of one layer"].device == 5 * mask_bytes(8, 2, 118)
     always = by["weights"].device + by["gradients"].device + by["optimizer"].device
     assert always == 16 * made.parameters
     update = by["activations"].device + by["mask of one layer"].device
@@ -196,6 +254,9 @@ def test_an_evaluation_counts_its_largest_point():
     assert [item.when for item in caches] == ["sampling", "avoided", "avoided"]
     assert made.device == 2 * made.parameters + caches[0].device
     assert caches[1].device < caches[2].device < caches[0].device
+    task["cache"] = {"policy": "rkv", "budget": 40, "window": 8, "period": 8}
+    made = plan(make_recipe({**task, "max_completion_length": 100}), tiny_config())
+    assert made.device == sum(item.device for item in made.items)  # the cache and its redundancy
 
 
 def test_supervised_training_counts_its_logits():

@@ -28,12 +28,17 @@ def needs_launch(recipe: LaunchConfig) -> bool:
 
 
 def launch(recipe: LaunchConfig, arguments: Sequence[str]) -> int:
-    """Run `sparse-rl ARGUMENTS` in this machine's share of the processes; returns the exit status (2: user error)."""
+    """Run `sparse-rl ARGUMENTS` in this machine's share of the processes; returns the exit status (2: user error).
+
+    An interrupt, which the launcher has passed on to the processes, raises KeyboardInterrupt as it would without one.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
     from torch.distributed.launcher.api import elastic_launch
 
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+    agent = "torch.distributed.elastic.agent.server.api"  # it has a level of its own, and tells of every signal
+    for name in ("torch.distributed.elastic", agent, "torch.distributed.launcher"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the processes say themselves what went wrong
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     several = recipe.machines > 1
@@ -53,4 +58,6 @@ def launch(recipe: LaunchConfig, arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
         return 2 if 2 in codes else 1
+    except SignalException as error:
+        raise KeyboardInterrupt from error
     return 0

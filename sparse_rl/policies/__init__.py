@@ -38,7 +38,7 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-def make_policy(name: str | Policy | Mapping[str, Any], **parameters: Any) -> Policy:
+def make_policy(name: str | Policy | Mapping[str, Any], /, **parameters: Any) -> Policy:
     """A policy from its name and parameters, or from a mapping {"policy": name, ...}; a policy is returned as it is.
 
     Raises

@@ -358,6 +358,7 @@ def test_names_and_mappings() -> None:
         (None, {}, r"unknown cache policy None"),
         ("gkv", {"budget": 64, "aplha": 1}, r"'gkv' has no parameter 'aplha' \(did you mean 'alpha'\?\); it takes b"),
         ("streaming", {"budget": 64, "window": 8}, r"'streaming' has no parameter 'window'.*takes budget, sinks, p"),
+        ("streaming", {"budget": 64, "name": "x"}, r"'streaming' has no parameter 'name'; it takes budget, sinks, p"),
         ("full", {"budget": 64}, r"'full' has no parameter 'budget'; it takes no parameters"),
         ("morphkv", {}, r"'morphkv' needs a budget: the entries to keep per kv head"),
         ("morphkv", {"budget": True}, r"morphkv: budget must be a whole number >= 1, got True"),

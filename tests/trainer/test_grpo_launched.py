@@ -22,8 +22,9 @@ REWARDS = """
 import os, signal
 
 def digits(completions, trainer_state, **columns):
-    '''The share of digits; kills its process in the step that follows DIE_AFTER.'''
-    if trainer_state.global_step >= int(os.environ.get("DIE_AFTER", 1000)):
+    '''The share of digits; kills its process, of the rank DYING or of any, in the step that follows DIE_AFTER.'''
+    dying = os.environ.get("DYING", os.environ["RANK"]) == os.environ["RANK"]
+    if dying and trainer_state.global_step >= int(os.environ.get("DIE_AFTER", 1000)):
         os.kill(os.getpid(), signal.SIGKILL)
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 """
@@ -31,7 +32,7 @@ def digits(completions, trainer_state, **columns):
 
 @pytest.fixture
 def command(tiny: Callable, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """command(output, *words, launcher=(), **environment) runs `sparse-rl train` on GSM8K, 2 processes, as asked."""
+    """command(output, *words, launcher=(), timeout=600, **environment): `sparse-rl train` on GSM8K, 2 processes."""
     problems = tmp_path / "problems.jsonl"
     if GSM8K.is_file():
         with GSM8K.open() as file:
@@ -62,7 +63,11 @@ def command(tiny: Callable, tmp_path: Path) -> Callable[..., subprocess.Complete
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
 
     def run(
-        output: str, *words: str, launcher: tuple[str, ...] = ("-m", "sparse_rl.cli"), **environment: str
+        output: str,
+        *words: str,
+        launcher: tuple[str, ...] = ("-m", "sparse_rl.cli"),
+        timeout: float = 600,
+        **environment: str,
     ) -> subprocess.CompletedProcess:
         drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         env = {k: v for k, v in os.environ.items() if k not in drop}
@@ -73,7 +78,7 @@ def command(tiny: Callable, tmp_path: Path) -> Callable[..., subprocess.Complete
             env=env,
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=timeout,
             check=False,
         )
 
@@ -119,8 +124,8 @@ def test_stages_agree(command: Callable, tmp_path: Path) -> None:
 
 
 def test_one_process_alone_is_stopped_with_the_others(command: Callable, tmp_path: Path) -> None:
-    """A process that dies takes the run with it; nothing hangs."""
-    died = command("run", "save_steps=0", DIE_AFTER="0")
+    """A process that dies takes the run with it: the other, which waits for it, does not hang."""
+    died = command("run", "save_steps=0", timeout=150, DIE_AFTER="0", DYING="1")
     assert died.returncode not in (0, -signal.SIGKILL) and not steps(tmp_path / "run")
 
 
