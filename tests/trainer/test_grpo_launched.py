@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,24 @@ def test_stages_agree(command: Callable, tmp_path: Path) -> None:
         first[stage] = good(command(f"zero{stage}", *words), tmp_path / f"zero{stage}", 1)[0]
     assert first[0]["reward"] == first[2]["reward"]
     assert first[0]["grad_norm"] == pytest.approx(first[2]["grad_norm"], rel=1e-4)
+
+
+def test_one_process_under_deepspeed(command: Callable, tmp_path: Path) -> None:
+    """DeepSpeed needs a process group of one too: the command makes it, with the same result as without DeepSpeed."""
+    plain = good(command("plain", "max_steps=1", "launch.processes=1", "launch.zero_stage=0"), tmp_path / "plain", 1)
+    zero = good(command("zero", "max_steps=1", "launch.processes=1"), tmp_path / "zero", 1)
+    assert zero[0]["reward"] == plain[0]["reward"]
+    assert zero[0]["grad_norm"] == pytest.approx(plain[0]["grad_norm"], rel=1e-4)
+
+
+def test_two_machines(command: Callable, tmp_path: Path) -> None:
+    """The same command on each of two machines (here: twice on this one) is one run."""
+    several = ("max_steps=1", "save_steps=0", "launch.machines=2", "launch.main_process_ip=127.0.0.1")
+    several += ("launch.main_process_port=29643",)
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(command, "run", *several, f"launch.machine_rank={rank}") for rank in (0, 1)]
+        for job in jobs:
+            good(job.result(), tmp_path / "run", 1)
 
 
 def test_one_process_alone_is_stopped_with_the_others(command: Callable, tmp_path: Path) -> None:
