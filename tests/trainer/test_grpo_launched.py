@@ -24,7 +24,8 @@ import os, signal
 
 def digits(completions, trainer_state, **columns):
     '''The share of digits; kills its process, of the rank DYING or of any, in the step that follows DIE_AFTER.'''
-    dying = os.environ.get("DYING", os.environ["RANK"]) == os.environ["RANK"]
+    rank = os.environ.get("RANK", "0")
+    dying = os.environ.get("DYING", rank) == rank
     if dying and trainer_state.global_step >= int(os.environ.get("DIE_AFTER", 1000)):
         os.kill(os.getpid(), signal.SIGKILL)
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
