@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout import Rollout, SamplingConfig, make_engine
+from rollout.hf import LEAST_ROWS
 from sparse_rl.attention import dense_logprobs
 from sparse_rl.policies import POLICIES, Entries, Kept, Policy
 from sparse_rl.policies.tova import Tova
@@ -221,3 +222,21 @@ def test_no_prompts_and_empty_prompts(model: PreTrainedModel, policy: Policy) ->
     assert engine.generate([], SamplingConfig(3)) == []
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         engine.generate([[3], []], SamplingConfig(3))
+
+
+@pytest.mark.parametrize("lengths", [[1], [2, 17], [9, 3, 30, 5, 12, 7]])
+def test_no_product_is_over_fewer_rows_than_the_kernels_agree_on(
+    lengths: list[int], model_of: Callable, policy_of: Callable, prompts_of: Callable
+) -> None:
+    """One prompt, or the last row of a batch, is decoded among at least LEAST_ROWS: fewer round otherwise on a CPU."""
+    model, seen = model_of("qwen3"), []
+    decoder = model.get_decoder()
+    hook = decoder.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    try:
+        engine = make_engine("hf", model=model, policy=policy_of("streaming", budget=12, period=4))
+        engine.generate(prompts_of("qwen3", lengths), SamplingConfig(24, seed=0))
+    finally:
+        hook.remove()
+    assert len(seen) > 1 and min(rows * width for rows, width in seen) >= LEAST_ROWS == 4
