@@ -10,7 +10,7 @@ It knows tensors and a policy; it knows neither models nor sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -220,7 +220,8 @@ class EvictingCache:
         everyone = len(due) == layer.keys.shape[0]
         rows = slice(None) if everyone else torch.tensor(due, device=layer.keys.device)
         entries = self._entries(layer, rows, held, scaling)
-        kept = self.policy.compact(index, entries)
+        hidden = {name: None for name in ("keys", "values") if name not in self.policy.score_reads}
+        kept = self.policy.compact(index, replace(entries, **hidden))
         keep, count = kept.keep, kept.keep.shape[-1]
 
         is_kept = torch.zeros_like(entries.positions, dtype=torch.bool).scatter_(-1, keep, True)

@@ -12,37 +12,44 @@ after query q. Everything is counted per sequence, so that a trace never depends
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 
+def _identity(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
 @dataclass
 class Entries:
     """What one layer's cache holds for R sequences, right-padded to N entries, in order of position.
 
-    keys, values : [R, Hkv, N, D], keys after RoPE
+    keys, values : [R, Hkv, N, D], keys after RoPE; None in `score` where `Policy.score_reads` does not name them
     positions    : int64 [R, Hkv, N], logical; ascending up to `lengths`
     lengths      : int64 [R], entries held; those behind are padding
     seen         : int64 [R], tokens seen so far, so the last query stood at seen - 1
     queries      : [R, Hq, W, D], the last W queries, oldest first (W = policy.last_queries)
     scaling      : the factor on q . k, usually D ** -0.5
     state        : name -> float32 [R, Hkv, N], the policy's memory per entry
+    mean_over_ranks : the mean of a tensor over the tensor-parallel ranks, each of which holds Hkv of the layer's heads
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
     positions: torch.Tensor
     lengths: torch.Tensor
     seen: torch.Tensor
     queries: torch.Tensor | None
     scaling: float
     state: dict[str, torch.Tensor]
+    mean_over_ranks: Callable[[torch.Tensor], torch.Tensor] = _identity
 
     def valid(self) -> torch.Tensor:
         """bool [R, 1, N]: not padding."""
-        slots = torch.arange(self.keys.shape[2], device=self.keys.device)
+        slots = torch.arange(self.positions.shape[2], device=self.positions.device)
         return (slots < self.lengths[:, None])[:, None]
 
     def competing(self, sinks: int, window: int) -> torch.Tensor:
@@ -55,6 +62,7 @@ class Entries:
 
         Returns float32 [R, Hkv, G, T, N]; padding gets 0.
         """
+        assert self.keys is not None
         rows, q_heads, count, dim = queries.shape
         kv_heads = self.keys.shape[1]
         grouped = queries.reshape(rows, kv_heads, -1, dim).float()  # G x T queries per kv head: no key is repeated
@@ -96,6 +104,7 @@ class Policy:
     name: ClassVar[str]
     initial_state: ClassVar[dict[str, float]] = {}  # per-entry memory: name -> value of a new entry
     every_query: ClassVar[bool] = False  # True: `observe` is called after every forward, prefill and decode
+    score_reads: ClassVar[tuple[str, ...]] = ("keys",)  # of "keys" and "values", what `score` looks at
 
     def __init__(self, budget: int, *, sinks: int = 0, window: int = 0, period: int = 1) -> None:
         for key, value, least in (
@@ -119,15 +128,22 @@ class Policy:
 
     # ---- when and how much: pure functions of counts --------------------------------------------------------------
 
-    def compacts(self, prompt_length: int, seen: int) -> bool:
-        """Whether a compaction runs once `seen` tokens have been seen."""
-        first = max(prompt_length, self.budget + self.period)
-        return seen >= first and (seen - first) % self.period == 0
+    # They take ints, or int64 tensors of one shape, and so are written without branches.
 
-    def physical_length(self, prompt_length: int, seen: int, layer: int = 0) -> int:
-        """Entries held per kv head once `seen` >= prompt_length tokens have been seen, compaction included."""
-        first = max(prompt_length, self.budget + self.period)
-        return seen if seen < first else self.budget + (seen - first) % self.period
+    def compacts(self, prompt_length: Any, seen: Any) -> Any:
+        """Whether a compaction runs once `seen` tokens have been seen."""
+        over = seen - self._first(prompt_length)
+        return (over >= 0) & (over % self.period == 0)
+
+    def physical_length(self, prompt_length: Any, seen: Any, layer: int = 0) -> Any:
+        """Entries held per kv head once `seen` tokens have been seen, compaction included."""
+        over = seen - self._first(prompt_length)
+        return seen + (over >= 0) * (self.budget + over % self.period - seen)
+
+    def _first(self, prompt_length: Any) -> Any:
+        """The tokens seen at the first compaction: max(prompt_length, budget + period)."""
+        peak = self.budget + self.period
+        return peak + (prompt_length > peak) * (prompt_length - peak)
 
     @property
     def peak_entries(self) -> int | None:

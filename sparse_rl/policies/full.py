@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sparse_rl.policies.base import Policy
 
 
@@ -11,10 +13,10 @@ class Full(Policy):
     def __init__(self) -> None:
         pass  # no budget: nothing to check
 
-    def compacts(self, prompt_length: int, seen: int) -> bool:
+    def compacts(self, prompt_length: Any, seen: Any) -> Any:
         return False
 
-    def physical_length(self, prompt_length: int, seen: int, layer: int = 0) -> int:
+    def physical_length(self, prompt_length: Any, seen: Any, layer: int = 0) -> Any:
         return seen
 
     @property

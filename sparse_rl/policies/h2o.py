@@ -18,6 +18,7 @@ class H2O(Policy):
     name = "h2o"
     initial_state = {"mass": 0.0}
     every_query = True
+    score_reads = ()
 
     def __init__(self, budget: int, *, sinks: int = 0, window: int | None = None, period: int = 1) -> None:
         super().__init__(budget, sinks=sinks, window=budget // 2 if window is None else window, period=period)

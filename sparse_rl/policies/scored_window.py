@@ -182,6 +182,7 @@ def _over_max(scores: torch.Tensor, competing: torch.Tensor) -> torch.Tensor:
 
 def redundancy(entries: Entries) -> torch.Tensor:
     """R: how much each entry repeats others, float32 [R, Hkv, N] (R-KV §3.2). One row's N x N per head is alive."""
+    assert entries.keys is not None
     keys = F.normalize(entries.keys.float(), dim=-1, eps=1e-8)
     valid = entries.valid()
     rows = [_mean_similarity(keys[row], valid[row, 0]) for row in range(len(keys))]

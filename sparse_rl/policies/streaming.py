@@ -13,6 +13,7 @@ from sparse_rl.policies.base import Entries, Policy
 
 class Streaming(Policy):
     name = "streaming"
+    score_reads = ()
 
     def __init__(self, budget: int, *, sinks: int = 4, period: int = 1) -> None:
         super().__init__(budget, sinks=sinks, period=period)

@@ -1,0 +1,22 @@
+"""rollout.vllm: stock vLLM 0.31 with eviction active, as a plugin. No fork, no patched files.
+
+spec.py       scheduler side: how many blocks a sequence owns; what eviction frees goes back to the pool
+connector.py  the channel between scheduler and worker: who is due to compact, and which tokens were dropped
+state.py      worker side: positions and policy state beside the paged cache, and the compaction itself
+backend.py    the attention backend: physical lengths and slots in, queries out
+engine.py     VLLMEngine, the Engine of rollout/engine.py
+serve.py      `sparse-rl serve`: vllm serve with the same policy
+compat.py     everything that depends on vLLM's version or on the platform
+
+A request is known to the worker by its first cache block, which is its own from admission to its end: no prefix is
+shared. Its physical length is a pure function of (prompt length, tokens), so scheduler and worker each compute it.
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: vLLM calls it in each of its processes. Inert where no cache policy is set."""
+    from rollout.vllm import compat
+
+    compat.register()

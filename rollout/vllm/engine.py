@@ -1,0 +1,251 @@
+"""VLLMEngine: rollouts at production speed, with the very policies of the reference engine and their record.
+
+It keeps its own copy of the weights (`load_weights` replaces them). In-process by default, so that every data-parallel
+rank of a trainer can have its own; `multiprocess` and `tensor_parallel` put it into processes of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import secrets
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from rollout.engine import Rollout, SamplingConfig
+from rollout.sampling import sequence_seed
+from sparse_rl.attention import cache_shape
+from sparse_rl.models import load_config
+from sparse_rl.policies import Policy
+from sparse_rl.trace import EvictionTrace
+
+LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to this
+ATTEMPTS = 3  # for a request that was preempted after an eviction
+
+
+class VLLMEngine:
+    """Samples with vLLM under any policy.
+
+    Parameters
+    ----------
+    model : a directory
+    policy : what the cache keeps
+    dtype : of the weights, the cache and the forward
+    max_batch : sequences that run at a time (vLLM's max_num_seqs)
+    max_model_len : the longest prompt + completion; None: the model's context
+    max_prompt : the longest prompt; the pool must hold it whole. None: max_model_len
+    kv_cache_gb : GiB for the cache; None: by `gpu_memory_utilization` on a GPU, 1 on a CPU
+    gpu_memory_utilization : share of the GPU's memory for weights and cache together
+    block_size : tokens of a cache block; None: the platform's own choice, 32 on a CPU
+    max_num_batched_tokens : tokens of a forward; a longer prompt is prefilled in chunks. None: vLLM's choice
+    tensor_parallel : processes that share the model's heads
+    multiprocess : run the engine in a process of its own (always so for tensor_parallel > 1)
+    progress : show a progress bar
+
+    Raises
+    ------
+    ValueError
+        No vLLM, another version, a head size that the platform refuses, or a second engine in this process.
+    """
+
+    shares_weights = False
+
+    def __init__(
+        self,
+        model: str | Path,
+        policy: Policy,
+        *,
+        dtype: str = "float32",
+        max_batch: int = 64,
+        max_model_len: int | None = None,
+        max_prompt: int | None = None,
+        kv_cache_gb: float | None = None,
+        gpu_memory_utilization: float = 0.3,
+        block_size: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        tensor_parallel: int = 1,
+        multiprocess: bool = False,
+        progress: bool = False,
+    ) -> None:
+        if max_batch < 1:
+            raise ValueError(f"max_batch must be >= 1, got {max_batch}")
+        from rollout.vllm import compat
+
+        compat.check_version()
+        compat.prepare_environment()
+        self.separate = multiprocess or tensor_parallel > 1
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.separate else "0"
+        import vllm
+
+        compat.register()
+        config = load_config(model)
+        layers, kv_heads, head_dim = cache_shape(config)
+        compat.refuse_head_size(head_dim)
+        if kv_heads % tensor_parallel:
+            raise ValueError(f"tensor_parallel {tensor_parallel} does not divide the model's {kv_heads} kv heads")
+        if compat.engine_is_open():
+            raise ValueError("this process has a vllm engine already; close it first")
+        self.policy, self.max_batch, self.progress = policy, max_batch, progress
+        self.shape = layers, kv_heads
+        self.eos = _stop_tokens(model, config)
+        memory = compat.memory_arguments(kv_cache_gb, gpu_memory_utilization)
+        optional = {
+            "max_model_len": max_model_len,
+            "block_size": block_size,
+            "max_num_batched_tokens": max_num_batched_tokens,
+        }
+        self.llm = vllm.LLM(
+            model=str(model),
+            dtype=dtype,
+            max_num_seqs=max_batch,
+            tensor_parallel_size=tensor_parallel,
+            skip_tokenizer_init=True,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",
+            disable_log_stats=True,
+            seed=0,
+            worker_extension_cls="rollout.vllm.worker.WorkerExtension",
+            **memory,
+            **{name: value for name, value in optional.items() if value is not None},
+            **compat.engine_arguments(policy, record=True, max_prompt=max_prompt),
+        )
+        self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
+        self.max_prompt = self.max_model_len if max_prompt is None else min(max_prompt, self.max_model_len)
+
+    # ---- sampling ---------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Rollout]:
+        """See `Engine.generate`. A sequence whose cache was recomputed after a preemption is sampled anew."""
+        self._check(prompts, sampling)
+        seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
+        times: Counter[tuple[int, ...]] = Counter()
+        requests: list[tuple[list[int], int]] = []
+        for prompt in prompts:
+            key = tuple(prompt)
+            for _ in range(sampling.n):
+                requests.append((list(prompt), sequence_seed(seed, key, times[key])))
+                times[key] += 1  # the same prompt given twice is sampled anew
+
+        rollouts: list[Rollout | None] = [None] * len(requests)
+        waiting = list(range(len(requests)))
+        hidden = None if self.progress else True  # None: hidden where stderr is not a terminal
+        with tqdm(total=len(requests), desc="rollout", unit="seq", leave=False, disable=hidden) as bar:
+            for _ in range(ATTEMPTS):
+                for place, output in self._run([(i, *requests[i]) for i in waiting], sampling):
+                    rollouts[place] = self._rollout(requests[place][0], output, sampling)
+                    bar.update(rollouts[place] is not None)
+                waiting = [i for i in waiting if rollouts[i] is None]
+                if not waiting:
+                    return rollouts  # type: ignore[return-value]
+        raise RuntimeError(
+            f"{len(waiting)} sequences were preempted {ATTEMPTS} times; lower max_batch or raise kv_cache_gb"
+        )
+
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> None:
+        if 0 < sampling.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"vLLM samples at a temperature of 0 or >= {LEAST_TEMPERATURE}, got {sampling.temperature}"
+            )
+        for i, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise ValueError(f"prompt {i} is empty; a prompt needs at least one token")
+            if len(prompt) > self.max_prompt:
+                raise ValueError(f"prompt {i} has {len(prompt)} tokens, and max_prompt is {self.max_prompt}")
+            if len(prompt) + sampling.max_tokens > self.max_model_len:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens: with max_tokens {sampling.max_tokens} that is more than "
+                    f"max_model_len {self.max_model_len}"
+                )
+
+    def _run(self, requests: list[tuple[int, list[int], int]], sampling: SamplingConfig) -> Iterable[tuple[int, Any]]:
+        """(place, vLLM's output) as sequences finish."""
+        import vllm
+
+        stop = self.eos if sampling.stop_token_ids is None else list(sampling.stop_token_ids)
+        if sampling.stop_token_ids is None and sampling.ignore_eos:
+            stop = []
+        engine = self.llm.llm_engine
+        for place, prompt, seed in requests:
+            parameters = vllm.SamplingParams(
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k or 0,
+                seed=None if sampling.temperature == 0 else seed,
+                stop_token_ids=stop,
+                ignore_eos=True,  # which tokens stop is said above
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+            )
+            engine.add_request(str(place), {"prompt_token_ids": prompt}, parameters)
+        try:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        yield int(output.request_id), output
+        finally:
+            if engine.has_unfinished_requests():  # interrupted: leave nothing behind
+                engine.abort_request([str(place) for place, _, _ in requests])
+
+    def _rollout(self, prompt: list[int], output: Any, sampling: SamplingConfig) -> Rollout | None:
+        """None for a sequence that was preempted: its record does not tell what it attended to."""
+        sampled = output.outputs[0]
+        completion = list(sampled.token_ids)
+        record = output.kv_transfer_params or {"evict_at": None}
+        if record.get("preempted"):
+            return None
+        length = len(prompt) + len(completion)
+        if record["evict_at"] is None:
+            trace = EvictionTrace.dense(*self.shape, length)
+        else:
+            evict_at = np.frombuffer(record["evict_at"], np.int32).reshape(record["shape"])
+            trace = EvictionTrace.recorded(torch.from_numpy(evict_at.copy()))
+        logprobs = [sampled.logprobs.logprobs[start] for start in sampled.logprobs.start_indices]
+        return Rollout(prompt, completion, logprobs, logprobs, trace, sampled.finish_reason)
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace weights, by the names of the Hugging Face checkpoint. All of them: one left out is an error."""
+        if not self.separate:
+            self._replace(weights)
+            return
+        from safetensors.torch import save_file
+
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "weights.safetensors"
+            save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights}, file)
+            self._replace(str(file))
+
+    def _replace(self, source: Any) -> None:
+        problems = [p for p in self.llm.collective_rpc("replace_weights", args=(source,)) if p]
+        if problems:
+            raise ValueError(problems[0])
+
+    def close(self) -> None:
+        """Let the engine, its cache and its processes go."""
+        if getattr(self, "llm", None) is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+            self.llm = None
+            gc.collect()
+
+
+def _stop_tokens(model: str | Path, config: Any) -> list[int]:
+    """The end-of-sequence tokens that the model's directory names."""
+    from transformers import GenerationConfig
+
+    try:
+        eos = GenerationConfig.from_pretrained(str(model)).eos_token_id
+    except OSError:
+        eos = None
+    eos = config.eos_token_id if eos is None else eos
+    return list(eos) if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]

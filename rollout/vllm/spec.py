@@ -1,0 +1,114 @@
+"""The scheduler's side of eviction: a sequence owns blocks for its physical length, the others go back to the pool.
+
+A compaction runs right after the forward that made it due (connector.py). So once `n` tokens have been processed, the
+sequence holds policy.physical_length(P, n) entries, and until its end it never needs more than `peak_entries` slots.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from sparse_rl.policies import make_policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictingSpec(FullAttentionSpec):
+    """A layer whose cache is bounded while decoding.
+
+    policy : the policy as one canonical JSON line (`sparse_rl.policies.fingerprint`)
+    max_prompt : the longest prompt that the pool must hold whole; None: as long as the model's context
+    """
+
+    policy: str
+    max_prompt: int | None = None
+
+    @classmethod
+    def of(cls, spec: FullAttentionSpec, policy: str, max_prompt: int | None) -> EvictingSpec:
+        given = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
+        return cls(**given, policy=policy, max_prompt=max_prompt)
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """What one sequence may need: its prompt while that is prefilled, and the peak of decoding."""
+        peak = make_policy(json.loads(self.policy)).peak_entries
+        assert peak is not None
+        longest = vllm_config.model_config.max_model_len
+        prompt = longest if self.max_prompt is None else min(self.max_prompt, longest)
+        return -(-max(prompt, min(peak, longest)) // self.block_size) * self.page_size_bytes
+
+    @classmethod
+    def merge(cls, specs: list[EvictingSpec]) -> EvictingSpec:  # type: ignore[override]
+        if any(spec != specs[0] for spec in specs):
+            raise ValueError("all layers must have the same cache: mixed attention layers are not supported")
+        return specs[0]
+
+
+class EvictingManager(FullAttentionManager):
+    """Allocates and frees the blocks of EvictingSpec layers."""
+
+    def __init__(self, kv_cache_spec: EvictingSpec, *args: Any, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, *args, **kwargs)
+        if self.enable_caching:
+            raise ValueError("prefix caching must be off under eviction (enable_prefix_caching=False)")
+        peak = make_policy(json.loads(kv_cache_spec.policy)).peak_entries
+        assert peak is not None
+        self.peak = peak
+        self.prompts: dict[str, int] = {}  # request -> tokens that it prefills densely; 0 once they are compacted
+
+    def slots(self, request_id: str, tokens: int) -> int:
+        """The slots that a request needs to process `tokens` tokens."""
+        return min(tokens, max(self.prompts[request_id], self.peak))
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        *args: Any,
+        apply_admission_cap: bool = False,
+        **kwargs: Any,
+    ) -> int:
+        if apply_admission_cap:
+            # At admission `num_tokens` is all that will be prefilled (after a preemption, what was sampled too). What
+            # the running sequences have yet to claim stays reserved, so that none of them is ever preempted.
+            self.prompts[request_id] = num_tokens
+            claims = (self._blocks(max(self.prompts[r], self.peak)) - len(b) for r, b in self._others(request_id))
+            return self._blocks(max(num_tokens, self.peak)) + sum(claims)
+        need = self._blocks(self.slots(request_id, num_tokens))
+        return max(0, need - len(self.req_to_blocks.get(request_id, ())))
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+        return super().allocate_new_blocks(request_id, self.slots(request_id, num_tokens), num_tokens_main_model)
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Give the blocks beyond the peak back, once the first compaction has run."""
+        prompt = self.prompts.get(request_id)
+        if prompt is None or processed_computed_tokens < max(prompt, self.peak):
+            return
+        self.prompts[request_id] = 0
+        blocks, keep = self.req_to_blocks[request_id], self._blocks(self.peak)
+        if len(blocks) > keep:
+            tail = blocks[keep:]
+            del blocks[keep:]
+            self.block_pool.free_blocks(reversed(tail))
+
+    def _blocks(self, slots: int) -> int:
+        return -(-slots // self.block_size)
+
+    def _others(self, request_id: str) -> list[tuple[str, list[KVCacheBlock]]]:
+        return [(r, blocks) for r, blocks in self.req_to_blocks.items() if r != request_id and blocks]
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self.prompts.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
+        return 0

@@ -1,0 +1,322 @@
+"""The worker's side: what stands beside the paged cache, and the compaction that works on both.
+
+Beside every slot of every layer and kv head: the token's logical position, and the policy's state. Beside every running
+request: the last queries that the policy scores by. All of it is indexed by block, as the cache is; nothing here loops
+over tokens, heads or requests.
+
+A compaction leaves what it keeps in the first `budget` slots. It moves as little as it can: only the survivors that
+stand behind, into the slots of what was dropped before them. So the slots are in no order, and a policy is shown its
+entries sorted by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollout.vllm import compat
+from rollout.vllm.connector import Dropped, Due
+from sparse_rl.policies import Entries, Policy
+
+UNKNOWN = 1 << 40  # the prompt length of no request: nothing of it is ever compacted
+
+
+@dataclass
+class Group:
+    """Requests of a batch whose entries are shown to the policy together, padded to N entries.
+
+    blocks int64 [R, N / block size]; lengths, seen int64 [R]; rows int64 [R], of the query buffer
+    """
+
+    blocks: torch.Tensor
+    lengths: torch.Tensor
+    seen: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass
+class Watch:
+    """A group whose queries of this forward are observed: tokens int64 [R, T] into the batch, positions int64 [R, T]."""
+
+    group: Group
+    tokens: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass
+class Plan:
+    """What one forward does to every layer alike.
+
+    first int64 [B], blocks int64 [B, max blocks]: of each request in the batch
+    slots int64 [T]: where each token's entry goes; lengths int32 [B]: entries attended to
+    recent: (token, row, place) int64 each: the queries to remember
+    """
+
+    first: torch.Tensor
+    blocks: torch.Tensor
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    recent: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    watches: list[Watch]
+
+
+class CacheState:
+    """All layers of one worker."""
+
+    def __init__(self, vllm_config: Any, config: compat.CacheConfig, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.config, self.policy = config, config.policy
+        layers = compat.attention_layers(vllm_config, kv_caches)
+        self.index = {name: i for i, name in enumerate(layers)}
+        self.caches = [compat.key_value_views(kv_caches[name], layer) for name, layer in layers.items()]
+        keys = self.caches[0][0]
+        blocks, heads, self.block_size, _ = keys.shape
+        self.device = keys.device
+        layer = next(iter(layers.values()))
+        self.scaling = layer.impl.scale
+        shape = (len(layers), blocks, heads, self.block_size)
+        self.positions = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.state = {
+            name: torch.full(shape, start, dtype=torch.float32, device=self.device)
+            for name, start in self.policy.initial_state.items()
+        }
+        rows = compat.max_running(vllm_config)
+        window = self.policy.last_queries
+        self.queries = None
+        if window:
+            size = (len(layers), rows, window, layer.num_heads, keys.shape[-1])
+            self.queries = torch.zeros(size, dtype=compat.model_dtype(vllm_config), device=self.device)
+        self.prompt_length = torch.full((blocks,), UNKNOWN, device=self.device)  # by first block
+        self.row = torch.zeros(blocks, dtype=torch.long, device=self.device)  # by first block
+        self.free_rows = list(range(rows))
+        self.row_of: dict[int, int] = {}
+        self.plan: Plan | None = None
+        self.record: list[Dropped] = []
+
+    def side_bytes(self) -> int:
+        """Bytes held beside the cache."""
+        tensors = [self.positions, *self.state.values(), *([] if self.queries is None else [self.queries])]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def begin(self, ended: Sequence[int], begun: Sequence[tuple[int, int]]) -> None:
+        """Requests, by first block, that have ended and that begin with so many tokens to prefill."""
+        for block in ended:
+            self.free_rows.append(self.row_of.pop(block))
+        if ended:
+            self.prompt_length[torch.tensor(ended, device=self.device)] = UNKNOWN
+        for block, _ in begun:
+            self.row_of[block] = self.free_rows.pop()
+        if begun:
+            first = torch.tensor([block for block, _ in begun], device=self.device)
+            self.prompt_length[first] = torch.tensor([length for _, length in begun], device=self.device)
+            self.row[first] = torch.tensor([self.row_of[block] for block, _ in begun], device=self.device)
+
+    # ---- before the forward -----------------------------------------------------------------------------------------
+
+    def make_plan(
+        self, block_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, starts_cpu: torch.Tensor
+    ) -> Plan:
+        """Physical places for a batch, from its logical ones; the new entries' positions and state are written.
+
+        block_table int32 [B, max blocks]; seq_lens int32 [B], after this forward; starts int32 [B + 1], each request's
+        first token in the batch, and the same in host memory
+        """
+        blocks = block_table.long()
+        first = blocks[:, 0]
+        prompt = self.prompt_length[first]
+        count = (starts[1:] - starts[:-1]).long()
+        seen = seq_lens.long()
+        before = seen - count
+        held = self.policy.physical_length(prompt, before)
+        tokens = int(starts_cpu[-1])
+        row = torch.repeat_interleave(torch.arange(len(first), device=self.device), count, output_size=tokens)
+        offset = torch.arange(tokens, device=self.device) - starts[row].long()
+        slot = held[row] + offset
+        logical = before[row] + offset
+        block, place = blocks[row, slot // self.block_size], slot % self.block_size
+        heads = torch.arange(self.positions.shape[2], device=self.device)
+        where = (slice(None), block[:, None], heads, place[:, None])
+        self.positions[where] = logical[:, None].int()
+        for name, start in self.policy.initial_state.items():
+            self.state[name][where] = start
+
+        recent = None
+        if self.queries is not None:
+            window = self.queries.shape[2]
+            last = (logical >= seen[row] - window).nonzero()[:, 0]
+            recent = last, self.row[first[row[last]]], logical[last] % window
+        lengths = held + count
+        plan = Plan(first, blocks, block * self.block_size + place, lengths.int(), recent, [])
+        if self.policy.every_query:
+            plan.watches = self._watches(plan, seen, lengths, starts, starts_cpu)
+        self.plan = plan
+        return plan
+
+    def _watches(
+        self, plan: Plan, seen: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, starts_cpu: torch.Tensor
+    ) -> list[Watch]:
+        """Requests that bring one token, and those that bring more: each group is padded on its own."""
+        counts = starts_cpu[1:] - starts_cpu[:-1]
+        watches = []
+        for chosen in (counts == 1, counts > 1):
+            members = chosen.nonzero()[:, 0]
+            if not len(members):
+                continue
+            width = int(counts[members].max())
+            rows = members.to(self.device)
+            held = lengths[rows]
+            group = Group(self._blocks(plan.blocks[rows], int(held.max())), held, seen[rows], rows)
+            step = torch.arange(width, device=self.device)
+            count = counts[members].to(self.device).long()[:, None]
+            tokens = starts[rows].long()[:, None] + torch.minimum(step, count - 1)
+            positions = torch.where(step < count, seen[rows][:, None] - count + step, seen[rows][:, None])
+            watches.append(Watch(group, tokens, positions))
+        return watches
+
+    # ---- in the forward ---------------------------------------------------------------------------------------------
+
+    def after_layer(self, name: str, query: torch.Tensor) -> None:
+        """A layer has attended with queries [T, Hq, D]: remember the last ones, and let the policy observe all."""
+        plan, layer = self.plan, self.index[name]
+        assert plan is not None
+        if plan.recent is not None:
+            assert self.queries is not None
+            token, row, place = plan.recent
+            self.queries[layer, row, place] = query[token]
+        for watch in plan.watches:
+            group = watch.group
+            entries = self._entries(layer, group, None, queries=False)
+            self.policy.observe(layer, entries, query[watch.tokens].transpose(1, 2), watch.positions)
+            heads = entries.positions.shape[1]
+            for state_name, value in entries.state.items():
+                paged = value.view(len(value), heads, -1, self.block_size).transpose(1, 2)
+                real = self._real(group)
+                self.state[state_name][layer, group.blocks[real]] = paged[real]
+
+    # ---- after the forward ------------------------------------------------------------------------------------------
+
+    def compact(self, due: Sequence[Due]) -> None:
+        """Compact these requests: those that decode together, those that end their prefill together."""
+        for group in ([d for d in due if d.held == self.config.peak], [d for d in due if d.held > self.config.peak]):
+            if group:
+                self._compact(group)
+
+    def _compact(self, due: list[Due]) -> None:
+        plan = self.plan
+        assert plan is not None
+        first = torch.tensor([d.block for d in due], device=self.device)
+        rows = (plan.first[None] == first[:, None]).int().argmax(1)
+        held = max(d.held for d in due)
+        group = Group(
+            self._blocks(plan.blocks[rows], held),
+            torch.tensor([d.held for d in due], device=self.device),
+            torch.tensor([d.seen for d in due], device=self.device),
+            self.row[first],
+        )
+        dropped = [self._compact_layer(layer, group, held) for layer in range(len(self.caches))]
+        if self.config.record:
+            self.record.append(
+                Dropped(
+                    [d.request_id for d in due],
+                    [d.seen for d in due],
+                    [d.held - self.policy.budget for d in due],
+                    torch.stack(dropped).cpu().numpy(),
+                )
+            )
+
+    def _compact_layer(self, layer: int, group: Group, held: int) -> torch.Tensor:
+        """Returns the positions dropped, int32 [R, Hkv, held - budget], padding behind where a row held less."""
+        slot_positions = self._gather(self.positions[layer], group.blocks)[..., :held]
+        real = torch.arange(held, device=self.device) < group.lengths[:, None]
+        order = slot_positions.masked_fill(~real[:, None], torch.iinfo(torch.int32).max).argsort(-1)
+        entries = self._entries(layer, group, order, queries=True)
+        kept = self.policy.compact(layer, entries)
+        budget = kept.keep.shape[-1]
+
+        is_kept = torch.zeros_like(entries.positions, dtype=torch.bool).scatter_(-1, kept.keep, True)
+        gone = (~is_kept & entries.valid()).int().argsort(dim=-1, descending=True, stable=True)[..., : held - budget]
+        dropped = entries.positions.gather(-1, gone)
+
+        # Survivors behind the budget go where, before it, something was dropped. Heads differ in how many: the rest of
+        # the width rewrites the row's last slot with itself, which is nobody's target.
+        kept_slots = order.gather(-1, kept.keep)
+        for name, value in kept.state.items():
+            self._scatter(self.state[name][layer], group.blocks, kept_slots, value)
+        stays = torch.zeros_like(is_kept).scatter_(-1, kept_slots, True)
+        source = budget + stays[..., budget:].int().argsort(dim=-1, descending=True, stable=True)
+        hole = stays[..., :budget].int().argsort(dim=-1, stable=True)
+        width = min(budget, held - budget)
+        source, hole = source[..., :width], hole[..., :width]
+        moves = torch.arange(width, device=self.device) < stays[..., budget:].sum(-1, keepdim=True)
+        last = (group.lengths - 1)[:, None, None]
+        source, target = torch.where(moves, source, last), torch.where(moves, hole, last)
+        keys, values = self.caches[layer]
+        for paged in (keys, values, self.positions[layer], *(s[layer] for s in self.state.values())):
+            self._scatter(paged, group.blocks, target, self._pick(paged, group.blocks, source))
+        return dropped.int()
+
+    def take_record(self) -> list[Dropped]:
+        record, self.record = self.record, []
+        return record
+
+    # ---- paged access -----------------------------------------------------------------------------------------------
+
+    def _blocks(self, blocks: torch.Tensor, held: int) -> torch.Tensor:
+        return blocks[:, : -(-held // self.block_size)]
+
+    def _real(self, group: Group) -> torch.Tensor:
+        """bool [R, N / block size]: the blocks that hold entries of their row."""
+        count = group.blocks.shape[1]
+        return torch.arange(count, device=self.device) * self.block_size < group.lengths[:, None]
+
+    def _gather(self, paged: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """[blocks, Hkv, block size, ...] -> [R, Hkv, N, ...]"""
+        return paged[blocks].transpose(1, 2).flatten(2, 3)
+
+    def _index(self, blocks: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Slots [R, Hkv, K] of each row as (block, head, place)."""
+        rows, heads, _ = slots.shape
+        block = blocks[:, None].expand(-1, heads, -1).gather(-1, slots // self.block_size)
+        return block, torch.arange(heads, device=self.device)[:, None].expand(rows, -1, -1), slots % self.block_size
+
+    def _pick(self, paged: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return paged[self._index(blocks, slots)]
+
+    def _scatter(self, paged: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+        paged[self._index(blocks, slots)] = values.to(paged.dtype)
+
+    def _entries(self, layer: int, group: Group, order: torch.Tensor | None, *, queries: bool) -> Entries:
+        """What a group holds, sorted by `order` int64 [R, Hkv, N]; in the order of slots for None.
+
+        Keys and values are read only where the policy says that it reads them.
+        """
+
+        def read(paged: torch.Tensor) -> torch.Tensor:
+            held = self._gather(paged, group.blocks)
+            if order is None:
+                return held
+            index = order if held.ndim == 3 else order[..., None].expand(-1, -1, -1, held.shape[-1])
+            return held.gather(2, index)
+
+        reads = self.policy.score_reads if queries else ("keys", "values")
+        keys, values = self.caches[layer]
+        recent = None
+        if queries and self.queries is not None:
+            window = self.queries.shape[2]
+            oldest_first = (group.seen[:, None] + torch.arange(window, device=self.device)) % window
+            recent = self.queries[layer][group.rows[:, None], oldest_first].transpose(1, 2)
+        return Entries(
+            keys=read(keys) if "keys" in reads else None,
+            values=read(values) if "values" in reads else None,
+            positions=read(self.positions[layer]).long(),
+            lengths=group.lengths,
+            seen=group.seen,
+            queries=recent,
+            scaling=self.scaling,
+            state={name: read(paged[layer]) for name, paged in self.state.items()},
+            mean_over_ranks=compat.mean_over_ranks,
+        )
