@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rollout.vllm import compat
+from rollout.vllm.exact import attend
 from rollout.vllm.spec import EvictingSpec
 from sparse_rl.policies import fingerprint
 
@@ -44,11 +45,11 @@ class EvictingBuilder:
 class EvictingImpl:
     """Mixed into an implementation: writes at physical slots, and hands the queries out."""
 
-    policy: Any = None  # of the engine whose model was built last in this process
+    config: compat.CacheConfig | None = None  # of the engine whose model was built last in this process
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        EvictingImpl.policy = compat.cache_config(get_current_vllm_config())
+        EvictingImpl.config = compat.cache_config(get_current_vllm_config())
 
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
         # The slots that vLLM hands over come from the forward context and are logical; those of the metadata are ours.
@@ -70,8 +71,8 @@ class EvictingImpl:
 
 def evicting_spec(spec: Any) -> Any:
     """A layer's cache spec under the policy of the engine that is being built."""
-    config = EvictingImpl.policy
-    if config is None or type(spec) is not FullAttentionSpec:
+    config = EvictingImpl.config
+    if config is None or config.policy.peak_entries is None or type(spec) is not FullAttentionSpec:
         return spec
     return EvictingSpec.of(spec, fingerprint(config.policy), config.max_prompt)
 
@@ -84,7 +85,23 @@ class EvictingCPUBuilder(EvictingBuilder, CPUAttentionMetadataBuilder):
             self._set_isa_to_layers(self.layer_names)
 
 
-class EvictingCPUImpl(EvictingImpl, CPUAttentionBackendImpl):
+class ExactCPUImpl(CPUAttentionBackendImpl):
+    """The stock implementation, or exact.py's where the engine asks for it."""
+
+    def forward(
+        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any, **kwargs: Any
+    ) -> Any:
+        config = EvictingImpl.config
+        if config is None or not config.exact or attn_metadata is None:
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **kwargs)
+        keys, values = compat.key_value_views(kv_cache, layer)
+        tokens, m = attn_metadata.num_actual_tokens, attn_metadata
+        out = output.view(query.shape)[:tokens]
+        attend(query[:tokens], keys, values, m.block_table, m.seq_lens, m.query_start_loc, self.scale, out)
+        return output
+
+
+class EvictingCPUImpl(EvictingImpl, ExactCPUImpl):
     pass
 
 

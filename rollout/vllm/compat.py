@@ -6,18 +6,21 @@ Read from, and tested on, vLLM 0.31 (its CPU build). The CUDA facts are read fro
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from sparse_rl.policies import Policy, fingerprint, make_policy
 
 SUPPORTED = "0.31."
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-KEY = "sparse_rl"  # in kv_connector_extra_config
+KEY = "sparse_rl"  # in vLLM's additional_config
+LEAST_ROWS = 4  # a matrix product over fewer takes another kernel on a CPU, and rounds otherwise (see rollout/hf.py)
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,13 @@ class CacheConfig:
 
     record : whether evictions leave with a request's output
     max_prompt : the longest prompt that the pool must hold; None: the model's context
+    exact : float32 on a CPU is computed as the trainer does, to the last bit (exact.py), instead of by vLLM's kernels
     """
 
     policy: Policy
     record: bool
     max_prompt: int | None
+    exact: bool
 
     @property
     def peak(self) -> int:
@@ -91,38 +96,56 @@ def keep_weights_in_place() -> None:
 
     ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *_: False
+    utils.cpu_unquantized_gemm = _linear
+
+
+def _linear(layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """What vLLM calls for every Linear on a CPU, over at least LEAST_ROWS rows in float32."""
+    rows = x.shape[0]
+    if x.dtype != torch.float32 or rows >= LEAST_ROWS:
+        return layer.cpu_linear(x, weight, bias)
+    return layer.cpu_linear(F.pad(x, (0, 0, 0, LEAST_ROWS - rows)), weight, bias)[:rows]
 
 
 # ---- configuration --------------------------------------------------------------------------------------------------
 
 
-def engine_arguments(policy: Policy, *, record: bool, max_prompt: int | None = None) -> dict[str, Any]:
-    """vLLM's engine arguments for a cache policy; nothing but the stock arguments where it evicts nothing."""
-    common: dict[str, Any] = {"enable_prefix_caching": False, "async_scheduling": False}
+def engine_arguments(
+    policy: Policy, *, dtype: str, record: bool, max_prompt: int | None = None, exact: bool = True
+) -> dict[str, Any]:
+    """vLLM's engine arguments for a cache policy.
+
+    dtype : as vLLM takes it; record, max_prompt, exact : see CacheConfig
+    """
+    exact = exact and on_cpu() and dtype in ("float32", "float")
+    ours = {"policy": fingerprint(policy), "record": record, "max_prompt": max_prompt, "exact": exact}
+    arguments: dict[str, Any] = {
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "additional_config": {KEY: ours},
+    }
     if on_cpu():
-        common |= {"enforce_eager": True}
+        arguments["enforce_eager"] = True
+        if exact:
+            arguments["compilation_config"] = {"custom_ops": ["none"]}  # torch's own norms and activations
+    else:
+        arguments["attention_backend"] = "CUSTOM"
     if policy.peak_entries is None:
-        return common
-    extra = {KEY: {"policy": fingerprint(policy), "record": record, "max_prompt": max_prompt}}
+        return arguments
     transfer = {
         "kv_connector": "TraceConnector",
         "kv_connector_module_path": "rollout.vllm.connector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
     }
-    arguments = {**common, "kv_transfer_config": transfer, "scheduler_reserve_full_isl": True}
-    return arguments if on_cpu() else {**arguments, "attention_backend": "CUSTOM"}
+    return {**arguments, "kv_transfer_config": transfer, "scheduler_reserve_full_isl": True}
 
 
 def cache_config(vllm_config: Any) -> CacheConfig | None:
-    """What `engine_arguments` said; None for an engine without eviction, ours or not."""
-    transfer = vllm_config.kv_transfer_config
-    given = (transfer.kv_connector_extra_config or {}).get(KEY) if transfer is not None else None
+    """What `engine_arguments` said; None for an engine that is not ours."""
+    given = (vllm_config.additional_config or {}).get(KEY)
     if given is None:
         return None
-    import json
-
-    return CacheConfig(make_policy(json.loads(given["policy"])), given["record"], given["max_prompt"])
+    return CacheConfig(**{**given, "policy": make_policy(json.loads(given["policy"]))})
 
 
 def memory_arguments(kv_cache_gb: float | None, gpu_memory_utilization: float) -> dict[str, Any]:
@@ -135,7 +158,7 @@ def memory_arguments(kv_cache_gb: float | None, gpu_memory_utilization: float) -
 def prepare_environment() -> None:
     """Before vLLM is imported: nothing is looked up on a hub, and nothing is reported."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def refuse_head_size(head_dim: int) -> None:

@@ -48,6 +48,7 @@ class VLLMEngine:
     tensor_parallel : processes that share the model's heads
     multiprocess : run the engine in a process of its own (always so for tensor_parallel > 1)
     progress : show a progress bar
+    exact : in float32 on a CPU, compute as the trainer does, to the last bit, rather than by vLLM's own kernels
 
     Raises
     ------
@@ -73,6 +74,7 @@ class VLLMEngine:
         tensor_parallel: int = 1,
         multiprocess: bool = False,
         progress: bool = False,
+        exact: bool = True,
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be >= 1, got {max_batch}")
@@ -114,7 +116,7 @@ class VLLMEngine:
             worker_extension_cls="rollout.vllm.worker.WorkerExtension",
             **memory,
             **{name: value for name, value in optional.items() if value is not None},
-            **compat.engine_arguments(policy, record=True, max_prompt=max_prompt),
+            **compat.engine_arguments(policy, dtype=dtype, record=True, max_prompt=max_prompt, exact=exact),
         )
         self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
         self.max_prompt = self.max_model_len if max_prompt is None else min(max_prompt, self.max_model_len)

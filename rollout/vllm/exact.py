@@ -1,0 +1,56 @@
+"""Attention over the paged cache in float32 on a CPU: by the very call that the trainer and the reference engine make.
+
+vLLM's CPU kernel is exact to about 1e-7 per layer, but a trained model amplifies that to more than 1e-5 in log-probs,
+where `sparse_rl.attention.sdpa` (float64 inside) leaves engine and trainer equal to the last bit. Other dtypes take
+vLLM's kernel: their own rounding is far coarser.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_rl.attention import sdpa
+
+ELEMENTS = 2**23  # of keys, gathered at a time: 64 MiB in float64
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    blocks: torch.Tensor,
+    lengths: torch.Tensor,
+    starts: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Causal attention of a ragged batch of B requests, written into `out`.
+
+    query, out [T, Hq, D]; keys, values [blocks, Hkv, block size, D]; blocks int [B, max blocks]; lengths int [B], entries
+    held; starts int [B + 1], each request's first query. A request's last query stands at its last entry.
+    """
+    counts = starts[1:] - starts[:-1]
+    single = (counts == 1).nonzero()[:, 0]
+    _, heads, size, dim = keys.shape
+    if len(single):
+        width = -(-int(lengths[single].max()) // size)
+        for rows in single.split(max(1, ELEMENTS // (heads * width * size * dim))):
+            table, held = blocks[rows, :width].long(), lengths[rows]
+            place = starts[rows].long()
+            mask = (torch.arange(width * size) < held[:, None])[:, None, None]
+            grouped = query[place].unflatten(1, (heads, -1))  # the G query heads of a group, as G queries of one head
+            out[place] = sdpa(grouped, _read(keys, table), _read(values, table), scale, mask).flatten(1, 2)
+    for row in (counts > 1).nonzero()[:, 0].tolist():
+        first, count, held = int(starts[row]), int(counts[row]), int(lengths[row])
+        table = blocks[row : row + 1, : -(-held // size)].long()
+        key, value = _read(keys, table)[:, :, :held], _read(values, table)[:, :, :held]
+        part = query[first : first + count].transpose(0, 1)[None]
+        mask = None
+        if count < held:  # a later chunk of a prompt
+            mask = torch.arange(held) <= torch.arange(held - count, held)[:, None]
+        out[first : first + count] = sdpa(part, key, value, scale, mask, causal=mask is None)[0].transpose(0, 1)
+
+
+def _read(paged: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """[blocks, Hkv, block size, D] at int64 [R, n] -> [R, Hkv, n * block size, D]."""
+    return paged[table].transpose(1, 2).flatten(2, 3)
