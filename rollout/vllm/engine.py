@@ -100,7 +100,7 @@ class VLLMEngine:
         memory = compat.memory_arguments(kv_cache_gb, gpu_memory_utilization)
         optional = {
             "max_model_len": max_model_len,
-            "block_size": block_size,
+            "block_size": block_size or compat.default_block_size(),
             "max_num_batched_tokens": max_num_batched_tokens,
         }
         self.llm = vllm.LLM(

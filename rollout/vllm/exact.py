@@ -7,11 +7,13 @@ vLLM's kernel: their own rounding is far coarser.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from sparse_rl.attention import sdpa
 
-ELEMENTS = 2**23  # of keys, gathered at a time: 64 MiB in float64
+ELEMENTS = 2**18  # of keys, gathered at a time: 2 MiB in float64, so that they stay in a core's cache
 
 
 def attend(
@@ -32,14 +34,14 @@ def attend(
     counts = starts[1:] - starts[:-1]
     single = (counts == 1).nonzero()[:, 0]
     _, heads, size, dim = keys.shape
-    if len(single):
-        width = -(-int(lengths[single].max()) // size)
-        for rows in single.split(max(1, ELEMENTS // (heads * width * size * dim))):
-            table, held = blocks[rows, :width].long(), lengths[rows]
-            place = starts[rows].long()
-            mask = (torch.arange(width * size) < held[:, None])[:, None, None]
-            grouped = query[place].unflatten(1, (heads, -1))  # the G query heads of a group, as G queries of one head
-            out[place] = sdpa(grouped, _read(keys, table), _read(values, table), scale, mask).flatten(1, 2)
+    for rows in _pieces(single, lengths, heads * dim):
+        held = lengths[rows]
+        longest = int(held.max())
+        table, place = blocks[rows, : -(-longest // size)].long(), starts[rows].long()
+        key, value = _read(keys, table)[:, :, :longest], _read(values, table)[:, :, :longest]
+        mask = (torch.arange(longest) < held[:, None])[:, None, None]
+        grouped = query[place].unflatten(1, (heads, -1))  # the G query heads of a group, as G queries of one head
+        out[place] = sdpa(grouped, key, value, scale, mask).flatten(1, 2)
     for row in (counts > 1).nonzero()[:, 0].tolist():
         first, count, held = int(starts[row]), int(counts[row]), int(lengths[row])
         table = blocks[row : row + 1, : -(-held // size)].long()
@@ -49,6 +51,15 @@ def attend(
         if count < held:  # a later chunk of a prompt
             mask = torch.arange(held) <= torch.arange(held - count, held)[:, None]
         out[first : first + count] = sdpa(part, key, value, scale, mask, causal=mask is None)[0].transpose(0, 1)
+
+
+def _pieces(rows: torch.Tensor, lengths: torch.Tensor, elements: int) -> Iterator[torch.Tensor]:
+    """The rows, those of like lengths together, as many at a time as ELEMENTS allows."""
+    rows = rows[lengths[rows].argsort(descending=True)]
+    while len(rows):
+        count = max(1, ELEMENTS // (elements * int(lengths[rows[0]])))
+        yield rows[:count]
+        rows = rows[count:]
 
 
 def _read(paged: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
