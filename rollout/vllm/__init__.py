@@ -16,7 +16,7 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`: vLLM calls it in each of its processes. Inert where no cache policy is set."""
+    """Entry point `vllm.general_plugins`: called in each of vLLM's processes. Inert where no policy is set."""
     from rollout.vllm import compat
 
     compat.register()

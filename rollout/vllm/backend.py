@@ -1,8 +1,7 @@
 """The attention backend under eviction: vLLM's own kernels, at physical lengths and slots.
 
-`EvictingBuilder` and `EvictingImpl` are mixed into a stock backend's two parts; here for the CPU, in backend_cuda.py for
-FlashAttention and Triton. RoPE positions stay logical; only lengths and slots become physical. Without a policy all of it
-is the stock backend.
+`EvictingBuilder` and `EvictingImpl` are mixed into a stock backend's two parts; here for the CPU, in backend_cuda.py
+for FlashAttention and Triton. RoPE positions stay logical. Without a policy all of it is the stock backend.
 """
 
 from __future__ import annotations
@@ -89,7 +88,15 @@ class ExactCPUImpl(CPUAttentionBackendImpl):
     """The stock implementation, or exact.py's where the engine asks for it."""
 
     def forward(
-        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any, **kwargs: Any
+        self,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        attn_metadata: Any,
+        output: Any,
+        **kwargs: Any,
     ) -> Any:
         config = EvictingImpl.config
         if config is None or not config.exact or attn_metadata is None:

@@ -8,12 +8,16 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import distributed
 
 from sparse_rl.policies import Policy, fingerprint, make_policy
 
@@ -164,6 +168,33 @@ def prepare_environment() -> None:
     """Before vLLM is imported: nothing is looked up on a hub, and nothing is reported."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Starting and closing an in-process engine leaves the caller's process as it was.
+
+    vLLM seeds every random generator, forbids torch.set_num_threads on a CPU, and at its end destroys the process
+    group, also one that it did not make.
+    """
+    states = random.getstate(), np.random.get_state()
+    set_num_threads, destroy = torch.set_num_threads, distributed.destroy_process_group
+    had_group = distributed.is_available() and distributed.is_initialized()
+
+    def destroy_theirs(group: Any = None) -> None:
+        if group is not None:
+            destroy(group)
+
+    if had_group:
+        distributed.destroy_process_group = destroy_theirs
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        distributed.destroy_process_group = destroy
+        torch.set_num_threads = set_num_threads
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def refuse_head_size(head_dim: int) -> None:

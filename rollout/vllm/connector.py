@@ -4,8 +4,8 @@ To the worker, with every step: which requests begin, which end, and which are d
 From the worker: which tokens each compaction dropped, one rank's heads each. When a request finishes, its record leaves
 with its output as `kv_transfer_params`.
 
-The scheduler frees finished requests before it reads a step's record; a compaction of the last step drops tokens that no
-query can miss any more, so nothing is lost.
+The scheduler frees finished requests before it reads a step's record. Nothing is lost: a compaction of the last step
+drops tokens that no query can miss any more.
 """
 
 from __future__ import annotations

@@ -103,21 +103,23 @@ class VLLMEngine:
             "block_size": block_size or compat.default_block_size(),
             "max_num_batched_tokens": max_num_batched_tokens,
         }
-        self.llm = vllm.LLM(
-            model=str(model),
-            dtype=dtype,
-            max_num_seqs=max_batch,
-            tensor_parallel_size=tensor_parallel,
-            skip_tokenizer_init=True,
-            logprobs_mode="processed_logprobs",
-            generation_config="vllm",
-            disable_log_stats=True,
-            seed=0,
-            worker_extension_cls="rollout.vllm.worker.WorkerExtension",
-            **memory,
-            **{name: value for name, value in optional.items() if value is not None},
-            **compat.engine_arguments(policy, dtype=dtype, record=True, max_prompt=max_prompt, exact=exact),
-        )
+        with compat.undisturbed():
+            self.llm = vllm.LLM(
+                model=str(model),
+                dtype=dtype,
+                max_num_seqs=max_batch,
+                tensor_parallel_size=tensor_parallel,
+                skip_tokenizer_init=True,
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",
+                disable_log_stats=True,
+                use_tqdm_on_load=False,
+                seed=0,
+                worker_extension_cls="rollout.vllm.worker.WorkerExtension",
+                **memory,
+                **{name: value for name, value in optional.items() if value is not None},
+                **compat.engine_arguments(policy, dtype=dtype, record=True, max_prompt=max_prompt, exact=exact),
+            )
         self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
         self.max_prompt = self.max_model_len if max_prompt is None else min(max_prompt, self.max_model_len)
 
@@ -235,8 +237,11 @@ class VLLMEngine:
 
     def close(self) -> None:
         """Let the engine, its cache and its processes go."""
+        from rollout.vllm import compat
+
         if getattr(self, "llm", None) is not None:
-            self.llm.llm_engine.engine_core.shutdown()
+            with compat.undisturbed():
+                self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
             gc.collect()
 

@@ -28,8 +28,8 @@ def attend(
 ) -> None:
     """Causal attention of a ragged batch of B requests, written into `out`.
 
-    query, out [T, Hq, D]; keys, values [blocks, Hkv, block size, D]; blocks int [B, max blocks]; lengths int [B], entries
-    held; starts int [B + 1], each request's first query. A request's last query stands at its last entry.
+    query, out [T, Hq, D]; keys, values [blocks, Hkv, block size, D]; blocks int [B, max blocks]; lengths int [B],
+    entries held; starts int [B + 1], each request's first query. A request's last query stands at its last entry.
     """
     counts = starts[1:] - starts[:-1]
     single = (counts == 1).nonzero()[:, 0]

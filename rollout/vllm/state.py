@@ -19,7 +19,7 @@ import torch
 
 from rollout.vllm import compat
 from rollout.vllm.connector import Dropped, Due
-from sparse_rl.policies import Entries, Policy
+from sparse_rl.policies import Entries
 
 UNKNOWN = 1 << 40  # the prompt length of no request: nothing of it is ever compacted
 
@@ -39,7 +39,7 @@ class Group:
 
 @dataclass
 class Watch:
-    """A group whose queries of this forward are observed: tokens int64 [R, T] into the batch, positions int64 [R, T]."""
+    """A group whose queries of this forward are observed: tokens (of the batch) and positions, int64 [R, T]."""
 
     group: Group
     tokens: torch.Tensor
