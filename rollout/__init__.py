@@ -5,20 +5,23 @@
 
 engine.py   the Engine protocol, SamplingConfig and the Rollout record
 hf.py       the reference engine on plain transformers; cache.py its caches, sampling.py its sampler
+vllm/       the fast engine, which keeps its own copy of the weights
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rollout.engine import Engine, Rollout, SamplingConfig
+from sparse_rl.engines import default_engine
 from sparse_rl.models import saved_policy
 from sparse_rl.policies import Policy, make_policy
 
-ENGINES = ("hf",)
+ENGINES = ("hf", "vllm")
 
 
 def make_engine(
@@ -28,27 +31,41 @@ def make_engine(
 
     Parameters
     ----------
-    kind : "hf"
+    kind : "hf" or "vllm"; `default_engine()` is the one to take where there is no reason for the other
     model : a directory, or for hf also a live module
     policy : a policy, a mapping {"policy": name, parameters...} or a name; None takes the one that the model's
         directory carries (cache_policy.json), else a full cache
-    options : dtype="float32", and what the engine takes (hf: device, max_batch, progress)
+    options : dtype="float32", max_batch, progress, and what else the engine takes (see HFEngine, VLLMEngine)
 
     Raises
     ------
     ValueError
-        Unknown engine, policy or parameter.
+        Unknown engine, policy or parameter; an engine that is not installed or does not take the model.
     """
     if kind not in ENGINES:
         raise ValueError(f"unknown engine {kind!r}; known: {', '.join(ENGINES)}")
-    from rollout.hf import HFEngine
-
-    accepted = set(inspect.signature(HFEngine.__init__).parameters) - {"self", "model", "policy"}
+    if kind == "vllm" and not isinstance(model, (str, Path)):
+        raise ValueError("engine 'vllm' keeps its own weights: give it a model's directory, or use the engine hf")
+    engine = _engine(kind)
+    accepted = set(inspect.signature(engine.__init__).parameters) - {"self", "model", "policy"}
     if unknown := set(options) - accepted:
         raise ValueError(f"engine {kind!r} has no option {min(unknown)!r}; it takes {', '.join(sorted(accepted))}")
     if policy is None:
         policy = (saved_policy(model) if isinstance(model, (str, Path)) else None) or "full"
-    return HFEngine(model, make_policy(policy), **options)
+    return engine(model, make_policy(policy), **options)
 
 
-__all__ = ["ENGINES", "Engine", "Rollout", "SamplingConfig", "make_engine"]
+def _engine(kind: str) -> Any:
+    """An engine's class, with its libraries imported."""
+    if kind == "hf":
+        from rollout.hf import HFEngine
+
+        return HFEngine
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError("engine 'vllm' is not installed: pip install \"sparse-rl[vllm]\", or use the engine hf")
+    from rollout.vllm.engine import VLLMEngine
+
+    return VLLMEngine
+
+
+__all__ = ["ENGINES", "Engine", "Rollout", "SamplingConfig", "default_engine", "make_engine"]

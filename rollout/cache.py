@@ -220,8 +220,14 @@ class EvictingCache:
         everyone = len(due) == layer.keys.shape[0]
         rows = slice(None) if everyone else torch.tensor(due, device=layer.keys.device)
         entries = self._entries(layer, rows, held, scaling)
-        hidden = {name: None for name in ("keys", "values") if name not in self.policy.score_reads}
-        kept = self.policy.compact(index, replace(entries, **hidden))
+        assert entries.keys is not None and entries.values is not None
+        reads = self.policy.score_reads
+        shown = replace(
+            entries,
+            keys=entries.keys if "keys" in reads else None,
+            values=entries.values if "values" in reads else None,
+        )
+        kept = self.policy.compact(index, shown)
         keep, count = kept.keep, kept.keep.shape[-1]
 
         is_kept = torch.zeros_like(entries.positions, dtype=torch.bool).scatter_(-1, keep, True)

@@ -71,16 +71,22 @@ class Rollout:
 
 
 class Engine(Protocol):
-    """Samples with eviction active and records every eviction."""
+    """Samples with eviction active and records every eviction.
+
+    max_batch : sequences sampled at a time
+    shares_weights : whether it samples from the caller's live module, so that nothing needs to be synchronised
+    """
 
     policy: Policy
+    max_batch: int
+    shares_weights: bool
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Rollout]:
         """len(prompts) * n rollouts, prompt-major. Raises ValueError on an empty prompt."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace weights by name."""
+        """Replace weights by their names in a Hugging Face checkpoint."""
         ...
 
     def close(self) -> None: ...

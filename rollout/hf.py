@@ -69,6 +69,7 @@ class HFEngine:
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be >= 1, got {max_batch}")
+        self.shares_weights = not isinstance(model, (str, Path))
         if isinstance(model, (str, Path)):
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
                 raise ValueError(f"unknown dtype {dtype!r}; for example float32 or bfloat16")
@@ -146,12 +147,14 @@ class HFEngine:
         filler = [Sequence_(-1, rows[0].prompt, 0, tokens=[0], finish_reason="length")] * (LEAST_ROWS - len(rows))
         rows = [*rows, *filler]
         logits = self._prefill(rows, cache, device)
-        uniforms = Uniforms([row.seed for row in rows], device)
+        streams = [Uniforms(row.seed) for row in rows]
         for step in range(sampling.max_tokens):
             self.peak_cache_bytes = max(self.peak_cache_bytes, cache.allocated_bytes())
             if step % 32 == 0:
                 bar.set_postfix(tokens=step)
-            uniform = None if sampling.temperature == 0 else uniforms.at(step)
+            uniform = None
+            if sampling.temperature > 0:
+                uniform = torch.tensor([s.at(step) for s in streams], dtype=torch.float64, device=device)
             drawn = sample(logits, sampling, uniform)
             tokens, logprobs, model_logprobs = (t.tolist() for t in drawn)
             for i, row in enumerate(rows):
@@ -174,7 +177,7 @@ class HFEngine:
             if sum(active) <= len(rows) // 2 and len(rows) > LEAST_ROWS:
                 stay = sorted(range(len(rows)), key=lambda i: not active[i])[: max(sum(active), LEAST_ROWS)]
                 cache.select(stay)
-                uniforms.select(stay)
+                streams = [streams[i] for i in stay]
                 rows, active = [rows[i] for i in stay], [active[i] for i in stay]
             cache.begin_decode(active, device)
             ids = torch.tensor([[row.tokens[-1]] for row in rows], device=device)

@@ -23,24 +23,19 @@ def sequence_seed(seed: int, prompt: Sequence[int], sample: int) -> int:
 
 
 class Uniforms:
-    """One stream of uniform float64 numbers per sequence."""
+    """One sequence's stream of uniform numbers in float64."""
 
-    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
-        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self.device = device
-        self.block = torch.empty(0)
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.number, self.block = -1, [0.0]
 
-    def at(self, step: int) -> torch.Tensor:
-        """float64 [B]; steps must be asked for in order."""
-        if step % BLOCK == 0:
-            draws = [torch.rand(BLOCK, generator=g, dtype=torch.float64) for g in self.generators]
-            self.block = torch.stack(draws, dim=1).to(self.device)
-        return self.block[step % BLOCK]
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.generators = [self.generators[i] for i in rows]
-        if self.block.numel():
-            self.block = self.block[:, list(rows)]
+    def at(self, step: int) -> float:
+        """The number of a step. A step may be asked for again, but not one of an earlier block."""
+        number, place = divmod(step, BLOCK)
+        while self.number < number:
+            self.block = torch.rand(BLOCK, generator=self.generator, dtype=torch.float64).tolist()
+            self.number += 1
+        return self.block[place]
 
 
 def sample(
@@ -56,13 +51,19 @@ def sample(
         tokens = logprobs.argmax(-1)
         chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
         return tokens, chosen, chosen
-    processed = truncate(logprobs, sampling.top_p, sampling.top_k) if sampling.truncated_support else logprobs
     assert uniform is not None
+    tokens, processed = draw(logprobs, sampling, uniform)
+    index = tokens[:, None]
+    return tokens, processed.gather(-1, index)[:, 0], logprobs.gather(-1, index)[:, 0]
+
+
+def draw(logprobs: torch.Tensor, sampling: SamplingConfig, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token int64 [B] per row of log-probs [B, V], and the log-probs [B, V] that it was drawn from."""
+    processed = truncate(logprobs, sampling.top_p, sampling.top_k) if sampling.truncated_support else logprobs
     cdf = processed.double().exp().cumsum(-1)
     target = (uniform * cdf[:, -1])[:, None]
     tokens = torch.searchsorted(cdf, target, right=True)[:, 0].clamp(max=cdf.shape[-1] - 1)
-    index = tokens[:, None]
-    return tokens, processed.gather(-1, index)[:, 0], logprobs.gather(-1, index)[:, 0]
+    return tokens, processed
 
 
 def truncate(logprobs: torch.Tensor, top_p: float, top_k: int | None) -> torch.Tensor:

@@ -3,7 +3,7 @@
 trace.py      one integer per (layer, kv head, token): the first query that no longer attends to it
 policies/     which entries a cache keeps (one file per family)
 attention/    training attention under a recorded trace (eviction replay)
-recipe.py     YAML -> typed, validated recipes;  data.py  prompts and answers
+recipe.py     YAML -> typed, validated recipes;  data.py  prompts and answers;  engines.py  which engine samples
 cli.py        the front door; it and what only it uses (checks, evaluate, quickstart, samples) are the only places that
               import rollout/, trainer/ and rewards/
 

@@ -17,6 +17,7 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     """(what, finding) of everything checked, in order. Raises RecipeError at the first thing that is wrong."""
     from sparse_rl.attention import cache_shape
     from sparse_rl.data import load_data
+    from sparse_rl.engines import choose_engine
     from sparse_rl.models import load_config, load_tokenizer
     from sparse_rl.policies import make_policy
     from trainer.rundir import checkpoint_of, refuse_used
@@ -32,6 +33,7 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     found.append(("model", f"{recipe.model}: {config.model_type}, {layers} layers, {kv_heads} kv heads of {head_dim}"))
     if isinstance(recipe, GRPORecipe):
         found.append(("cache", repr(make_policy(recipe.cache))))
+        found.append(("rollouts", choose_engine(recipe.rollout, config)[1]))
         found.append(("rewards", _rewards(recipe)))
     tokenizer = load_tokenizer(recipe.model)
     require = ("prompt", "completion") if isinstance(recipe, SFTRecipe) else ("prompt",)

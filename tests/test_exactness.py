@@ -6,17 +6,17 @@ One matrix over policies, periods and models. Wrong traces are the controls: eac
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
 import pytest
 import torch
+from judging import gap, wrong_traces
 from transformers import PreTrainedModel
 
-from rollout import Rollout, SamplingConfig, make_engine
+from rollout import SamplingConfig, make_engine
 from sparse_rl.attention import dense_logprobs, replay_logprobs
 from sparse_rl.policies import POLICIES, Policy
-from sparse_rl.trace import NEVER, EvictionTrace
+from sparse_rl.trace import NEVER
 
 TRAINED = "stories260K"
 MODELS = ("qwen2", "qwen3", "llama", TRAINED)
@@ -29,34 +29,6 @@ BUDGET = 20
 LENGTHS = (1, 4, 11, 19, 20, 28, 41, 66)  # shorter and longer than the budget; budget, and budget + period
 TOKENS = 30
 TOLERANCE = 1e-5
-
-
-def gap(logprobs: Sequence[torch.Tensor], rollouts: Sequence[Rollout]) -> float:
-    """max |log-prob - the sampler's| over all tokens of all rollouts."""
-    return max(
-        float((ours.detach() - torch.tensor(r.model_logprobs)).abs().max())
-        for ours, r in zip(logprobs, rollouts, strict=True)
-    )
-
-
-def shifted(evict_at: torch.Tensor, by: int) -> torch.Tensor:
-    return torch.where(evict_at < NEVER, evict_at + by, NEVER).to(torch.int32)
-
-
-def wrong_traces(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
-    """The rollouts with traces that are wrong in one way each, by name."""
-    right = [r.trace.evict_at for r in rollouts]
-    wrong = {
-        "evict_at + 1": [shifted(e, 1) for e in right],
-        "evict_at - 1": [shifted(e, -1) for e in right],
-        "causal": [torch.full_like(e, NEVER) for e in right],
-    }
-    if any(not torch.equal(e, e.roll(1, dims=1)) for e in right):
-        wrong["heads swapped"] = [e.roll(1, dims=1) for e in right]
-    return {
-        name: [replace(r, trace=EvictionTrace(e, validate=False)) for r, e in zip(rollouts, traces, strict=True)]
-        for name, traces in wrong.items()
-    }
 
 
 def check_cell(

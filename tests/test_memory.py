@@ -41,6 +41,7 @@ SYNTHETIC = {"synthetic": {"task": "running_sum", "size": 8}}
 GRPO = {
     "kind": "grpo", "model": "m", "output_dir": "o", "dtype": "float32", "data": SYNTHETIC, "rewards": ["boxed"],
     "cache": {"policy": "streaming", "budget": 32, "period": 8}, "max_completion_length": 100,
+    "rollout": {"engine": "hf"},
 }  # fmt: skip
 
 
@@ -248,6 +249,7 @@ def test_checkpointing_and_eviction_save_memory():
 
 def test_an_evaluation_counts_its_largest_point():
     task = {"kind": "eval", "model": "m", "output_dir": "o", "tasks": {"t": SYNTHETIC}, "samples": 4}
+    task["rollout"] = {"engine": "hf"}
     sweep = {"sweep": {"policy": ["full", "streaming"], "budget": [16, 32]}, "max_completion_length": 100}
     made = plan(make_recipe({**task, **sweep}), tiny_config())
     caches = [item for item in made.items if item.name.startswith("KV")]

@@ -2,7 +2,8 @@
 
 A subclass of TRL's GRPOTrainer; where it departs from it:
 
-- rollouts come from our engine, under `policy`, with an eviction trace per sequence;
+- rollouts come from our engine, under `policy`, with an eviction trace per sequence; it samples from the live module,
+  or has its own weights, which are brought up to date after each update and then probed;
 - every forward of the policy and the reference model replays that trace (`train_attention: replay`), or not (`full`:
   the mismatched control, G-KV's "RL on mismatched masks"; RL-Full is `policy: full`);
 - loss_type `grpo` by default: the token-level clipped ratio averaged per response (G-KV eq. 6);
@@ -19,7 +20,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -32,13 +33,14 @@ from trl.models import unwrap_model_for_generation
 from rollout import Engine, Rollout, SamplingConfig, make_engine
 from sparse_rl.attention import ATTENTION, NO_MASK, ReplayView, adopt, cache_shape, refuse_reentrant_checkpointing
 from sparse_rl.data import prompt_ids
-from sparse_rl.policies import Policy, make_policy
+from sparse_rl.policies import make_policy
 from sparse_rl.trace import EvictionTrace
 from trainer.checkpoint import EpochRepeatSampler, load_rollout_state, save_rollout_state
-from trainer.mismatch import FLOORS, check_gap, replay_panel
+from trainer.mismatch import CEILING, FLOORS, check_gap, check_sync, replay_panel
+from trainer.weights import named_weights
 
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-PROBE_TOKENS = 32
+PROBE_PROMPT, PROBE_TOKENS = 8, 32
 
 
 class RewardError(ValueError):
@@ -47,7 +49,11 @@ class RewardError(ValueError):
 
 @dataclass
 class SparseGRPOConfig(GRPOConfig):
-    """TRL's GRPOConfig and what sparse training adds. See the recipe keys of the same names."""
+    """TRL's GRPOConfig and what sparse training adds. See the recipe keys of the same names.
+
+    rollout_model : the directory from which the engine loads weights of its own; None: it samples from the live module
+    rollout_options : what `make_engine` takes besides model and policy
+    """
 
     loss_type: str = "grpo"
     policy: dict[str, Any] = field(default_factory=lambda: {"policy": "full"})
@@ -60,8 +66,9 @@ class SparseGRPOConfig(GRPOConfig):
     guard_factor: float = 10.0
     guard_floor: float | None = None
     rollout_engine: str = "hf"
-    rollout_max_batch: int = 64
-    rollout_progress: bool = False
+    rollout_model: str | None = None
+    rollout_options: dict[str, Any] = field(default_factory=dict)
+    rollout_sleep: bool = False
     thinking: bool | None = None
 
     def __post_init__(self) -> None:
@@ -98,7 +105,8 @@ class SparseGRPOTrainer(GRPOTrainer):
             adopt(_base(model))
             refuse_reentrant_checkpointing(model)
         self.policy = make_policy(self.args.policy)
-        self.engine = self._make_engine(self.policy)
+        self.engine = self._make_engine()
+        self._synced: int | None = None  # the step whose weights the engine has, where they are its own
         # TRL's own switch for the correction; generation is ours, so nothing else of its vLLM path is reached.
         self.use_vllm = self.args.importance_correction != "none"
         self._last_loaded_step = -1
@@ -112,15 +120,16 @@ class SparseGRPOTrainer(GRPOTrainer):
         self._seconds: dict[str, float] = defaultdict(float)  # since the last log
         self._clock, self._logged_step, self._sampled_tokens = time.perf_counter(), 0, 0
 
-    def _make_engine(self, policy: Policy) -> Engine:
-        model = _base(self.accelerator.unwrap_model(self.model))
-        return make_engine(
-            self.args.rollout_engine,
-            model=model,
-            policy=policy,
-            max_batch=self.args.rollout_max_batch,
-            progress=self.args.rollout_progress and self.accelerator.is_main_process,
-        )
+    def _make_engine(self) -> Engine:
+        """The one engine of this trainer; made before training takes its memory."""
+        options = dict(self.args.rollout_options)
+        if "progress" in options:
+            options["progress"] = options["progress"] and self.accelerator.is_main_process
+        model = self.args.rollout_model or _base(self.accelerator.unwrap_model(self.model))
+        engine = make_engine(self.args.rollout_engine, model=model, policy=self.policy, **options)
+        if self.args.rollout_sleep and hasattr(engine, "sleep"):
+            engine.sleep()
+        return engine
 
     @property
     def _mode(self) -> str:
@@ -174,36 +183,54 @@ class SparseGRPOTrainer(GRPOTrainer):
 
     @contextmanager
     def _sampling_weights(self) -> Iterator[None]:
-        """The live weights, gathered under ZeRO-3, in the precision of training."""
-        start = _now()
-        with (
-            unwrap_model_for_generation(
-                self.model_wrapped,
-                self.accelerator,
-                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
-                gradient_checkpointing_kwargs=cast(dict | None, self.args.gradient_checkpointing_kwargs),
-            ),
-            self.accelerator.autocast(),
-        ):
-            self._seconds["sync"] += _now() - start
-            if self._gap_limit is None:
-                self._gap_limit = self._probe()
+        """The engine has the trainer's weights: the live ones, gathered under ZeRO-3, in the precision of training; or
+        its own, brought up to date where an update has been made since, and probed."""
+        sleeper = cast(Any, self.engine) if self.args.rollout_sleep and hasattr(self.engine, "sleep") else None
+        with ExitStack() as stack:
+            with self._timed("sync"):
+                if self.engine.shares_weights:
+                    live = unwrap_model_for_generation(
+                        self.model_wrapped,
+                        self.accelerator,
+                        gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                        gradient_checkpointing_kwargs=cast(dict | None, self.args.gradient_checkpointing_kwargs),
+                    )
+                    stack.enter_context(live)
+                    stack.enter_context(self.accelerator.autocast())
+                    due = self._gap_limit is None
+                else:
+                    if sleeper is not None:
+                        sleeper.wake_up()
+                    due = self._synced != self.state.global_step
+                    if due:
+                        self.engine.load_weights(named_weights(self.model, self.accelerator))
+                        self._synced = self.state.global_step
+                if due:
+                    self._probe()
             yield
+        if sleeper is not None:
+            sleeper.sleep()
 
-    def _probe(self) -> float:
-        """The guard's limit on mean |d|: engine and trainer score one text without eviction."""
+    def _probe(self) -> None:
+        """Engine and trainer score one text, too short for an eviction. The first probe fixes the guard's limit on mean
+        |d|, which every later one must keep."""
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
         floor = FLOORS[dtype] if self.args.guard_floor is None else self.args.guard_floor
         model = _base(self.accelerator.unwrap_model(self.model))
-        prompt = list(range(min(8, model.config.vocab_size)))
-        sampling = SamplingConfig(PROBE_TOKENS, temperature=self.temperature, seed=self.args.seed, ignore_eos=True)
-        rollout = self._make_engine(make_policy("full")).generate([prompt], sampling)[0]
+        prompt, peak = list(range(min(PROBE_PROMPT, model.config.vocab_size))), self.policy.peak_entries
+        count = PROBE_TOKENS if peak is None else max(1, min(PROBE_TOKENS, peak - len(prompt)))
+        sampling = SamplingConfig(count, temperature=self.temperature, seed=self.args.seed, ignore_eos=True)
+        rollout = self.engine.generate([prompt], sampling)[0]
         ids = torch.tensor([[*prompt, *rollout.completion_ids]], device=self.accelerator.device)
         with torch.no_grad():
-            out = self._forward(model, ids, torch.ones_like(ids), PROBE_TOKENS, [rollout.trace])
-        gap = out.log_probs[0, -PROBE_TOKENS:].float().cpu() - torch.tensor(rollout.model_logprobs)
-        largest = self.accelerator.gather(gap.abs().mean().to(self.accelerator.device)).max()
-        return max(self.args.guard_factor * float(largest), floor)
+            out = self._forward(model, ids, torch.ones_like(ids), count, [rollout.trace])
+        local = out.log_probs[0, -count:].float().cpu() - torch.tensor(rollout.model_logprobs)
+        gap = float(self.accelerator.gather(local.abs().mean().to(self.accelerator.device)).max())
+        self._metrics["train"]["sync/probe_gap"].append(gap)  # also that of a validation, which then is the next step's
+        if self.args.guard:
+            check_sync(gap, max(CEILING * FLOORS[dtype], floor) if self._gap_limit is None else self._gap_limit)
+        if self._gap_limit is None:
+            self._gap_limit = max(self.args.guard_factor * gap, floor)
 
     # ---- rewards and advantages ---------------------------------------------------------------------------------
 
@@ -387,7 +414,7 @@ class SparseGRPOTrainer(GRPOTrainer):
         state, buffer = load_rollout_state(Path(checkpoint), rank, device)
         self._buffered_inputs = cast(Any, buffer)
         self._step, self._generations, self._gap_limit = state["step"], state["generations"], state["gap_limit"]
-        self._logged_step = state["global_step"]
+        self._logged_step, self._synced = state["global_step"], None
 
 
 def _base(model: Any) -> Any:

@@ -7,6 +7,9 @@ With d = log p_trainer - log p_sampler of a sampled token:
     ratio/mean, p5, p95, max           exp(d), the importance ratio; heavy tails hide in means
     ratio/clipped                      share of tokens above the importance clip
 
+sync/probe_gap, the mean |d| of a probe in which nothing is evicted, tells stale weights from a wrong trace: it is
+measured whenever an engine with its own weights has been given new ones.
+
 It knows tensors only; trainer/grpo.py says when it is fed.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 import torch
 
 FLOORS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}  # mean |d| that is noise in any case
+CEILING = 10.0  # x the floor: beyond what kernels' noise explains; the first probe, which sets the limit, obeys it
 
 
 class ReplayGapError(RuntimeError):
@@ -48,4 +52,14 @@ def check_gap(gap: torch.Tensor, limit: float) -> None:
             f"replay gap: mean |log p_trainer - log p_sampler| is {mean:.2e}, beyond the limit {limit:.2e}. "
             "Likely causes: the engine samples with stale weights; the trace belongs to other sequences; dropout or "
             "another dtype in the trainer. Nothing was trained on this batch; the last checkpoint is untouched"
+        )
+
+
+def check_sync(gap: float, limit: float) -> None:
+    """Raise ReplayGapError where the mean |d| of the probe after a weight sync is beyond `limit`."""
+    if not gap <= limit:  # also NaN
+        raise ReplayGapError(
+            f"weight sync: mean |log p_trainer - log p_engine| of a probe without evictions is {gap:.2e}, beyond the "
+            f"limit {limit:.2e}. The engine has stale or wrongly loaded weights, or computes in another dtype. "
+            "Nothing was trained on its samples; the last checkpoint is untouched"
         )

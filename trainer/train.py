@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sparse_rl.data import load_data
+from sparse_rl.engines import engine_options, settle_engine
 from sparse_rl.models import load_config, load_tokenizer, save_policy
 from sparse_rl.policies import make_policy
 from sparse_rl.recipe import GRPORecipe, Recipe, RecipeError, SFTRecipe, TrainRecipe
@@ -52,14 +53,19 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
     checkpoint = None if resume is None else str(rundir.checkpoint_of(recipe, resume))
     if checkpoint is None:
         rundir.refuse_used(recipe)
-    load_config(recipe.model)
+    config = load_config(recipe.model)
+    if isinstance(recipe, GRPORecipe):
+        recipe = settle_engine(recipe, config)
     folder = rundir.prepare(recipe)
     if "wandb" in recipe.report_to:
         rundir.wandb_offline_without_key(folder)
     trainer = TRAINERS[recipe.kind](recipe, folder)
-    trainer.train(resume_from_checkpoint=checkpoint)
     final = folder / "model"
-    _export(trainer, recipe, final)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+        _export(trainer, recipe, final)
+    finally:
+        _close_engine(trainer)  # last: an engine may take the process group down with it
     return final
 
 
@@ -128,9 +134,10 @@ def _grpo(recipe: GRPORecipe, folder: Path) -> Any:
             "guard": guard.enabled,
             "guard_factor": guard.factor,
             "guard_floor": guard.floor,
-            "rollout_engine": recipe.rollout.kind,
-            "rollout_max_batch": recipe.rollout.max_batch,
-            "rollout_progress": recipe.rollout.progress,
+            "rollout_engine": recipe.rollout.engine,
+            "rollout_model": None if recipe.rollout.engine == "hf" else recipe.model,
+            "rollout_options": {**engine_options(recipe), "progress": recipe.rollout.progress},
+            "rollout_sleep": recipe.rollout.sleep,
             "thinking": recipe.data.thinking,
         }
     )
@@ -158,6 +165,15 @@ def _sft(recipe: SFTRecipe, folder: Path) -> Any:
 
 
 TRAINERS: dict[str, Callable[[Any, Path], Any]] = {"grpo": _grpo, "sft": _sft}
+
+
+def _close_engine(trainer: Any) -> None:
+    """What goes wrong here is only logged: it must not hide the error that ended the run."""
+    try:
+        if hasattr(trainer, "engine"):
+            trainer.engine.close()
+    except Exception:
+        logger.warning("the engine did not close", exc_info=True)
 
 
 def _export(trainer: Any, recipe: TrainRecipe, folder: Path) -> None:

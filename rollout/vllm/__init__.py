@@ -3,7 +3,7 @@
 spec.py       scheduler side: how many blocks a sequence owns; what eviction frees goes back to the pool
 connector.py  the channel between scheduler and worker: who is due to compact, and which tokens were dropped
 state.py      worker side: positions and policy state beside the paged cache, and the compaction itself
-backend.py    the attention backend: physical lengths and slots in, queries out
+backend.py    the attention backend: physical lengths and slots in, queries out; on backend_cpu.py, backend_cuda.py
 engine.py     VLLMEngine, the Engine of rollout/engine.py
 serve.py      `sparse-rl serve`: vllm serve with the same policy
 compat.py     everything that depends on vLLM's version or on the platform

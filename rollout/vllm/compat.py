@@ -19,11 +19,22 @@ import torch
 import torch.nn.functional as F
 from torch import distributed
 
+from sparse_rl.engines import CPU_HEAD_SIZES
 from sparse_rl.policies import Policy, fingerprint, make_policy
 
 SUPPORTED = "0.31."
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 KEY = "sparse_rl"  # in vLLM's additional_config
+CUDA_COMPILATION = {  # our Python runs in every layer, between the pieces of a graph, and the K/V write is ours
+    "cudagraph_mode": "PIECEWISE",
+    "use_inductor_graph_partition": False,
+    "pass_config": {
+        "fuse_rope_kvcache": False,
+        "fuse_qk_norm_rope_kvcache": False,
+        "fuse_attn_quant": False,
+        "enable_sp": False,
+        "fuse_gemm_comms": False,
+    },
+}
 LEAST_ROWS = 4  # a matrix product over fewer takes another kernel on a CPU, and rounds otherwise (see rollout/hf.py)
 
 
@@ -40,6 +51,10 @@ class CacheConfig:
     record: bool
     max_prompt: int | None
     exact: bool
+
+    @property
+    def evicts(self) -> bool:
+        return self.policy.peak_entries is not None
 
     @property
     def peak(self) -> int:
@@ -87,7 +102,7 @@ def register() -> None:
     KVCacheSpecRegistry.register(EvictingSpec, EvictingManager, uniform_type_base_spec=FullAttentionSpec)
     if on_cpu():
         # The CPU platform takes no other backend than CPU_ATTN; ours is the stock one where no policy is set.
-        register_backend(AttentionBackendEnum.CPU_ATTN, "rollout.vllm.backend.EvictingCPUBackend")
+        register_backend(AttentionBackendEnum.CPU_ATTN, "rollout.vllm.backend_cpu.EvictingCPUBackend")
         keep_weights_in_place()
     else:
         register_backend(AttentionBackendEnum.CUSTOM, "rollout.vllm.backend_cuda.EvictingBackend")
@@ -132,10 +147,10 @@ def engine_arguments(
         arguments["enforce_eager"] = True
         if exact:
             arguments["compilation_config"] = {"custom_ops": ["none"]}  # torch's own norms and activations
-    else:
-        arguments["attention_backend"] = "CUSTOM"
     if policy.peak_entries is None:
         return arguments
+    if not on_cpu():
+        arguments |= {"attention_backend": "CUSTOM", "compilation_config": CUDA_COMPILATION}
     transfer = {
         "kv_connector": "TraceConnector",
         "kv_connector_module_path": "rollout.vllm.connector",
@@ -157,6 +172,12 @@ def memory_arguments(kv_cache_gb: float | None, gpu_memory_utilization: float) -
     if kv_cache_gb is None and not on_cpu():
         return {"gpu_memory_utilization": gpu_memory_utilization}
     return {"kv_cache_memory_bytes": int((1.0 if kv_cache_gb is None else kv_cache_gb) * 2**30)}
+
+
+def launch_arguments(separate: bool) -> dict[str, Any]:
+    """An in-process engine of a launched training process takes that process's own device."""
+    launched = distributed.is_available() and distributed.is_initialized() and "LOCAL_RANK" in os.environ
+    return {"distributed_executor_backend": "external_launcher"} if launched and not separate else {}
 
 
 def default_block_size() -> int | None:
@@ -204,6 +225,92 @@ def refuse_head_size(head_dim: int) -> None:
         raise ValueError(f"vLLM on a CPU cannot run head size {head_dim} (it takes {sizes}); use the hf engine")
 
 
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def refuse_unsupported(vllm_config: Any) -> None:
+    """Raises ValueError for what breaks eviction or its record, whoever configured it (`vllm serve`, for example)."""
+    from vllm import envs
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import is_quantized_kv_cache
+
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    scheduler, transfer, compilation = (
+        vllm_config.scheduler_config,
+        vllm_config.kv_transfer_config,
+        vllm_config.compilation_config,
+    )
+    graphs = compilation.cudagraph_mode != CUDAGraphMode.NONE
+    wrong = {
+        "on this platform: NVIDIA GPUs and CPUs only": not (current_platform.is_cuda() or current_platform.is_cpu()),
+        "without its connector (kv_connector TraceConnector)": getattr(transfer, "kv_connector", "")
+        != "TraceConnector",
+        "with prefix caching (--no-enable-prefix-caching)": cache.enable_prefix_caching,
+        "with speculative decoding": vllm_config.speculative_config is not None,
+        "with asynchronous scheduling (--no-async-scheduling)": scheduler.async_scheduling,
+        "without --scheduler-reserve-full-isl": not scheduler.scheduler_reserve_full_isl,
+        "with pipeline parallelism (pipeline_parallel_size 1)": parallel.pipeline_parallel_size > 1,
+        "with context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
+        > 1,
+        "with micro-batches (dual batch overlap)": parallel.use_ubatching,
+        "with more tensor-parallel ranks than kv heads, or heads that do not divide among them": (
+            model.get_total_num_kv_heads() % parallel.tensor_parallel_size != 0
+        ),
+        "with latent (MLA), hybrid or encoder-decoder attention": (
+            model.use_mla or model.is_hybrid or model.is_encoder_decoder
+        ),
+        "with a quantized cache (--kv-cache-dtype auto)": is_quantized_kv_cache(cache.cache_dtype),
+        "with CUDA graphs of whole forwards (cudagraph_mode PIECEWISE)": (
+            graphs and compilation.cudagraph_mode.has_full_cudagraphs()
+        ),
+        "with the K/V write inside CUDA graphs (leave splitting_ops and use_inductor_graph_partition alone)": (
+            graphs and "vllm::unified_kv_cache_update" not in (compilation.splitting_ops or ())
+        ),
+        "with breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH=0)": graphs and envs.VLLM_USE_BREAKABLE_CUDAGRAPH,
+    }
+    for what, is_so in wrong.items():
+        if is_so:
+            raise ValueError(f"vLLM cannot evict {what}")
+
+
+def refuse_layer(impl: Any) -> None:
+    """Raises ValueError for attention that policies do not model, or that goes by a token's place in the cache."""
+    wrong = {
+        "a sliding window": impl.sliding_window not in (-1, (-1, -1)),
+        "ALiBi": impl.alibi_slopes is not None,
+        "attention sinks": impl.sinks is not None,
+        "soft-capped logits": bool(impl.logits_soft_cap),
+        "keys and values of another layer": impl.kv_sharing_target_layer_name is not None,
+        f"{impl.attn_type} attention": impl.attn_type != "decoder",
+    }
+    for what, is_so in wrong.items():
+        if is_so:
+            raise ValueError(f"vLLM cannot evict from a layer with {what}; use a full cache")
+
+
+def refuse_spec(spec: Any) -> None:
+    """Raises ValueError for a layer whose cache is not the plain one: other specs keep or pack it in their own way."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+
+    if type(spec) is not FullAttentionSpec or spec.head_size_v != spec.head_size:
+        raise ValueError(f"vLLM cannot evict from layers with a {type(spec).__name__}; use a full cache")
+    if spec.kv_quant_mode != KVQuantMode.NONE:
+        raise ValueError("vLLM cannot evict from a quantized cache; set --kv-cache-dtype auto")
+
+
+def refuse_cache(kv_cache_config: Any, kv_caches: dict[str, torch.Tensor] | None = None) -> None:
+    """Raises ValueError for a cache that is not that of EvictingSpec layers alone, or whose blocks a kernel splits."""
+    from rollout.vllm.spec import EvictingSpec
+
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if len(specs) != 1 or not isinstance(specs[0], EvictingSpec):
+        raise ValueError("vLLM cannot evict: the attention backend is not ours; set --attention-backend CUSTOM")
+    for cache in (kv_caches or {}).values():
+        if (cache.shape[0], cache.shape[2]) != (kv_cache_config.num_blocks, specs[0].block_size):
+            raise ValueError(f"vLLM cannot evict from split blocks; set block_size to the kernel's {cache.shape[2]}")
+
+
 # ---- the worker -----------------------------------------------------------------------------------------------------
 
 
@@ -228,15 +335,21 @@ def attention_layers(vllm_config: Any, names: Iterable[str]) -> dict[str, Any]:
     return get_layers_from_vllm_config(vllm_config, Attention, sorted(names, key=extract_layer_index))
 
 
-def key_value_views(cache: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def keys_are_transposed() -> bool:
+    """How this platform's kernels lay a cache out: see key_value_views."""
+    return on_cpu()
+
+
+def key_value_views(cache: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's cache as keys and values [blocks, Hkv, block size, D]: views, to read and to write.
 
-    The cache is [blocks, Hkv, block size, 2 D]. On the CPU (isa "vec") a (block, head) holds keys TRANSPOSED [D, block
-    size], then values [block size, D]. FlashAttention and Triton hold key and value of a token side by side.
+    The cache is [blocks, Hkv, block size, 2 D], in any order in memory. FlashAttention and Triton hold key and value of
+    a token side by side. `transposed`: a (block, head) is contiguous, and holds keys [D, block size], then values
+    [block size, D], as on the CPU (isa "vec").
     """
     blocks, heads, size, double = cache.shape
     dim = double // 2
-    if cache.device.type != "cpu":
+    if not transposed:
         keys, values = cache.split(dim, dim=-1)
         return keys, values
     flat = cache.view(blocks, heads, 2 * size * dim)

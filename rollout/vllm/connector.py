@@ -77,7 +77,10 @@ class TraceConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         config = compat.cache_config(vllm_config)
-        assert config is not None
+        if config is None or not config.evicts:
+            raise ValueError(f"TraceConnector needs a cache policy in additional_config.{compat.KEY}")
+        compat.refuse_unsupported(vllm_config)
+        compat.refuse_cache(kv_cache_config)
         self.config, self.policy = config, config.policy
         self.step = Step()
         self.running: dict[str, tuple[int, int]] = {}  # request -> (first block, tokens prefilled densely)
@@ -90,10 +93,11 @@ class TraceConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         from rollout.vllm.state import CacheState
 
+        compat.refuse_cache(self._kv_cache_config, kv_caches)
         self.state = CacheState(self._vllm_config, self.config, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Called at the start of every step, before attention metadata is built."""
+        """Called in every step before the forward: before attention metadata is built (V1 runner) or after it (V2)."""
         assert isinstance(kv_connector_metadata, Step)
         self.step = kv_connector_metadata
         self.state.begin(self.step.ended, self.step.begun)

@@ -6,6 +6,7 @@ rank of a trainer can have its own; `multiprocess` and `tensor_parallel` put it 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import secrets
@@ -87,7 +88,7 @@ class VLLMEngine:
         import vllm
 
         compat.register()
-        config = load_config(model)
+        config = load_config(str(model))
         layers, kv_heads, head_dim = cache_shape(config)
         compat.refuse_head_size(head_dim)
         if kv_heads % tensor_parallel:
@@ -97,29 +98,30 @@ class VLLMEngine:
         self.policy, self.max_batch, self.progress = policy, max_batch, progress
         self.shape = layers, kv_heads
         self.eos = _stop_tokens(model, config)
-        memory = compat.memory_arguments(kv_cache_gb, gpu_memory_utilization)
         optional = {
             "max_model_len": max_model_len,
             "block_size": block_size or compat.default_block_size(),
             "max_num_batched_tokens": max_num_batched_tokens,
         }
+        arguments: dict[str, Any] = {
+            "model": str(model),
+            "dtype": dtype,
+            "max_num_seqs": max_batch,
+            "tensor_parallel_size": tensor_parallel,
+            "skip_tokenizer_init": True,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "seed": 0,
+            "worker_extension_cls": "rollout.vllm.worker.WorkerExtension",
+            **{name: value for name, value in optional.items() if value is not None},
+            **compat.memory_arguments(kv_cache_gb, gpu_memory_utilization),
+            **compat.launch_arguments(self.separate),
+            **compat.engine_arguments(policy, dtype=dtype, record=True, max_prompt=max_prompt, exact=exact),
+        }
         with compat.undisturbed():
-            self.llm = vllm.LLM(
-                model=str(model),
-                dtype=dtype,
-                max_num_seqs=max_batch,
-                tensor_parallel_size=tensor_parallel,
-                skip_tokenizer_init=True,
-                logprobs_mode="processed_logprobs",
-                generation_config="vllm",
-                disable_log_stats=True,
-                use_tqdm_on_load=False,
-                seed=0,
-                worker_extension_cls="rollout.vllm.worker.WorkerExtension",
-                **memory,
-                **{name: value for name, value in optional.items() if value is not None},
-                **compat.engine_arguments(policy, dtype=dtype, record=True, max_prompt=max_prompt, exact=exact),
-            )
+            self.llm: Any = vllm.LLM(**arguments)
         self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
         self.max_prompt = self.max_model_len if max_prompt is None else min(max_prompt, self.max_model_len)
 
@@ -143,8 +145,10 @@ class VLLMEngine:
         with tqdm(total=len(requests), desc="rollout", unit="seq", leave=False, disable=hidden) as bar:
             for _ in range(ATTEMPTS):
                 for place, output in self._run([(i, *requests[i]) for i in waiting], sampling):
-                    rollouts[place] = self._rollout(requests[place][0], output, sampling)
+                    rollouts[place] = self._rollout(requests[place][0], output)
                     bar.update(rollouts[place] is not None)
+                if sampling.truncated_support:
+                    self._set_model_logprobs(rollouts)
                 waiting = [i for i in waiting if rollouts[i] is None]
                 if not waiting:
                     return rollouts  # type: ignore[return-value]
@@ -176,13 +180,12 @@ class VLLMEngine:
         if sampling.stop_token_ids is None and sampling.ignore_eos:
             stop = []
         engine = self.llm.llm_engine
+        self.llm.collective_rpc("begin_sampling", args=(dataclasses.asdict(sampling),))
         for place, prompt, seed in requests:
             parameters = vllm.SamplingParams(
                 max_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k or 0,
-                seed=None if sampling.temperature == 0 else seed,
+                extra_args={"seed": seed},  # top_p, top_k and the seed are the workers' (worker.SequenceSampler)
                 stop_token_ids=stop,
                 ignore_eos=True,  # which tokens stop is said above
                 logprobs=0,
@@ -200,7 +203,7 @@ class VLLMEngine:
             if engine.has_unfinished_requests():  # interrupted: leave nothing behind
                 engine.abort_request([str(place) for place, _, _ in requests])
 
-    def _rollout(self, prompt: list[int], output: Any, sampling: SamplingConfig) -> Rollout | None:
+    def _rollout(self, prompt: list[int], output: Any) -> Rollout | None:
         """None for a sequence that was preempted: its record does not tell what it attended to."""
         sampled = output.outputs[0]
         completion = list(sampled.token_ids)
@@ -215,6 +218,14 @@ class VLLMEngine:
             trace = EvictionTrace.recorded(torch.from_numpy(evict_at.copy()))
         logprobs = [sampled.logprobs.logprobs[start] for start in sampled.logprobs.start_indices]
         return Rollout(prompt, completion, logprobs, logprobs, trace, sampled.finish_reason)
+
+    def _set_model_logprobs(self, rollouts: Sequence[Rollout | None]) -> None:
+        """The log-probs before top-p and top-k, which the workers have noted."""
+        for worker in self.llm.collective_rpc("whole_logprobs"):
+            for request_id, logprobs in worker.items():
+                rollout = rollouts[int(request_id.split("-")[0])]  # vLLM appends a suffix to our ids
+                if rollout is not None:
+                    rollout.model_logprobs = logprobs[-len(rollout.completion_ids) :]
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 

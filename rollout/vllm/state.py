@@ -52,7 +52,8 @@ class Plan:
 
     first int64 [B], blocks int64 [B, max blocks]: of each request in the batch
     slots int64 [T]: where each token's entry goes; lengths int32 [B]: entries attended to
-    recent: (token, row, place) int64 each: the queries to remember
+    recent: (token, its request's first block, place) int64 each: the queries to remember. The block's row is known only
+        in the forward: vLLM's V2 runner makes the plan before it says which requests begin.
     """
 
     first: torch.Tensor
@@ -70,7 +71,7 @@ class CacheState:
         self.config, self.policy = config, config.policy
         layers = compat.attention_layers(vllm_config, kv_caches)
         self.index = {name: i for i, name in enumerate(layers)}
-        self.caches = [compat.key_value_views(kv_caches[name], layer) for name, layer in layers.items()]
+        self.caches = [compat.key_value_views(kv_caches[name], compat.keys_are_transposed()) for name in layers]
         keys = self.caches[0][0]
         blocks, heads, self.block_size, _ = keys.shape
         self.device = keys.device
@@ -92,6 +93,7 @@ class CacheState:
         self.row = torch.zeros(blocks, dtype=torch.long, device=self.device)  # by first block
         self.free_rows = list(range(rows))
         self.row_of: dict[int, int] = {}
+        self.prompts: dict[int, int] = {}  # prompt lengths by first block, in host memory
         self.plan: Plan | None = None
         self.record: list[Dropped] = []
 
@@ -106,10 +108,12 @@ class CacheState:
         """Requests, by first block, that have ended and that begin with so many tokens to prefill."""
         for block in ended:
             self.free_rows.append(self.row_of.pop(block))
+            del self.prompts[block]
         if ended:
             self.prompt_length[torch.tensor(ended, device=self.device)] = UNKNOWN
-        for block, _ in begun:
+        for block, length in begun:
             self.row_of[block] = self.free_rows.pop()
+            self.prompts[block] = length
         if begun:
             first = torch.tensor([block for block, _ in begun], device=self.device)
             self.prompt_length[first] = torch.tensor([length for _, length in begun], device=self.device)
@@ -147,14 +151,21 @@ class CacheState:
         recent = None
         if self.queries is not None:
             window = self.queries.shape[2]
-            last = (logical >= seen[row] - window).nonzero()[:, 0]
-            recent = last, self.row[first[row[last]]], logical[last] % window
+            last = _last_of_each(starts_cpu, window).to(self.device, non_blocking=True)
+            recent = last, first[row[last]], logical[last] % window
         lengths = held + count
         plan = Plan(first, blocks, block * self.block_size + place, lengths.int(), recent, [])
         if self.policy.every_query:
             plan.watches = self._watches(plan, seen, lengths, starts, starts_cpu)
         self.plan = plan
         return plan
+
+    def longest(self, logical: int, new: int) -> int:
+        """At least the entries of every request of a batch, without asking the device.
+
+        logical : no fewer than the tokens that any of them has seen; new : than those that it brings
+        """
+        return min(logical, max(self.config.peak, new, *self.prompts.values()))
 
     def _watches(
         self, plan: Plan, seen: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, starts_cpu: torch.Tensor
@@ -185,8 +196,8 @@ class CacheState:
         assert plan is not None
         if plan.recent is not None:
             assert self.queries is not None
-            token, row, place = plan.recent
-            self.queries[layer, row, place] = query[token]
+            token, block, place = plan.recent
+            self.queries[layer, self.row[block], place] = query[token]
         for watch in plan.watches:
             group = watch.group
             entries = self._entries(layer, group, None, queries=False)
@@ -320,3 +331,10 @@ class CacheState:
             state={name: read(paged[layer]) for name, paged in self.state.items()},
             mean_over_ranks=compat.mean_over_ranks,
         )
+
+
+def _last_of_each(starts: torch.Tensor, window: int) -> torch.Tensor:
+    """The last `window` tokens of each request of a batch: int64, from int [B + 1] in host memory."""
+    count = starts.diff().clamp(max=window)
+    tokens = torch.arange(int(count.sum()))
+    return tokens + (starts[1:] - count.cumsum(0)).repeat_interleave(count)

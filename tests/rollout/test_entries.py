@@ -28,6 +28,7 @@ class Spy(Policy):
     name = "spy"
     initial_state = {"mark": FRESH, "queries": 0.0}
     every_query = True
+    score_reads = ("keys", "values")
 
     def __init__(self) -> None:
         super().__init__(BUDGET, window=2, period=PERIOD)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from judging import same, shortened
 from transformers import PreTrainedModel
 
 from rollout import Rollout, SamplingConfig, make_engine
@@ -13,7 +14,7 @@ from rollout.hf import LEAST_ROWS
 from sparse_rl.attention import dense_logprobs
 from sparse_rl.policies import POLICIES, Entries, Kept, Policy
 from sparse_rl.policies.tova import Tova
-from sparse_rl.trace import NEVER, EvictionTrace
+from sparse_rl.trace import NEVER
 
 BUDGET = 12
 LENGTHS = (1, 5, 12, 16, 30, 44, 7)  # ragged: shorter than, at and beyond the budget, 1 among them
@@ -32,30 +33,6 @@ def policy(policy_of: Callable) -> Policy:
 @pytest.fixture
 def prompts(prompts_of: Callable) -> list[list[int]]:
     return prompts_of("qwen3", LENGTHS)
-
-
-def same(ours: list[Rollout], theirs: list[Rollout]) -> bool:
-    """The same tokens, traces and finish reasons, and log-probs to rounding."""
-    return len(ours) == len(theirs) and all(
-        (a.prompt_ids, a.completion_ids, a.finish_reason) == (b.prompt_ids, b.completion_ids, b.finish_reason)
-        and torch.equal(a.trace.evict_at, b.trace.evict_at)
-        and torch.allclose(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=1e-5)
-        for a, b in zip(ours, theirs, strict=True)
-    )
-
-
-def shortened(r: Rollout, stop: set[int]) -> Rollout:
-    """The rollout as it would have been with these stop tokens: its beginning, up to the first of them."""
-    found = [i for i, token in enumerate(r.completion_ids) if token in stop]
-    n = found[0] + 1 if found else len(r.completion_ids)
-    return Rollout(
-        r.prompt_ids,
-        r.completion_ids[:n],
-        r.logprobs[:n],
-        r.model_logprobs[:n],
-        EvictionTrace.recorded(r.trace.evict_at[..., : len(r.prompt_ids) + n]),
-        "stop" if found else "length",
-    )
 
 
 # ---- how a sequence ends ---------------------------------------------------------------------------------------------

@@ -21,23 +21,24 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 @pytest.fixture(scope="session")
 def tiny(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """tiny(family="qwen3") -> the directory of a tiny random model with a tokenizer."""
+    """tiny(family="qwen3", **config) -> the directory of a tiny random model with a tokenizer."""
     from transformers import GenerationConfig
 
     from sparse_rl.running_sum import EOS_ID, PAD_ID, build_tokenizer
 
     made: dict[str, str] = {}
 
-    def make(family: str = "qwen3") -> str:
-        if family not in made:
+    def make(family: str = "qwen3", **config: Any) -> str:
+        key = f"{family}{config or ''}"
+        if key not in made:
             folder = tmp_path_factory.mktemp(family)
             ids = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "bos_token_id": None}
-            model = new_model(family, initializer_range=0.2, **ids)
+            model = new_model(family, initializer_range=0.2, **ids, **config)
             model.generation_config = GenerationConfig(eos_token_id=STOP, pad_token_id=PAD_ID)
             model.save_pretrained(folder)
             build_tokenizer().save_pretrained(folder)
-            made[family] = str(folder)
-        return made[family]
+            made[key] = str(folder)
+        return made[key]
 
     return make
 

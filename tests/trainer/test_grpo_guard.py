@@ -48,9 +48,12 @@ def later(evict_at: torch.Tensor, prompt: int) -> torch.Tensor:
 
 
 def stale(trainer: Any) -> None:
-    """The engine samples from a copy of the model that is not the trainer's any more."""
+    """The engine samples, after its probe, from a copy of the model that is not the trainer's any more."""
     engine = make_engine("hf", model=trainer.args.output_dir + "/stale", policy=trainer.policy)
-    trainer.engine.generate = engine.generate
+    right = trainer.engine.generate
+    trainer.engine.generate = lambda prompts, sampling: (right if len(prompts) == 1 else engine.generate)(
+        prompts, sampling
+    )
 
 
 def not_a_number(trainer: Any) -> None:
@@ -58,7 +61,8 @@ def not_a_number(trainer: Any) -> None:
 
     def wrong(prompts: Any, sampling: Any) -> list[Rollout]:
         rollouts = generate(prompts, sampling)
-        rollouts[3].model_logprobs[0] = math.nan
+        if len(prompts) > 1:  # not the probe
+            rollouts[3].model_logprobs[0] = math.nan
         return rollouts
 
     trainer.engine.generate = wrong

@@ -30,6 +30,22 @@ def digits(completions, trainer_state, **columns):
         os.kill(os.getpid(), signal.SIGKILL)
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 """
+OWN_WEIGHTS = """
+import os, sys
+import trainer.grpo
+import transformers.integrations.deepspeed as deepspeed
+from rollout import make_engine
+from sparse_rl.cli import main
+
+def own(self):
+    seen, deepspeed._hf_deepspeed_config_weak_ref = deepspeed._hf_deepspeed_config_weak_ref, None  # else partitioned
+    engine = make_engine("hf", model=os.environ["OWN_WEIGHTS"], policy=self.policy)
+    deepspeed._hf_deepspeed_config_weak_ref = seen
+    return engine
+
+trainer.grpo.SparseGRPOTrainer._make_engine = own
+sys.exit(main())
+"""
 
 
 @pytest.fixture
@@ -45,6 +61,7 @@ def command(tiny: Callable, tmp_path: Path) -> Callable[..., subprocess.Complete
         ]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "my_rewards.py").write_text(REWARDS)
+    (tmp_path / "own_weights.py").write_text(OWN_WEIGHTS)
     recipe: dict[str, Any] = {
         "kind": "grpo",
         "model": tiny("qwen3"),
@@ -53,6 +70,7 @@ def command(tiny: Callable, tmp_path: Path) -> Callable[..., subprocess.Complete
         "data": {"path": str(problems), "columns": {"prompt": "problem"}, "chat": False, "max_prompt_tokens": 300},
         "cache": {"policy": "gkv", "budget": 16, "window": 4, "period": 4},
         "rewards": ["math", {"name": "my_rewards:digits", "weight": 0.5}],
+        "rollout": {"engine": "hf"},
         "importance_correction": "none",
         "learning_rate": 1e-3,
         "max_steps": 4,
@@ -113,6 +131,17 @@ def test_the_other_stages(stage: int, command: Callable, tmp_path: Path) -> None
     """Two steps on two processes; the invariant at each, the second with weights that have moved."""
     words = ("max_steps=2", "save_steps=0", f"launch.zero_stage={stage}", "gradient_checkpointing=true")
     good(command("run", *words), tmp_path / "run", 2)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_with_its_own_weights(stage: int, command: Callable, tiny: Callable, tmp_path: Path) -> None:
+    """Each process has one; under ZeRO-3 the weights are gathered one by one. The run is that with the live module."""
+    words = ("max_steps=3", "save_steps=0", f"launch.zero_stage={stage}")
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29644", "-m", "own_weights")
+    own = good(command("own", *words, launcher=launcher, OWN_WEIGHTS=tiny("qwen3")), tmp_path / "own", 3)
+    assert all(line["sync/probe_gap"] <= 1e-5 for line in own)
+    live = good(command("live", *words), tmp_path / "live", 3)
+    assert [(line["reward"], line["grad_norm"]) for line in own] == [(x["reward"], x["grad_norm"]) for x in live]
 
 
 def test_stages_agree(command: Callable, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def test_the_recipe_exports_a_merged_model(tiny: Callable, tmp_path: Path) -> No
             "data": {"synthetic": {"task": "running_sum", "size": 64}},
             "cache": {"policy": "tova", "budget": 8},
             "rewards": ["trainer_runs:digits"],
+            "rollout": {"engine": "hf"},
             "lora": {"r": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"]},
             "learning_rate": 1e-2,
             "max_steps": 2,

@@ -1,0 +1,63 @@
+"""How the suite judges rollouts: the gap to a replay, wrong traces that must show, and what "the same" means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from rollout import Rollout
+from sparse_rl.trace import NEVER, EvictionTrace
+
+
+def gap(logprobs: Sequence[torch.Tensor], rollouts: Sequence[Rollout]) -> float:
+    """max |log-prob - the sampler's| over all tokens of all rollouts."""
+    return max(
+        float((ours.detach() - torch.tensor(r.model_logprobs)).abs().max())
+        for ours, r in zip(logprobs, rollouts, strict=True)
+    )
+
+
+def shifted(evict_at: torch.Tensor, by: int) -> torch.Tensor:
+    return torch.where(evict_at < NEVER, evict_at + by, NEVER).to(torch.int32)
+
+
+def wrong_traces(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    """The rollouts with traces that are wrong in one way each, by name."""
+    right = [r.trace.evict_at for r in rollouts]
+    wrong = {
+        "evict_at + 1": [shifted(e, 1) for e in right],
+        "evict_at - 1": [shifted(e, -1) for e in right],
+        "causal": [torch.full_like(e, NEVER) for e in right],
+    }
+    if any(not torch.equal(e, e.roll(1, dims=1)) for e in right):
+        wrong["heads swapped"] = [e.roll(1, dims=1) for e in right]
+    return {
+        name: [replace(r, trace=EvictionTrace(e, validate=False)) for r, e in zip(rollouts, traces, strict=True)]
+        for name, traces in wrong.items()
+    }
+
+
+def same(ours: list[Rollout], theirs: list[Rollout]) -> bool:
+    """The same tokens, traces and finish reasons, and log-probs to rounding."""
+    return len(ours) == len(theirs) and all(
+        (a.prompt_ids, a.completion_ids, a.finish_reason) == (b.prompt_ids, b.completion_ids, b.finish_reason)
+        and torch.equal(a.trace.evict_at, b.trace.evict_at)
+        and torch.allclose(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=1e-5)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def shortened(r: Rollout, stop: set[int]) -> Rollout:
+    """The rollout as it would have been with these stop tokens: its beginning, up to the first of them."""
+    found = [i for i, token in enumerate(r.completion_ids) if token in stop]
+    n = found[0] + 1 if found else len(r.completion_ids)
+    return Rollout(
+        r.prompt_ids,
+        r.completion_ids[:n],
+        r.logprobs[:n],
+        r.model_logprobs[:n],
+        EvictionTrace.recorded(r.trace.evict_at[..., : len(r.prompt_ids) + n]),
+        "stop" if found else "length",
+    )

@@ -1,0 +1,256 @@
+"""Which engine samples: what `auto` becomes, what is refused and how, and what an engine is given of a recipe."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollout import ENGINES, default_engine, make_engine
+from rollout.vllm import compat
+from rollout.vllm.engine import VLLMEngine
+from sparse_rl import engines
+from sparse_rl.checks import check_training
+from sparse_rl.engines import CPU_HEAD_SIZES, PROBE, choose_engine, engine_options, settle_engine
+from sparse_rl.memory import plan
+from sparse_rl.recipe import EvalRecipe, GRPORecipe, RecipeError, RolloutConfig, make_recipe
+from sparse_rl.running_sum import build_model, save_untrained
+from trainer.grpo import PROBE_PROMPT, PROBE_TOKENS
+
+SYNTHETIC = {"synthetic": {"task": "running_sum", "size": 64}}
+
+
+def grpo(**keys: Any) -> GRPORecipe:
+    mapping = {
+        "kind": "grpo", "model": "m", "output_dir": "o", "data": SYNTHETIC, "rewards": ["boxed"],
+        "cache": {"policy": "streaming", "budget": 32, "period": 8}, "max_completion_length": 100,
+    }  # fmt: skip
+    recipe = make_recipe({**mapping, **keys})
+    assert isinstance(recipe, GRPORecipe)
+    return recipe
+
+
+def evaluation(**keys: Any) -> EvalRecipe:
+    recipe = make_recipe({"kind": "eval", "model": "m", "output_dir": "o", "tasks": {"t": SYNTHETIC}, **keys})
+    assert isinstance(recipe, EvalRecipe)
+    return recipe
+
+
+def config(head_dim: int = 32) -> SimpleNamespace:
+    return SimpleNamespace(num_hidden_layers=2, num_key_value_heads=2, head_dim=head_dim)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """machine(vllm=None | "cpu" | "cuda"): what is installed."""
+
+    def make(vllm: str | None) -> None:
+        find = importlib.util.find_spec
+        spec = None if vllm is None else object()
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: spec if name == "vllm" else find(name, *a))
+        monkeypatch.setattr(engines, "_is_cpu_build", lambda: vllm == "cpu")
+
+    return make
+
+
+# ---- the choice ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("installed", "cuda", "head_size", "refusal"),
+    [
+        ("cpu", False, 32, None),
+        ("cpu", False, 128, None),
+        ("cpu", False, 16, "head size 16 is not supported by vllm on this platform"),
+        ("cpu", True, 24, "head size 24 is not supported by vllm on this platform"),
+        ("cuda", True, 16, None),
+        ("cuda", False, 32, "there is no GPU, and the vllm that is installed needs one"),
+        (None, False, 32, 'vllm is not installed: pip install "sparse-rl[vllm]"'),
+        (None, True, 128, 'vllm is not installed: pip install "sparse-rl[vllm]"'),
+    ],
+)
+def test_auto_takes_vllm_where_it_can(
+    installed: str | None, cuda: bool, head_size: int, refusal: str | None, machine: Callable
+) -> None:
+    """Else hf, and says why; asked for by name, vllm is refused with the same reason and the mend."""
+    machine(installed)
+    expected = ("vllm", "vllm engine") if refusal is None else ("hf", f"hf engine ({refusal})")
+    assert choose_engine(RolloutConfig(), config(head_size), cuda) == expected
+    assert choose_engine(RolloutConfig(engine="hf"), config(head_size), cuda) == ("hf", "hf engine")
+    if refusal is None:
+        assert choose_engine(RolloutConfig(engine="vllm"), config(head_size), cuda) == expected
+    else:
+        with pytest.raises(RecipeError) as caught:
+            choose_engine(RolloutConfig(engine="vllm"), config(head_size), cuda)
+        assert str(caught.value) == f"rollout.engine: {refusal}; use the engine hf"
+
+
+@pytest.mark.parametrize(("installed", "name"), [(None, "hf"), ("cpu", "vllm"), ("cuda", "vllm")])
+def test_the_default_engine(installed: str | None, name: str, machine: Callable) -> None:
+    machine(installed)
+    assert default_engine() == name in ENGINES
+
+
+def test_a_live_module_is_sampled_from_by_hf(machine: Callable) -> None:
+    machine("cpu")
+    assert choose_engine(RolloutConfig(), None)[0] == "hf"
+    with pytest.raises(RecipeError, match=r"rollout\.engine: vllm keeps its own weights"):
+        choose_engine(RolloutConfig(engine="vllm"), None)
+
+
+def test_the_choice_is_logged_and_settled_once(machine: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    machine("cpu")
+    with caplog.at_level(logging.INFO, "sparse_rl"):
+        settled = settle_engine(grpo(), config(16))
+        machine(None)  # a later look at the machine changes nothing
+        assert settle_engine(settled, config(32)) == settled and settled.rollout.engine == "hf"
+    assert caplog.messages[0] == "rollouts: hf engine (head size 16 is not supported by vllm on this platform)"
+    assert caplog.messages[1] == "rollouts: hf engine"
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_make_engine_says_what_is_missing(machine: Callable, tmp_path: Path) -> None:
+    machine(None)
+    with pytest.raises(ValueError, match=r'not installed: pip install "sparse-rl\[vllm\]", or use the engine hf'):
+        make_engine("vllm", model=tmp_path)
+    with pytest.raises(ValueError, match="keeps its own weights: give it a model's directory"):
+        make_engine("vllm", model=build_model(0))
+    with pytest.raises(ValueError, match="unknown engine 'sglang'; known: hf, vllm"):
+        make_engine("sglang", model=tmp_path)
+    with pytest.raises(ValueError, match="engine 'hf' has no option 'kv_cache_gb'"):
+        make_engine("hf", model=tmp_path, kv_cache_gb=1.0)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "says"),
+    [
+        ({"engine": "trt"}, "rollout.engine: expected one of auto, hf, vllm"),
+        ({"kv_cache_gb": 0}, "rollout.kv_cache_gb: expected a number > 0 or null"),
+        ({"gpu_memory_utilization": 1.5}, "rollout.gpu_memory_utilization: expected a number above 0, at most 1"),
+        ({"gpu_memory_utilization": 0}, "rollout.gpu_memory_utilization"),
+        ({"tensor_parallel": 0}, "rollout.tensor_parallel: expected a whole number >= 1"),
+        ({"tensor_parallel": 2}, "rollout.tensor_parallel: in training each process has an engine of its own"),
+        ({"max_model_len": 100}, "rollout.max_model_len: must hold a prompt and a completion, at least 101 tokens"),
+        ({"sleep": 1}, "rollout.sleep: expected true or false"),
+    ],
+)
+def test_what_a_recipe_may_not_say(rollout: dict, says: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        grpo(rollout=rollout)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_it_may_say() -> None:
+    keys = {"kv_cache_gb": 2, "gpu_memory_utilization": 1.0, "max_model_len": 101, "sleep": True, "engine": "vllm"}
+    assert grpo(rollout=keys).rollout.kv_cache_gb == 2.0
+    bounded = {"data": {**SYNTHETIC, "max_prompt_tokens": 50}}
+    with pytest.raises(RecipeError, match="at least 150 tokens"):
+        grpo(rollout=keys, **bounded)
+    assert evaluation(rollout={"tensor_parallel": 4}).rollout.tensor_parallel == 4
+
+
+def test_only_vllm_is_spread_over_gpus(machine: Callable) -> None:
+    machine("cuda")
+    rollout = RolloutConfig(tensor_parallel=4)
+    assert choose_engine(rollout, config(), True)[0] == "vllm"
+    for engine, installed in (("hf", "cuda"), ("auto", None)):
+        machine(installed)
+        with pytest.raises(RecipeError, match=r"rollout\.tensor_parallel: only the vllm engine"):
+            choose_engine(RolloutConfig(engine=engine, tensor_parallel=4), config(), True)  # type: ignore[arg-type]
+
+
+def test_a_dry_run_says_it_all(new_model: Callable, machine: Callable, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    machine("cpu")
+    save_untrained(tmp_path / "32", 0)
+    save_untrained(tmp_path / "16", 0)
+    new_model("qwen3", head_dim=16).config.save_pretrained(tmp_path / "16")
+
+    def found(size: int, **rollout: Any) -> str:
+        recipe = grpo(model=str(tmp_path / str(size)), output_dir=str(tmp_path / "out"), rollout=rollout)
+        return dict(check_training(recipe))["rollouts"]
+
+    assert found(32) == found(32, engine="vllm") == "vllm engine"
+    assert found(16) == "hf engine (head size 16 is not supported by vllm on this platform)"
+    assert found(16, engine="hf") == "hf engine"
+    with pytest.raises(RecipeError, match=r"rollout\.engine: head size 16 .*; use the engine hf"):
+        found(16, engine="vllm")
+
+
+# ---- options -------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_is_given_what_it_takes() -> None:
+    rollout = {"max_batch": 7, "kv_cache_gb": 2.0, "gpu_memory_utilization": 0.5, "engine": "vllm"}
+    given = engine_options(grpo(rollout=rollout, dtype="float32"))
+    assert given.keys() < inspect.signature(VLLMEngine.__init__).parameters.keys()
+    assert given == {
+        "dtype": "float32", "max_batch": 7, "max_prompt": None, "max_model_len": None, "kv_cache_gb": 2.0,
+        "gpu_memory_utilization": 0.5, "tensor_parallel": 1,
+    }  # fmt: skip
+    assert engine_options(grpo(rollout={**rollout, "engine": "hf"})) == {"max_batch": 7}
+
+
+@pytest.mark.parametrize(
+    ("data", "held_out", "max_model_len", "prompt", "length"),
+    [
+        (200, None, None, 200, 300),
+        (200, 250, None, 250, 350),
+        (200, 250, 400, 250, 400),
+        (5, None, None, PROBE, PROBE + 100),  # there is room for the probe
+        (None, None, 300, None, 300),
+        (200, "unknown", None, None, None),
+    ],
+)
+def test_the_longest_sequence(data: Any, held_out: Any, max_model_len: Any, prompt: Any, length: Any) -> None:
+    """As the prompts are bounded, those of the validation too; the model's own where they are not."""
+    keys: dict[str, Any] = {"data": {**SYNTHETIC, **({"max_prompt_tokens": data} if data else {})}}
+    if held_out is not None:
+        bound = {} if held_out == "unknown" else {"max_prompt_tokens": held_out}
+        keys["validation"] = {"data": {**SYNTHETIC, **bound}}
+    given = engine_options(grpo(rollout={"engine": "vllm", "max_model_len": max_model_len}, **keys))
+    assert (given["max_prompt"], given["max_model_len"]) == (prompt, length)
+
+
+def test_the_probe_has_room() -> None:
+    assert PROBE == PROBE_PROMPT + PROBE_TOKENS
+    tiny = grpo(max_completion_length=4, rollout={"engine": "vllm", "max_model_len": 10})
+    assert engine_options(tiny)["max_model_len"] == PROBE
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+def test_memory_counts_the_engines_own_weights(machine: Callable) -> None:
+    """And its pool instead of the cache; both only while sampling, where it sleeps. hf has neither."""
+    machine("cpu")
+    model = build_model(0).config
+
+    def items(make: Callable = grpo, **keys: Any) -> dict[str, Any]:
+        return {item.name: item for item in plan(make(dtype="float32", **keys), model, cuda=False).items}
+
+    own = items(rollout={"kv_cache_gb": 0.5})
+    assert own["vllm: weights"].device == 4 * 102_848 and own["vllm: weights"].when == "always"
+    assert own["vllm: KV pool"].device == 2**29
+    cache = next(item for name, item in own.items() if name.startswith("KV cache"))
+    assert cache.when == "avoided"
+    assert items()["vllm: KV pool"].device == 2**30
+    assert items(rollout={"sleep": True})["vllm: weights"].when == "sampling"
+    assert "gathered weights" not in items(launch={"zero_stage": 3})
+    hf = items(rollout={"engine": "hf"}, launch={"zero_stage": 3})
+    assert not any(name.startswith("vllm") for name in hf) and "gathered weights" in hf
+    spread = items(evaluation, rollout={"tensor_parallel": 2})
+    assert spread["vllm: weights"].device == 2 * 102_848 and "weights" not in spread
+
+
+def test_head_sizes() -> None:
+    assert CPU_HEAD_SIZES == compat.CPU_HEAD_SIZES
+    assert min(CPU_HEAD_SIZES) == 32 == build_model(0).config.head_dim  # the quickstart's model

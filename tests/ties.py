@@ -1,0 +1,119 @@
+"""What may differ between two samplers of the same tokens: decisions that hang on less than 1e-5, and nothing else.
+
+Rounding differs with the shape of a batch, and with the kernel. So at most one sequence may differ, and then the first
+decisions that differ must be ties. That is checked, not assumed: the sequence is sampled again, alone, by the reference
+engine, which writes down what it compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+import rollout.hf
+from rollout import Rollout, SamplingConfig, make_engine
+from rollout.sampling import sample
+from sparse_rl.policies import Entries, Policy
+from sparse_rl.trace import NEVER
+
+TIE = 1e-5
+
+
+@dataclass
+class Decisions:
+    """What one sequence, sampled alone, decided on: scores by (tokens seen, layer), and each step's logits and draw."""
+
+    scores: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    draws: list[tuple[torch.Tensor, float | None]] = field(default_factory=list)
+
+
+def listening(policy: Policy, decisions: Decisions) -> Policy:
+    """The same policy, writing down what it scored: per head, positions and scores [Hkv, N]."""
+
+    class Listening(type(policy)):  # type: ignore[misc]
+        def score(self, layer: int, entries: Entries) -> torch.Tensor:
+            scores = super().score(layer, entries)
+            decisions.scores[int(entries.seen[0]), layer] = (entries.positions[0].clone(), scores[0].clone())
+            return scores
+
+    return Listening(**policy.parameters())
+
+
+def sample_alone(
+    monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module, policy: Policy, prompt: list[int], sampling: SamplingConfig
+) -> tuple[Rollout, Decisions]:
+    """One rollout of the reference engine, and what it decided on."""
+    decisions = Decisions()
+
+    def listen(logits: torch.Tensor, sampling: SamplingConfig, uniform: torch.Tensor | None) -> tuple:
+        decisions.draws.append((logits[0].clone(), None if uniform is None else float(uniform[0])))
+        return sample(logits, sampling, uniform)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout.hf, "sample", listen)
+        engine = make_engine("hf", model=model, policy=listening(policy, decisions))
+        (alone,) = engine.generate([prompt], sampling)
+    return alone, decisions
+
+
+def same_decisions(a: Rollout, b: Rollout) -> bool:
+    return a.completion_ids == b.completion_ids and torch.equal(a.trace.evict_at, b.trace.evict_at)
+
+
+def relative(a: float, b: float) -> float:
+    return abs(a - b) / max(abs(a), abs(b), 1e-30)
+
+
+def first_difference(alone: Rollout, other: Rollout, decisions: Decisions, temperature: float) -> float:
+    """How far from a tie the first decisions were that went another way, relative to what was compared.
+
+    A layer compacts after it has attended. So what is decided once the same number of tokens has been seen, the
+    evictions of every layer and the next token, is decided on the same grounds, and all of it is judged.
+    """
+    length = min(len(alone.trace), len(other.trace))
+    ours, theirs = (
+        torch.where(r.trace.evict_at[..., :length] < length - 1, r.trace.evict_at[..., :length], NEVER)
+        for r in (alone, other)
+    )
+    eviction = int(torch.where(ours == theirs, NEVER, torch.minimum(ours, theirs)).min())
+    pairs = zip(alone.completion_ids, other.completion_ids, strict=False)
+    step = next((i for i, (a, b) in enumerate(pairs) if a != b), NEVER)
+    token = len(alone.prompt_ids) + step  # seen before this token was chosen
+    margins = []
+    if eviction <= token and eviction < NEVER:
+        changed = (ours == eviction) != (theirs == eviction)
+        for layer, head in changed.any(-1).nonzero().tolist():
+            positions, scores = (t[head] for t in decisions.scores[eviction, layer])
+            among = scores[torch.isin(positions, changed[layer, head].nonzero()[:, 0])]
+            margins.append(relative(float(among.max()), float(among.min())))
+    if token <= eviction and step < NEVER:
+        logits, uniform = decisions.draws[step]
+        a, b = alone.completion_ids[step], other.completion_ids[step]
+        if uniform is None:
+            margins.append(relative(float(logits[a]), float(logits[b])))
+        else:
+            cdf = (logits.double() / temperature).softmax(-1).cumsum(-1)
+            margins.append(relative(float(cdf[min(a, b)]), uniform) if abs(a - b) == 1 else float("inf"))
+    return max(margins, default=float("inf"))
+
+
+def check_same(
+    wanted: Sequence[Rollout],
+    others: Sequence[Rollout],
+    alone: Callable[[int], tuple[Rollout, Decisions]],
+    temperature: float,
+    what: str,
+) -> int:
+    """At most one sequence differs, by a tie. `alone(i)`: `sample_alone` of sequence i. Returns how many differ."""
+    differing = [i for i, (a, b) in enumerate(zip(wanted, others, strict=True)) if not same_decisions(a, b)]
+    assert len(differing) <= 1, f"{what}: sequences {differing} differ"
+    for i in differing:
+        judge, decisions = alone(i)
+        for sampled in (wanted[i], others[i]):
+            if not same_decisions(judge, sampled):
+                margin = first_difference(judge, sampled, decisions, temperature)
+                assert margin <= TIE, f"{what}: sequence {i} differs where the choice was clear by {margin:.1e}"
+    return len(differing)

@@ -1,0 +1,272 @@
+"""An engine with its own weights: they follow the trainer's after every update, and where they do not the run stops.
+
+The engine is hf, from a directory: what it samples is, to the bit, what the live module would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from trainer_runs import GKV, steps, timeless, trained
+
+import rollout.hf
+import trainer.train
+from sparse_rl.recipe import load_recipe, make_recipe
+from trainer.mismatch import CEILING, FLOORS, ReplayGapError, check_sync
+from trainer.rundir import read_metrics
+from trainer.weights import named_weights
+
+NOISE = 1e-5
+LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+ONE_PROCESS = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None), unwrap_model=lambda model: model)
+VALIDATED = {"held_out": 4, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2}
+
+
+@pytest.fixture
+def own(grpo: Callable, tiny: Callable) -> Callable[..., Any]:
+    """own(name, config={}, **settings) -> a trainer whose engine has its own weights."""
+
+    def make(name: str = "own", config: dict[str, Any] | None = None, **settings: Any) -> Any:
+        model = tiny("qwen3", **(config or {}))
+        return grpo(name, model=model, rollout_model=model, **settings)
+
+    return make
+
+
+def without_sync(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if not k.startswith("sync/")} for line in timeless(lines)]
+
+
+# ---- in step -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_engine_follows_every_update(tied: bool, own: Callable, grpo: Callable, tiny: Callable) -> None:
+    """Five updates: probe and rollouts agree to noise, and the run is the one that samples from the live module."""
+    config = {"tie_word_embeddings": tied}
+    trainer = own(config=config, max_steps=5)
+    assert not trainer.engine.shares_weights and trainer.engine.model is not trainer.model
+    lines = trained(trainer)
+    assert len(lines) == 5
+    for line in lines:
+        assert line["sync/probe_gap"] <= NOISE and line["replay/gap_max"] <= NOISE and line["time/sync"] > 0
+    live = trained(grpo("live", model=tiny("qwen3", **config), max_steps=5))
+    assert without_sync(lines) == without_sync(live)
+    assert [("sync/probe_gap" in line) for line in live] == [True, False, False, False, False]  # only for the limit
+
+
+@pytest.mark.parametrize("policy", [{"policy": "full"}, {"policy": "tova", "budget": 4}, GKV], ids=str)
+def test_nothing_is_evicted_in_a_probe(policy: dict, own: Callable) -> None:
+    """Also where the cache holds less than the probe's prompt; with a full cache it is the longest."""
+    trainer = own(policy=policy)
+    generate, seen = trainer.engine.generate, []
+
+    def spy(prompts: Any, sampling: Any) -> Any:
+        rollouts = generate(prompts, sampling)
+        seen.append((len(prompts), rollouts[0]))
+        return rollouts
+
+    trainer.engine.generate = spy
+    assert max(line["sync/probe_gap"] for line in trained(trainer)) <= NOISE
+    probes = [r for count, r in seen if count == 1]
+    assert len(probes) == 2 and {len(r.completion_ids) for r in probes} == {
+        {"full": 32, "tova": 1, "gkv": 2}[policy["policy"]]
+    }
+    for probe in probes:
+        assert bool((probe.trace.evict_at >= len(probe.trace) - 1).all())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "at"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"per_device_train_batch_size": 4, "steps_per_generation": 2}, [0, 2]),
+        ({"num_iterations": 2}, [0, 2]),
+        (VALIDATED, [0, 1, 2, 3, 4]),  # once for a validation and the step after it
+    ],
+    ids=["plain", "buffered", "two iterations", "validated"],
+)
+def test_weights_are_handed_over_once_per_update(schedule: dict, at: list[int], own: Callable) -> None:
+    trainer = own(max_steps=4, **schedule)
+    load, when = trainer.engine.load_weights, []
+
+    def spy(weights: Any) -> None:
+        when.append(trainer.state.global_step)
+        load(weights)
+
+    trainer.engine.load_weights = spy
+    trainer.train()
+    assert when == at
+    lines = read_metrics(trainer.args.output_dir)
+    assert all(line["sync/probe_gap"] <= NOISE for line in lines if "loss" in line and line["step"] - 1 in at)
+    assert not any("eval_sync/probe_gap" in line for line in lines)
+
+
+def test_a_resumed_run_is_the_run(own: Callable) -> None:
+    """The engine starts from the first weights again; the first thing it is given are those of the checkpoint."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+    whole = trained(own("whole", max_steps=4, **settings))
+    trained(own("stopped", max_steps=2, **settings))
+    second = own("stopped", max_steps=4, **settings)
+    resumed = trained(second, str(Path(second.args.output_dir) / "checkpoint-2"))
+    assert [line["step"] for line in resumed] == [1, 2, 3, 4]
+    assert timeless(resumed)[2:] == timeless(whole)[2:]
+
+
+# ---- out of step ---------------------------------------------------------------------------------------------------
+
+
+def test_stale_weights_stop_the_run(own: Callable) -> None:
+    """An engine that keeps its first weights is found at the first sampling after an update."""
+    trainer = own(max_steps=3)
+    trainer.engine.load_weights = lambda weights: None
+    with pytest.raises(ReplayGapError, match=r"weight sync: .* stale or wrongly loaded weights"):
+        trainer.train()
+    assert [line["step"] for line in steps(trainer.args.output_dir)] == [1]
+
+
+def test_without_the_guard_it_is_only_logged(own: Callable) -> None:
+    trainer = own(max_steps=3, guard=False)
+    trainer.engine.load_weights = lambda weights: None
+    lines = trained(trainer)
+    assert [line["sync/probe_gap"] > FLOORS[torch.float32] for line in lines] == [False, True, True]
+
+
+def test_the_guard_holds_where_replay_is_off(own: Callable) -> None:
+    """Mismatched masks are a choice, stale weights are not."""
+    trainer = own(max_steps=3, train_attention="full")
+    trainer.engine.load_weights = lambda weights: None
+    with pytest.raises(ReplayGapError, match="weight sync"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_first_probe_cannot_excuse_wrong_weights(shared: bool, own: Callable, grpo: Callable, tiny: Callable) -> None:
+    """It sets the limit of what follows, and so has one of its own; a limit of the user's above that is obeyed."""
+    if shared:
+        trainer = grpo()
+        wrong = rollout.hf.HFEngine(tiny("qwen3", tie_word_embeddings=True), trainer.policy)
+        trainer.engine.generate = wrong.generate
+    else:
+        trainer = own()
+        load = trainer.engine.load_weights
+        trainer.engine.load_weights = lambda weights: load((name, tensor * 1.05) for name, tensor in weights)
+    with pytest.raises(ReplayGapError, match=r"beyond the limit 1\.00e-03"):
+        trainer.train()
+    assert trainer.state.global_step == 0 and trainer._gap_limit is None
+
+
+@pytest.mark.parametrize("gap", [0.0, 9e-4])
+def test_the_limit_of_a_sync(gap: float) -> None:
+    limit = CEILING * FLOORS[torch.float32]
+    check_sync(gap, limit)
+    for wrong in (2 * limit, float("nan"), float("inf")):
+        with pytest.raises(ReplayGapError):
+            check_sync(wrong, limit)
+
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_names_are_those_of_the_checkpoint(family: str, tied: bool, new_model: Callable) -> None:
+    """Every stored weight once, by its name; with and without an adapter that changes nothing yet."""
+    model = new_model(family, tie_word_embeddings=tied)
+    expected = {name: weight.clone() for name, weight in model.state_dict().items()}
+    if tied:
+        expected.pop("lm_head.weight")
+    for wrapped in (model, get_peft_model(model, LoraConfig(**LORA))):
+        names = [name for name, _ in named_weights(wrapped, ONE_PROCESS)]
+        assert sorted(names) == sorted(expected)
+        for name, weight in named_weights(wrapped, ONE_PROCESS):
+            assert torch.equal(weight, expected[name]) and not weight.requires_grad
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_tied_head_may_come_once_or_twice(twice: bool, new_model: Callable, tiny: Callable) -> None:
+    engine = rollout.hf.HFEngine(tiny("qwen3", tie_word_embeddings=True), policy=None)  # type: ignore[arg-type]
+    weights = dict(named_weights(new_model("qwen3", seed=1, tie_word_embeddings=True), ONE_PROCESS))
+    if twice:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    engine.load_weights(weights.items())
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(engine.model.state_dict()[name], weights["model.embed_tokens.weight"])
+
+
+def test_an_adapter_is_merged_into_a_copy(new_model: Callable) -> None:
+    """What the engine gets computes what base and adapter compute; the frozen weights keep their bits."""
+    model = get_peft_model(new_model("qwen3"), LoraConfig(**LORA))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    engine = new_model("qwen3", seed=1)
+    engine.load_state_dict(dict(named_weights(model, ONE_PROCESS)))
+    ids = torch.tensor([[3, 7, 11, 5]])
+    with torch.no_grad():
+        torch.testing.assert_close(engine(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+        with model.disable_adapter():
+            assert float((engine(ids).logits - model(ids).logits).abs().max()) > 1e-2  # the control
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_an_adapter_that_learns(own: Callable) -> None:
+    trainer = own(peft_config=LoraConfig(**LORA), learning_rate=1e-2, max_steps=3)
+    before = {n: w.clone() for n, w in trainer.model.named_parameters() if "lora_" not in n}
+    lines = trained(trainer)
+    assert max(line["sync/probe_gap"] for line in lines) <= NOISE >= max(line["replay/gap_max"] for line in lines)
+    assert all(torch.equal(w, before[n]) for n, w in trainer.model.named_parameters() if n in before)
+
+
+# ---- its life ------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_sleeps_between_samplings(own: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where it is asked to."""
+    done: list[str] = []
+    for name in ("sleep", "wake_up"):
+        monkeypatch.setattr(rollout.hf.HFEngine, name, lambda self, name=name: done.append(name), raising=False)
+    own().train()
+    assert not done
+    trainer = own("sleeping", rollout_sleep=True)
+    load, generate = trainer.engine.load_weights, trainer.engine.generate
+    trainer.engine.load_weights = lambda weights: (done.append("load"), load(weights))
+    trainer.engine.generate = lambda *arguments: (done.append("generate"), generate(*arguments))[1]
+    trainer.train()
+    assert done == ["sleep"] + 2 * ["wake_up", "load", "generate", "generate", "sleep"]
+
+
+@pytest.mark.parametrize("reward", ["digits", "problems"])
+def test_from_a_recipe_to_the_end(
+    reward: str, as_vllm: list[str], tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One engine, opened once and closed last, also where the run fails; the choice is part of the saved recipe."""
+    monkeypatch.setattr(trainer.train, "_export", lambda *_: as_vllm.append("exported"))
+    mapping = {
+        "kind": "grpo", "model": tiny(), "output_dir": str(tmp_path), "dtype": "float32",
+        "data": {"synthetic": {"task": "running_sum", "size": 64}}, "cache": GKV, "rewards": [f"trainer_runs:{reward}"],
+        "max_steps": 2, "max_completion_length": 16, "save_steps": 0,
+    }  # fmt: skip
+    if reward == "digits":
+        trainer.train.train(make_recipe(mapping))
+        assert all(line["sync/probe_gap"] <= NOISE for line in steps(tmp_path))
+        assert as_vllm == ["gkv", "exported", "closed"]
+    else:
+        with pytest.raises(ValueError, match="a reward function raised"):
+            trainer.train.train(make_recipe(mapping))
+        assert as_vllm == ["gkv", "closed"]
+    assert load_recipe(tmp_path / "recipe.yaml").rollout.engine == "vllm"
+
+
+def test_closing_hides_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """What goes wrong with it is logged; a trainer without an engine has none to close."""
+    trainer.train._close_engine(SimpleNamespace(engine=SimpleNamespace(close=lambda: 1 // 0)))
+    assert "the engine did not close" in caplog.text and "ZeroDivisionError" in caplog.text
+    trainer.train._close_engine(SimpleNamespace())

@@ -1,0 +1,40 @@
+"""The trainer's weights for an engine that has a copy of its own, by their names in a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+
+def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every weight, one at a time; a tied head comes once, under the embedding's name.
+
+    Under ZeRO-3 each is gathered while it is yielded, which every process must take part in: exhaust it on all of them.
+    An adapter's product is added to a copy of the weight it adapts, so that the frozen weights keep their bits.
+    """
+    module = accelerator.unwrap_model(model)
+    plugin = accelerator.state.deepspeed_plugin
+    partitioned = plugin is not None and plugin.zero_stage == 3
+    for name, weight in module.named_parameters():
+        if "lora_" in name:
+            continue
+        with _gathered(weight) if partitioned else nullcontext():
+            yield name.removeprefix("base_model.model.").replace(".base_layer", ""), _merged(module, name, weight)
+
+
+def _gathered(weight: torch.nn.Parameter) -> Any:
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([weight])
+
+
+@torch.no_grad()
+def _merged(module: Any, name: str, weight: torch.nn.Parameter) -> torch.Tensor:
+    """The weight, with what the active LoRA adapters add to it."""
+    if not name.endswith(".base_layer.weight"):
+        return weight.detach()
+    adapted = module.get_submodule(name.removesuffix(".base_layer.weight"))
+    return weight + sum(adapted.get_delta_weight(adapter) for adapter in adapted.active_adapters)
