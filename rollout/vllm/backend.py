@@ -1,7 +1,8 @@
-"""The attention backend under eviction: vLLM's own kernels, at physical lengths and slots.
+"""What eviction changes in an attention backend: physical lengths and slots go in, the queries come out.
 
-`EvictingBuilder` and `EvictingImpl` are mixed into a stock backend's two parts; here for the CPU, in backend_cuda.py
-for FlashAttention and Triton. RoPE positions stay logical. Without a policy all of it is the stock backend.
+`EvictingBuilder` and `EvictingImpl` are mixed into the two parts of a stock backend: in backend_cpu.py, and in
+backend_cuda.py for FlashAttention and Triton. RoPE positions stay logical. Without a policy all of it is the stock
+backend.
 """
 
 from __future__ import annotations
@@ -10,21 +11,18 @@ from typing import Any
 
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadataBuilder,
-)
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from rollout.vllm import compat
-from rollout.vllm.exact import attend
 from rollout.vllm.spec import EvictingSpec
 from sparse_rl.policies import fingerprint
 
 
 class EvictingBuilder:
     """Mixed into a metadata builder: physical lengths and slots instead of logical ones."""
+
+    _cudagraph_support = AttentionCGSupport.NEVER  # for whole forwards: Python runs in every layer
+    supports_update_block_table = False  # it would put logical slots into metadata of ours
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         state = compat.live_state()
@@ -36,9 +34,12 @@ class EvictingBuilder:
         )
         slots = common.slot_mapping.clone()  # may be padded behind
         slots[: len(plan.slots)] = plan.slots
-        longest = int(plan.lengths.max()) if plan.lengths.device.type == "cpu" else common.max_seq_len
+        longest = state.longest(common.max_seq_len, common.max_query_len)
         physical = common.replace(seq_lens=plan.lengths, slot_mapping=slots, max_seq_len=longest)
         return super().build(common_prefix_len, physical, fast_build)  # type: ignore[misc]
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        return False
 
 
 class EvictingImpl:
@@ -48,14 +49,17 @@ class EvictingImpl:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        EvictingImpl.config = compat.cache_config(get_current_vllm_config())
+        vllm_config = get_current_vllm_config()
+        EvictingImpl.config = compat.cache_config(vllm_config)
+        if EvictingImpl.config is not None and EvictingImpl.config.evicts:
+            compat.refuse_unsupported(vllm_config)
+            compat.refuse_layer(self)
 
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
         # The slots that vLLM hands over come from the forward context and are logical; those of the metadata are ours.
-        if compat.live_state() is not None:
-            metadata = get_forward_context().attn_metadata
-            if isinstance(metadata, dict):
-                slot_mapping = metadata[layer.layer_name].slot_mapping
+        metadata = get_forward_context().attn_metadata
+        if compat.live_state() is not None and metadata is not None:
+            slot_mapping = metadata[layer.layer_name].slot_mapping
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
 
     def forward(
@@ -71,56 +75,7 @@ class EvictingImpl:
 def evicting_spec(spec: Any) -> Any:
     """A layer's cache spec under the policy of the engine that is being built."""
     config = EvictingImpl.config
-    if config is None or config.policy.peak_entries is None or type(spec) is not FullAttentionSpec:
+    if config is None or not config.evicts:
         return spec
+    compat.refuse_spec(spec)
     return EvictingSpec.of(spec, fingerprint(config.policy), config.max_prompt)
-
-
-class EvictingCPUBuilder(EvictingBuilder, CPUAttentionMetadataBuilder):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.isa == "amx":  # its packing of keys is not one that we can read
-            self.isa = "vec"
-            self._set_isa_to_layers(self.layer_names)
-
-
-class ExactCPUImpl(CPUAttentionBackendImpl):
-    """The stock implementation, or exact.py's where the engine asks for it."""
-
-    def forward(
-        self,
-        layer: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        kv_cache: Any,
-        attn_metadata: Any,
-        output: Any,
-        **kwargs: Any,
-    ) -> Any:
-        config = EvictingImpl.config
-        if config is None or not config.exact or attn_metadata is None:
-            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **kwargs)
-        keys, values = compat.key_value_views(kv_cache, layer)
-        tokens, m = attn_metadata.num_actual_tokens, attn_metadata
-        out = output.view(query.shape)[:tokens]
-        attend(query[:tokens], keys, values, m.block_table, m.seq_lens, m.query_start_loc, self.scale, out)
-        return output
-
-
-class EvictingCPUImpl(EvictingImpl, ExactCPUImpl):
-    pass
-
-
-class EvictingCPUBackend(CPUAttentionBackend):
-    @staticmethod
-    def get_impl_cls() -> type[EvictingCPUImpl]:
-        return EvictingCPUImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[EvictingCPUBuilder]:
-        return EvictingCPUBuilder
-
-    @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        return evicting_spec(spec)

@@ -1,0 +1,65 @@
+"""The evicting backend on CPUs. In float32 it computes attention as the trainer does (exact.py), where asked to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+
+from rollout.vllm import compat
+from rollout.vllm.backend import EvictingBuilder, EvictingImpl, evicting_spec
+from rollout.vllm.exact import attend
+
+
+class EvictingCPUBuilder(EvictingBuilder, CPUAttentionMetadataBuilder):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.isa == "amx":  # its packing of keys is not one that we can read
+            self.isa = "vec"
+            self._set_isa_to_layers(self.layer_names)
+
+
+class ExactCPUImpl(CPUAttentionBackendImpl):
+    """The stock implementation, or exact.py's where the engine asks for it."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        attn_metadata: Any,
+        output: Any,
+        **kwargs: Any,
+    ) -> Any:
+        config = EvictingImpl.config
+        if config is None or not config.exact or attn_metadata is None:
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **kwargs)
+        keys, values = compat.key_value_views(kv_cache, transposed=True)
+        tokens, m = attn_metadata.num_actual_tokens, attn_metadata
+        out = output.view(query.shape)[:tokens]
+        attend(query[:tokens], keys, values, m.block_table, m.seq_lens, m.query_start_loc, self.scale, out)
+        return output
+
+
+class EvictingCPUImpl(EvictingImpl, ExactCPUImpl):
+    pass
+
+
+class EvictingCPUBackend(CPUAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[EvictingCPUImpl]:
+        return EvictingCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[EvictingCPUBuilder]:
+        return EvictingCPUBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        return evicting_spec(spec)

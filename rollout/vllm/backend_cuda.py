@@ -1,0 +1,95 @@
+"""The evicting backends on NVIDIA GPUs: vLLM's FlashAttention, or its Triton kernels where that does not run.
+
+`EvictingBackend` is registered as CUSTOM and only chooses. The backends keep the stock names, by which vLLM tells
+kernels apart. Written from vLLM 0.31's source: none of it has been run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+
+from rollout.vllm.backend import EvictingBuilder, EvictingImpl, evicting_spec
+
+
+class EvictingFlashBuilder(EvictingBuilder, FlashAttentionMetadataBuilder):
+    pass
+
+
+class EvictingFlashImpl(EvictingImpl, FlashAttentionImpl):
+    pass
+
+
+class EvictingFlashBackend(FlashAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[EvictingFlashImpl]:
+        return EvictingFlashImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[EvictingFlashBuilder]:
+        return EvictingFlashBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        return evicting_spec(spec)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return super().supports_compute_capability(capability) and get_flash_attn_version() is not None
+
+
+class EvictingTritonBuilder(EvictingBuilder, TritonAttentionMetadataBuilder):
+    pass
+
+
+class EvictingTritonImpl(EvictingImpl, TritonAttentionImpl):
+    pass
+
+
+class EvictingTritonBackend(TritonAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[EvictingTritonImpl]:
+        return EvictingTritonImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[EvictingTritonBuilder]:
+        return EvictingTritonBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        return evicting_spec(spec)
+
+
+class EvictingBackend(AttentionBackend):
+    """The first of these backends that takes a layer's configuration.
+
+    vLLM asks a selected backend whether it takes the configuration, and then, at once, for its name: that of the chosen
+    one is given, and it alone is used.
+    """
+
+    chosen: ClassVar[type[AttentionBackend]]
+
+    @classmethod
+    def validate_configuration(cls, **configuration: Any) -> list[str]:  # type: ignore[override]
+        for backend in (EvictingFlashBackend, EvictingTritonBackend):
+            cls.chosen = backend
+            reasons = backend.validate_configuration(**configuration)
+            if not reasons:
+                break
+        return reasons
+
+    @classmethod
+    def full_cls_name(cls) -> tuple[str, str]:
+        return cls.chosen.full_cls_name()
