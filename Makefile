@@ -1,6 +1,7 @@
 # Everything runs in a local .venv made from requirements/cpu.lock; each target makes it when it is not there.
 PYTHON ?= python3
 SEEDS ?= 0
+ENGINE ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -13,7 +14,7 @@ export TOKENIZERS_PARALLELISM := false
 .DELETE_ON_ERROR:
 
 quickstart: $(READY)
-	@$(BIN)/python -m sparse_rl.quickstart --seeds $(SEEDS)
+	@$(BIN)/python -m sparse_rl.quickstart --seeds $(SEEDS) --engine $(ENGINE)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --durations 10

@@ -1,4 +1,4 @@
-"""The command `sparse-rl`: train, rollout, eval, inspect, plot, doctor.
+"""The command `sparse-rl`: train, rollout, eval, serve, inspect, plot, doctor.
 
 It parses, calls what does the work, and prints; console.py turns what goes wrong into one line and an exit status.
 Everything heavy is imported by the command that needs it.
@@ -59,6 +59,23 @@ def parser() -> Parser:
     made = command("eval", evaluate, "pass@1 of a model over tasks, cache policies and budgets.")
     takes_recipe(made)
     made.add_argument("--model", metavar="DIR", help="the same as model=DIR")
+    made = command("serve", serve, "Serve a model with vLLM (OpenAI API) under the cache policy that it carries.")
+    made.epilog = "What stands behind -- goes to vLLM's own server: sparse-rl serve MODEL -- --tensor-parallel-size 2"
+    made.add_argument("model", metavar="MODEL", help="a model's directory, with its tokenizer")
+    made.add_argument(
+        "--cache",
+        metavar="KEY=VALUE,...",
+        action="append",
+        default=[],
+        help="another policy (policy=gkv,budget=512), or another value in the model's own (budget=256); "
+        "default: its cache_policy.json, else a full cache",
+    )
+    made.add_argument("--host", metavar="HOST", default="127.0.0.1", help="0.0.0.0: for everyone")
+    made.add_argument("--port", metavar="N", type=positive, default=8000)
+    made.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the model's, as vLLM does")
+    made.add_argument("--max-batch", metavar="N", type=positive, default=64, help="sequences at a time")
+    made.add_argument("--max-model-len", metavar="N", type=positive, help="the longest prompt + completion")
+    made.add_argument("--kv-cache-gb", metavar="GIB", type=amount, help="default: most of the GPU; 1 on a CPU")
     made = command("inspect", inspect, "What a file of eviction traces holds.")
     made.add_argument("trace", metavar="TRACE", type=Path)
     made.add_argument("--json", action="store_true", help="for machines")
@@ -76,10 +93,25 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
+    return value
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options; overrides may stand anywhere, also after `--resume`."""
+    """The options; overrides may stand anywhere, also after `--resume`. Of `serve`, `further` stands behind `--`."""
     top = parser()
-    options, rest = top.parse_known_args(arguments)
+    words, further = list(arguments), []
+    if words[:1] == ["serve"] and "--" in words:
+        at = words.index("--")
+        words, further = words[:at], words[at + 1 :]
+    options, rest = top.parse_known_args(words)
+    options.further = further
     if options.command is None:
         top.print_help()
         raise SystemExit(2)
@@ -201,6 +233,24 @@ def evaluate(options: argparse.Namespace, session: Session) -> int:
     Console(width=wide).print(table(rows))
     print(Path(recipe.output_dir) / "eval.json")
     return 0
+
+
+def serve(options: argparse.Namespace, session: Session) -> NoReturn:
+    from rollout.vllm.serve import serve as run
+
+    quiet_loading(session.verbose)
+    run(
+        options.model,
+        options.cache,
+        host=options.host,
+        port=options.port,
+        dtype=options.dtype,
+        max_batch=options.max_batch,
+        max_model_len=options.max_model_len,
+        kv_cache_gb=options.kv_cache_gb,
+        further=options.further,
+        verbose=session.verbose,
+    )
 
 
 def inspect(options: argparse.Namespace, session: Session) -> int:

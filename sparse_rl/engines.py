@@ -66,6 +66,7 @@ def engine_options(recipe: GRPORecipe | EvalRecipe) -> dict[str, Any]:
         "kv_cache_gb": rollout.kv_cache_gb,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "tensor_parallel": rollout.tensor_parallel,
+        "sleep_mode": rollout.sleep,
     }
 
 

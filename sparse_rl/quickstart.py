@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sparse_rl.console import configure, quiet_loading
+from sparse_rl.engines import default_engine
 
 BUDGETS = (32, 36, 40, 44, 48, 56, 64)
 AIM = (0.25, 0.5)  # accuracy under eviction before RL: room to learn, and something to reinforce
@@ -67,10 +68,10 @@ class Stages:
         return seconds
 
 
-def run_seed(seed: int, out: Path, stages: Stages) -> list[dict[str, Any]]:
+def run_seed(seed: int, out: Path, stages: Stages, engine: str) -> list[dict[str, Any]]:
     """All stages of one seed after `prepare`; returns its rows of results.json."""
     folder = out / f"seed{seed}"
-    common = [f"seed={seed}"]
+    common, sampling = [f"seed={seed}"], [f"rollout.engine={engine}"]
 
     def train(name: str, recipe: str, *more: str) -> None:
         overrides = [*common, f"output_dir={folder / name}", f"data.synthetic.seed={seed}", *more]
@@ -79,7 +80,7 @@ def run_seed(seed: int, out: Path, stages: Stages) -> list[dict[str, Any]]:
         ])  # fmt: skip
 
     def evaluate(label: str, name: str, model: str, *more: str) -> list[dict[str, Any]]:
-        overrides = [*common, f"model={folder / model / 'model'}", f"output_dir={folder / name}", *more]
+        overrides = [*common, *sampling, f"model={folder / model / 'model'}", f"output_dir={folder / name}", *more]
         stages.run(f"seed {seed}: {label}", folder / name, ["eval", "quickstart/eval", *overrides])
         return json.loads((folder / name / "eval.json").read_text())["rows"]
 
@@ -93,10 +94,10 @@ def run_seed(seed: int, out: Path, stages: Stages) -> list[dict[str, Any]]:
     tried = ", ".join(f"{r['budget']}: {r['accuracy']:.2f}" for r in calibration)
     console.print(f"  seed {seed}: budget {budget} (accuracy under eviction {tried})")
 
-    start = f"model={folder / 'sft' / 'model'}"
+    start = [f"model={folder / 'sft' / 'model'}", *sampling]
     with ThreadPoolExecutor(len(RUNS)) as pool:
         jobs = [
-            pool.submit(train, name, recipe, start, *([] if name == "rl_full" else [f"cache.budget={budget}"]))
+            pool.submit(train, name, recipe, *start, *([] if name == "rl_full" else [f"cache.budget={budget}"]))
             for name, recipe in RUNS.items()
         ]
         for job in jobs:
@@ -150,7 +151,7 @@ def largest_gap(run: Path) -> float | None:
     return max(gaps, default=None)
 
 
-def report(rows: list[dict[str, Any]], out: Path, seconds: float) -> None:
+def report(rows: list[dict[str, Any]], out: Path, seconds: float, engine: str) -> None:
     """results.json, the two pictures, and the table."""
     from sparse_rl.plots import gap_curves, learning_curves
 
@@ -160,6 +161,7 @@ def report(rows: list[dict[str, Any]], out: Path, seconds: float) -> None:
         "rows": rows,
         "max_abs_dlogp": gaps["rl_sparse"],
         "max_abs_dlogp_by_run": gaps,
+        "engine": engine,
         "seconds": round(seconds, 1),
     }
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
@@ -202,20 +204,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sparse_rl.quickstart", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument(
+        "--engine", choices=("auto", "hf", "vllm"), default="auto", help="that samples in stages 2 to 4"
+    )
     parser.add_argument("--slots", type=int, default=min(2, os.cpu_count() or 1), help="stages run at a time")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread a stage is fastest at this size
     configure(verbose=False)
     quiet_loading(verbose=False)
     start = time.monotonic()
-    console.print(f"sparse-rl quickstart: seeds {options.seeds}, {options.slots} stages at a time, in {options.out}")
+    engine = default_engine() if options.engine == "auto" else options.engine
+    slots = f"{engine} engine, {options.slots} stages at a time"
+    console.print(f"sparse-rl quickstart: seeds {options.seeds}, {slots}, in {options.out}")
     stages = Stages(options.slots)
     try:
         for seed in options.seeds:
             prepare(seed, options.out)
         with ThreadPoolExecutor(len(options.seeds)) as pool:
-            rows = [r for part in pool.map(lambda s: run_seed(s, options.out, stages), options.seeds) for r in part]
-        report(rows, options.out, time.monotonic() - start)
+            rows = [
+                r for part in pool.map(lambda s: run_seed(s, options.out, stages, engine), options.seeds) for r in part
+            ]
+        report(rows, options.out, time.monotonic() - start, engine)
     except QuickstartError as error:
         console.print(f"[red]quickstart:[/] {error}")
         return 1

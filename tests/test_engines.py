@@ -194,7 +194,7 @@ def test_an_engine_is_given_what_it_takes() -> None:
     assert given.keys() < inspect.signature(VLLMEngine.__init__).parameters.keys()
     assert given == {
         "dtype": "float32", "max_batch": 7, "max_prompt": None, "max_model_len": None, "kv_cache_gb": 2.0,
-        "gpu_memory_utilization": 0.5, "tensor_parallel": 1,
+        "gpu_memory_utilization": 0.5, "tensor_parallel": 1, "sleep_mode": False,
     }  # fmt: skip
     assert engine_options(grpo(rollout={**rollout, "engine": "hf"})) == {"max_batch": 7}
 

@@ -40,7 +40,7 @@ def test_results_name_the_largest_gap_of_the_replayed_runs(tmp_path: Path) -> No
                  "accuracy_full": 0.9, "standard_error_evicted": 0.01, "standard_error_full": 0.01, "retention": 0.4,
                  "max_abs_dlogp": gap}
             )  # fmt: skip
-    report(rows, tmp_path, 60.0)
+    report(rows, tmp_path, 60.0, "hf")
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["max_abs_dlogp"] == 2e-6
     assert len(results["rows"]) == 8

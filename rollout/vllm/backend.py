@@ -57,7 +57,7 @@ class EvictingImpl:
 
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
         # The slots that vLLM hands over come from the forward context and are logical; those of the metadata are ours.
-        metadata = get_forward_context().attn_metadata
+        metadata: Any = get_forward_context().attn_metadata
         if compat.live_state() is not None and metadata is not None:
             slot_mapping = metadata[layer.layer_name].slot_mapping
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]

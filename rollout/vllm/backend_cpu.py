@@ -26,7 +26,7 @@ class EvictingCPUBuilder(EvictingBuilder, CPUAttentionMetadataBuilder):
 class ExactCPUImpl(CPUAttentionBackendImpl):
     """The stock implementation, or exact.py's where the engine asks for it."""
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         layer: Any,
         query: Any,

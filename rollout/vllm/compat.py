@@ -5,14 +5,16 @@ Read from, and tested on, vLLM 0.31 (its CPU build). The CUDA facts are read fro
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
+import logging
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -104,6 +106,7 @@ def register() -> None:
         # The CPU platform takes no other backend than CPU_ATTN; ours is the stock one where no policy is set.
         register_backend(AttentionBackendEnum.CPU_ATTN, "rollout.vllm.backend_cpu.EvictingCPUBackend")
         keep_weights_in_place()
+        run_uncompiled()
     else:
         register_backend(AttentionBackendEnum.CUSTOM, "rollout.vllm.backend_cuda.EvictingBackend")
 
@@ -116,6 +119,14 @@ def keep_weights_in_place() -> None:
     ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *_: False
     utils.cpu_unquantized_gemm = _linear
+
+
+def run_uncompiled() -> None:
+    """The rank of each sampled token, which nobody asks for, is worth no 20 seconds of compilation on a CPU."""
+    from vllm.v1.sample import sampler
+
+    compiled = sampler.batched_count_greater_than
+    sampler.batched_count_greater_than = getattr(compiled, "_torchdynamo_orig_callable", compiled)
 
 
 def _linear(layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -167,11 +178,17 @@ def cache_config(vllm_config: Any) -> CacheConfig | None:
     return CacheConfig(**{**given, "policy": make_policy(json.loads(given["policy"]))})
 
 
-def memory_arguments(kv_cache_gb: float | None, gpu_memory_utilization: float) -> dict[str, Any]:
-    """How much memory the cache may take."""
-    if kv_cache_gb is None and not on_cpu():
-        return {"gpu_memory_utilization": gpu_memory_utilization}
-    return {"kv_cache_memory_bytes": int((1.0 if kv_cache_gb is None else kv_cache_gb) * 2**30)}
+def memory_arguments(
+    kv_cache_gb: float | None, gpu_memory_utilization: float, need: int | None = None
+) -> dict[str, Any]:
+    """How much memory the cache may take. On a GPU vLLM also refuses to start where less than the share is free.
+
+    need : bytes beyond which nothing is gained; bounds what a CPU gives where nothing is said
+    """
+    if kv_cache_gb is None and on_cpu():
+        kv_cache_gb = 1.0 if need is None else min(1.0, need / 2**30)
+    cache = {} if kv_cache_gb is None else {"kv_cache_memory_bytes": int(kv_cache_gb * 2**30)}
+    return cache if on_cpu() else {"gpu_memory_utilization": gpu_memory_utilization, **cache}
 
 
 def launch_arguments(separate: bool) -> dict[str, Any]:
@@ -180,27 +197,37 @@ def launch_arguments(separate: bool) -> dict[str, Any]:
     return {"distributed_executor_backend": "external_launcher"} if launched and not separate else {}
 
 
+def sleep_arguments(wanted: bool) -> dict[str, Any]:
+    """Sleep mode, which vLLM has on GPUs alone. It takes the cache's memory, but what stands beside the cache stays."""
+    return {"enable_sleep_mode": True} if wanted and not on_cpu() else {}
+
+
 def default_block_size() -> int | None:
     """Small blocks waste least under a small budget; 32 is the least that the CPU kernel takes."""
     return 32 if on_cpu() else None
 
 
 def prepare_environment() -> None:
-    """Before vLLM is imported: nothing is looked up on a hub, and nothing is reported."""
+    """Before vLLM is imported: nothing is looked up on a hub, and nothing is reported.
+
+    Eviction works in both of vLLM's model runners, but worker.SequenceSampler stands in the V1 runner's sampler.
+    """
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def undisturbed(had_group: bool) -> Iterator[None]:
     """Starting and closing an in-process engine leaves the caller's process as it was.
+
+    had_group : whether there was a process group before the engine was started
 
     vLLM seeds every random generator, forbids torch.set_num_threads on a CPU, and at its end destroys the process
     group, also one that it did not make.
     """
     states = random.getstate(), np.random.get_state()
     set_num_threads, destroy = torch.set_num_threads, distributed.destroy_process_group
-    had_group = distributed.is_available() and distributed.is_initialized()
 
     def destroy_theirs(group: Any = None) -> None:
         if group is not None:
@@ -311,6 +338,80 @@ def refuse_cache(kv_cache_config: Any, kv_caches: dict[str, torch.Tensor] | None
             raise ValueError(f"vLLM cannot evict from split blocks; set block_size to the kernel's {cache.shape[2]}")
 
 
+# ---- the server -----------------------------------------------------------------------------------------------------
+
+FIXED = (  # vLLM's arguments that eviction needs as they are
+    "additional_config",
+    "async_scheduling",
+    "attention_backend",
+    "decode_context_parallel_size",
+    "enable_prefix_caching",
+    "kv_cache_dtype",
+    "kv_transfer_config",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "scheduler_reserve_full_isl",
+    "speculative_config",
+)
+GRACE = 1  # seconds that open connections have once the engine has ended: they would wait for ever
+
+
+def run_server(ours: list[str], further: list[str], fail: Callable[[str], NoReturn]) -> None:
+    """Serve as `vllm serve` does, until a signal ends it. `fail` is told what is wrong with the arguments.
+
+    The command `vllm serve` itself does not start from the CPU build, whose distribution has another name. While the
+    engine starts, signals are left as they are; vLLM's own handling then waits for the engine to have started.
+    """
+    import uvloop
+    from vllm.entrypoints.launchers.api_server.entry import run_server_worker, setup_server
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            fail(message)
+
+    cli_env_setup()
+    parser = make_arg_parser(Parser(prog="vllm serve"))
+    default, asked, given = (parser.parse_args(words) for words in ([], further, [*ours, *further]))
+    if asked.model_tag is not None:
+        fail(f"{asked.model_tag!r} is not a flag")
+    changed = [name for name in FIXED if getattr(asked, name) != getattr(default, name)]
+    if changed and given.kv_transfer_config is not None:
+        fail(f"--{changed[0].replace('_', '-')} cannot be chosen where the cache evicts; leave it out")
+    configure_logging_from_args(given)
+    validate_parsed_serve_args(given)
+    _refuse_foreign_tokens()
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(_is_news)
+    address, listening = setup_server(given, reuse_port=False)
+    uvloop.run(run_server_worker(address, listening, given, timeout_graceful_shutdown=GRACE))
+
+
+def _refuse_foreign_tokens() -> None:
+    """Refuse a prompt with a token that the model does not have: where the tokenizer has more, vLLM's engine dies."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    validate = InputProcessor._validate_model_input
+
+    def validate_all(self: Any, prompt_input: Any, prompt_type: Any) -> None:
+        validate(self, prompt_input, prompt_type)
+        largest = max(prompt_input.get("prompt_token_ids") or (0,))
+        if largest >= self.model_config.get_vocab_size():
+            raise VLLMValidationError(f"Token id {largest} is out of vocabulary")
+
+    InputProcessor._validate_model_input = validate_all  # type: ignore[method-assign]
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a log entry says more than that the end of the server cut a request off, which it does at length."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, asyncio.CancelledError) and "listen_for_disconnect" not in record.getMessage()
+
+
 # ---- the worker -----------------------------------------------------------------------------------------------------
 
 
@@ -319,11 +420,6 @@ def live_state() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     return getattr(get_kv_transfer_group(), "state", None) if has_kv_transfer_group() else None
-
-
-def engine_is_open() -> bool:
-    """Whether an evicting engine lives in this process: vLLM has one connector per process."""
-    return live_state() is not None
 
 
 def attention_layers(vllm_config: Any, names: Iterable[str]) -> dict[str, Any]:

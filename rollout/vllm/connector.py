@@ -86,6 +86,7 @@ class TraceConnector(KVConnectorBase_V1):
         self.running: dict[str, tuple[int, int]] = {}  # request -> (first block, tokens prefilled densely)
         self.dropped: dict[str, dict[int, list[tuple[int, np.ndarray]]]] = {}
         self.preempted: set[str] = set()
+        self.admitted: set[str] = set()  # in the step that is being scheduled
         self.state: Any = None
 
     # ---- the worker's side ----------------------------------------------------------------------------------------
@@ -137,6 +138,8 @@ class TraceConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request was admitted; after a preemption, again, and all that it had sampled is prefilled densely."""
         first = blocks.get_block_ids()[0][0]
+        self._end(request.request_id)  # preempted in this very step
+        self.admitted.add(request.request_id)
         self.running[request.request_id] = first, request.num_tokens
         self.step.begun.append((first, request.num_tokens))
 
@@ -144,7 +147,9 @@ class TraceConnector(KVConnectorBase_V1):
         for request_id in scheduler_output.preempted_req_ids or ():
             self.preempted.add(request_id)
             self.dropped.pop(request_id, None)
-            self._end(request_id)
+            if request_id not in self.admitted:
+                self._end(request_id)
+        self.admitted.clear()
         count = scheduler_output.num_scheduled_tokens
         new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
         before = {r.req_id: r.num_computed_tokens for r in new}

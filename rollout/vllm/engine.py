@@ -11,14 +11,17 @@ import gc
 import os
 import secrets
 import tempfile
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import distributed
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM
 
 from rollout.engine import Rollout, SamplingConfig
 from rollout.sampling import sequence_seed
@@ -42,7 +45,7 @@ class VLLMEngine:
     max_batch : sequences that run at a time (vLLM's max_num_seqs)
     max_model_len : the longest prompt + completion; None: the model's context
     max_prompt : the longest prompt; the pool must hold it whole. None: max_model_len
-    kv_cache_gb : GiB for the cache; None: by `gpu_memory_utilization` on a GPU, 1 on a CPU
+    kv_cache_gb : GiB for the cache; None: on a GPU by `gpu_memory_utilization`, on a CPU what is needed, at most 1
     gpu_memory_utilization : share of the GPU's memory for weights and cache together
     block_size : tokens of a cache block; None: the platform's own choice, 32 on a CPU
     max_num_batched_tokens : tokens of a forward; a longer prompt is prefilled in chunks. None: vLLM's choice
@@ -50,6 +53,7 @@ class VLLMEngine:
     multiprocess : run the engine in a process of its own (always so for tensor_parallel > 1)
     progress : show a progress bar
     exact : in float32 on a CPU, compute as the trainer does, to the last bit, rather than by vLLM's own kernels
+    sleep_mode : let `sleep` give a GPU's memory back; nothing on a CPU
 
     Raises
     ------
@@ -58,6 +62,7 @@ class VLLMEngine:
     """
 
     shares_weights = False
+    in_process: ClassVar[weakref.ref[VLLMEngine] | None] = None  # vLLM has one connector and one world per process
 
     def __init__(
         self,
@@ -76,6 +81,7 @@ class VLLMEngine:
         multiprocess: bool = False,
         progress: bool = False,
         exact: bool = True,
+        sleep_mode: bool = False,
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be >= 1, got {max_batch}")
@@ -88,19 +94,26 @@ class VLLMEngine:
         import vllm
 
         compat.register()
-        config = load_config(str(model))
+        self.config = config = load_config(str(model))
         layers, kv_heads, head_dim = cache_shape(config)
         compat.refuse_head_size(head_dim)
         if kv_heads % tensor_parallel:
             raise ValueError(f"tensor_parallel {tensor_parallel} does not divide the model's {kv_heads} kv heads")
-        if compat.engine_is_open():
+        if not self.separate and VLLMEngine.in_process is not None and VLLMEngine.in_process() is not None:
             raise ValueError("this process has a vllm engine already; close it first")
         self.policy, self.max_batch, self.progress = policy, max_batch, progress
         self.shape = layers, kv_heads
+        sleeping = compat.sleep_arguments(sleep_mode)
+        self.can_sleep = bool(sleeping)
         self.eos = _stop_tokens(model, config)
+        block = block_size or compat.default_block_size()
+        longest = max_model_len or config.max_position_embeddings
+        held = longest if policy.peak_entries is None else max(max_prompt or longest, policy.peak_entries)
+        entries = max_batch * (held + (block or 0)) + 2 * (block or 0)  # one block more for vLLM itself
+        need = 2 * layers * kv_heads * head_dim * entries * (4 if dtype == "float32" else 2)
         optional = {
             "max_model_len": max_model_len,
-            "block_size": block_size or compat.default_block_size(),
+            "block_size": block,
             "max_num_batched_tokens": max_num_batched_tokens,
         }
         arguments: dict[str, Any] = {
@@ -116,12 +129,16 @@ class VLLMEngine:
             "seed": 0,
             "worker_extension_cls": "rollout.vllm.worker.WorkerExtension",
             **{name: value for name, value in optional.items() if value is not None},
-            **compat.memory_arguments(kv_cache_gb, gpu_memory_utilization),
+            **compat.memory_arguments(kv_cache_gb, gpu_memory_utilization, need),
             **compat.launch_arguments(self.separate),
+            **sleeping,
             **compat.engine_arguments(policy, dtype=dtype, record=True, max_prompt=max_prompt, exact=exact),
         }
-        with compat.undisturbed():
+        self.had_group = distributed.is_available() and distributed.is_initialized()
+        with compat.undisturbed(self.had_group):
             self.llm: Any = vllm.LLM(**arguments)
+        if not self.separate:
+            VLLMEngine.in_process = weakref.ref(self)
         self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
         self.max_prompt = self.max_model_len if max_prompt is None else min(max_prompt, self.max_model_len)
 
@@ -230,30 +247,68 @@ class VLLMEngine:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace weights, by the names of the Hugging Face checkpoint. All of them: one left out is an error."""
+        """Replace all weights, by the names of the Hugging Face checkpoint.
+
+        ValueError for one left out, an unknown name or a wrong shape; some are then replaced, and some are not.
+        """
+        checked = self._checked(weights)
         if not self.separate:
-            self._replace(weights)
+            self._replace(checked)
             return
         from safetensors.torch import save_file
 
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "weights.safetensors"
-            save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights}, file)
+            save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in checked}, file)
             self._replace(str(file))
 
+    def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same, held against the model: vLLM fuses weights, and would not miss one of those."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config)
+        shapes = {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
+        missing = {name for name, _ in model.named_parameters()}
+        for name, tensor in weights:
+            if name not in shapes:
+                raise ValueError(f"the engine cannot take the weights: its model has no {name!r}")
+            if tensor.shape != shapes[name]:
+                wrong = f"{name!r} is {list(shapes[name])}, got {list(tensor.shape)}"
+                raise ValueError(f"the engine cannot take the weights: {wrong}")
+            missing.discard(name)
+            yield name, tensor
+        if missing:
+            raise ValueError(f"the engine cannot take the weights: not handed over: {', '.join(sorted(missing)[:3])}")
+
     def _replace(self, source: Any) -> None:
-        problems = [p for p in self.llm.collective_rpc("replace_weights", args=(source,)) if p]
-        if problems:
-            raise ValueError(problems[0])
+        self.llm.collective_rpc("replace_weights", args=(source,))
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the GPU's memory back between two `generate`; nothing without `sleep_mode`.
+
+        level : 1 keeps the weights in host memory, 2 drops them: `load_weights` before the next `generate`
+        """
+        if level not in (1, 2):
+            raise ValueError(f"level must be 1 or 2, got {level!r}")
+        if self.can_sleep:
+            self.llm.sleep(level=level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again: of "weights" (as `load_weights` needs it), of "kv_cache", or None, of both."""
+        if self.can_sleep:
+            self.llm.wake_up(None if tags is None else list(tags))
 
     def close(self) -> None:
         """Let the engine, its cache and its processes go."""
         from rollout.vllm import compat
 
         if getattr(self, "llm", None) is not None:
-            with compat.undisturbed():
+            with compat.undisturbed(self.had_group):
                 self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
+            if not self.separate:
+                VLLMEngine.in_process = None
             gc.collect()
 
 

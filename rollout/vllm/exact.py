@@ -43,14 +43,12 @@ def attend(
         grouped = query[place].unflatten(1, (heads, -1))  # the G query heads of a group, as G queries of one head
         out[place] = sdpa(grouped, key, value, scale, mask).flatten(1, 2)
     for row in (counts > 1).nonzero()[:, 0].tolist():
-        first, count, held = int(starts[row]), int(counts[row]), int(lengths[row])
-        table = blocks[row : row + 1, : -(-held // size)].long()
-        key, value = _read(keys, table)[:, :, :held], _read(values, table)[:, :, :held]
-        part = query[first : first + count].transpose(0, 1)[None]
-        mask = None
-        if count < held:  # a later chunk of a prompt
-            mask = torch.arange(held) <= torch.arange(held - count, held)[:, None]
-        out[first : first + count] = sdpa(part, key, value, scale, mask, causal=mask is None)[0].transpose(0, 1)
+        first, count, length = int(starts[row]), int(counts[row]), int(lengths[row])
+        table = blocks[row : row + 1, : -(-length // size)].long()
+        key, value = _read(keys, table)[:, :, :length], _read(values, table)[:, :, :length]
+        part, whole = query[first : first + count].transpose(0, 1)[None], count == length
+        later = None if whole else torch.arange(length) <= torch.arange(length - count, length)[:, None]
+        out[first : first + count] = sdpa(part, key, value, scale, later, causal=whole)[0].transpose(0, 1)
 
 
 def _pieces(rows: torch.Tensor, lengths: torch.Tensor, elements: int) -> Iterator[torch.Tensor]:

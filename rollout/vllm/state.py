@@ -93,7 +93,7 @@ class CacheState:
         self.row = torch.zeros(blocks, dtype=torch.long, device=self.device)  # by first block
         self.free_rows = list(range(rows))
         self.row_of: dict[int, int] = {}
-        self.prompts: dict[int, int] = {}  # prompt lengths by first block, in host memory
+        self.prompts: dict[int, int] = {}  # by first block, in host memory; 0 once they are compacted
         self.plan: Plan | None = None
         self.record: list[Dropped] = []
 
@@ -212,6 +212,7 @@ class CacheState:
 
     def compact(self, due: Sequence[Due]) -> None:
         """Compact these requests: those that decode together, those that end their prefill together."""
+        self.prompts.update((d.block, 0) for d in due)
         for group in ([d for d in due if d.held == self.config.peak], [d for d in due if d.held > self.config.peak]):
             if group:
                 self._compact(group)

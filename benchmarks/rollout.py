@@ -1,0 +1,163 @@
+"""What eviction gives the vLLM engine: tokens/s, peak blocks, requests in flight, preemptions, compaction.
+
+Two questions. At equal KV memory: a pool that holds 4 whole sequences, and 32 requests; eviction lets them all run at
+once. At equal batch: a pool for everyone; eviction reads less, and pays for compaction. The limit on a CPU with a tiny
+model is the fixed cost of a step, on a GPU the bytes of the cache; so judge by the ratios.
+
+Full cache is vLLM's own: its scheduler, its kernels, nothing of ours in a step but the sampler. Runs are interleaved,
+and medians are reported.
+
+    OMP_NUM_THREADS=1 python benchmarks/rollout.py      # writes benchmarks/results/rollout.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # not this folder, where this file hides the package `rollout`
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rollout import SamplingConfig, make_engine
+
+REQUESTS, PROMPT, LENGTH, BLOCK = 32, 48, 2048, 32
+SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+BUDGET = {"budget": 128, "period": 128}
+CACHES: dict[str, dict[str, Any]] = {
+    "full": {"policy": "full"},
+    "streaming": {"policy": "streaming", **BUDGET},
+    "gkv": {"policy": "gkv", "window": 16, **BUDGET},
+    "gkv, period 1": {"policy": "gkv", "window": 16, "budget": 128, "period": 1, "redundancy": False},
+    "h2o": {"policy": "h2o", **BUDGET},
+}
+EQUAL_MEMORY = ("full", "streaming", "gkv")
+
+
+class Watch:
+    """Counts what happens in an in-process engine."""
+
+    def __init__(self, engine: Any) -> None:
+        from rollout.vllm import compat
+
+        self.core = engine.llm.llm_engine.engine_core.engine_core.scheduler
+        self.pool = self.core.kv_cache_manager.block_pool
+        self.total = self.pool.get_num_free_blocks()
+        self.blocks, self.running, self.compaction = 0, 0, 0.0
+        self.preempted: set[tuple[str, int]] = set()
+        inner = engine.llm.llm_engine.step
+
+        def step() -> Any:
+            out = inner()
+            self.blocks = max(self.blocks, self.total - self.pool.get_num_free_blocks())
+            self.running = max(self.running, len(self.core.running))
+            self.preempted |= {(r.request_id, r.num_preemptions) for r in self.core.waiting if r.num_preemptions}
+            return out
+
+        engine.llm.llm_engine.step = step
+        state = compat.live_state()
+        if state is not None:
+            compact = state.compact
+
+            def timed(due: Any) -> None:
+                start = now()
+                compact(due)
+                self.compaction += now() - start
+
+            state.compact = timed
+
+
+def now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measure(model: str, cache: dict[str, Any], blocks: int, dtype: str, tokens: int) -> dict[str, float]:
+    """One run on a fresh engine, after a warm-up."""
+    layers, heads, dim = SHAPE["num_hidden_layers"], SHAPE["num_key_value_heads"], SHAPE["head_dim"]
+    block_bytes = 2 * layers * heads * dim * BLOCK * (4 if dtype == "float32" else 2)
+    engine: Any = make_engine(
+        "vllm", model=model, policy=cache, dtype=dtype, max_batch=REQUESTS, max_model_len=LENGTH, block_size=BLOCK,
+        kv_cache_gb=(blocks + 1) * block_bytes / 2**30, exact=False,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(512, (REQUESTS, PROMPT), generator=generator).tolist()
+    engine.generate(prompts, SamplingConfig(8, seed=0, ignore_eos=True))
+    watch = Watch(engine)
+    start = now()
+    engine.generate(prompts, SamplingConfig(tokens, seed=0, ignore_eos=True))
+    seconds = now() - start
+    engine.close()
+    return {
+        "tokens_per_second": REQUESTS * tokens / seconds,
+        "peak_blocks": watch.blocks,
+        "in_flight": watch.running,
+        "preemptions": len(watch.preempted),
+        "compaction_share": watch.compaction / seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=LENGTH - PROMPT, help="sampled per request")
+    parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rollout.json"))
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.manual_seed(0)
+    whole = -(-LENGTH // BLOCK)  # blocks of a sequence that evicts nothing
+    cases = [("equal memory", name, 4 * whole) for name in EQUAL_MEMORY]
+    cases += [("equal batch", name, REQUESTS * whole) for name in CACHES]
+    runs: dict[tuple[str, str], list[dict[str, float]]] = {(kind, name): [] for kind, name, _ in cases}
+    with tempfile.TemporaryDirectory() as model:
+        config = Qwen3Config(vocab_size=512, hidden_size=128, intermediate_size=256, **SHAPE)
+        Qwen3ForCausalLM(config).save_pretrained(model)
+        for _ in range(options.runs):
+            for kind, name, blocks in cases:
+                runs[kind, name].append(measure(model, CACHES[name], blocks, options.dtype, options.tokens))
+    rows = []
+    for (kind, name), seen in runs.items():
+        pairs = zip(seen, runs[kind, "full"], strict=True)
+        ratio = statistics.median(ours["tokens_per_second"] / full["tokens_per_second"] for ours, full in pairs)
+        median = {key: statistics.median(run[key] for run in seen) for key in seen[0]}
+        rows.append({"at": kind, "cache": name, **median, "ratio_to_full": ratio, "runs": seen})
+    machine = {
+        "machine": platform.processor() or platform.machine(),
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "threads": int(os.environ["OMP_NUM_THREADS"]),
+        "torch": torch.__version__,
+    }
+    shape = {**SHAPE, "requests": REQUESTS, "prompt": PROMPT, "generated": options.tokens, "block": BLOCK}
+    content = {"shape": shape, "dtype": options.dtype, "machine": machine, "caches": CACHES, "rows": rows}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(content, indent=2) + "\n")
+
+    title = f"vLLM engine, {REQUESTS} requests x {options.tokens} tokens, {options.dtype} ({machine['device']})"
+    table = Table(title=title, title_justify="left")
+    for column in ("at", "cache", "tokens/s", "ratio to full", "peak blocks", "in flight", "preempted", "compaction"):
+        table.add_column(column, justify="left" if column in ("at", "cache") else "right")
+    for kind, name, row in ((row["at"], row["cache"], row) for row in rows):
+        table.add_row(
+            kind, name, f"{row['tokens_per_second']:.0f}", f"{row['ratio_to_full']:.2f}", f"{row['peak_blocks']:.0f}",
+            f"{row['in_flight']:.0f}", f"{row['preemptions']:.0f}", f"{row['compaction_share']:.1%}",
+            end_section=(kind, name) == ("equal memory", EQUAL_MEMORY[-1]),
+        )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""`sparse-rl serve`: vLLM's own OpenAI server, with the plugin and the policy that the model was trained under.
+
+`serve` checks what can be checked before anything is loaded, writes vLLM's arguments down and becomes a fresh process,
+which runs `run` below: nothing that the command has imported or set reaches the server but the environment.
+
+Requests leave no record of evictions. One that is preempted goes on: vLLM recomputes it densely, prompt and what was
+sampled, and the policy then evicts from that as from any prompt.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sparse_rl.attention import cache_shape
+from sparse_rl.models import load_config, load_tokenizer, saved_policy
+from sparse_rl.policies import Policy, make_policy
+from sparse_rl.recipe import RecipeError
+from sparse_rl.recipe_schema import apply_overrides
+
+PROGRAM = """
+import os, signal, sys
+signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # in the seconds of the next import
+from rollout.vllm.serve import run
+run(sys.argv[1:])
+"""
+PLUGIN = "sparse_rl"  # its name among the entry points vllm.general_plugins
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")  # transformers makes one up
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def serve(
+    model: str,
+    cache: Sequence[str] = (),
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    dtype: str | None = None,
+    max_batch: int = 64,
+    max_model_len: int | None = None,
+    kv_cache_gb: float | None = None,
+    further: Sequence[str] = (),
+    verbose: bool = False,
+) -> NoReturn:
+    """Become a server of `model`.
+
+    Parameters
+    ----------
+    model : a directory or a hub name; its own tokenizer is used
+    cache : see `choose_policy`
+    dtype : of weights, cache and forward; None: vLLM's choice for the model, but float32 stays float32 on a CPU
+    max_batch : sequences that run at a time
+    max_model_len : the longest prompt + completion; None: the model's context, or the longest prompt that the cache can
+        hold where that is less
+    kv_cache_gb : GiB for the cache; None: most of a GPU's memory, 1 on a CPU
+    further : arguments for `vllm serve` itself; they win, but cannot undo what eviction needs
+    verbose : show what vLLM says
+
+    Raises
+    ------
+    RecipeError, ValueError
+        Whatever can be found wrong before anything is loaded.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise RecipeError('serving needs vLLM, which is not installed: pip install "sparse-rl[vllm]"')
+    from rollout.vllm import compat
+
+    compat.check_version()
+    _check_plugin()
+    policy, source = choose_policy(model, cache)
+    config = load_config(model)
+    if not {"--tokenizer", "--skip-tokenizer-init"} & {word.partition("=")[0] for word in further}:
+        _check_tokenizer(model)
+    os.environ.update(_environment(verbose))  # before vLLM is imported, which the next lines do
+    _check_platform(cache_shape(config)[2])
+    dtype = _dtype(dtype, config)
+    memory, block = compat.memory_arguments(kv_cache_gb, 0.9), compat.default_block_size()
+    if max_model_len is not None:
+        _check_length(max_model_len, policy, config, dtype, memory.get("kv_cache_memory_bytes"))
+    _check_address(host, port)
+    words = command_line(
+        model=model,
+        host=host,
+        port=port,
+        dtype=dtype,
+        max_num_seqs=max_batch,
+        max_model_len="auto" if max_model_len is None else max_model_len,
+        disable_uvicorn_access_log=not verbose,
+        **({} if block is None else {"block_size": block}),
+        **memory,
+        **compat.engine_arguments(policy, dtype=dtype, record=False),
+    )
+    shown = f"[{host}]" if ":" in host else host
+    print(f"serving {model} on http://{shown}:{port}/v1\ncache: {policy!r}, {source}", flush=True)
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-c", PROGRAM, *words, "--", *further])
+
+
+def choose_policy(model: str, cache: Sequence[str]) -> tuple[Policy, str]:
+    """The policy to serve under, and where it comes from.
+
+    cache : texts "key=value,key=value"; with a key `policy` they say all, without it they change the policy that the
+        model carries; nothing: that policy, else a full cache
+    """
+    carried = saved_policy(model)
+    if not cache:
+        return (make_policy("full"), "the model carries no policy") if carried is None else (carried, "of the model")
+    given: dict[str, Any] = {}
+    apply_overrides(given, [pair for text in cache for pair in text.split(",")])
+    if "policy" not in given:
+        if carried is None:
+            raise RecipeError(f"{model} carries no policy to change; name one: policy=gkv,budget=512", "--cache")
+        given = {"policy": carried.name, **carried.parameters(), **given}
+    try:
+        return make_policy(given), "as given"
+    except ValueError as error:
+        raise RecipeError(str(error), "--cache") from error
+
+
+def command_line(**arguments: Any) -> list[str]:
+    """vLLM's keyword arguments as its command line takes them."""
+    words = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _check_plugin() -> None:
+    """vLLM looks the plugin up in each of its processes; it then has to be installed, not merely on the path."""
+    if PLUGIN not in importlib.metadata.entry_points(group="vllm.general_plugins").names:
+        raise RecipeError(
+            "sparse-rl is not installed, so vLLM would not find its plugin: pip install -e . in its source"
+        )
+
+
+def _check_tokenizer(model: str) -> None:
+    if Path(model).is_dir() and not any((Path(model) / name).is_file() for name in TOKENIZERS):
+        raise RecipeError(
+            f"{model} has no tokenizer; copy one there, or name one behind --: -- --tokenizer DIR", "model"
+        )
+    load_tokenizer(model)
+
+
+def _check_platform(head_dim: int) -> None:
+    import torch
+
+    from rollout.vllm import compat
+
+    if not compat.on_cpu() and not torch.cuda.is_available():
+        raise RecipeError("there is no GPU, and the vLLM that is installed needs one")
+    compat.refuse_head_size(head_dim)
+
+
+def _check_length(length: int, policy: Policy, config: Any, dtype: str, memory: int | None) -> None:
+    """Whether the model can read so far, and the cache hold a prompt of that length."""
+    longest = config.max_position_embeddings
+    scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
+    if length > longest and not scaled:
+        raise RecipeError(f"{length} is more than the model's context, {longest}", "--max-model-len")
+    if memory is None or dtype not in BYTES:
+        return
+    layers, kv_heads, head_dim = cache_shape(config)
+    entries = max(length, policy.peak_entries or 0)
+    need = entries * layers * kv_heads * head_dim * 2 * BYTES[dtype]
+    if need > memory:
+        raise RecipeError(
+            f"a prompt of {length} tokens takes {need / 2**30:.2f} GiB of cache, and there are {memory / 2**30:.2f}; "
+            "raise --kv-cache-gb or lower it",
+            "--max-model-len",
+        )
+
+
+def _check_address(host: str, port: int) -> None:
+    if port > 65535:
+        raise RecipeError(f"{port} is not a port; they end at 65535", "--port")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise RecipeError(f"cannot listen on {host}, port {port}: {reason}; choose another --port or --host") from error
+
+
+def _dtype(given: str | None, config: Any) -> str:
+    from rollout.vllm import compat
+
+    if given is None and compat.on_cpu() and str(config.dtype).endswith("float32"):
+        return "float32"  # vLLM would halve it
+    return given or "auto"
+
+
+def _environment(verbose: bool) -> dict[str, str]:
+    """What the server's processes need, besides what the user has set."""
+    import torch
+
+    wanted = {
+        "VLLM_LOGGING_LEVEL": "INFO" if verbose else "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        # vLLM binds threads to cores, the same for each server, and leaves none where there are two.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() - 1)),  # one for the scheduler
+        **({} if verbose else {"PYTHONWARNINGS": "ignore"}),
+    }
+    environment = {key: os.environ.get(key, value) for key, value in wanted.items()}
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and PLUGIN not in plugins.split(","):
+        environment["VLLM_PLUGINS"] = f"{plugins},{PLUGIN}"
+    return environment
+
+
+# ---- in the server's process ----------------------------------------------------------------------------------------
+
+
+def main(words: list[str]) -> int:
+    """Serve, by vLLM's arguments: ours, "--", the user's. Returns the exit status."""
+    from rollout.vllm import compat
+
+    def fail(message: str) -> NoReturn:
+        raise RecipeError(message)
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # while it starts; then the server has its own way to end
+        signal.signal(number, _end_at_once)
+    at = words.index("--")
+    try:
+        compat.run_server(words[:at], words[at + 1 :], fail)
+    except SystemExit as stop:  # --help
+        return int(stop.code or 0)
+    except ValueError as error:
+        print(f"sparse-rl: error: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        print(f"sparse-rl: stopped: the server could not go on: {_one_line(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _end_at_once(*_: Any) -> NoReturn:
+    _kill_children()
+    print("sparse-rl: interrupted", file=sys.stderr, flush=True)
+    os._exit(130)
+
+
+def _kill_children() -> None:
+    """All but the tracker, which clears shared memory away when the others are gone."""
+    import psutil
+
+    own = psutil.Process()
+    found: dict[int, Any] = {}
+    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    while new := [child for child in own.children(recursive=True) if child.pid not in (tracker, *found)]:
+        for child in new:  # stopped first, so that none starts another unseen
+            found[child.pid] = child
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.suspend()
+    for child in found.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def _one_line(error: Exception) -> str:
+    """An error's message; of pydantic's, which vLLM's configurations raise, what is wrong and no more."""
+    found = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
+    return " ".join(found.removeprefix("Value error, ").split())
+
+
+def run(words: list[str]) -> NoReturn:
+    """`main`, and then the end of the process, whatever is left of it."""
+    status = main(words)
+    _kill_children()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # without Python's own end, at which Triton lists a screenful of what it leaks

@@ -1,0 +1,290 @@
+"""Eviction in vLLM on a GPU. NOT RUN YET: written from vLLM 0.31's source, on a machine without one.
+
+    pip install "sparse-rl[vllm,test]" && python -m pytest tests/gpu -m ""
+
+What runs without a GPU is in tests/vllm_engine/test_cuda_backend.py and test_cuda_layout.py. Here are the kernels, CUDA
+graphs, vLLM's V2 model runner, sleep mode and several GPUs.
+
+In 16 bits no kernel equals another, so a trace is judged by what it explains: under an engine's traces the trainer's
+log-probs are as near to the sampler's as they are without any eviction, and under wrong traces they are far.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from judging import wrong_traces
+from ties import first_difference, same_decisions, sample_alone
+from transformers import AutoModelForCausalLM
+
+from rollout import Rollout, SamplingConfig, make_engine
+from sparse_rl.attention import replay_logprobs
+from sparse_rl.policies import Policy
+from sparse_rl.trace import NEVER
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+SIZES = {
+    "hidden_size": 256,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.05,
+}
+LENGTHS = (5, 33, 64, 79, 80, 81, 130, 256, 450)
+BUDGET = {"budget": 64, "window": 8, "period": 16}
+SAMPLED = SamplingConfig(120, n=4, seed=0, ignore_eos=True)
+GREEDY = SamplingConfig(120, temperature=0, ignore_eos=True)
+DTYPES = ("bfloat16", "float16")
+TIE = 2e-2  # Triton multiplies float32 in TF32
+RUNNER = ("VLLM_USE_V2_MODEL_RUNNER", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    new_model("qwen3", **SIZES).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 64, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@pytest.fixture
+def open_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """open_engine(policy, kernels="Flash" or "Triton", eager=, v2=, **options) -> an engine; closes the one before."""
+    engines: list[Any] = []
+
+    def close() -> None:
+        while engines:
+            engines.pop().close()
+        torch.cuda.empty_cache()
+
+    def make(policy: Policy, *, kernels: str = "Flash", eager: bool = False, v2: bool = False, **options: Any) -> Any:
+        close()
+        from rollout.vllm import compat, worker
+
+        compat.prepare_environment()
+        from vllm import envs
+        from vllm.v1.attention import selector
+
+        from rollout.vllm import backend_cuda
+
+        envs.disable_envs_cache()  # an engine before has read the environment for good
+        selector._cached_get_attn_backend.cache_clear()
+        if kernels == "Triton":
+            off = classmethod(lambda cls, **_: ["off for this test"])
+            monkeypatch.setattr(backend_cuda.EvictingFlashBackend, "validate_configuration", off)
+        if eager:
+            arguments = compat.engine_arguments
+            monkeypatch.setattr(
+                compat, "engine_arguments", lambda *a, **k: arguments(*a, **k) | {"enforce_eager": True}
+            )
+        if v2:  # SequenceSampler needs the V1 runner; greedy sampling does without it
+            prepare = compat.prepare_environment
+            monkeypatch.setattr(compat, "prepare_environment", lambda: (prepare(), monkeypatch.setenv(*RUNNER))[0])
+            monkeypatch.setattr(worker.WorkerExtension, "begin_sampling", lambda self, sampling: None)
+        defaults = {"dtype": "bfloat16", "kv_cache_gb": 0.25, "gpu_memory_utilization": 0.1, "max_model_len": 1024}
+        engines.append(make_engine("vllm", model=folder, policy=policy, **{**defaults, **options}))
+        return engines[-1]
+
+    yield make
+    close()
+
+
+@pytest.fixture
+def replayed(folder: Path) -> Callable[..., torch.Tensor]:
+    """replayed(rollouts, dtype) -> |the trainer's log-prob - the sampler's| of every token."""
+
+    def compare(rollouts: Sequence[Rollout], dtype: str = "bfloat16", temperature: float = 1.0) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).cuda().eval()
+        with torch.no_grad():
+            ours = replay_logprobs(model, rollouts, temperature)
+        theirs = [torch.tensor(r.model_logprobs) for r in rollouts]
+        return torch.cat([(a.float().cpu() - b).abs() for a, b in zip(ours, theirs, strict=True)])
+
+    return compare
+
+
+def p99(gaps: torch.Tensor) -> float:
+    return float(gaps.quantile(0.99))
+
+
+def evicts(rollouts: Sequence[Rollout]) -> bool:
+    return all(bool((r.trace.evict_at < NEVER).any()) for r in rollouts)
+
+
+# ---- the invariant --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernels", ["Flash", "Triton"])
+@pytest.mark.parametrize("policy_name", ["gkv", "h2o", "tova", "streaming"])
+def test_replay_is_as_near_as_without_eviction(
+    policy_name: str,
+    kernels: str,
+    dtype: str,
+    open_engine: Callable,
+    policy_of: Callable,
+    prompts: list,
+    replayed: Callable,
+    record_property: Callable,
+) -> None:
+    """The 99th percentile of the gap stays within 1.5 times that of a full cache, and wrong traces do not."""
+    full = p99(replayed(open_engine(policy_of("full"), dtype=dtype).generate(prompts, SAMPLED), dtype))
+    rollouts = open_engine(policy_of(policy_name, **BUDGET), kernels=kernels, dtype=dtype).generate(prompts, SAMPLED)
+    assert evicts(rollouts)
+    own = p99(replayed(rollouts, dtype))
+    record_property("p99 of a full cache", full)
+    record_property("p99", own)
+    assert own <= 1.5 * full
+    for name, traces in wrong_traces(rollouts).items():
+        if name in ("causal", "heads swapped"):
+            far = p99(replayed(traces, dtype))
+            record_property(name, far)
+            assert far > 3 * full, f"{name}: {far:.1e} against {full:.1e}"
+
+
+@pytest.mark.parametrize("policy_name", ["snapkv", "morphkv", "tova", "streaming"])
+def test_decisions_are_those_of_the_reference_engine(
+    policy_name: str,
+    open_engine: Callable,
+    policy_of: Callable,
+    folder: Path,
+    prompts: list,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable,
+) -> None:
+    """In float32 (Triton): where a sequence goes another way, the first decisions that differ were ties within TIE."""
+    policy = policy_of(policy_name, **BUDGET)
+    got = open_engine(policy, dtype="float32").generate(prompts, GREEDY)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    margins = []
+    for prompt, sampled in zip(prompts, got, strict=True):
+        alone, decisions = sample_alone(monkeypatch, model, policy, prompt, GREEDY)
+        if not same_decisions(alone, sampled):
+            margins.append(first_difference(alone, sampled, decisions, 0.0))
+    record_property("sequences that differ", len(margins))
+    record_property("greatest margin", max(margins, default=0.0))
+    assert max(margins, default=0.0) <= TIE
+
+
+# ---- how vLLM runs it -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernels", ["Flash", "Triton"])
+@pytest.mark.parametrize(("eager", "v2"), [(True, False), (False, True), (True, True)])
+def test_graphs_and_runners(
+    eager: bool,
+    v2: bool,
+    kernels: str,
+    open_engine: Callable,
+    policy_of: Callable,
+    prompts: list,
+    replayed: Callable,
+    record_property: Callable,
+) -> None:
+    """Piecewise graphs or none, the V1 or the V2 runner: the gap is that of V1 with graphs, prompts in chunks too."""
+    policy = policy_of("gkv", **BUDGET)
+    options = {"kernels": kernels, "max_num_batched_tokens": 256}
+    usual = p99(replayed(open_engine(policy, **options).generate(prompts, GREEDY), temperature=0.0))
+    engine = open_engine(policy, eager=eager, v2=v2, **options)
+    config = engine.llm.llm_engine.vllm_config
+    assert config.use_v2_model_runner is v2
+    assert config.compilation_config.cudagraph_mode.name == ("NONE" if eager else "PIECEWISE")
+    for _ in range(2):  # blocks that come round again, too
+        rollouts = engine.generate(prompts, GREEDY)
+        assert evicts(rollouts)
+        own = p99(replayed(rollouts, temperature=0.0))
+        record_property("p99", own)
+        assert own <= 1.5 * usual
+
+
+def test_blocks_are_freed(open_engine: Callable, policy_of: Callable, prompts: list) -> None:
+    """A pool that holds half of what a full cache takes runs all sequences at once, and is whole again at the end."""
+    engine = open_engine(policy_of("gkv", **BUDGET), max_batch=36, kv_cache_gb=0.02, max_prompt=450)
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    pool, size = scheduler.kv_cache_manager.block_pool, scheduler.block_size
+    free, least, step = pool.get_num_free_blocks(), [], engine.llm.llm_engine.step
+
+    def watched() -> Any:
+        outputs = step()
+        least.append((len(scheduler.running), pool.get_num_free_blocks()))
+        return outputs
+
+    engine.llm.llm_engine.step = watched
+    rollouts = engine.generate(prompts, replace(SAMPLED, max_tokens=500))
+    del engine.llm.llm_engine.step
+    tokens = sum(len(r.trace) for r in rollouts)
+    assert tokens > 1.5 * size * free
+    running, left = least[len(least) // 2]
+    assert running == len(rollouts) and free - left <= running * -(-80 // size)
+    assert pool.get_num_free_blocks() == free
+
+
+# ---- sleep ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_and_wake_up(level: int, open_engine: Callable, policy_of: Callable, folder: Path, prompts: list) -> None:
+    """Asleep, the memory is given back; awake again, the engine samples what it sampled, in graphs that it had."""
+    engine = open_engine(policy_of("gkv", **BUDGET), sleep_mode=True, kv_cache_gb=1.0)
+    wanted = engine.generate(prompts, GREEDY)
+    awake = torch.cuda.mem_get_info()[0]
+    engine.sleep(level)
+    assert torch.cuda.mem_get_info()[0] - awake >= 0.9 * 2**30
+    engine.wake_up(["weights"])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    if level == 2:
+        engine.load_weights(model.named_parameters())
+    engine.wake_up(["kv_cache"])
+    again = engine.generate(prompts, GREEDY)
+    assert [r.completion_ids for r in again] == [r.completion_ids for r in wanted]
+    assert all(torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in zip(again, wanted, strict=True))
+
+
+def test_an_engine_that_was_not_asked_to_sleep_does_not(open_engine: Callable, policy_of: Callable) -> None:
+    engine = open_engine(policy_of("gkv", **BUDGET))
+    engine.sleep()
+    engine.wake_up()
+    assert len(engine.generate([[5, 6, 7]], SamplingConfig(3, seed=0, ignore_eos=True))) == 1
+
+
+# ---- several GPUs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
+@pytest.mark.parametrize("policy_name", ["gkv", "tova"])
+def test_two_gpus(
+    policy_name: str,
+    open_engine: Callable,
+    policy_of: Callable,
+    prompts: list,
+    replayed: Callable,
+    record_property: Callable,
+) -> None:
+    """The heads of two tensor-parallel processes are put together in order: the gap is that of one GPU."""
+    policy = policy_of(policy_name, **BUDGET)
+    one = p99(replayed(open_engine(policy).generate(prompts, SAMPLED)))
+    rollouts = open_engine(policy, tensor_parallel=2).generate(prompts, SAMPLED)
+    two = p99(replayed(rollouts))
+    record_property("p99 on one GPU", one)
+    record_property("p99 on two", two)
+    assert evicts(rollouts) and two <= 1.5 * one
+    if policy_name == "tova":  # it keeps the same in every head: both processes must agree
+        assert all(torch.equal(r.trace.evict_at, r.trace.evict_at[:, :1].expand_as(r.trace.evict_at)) for r in rollouts)

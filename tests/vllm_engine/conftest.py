@@ -1,0 +1,149 @@
+"""The vLLM engine's tests: skipped where vLLM is not installed. Models have heads of 32, which its CPU kernel takes."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from judging import gap
+from ties import Decisions, check_same, sample_alone
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rollout import Rollout, SamplingConfig, make_engine
+from rollout.engine import Engine
+from sparse_rl.attention import replay_logprobs
+from sparse_rl.policies import Policy
+
+SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def vllm_is_here() -> Iterator[None]:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """What makes a tiny engine start quickly; and what vLLM leaves in the environment is not left to other tests."""
+    fast = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    with mock.patch.dict(os.environ, fast):
+        yield
+
+
+@cache
+def set_imports_aside() -> None:
+    """vLLM collects garbage six times per engine: 2 s over all that it has imported, 0.1 s over what is new."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def directory_of(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """directory_of(family, seed=0, **config) -> the directory of a tiny model, not to be changed."""
+
+    @cache
+    def make(family: str, seed: int = 0, **config: Any) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        new_model(family, seed=seed, **{**SIZES, **config}).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def loaded() -> Callable[[Path], PreTrainedModel]:
+    """loaded(folder) -> its model in float32, to replay with."""
+    return cache(lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+
+
+@pytest.fixture
+def open_engine(directory_of: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
+    """open_engine(policy, model="qwen2", **options) -> a vllm engine; the one before is closed, the last at the end."""
+    engines: list[Engine] = []
+
+    def close() -> None:
+        while engines:
+            with mock.patch.object(gc, "freeze"), mock.patch.object(gc, "unfreeze"):
+                engines.pop().close()
+            set_imports_aside()
+
+    def make(policy: Any, model: str | Path = "qwen2", **options: Any) -> Engine:
+        close()
+        folder = model if isinstance(model, Path) else directory_of(model)
+        defaults = {"kv_cache_gb": 0.03, "max_batch": 16, "max_model_len": 1024}
+        with mock.patch.object(gc, "freeze"), mock.patch.object(gc, "unfreeze"):
+            engines.append(make_engine("vllm", model=folder, policy=policy, **{**defaults, **options}))
+        return engines[-1]
+
+    yield make
+    close()
+
+
+@pytest.fixture(scope="session")
+def random_prompts() -> Callable[..., list[list[int]]]:
+    """random_prompts(lengths, seed=0) -> prompts of random tokens."""
+
+    def make(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randint(3, 64, (n,), generator=generator).tolist() for n in lengths]
+
+    return make
+
+
+@pytest.fixture
+def replay_gap(directory_of: Callable[..., Path], loaded: Callable) -> Callable[..., float]:
+    """replay_gap(rollouts, model="qwen2", temperature=1.0) -> max |log-prob - the engine's| under their traces."""
+
+    def measure(rollouts: Sequence[Rollout], model: str | Path = "qwen2", temperature: float = 1.0) -> float:
+        folder = model if isinstance(model, Path) else directory_of(model)
+        with torch.no_grad():
+            return gap(replay_logprobs(loaded(folder), rollouts, temperature, batch_size=1), rollouts)
+
+    return measure
+
+
+@pytest.fixture
+def agrees_with_hf(
+    directory_of: Callable[..., Path],
+    loaded: Callable,
+    replay_gap: Callable[..., float],
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable,
+) -> Callable[..., None]:
+    """agrees_with_hf(policy, prompts, sampling, {what: rollouts}, model="qwen2"): rollouts are those of hf.
+
+    The same tokens and evictions, but for ties, and a replay gap within 1e-5.
+    """
+
+    def check(
+        policy: Policy,
+        prompts: list[list[int]],
+        sampling: SamplingConfig,
+        sampled: dict[str, list[Rollout]],
+        model: str | Path = "qwen2",
+    ) -> None:
+        reference = loaded(model if isinstance(model, Path) else directory_of(model))
+        wanted = make_engine("hf", model=reference, policy=policy).generate(prompts, sampling)
+
+        def alone(i: int) -> tuple[Rollout, Decisions]:
+            return sample_alone(monkeypatch, reference, policy, prompts[i], sampling)
+
+        for what, rollouts in sampled.items():
+            record_property(f"{what}: ties", check_same(wanted, rollouts, alone, sampling.temperature, what))
+            assert [r.prompt_ids for r in rollouts] == [r.prompt_ids for r in wanted]
+            own = replay_gap(rollouts, model, sampling.temperature)
+            record_property(f"{what}: gap", own)
+            assert own <= 1e-5, what
+
+    return check

@@ -1,0 +1,299 @@
+"""The evicting backends for GPUs, without one: which of them is chosen, what is refused, and all but their kernels.
+
+vLLM's FlashAttention and Triton backends are Python around two kernels, the K/V write and the attention. With torch in
+their place, both run on the CPU: their metadata, their views of the cache and what is mixed into them are the real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rollout import SamplingConfig
+from rollout.vllm import compat
+
+LENGTHS = (5, 17, 33, 63, 64, 79, 80, 81, 130, 256, 450)
+GREEDY = SamplingConfig(80, temperature=0, ignore_eos=True)
+
+
+# ---- without their kernels ------------------------------------------------------------------------------------------
+
+
+def write(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, *_: Any) -> None:
+    """reshape_and_cache_flash: rows beyond the slots, and slots of -1, are padding."""
+    real, size = slot_mapping >= 0, key_cache.shape[1]
+    slots = slot_mapping[real]
+    for cache, new in ((key_cache, key), (value_cache, value)):
+        cache[slots // size, slots % size] = new[: len(slot_mapping)][real]
+
+
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    cu_seqlens_q: Any,
+    max_seqlen_q: int,
+    seqused_k: Any,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    block_table: Any,
+    **_: Any,
+) -> None:
+    """flash_attn_varlen_func and unified_attention: causal attention over a paged cache, a request at a time."""
+    assert causal and max_seqlen_q >= int(cu_seqlens_q.diff().max()) and max_seqlen_k >= int(seqused_k.max())
+    for i, held in enumerate(seqused_k.tolist()):
+        rows = slice(*cu_seqlens_q[i : i + 2].tolist())
+        blocks = block_table[i, : -(-held // k.shape[1])].long()
+        query, key, value = (
+            t.transpose(0, 1).double() for t in (q[rows], *(c[blocks].flatten(0, 1)[:held] for c in (k, v)))
+        )
+        mask = torch.arange(held) <= torch.arange(held - query.shape[1], held)[:, None]
+        attended = F.scaled_dot_product_attention(query, key, value, mask, scale=softmax_scale, enable_gqa=True)
+        out[rows] = attended.transpose(0, 1).to(out.dtype)
+
+
+@pytest.fixture
+def use_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """use_backend("Flash" | "Triton"): from here on vLLM's CPU platform has that backend, with torch's kernels."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends import flash_attn, triton_attn
+    from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum
+
+    compat.register()
+    monkeypatch.setattr(compat, "keys_are_transposed", lambda: False)
+    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda **_: 2)
+    monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", write, raising=False)
+    monkeypatch.setattr(flash_attn, "_FA4_DENSE_ATTENTION_KERNEL", attend)
+    monkeypatch.setattr(triton_attn, "triton_reshape_and_cache_flash", write)
+    monkeypatch.setattr(triton_attn, "unified_attention", attend)
+
+    def use(kernels: str) -> None:
+        path = f"rollout.vllm.backend_cuda.Evicting{kernels}Backend"
+        monkeypatch.setitem(_ATTN_OVERRIDES, AttentionBackendEnum.CPU_ATTN, path)
+
+    selector._cached_get_attn_backend.cache_clear()
+    yield use
+    selector._cached_get_attn_backend.cache_clear()
+
+
+@pytest.mark.parametrize("policy_name", ["gkv", "h2o"])
+@pytest.mark.parametrize("kernels", ["Flash", "Triton"])
+def test_all_but_the_kernels(
+    kernels: str,
+    policy_name: str,
+    use_backend: Callable,
+    open_engine: Callable,
+    policy_of: Callable,
+    random_prompts: Callable,
+    agrees_with_hf: Callable,
+) -> None:
+    """The same tokens, traces and log-probs as the reference engine and its replay, with prompts in chunks."""
+    use_backend(kernels)
+    policy, prompts = policy_of(policy_name, budget=64, window=8, period=16), random_prompts(LENGTHS)
+    engine = open_engine(policy, exact=False, max_num_batched_tokens=192)
+    rollouts = engine.generate(prompts, GREEDY)
+    layers = engine.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    assert {type(layer.impl).__name__ for layer in layers} == {f"Evicting{kernels}Impl"}
+    assert not compat.live_state().caches[0][0].is_contiguous()  # heads inside tokens, as on a GPU
+    agrees_with_hf(policy, prompts, GREEDY, {kernels: rollouts})
+
+
+# ---- which is chosen ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "dtype", "head_size", "chosen"),
+    [
+        ((9, 0), 3, torch.bfloat16, 128, "EvictingFlashBackend"),
+        ((8, 0), 2, torch.float16, 64, "EvictingFlashBackend"),
+        ((9, 0), 3, torch.float32, 128, "EvictingTritonBackend"),
+        ((7, 5), 2, torch.float16, 128, "EvictingTritonBackend"),
+        ((8, 0), None, torch.bfloat16, 128, "EvictingTritonBackend"),
+        ((8, 0), 2, torch.bfloat16, 100, "EvictingTritonBackend"),
+        ((8, 0), 2, torch.bfloat16, 20, None),
+    ],
+)
+def test_the_kernels_that_are_chosen(
+    capability: tuple, version: int | None, dtype: Any, head_size: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from rollout.vllm import backend_cuda
+
+    monkeypatch.setattr(backend_cuda, "get_flash_attn_version", lambda: version)
+    asked = AttentionSelectorConfig(head_size, dtype, "auto", None, use_kv_connector=True)
+    backend = backend_cuda.EvictingBackend
+    reasons = backend.validate_configuration(device_capability=DeviceCapability(*capability), **asked._asdict())
+    assert (reasons == []) is (chosen is not None)
+    if chosen:
+        assert resolve_obj_by_qualname(".".join(backend.full_cls_name())).__name__ == chosen
+
+
+@pytest.mark.parametrize("kernels", ["Flash", "Triton"])
+def test_what_vllm_must_not_do_behind_our_back(kernels: str) -> None:
+    """No graph of a whole forward, no cascade, no metadata with logical slots; the K/V write is reached, and ours."""
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from rollout.vllm import backend_cuda
+
+    backend = getattr(backend_cuda, f"Evicting{kernels}Backend")
+    builder = backend.get_builder_cls()
+    assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.NEVER
+    assert not builder.supports_update_block_table and not builder.use_cascade_attention(None)
+    assert not backend.forward_includes_kv_cache_update
+    assert backend.get_impl_cls().do_kv_cache_update is backend_cuda.EvictingImpl.do_kv_cache_update
+    assert AttentionBackendEnum[backend.get_name()] in (
+        AttentionBackendEnum.FLASH_ATTN,
+        AttentionBackendEnum.TRITON_ATTN,
+    )
+
+
+def test_the_arguments_for_a_gpu(policy_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM takes them, and leaves the K/V write out of its graphs; a full cache has vLLM's own backends and graphs."""
+    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+
+    monkeypatch.setattr(compat, "on_cpu", lambda: False)
+    arguments = compat.engine_arguments(policy_of("gkv", budget=64), dtype="bfloat16", record=True)
+    assert arguments["attention_backend"] == "CUSTOM" and not arguments["async_scheduling"]
+    compilation = CompilationConfig(**arguments["compilation_config"])
+    assert compilation.cudagraph_mode is CUDAGraphMode.PIECEWISE and not compilation.pass_config.fuse_rope_kvcache
+    compilation.mode = CompilationMode.VLLM_COMPILE
+    compilation.set_splitting_ops_for_v1("allgather_reducescatter")
+    assert "vllm::unified_kv_cache_update" in compilation.splitting_ops
+    full = compat.engine_arguments(policy_of("full"), dtype="bfloat16", record=True)
+    assert not {"attention_backend", "compilation_config", "kv_transfer_config"} & set(full)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def configuration(**changes: Any) -> Any:
+    """A vLLM configuration under which eviction works on a GPU, with changes by dotted name."""
+    from vllm.config import CompilationConfig
+
+    compilation = CompilationConfig(cudagraph_mode="PIECEWISE", splitting_ops=["vllm::unified_kv_cache_update"])
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            use_mla=False, is_hybrid=False, is_encoder_decoder=False, get_total_num_kv_heads=lambda: 8
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=False, cache_dtype="auto"),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=4,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            use_ubatching=False,
+        ),
+        scheduler_config=SimpleNamespace(async_scheduling=False, scheduler_reserve_full_isl=True),
+        kv_transfer_config=SimpleNamespace(kv_connector="TraceConnector"),
+        speculative_config=None,
+        compilation_config=compilation,
+    )
+    for name, value in changes.items():
+        part, _, key = name.partition(".")
+        setattr(getattr(config, part) if key else config, key or part, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("cache_config.enable_prefix_caching", True, "prefix caching"),
+        ("cache_config.cache_dtype", "fp8", "quantized cache"),
+        ("speculative_config", object(), "speculative decoding"),
+        ("scheduler_config.async_scheduling", True, "asynchronous scheduling"),
+        ("scheduler_config.scheduler_reserve_full_isl", False, "scheduler-reserve-full-isl"),
+        ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
+        ("parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
+        ("parallel_config.use_ubatching", True, "micro-batches"),
+        ("parallel_config.tensor_parallel_size", 16, "kv heads"),
+        ("model_config.use_mla", True, "MLA"),
+        ("model_config.is_hybrid", True, "hybrid"),
+        ("model_config.is_encoder_decoder", True, "encoder-decoder"),
+        ("kv_transfer_config", None, "TraceConnector"),
+        ("kv_transfer_config.kv_connector", "MultiConnector", "TraceConnector"),
+        ("compilation_config.cudagraph_mode", "FULL_AND_PIECEWISE", "whole forwards"),
+        ("compilation_config.splitting_ops", ["vllm::unified_attention_with_output"], "K/V write inside CUDA graphs"),
+    ],
+)
+def test_configurations_that_are_refused(name: str, value: Any, message: str) -> None:
+    from vllm.config import CUDAGraphMode
+
+    compat.refuse_unsupported(configuration())
+    value = CUDAGraphMode[value] if name.endswith("cudagraph_mode") else value
+    with pytest.raises(ValueError, match=f"vLLM cannot evict .*{message}"):
+        compat.refuse_unsupported(configuration(**{name: value}))
+
+
+def test_breakable_graphs_are_refused_and_eager_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+    from vllm.config import CUDAGraphMode
+
+    monkeypatch.setattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", True, raising=False)
+    with pytest.raises(ValueError, match="breakable CUDA graphs"):
+        compat.refuse_unsupported(configuration())
+    eager = {"compilation_config.cudagraph_mode": CUDAGraphMode.NONE, "compilation_config.splitting_ops": []}
+    compat.refuse_unsupported(configuration(**eager))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("sliding_window", (127, 0), "a sliding window"),
+        ("sliding_window", 127, "a sliding window"),
+        ("alibi_slopes", torch.ones(4), "ALiBi"),
+        ("sinks", torch.ones(4), "attention sinks"),
+        ("logits_soft_cap", 50.0, "soft-capped logits"),
+        ("kv_sharing_target_layer_name", "model.layers.0", "keys and values of another layer"),
+        ("attn_type", "encoder_only", "encoder_only attention"),
+    ],
+)
+def test_layers_that_are_refused(name: str, value: Any, message: str) -> None:
+    plain = {
+        "sliding_window": (-1, -1),
+        "alibi_slopes": None,
+        "sinks": None,
+        "logits_soft_cap": 0,
+        "kv_sharing_target_layer_name": None,
+        "attn_type": "decoder",
+    }
+    compat.refuse_layer(SimpleNamespace(**plain))
+    with pytest.raises(ValueError, match=message):
+        compat.refuse_layer(SimpleNamespace(**{**plain, name: value}))
+
+
+def test_caches_that_are_refused() -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
+
+    from rollout.vllm.spec import EvictingSpec
+
+    plain = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    compat.refuse_spec(FullAttentionSpec(**plain))
+    for spec, message in (
+        (SlidingWindowSpec(**plain, sliding_window=128), "SlidingWindowSpec"),
+        (FullAttentionSpec(**plain, head_size_v=32), "FullAttentionSpec"),
+        (FullAttentionSpec(**plain, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR), "quantized cache"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compat.refuse_spec(spec)
+
+    ours = SimpleNamespace(kv_cache_spec=EvictingSpec(**plain, policy="{}"))
+    theirs = SimpleNamespace(kv_cache_spec=FullAttentionSpec(**plain))
+    whole, split = torch.empty(8, 2, 16, 128), torch.empty(16, 2, 8, 128)
+    compat.refuse_cache(SimpleNamespace(kv_cache_groups=[ours], num_blocks=8), {"a": whole})
+    with pytest.raises(ValueError, match="split blocks; set block_size to the kernel's 8"):
+        compat.refuse_cache(SimpleNamespace(kv_cache_groups=[ours], num_blocks=8), {"a": split})
+    for groups in ([theirs], [ours, theirs], []):
+        with pytest.raises(ValueError, match="attention backend is not ours"):
+            compat.refuse_cache(SimpleNamespace(kv_cache_groups=groups, num_blocks=8))

@@ -1,0 +1,393 @@
+"""The cache as FlashAttention and Triton lay it out, on the CPU and without an engine.
+
+Where keys and values stand; and CacheState on such a cache, against dictionaries that say what every slot must hold.
+Random requests come and go, are prefilled in chunks, share a pool of blocks and compact many times. Everything in the
+cache that is nobody's is NaN, as it may be after a sleep.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_rl.policies import Entries, Policy
+
+LAYERS, HEADS, GROUP, DIM, SIZE, BLOCKS, ROWS = 2, 2, 2, 4, 4, 40, 5
+NAMES = [f"model.layers.{i}.attn" for i in range(LAYERS)]
+MEMORY_ORDERS = ("LBNHC", "LBHNC", "BLHNC")  # of vLLM; the first is its default on GPUs
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+def allocate(order: str, blocks: int = BLOCKS) -> dict[str, torch.Tensor]:
+    """What vLLM's model runners register: per layer [blocks, Hkv, block size, 2 D], all of it NaN."""
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheLayout,
+        KVCacheTensor,
+        compute_layout_strides,
+    )
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16)
+    layout = KVCacheLayout[order]
+    layer_stride, block_stride, *_ = compute_layout_strides(spec, blocks, LAYERS, layout)
+    tensor = KVCacheTensor(LAYERS * blocks * spec.page_size_bytes, NAMES, layer_stride, block_stride)
+    config = KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(NAMES, spec)])
+    caches = allocate_kv_cache(config, torch.device("cpu"), layout, [SIZE])
+    for cache in caches.values():
+        cache.fill_(float("nan"))
+    return caches
+
+
+def stock_views(cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Keys and values [blocks, block size, Hkv, D], by the words of do_kv_cache_update in FlashAttention and Triton."""
+    return cache.transpose(1, 2).split(DIM, dim=-1)
+
+
+@pytest.mark.parametrize("order", MEMORY_ORDERS)
+def test_keys_and_values_are_where_the_kernels_write_them(order: str) -> None:
+    from rollout.vllm import compat
+
+    for cache in allocate(order).values():
+        stock = stock_views(cache)
+        ours = compat.key_value_views(cache, transposed=False)
+        for written, read in zip(stock, ours, strict=True):
+            written.copy_(torch.arange(written.numel()).view(written.shape))
+            assert read.shape == (BLOCKS, HEADS, SIZE, DIM)
+            assert torch.equal(read.transpose(1, 2), written)
+            assert (read.data_ptr(), read.transpose(1, 2).stride()) == (written.data_ptr(), written.stride())
+        assert not bool(cache.isnan().any())
+
+
+def test_transposed_keys_on_the_cpu() -> None:
+    from rollout.vllm import compat
+
+    cache = torch.arange(3 * HEADS * SIZE * 2 * DIM).view(3, HEADS, SIZE, 2 * DIM)
+    keys, values = compat.key_value_views(cache, transposed=True)
+    flat = cache.flatten(2)
+    for place in range(SIZE):
+        for dim in range(DIM):
+            assert torch.equal(keys[:, :, place, dim], flat[:, :, dim * SIZE + place])
+            assert torch.equal(values[:, :, place, dim], flat[:, :, SIZE * DIM + place * DIM + dim])
+
+
+# ---- what is compared -----------------------------------------------------------------------------------------------
+
+
+class Arithmetic(Policy):
+    """All that a policy may look at counts, in whole numbers: ties are common, and nothing is ever rounded."""
+
+    name = "arithmetic"
+    initial_state = {"history": -1.0, "mass": 0.0}
+    every_query = True
+    score_reads = ("keys", "values")
+
+    @property
+    def last_queries(self) -> int:
+        return self.window
+
+    def observe(self, layer: int, entries: Entries, queries: torch.Tensor, query_positions: torch.Tensor) -> None:
+        assert entries.keys is not None
+        content = queries.float().unflatten(1, (HEADS, GROUP)).sum((2, 4))
+        real = (query_positions < entries.seen[:, None])[:, None, :, None]
+        sees = real & (query_positions[:, None, :, None] >= entries.positions[:, :, None])
+        entries.state["mass"] += (content[..., None] * sees).sum(2) * entries.keys[..., 0].float()
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        assert entries.keys is not None and entries.values is not None and entries.queries is not None
+        total = entries.queries.float().unflatten(1, (HEADS, GROUP)).sum((2, 3))
+        score = (entries.keys.float() * total[:, :, None]).sum(-1) + entries.values.float().sum(-1)
+        score = score + entries.state["mass"] + 3 * entries.state["history"].clamp(min=0)
+        competing = entries.competing(self.sinks, self.window)
+        entries.state["history"] = torch.where(competing, score.remainder(7), -1.0)
+        return score.remainder(5)
+
+
+@dataclass
+class Entry:
+    """What a slot must hold."""
+
+    key: list[int]
+    value: list[int]
+    history: int = -1
+    mass: int = 0
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence: its keys, values and queries [L, tokens, heads, D], and what its cache must hold."""
+
+    prompt: int
+    total: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor
+    seen: int = 0
+    blocks: list[int] = field(default_factory=list)
+    held: list[list[dict[int, Entry]]] = field(default_factory=lambda: [[{} for _ in range(HEADS)] for _ in NAMES])
+    dropped: list[list[list[int]]] = field(default_factory=list)
+
+    @classmethod
+    def random(cls, rng: random.Random, peak: int) -> Request:
+        prompt = rng.choice([1, 3, peak - 1, peak, peak + 1, rng.randint(1, 3 * peak)])
+        total = prompt + rng.randint(1, 3 * peak)
+        generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        kv = [torch.randint(-2, 3, (LAYERS, total, HEADS, DIM), generator=generator) for _ in range(2)]
+        return cls(prompt, total, *kv, torch.randint(-2, 3, (LAYERS, total, HEADS * GROUP, DIM), generator=generator))
+
+    def feed(self, tokens: int) -> None:
+        """The tokens that come next are written, and their queries observed."""
+        for layer, heads in enumerate(self.held):
+            for head, entries in enumerate(heads):
+                for t in range(self.seen, self.seen + tokens):
+                    entries[t] = Entry(self.keys[layer, t, head].tolist(), self.values[layer, t, head].tolist())
+                    content = int(self.queries[layer, t, head * GROUP : (head + 1) * GROUP].sum())
+                    for entry in entries.values():
+                        entry.mass += content * entry.key[0]
+        self.seen += tokens
+
+    def compact(self, policy: Policy) -> None:
+        self.dropped = []
+        for layer, heads in enumerate(self.held):
+            self.dropped.append([])
+            for head, entries in enumerate(heads):
+                group = slice(head * GROUP, (head + 1) * GROUP)
+                query = self.queries[layer, self.seen - policy.window : self.seen, group].sum((0, 1)).tolist()
+                competing = [t for t in sorted(entries) if policy.sinks <= t < self.seen - policy.window]
+                worth = {}
+                for t in competing:
+                    entry = entries[t]
+                    score = sum(k * q for k, q in zip(entry.key, query, strict=True)) + sum(entry.value)
+                    score += entry.mass + 3 * max(entry.history, 0)
+                    worth[t], entry.history = score % 5, score % 7
+                for t in set(entries) - set(competing):
+                    entries[t].history = -1
+                best = sorted(competing, key=lambda t: (-worth[t], t))
+                room = policy.budget - (len(entries) - len(competing))
+                self.dropped[-1].append(sorted(best[room:]))
+                for t in best[room:]:
+                    del entries[t]
+
+
+class Pool:
+    """Requests over one cache. Blocks are shared out as spec.py does, and CacheState does what each step asks of it."""
+
+    def __init__(self, order: str, v2_runner: bool, seed: int) -> None:
+        from rollout.vllm.compat import CacheConfig
+        from rollout.vllm.state import CacheState
+
+        rng = self.rng = random.Random(seed)
+        self.v2_runner = v2_runner
+        window = rng.choice([1, 2, 3])
+        budget, sinks, period = rng.randint(window + 2, 14), rng.choice([0, 1]), rng.choice([1, 3, 6])
+        self.policy = Arithmetic(budget, sinks=sinks, window=window, period=period)
+        self.peak: int = self.policy.peak_entries  # type: ignore[assignment]
+        self.caches = allocate(order)
+        config = CacheConfig(self.policy, record=True, max_prompt=None, exact=False)
+        vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=ROWS), model_config=SimpleNamespace(dtype=torch.bfloat16)
+        )
+        self.state = CacheState(vllm_config, config, self.caches)
+        for beside in (self.state.positions, self.state.state["history"], self.state.state["mass"]):
+            beside.fill_(-77)
+        self.free = list(range(1, BLOCKS))
+        rng.shuffle(self.free)
+        self.waiting = [Request.random(rng, self.peak) for _ in range(9)]
+        self.running: list[Request] = []
+        self.ended: list[int] = []
+        self.compactions = 0
+
+    def run(self) -> None:
+        while self.waiting or self.running:
+            self.step()
+
+    def step(self) -> None:
+        rng, state = self.rng, self.state
+        begun = []
+        while self.waiting and len(self.running) < ROWS and rng.random() < 0.6 and self.fits(self.waiting[0]):
+            begun.append(self.waiting.pop(0))
+            self.running.append(begun[-1])
+        batch = [r for r in self.running if r in begun or rng.random() < 0.8]
+        rng.shuffle(batch)
+        if not batch:
+            return
+        counts = [1 if r.seen >= r.prompt else rng.randint(1, r.prompt - r.seen) for r in batch]
+        for r, count in zip(batch, counts, strict=True):
+            r.blocks += [self.free.pop() for _ in range(self.blocks(r, r.seen + count) - len(r.blocks))]
+        mine = sorted({b for r in batch for b in r.blocks})
+        others = [b for b in range(BLOCKS) if b not in mine]
+        before = self.bits(others)
+
+        requests = [(r.blocks[0], r.prompt) for r in begun]
+        if not self.v2_runner:
+            state.begin(self.ended, requests)
+        starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        seen = torch.tensor([r.seen + c for r, c in zip(batch, counts, strict=True)], dtype=torch.int32)
+        plan = state.make_plan(self.table(batch), seen, starts, starts)
+        if self.v2_runner:
+            state.begin(self.ended, requests)
+        self.ended = []
+        tokens = [(r, t) for r, c in zip(batch, counts, strict=True) for t in range(r.seen, r.seen + c)]
+        for layer, name in enumerate(NAMES):
+            for view, rows in zip(stock_views(self.caches[name]), ("keys", "values"), strict=True):
+                new = torch.stack([getattr(r, rows)[layer, t] for r, t in tokens])
+                view[plan.slots // SIZE, plan.slots % SIZE] = new.bfloat16()
+            query = torch.stack([r.queries[layer, t] for r, t in tokens]).bfloat16()
+            state.after_layer(name, torch.cat([query, query.new_full((3, *query.shape[1:]), torch.nan)]))  # padded
+        assert max(plan.lengths.tolist()) <= state.longest(int(seen.max()), max(counts))
+        for r, count, length in zip(batch, counts, plan.lengths.tolist(), strict=True):
+            r.feed(count)
+            self.check(r, length)
+
+        self.compact([r for r in batch if self.policy.compacts(r.prompt, r.seen)])
+        for r in batch:
+            self.check(r, self.policy.physical_length(r.prompt, r.seen))
+        for ours, theirs in zip(before, self.bits(others), strict=True):
+            assert torch.equal(ours, theirs), "a block of another request, or of nobody, was written"
+        self.release(batch)
+
+    def compact(self, due: list[Request]) -> None:
+        from rollout.vllm.connector import Due
+
+        at = {str(i): r for i, r in enumerate(due)}
+        peak = self.peak
+        self.state.compact(
+            [Due(i, r.blocks[0], r.seen, r.seen if r.seen <= max(r.prompt, peak) else peak) for i, r in at.items()]
+        )
+        for r in due:
+            r.compact(self.policy)
+        recorded = 0
+        for dropped in self.state.take_record():
+            for row, (i, seen) in enumerate(zip(dropped.request_ids, dropped.at, strict=True)):
+                positions = dropped.positions[:, row, :, : dropped.counts[row]].tolist()
+                assert seen == at[i].seen
+                assert [[sorted(head) for head in layer] for layer in positions] == at[i].dropped
+                recorded += 1
+        assert recorded == len(due)
+        self.compactions += len(due)
+
+    def check(self, r: Request, length: int) -> None:
+        """The first `length` slots of a request hold what they must, each position's rows together."""
+        slots = torch.tensor(r.blocks).repeat_interleave(SIZE)[:length], torch.arange(length) % SIZE
+        for layer, name in enumerate(NAMES):
+            keys, values = (view[slots].tolist() for view in stock_views(self.caches[name]))
+            for head in range(HEADS):
+                at = (slots[0], head, slots[1])
+                positions = self.state.positions[layer][at].tolist()
+                history, mass = (self.state.state[n][layer][at].tolist() for n in ("history", "mass"))
+                rows = zip(positions, keys, values, history, mass, strict=True)
+                found = {p: Entry(k[head], v[head], h, m) for p, k, v, h, m in rows}
+                assert len(found) == length
+                assert found == r.held[layer][head]
+
+    def bits(self, blocks: list[int]) -> list[torch.Tensor]:
+        """These blocks of the cache and of what stands beside it, to the bit."""
+        beside = [self.state.positions, *self.state.state.values()]
+        tensors = [*self.caches.values(), *(layer for tensor in beside for layer in tensor)]
+        return [t[blocks].view(BITS[t.element_size()]) for t in tensors]
+
+    def table(self, batch: list[Request]) -> torch.Tensor:
+        """Behind its own blocks a request has those of others, as vLLM leaves them there."""
+        table = torch.tensor([[self.rng.randrange(BLOCKS) for _ in range(30)] for _ in batch], dtype=torch.int32)
+        for row, r in zip(table, batch, strict=True):
+            row[: len(r.blocks)] = torch.tensor(r.blocks)
+        return table
+
+    def blocks(self, r: Request, tokens: int) -> int:
+        compacted = r.seen >= max(r.prompt, self.peak)
+        return max(len(r.blocks), -(-min(tokens, self.peak if compacted else max(r.prompt, self.peak)) // SIZE))
+
+    def fits(self, new: Request) -> bool:
+        claims = [-(-max(r.prompt, self.peak) // SIZE) - len(r.blocks) for r in [*self.running, new]]
+        return sum(max(0, c) for c in claims) <= len(self.free)
+
+    def release(self, batch: list[Request]) -> None:
+        for r in batch:
+            if r.seen == r.total:
+                self.ended.append(r.blocks[0])
+                self.running.remove(r)
+            keep = 0 if r.seen == r.total else -(-self.peak // SIZE)
+            if r.seen >= max(r.prompt, self.peak) or not keep:
+                self.free += r.blocks[keep:]
+                del r.blocks[keep:]
+        self.rng.shuffle(self.free)
+
+
+@pytest.fixture(autouse=True)
+def cuda_layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from rollout.vllm import compat
+
+    layer = SimpleNamespace(impl=SimpleNamespace(scale=1.0), num_heads=HEADS * GROUP)
+    monkeypatch.setattr(compat, "keys_are_transposed", lambda: False)
+    monkeypatch.setattr(compat, "attention_layers", lambda config, names: {name: layer for name in names})
+    yield
+
+
+@pytest.mark.parametrize("v2_runner", [False, True])
+@pytest.mark.parametrize("order", MEMORY_ORDERS)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_slot_holds_what_it_must(seed: int, order: str, v2_runner: bool) -> None:
+    pool = Pool(order, v2_runner, seed)
+    pool.run()
+    assert pool.compactions > 9
+    assert sorted(pool.free) == list(range(1, BLOCKS))
+
+
+def rolled_heads(state: Any) -> None:
+    pick = state._pick
+    state._pick = lambda paged, blocks, slots: pick(paged, blocks, slots).roll(1, dims=1)
+
+
+def unsorted_entries(state: Any) -> None:
+    entries = state._entries
+    state._entries = lambda layer, group, order, **k: entries(
+        layer, group, order.flip(-1) if k["queries"] else None, **k
+    )
+
+
+def one_row_of_queries(state: Any) -> None:
+    begin = state.begin
+
+    def wrong(*args: Any) -> None:
+        begin(*args)
+        state.row.zero_()
+
+    state.begin = wrong
+
+
+def rows_of_the_plan(state: Any) -> None:
+    """What V1 alone would forgive: rows that are known when the plan is made."""
+    make_plan, after_layer = state.make_plan, state.after_layer
+
+    def early(*args: Any) -> Any:
+        state.known = state.row.clone()
+        return make_plan(*args)
+
+    def stale(*args: Any) -> None:
+        state.row, now = state.known, state.row
+        after_layer(*args)
+        state.row = now
+
+    state.make_plan, state.after_layer = early, stale
+
+
+def padding_written(state: Any) -> None:
+    state._real = lambda group: torch.ones(group.blocks.shape, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "sabotage", [rolled_heads, unsorted_entries, one_row_of_queries, rows_of_the_plan, padding_written]
+)
+def test_what_is_wrong_shows(sabotage: Callable[[Any], None]) -> None:
+    pool = Pool(MEMORY_ORDERS[0], True, 0)
+    sabotage(pool.state)
+    with pytest.raises(AssertionError):
+        pool.run()

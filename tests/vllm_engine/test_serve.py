@@ -1,0 +1,465 @@
+"""`sparse-rl serve`: the tokens of the engine over HTTP, few cache blocks, no way to break it, and a clean end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from openai import OpenAI
+
+from rollout import SamplingConfig, make_engine
+from rollout.vllm import serve
+from sparse_rl.cli import parse
+from sparse_rl.console import Session, guarded
+from sparse_rl.models import save_policy
+from sparse_rl.policies import make_policy
+from sparse_rl.running_sum import EOS_ID, build_tokenizer
+
+POLICY = {"policy": "gkv", "budget": 48, "window": 8, "period": 16}
+PEAK, BLOCK = 64, 32
+POOL_GB = 0.005  # 160 blocks
+START = 240  # seconds: half a minute alone, minutes beside other tests
+
+
+@pytest.fixture(scope="session")
+def model(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model as training leaves it: with its tokenizer and its policy."""
+    folder = tmp_path_factory.mktemp("trained")
+    sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
+    new_model("qwen3", **sizes, eos_token_id=EOS_ID).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    save_policy(folder, make_policy(POLICY))
+    return folder
+
+
+# ---- before anything is loaded --------------------------------------------------------------------------------------
+
+
+def run(*words: Any) -> int:
+    try:
+        options = parse(["serve", *map(str, words)])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return guarded(lambda: options.work(options, Session()), Session())
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The command lines that a command would become."""
+    found: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, words: found.append(words))
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["./nowhere"], "./nowhere is neither a model directory nor a hub name"),
+        (["empty"], "empty is not a model directory: it has no config.json"),
+        (["mute"], "mute has no tokenizer; copy one there"),
+        (["garbled"], "garbled has no tokenizer that can be read"),
+        (["small-heads"], "vLLM on a CPU cannot run head size 8"),
+        (["MODEL", "--cache", "policy=gvk,budget=48"], "--cache: unknown cache policy 'gvk' (did you mean 'gkv'?)"),
+        (["MODEL", "--cache", "budgte=48"], "--cache: cache policy 'gkv' has no parameter 'budgte' (did you mean"),
+        (["MODEL", "--cache", "policy=gkv"], "--cache: cache policy 'gkv' needs a budget"),
+        (["MODEL", "--cache", "budget=4"], "--cache: gkv: budget 4 must exceed window 8"),
+        (["MODEL", "--cache", "budget"], "'budget' is not of the form key=value"),
+        (["bare", "--cache", "budget=48"], "--cache: bare carries no policy to change; name one"),
+        (["broken"], "cache_policy.json cannot be used"),
+        (["MODEL", "--max-model-len", "4096"], "--max-model-len: 4096 is more than the model's context, 2048"),
+        (["MODEL", "--max-model-len", "2048", "--kv-cache-gb", "0.001"], "a prompt of 2048 tokens takes 0.00"),
+        (["MODEL", "--kv-cache-gb", "0"], "expected a number > 0, got '0'"),
+        (["MODEL", "--max-batch", "0"], "expected a whole number >= 1"),
+        (["MODEL", "--port", "70000"], "--port: 70000 is not a port"),
+        (["MODEL", "--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
+        (["MODEL", "--tensor-parallel-size", "2"], "unrecognised argument '--tensor-parallel-size'"),
+        ([], "the following arguments are required: MODEL"),
+    ],
+)
+def test_what_a_user_can_get_wrong_is_one_line_and_status_2(
+    words: list[str],
+    says: str,
+    model: Path,
+    new_model: Callable,
+    tmp_path: Path,
+    started: list,
+    capfd: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for name in ("mute", "garbled", "bare", "broken", "small-heads"):
+        (tmp_path / name).mkdir()
+        for file in model.iterdir():
+            if file.name != "cache_policy.json" and not (name == "mute" and "token" in file.name):
+                (tmp_path / name / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "garbled" / "tokenizer.json").write_text("{")
+    (tmp_path / "broken" / "cache_policy.json").write_text('{"format_version": 1, "policy": "gkv"}')
+    new_model("qwen3").config.save_pretrained(tmp_path / "small-heads")
+    capfd.readouterr()
+    assert run(*(model if word == "MODEL" else word for word in words)) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and len(err.splitlines()) == 1, err
+    assert err.startswith("sparse-rl: error: ") and says in err
+    assert not started
+
+
+def test_without_vllm_the_extra_is_named(
+    model: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
+    assert run(model) == 2
+    assert 'serving needs vLLM, which is not installed: pip install "sparse-rl[vllm]"' in capfd.readouterr().err
+
+
+def test_a_plugin_that_vllm_would_not_find(
+    model: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "PLUGIN", "another")
+    assert run(model) == 2
+    assert "sparse-rl is not installed, so vLLM would not find its plugin" in capfd.readouterr().err
+
+
+def test_a_port_in_use(model: Path, started: list, capfd: pytest.CaptureFixture) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert run(model, "--port", other.getsockname()[1]) == 2
+    assert re.search(r"cannot listen on 127.0.0.1, port \d+: address already in use", capfd.readouterr().err)
+    assert not started
+
+
+@pytest.mark.parametrize(
+    ("cache", "budget", "says"),
+    [
+        ([], 48, "of the model"),
+        (["budget=32"], 32, "as given"),
+        (["budget=32,window=4", "period=8"], 32, "as given"),
+        (["policy=streaming,budget=32"], 32, "as given"),
+    ],
+)
+def test_the_policy_is_the_models_unless_another_is_given(
+    cache: list[str], budget: int, says: str, model: Path
+) -> None:
+    policy, source = serve.choose_policy(str(model), cache)
+    assert source == says and policy.budget == budget
+    if len(cache) == 2:
+        assert (policy.name, policy.window, policy.period) == ("gkv", 4, 8)  # type: ignore[attr-defined]
+    elif cache and "policy" in cache[0]:
+        assert policy.name == "streaming"
+    else:
+        assert policy.parameters() == {**make_policy(POLICY).parameters(), "budget": budget}
+
+
+def test_without_a_policy_the_cache_is_full(tmp_path: Path) -> None:
+    policy, source = serve.choose_policy(str(tmp_path), [])
+    assert policy.name == "full" and source == "the model carries no policy"
+
+
+def test_the_command_becomes_vllms_server(
+    model: Path, started: list, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    run(model, "--port", free_port(), "--", "--max-num-batched-tokens", "256")
+    (words,) = started
+    assert words[:4] == [sys.executable, "-P", "-c", serve.PROGRAM]
+    assert words[-3:] == ["--", "--max-num-batched-tokens", "256"]
+    assert words[words.index("--dtype") + 1] == "float32"  # as it was trained, on a CPU
+    assert words[words.index("--kv-cache-memory-bytes") + 1] == str(2**30)
+    assert os.environ["VLLM_PLUGINS"] == "other,sparse_rl"
+    assert "cache: gkv(budget=48" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_vllm_reads_the_arguments_and_eviction_keeps_its_own(
+    model: Path, started: list, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.entrypoints.launchers.api_server import entry
+
+    seen: list[Any] = []
+    monkeypatch.setattr(entry, "run_server", lambda given, **_: seen.append(given))
+    monkeypatch.setattr("uvloop.run", lambda _: None)
+    run(model, "--port", free_port(), "--max-batch", 7)
+    ours = started[0][4:]
+    assert serve.main([*ours, "--max-num-batched-tokens", "256"]) == 0
+    given = seen[0]
+    assert (given.max_num_seqs, given.max_model_len, given.max_num_batched_tokens) == (7, -1, 256)
+    assert given.enable_prefix_caching is False and given.async_scheduling is False and given.enforce_eager is True
+    assert given.kv_transfer_config.kv_connector == "TraceConnector"
+    assert given.additional_config["sparse_rl"]["record"] is False
+    for further, says in (
+        (["--enable-prefix-caching"], "--enable-prefix-caching cannot be chosen where the cache evicts"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype cannot be chosen where the cache evicts"),
+        (["--pipeline-parallel-size=2"], "--pipeline-parallel-size cannot be chosen where the cache evicts"),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["word"], "'word' is not a flag"),
+    ):
+        capfd.readouterr()
+        assert serve.main([*ours, *further]) == 2
+        err = capfd.readouterr().err
+        assert err.startswith(f"sparse-rl: error: {says}") and len(err.splitlines()) == 1
+    run(model, "--port", free_port(), "--cache", "policy=full")
+    assert serve.main([*started[1][4:], "--enable-prefix-caching"]) == 0  # nothing speaks against it
+    assert len(seen) == 2 and seen[1].enable_prefix_caching is True
+
+
+# ---- a server -------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """`sparse-rl serve` in a process of its own, with its log in a file."""
+
+    def __init__(self, model: Path, folder: Path, *words: str) -> None:
+        self.model, self.port, self.log = str(model), free_port(), folder / "server.log"
+        command = [sys.executable, "-m", "sparse_rl.cli", "serve", self.model, "--port", str(self.port), *words]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+        environment = {k: v for k, v in environment.items() if not k.startswith("VLLM_")}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, cwd=folder, start_new_session=True
+            )
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
+
+    def wait(self) -> None:
+        until = time.monotonic() + START
+        while time.monotonic() < until:
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.2)
+        raise TimeoutError(self.log.read_text())
+
+    def family(self) -> list[psutil.Process]:
+        own = psutil.Process(self.process.pid)
+        return [own, *own.children(recursive=True)]
+
+    def end(self, how: signal.Signals, seconds: float = 30) -> int:
+        """The exit status; whatever it had started has to be gone, too."""
+        family = self.family()
+        os.kill(self.process.pid, how)
+        try:
+            status = self.process.wait(seconds)
+            until = time.monotonic() + seconds
+            while left := [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+                assert time.monotonic() < until, left
+                time.sleep(0.1)
+        finally:
+            for process in family:
+                if process.is_running():
+                    process.kill()
+        return status
+
+    def complete(self, prompt: list[int], tokens: int, **more: Any) -> Any:
+        extra = {"return_token_ids": True, "ignore_eos": True, **more.pop("extra_body", {})}
+        return self.client.completions.create(
+            model=self.model, prompt=prompt, max_tokens=tokens, **{"temperature": 0, **more}, extra_body=extra
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """vLLM's metrics, without their labels; `blocks` is the size of the pool."""
+        text = httpx.get(f"{self.url}/metrics").text
+        found = {name: float(value) for name, value in re.findall(r"^vllm:(\w+)\{.*\} (\S+)$", text, re.MULTILINE)}
+        match = re.search(r'num_gpu_blocks="(\d+)"', text)
+        assert match
+        return {**found, "blocks": int(match[1])}
+
+
+class Watch(threading.Thread):
+    """The metrics, again and again, while a block runs."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(daemon=True)
+        self.server, self.samples, self.over = server, [], threading.Event()
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            self.samples.append(self.server.metrics())
+
+    def __enter__(self) -> Watch:
+        self.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.over.set()
+        self.join()
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One for all tests; the last of them ends it."""
+    made = Server(model, tmp_path_factory.mktemp("server"), "--kv-cache-gb", str(POOL_GB), "--max-batch", "50")
+    try:
+        made.wait()
+        yield made
+    finally:
+        if made.process.poll() is None:
+            made.end(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def offline(model: Path) -> Callable[..., list[list[int]]]:
+    """offline(prompts, tokens, policy=None) -> what the engine samples greedily, not minding the end of text."""
+
+    def sample(prompts: list[list[int]], tokens: int, policy: Any = None) -> list[list[int]]:
+        engine = make_engine("vllm", model=model, policy=policy, kv_cache_gb=0.05, max_batch=50)
+        try:
+            found = engine.generate(prompts, SamplingConfig(tokens, temperature=0, ignore_eos=True))
+        finally:
+            engine.close()
+        return [rollout.completion_ids for rollout in found]
+
+    return sample
+
+
+@pytest.mark.slow
+def test_fifty_at_a_time_get_the_tokens_of_the_engine(
+    server: Server, offline: Callable, random_prompts: Callable, record_property: Callable
+) -> None:
+    prompts = random_prompts([5 + 7 * i % 150 for i in range(46)] + [300, 500, 800, 1200])
+    begin = time.monotonic()
+    with ThreadPoolExecutor(50) as pool, Watch(server) as watch:
+        answers = list(pool.map(lambda prompt: server.complete(prompt, 160).choices[0], prompts))
+    record_property("requests_per_second", round(50 / (time.monotonic() - begin), 2))
+    wanted = offline(prompts, 160)
+    assert [answer.token_ids for answer in answers] == wanted
+    assert all(answer.finish_reason == "length" and answer.prompt_token_ids for answer in answers)
+    full = offline(prompts, 160, "full")
+    assert sum(a != b for a, b in zip(wanted, full, strict=True)) > 40  # the policy tells
+    assert watch.samples[-1]["num_preemptions_total"] == 0
+
+
+@pytest.mark.slow
+def test_the_cache_stays_small(server: Server, random_prompts: Callable, record_property: Callable) -> None:
+    """Fifty at a time in a pool that holds ten with a full cache; never more than the peak of each that runs."""
+    prompts, tokens = random_prompts([20 + i for i in range(50)]), 450
+    with ThreadPoolExecutor(50) as pool, Watch(server) as watch:
+        done = list(pool.map(lambda prompt: server.complete(prompt, tokens).usage.completion_tokens, prompts))
+    assert done == [tokens] * 50
+    usable = watch.samples[0]["blocks"] - 1  # one is vLLM's null block
+    used = [(round(s["kv_cache_usage_perc"] * usable), s["num_requests_running"]) for s in watch.samples]
+    most = -(-max(PEAK, 69) // BLOCK)  # 69: the longest prompt
+    assert all(blocks <= running * most for blocks, running in used), used
+    assert max(running for _, running in used) == 50
+    assert usable // -(-(20 + tokens) // BLOCK) < 12
+    assert watch.samples[-1]["num_preemptions_total"] == 0
+    record_property("blocks", f"{max(used)[0]} of {usable} at most, {len(used)} samples")
+    assert server.metrics()["kv_cache_usage_perc"] == 0
+
+
+@pytest.mark.slow
+def test_streaming(server: Server, offline: Callable, random_prompts: Callable) -> None:
+    (prompt,) = random_prompts([30], seed=1)
+    chunks = list(server.complete(prompt, 120, stream=True))
+    tokens = [token for chunk in chunks if chunk.choices for token in chunk.choices[0].token_ids or ()]
+    assert len(chunks) > 60 and [tokens] == offline([prompt], 120)
+    text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+    assert text == server.complete(prompt, 120).choices[0].text
+
+
+@pytest.mark.slow
+def test_several_samples_of_one_prompt_and_its_logprobs(server: Server, random_prompts: Callable) -> None:
+    (prompt,) = random_prompts([100], seed=2)
+    choices = server.complete(prompt, 80, n=4, temperature=1.0, seed=3, logprobs=1).choices
+    assert len({tuple(choice.token_ids) for choice in choices}) == 4
+    assert all(len(choice.logprobs.token_logprobs) == 80 for choice in choices)
+
+
+@pytest.mark.slow
+def test_a_client_that_goes_leaves_no_blocks_behind(server: Server, random_prompts: Callable) -> None:
+    for i, prompt in enumerate(random_prompts([10, 100, 700], seed=4)):
+        stream = server.complete(prompt, 1000, stream=True)
+        for _ in zip(range(40 * i + 1), stream, strict=False):
+            pass
+        stream.close()
+    until = time.monotonic() + 30
+    while (now := server.metrics())["num_requests_running"] or now["kv_cache_usage_perc"]:
+        assert time.monotonic() < until, now
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_malformed_requests_are_refused_and_harm_nobody(server: Server, random_prompts: Callable) -> None:
+    (prompt,) = random_prompts([40], seed=5)
+    before = server.complete(prompt, 60).choices[0].token_ids
+    url = f"{server.url}/v1/completions"
+    good = {"model": server.model, "prompt": prompt, "max_tokens": 4}
+    bad: list[dict[str, Any]] = [
+        {"model": "nobody"},
+        {"max_tokens": -1},
+        {"max_tokens": "many"},
+        {"max_tokens": 10**6},
+        {"prompt": [3] * 2049},
+        {"prompt": [64]},
+        {"prompt": [10**9]},
+        {"prompt": [-1]},
+        {"prompt": []},
+        {"prompt": {"a": 1}},
+        {"temperature": -1},
+        {"top_p": 2},
+        {"n": 0},
+        {"logprobs": 10**4},
+        {"logit_bias": {"100": 1}},
+        {"stop_token_ids": ["x"]},
+        {"kv_transfer_params": "nothing"},
+    ]
+    for change in bad:
+        answer = httpx.post(url, json={**good, **change}, timeout=60)
+        assert 400 <= answer.status_code < 500, (change, answer.status_code, answer.text)
+    assert httpx.post(url, content=b'{"model": ').status_code in (400, 422)
+    assert httpx.post(url, content=b"\xff\xfe").status_code in (400, 422)
+    assert httpx.get(f"{server.url}/v1/nothing").status_code == 404
+    chat = {"model": server.model, "messages": [{"role": "user", "content": "1"}], "max_tokens": 4}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=chat).status_code == 400  # it has no chat template
+    foreign = {"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1, 2]}}  # not ours: no harm
+    assert httpx.post(url, json={**good, **foreign}, timeout=60).status_code == 200
+    assert server.complete(prompt, 60).choices[0].token_ids == before
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_it_with_requests_running(server: Server, random_prompts: Callable) -> None:
+    """The last of the shared server."""
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(server.complete, prompt, 1900) for prompt in random_prompts([20] * 8, seed=6)]
+        while server.metrics()["num_requests_running"] < 8:
+            time.sleep(0.05)
+        assert len(server.family()) >= 3  # the API, the engine, the worker
+        assert server.end(signal.SIGINT) == 0
+        assert all(request.exception(timeout=30) is not None for request in asked)
+    log = server.log.read_text()
+    assert "Traceback" not in log and "nanobind" not in log, log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "children"), [(signal.SIGINT, 0), (signal.SIGTERM, 2)])
+def test_a_server_that_starts_ends_at_once(how: signal.Signals, children: int, model: Path, tmp_path: Path) -> None:
+    """Before it has loaded anything, and once its engine's process is there, which vLLM itself waits for."""
+    server = Server(model, tmp_path, "--kv-cache-gb", str(POOL_GB))
+    until = time.monotonic() + START
+    while "cache: " not in server.log.read_text() or len(server.family()) < 1 + children:
+        assert time.monotonic() < until and server.process.poll() is None, server.log.read_text()
+        time.sleep(0.05)
+    assert server.end(how, 10) == 130
+    assert "Traceback" not in server.log.read_text()

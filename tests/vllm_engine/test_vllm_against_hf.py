@@ -1,0 +1,64 @@
+"""The vLLM engine decides as the reference engine does: the same tokens and the same evictions, but for ties."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+
+from rollout import SamplingConfig
+from sparse_rl.policies import POLICIES
+from sparse_rl.trace import NEVER
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+CELLS = [
+    (policy, period)
+    for policy in POLICIES
+    for period in ((1, 16) if "period" in inspect.signature(POLICIES[policy].__init__).parameters else (1,))
+]
+# Every policy meets two families in `make test`, every family both periods; the whole matrix is slow.
+MATRIX = [
+    pytest.param(*cell, family, marks=[] if ((i + 1) // 2 + (i + 1) % 2) % 3 == j else pytest.mark.slow)
+    for i, cell in enumerate(CELLS)
+    for j, family in enumerate(FAMILIES)
+]
+LENGTHS = (5, 17, 33, 48, 63, 64, 79, 80, 81, 100, 130, 200, 256, 333, 450, 600)
+GREEDY = SamplingConfig(80, temperature=0, ignore_eos=True)
+
+
+@pytest.mark.parametrize(("policy_name", "period", "family"), MATRIX)
+def test_the_same_tokens_and_traces(
+    policy_name: str,
+    period: int,
+    family: str,
+    open_engine: Callable,
+    policy_of: Callable,
+    random_prompts: Callable,
+    agrees_with_hf: Callable,
+) -> None:
+    """Greedily, with the trainer's arithmetic (`exact`) and with vLLM's own kernels."""
+    policy, prompts = policy_of(policy_name, budget=64, window=8, period=period), random_prompts(LENGTHS)
+    sampled = {
+        "exact": open_engine(policy, family).generate(prompts, GREEDY),
+        "vLLM's kernels": open_engine(policy, family, exact=False).generate(prompts, GREEDY),
+    }
+    agrees_with_hf(policy, prompts, GREEDY, sampled, family)
+    for r in (r for rollouts in sampled.values() for r in rollouts):
+        unevicted = policy_name == "full" or len(r.trace) - 1 <= 64 + period
+        assert bool((r.trace.evict_at == NEVER).all()) is unevicted
+
+
+def test_another_policy_does_not_agree(
+    open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
+) -> None:
+    """The control: a sampler that decides otherwise is refused, for one prompt as for many."""
+    morphkv, snapkv = (policy_of(name, budget=64, window=8, period=16) for name in ("morphkv", "snapkv"))
+    prompts = random_prompts((90, 200))
+    sampled = open_engine(morphkv).generate(prompts, GREEDY)
+    agrees_with_hf(morphkv, prompts, GREEDY, {"itself": sampled})
+    with pytest.raises(AssertionError, match=r"sequences \[0, 1\] differ"):
+        agrees_with_hf(snapkv, prompts, GREEDY, {"another": sampled})
+    for i in (0, 1):
+        with pytest.raises(AssertionError, match="sequence 0 differs where the choice was clear"):
+            agrees_with_hf(snapkv, prompts[i : i + 1], GREEDY, {"another": sampled[i : i + 1]})

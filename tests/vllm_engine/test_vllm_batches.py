@@ -1,0 +1,140 @@
+"""The vLLM engine's batches: prompts in chunks, requests that join and leave, samples of one prompt, how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from judging import same, shortened
+from ties import same_decisions
+
+from rollout import SamplingConfig, make_engine
+from sparse_rl.policies import POLICIES, Policy
+from sparse_rl.trace import NEVER
+
+RAGGED = (5, 33, 64, 80, 81, 130, 300, 17, 100, 256, 48, 200)
+GREEDY = SamplingConfig(50, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture
+def policy(policy_of: Callable) -> Policy:
+    return policy_of("gkv", budget=64, window=8, period=16)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("policy_name", "period"), [("gkv", 16), ("h2o", 1), ("tova", 1), ("full", 1)])
+def test_prompts_in_chunks(
+    policy_name: str,
+    period: int,
+    exact: bool,
+    open_engine: Callable,
+    policy_of: Callable,
+    random_prompts: Callable,
+    agrees_with_hf: Callable,
+) -> None:
+    """Prompts longer than a forward, prefilled beside requests that decode, evict as those that are prefilled whole."""
+    policy, prompts = policy_of(policy_name, budget=64, window=8, period=period), random_prompts(RAGGED)
+    engine = open_engine(policy, "llama", exact=exact, max_num_batched_tokens=64)
+    agrees_with_hf(policy, prompts, GREEDY, {"in chunks": engine.generate(prompts, GREEDY)}, "llama")
+
+
+@pytest.mark.parametrize("policy_name", POLICIES)
+def test_requests_join_and_leave(
+    policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
+) -> None:
+    """12 requests, 3 at a time, in chunks, each of its own length: blocks and rows are used again at once."""
+    policy, prompts = policy_of(policy_name, budget=64, window=8, period=4), random_prompts(RAGGED)
+    engine = open_engine(policy, "qwen3", max_batch=3, max_num_batched_tokens=48)
+    stopping = SamplingConfig(50, temperature=0, stop_token_ids=[3, 9, 21, 40, 50])
+    rollouts = engine.generate(prompts, stopping)
+    assert len({len(r.completion_ids) for r in rollouts}) >= 5
+    agrees_with_hf(policy, prompts, stopping, {"3 at a time": rollouts}, "qwen3")
+    backwards = engine.generate(prompts[::-1], stopping)[::-1]
+    agrees_with_hf(policy, prompts, stopping, {"backwards": backwards}, "qwen3")
+
+
+def test_samples_and_seeds(
+    policy: Policy, open_engine: Callable, random_prompts: Callable, loaded: Callable, directory_of: Callable
+) -> None:
+    """n samples differ, a seed reproduces them, in any order and company; another seed, or none, does not."""
+    prompts, engine = random_prompts((5, 70, 200)), open_engine(policy, max_batch=5)
+
+    def run(prompts: list[list[int]], seed: int | None, n: int) -> list[Any]:
+        return engine.generate(prompts, SamplingConfig(40, n=n, seed=seed, ignore_eos=True))
+
+    state = torch.get_rng_state()
+    sampled = run(prompts, 7, 4)
+    assert [r.prompt_ids for r in sampled] == [p for p in prompts for _ in range(4)]
+    assert len({tuple(r.completion_ids) for r in sampled}) == 12
+    assert same(run(prompts, 7, 4), sampled)
+    reference = make_engine("hf", model=loaded(directory_of("qwen2")), policy=policy)
+    assert same(reference.generate(prompts, SamplingConfig(40, n=4, seed=7, ignore_eos=True)), sampled)
+    assert torch.equal(state, torch.get_rng_state())  # nobody else's random numbers are used up
+    alone = run(prompts[1:2], 7, 4)
+    assert same(alone, sampled[4:8])
+    repeated = run(prompts[::-1] * 4, 7, 1)  # a prompt given again is sampled anew
+    assert same([repeated[3 * k + 2 - i] for i in range(3) for k in range(4)], sampled)
+    for seed in (8, None):
+        assert not {tuple(r.completion_ids) for r in run(prompts, seed, 4)} & {tuple(r.completion_ids) for r in sampled}
+
+    greedy = engine.generate(prompts[:1], SamplingConfig(40, temperature=0, n=3, ignore_eos=True))
+    assert same_decisions(greedy[0], greedy[1]) and same_decisions(greedy[1], greedy[2])
+
+
+def test_what_stops(
+    policy: Policy, open_engine: Callable, new_model: Callable, random_prompts: Callable, tmp_path: Any
+) -> None:
+    """A stop token ends a completion and is its last; the model's own, or the caller's, or none."""
+    prompts = random_prompts(RAGGED[:6])
+    model = new_model("llama", hidden_size=128, head_dim=32)
+    model.save_pretrained(tmp_path)
+    engine = open_engine(policy, tmp_path)
+    endless = engine.generate(prompts, SamplingConfig(50, seed=4, ignore_eos=True))
+    assert {(len(r.completion_ids), r.finish_reason) for r in endless} == {(50, "length")}
+    tokens = [endless[0].completion_ids[8], endless[3].completion_ids[35]]
+    wanted = [shortened(r, set(tokens)) for r in endless]
+    assert len({len(r.completion_ids) for r in wanted}) >= 3 and "stop" in {r.finish_reason for r in wanted}
+    assert same(engine.generate(prompts, SamplingConfig(50, seed=4, stop_token_ids=tokens)), wanted)
+    told = SamplingConfig(50, seed=4, stop_token_ids=tokens, ignore_eos=True)
+    assert same(engine.generate(prompts, told), wanted)
+    one = engine.generate(prompts, SamplingConfig(9, seed=4, stop_token_ids=range(64)))
+    assert {(len(r.completion_ids), r.finish_reason) for r in one} == {(1, "stop")}
+
+    for eos in (tokens[0], tokens):
+        model.generation_config.eos_token_id = eos
+        model.generation_config.pad_token_id = 0
+        model.save_pretrained(tmp_path)
+        engine = open_engine(policy, tmp_path)
+        own = [shortened(r, {eos} if isinstance(eos, int) else set(eos)) for r in endless]
+        assert same(engine.generate(prompts, SamplingConfig(50, seed=4)), own)
+        assert same(engine.generate(prompts, SamplingConfig(50, seed=4, ignore_eos=True)), endless)
+        assert same(engine.generate(prompts, SamplingConfig(50, seed=4, stop_token_ids=[])), endless)
+
+
+@pytest.mark.parametrize("policy_name", ["streaming", "tova", "h2o", "gkv"])
+def test_prompts_at_the_edges(
+    policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
+) -> None:
+    """Prompts of budget, budget + period, one more and one less, and of whole blocks; from 1 token to many."""
+    policy = policy_of(policy_name, budget=64, window=0 if policy_name == "tova" else 8, period=16)
+    prompts = random_prompts((1, 2, 31, 32, 33, 63, 64, 65, 79, 80, 81, 95, 96, 97, 128))
+    engine = open_engine(policy)
+    for tokens in (1, 2, 16, 17, 18, 40):
+        sampling = SamplingConfig(tokens, temperature=0, ignore_eos=True)
+        rollouts = engine.generate(prompts, sampling)
+        agrees_with_hf(policy, prompts, sampling, {f"{tokens} tokens": rollouts})
+        if tokens == 1:
+            assert all(bool((r.trace.evict_at == NEVER).all()) for r in rollouts)
+
+
+def test_a_budget_beyond_the_sequence_is_the_full_cache(
+    policy_of: Callable, open_engine: Callable, random_prompts: Callable
+) -> None:
+    prompts, sampling = random_prompts((5, 64, 130)), SamplingConfig(40, seed=0, ignore_eos=True)
+    full = open_engine("full").generate(prompts, sampling)
+    for name in POLICIES:
+        wide = open_engine(policy_of(name, budget=256, window=8, period=16)).generate(prompts, sampling)
+        assert all(bool((r.trace.evict_at == NEVER).all()) for r in wide) and same(wide, full)
+    assert not same(open_engine(policy_of("tova", budget=32, period=16)).generate(prompts, sampling), full)

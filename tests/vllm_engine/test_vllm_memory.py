@@ -1,0 +1,116 @@
+"""What eviction drops is really freed: sequences run side by side in the blocks of their budgets, never preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from watching import pool_of, watched
+
+from rollout import SamplingConfig
+from sparse_rl.policies import Policy
+
+BLOCK = 32  # tokens
+PEAK = 3  # blocks of a sequence with budget 64, period 32
+ONE_LAYER = {"num_hidden_layers": 1}
+BLOCK_BYTES = 2 * BLOCK * 2 * 32 * 4  # keys and values, Hkv = 2, D = 32, float32
+
+
+@pytest.fixture
+def policy(policy_of: Callable) -> Policy:
+    return policy_of("gkv", budget=64, window=8, period=32)
+
+
+@pytest.fixture
+def with_blocks(open_engine: Callable, directory_of: Callable) -> Callable[..., Any]:
+    """with_blocks(policy, blocks, max_batch) -> an engine over one layer whose pool has so many, and the null block."""
+
+    def make(policy: Policy, blocks: int, max_batch: int) -> Any:
+        engine = open_engine(
+            policy,
+            directory_of("qwen2", **ONE_LAYER),
+            kv_cache_gb=(blocks + 1) * BLOCK_BYTES / 2**30,
+            max_batch=max_batch,
+            max_model_len=1280,
+            max_prompt=256,
+        )
+        assert pool_of(engine).get_num_free_blocks() == blocks
+        return engine
+
+    return make
+
+
+def test_as_many_run_as_their_budgets_fit(
+    policy: Policy, with_blocks: Callable, random_prompts: Callable, directory_of: Callable, replay_gap: Callable,
+    record_property: Callable,
+) -> None:  # fmt: skip
+    """64 sequences of more than 1,000 tokens, all at once, in 64 budgets and one long prompt's blocks (full: 2,300)."""
+    prompt_blocks = 7
+    blocks = 64 * PEAK + prompt_blocks - PEAK
+    engine = with_blocks(policy, blocks, 64)
+    prompts = random_prompts([5 + 3 * i for i in range(63)] + [prompt_blocks * BLOCK])
+    with watched(engine) as seen:
+        rollouts = engine.generate(prompts, SamplingConfig(1000, seed=0, ignore_eos=True))
+    record_property("peak blocks", max(seen.used))
+    assert max(seen.running) == 64 and seen.running.count(64) > 900 and seen.preempted == 0
+    assert max(seen.used) <= blocks
+    decoding = [used for used, running in zip(seen.used, seen.running, strict=True) if running == 64][prompt_blocks:]
+    assert max(decoding) == 64 * PEAK
+    chosen = [rollouts[i] for i in (0, 31, 63)]
+    own = replay_gap(chosen, directory_of("qwen2", **ONE_LAYER))
+    record_property("gap", own)
+    assert own <= 1e-5 and all(len(r.completion_ids) == 1000 for r in rollouts)
+
+    for tokens in (1, 90, 150):  # waves: requests that never compact, that just do, and that do often
+        assert pool_of(engine).get_num_free_blocks() == blocks
+        with watched(engine) as seen:
+            engine.generate(prompts, SamplingConfig(tokens, n=2, seed=0, ignore_eos=True))
+        assert seen.preempted == 0 and max(seen.used) <= blocks
+    assert pool_of(engine).get_num_free_blocks() == blocks
+
+
+@pytest.mark.parametrize("policy_name", ["gkv", "h2o"])
+def test_fewer_blocks_mean_fewer_at_a_time(
+    policy_name: str,
+    with_blocks: Callable,
+    policy_of: Callable,
+    random_prompts: Callable,
+    directory_of: Callable,
+    agrees_with_hf: Callable,
+) -> None:
+    """Each block fewer than all need keeps one request waiting; none is preempted, and what is sampled is the same."""
+    policy = policy_of(policy_name, budget=64, window=8, period=32)
+    prompts, sampling = random_prompts([20 + i for i in range(12)]), SamplingConfig(110, seed=0, ignore_eos=True)
+    sampled = {}
+    for blocks, most in ((12 * PEAK, 12), (12 * PEAK - 1, 11), (8, 2)):
+        engine = with_blocks(policy, blocks, 12)
+        with watched(engine) as seen:
+            sampled[f"{blocks} blocks"] = engine.generate(prompts, sampling)
+        assert max(seen.running) == most and seen.preempted == 0 and max(seen.used) <= most * PEAK
+        assert pool_of(engine).get_num_free_blocks() == blocks
+    agrees_with_hf(policy, prompts, sampling, sampled, directory_of("qwen2", **ONE_LAYER))
+
+
+def test_a_full_cache_needs_more(with_blocks: Callable, policy_of: Callable, random_prompts: Callable) -> None:
+    """The control: without eviction the same sequences use three times the blocks."""
+    prompts, sampling = random_prompts([20] * 8), SamplingConfig(300, seed=0, ignore_eos=True)
+    most = {}
+    for name in ("full", "gkv"):
+        engine = with_blocks(policy_of(name, budget=64, window=8, period=32), 100, 8)
+        with watched(engine) as seen:
+            engine.generate(prompts, sampling)
+        most[name] = max(seen.used)
+    assert most == {"full": 8 * 10, "gkv": 8 * PEAK}
+
+
+def test_a_pool_too_small_for_one_is_refused(
+    policy: Policy, with_blocks: Callable, random_prompts: Callable, directory_of: Callable, agrees_with_hf: Callable
+) -> None:
+    """It must hold the longest prompt, 8 blocks for max_prompt 256. After the error there may be another engine."""
+    with pytest.raises(ValueError, match="KV cache") as error:
+        with_blocks(policy, 6, 4)
+    prompts, sampling = random_prompts([256, 7]), SamplingConfig(40, seed=0, ignore_eos=True)
+    sampled = with_blocks(policy, 8, 4).generate(prompts, sampling)
+    agrees_with_hf(policy, prompts, sampling, {"8 blocks": sampled}, directory_of("qwen2", **ONE_LAYER))
+    del error

@@ -1,0 +1,153 @@
+"""Where vLLM preempts a request all the same, it is sampled anew: never a trace that tells of a cache that was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from judging import same
+from watching import pool_of, scheduler_of, watched
+
+from rollout import SamplingConfig
+from sparse_rl.policies import Policy
+
+SAMPLING = SamplingConfig(150, seed=0, ignore_eos=True)
+LENGTHS = (10, 12, 90, 14, 16, 130, 18, 20)
+
+
+@pytest.fixture
+def policy(policy_of: Callable) -> Policy:
+    return policy_of("gkv", budget=64, window=8, period=32)
+
+
+@contextmanager
+def before_steps(engine: Any, act: Callable[[int], None]) -> Iterator[None]:
+    """`act` is called with 0, 1, ... before each step of the engine."""
+    llm, count = engine.llm.llm_engine, 0
+    step = llm.step
+
+    def act_and_step() -> Any:
+        nonlocal count
+        act(count)
+        count += 1
+        return step()
+
+    llm.step = act_and_step
+    try:
+        yield
+    finally:
+        del llm.step
+
+
+@contextmanager
+def preempting(engine: Any, now: Callable[[int], bool]) -> Iterator[None]:
+    """At the steps that `now` says, no block is free once: the scheduler preempts the request that came last."""
+    manager = scheduler_of(engine).kv_cache_manager
+    allocate, due = manager.allocate_slots, False
+
+    def allocate_or_not(*args: Any, **kwargs: Any) -> Any:
+        nonlocal due
+        refused, due = due, False
+        return None if refused else allocate(*args, **kwargs)
+
+    def say(step: int) -> None:
+        nonlocal due
+        due = now(step)
+
+    manager.allocate_slots = allocate_or_not
+    try:
+        with before_steps(engine, say):
+            yield
+    finally:
+        del manager.allocate_slots
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_when_blocks_run_out(
+    exact: bool, policy: Policy, open_engine: Callable, random_prompts: Callable, replay_gap: Callable
+) -> None:
+    """Blocks vanish while sequences grow, so vLLM preempts them, early and late; in the end nothing is different."""
+    engine, prompts = open_engine(policy, max_batch=8, exact=exact), random_prompts(LENGTHS)
+    wanted = engine.generate(prompts, SAMPLING)
+    pool = pool_of(engine)
+    free = pool.get_num_free_blocks()
+    taken: list[Any] = []
+
+    def take_blocks(step: int) -> None:
+        if step in (5, 60):
+            taken.extend(pool.get_new_blocks(pool.get_num_free_blocks()))
+        if step in (40, 75):
+            pool.free_blocks(taken)
+            taken.clear()
+
+    with watched(engine) as seen, before_steps(engine, take_blocks):
+        rollouts = engine.generate(prompts, SAMPLING)
+    assert seen.preempted >= 2
+    assert same(rollouts, wanted) and replay_gap(rollouts) <= 1e-5
+    assert pool.get_num_free_blocks() == free and same(engine.generate(prompts, SAMPLING), wanted)
+
+
+@pytest.mark.parametrize(
+    ("policy_name", "steps"),
+    [("gkv", (3,)), ("gkv", (100,)), ("tova", (100, 101, 102, 110)), ("h2o", range(20, 120, 10))],
+    ids=str,
+)
+def test_after_evictions(
+    policy_name: str,
+    steps: Sequence[int],
+    policy_of: Callable,
+    open_engine: Callable,
+    random_prompts: Callable,
+    replay_gap: Callable,
+) -> None:
+    """Preempted before or after it has evicted, one request or many, once or again: sampled anew, and exact."""
+    policy = policy_of(policy_name, budget=64, window=8, period=32)
+    engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
+    wanted = engine.generate(prompts, SAMPLING)
+    with watched(engine) as seen, preempting(engine, lambda step: step in steps):
+        rollouts = engine.generate(prompts, SAMPLING)
+    assert seen.preempted == len(steps)
+    assert same(rollouts, wanted) and replay_gap(rollouts) <= 1e-5
+
+
+def test_unnoticed_it_would_show(
+    policy: Policy, open_engine: Callable, random_prompts: Callable, replay_gap: Callable
+) -> None:
+    """The control: taken as it comes, a sequence that was preempted after an eviction has a trace that is wrong."""
+
+    class Forgetful(set):
+        def add(self, _: str) -> None:
+            pass
+
+    engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
+    scheduler_of(engine).connector.preempted = Forgetful()
+    with preempting(engine, lambda step: step == 120):
+        rollouts = engine.generate(prompts, SAMPLING)
+    assert replay_gap(rollouts) >= 1e-3
+
+
+def test_again_and_again_is_an_error(policy: Policy, open_engine: Callable, random_prompts: Callable) -> None:
+    """A request that is preempted at every attempt is an error that says what to do; the engine goes on."""
+    engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
+    wanted = engine.generate(prompts, SAMPLING)
+    error = pytest.raises(RuntimeError, match=r"1 sequences were preempted 3 times; lower max_batch or raise kv_cache")
+    with preempting(engine, lambda step: step % 50 == 20), error:
+        engine.generate(prompts[:1], SAMPLING)
+    assert same(engine.generate(prompts, SAMPLING), wanted)
+
+
+def test_all_at_once(policy: Policy, open_engine: Callable, random_prompts: Callable, replay_gap: Callable) -> None:
+    """vLLM's own reset of running requests: preempted and admitted again in one step."""
+    engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
+    wanted = engine.generate(prompts, SAMPLING)
+
+    def reset(step: int) -> None:
+        if step == 100:
+            scheduler_of(engine).reset_prefix_cache(reset_running_requests=True)
+
+    with watched(engine) as seen, before_steps(engine, reset):
+        rollouts = engine.generate(prompts, SAMPLING)
+    assert seen.preempted == 5
+    assert same(rollouts, wanted) and replay_gap(rollouts) <= 1e-5

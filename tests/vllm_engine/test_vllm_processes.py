@@ -1,0 +1,118 @@
+"""The vLLM engine in processes of its own, and with its heads shared between two: as in one process, to the last law.
+
+The processes know the plugin by its entry point, so sparse-rl must be installed (pip install -e . is enough).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+
+import pytest
+import torch
+from judging import gap, wrong_traces
+
+from rollout import SamplingConfig
+from sparse_rl.attention import replay_logprobs
+
+LENGTHS = (5, 33, 64, 80, 81, 130, 200, 300)
+APART = [{"multiprocess": True}, {"tensor_parallel": 2}]
+
+
+@pytest.fixture(autouse=True)
+def any_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would bind each worker to a NUMA node of its own, and ends where there are fewer."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def test_the_plugin_is_installed() -> None:
+    """vLLM finds it in every process by its entry point."""
+    found = [e.value for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "sparse_rl"]
+    assert set(found) == {"rollout.vllm:register"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", APART, ids=str)
+@pytest.mark.parametrize("policy_name", ["streaming", "h2o", "tova", "gkv"])
+def test_the_same_as_hf_from_afar(
+    policy_name: str,
+    options: dict,
+    open_engine: Callable,
+    policy_of: Callable,
+    random_prompts: Callable,
+    agrees_with_hf: Callable,
+) -> None:
+    """Greedy and sampled, in chunks, some waiting: the tokens and traces of the reference engine, but for ties."""
+    policy, prompts = policy_of(policy_name, budget=64, window=8, period=8), random_prompts(LENGTHS)
+    engine = open_engine(policy, "qwen3", max_batch=6, max_num_batched_tokens=128, **options)
+    for temperature in (0.0, 1.0):
+        sampling = SamplingConfig(50, temperature=temperature, seed=4, ignore_eos=True)
+        agrees_with_hf(policy, prompts, sampling, {f"at {temperature}": engine.generate(prompts, sampling)}, "qwen3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "tied"), [(APART[0], False), (APART[1], False), (APART[1], True)], ids=str)
+def test_weights_from_afar(
+    options: dict,
+    tied: bool,
+    open_engine: Callable,
+    policy_of: Callable,
+    random_prompts: Callable,
+    directory_of: Callable,
+    new_model: Callable,
+    record_property: Callable,
+) -> None:
+    """Updates reach every process, the truncated support's log-probs come back, and wrong weights are refused."""
+    folder = directory_of("llama", tie_word_embeddings=tied)
+    model = type(new_model("llama")).from_pretrained(folder, dtype=torch.float32).eval()
+    engine = open_engine(policy_of("gkv", budget=64, window=8, period=8), folder, **options)
+    prompts, generator = random_prompts(LENGTHS), torch.Generator().manual_seed(0)
+    for sampling in (SamplingConfig(50, seed=1), SamplingConfig(50, seed=1, top_p=0.8)):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
+            engine.load_weights(model.named_parameters())
+            rollouts = engine.generate(prompts, sampling)
+            own = gap(replay_logprobs(model, rollouts), rollouts)
+            record_property("gap", own)
+            assert own <= 1e-5
+            for name, wrong in wrong_traces(rollouts).items():
+                assert gap(replay_logprobs(model, wrong), rollouts) >= 1e-3, name
+    weights = dict(model.named_parameters())
+    with pytest.raises(ValueError, match="not handed over"):
+        engine.load_weights((n, w) for n, w in weights.items() if n != "model.norm.weight")
+    with pytest.raises(ValueError, match="nothing"):
+        engine.load_weights({**weights, "model.nothing": torch.zeros(1)}.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", APART, ids=str)
+def test_it_goes_on_from_afar(
+    options: dict, open_engine: Callable, policy_of: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted, refused, empty: the engine samples on; and in few blocks it lets requests wait."""
+    engine = open_engine(
+        policy_of("h2o", budget=64, window=8, period=8),
+        max_model_len=512,
+        max_prompt=300,
+        kv_cache_gb=0.0006,
+        **options,
+    )
+    prompts, sampling = random_prompts(LENGTHS), SamplingConfig(50, seed=1, ignore_eos=True)
+    wanted = [r.completion_ids for r in engine.generate(prompts, sampling)]
+    step, left = engine.llm.llm_engine.step, 20
+
+    def interrupted() -> object:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.llm.llm_engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(prompts, sampling)
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        engine.generate([[]], sampling)
+    assert [r.completion_ids for r in engine.generate(prompts, sampling)] == wanted

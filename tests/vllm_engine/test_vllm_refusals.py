@@ -1,0 +1,198 @@
+"""What the vLLM engine refuses, and that it goes on after an error or an interrupt as if nothing had been."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from judging import same
+from torch import distributed
+
+from rollout import SamplingConfig, make_engine
+from sparse_rl.policies import Policy
+
+SAMPLING = SamplingConfig(40, seed=0, ignore_eos=True)
+
+
+@pytest.fixture
+def policy(policy_of: Callable) -> Policy:
+    return policy_of("gkv", budget=64, window=8, period=16)
+
+
+def test_requests_that_are_refused(policy: Policy, open_engine: Callable, random_prompts: Callable) -> None:
+    """Each is a ValueError that names the mistake, before anything is sampled."""
+    engine = open_engine(policy, max_model_len=256, max_prompt=100)
+    good = random_prompts((100,))
+    wanted = engine.generate(good, SAMPLING)
+    for prompts, sampling, message in (
+        ([[3], []], SAMPLING, "prompt 1 is empty"),
+        ([[3], [4] * 101], SAMPLING, "prompt 1 has 101 tokens, and max_prompt is 100"),
+        ([[4] * 100], SamplingConfig(157), r"prompt 0 has 100 tokens.*max_tokens 157.*max_model_len 256"),
+        (good, SamplingConfig(3, temperature=0.001), "temperature of 0 or >= 0.01, got 0.001"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.generate(prompts, sampling)
+    assert engine.generate([], SAMPLING) == []
+    assert same(engine.generate(good, SAMPLING), wanted)
+    longest = engine.generate([[4] * 100], SamplingConfig(156, seed=0, ignore_eos=True))
+    assert len(longest[0].completion_ids) == 156
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 24])
+def test_head_sizes_that_are_refused(
+    head_dim: int, policy: Policy, open_engine: Callable, directory_of: Callable
+) -> None:
+    folder = directory_of("qwen3", head_dim=head_dim)
+    with pytest.raises(ValueError, match=rf"head size {head_dim} .*use the hf engine"):
+        open_engine(policy, folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch": 0}, "max_batch must be >= 1"),
+        ({"tensor_parallel": 3}, "tensor_parallel 3 does not divide the model's 2 kv heads"),
+        ({"max_bach": 3}, "no option 'max_bach'"),
+    ],
+)
+def test_options_that_are_refused(options: dict, message: str, policy: Policy, open_engine: Callable) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_engine(policy, **options)
+
+
+def test_a_live_module_is_refused(policy: Policy, new_model: Callable) -> None:
+    with pytest.raises(ValueError, match="give it a model's directory, or use the engine hf"):
+        make_engine("vllm", model=new_model("qwen2"), policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"), [("0.30.1", r"needs vLLM 0\.31\.\*, found .* 0\.30\.1"), (None, "not installed")]
+)
+def test_another_vllm_is_refused(
+    installed: str | None, message: str, policy: Policy, directory_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if installed is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(ValueError, match=message):
+        make_engine("vllm", model=directory_of("qwen2"), policy=policy)
+
+
+@pytest.mark.parametrize("first", ["gkv", "full"])
+@pytest.mark.parametrize("second", ["gkv", "full"])
+def test_a_second_engine_is_refused(
+    first: str,
+    second: str,
+    open_engine: Callable,
+    policy_of: Callable,
+    directory_of: Callable,
+    random_prompts: Callable,
+) -> None:
+    """One engine in a process at a time; the one that is there goes on, and once it is closed there may be another."""
+    policies = {name: policy_of(name, budget=64, window=8, period=16) for name in (first, second)}
+    engine, prompts = open_engine(policies[first]), random_prompts((90, 200))
+    wanted = engine.generate(prompts, SAMPLING)
+    opened = []
+    try:
+        with pytest.raises(ValueError, match="has a vllm engine already; close it first"):
+            opened.append(make_engine("vllm", model=directory_of("qwen2"), policy=policies[second], kv_cache_gb=0.03))
+    finally:
+        for other in opened:
+            other.close()
+    assert same(engine.generate(prompts, SAMPLING), wanted)
+    engine.close()
+    engine.close()
+    assert len(open_engine(policies[second]).generate(prompts, SAMPLING)) == 2
+
+
+def test_an_interrupt_leaves_nothing_behind(
+    policy: Policy, open_engine: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted at any step, the engine has no request, no row and no block left, and samples on as a fresh one."""
+    engine, prompts = (
+        open_engine(policy, max_batch=4, max_num_batched_tokens=64),
+        random_prompts((90, 200, 17, 64, 300, 5)),
+    )
+    core = engine.llm.llm_engine.engine_core.engine_core
+    pool, step = core.scheduler.kv_cache_manager.block_pool, engine.llm.llm_engine.step
+    free = pool.get_num_free_blocks()
+    wanted = engine.generate(prompts, SAMPLING)
+    left = 0
+
+    def interrupted() -> Any:
+        nonlocal left
+        if not left:
+            raise KeyboardInterrupt
+        left -= 1
+        return step()
+
+    for steps in (0, 1, 3, 30, 60):
+        left = steps
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.llm.llm_engine, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate(prompts, SAMPLING)
+        assert not core.scheduler.running and not core.scheduler.requests and pool.get_num_free_blocks() == free
+        assert same(engine.generate(prompts, SAMPLING), wanted)
+
+
+def test_weights_that_are_not_finite(
+    policy: Policy, open_engine: Callable, directory_of: Callable, loaded: Callable, random_prompts: Callable
+) -> None:
+    """Keys that are NaN are an error that names the layer, not a trace; with good weights the engine goes on."""
+    engine, prompts = open_engine(policy), random_prompts((90, 200))
+    wanted = engine.generate(prompts, SAMPLING)
+    good = {name: weight.detach().clone() for name, weight in loaded(directory_of("qwen2")).named_parameters()}
+    bad = {name: weight.clone() for name, weight in good.items()}
+    bad["model.layers.1.self_attn.k_proj.weight"][0, 0] = float("nan")
+    engine.load_weights(bad.items())
+    with pytest.raises(FloatingPointError, match="gkv: a NaN score in layer 1"):
+        engine.generate(prompts, SAMPLING)
+    engine.load_weights(good.items())
+    assert same(engine.generate(prompts, SAMPLING), wanted)
+
+
+@pytest.mark.parametrize("with_group", [False, True])
+def test_an_engine_leaves_its_process_as_it_was(
+    with_group: bool, policy: Policy, directory_of: Callable, random_prompts: Callable, tmp_path: Path
+) -> None:
+    """Random numbers, threads, dtype and the process group of a trainer around it are its own."""
+    if with_group:
+        distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+
+    def state() -> tuple:
+        return (
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            np.random.get_state()[1].tolist(),
+            torch.get_num_threads(),
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            distributed.is_initialized(),
+        )
+
+    try:
+        before = state()
+        assert before[-1] is with_group
+        for _ in range(2):
+            engine = make_engine(
+                "vllm", model=directory_of("qwen2"), policy=policy, kv_cache_gb=0.03, max_model_len=512
+            )
+            engine.generate(random_prompts((90, 200)), SAMPLING)
+            engine.close()
+            assert state() == before
+            torch.set_num_threads(torch.get_num_threads())
+        if with_group:
+            distributed.all_reduce(torch.ones(1))
+    finally:
+        if with_group:
+            distributed.destroy_process_group()

@@ -1,0 +1,84 @@
+"""The invariant (DESIGN §2) for the vLLM engine: replayed under its trace, a token has the log-prob that vLLM saw.
+
+With greedy and with sampled rollouts. Wrong traces are the controls: each must be 100 tolerances away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from judging import wrong_traces
+from test_vllm_against_hf import CELLS
+
+from rollout import SamplingConfig
+from sparse_rl.trace import NEVER
+
+TOLERANCE = 1e-5
+LENGTHS = (5, 40, 64, 79, 80, 81, 150, 300)
+
+
+@pytest.mark.parametrize(("policy_name", "period"), CELLS)
+def test_replay_equals_sampling(
+    policy_name: str,
+    period: int,
+    open_engine: Callable,
+    policy_of: Callable,
+    random_prompts: Callable,
+    replay_gap: Callable,
+    record_property: Callable,
+) -> None:
+    policy, prompts = policy_of(policy_name, budget=64, window=8, period=period), random_prompts(LENGTHS, seed=1)
+    engine = open_engine(policy, "qwen3")
+    for temperature in (0.0, 1.0):
+        rollouts = engine.generate(prompts, SamplingConfig(60, temperature=temperature, seed=3, ignore_eos=True))
+        own = replay_gap(rollouts, "qwen3", temperature)
+        record_property(f"gap at {temperature}", own)
+        assert own <= TOLERANCE
+        if policy_name == "full":
+            assert all(bool((r.trace.evict_at == NEVER).all()) for r in rollouts)
+            continue
+        wrong = wrong_traces(rollouts)
+        assert ("heads swapped" in wrong) is (policy_name not in ("streaming", "tova"))  # the same for all heads
+        for name, traces in wrong.items():
+            far = replay_gap(traces, "qwen3", temperature)
+            record_property(f"{name} at {temperature}", far)
+            assert far >= max(100 * own, 100 * TOLERANCE), f"{name}: {far:.1e} against {own:.1e}"
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.7}, {"top_k": 5}, {"top_p": 0.9, "top_k": 20}], ids=str)
+def test_another_temperature_and_a_truncated_support(
+    options: dict,
+    exact: bool,
+    open_engine: Callable,
+    policy_of: Callable,
+    random_prompts: Callable,
+    replay_gap: Callable,
+    agrees_with_hf: Callable,
+) -> None:
+    """Sampled as the reference engine samples, from the same seed.
+
+    `model_logprobs` are those before top-p and top-k, at the sampling temperature; `logprobs` those sampled from.
+    """
+    policy, prompts = policy_of("gkv", budget=64, window=8, period=16), random_prompts(LENGTHS, seed=2)
+    sampling = SamplingConfig(60, temperature=0.7, seed=5, ignore_eos=True, **options)
+    rollouts = open_engine(policy, "llama", exact=exact).generate(prompts, sampling)
+    agrees_with_hf(policy, prompts, sampling, {"sampled": rollouts}, "llama")
+    assert replay_gap(rollouts, "llama", 1.0) >= 100 * TOLERANCE
+    more = [a - b for r in rollouts for a, b in zip(r.logprobs, r.model_logprobs, strict=True)]
+    assert min(more) >= -1e-6  # what is left has more mass
+    assert (max(more) > 0.01) is bool(options)
+
+
+@pytest.mark.parametrize("policy_name", ["tova", "h2o"])
+def test_the_smallest_budgets(
+    policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
+) -> None:
+    """Budgets below a cache block, without a window: the newest token may go, and a block is full of holes."""
+    policy = policy_of(policy_name, budget=3, window=0, period=2)
+    prompts, sampling = (
+        random_prompts((1, 2, 3, 4, 5, 6, 31, 32, 33, 70)),
+        SamplingConfig(40, temperature=0, ignore_eos=True),
+    )
+    agrees_with_hf(policy, prompts, sampling, {"tiny": open_engine(policy).generate(prompts, sampling)})

@@ -1,0 +1,138 @@
+"""Weights of the vLLM engine: replaced as a trainer replaces them, all of them, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from judging import gap, same
+
+from rollout import SamplingConfig
+from sparse_rl.attention import replay_logprobs
+from sparse_rl.policies import Policy
+
+SAMPLING = SamplingConfig(30, seed=0, ignore_eos=True)
+LENGTHS = (5, 70, 90, 130)
+
+
+@pytest.fixture
+def policy(policy_of: Callable) -> Policy:
+    return policy_of("gkv", budget=64, window=8, period=16)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_updates_reach_every_weight(
+    family: str,
+    tied: bool,
+    exact: bool,
+    policy: Policy,
+    open_engine: Callable,
+    directory_of: Callable,
+    new_model: Callable,
+    random_prompts: Callable,
+) -> None:
+    """After each of five updates the engine samples from the new weights and from nothing else."""
+    folder = directory_of(family, tie_word_embeddings=tied)
+    model = type(new_model(family)).from_pretrained(folder, dtype=torch.float32).eval()
+    engine, prompts = open_engine(policy, folder, exact=exact), random_prompts(LENGTHS)
+    generator = torch.Generator().manual_seed(0)
+    before = engine.generate(prompts, SAMPLING)
+    for update in range(5):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
+            stale = gap(replay_logprobs(model, before), before)
+        # a tied head is in the state dict under both names, among the parameters under one
+        engine.load_weights((model.state_dict() if update % 2 else dict(model.named_parameters())).items())
+        rollouts = engine.generate(prompts, SAMPLING)
+        with torch.no_grad():
+            own = gap(replay_logprobs(model, rollouts), rollouts)
+        assert own <= 1e-5 and stale >= 1e-2
+        before = rollouts
+
+
+@pytest.mark.parametrize(
+    "layer",
+    ["embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "norm", "lm_head"],
+)
+def test_one_changed_weight_is_seen(
+    layer: str,
+    policy: Policy,
+    open_engine: Callable,
+    new_model: Callable,
+    directory_of: Callable,
+    random_prompts: Callable,
+) -> None:
+    """The control of the above: whichever weight is left stale, the gap would show it."""
+    model = type(new_model("qwen2")).from_pretrained(directory_of("qwen2"), dtype=torch.float32).eval()
+    engine, prompts = open_engine(policy), random_prompts(LENGTHS)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if layer in name:
+                weight.mul_(1.3)
+        stale = engine.generate(prompts, SAMPLING)
+        assert gap(replay_logprobs(model, stale), stale) >= 1e-3
+        engine.load_weights(model.named_parameters())
+        rollouts = engine.generate(prompts, SAMPLING)
+        assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
+
+
+def test_updates_come_in_any_order_and_a_piece_at_a_time(
+    policy: Policy, open_engine: Callable, new_model: Callable, random_prompts: Callable
+) -> None:
+    """A generator is drawn from once, in any order; what it hands over may be changed afterwards, or be bfloat16."""
+    engine, prompts = open_engine(policy, "qwen3"), random_prompts(LENGTHS)
+    other = new_model("qwen3", seed=1, hidden_size=128, head_dim=32, intermediate_size=96)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.copy_(weight.bfloat16())
+
+    def handed_over() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in sorted(other.named_parameters(), reverse=True):
+            passing = weight.detach().bfloat16()
+            yield name, passing
+
+    engine.load_weights(handed_over())
+    rollouts = engine.generate(prompts, SAMPLING)
+    with torch.no_grad():
+        assert gap(replay_logprobs(other, rollouts), rollouts) <= 1e-5
+        for weight in other.parameters():
+            weight.zero_()
+    assert same(engine.generate(prompts, SAMPLING), rollouts)
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.0.self_attn.v_proj.bias",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    ],
+)
+def test_weights_that_are_refused(
+    missing: str,
+    policy: Policy,
+    open_engine: Callable,
+    directory_of: Callable,
+    loaded: Callable,
+    random_prompts: Callable,
+) -> None:
+    """Missing, unknown, or of another shape: a ValueError that names the weight; after them the engine goes on."""
+    engine, prompts = open_engine(policy), random_prompts(LENGTHS)
+    wanted = engine.generate(prompts, SAMPLING)
+    good = dict(loaded(directory_of("qwen2")).named_parameters())
+    with pytest.raises(ValueError, match="cannot take the weights"):
+        engine.load_weights((n, w[:-1] if n == missing else w) for n, w in good.items())
+    with pytest.raises(ValueError, match="nothing"):
+        engine.load_weights([*good.items(), (f"{missing}.nothing", torch.zeros(1))])
+    with pytest.raises(ValueError, match="not handed over"):
+        engine.load_weights((n, w) for n, w in good.items() if n != missing)
+    engine.load_weights(good.items())
+    assert same(engine.generate(prompts, SAMPLING), wanted)

@@ -1,0 +1,47 @@
+"""What vLLM's scheduler does while an in-process engine samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Watched:
+    """Per step, once it is scheduled: requests running, blocks in use. And requests preempted, in all."""
+
+    running: list[int] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
+    preempted: int = 0
+
+
+def scheduler_of(engine: Any) -> Any:
+    return engine.llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def pool_of(engine: Any) -> Any:
+    return scheduler_of(engine).kv_cache_manager.block_pool
+
+
+@contextmanager
+def watched(engine: Any) -> Iterator[Watched]:
+    scheduler, pool, seen = scheduler_of(engine), pool_of(engine), Watched()
+    schedule, preempt = scheduler.schedule, scheduler._preempt_request
+
+    def schedule_and_look(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        seen.running.append(len(scheduler.running))
+        seen.used.append(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())  # the null block is nobody's
+        return output
+
+    def preempt_and_count(*args: Any, **kwargs: Any) -> Any:
+        seen.preempted += 1
+        return preempt(*args, **kwargs)
+
+    scheduler.schedule, scheduler._preempt_request = schedule_and_look, preempt_and_count
+    try:
+        yield seen
+    finally:
+        del scheduler.schedule, scheduler._preempt_request
