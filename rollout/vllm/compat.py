@@ -361,9 +361,11 @@ def run_server(ours: list[str], further: list[str], fail: Callable[[str], NoRetu
 
     The command `vllm serve` itself does not start from the CPU build, whose distribution has another name. While the
     engine starts, signals are left as they are; vLLM's own handling then waits for the engine to have started.
+
+    Raises RuntimeError where the engine dies.
     """
     import uvloop
-    from vllm.entrypoints.launchers.api_server.entry import run_server_worker, setup_server
+    from vllm.entrypoints.launchers.api_server import entry
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
@@ -386,8 +388,16 @@ def run_server(ours: list[str], further: list[str], fail: Callable[[str], NoRetu
     _refuse_foreign_tokens()
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(_is_news)
-    address, listening = setup_server(given, reuse_port=False)
-    uvloop.run(run_server_worker(address, listening, given, timeout_graceful_shutdown=GRACE))
+    address, listening = entry.setup_server(given, reuse_port=False)
+
+    async def serve() -> bool:
+        async with entry.build_async_engine_client(given) as engine:
+            end = await entry.build_and_serve(engine, address, listening, given, timeout_graceful_shutdown=GRACE)
+        await end
+        return end.__name__ == "dummy_shutdown"  # type: ignore[attr-defined]  # no signal, but the engine's own end
+
+    if uvloop.run(serve()):
+        raise RuntimeError("vLLM's engine died; what it said stands above")
 
 
 def _refuse_foreign_tokens() -> None:

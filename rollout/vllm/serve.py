@@ -31,7 +31,8 @@ from sparse_rl.recipe_schema import apply_overrides
 
 PROGRAM = """
 import os, signal, sys
-signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # in the seconds of the next import
+signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # for the seconds that the import takes
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 from rollout.vllm.serve import run
 run(sys.argv[1:])
 """
@@ -103,8 +104,7 @@ def serve(
     )
     shown = f"[{host}]" if ":" in host else host
     print(f"serving {model} on http://{shown}:{port}/v1\ncache: {policy!r}, {source}", flush=True)
-    sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-P", "-c", PROGRAM, *words, "--", *further])
+    _become([sys.executable, "-P", "-c", PROGRAM, *words, "--", *further])
 
 
 def choose_policy(model: str, cache: Sequence[str]) -> tuple[Policy, str]:
@@ -138,6 +138,12 @@ def command_line(**arguments: Any) -> list[str]:
         else:
             words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return words
+
+
+def _become(words: list[str]) -> NoReturn:
+    sys.stderr.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Python is not to meet it before it is up again
+    os.execv(words[0], words)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -249,7 +255,7 @@ def main(words: list[str]) -> int:
         print(f"sparse-rl: error: {_one_line(error)}", file=sys.stderr)
         return 2
     except Exception as error:
-        print(f"sparse-rl: stopped: the server could not go on: {_one_line(error)}", file=sys.stderr)
+        print(f"sparse-rl: stopped: {_one_line(error)}", file=sys.stderr)
         return 1
     return 0
 

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,20 @@ def environment() -> Iterator[None]:
         yield
 
 
-@cache
-def set_imports_aside() -> None:
-    """vLLM collects garbage six times per engine: 2 s over all that it has imported, 0.1 s over what is new."""
-    gc.collect()
-    gc.freeze()
+@contextmanager
+def quickly(engines_before: int) -> Iterator[None]:
+    """Start or close an engine without what need not be done again in a process that has had one.
+
+    vLLM collects garbage six times an engine, 2 s over all that it has imported: its imports are set aside once, and
+    stay so. And it looks for its kernels in every module, 0.4 s, to register them anew.
+    """
+    if engines_before == 1:
+        gc.collect()
+        gc.freeze()
+    with mock.patch.object(gc, "freeze"), mock.patch.object(gc, "unfreeze"), ExitStack() as stack:
+        if engines_before:
+            stack.enter_context(mock.patch("vllm.triton_utils.dispatcher.register_kernels"))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -67,22 +77,28 @@ def loaded() -> Callable[[Path], PreTrainedModel]:
     return cache(lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
 
 
+@pytest.fixture(scope="session")
+def opened() -> list[int]:
+    """One entry per engine that this process has had."""
+    return []
+
+
 @pytest.fixture
-def open_engine(directory_of: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
+def open_engine(directory_of: Callable[..., Path], opened: list[int]) -> Iterator[Callable[..., Any]]:
     """open_engine(policy, model="qwen2", **options) -> a vllm engine; the one before is closed, the last at the end."""
     engines: list[Engine] = []
 
     def close() -> None:
         while engines:
-            with mock.patch.object(gc, "freeze"), mock.patch.object(gc, "unfreeze"):
+            with quickly(len(opened)):
                 engines.pop().close()
-            set_imports_aside()
+            opened.append(1)
 
     def make(policy: Any, model: str | Path = "qwen2", **options: Any) -> Engine:
         close()
         folder = model if isinstance(model, Path) else directory_of(model)
         defaults = {"kv_cache_gb": 0.03, "max_batch": 16, "max_model_len": 1024}
-        with mock.patch.object(gc, "freeze"), mock.patch.object(gc, "unfreeze"):
+        with quickly(len(opened)):
             engines.append(make_engine("vllm", model=folder, policy=policy, **{**defaults, **options}))
         return engines[-1]
 

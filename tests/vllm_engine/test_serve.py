@@ -60,7 +60,7 @@ def run(*words: Any) -> int:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The command lines that a command would become."""
     found: list[list[str]] = []
-    monkeypatch.setattr(os, "execv", lambda program, words: found.append(words))
+    monkeypatch.setattr(serve, "_become", found.append)
     return found
 
 
@@ -196,8 +196,8 @@ def test_vllm_reads_the_arguments_and_eviction_keeps_its_own(
     from vllm.entrypoints.launchers.api_server import entry
 
     seen: list[Any] = []
-    monkeypatch.setattr(entry, "run_server", lambda given, **_: seen.append(given))
-    monkeypatch.setattr("uvloop.run", lambda _: None)
+    monkeypatch.setattr(entry, "setup_server", lambda given, **_: seen.append(given) or ("", None))
+    monkeypatch.setattr("uvloop.run", lambda serving: serving.close())
     run(model, "--port", free_port(), "--max-batch", 7)
     ours = started[0][4:]
     assert serve.main([*ours, "--max-num-batched-tokens", "256"]) == 0
@@ -362,8 +362,8 @@ def test_the_cache_stays_small(server: Server, random_prompts: Callable, record_
     used = [(round(s["kv_cache_usage_perc"] * usable), s["num_requests_running"]) for s in watch.samples]
     most = -(-max(PEAK, 69) // BLOCK)  # 69: the longest prompt
     assert all(blocks <= running * most for blocks, running in used), used
-    assert max(running for _, running in used) == 50
-    assert usable // -(-(20 + tokens) // BLOCK) < 12
+    with_a_full_cache = usable // -(-(20 + tokens) // BLOCK)
+    assert max(running for _, running in used) > 3 * with_a_full_cache, used
     assert watch.samples[-1]["num_preemptions_total"] == 0
     record_property("blocks", f"{max(used)[0]} of {usable} at most, {len(used)} samples")
     assert server.metrics()["kv_cache_usage_perc"] == 0
@@ -443,7 +443,9 @@ def test_ctrl_c_ends_it_with_requests_running(server: Server, random_prompts: Ca
     """The last of the shared server."""
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(server.complete, prompt, 1900) for prompt in random_prompts([20] * 8, seed=6)]
-        while server.metrics()["num_requests_running"] < 8:
+        until = time.monotonic() + 60
+        while (running := server.metrics()["num_requests_running"]) < 8:
+            assert time.monotonic() < until, (running, [request.done() and request.exception() for request in asked])
             time.sleep(0.05)
         assert len(server.family()) >= 3  # the API, the engine, the worker
         assert server.end(signal.SIGINT) == 0

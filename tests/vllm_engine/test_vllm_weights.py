@@ -21,13 +21,11 @@ def policy(policy_of: Callable) -> Policy:
     return policy_of("gkv", budget=64, window=8, period=16)
 
 
-@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_updates_reach_every_weight(
     family: str,
     tied: bool,
-    exact: bool,
     policy: Policy,
     open_engine: Callable,
     directory_of: Callable,
@@ -37,7 +35,7 @@ def test_updates_reach_every_weight(
     """After each of five updates the engine samples from the new weights and from nothing else."""
     folder = directory_of(family, tie_word_embeddings=tied)
     model = type(new_model(family)).from_pretrained(folder, dtype=torch.float32).eval()
-    engine, prompts = open_engine(policy, folder, exact=exact), random_prompts(LENGTHS)
+    engine, prompts = open_engine(policy, folder, exact=tied), random_prompts(LENGTHS)
     generator = torch.Generator().manual_seed(0)
     before = engine.generate(prompts, SAMPLING)
     for update in range(5):
