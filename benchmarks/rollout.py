@@ -34,16 +34,17 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rollout import SamplingConfig, make_engine
 
 REQUESTS, PROMPT, LENGTH, BLOCK = 32, 48, 2048, 32
-SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+SHAPE = {"num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 BUDGET = {"budget": 128, "period": 128}
 CACHES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "streaming": {"policy": "streaming", **BUDGET},
-    "gkv": {"policy": "gkv", "window": 16, **BUDGET},
+    "gkv": {"policy": "gkv", "window": 16, "redundancy": False, **BUDGET},
+    "gkv with redundancy": {"policy": "gkv", "window": 16, **BUDGET},
     "gkv, period 1": {"policy": "gkv", "window": 16, "budget": 128, "period": 1, "redundancy": False},
     "h2o": {"policy": "h2o", **BUDGET},
 }
-EQUAL_MEMORY = ("full", "streaming", "gkv")
+EQUAL_MEMORY = ("full", "streaming", "gkv", "gkv with redundancy")
 
 
 class Watch:
@@ -113,7 +114,9 @@ def measure(model: str, cache: dict[str, Any], blocks: int, dtype: str, tokens: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=LENGTH - PROMPT, help="sampled per request")
+    parser.add_argument(
+        "--tokens", type=int, default=LENGTH - PROMPT, help="sampled per request; a quarter at equal batch"
+    )
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rollout.json"))
     options = parser.parse_args()
@@ -124,11 +127,12 @@ def main() -> None:
     cases += [("equal batch", name, REQUESTS * whole) for name in CACHES]
     runs: dict[tuple[str, str], list[dict[str, float]]] = {(kind, name): [] for kind, name, _ in cases}
     with tempfile.TemporaryDirectory() as model:
-        config = Qwen3Config(vocab_size=512, hidden_size=128, intermediate_size=256, **SHAPE)
+        config = Qwen3Config(vocab_size=512, hidden_size=64, intermediate_size=128, **SHAPE)
         Qwen3ForCausalLM(config).save_pretrained(model)
         for _ in range(options.runs):
             for kind, name, blocks in cases:
-                runs[kind, name].append(measure(model, CACHES[name], blocks, options.dtype, options.tokens))
+                tokens = options.tokens if kind == "equal memory" else options.tokens // 4
+                runs[kind, name].append(measure(model, CACHES[name], blocks, options.dtype, tokens))
     rows = []
     for (kind, name), seen in runs.items():
         pairs = zip(seen, runs[kind, "full"], strict=True)

@@ -380,6 +380,9 @@ def run_server(ours: list[str], further: list[str], fail: Callable[[str], NoRetu
     default, asked, given = (parser.parse_args(words) for words in ([], further, [*ours, *further]))
     if asked.model_tag is not None:
         fail(f"{asked.model_tag!r} is not a flag")
+    for name in ("model", "dtype"):
+        if getattr(asked, name) != getattr(default, name):
+            fail(f"--{name} does not stand behind --")
     changed = [name for name in FIXED if getattr(asked, name) != getattr(default, name)]
     if changed and given.kv_transfer_config is not None:
         fail(f"--{changed[0].replace('_', '-')} cannot be chosen where the cache evicts; leave it out")

@@ -37,7 +37,8 @@ from rollout.vllm.serve import run
 run(sys.argv[1:])
 """
 PLUGIN = "sparse_rl"  # its name among the entry points vllm.general_plugins
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")  # transformers makes one up
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -77,13 +78,11 @@ def serve(
         raise RecipeError('serving needs vLLM, which is not installed: pip install "sparse-rl[vllm]"')
     from rollout.vllm import compat
 
-    compat.check_version()
     _check_plugin()
     policy, source = choose_policy(model, cache)
     config = load_config(model)
-    if not {"--tokenizer", "--skip-tokenizer-init"} & {word.partition("=")[0] for word in further}:
-        _check_tokenizer(model)
-    os.environ.update(_environment(verbose))  # before vLLM is imported, which the next lines do
+    _check_files(model, {word.partition("=")[0] for word in further})
+    _set_environment(verbose)
     _check_platform(cache_shape(config)[2])
     dtype = _dtype(dtype, config)
     memory, block = compat.memory_arguments(kv_cache_gb, 0.9), compat.default_block_size()
@@ -157,11 +156,15 @@ def _check_plugin() -> None:
         )
 
 
-def _check_tokenizer(model: str) -> None:
-    if Path(model).is_dir() and not any((Path(model) / name).is_file() for name in TOKENIZERS):
-        raise RecipeError(
-            f"{model} has no tokenizer; copy one there, or name one behind --: -- --tokenizer DIR", "model"
-        )
+def _check_files(model: str, flags: set[str]) -> None:
+    """Weights and a tokenizer, unless a flag says that they are elsewhere."""
+    folder = Path(model)
+    if folder.is_dir() and "--load-format" not in flags and not any(any(folder.glob(name)) for name in WEIGHTS):
+        raise RecipeError(f"{model} has no weights", "model")
+    if flags & {"--tokenizer", "--skip-tokenizer-init"}:
+        return
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZERS):  # transformers would make one up
+        raise RecipeError(f"{model} has no tokenizer; copy one there, or name one: -- --tokenizer DIR", "model")
     load_tokenizer(model)
 
 
@@ -170,9 +173,13 @@ def _check_platform(head_dim: int) -> None:
 
     from rollout.vllm import compat
 
-    if not compat.on_cpu() and not torch.cuda.is_available():
-        raise RecipeError("there is no GPU, and the vLLM that is installed needs one")
-    compat.refuse_head_size(head_dim)
+    try:
+        compat.check_version()
+        if not compat.on_cpu() and not torch.cuda.is_available():
+            raise RecipeError("there is no GPU, and the vLLM that is installed needs one")
+        compat.refuse_head_size(head_dim)
+    except ValueError as error:
+        raise RecipeError(str(error).partition(";")[0]) from error  # without the advice to take another engine
 
 
 def _check_length(length: int, policy: Policy, config: Any, dtype: str, memory: int | None) -> None:
@@ -215,23 +222,23 @@ def _dtype(given: str | None, config: Any) -> str:
     return given or "auto"
 
 
-def _environment(verbose: bool) -> dict[str, str]:
-    """What the server's processes need, besides what the user has set."""
+def _set_environment(verbose: bool) -> None:
+    """What the server's processes inherit, besides what the user has set."""
     import torch
 
-    wanted = {
-        "VLLM_LOGGING_LEVEL": "INFO" if verbose else "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        # vLLM binds threads to cores, the same for each server, and leaves none where there are two.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() - 1)),  # one for the scheduler
-        **({} if verbose else {"PYTHONWARNINGS": "ignore"}),
-    }
-    environment = {key: os.environ.get(key, value) for key, value in wanted.items()}
+    from rollout.vllm import compat
+
+    if verbose:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    else:
+        os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    compat.prepare_environment()
+    if compat.on_cpu():  # vLLM would bind threads to cores, to the same ones for each server, and to all of two
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() - 1)))
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and PLUGIN not in plugins.split(","):
-        environment["VLLM_PLUGINS"] = f"{plugins},{PLUGIN}"
-    return environment
+        os.environ["VLLM_PLUGINS"] = f"{plugins},{PLUGIN}"
 
 
 # ---- in the server's process ----------------------------------------------------------------------------------------
@@ -244,8 +251,6 @@ def main(words: list[str]) -> int:
     def fail(message: str) -> NoReturn:
         raise RecipeError(message)
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # while it starts; then the server has its own way to end
-        signal.signal(number, _end_at_once)
     at = words.index("--")
     try:
         compat.run_server(words[:at], words[at + 1 :], fail)
@@ -291,6 +296,8 @@ def _one_line(error: Exception) -> str:
 
 def run(words: list[str]) -> NoReturn:
     """`main`, and then the end of the process, whatever is left of it."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # while it starts; then the server has its own way to end
+        signal.signal(number, _end_at_once)
     status = main(words)
     _kill_children()
     atexit._run_exitfuncs()

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from sparse_rl.policies.base import Entries, Policy
 
 NO_HISTORY = -1.0
-SIMILAR = 0.5
+UNDER = 0.5 - 2**-25  # the float32 before 0.5: what exceeds it is similar
 
 
 class ScoredWindow(Policy):
@@ -183,19 +183,17 @@ def _over_max(scores: torch.Tensor, competing: torch.Tensor) -> torch.Tensor:
 def redundancy(entries: Entries) -> torch.Tensor:
     """R: how much each entry repeats others, float32 [R, Hkv, N] (R-KV §3.2). One row's N x N per head is alive."""
     assert entries.keys is not None
-    keys = F.normalize(entries.keys.float(), dim=-1, eps=1e-8)
     valid = entries.valid()
-    rows = [_mean_similarity(keys[row], valid[row, 0]) for row in range(len(keys))]
-    mean = torch.stack(rows) / entries.lengths[:, None, None]
+    keys = F.normalize(entries.keys.float(), dim=-1, eps=1e-8).masked_fill(~valid[..., None], 0.0)
+    mean = torch.stack([_mean_similarity(row) for row in keys]) / entries.lengths[:, None, None]
     return mean.masked_fill(~valid, float("-inf")).softmax(-1)
 
 
-def _mean_similarity(keys: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Per entry, the sum of its similarities to the others: unit keys [Hkv, N, D], bool [N] -> [Hkv, N]."""
+def _mean_similarity(keys: torch.Tensor) -> torch.Tensor:
+    """Per entry, the sum of its similarities to the others: unit keys (padding is 0) [Hkv, N, D] -> [Hkv, N]."""
     similarity = keys @ keys.transpose(-1, -2)
-    similarity.masked_fill_(~(valid[:, None] & valid), 0.0)
     similarity.diagonal(dim1=-2, dim2=-1).zero_()
-    similarity.masked_fill_(similarity < SIMILAR, 0.0)
+    similarity = F.threshold(similarity, UNDER, 0.0)
     slots = torch.arange(1, keys.shape[1] + 1, device=keys.device, dtype=keys.dtype)
-    most_recent = ((similarity > 0) * slots).argmax(-1, keepdim=True)  # the largest slot among the similar
-    return similarity.scatter_(-1, most_recent, 0.0).sum(dim=-2)
+    most_recent = (similarity.sign() * slots).amax(-1, keepdim=True).long() - 1  # the largest slot among the similar
+    return similarity.scatter_(-1, most_recent.clamp(min=0), 0.0).sum(dim=-2)
