@@ -132,6 +132,7 @@ def as_vllm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             kv_cache_gb: float | None = None,
             gpu_memory_utilization: float = 0.3,
             tensor_parallel: int = 1,
+            sleep_mode: bool = False,
             progress: bool = False,
         ) -> None:
             assert isinstance(model, (str, Path))

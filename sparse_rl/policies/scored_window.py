@@ -185,7 +185,7 @@ def redundancy(entries: Entries) -> torch.Tensor:
     assert entries.keys is not None
     valid = entries.valid()
     keys = F.normalize(entries.keys.float(), dim=-1, eps=1e-8).masked_fill(~valid[..., None], 0.0)
-    mean = torch.stack([_mean_similarity(row) for row in keys]) / entries.lengths[:, None, None]
+    mean = torch.stack([_mean_similarity(keys[row]) for row in range(len(keys))]) / entries.lengths[:, None, None]
     return mean.masked_fill(~valid, float("-inf")).softmax(-1)
 
 
@@ -193,7 +193,7 @@ def _mean_similarity(keys: torch.Tensor) -> torch.Tensor:
     """Per entry, the sum of its similarities to the others: unit keys (padding is 0) [Hkv, N, D] -> [Hkv, N]."""
     similarity = keys @ keys.transpose(-1, -2)
     similarity.diagonal(dim1=-2, dim2=-1).zero_()
-    similarity = F.threshold(similarity, UNDER, 0.0)
+    torch.threshold_(similarity, UNDER, 0.0)
     slots = torch.arange(1, keys.shape[1] + 1, device=keys.device, dtype=keys.dtype)
-    most_recent = (similarity.sign() * slots).amax(-1, keepdim=True).long() - 1  # the largest slot among the similar
+    most_recent = similarity.sign().mul_(slots).amax(-1, keepdim=True).long() - 1  # the largest slot among the similar
     return similarity.scatter_(-1, most_recent.clamp(min=0), 0.0).sum(dim=-2)

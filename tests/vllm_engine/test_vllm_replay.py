@@ -57,13 +57,13 @@ def test_another_temperature_and_a_truncated_support(
     replay_gap: Callable,
     agrees_with_hf: Callable,
 ) -> None:
-    """Sampled as the reference engine samples, from the same seed.
+    """Sampled as the reference engine samples, from the same seed, long prompts in chunks.
 
     `model_logprobs` are those before top-p and top-k, at the sampling temperature; `logprobs` those sampled from.
     """
     policy, prompts = policy_of("gkv", budget=64, window=8, period=16), random_prompts(LENGTHS, seed=2)
     sampling = SamplingConfig(60, temperature=0.7, seed=5, ignore_eos=True, **options)
-    rollouts = open_engine(policy, "llama", exact=exact).generate(prompts, sampling)
+    rollouts = open_engine(policy, "llama", exact=exact, max_num_batched_tokens=128).generate(prompts, sampling)
     agrees_with_hf(policy, prompts, sampling, {"sampled": rollouts}, "llama")
     assert replay_gap(rollouts, "llama", 1.0) >= 100 * TOLERANCE
     more = [a - b for r in rollouts for a, b in zip(r.logprobs, r.model_logprobs, strict=True)]
