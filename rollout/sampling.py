@@ -47,23 +47,18 @@ def sample(
     the distribution sampled from, and their log-probs float32 [B] before top-p and top-k.
     """
     logprobs = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1)
+    processed = logprobs
     if sampling.temperature == 0:
         tokens = logprobs.argmax(-1)
-        chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
-        return tokens, chosen, chosen
-    assert uniform is not None
-    tokens, processed = draw(logprobs, sampling, uniform)
+    else:
+        assert uniform is not None
+        if sampling.truncated_support:
+            processed = truncate(logprobs, sampling.top_p, sampling.top_k)
+        cdf = processed.double().exp().cumsum(-1)
+        target = (uniform * cdf[:, -1])[:, None]
+        tokens = torch.searchsorted(cdf, target, right=True)[:, 0].clamp(max=cdf.shape[-1] - 1)
     index = tokens[:, None]
     return tokens, processed.gather(-1, index)[:, 0], logprobs.gather(-1, index)[:, 0]
-
-
-def draw(logprobs: torch.Tensor, sampling: SamplingConfig, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token int64 [B] per row of log-probs [B, V], and the log-probs [B, V] that it was drawn from."""
-    processed = truncate(logprobs, sampling.top_p, sampling.top_k) if sampling.truncated_support else logprobs
-    cdf = processed.double().exp().cumsum(-1)
-    target = (uniform * cdf[:, -1])[:, None]
-    tokens = torch.searchsorted(cdf, target, right=True)[:, 0].clamp(max=cdf.shape[-1] - 1)
-    return tokens, processed
 
 
 def truncate(logprobs: torch.Tensor, top_p: float, top_k: int | None) -> torch.Tensor:

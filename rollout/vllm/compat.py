@@ -224,7 +224,7 @@ def undisturbed(had_group: bool) -> Iterator[None]:
     had_group : whether there was a process group before the engine was started
 
     vLLM seeds every random generator, forbids torch.set_num_threads on a CPU, and at its end destroys the process
-    group, also one that it did not make.
+    group, also one that it did not make; where it cannot start, it leaves the one that it made.
     """
     states = random.getstate(), np.random.get_state()
     set_num_threads, destroy = torch.set_num_threads, distributed.destroy_process_group
@@ -238,6 +238,11 @@ def undisturbed(had_group: bool) -> Iterator[None]:
     try:
         with torch.random.fork_rng():
             yield
+    except BaseException:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+        raise
     finally:
         distributed.destroy_process_group = destroy
         torch.set_num_threads = set_num_threads

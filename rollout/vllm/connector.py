@@ -38,6 +38,15 @@ class Due:
 
 
 @dataclass
+class Running:
+    """A request that was admitted: its first block, the tokens prefilled densely, `seen` at its next compaction."""
+
+    block: int
+    prompt: int
+    due: int
+
+
+@dataclass
 class Step(KVConnectorMetadata):
     """What the worker needs to know of one step.
 
@@ -83,7 +92,7 @@ class TraceConnector(KVConnectorBase_V1):
         compat.refuse_cache(kv_cache_config)
         self.config, self.policy = config, config.policy
         self.step = Step()
-        self.running: dict[str, tuple[int, int]] = {}  # request -> (first block, tokens prefilled densely)
+        self.running: dict[str, Running] = {}
         self.dropped: dict[str, dict[int, list[tuple[int, np.ndarray]]]] = {}
         self.preempted: set[str] = set()
         self.admitted: set[str] = set()  # in the step that is being scheduled
@@ -137,11 +146,11 @@ class TraceConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request was admitted; after a preemption, again, and all that it had sampled is prefilled densely."""
-        first = blocks.get_block_ids()[0][0]
+        first, prompt = blocks.get_block_ids()[0][0], request.num_tokens
         self._end(request.request_id)  # preempted in this very step
         self.admitted.add(request.request_id)
-        self.running[request.request_id] = first, request.num_tokens
-        self.step.begun.append((first, request.num_tokens))
+        self.running[request.request_id] = Running(first, prompt, self.policy.next_compaction(prompt, 0))
+        self.step.begun.append((first, prompt))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
         for request_id in scheduler_output.preempted_req_ids or ():
@@ -155,12 +164,12 @@ class TraceConnector(KVConnectorBase_V1):
         before = {r.req_id: r.num_computed_tokens for r in new}
         before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, computed in before.items():
-            first, prompt = self.running[request_id]
-            seen = computed + count[request_id]
-            if self.policy.compacts(prompt, seen):
+            running, seen = self.running[request_id], computed + count[request_id]
+            if seen == running.due:
                 # what it holds while attending: the dense prefill, or the peak
-                held = seen if seen <= max(prompt, self.config.peak) else self.config.peak
-                self.step.due.append(Due(request_id, first, seen, held))
+                held = seen if seen <= max(running.prompt, self.config.peak) else self.config.peak
+                self.step.due.append(Due(request_id, running.block, seen, held))
+                running.due = self.policy.next_compaction(running.prompt, seen)
         step, self.step = self.step, Step()
         return step
 
@@ -194,7 +203,7 @@ class TraceConnector(KVConnectorBase_V1):
 
     def _end(self, request_id: str) -> None:
         if request_id in self.running:
-            self.step.ended.append(self.running.pop(request_id)[0])
+            self.step.ended.append(self.running.pop(request_id).block)
 
 
 def _evict_at(events: list[tuple[int, np.ndarray]], length: int) -> np.ndarray:

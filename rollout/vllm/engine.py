@@ -30,7 +30,6 @@ from sparse_rl.models import load_config
 from sparse_rl.policies import Policy
 from sparse_rl.trace import EvictionTrace
 
-LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to this
 ATTEMPTS = 3  # for a request that was preempted after an eviction
 
 
@@ -122,7 +121,6 @@ class VLLMEngine:
             "max_num_seqs": max_batch,
             "tensor_parallel_size": tensor_parallel,
             "skip_tokenizer_init": True,
-            "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
@@ -164,8 +162,7 @@ class VLLMEngine:
                 for place, output in self._run([(i, *requests[i]) for i in waiting], sampling):
                     rollouts[place] = self._rollout(requests[place][0], output)
                     bar.update(rollouts[place] is not None)
-                if sampling.truncated_support:
-                    self._set_model_logprobs(rollouts)
+                self._set_logprobs(rollouts)
                 waiting = [i for i in waiting if rollouts[i] is None]
                 if not waiting:
                     return rollouts  # type: ignore[return-value]
@@ -174,10 +171,6 @@ class VLLMEngine:
         )
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> None:
-        if 0 < sampling.temperature < LEAST_TEMPERATURE:
-            raise ValueError(
-                f"vLLM samples at a temperature of 0 or >= {LEAST_TEMPERATURE}, got {sampling.temperature}"
-            )
         for i, prompt in enumerate(prompts):
             if not len(prompt):
                 raise ValueError(f"prompt {i} is empty; a prompt needs at least one token")
@@ -201,12 +194,10 @@ class VLLMEngine:
         for place, prompt, seed in requests:
             parameters = vllm.SamplingParams(
                 max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                extra_args={"seed": seed},  # top_p, top_k and the seed are the workers' (worker.SequenceSampler)
+                temperature=1.0,  # the true one, top_p, top_k and the seed are the workers' (worker.SequenceSampler)
+                extra_args={"seed": seed},
                 stop_token_ids=stop,
                 ignore_eos=True,  # which tokens stop is said above
-                logprobs=0,
-                flat_logprobs=True,
                 detokenize=False,
                 output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
             )
@@ -221,7 +212,7 @@ class VLLMEngine:
                 engine.abort_request([str(place) for place, _, _ in requests])
 
     def _rollout(self, prompt: list[int], output: Any) -> Rollout | None:
-        """None for a sequence that was preempted: its record does not tell what it attended to."""
+        """Still without log-probs. None for a preempted sequence: its record does not tell what it attended to."""
         sampled = output.outputs[0]
         completion = list(sampled.token_ids)
         record = output.kv_transfer_params or {"evict_at": None}
@@ -233,16 +224,15 @@ class VLLMEngine:
         else:
             evict_at = np.frombuffer(record["evict_at"], np.int32).reshape(record["shape"])
             trace = EvictionTrace.recorded(torch.from_numpy(evict_at.copy()))
-        logprobs = [sampled.logprobs.logprobs[start] for start in sampled.logprobs.start_indices]
-        return Rollout(prompt, completion, logprobs, logprobs, trace, sampled.finish_reason)
+        return Rollout(prompt, completion, [], [], trace, sampled.finish_reason)
 
-    def _set_model_logprobs(self, rollouts: Sequence[Rollout | None]) -> None:
-        """The log-probs before top-p and top-k, which the workers have noted."""
-        for worker in self.llm.collective_rpc("whole_logprobs"):
-            for request_id, logprobs in worker.items():
-                rollout = rollouts[int(request_id.split("-")[0])]  # vLLM appends a suffix to our ids
-                if rollout is not None:
-                    rollout.model_logprobs = logprobs[-len(rollout.completion_ids) :]
+    def _set_logprobs(self, rollouts: Sequence[Rollout | None]) -> None:
+        """What the workers have noted, each the same: all of them sample."""
+        for request_id, drawn in self.llm.collective_rpc("logprobs")[0].items():
+            rollout = rollouts[int(request_id.split("-")[0])]  # vLLM appends a suffix to our ids
+            if rollout is not None:
+                pairs = drawn[-len(rollout.completion_ids) :]
+                rollout.logprobs, rollout.model_logprobs = map(list, zip(*pairs, strict=True))
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 

@@ -52,8 +52,9 @@ class Plan:
 
     first int64 [B], blocks int64 [B, max blocks]: of each request in the batch
     slots int64 [T]: where each token's entry goes; lengths int32 [B]: entries attended to
-    recent: (token, its request's first block, place) int64 each: the queries to remember. The block's row is known only
-        in the forward: vLLM's V2 runner makes the plan before it says which requests begin.
+    recent: (token, its request's first block, place) int64 each: the queries to remember
+    slots_of_recent: int64, where those go in a layer's query buffer. The block's row is known only in the forward:
+        vLLM's V2 runner makes the plan before it says which requests begin.
     """
 
     first: torch.Tensor
@@ -62,6 +63,7 @@ class Plan:
     lengths: torch.Tensor
     recent: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     watches: list[Watch]
+    slots_of_recent: torch.Tensor | None = None
 
 
 class CacheState:
@@ -197,7 +199,9 @@ class CacheState:
         if plan.recent is not None:
             assert self.queries is not None
             token, block, place = plan.recent
-            self.queries[layer, self.row[block], place] = query[token]
+            if plan.slots_of_recent is None:
+                plan.slots_of_recent = self.row[block] * self.queries.shape[2] + place
+            self.queries[layer].flatten(0, 1).index_copy_(0, plan.slots_of_recent, query.index_select(0, token))
         for watch in plan.watches:
             group = watch.group
             entries = self._entries(layer, group, None, queries=False)

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from rollout.engine import SamplingConfig
-from rollout.sampling import Uniforms, draw
+from rollout.sampling import Uniforms, sample
 
 
 class SequenceSampler(nn.Module):
     """The reference engine's sampler, where vLLM's own would apply top-k, top-p and its generators.
 
-    So a sequence's tokens depend on its logits and its seed alone, on either engine, and the log-probs before the
-    truncation are known too.
+    So a sequence's tokens depend on its logits and its seed alone, on either engine. It keeps the log-probs until they
+    are asked for: vLLM would rank the whole vocabulary in each step, and pass them on through every layer of itself.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -27,17 +27,17 @@ class SequenceSampler(nn.Module):
     def begin(self, sampling: SamplingConfig) -> None:
         self.sampling = sampling
         self.streams: dict[int, Uniforms] = {}
-        self.whole: list[tuple[list[str], torch.Tensor]] = []
+        self.drawn: list[tuple[list[str], torch.Tensor]] = []  # per step: the requests, float32 [B, 2]
 
-    def forward(self, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits [B, V] at the sampling temperature. Returns tokens int64 [B], and what they were drawn from [B, V]."""
+    def forward(self, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, None]:
+        """logits [B, V], as the model gave them: vLLM is told a temperature of 1. Returns tokens int64 [B]."""
         ids = list(self.runner.input_batch.req_ids)[: len(logits)]
-        logprobs = logits.log_softmax(-1, dtype=torch.float32)
-        uniform = torch.tensor([self._uniform(i) for i in ids], dtype=torch.float64, device=logits.device)
-        tokens, processed = draw(logprobs, self.sampling, uniform)
-        if self.sampling.truncated_support:
-            self.whole.append((ids, logprobs.gather(-1, tokens[:, None])[:, 0].cpu()))
-        return tokens, processed
+        uniform = None
+        if self.sampling.temperature > 0:
+            uniform = torch.tensor([self._uniform(i) for i in ids], dtype=torch.float64).to(logits.device)
+        tokens, *logprobs = sample(logits, self.sampling, uniform)
+        self.drawn.append((ids, torch.stack(logprobs, dim=-1)))
+        return tokens, None
 
     def _uniform(self, request_id: str) -> float:
         request = self.runner.requests[request_id]
@@ -59,12 +59,17 @@ class WorkerExtension:
             sampler.topk_topp_sampler = SequenceSampler(self.model_runner)
         sampler.topk_topp_sampler.begin(SamplingConfig(**sampling))
 
-    def whole_logprobs(self) -> dict[str, list[float]]:
-        """Request -> its log-probs before top-k and top-p; draws of an unfinished prefill, void, come first."""
-        found: dict[str, list[float]] = {}
-        for request_ids, values in self.model_runner.sampler.topk_topp_sampler.whole:
-            for request_id, value in zip(request_ids, values.tolist(), strict=True):
-                found.setdefault(request_id, []).append(value)
+    def logprobs(self) -> dict[str, list[list[float]]]:
+        """Request -> per token drawn, its log-prob and that before top-k and top-p.
+
+        Draws of an unfinished prefill, which are void, come first.
+        """
+        drawn = self.model_runner.sampler.topk_topp_sampler.drawn
+        found: dict[str, list[list[float]]] = {}
+        if drawn:
+            ids = [request_id for ids, _ in drawn for request_id in ids]
+            for request_id, pair in zip(ids, torch.cat([values for _, values in drawn]).tolist(), strict=True):
+                found.setdefault(request_id, []).append(pair)
         return found
 
     def replace_weights(self, source: str | Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -135,6 +135,11 @@ class Policy:
         over = seen - self._first(prompt_length)
         return (over >= 0) & (over % self.period == 0)
 
+    def next_compaction(self, prompt_length: int, seen: int) -> int:
+        """The least count of tokens after `seen` at which a compaction runs."""
+        over = seen - self._first(prompt_length)
+        return seen + (self.period - over % self.period if over >= 0 else -over)
+
     def physical_length(self, prompt_length: Any, seen: Any, layer: int = 0) -> Any:
         """Entries held per kv head once `seen` tokens have been seen, compaction included."""
         over = seen - self._first(prompt_length)

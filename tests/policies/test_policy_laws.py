@@ -57,9 +57,13 @@ def cadence(policy: Policy, prompt: int, until: int) -> dict[int, tuple[bool, in
 def test_compacts_and_physical_length_follow_the_rule(name: str, period: int) -> None:
     policy = make_policy(name, **small(name, period=period))
     for prompt in range(1, 45):
+        due = None
         for seen, (ran, held) in cadence(policy, prompt, prompt + 40).items():
             assert policy.compacts(prompt, seen) == ran, (prompt, seen)
             assert policy.physical_length(prompt, seen) == held, (prompt, seen)
+            if policy.peak_entries is not None:
+                assert ran == (seen == (due or policy.next_compaction(prompt, 0)))
+                due = policy.next_compaction(prompt, seen)
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
