@@ -34,7 +34,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rollout import SamplingConfig, make_engine
 
 REQUESTS, PROMPT, LENGTH, BLOCK = 32, 48, 2048, 32
-SHAPE = {"num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+SHAPE = {"num_hidden_layers": 12, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
 BUDGET = {"budget": 128, "period": 128}
 CACHES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
@@ -115,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument(
-        "--tokens", type=int, default=LENGTH - PROMPT, help="sampled per request; a quarter at equal batch"
+        "--tokens", type=int, default=LENGTH - PROMPT, help="sampled per request; half of it at equal batch"
     )
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rollout.json"))
@@ -127,11 +127,11 @@ def main() -> None:
     cases += [("equal batch", name, REQUESTS * whole) for name in CACHES]
     runs: dict[tuple[str, str], list[dict[str, float]]] = {(kind, name): [] for kind, name, _ in cases}
     with tempfile.TemporaryDirectory() as model:
-        config = Qwen3Config(vocab_size=512, hidden_size=64, intermediate_size=128, **SHAPE)
+        config = Qwen3Config(vocab_size=512, hidden_size=128, intermediate_size=256, **SHAPE)
         Qwen3ForCausalLM(config).save_pretrained(model)
         for _ in range(options.runs):
             for kind, name, blocks in cases:
-                tokens = options.tokens if kind == "equal memory" else options.tokens // 4
+                tokens = options.tokens if kind == "equal memory" else options.tokens // 2
                 runs[kind, name].append(measure(model, CACHES[name], blocks, options.dtype, tokens))
     rows = []
     for (kind, name), seen in runs.items():

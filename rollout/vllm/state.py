@@ -77,6 +77,7 @@ class CacheState:
         keys = self.caches[0][0]
         blocks, heads, self.block_size, _ = keys.shape
         self.device = keys.device
+        self.heads = torch.arange(heads, device=self.device)
         layer = next(iter(layers.values()))
         self.scaling = layer.impl.scale
         shape = (len(layers), blocks, heads, self.block_size)
@@ -139,13 +140,14 @@ class CacheState:
         before = seen - count
         held = self.policy.physical_length(prompt, before)
         tokens = int(starts_cpu[-1])
-        row = torch.repeat_interleave(torch.arange(len(first), device=self.device), count, output_size=tokens)
-        offset = torch.arange(tokens, device=self.device) - starts[row].long()
-        slot = held[row] + offset
-        logical = before[row] + offset
+        row = torch.arange(len(first), device=self.device)
+        slot, logical = held, before
+        if tokens != len(first) or int(starts_cpu.diff().max()) > 1:  # not one token each
+            row = torch.repeat_interleave(row, count, output_size=tokens)
+            offset = torch.arange(tokens, device=self.device) - starts[row].long()
+            slot, logical = held[row] + offset, before[row] + offset
         block, place = blocks[row, slot // self.block_size], slot % self.block_size
-        heads = torch.arange(self.positions.shape[2], device=self.device)
-        where = (slice(None), block[:, None], heads, place[:, None])
+        where = slice(None), block[:, None], self.heads, place[:, None]
         self.positions[where] = logical[:, None].int()
         for name, start in self.policy.initial_state.items():
             self.state[name][where] = start
@@ -204,7 +206,7 @@ class CacheState:
             self.queries[layer].flatten(0, 1).index_copy_(0, plan.slots_of_recent, query.index_select(0, token))
         for watch in plan.watches:
             group = watch.group
-            entries = self._entries(layer, group, None, queries=False)
+            entries = self._entries(layer, group, None)
             self.policy.observe(layer, entries, query[watch.tokens].transpose(1, 2), watch.positions)
             heads = entries.positions.shape[1]
             for state_name, value in entries.state.items():
@@ -249,30 +251,29 @@ class CacheState:
         slot_positions = self._gather(self.positions[layer], group.blocks)[..., :held]
         real = torch.arange(held, device=self.device) < group.lengths[:, None]
         order = slot_positions.masked_fill(~real[:, None], torch.iinfo(torch.int32).max).argsort(-1)
-        entries = self._entries(layer, group, order, queries=True)
+        entries = self._entries(layer, group, order)
         kept = self.policy.compact(layer, entries)
         budget = kept.keep.shape[-1]
 
         is_kept = torch.zeros_like(entries.positions, dtype=torch.bool).scatter_(-1, kept.keep, True)
-        gone = (~is_kept & entries.valid()).int().argsort(dim=-1, descending=True, stable=True)[..., : held - budget]
+        gone = _places(~is_kept & entries.valid(), held - budget)
         dropped = entries.positions.gather(-1, gone)
 
         # Survivors behind the budget go where, before it, something was dropped. Heads differ in how many: the rest of
         # the width rewrites the row's last slot with itself, which is nobody's target.
         kept_slots = order.gather(-1, kept.keep)
-        for name, value in kept.state.items():
-            self._scatter(self.state[name][layer], group.blocks, kept_slots, value)
+        if kept.state:
+            here = self._index(group.blocks, kept_slots)
+            for name, value in kept.state.items():
+                self.state[name][layer][here] = value
         stays = torch.zeros_like(is_kept).scatter_(-1, kept_slots, True)
-        source = budget + stays[..., budget:].int().argsort(dim=-1, descending=True, stable=True)
-        hole = stays[..., :budget].int().argsort(dim=-1, stable=True)
         width = min(budget, held - budget)
-        source, hole = source[..., :width], hole[..., :width]
         moves = torch.arange(width, device=self.device) < stays[..., budget:].sum(-1, keepdim=True)
         last = (group.lengths - 1)[:, None, None]
-        source, target = torch.where(moves, source, last), torch.where(moves, hole, last)
-        keys, values = self.caches[layer]
-        for paged in (keys, values, self.positions[layer], *(s[layer] for s in self.state.values())):
-            self._scatter(paged, group.blocks, target, self._pick(paged, group.blocks, source))
+        source = self._index(group.blocks, torch.where(moves, budget + _places(stays[..., budget:], width), last))
+        target = self._index(group.blocks, torch.where(moves, _places(~stays[..., :budget], width), last))
+        for paged in (*self.caches[layer], self.positions[layer], *(state[layer] for state in self.state.values())):
+            paged[target] = paged[source]
         return dropped.int()
 
     def take_record(self) -> list[Dropped]:
@@ -297,34 +298,26 @@ class CacheState:
         """Slots [R, Hkv, K] of each row as (block, head, place)."""
         rows, heads, _ = slots.shape
         block = blocks[:, None].expand(-1, heads, -1).gather(-1, slots // self.block_size)
-        return block, torch.arange(heads, device=self.device)[:, None].expand(rows, -1, -1), slots % self.block_size
+        return block, self.heads[:, None].expand(rows, -1, -1), slots % self.block_size
 
-    def _pick(self, paged: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return paged[self._index(blocks, slots)]
-
-    def _scatter(self, paged: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
-        paged[self._index(blocks, slots)] = values.to(paged.dtype)
-
-    def _entries(self, layer: int, group: Group, order: torch.Tensor | None, *, queries: bool) -> Entries:
-        """What a group holds, sorted by `order` int64 [R, Hkv, N]; in the order of slots for None.
+    def _entries(self, layer: int, group: Group, order: torch.Tensor | None) -> Entries:
+        """What a group holds: to compact, sorted by `order` int64 [R, Hkv, N]; to observe, None, in the order of slots.
 
         Keys and values are read only where the policy says that it reads them.
         """
+        reads: tuple[str, ...] = ("keys", "values")
+        recent = None
+        if order is not None:
+            reads, where = self.policy.score_reads, self._index(group.blocks, order)
+            if self.queries is not None:
+                window = self.queries.shape[2]
+                oldest_first = (group.seen[:, None] + torch.arange(window, device=self.device)) % window
+                recent = self.queries[layer][group.rows[:, None], oldest_first].transpose(1, 2)
 
         def read(paged: torch.Tensor) -> torch.Tensor:
-            held = self._gather(paged, group.blocks)
-            if order is None:
-                return held
-            index = order if held.ndim == 3 else order[..., None].expand(-1, -1, -1, held.shape[-1])
-            return held.gather(2, index)
+            return self._gather(paged, group.blocks) if order is None else paged[where]
 
-        reads = self.policy.score_reads if queries else ("keys", "values")
         keys, values = self.caches[layer]
-        recent = None
-        if queries and self.queries is not None:
-            window = self.queries.shape[2]
-            oldest_first = (group.seen[:, None] + torch.arange(window, device=self.device)) % window
-            recent = self.queries[layer][group.rows[:, None], oldest_first].transpose(1, 2)
         return Entries(
             keys=read(keys) if "keys" in reads else None,
             values=read(values) if "values" in reads else None,
@@ -336,6 +329,14 @@ class CacheState:
             state={name: read(paged[layer]) for name, paged in self.state.items()},
             mean_over_ranks=compat.mean_over_ranks,
         )
+
+
+def _places(mask: torch.Tensor, width: int) -> torch.Tensor:
+    """Where bool [..., N] is true, in order: int64 [..., width]; behind the last of these, 0."""
+    rank = (mask.cumsum(-1) - 1).masked_fill_(~mask, width).clamp_(max=width)
+    places = torch.zeros((*mask.shape[:-1], width + 1), dtype=torch.long, device=mask.device)
+    places.scatter_(-1, rank, torch.arange(mask.shape[-1], device=mask.device).expand_as(rank))
+    return places[..., :width]
 
 
 def _last_of_each(starts: torch.Tensor, window: int) -> torch.Tensor:

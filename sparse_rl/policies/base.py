@@ -65,13 +65,11 @@ class Entries:
         assert self.keys is not None
         rows, q_heads, count, dim = queries.shape
         kv_heads = self.keys.shape[1]
-        grouped = queries.reshape(rows, kv_heads, -1, dim).float()  # G x T queries per kv head: no key is repeated
-        logits = (grouped @ self.keys.float().transpose(-1, -2) * self.scaling).view(
-            rows, kv_heads, q_heads // kv_heads, count, -1
-        )
+        grouped = queries.reshape(rows, kv_heads, -1, dim).float() * self.scaling  # G x T queries: no key is repeated
+        logits = (grouped @ self.keys.float().transpose(-1, -2)).view(rows, kv_heads, q_heads // kv_heads, count, -1)
         seen_by = self.positions[:, :, None, :] <= query_positions[:, None, :, None]  # [R, Hkv, T, N]
         mask = (seen_by & self.valid()[:, :, None]).unsqueeze(2)
-        return logits.masked_fill(~mask, float("-inf")).softmax(-1)
+        return logits.masked_fill_(~mask, float("-inf")).softmax(-1)
 
     def window_attention(self, window: int) -> torch.Tensor:
         """The attention of the last `window` queries: float32 [R, Hkv, G, W, N]."""

@@ -342,15 +342,18 @@ def test_every_slot_holds_what_it_must(seed: int, order: str, v2_runner: bool) -
 
 
 def rolled_heads(state: Any) -> None:
-    pick = state._pick
-    state._pick = lambda paged, blocks, slots: pick(paged, blocks, slots).roll(1, dims=1)
+    index = state._index
+
+    def rolled(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        block, head, place = index(*args)
+        return block, head.roll(1, dims=1), place
+
+    state._index = rolled
 
 
 def unsorted_entries(state: Any) -> None:
     entries = state._entries
-    state._entries = lambda layer, group, order, **k: entries(
-        layer, group, order.flip(-1) if k["queries"] else None, **k
-    )
+    state._entries = lambda layer, group, order: entries(layer, group, None if order is None else order.flip(-1))
 
 
 def one_row_of_queries(state: Any) -> None:
