@@ -70,6 +70,16 @@ class Rollout:
     finish_reason: Literal["stop", "length"]
 
 
+def check_given(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
+    """What `Engine.simulate` refuses."""
+    if len(prompts) != len(completions):
+        raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions; there must be one for each")
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        if not len(prompt) or not len(completion):
+            what = "completion" if len(prompt) else "prompt"
+            raise ValueError(f"{what} {i} is empty; it needs at least one token")
+
+
 class Engine(Protocol):
     """Samples with eviction active and records every eviction.
 
@@ -83,6 +93,15 @@ class Engine(Protocol):
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Rollout]:
         """len(prompts) * n rollouts, prompt-major. Raises ValueError on an empty prompt."""
+        ...
+
+    def simulate(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> list[Rollout]:
+        """What `generate` would have recorded, had it sampled these completions: their log-probs and evictions.
+
+        One rollout per prompt, by the very computation of decoding. Raises ValueError on an empty prompt or completion.
+        """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

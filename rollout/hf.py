@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout.cache import EvictingCache
-from rollout.engine import Rollout, SamplingConfig
+from rollout.engine import Rollout, SamplingConfig, check_given
 from rollout.sampling import Uniforms, sample, sequence_seed
 from sparse_rl.attention import NO_MASK, adopt
 from sparse_rl.policies import Policy
@@ -38,6 +38,7 @@ class Sequence_:
     place: int  # in the list that generate returns
     prompt: list[int]
     seed: int
+    given: list[int] = field(default_factory=list)  # the completion, where it is not to be sampled
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     model_logprobs: list[float] = field(default_factory=list)
@@ -97,7 +98,19 @@ class HFEngine:
             for _ in range(sampling.n):
                 sequences.append(Sequence_(len(sequences), list(prompt), sequence_seed(seed, key, times[key])))
                 times[key] += 1  # the same prompt given twice is sampled anew
+        return self._run(sequences, sampling)
 
+    def simulate(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> list[Rollout]:
+        """See `Engine.simulate`."""
+        check_given(prompts, completions)
+        pairs = enumerate(zip(prompts, completions, strict=True))
+        sequences = [Sequence_(i, list(prompt), 0, list(completion)) for i, (prompt, completion) in pairs]
+        longest = max(map(len, completions), default=1)
+        return self._run(sequences, SamplingConfig(longest, temperature=temperature, ignore_eos=True))
+
+    def _run(self, sequences: list[Sequence_], sampling: SamplingConfig) -> list[Rollout]:
         rollouts: list[Rollout | None] = [None] * len(sequences)
         self.peak_cache_bytes = 0
         training = self.model.training
@@ -152,10 +165,12 @@ class HFEngine:
             self.peak_cache_bytes = max(self.peak_cache_bytes, cache.allocated_bytes())
             if step % 32 == 0:
                 bar.set_postfix(tokens=step)
-            uniform = None
-            if sampling.temperature > 0:
+            uniform = given = None
+            if rows[0].given:
+                given = torch.tensor([row.given[step] if step < len(row.given) else 0 for row in rows], device=device)
+            elif sampling.temperature > 0:
                 uniform = torch.tensor([s.at(step) for s in streams], dtype=torch.float64, device=device)
-            drawn = sample(logits, sampling, uniform)
+            drawn = sample(logits, sampling, uniform, given)
             tokens, logprobs, model_logprobs = (t.tolist() for t in drawn)
             for i, row in enumerate(rows):
                 if row.finish_reason is not None:
@@ -165,7 +180,7 @@ class HFEngine:
                 row.model_logprobs.append(model_logprobs[i])
                 if tokens[i] in stop:
                     row.finish_reason = "stop"
-                elif len(row.tokens) == sampling.max_tokens:
+                elif len(row.tokens) == (len(row.given) or sampling.max_tokens):
                     row.finish_reason = "length"
                 else:
                     continue

@@ -39,16 +39,21 @@ class Uniforms:
 
 
 def sample(
-    logits: torch.Tensor, sampling: SamplingConfig, uniform: torch.Tensor | None
+    logits: torch.Tensor,
+    sampling: SamplingConfig,
+    uniform: torch.Tensor | None,
+    given: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One token per row.
 
-    logits [B, V]; uniform float64 [B] (unused when greedy). Returns tokens int64 [B], their log-probs float32 [B] under
-    the distribution sampled from, and their log-probs float32 [B] before top-p and top-k.
+    logits [B, V]; uniform float64 [B], None when greedy; given int64 [B]: take these tokens instead. Returns tokens
+    int64 [B], their log-probs float32 [B] under the distribution sampled from, and those before top-p and top-k.
     """
     logprobs = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1)
     processed = logprobs
-    if sampling.temperature == 0:
+    if given is not None:
+        tokens = given
+    elif sampling.temperature == 0:
         tokens = logprobs.argmax(-1)
     else:
         assert uniform is not None

@@ -23,13 +23,14 @@ from torch import distributed
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from rollout.engine import Rollout, SamplingConfig
+from rollout.engine import Rollout, SamplingConfig, check_given
 from rollout.sampling import sequence_seed
 from sparse_rl.attention import cache_shape
 from sparse_rl.models import load_config
 from sparse_rl.policies import Policy
 from sparse_rl.trace import EvictionTrace
 
+Request = tuple[list[int], int | list[int]]  # a prompt, and the seed to sample by or the completion that is given
 ATTEMPTS = 3  # for a request that was preempted after an eviction
 
 
@@ -147,13 +148,26 @@ class VLLMEngine:
         self._check(prompts, sampling)
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         times: Counter[tuple[int, ...]] = Counter()
-        requests: list[tuple[list[int], int]] = []
+        requests: list[Request] = []
         for prompt in prompts:
             key = tuple(prompt)
             for _ in range(sampling.n):
                 requests.append((list(prompt), sequence_seed(seed, key, times[key])))
                 times[key] += 1  # the same prompt given twice is sampled anew
+        return self._sampled(requests, sampling)
 
+    def simulate(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> list[Rollout]:
+        """See `Engine.simulate`."""
+        check_given(prompts, completions)
+        sampling = SamplingConfig(max(map(len, completions), default=1), temperature=temperature, ignore_eos=True)
+        for prompt, completion in zip(prompts, completions, strict=True):
+            self._check([prompt], SamplingConfig(len(completion)))
+        pairs = zip(prompts, completions, strict=True)
+        return self._sampled([(list(prompt), list(completion)) for prompt, completion in pairs], sampling)
+
+    def _sampled(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
         rollouts: list[Rollout | None] = [None] * len(requests)
         waiting = list(range(len(requests)))
         hidden = None if self.progress else True  # None: hidden where stderr is not a terminal
@@ -182,7 +196,9 @@ class VLLMEngine:
                     f"max_model_len {self.max_model_len}"
                 )
 
-    def _run(self, requests: list[tuple[int, list[int], int]], sampling: SamplingConfig) -> Iterable[tuple[int, Any]]:
+    def _run(
+        self, requests: list[tuple[int, list[int], int | list[int]]], sampling: SamplingConfig
+    ) -> Iterable[tuple[int, Any]]:
         """(place, vLLM's output) as sequences finish."""
         import vllm
 
@@ -191,11 +207,12 @@ class VLLMEngine:
             stop = []
         engine = self.llm.llm_engine
         self.llm.collective_rpc("begin_sampling", args=(dataclasses.asdict(sampling),))
-        for place, prompt, seed in requests:
+        for place, prompt, source in requests:
+            count, name = (len(source), "given") if isinstance(source, list) else (sampling.max_tokens, "seed")
             parameters = vllm.SamplingParams(
-                max_tokens=sampling.max_tokens,
+                max_tokens=count,
                 temperature=1.0,  # the true one, top_p, top_k and the seed are the workers' (worker.SequenceSampler)
-                extra_args={"seed": seed},
+                extra_args={name: source},
                 stop_token_ids=stop,
                 ignore_eos=True,  # which tokens stop is said above
                 detokenize=False,

@@ -32,19 +32,30 @@ class SequenceSampler(nn.Module):
     def forward(self, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, None]:
         """logits [B, V], as the model gave them: vLLM is told a temperature of 1. Returns tokens int64 [B]."""
         ids = list(self.runner.input_batch.req_ids)[: len(logits)]
-        uniform = None
-        if self.sampling.temperature > 0:
+        uniform = given = None
+        if "given" in self._asked(ids[0]):
+            given = torch.tensor([self._given(i) for i in ids]).to(logits.device)
+        elif self.sampling.temperature > 0:
             uniform = torch.tensor([self._uniform(i) for i in ids], dtype=torch.float64).to(logits.device)
-        tokens, *logprobs = sample(logits, self.sampling, uniform)
+        tokens, *logprobs = sample(logits, self.sampling, uniform, given)
         self.drawn.append((ids, torch.stack(logprobs, dim=-1)))
         return tokens, None
 
+    def _asked(self, request_id: str) -> dict[str, Any]:
+        """What the engine has asked of a request: a seed, or the tokens that are given."""
+        return self.runner.requests[request_id].sampling_params.extra_args
+
+    def _step(self, request_id: str) -> int:
+        return len(self.runner.requests[request_id].output_token_ids)
+
     def _uniform(self, request_id: str) -> float:
-        request = self.runner.requests[request_id]
-        seed = request.sampling_params.extra_args["seed"]
+        seed = self._asked(request_id)["seed"]
         if seed not in self.streams:
             self.streams[seed] = Uniforms(seed)
-        return self.streams[seed].at(len(request.output_token_ids))
+        return self.streams[seed].at(self._step(request_id))
+
+    def _given(self, request_id: str) -> int:
+        return self._asked(request_id)["given"][self._step(request_id)]
 
 
 class WorkerExtension:

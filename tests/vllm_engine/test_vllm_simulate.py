@@ -1,0 +1,47 @@
+"""Simulation on vLLM: the evictions and log-probs of given tokens are those of sampling them, and those of hf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rollout import SamplingConfig, make_engine
+
+LENGTHS = (5, 90, 33, 200, 12)
+
+
+@pytest.mark.parametrize("name", ["streaming", "gkv", "h2o"])
+def test_what_sampling_records(
+    name: str,
+    open_engine: Callable,
+    policy_of: Callable,
+    random_prompts: Callable,
+    loaded: Callable,
+    directory_of: Callable,
+) -> None:
+    policy = policy_of(name, budget=40, window=8, period=16)
+    engine = open_engine(policy)
+    prompts = random_prompts(LENGTHS)
+    wanted = engine.generate(prompts, SamplingConfig(70, seed=1))
+    completions = [rollout.completion_ids for rollout in wanted]
+    reference = make_engine("hf", model=loaded(directory_of("qwen2")), policy=policy)
+    for found in (engine.simulate(prompts, completions), reference.simulate(prompts, completions)):
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours.completion_ids == theirs.completion_ids
+            assert torch.equal(ours.trace.evict_at, theirs.trace.evict_at)
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    other = [[(token + 9) % 60 + 3 for token in completion] for completion in completions]
+    changed = engine.simulate(prompts, other)
+    assert [r.completion_ids for r in changed] == other
+    if name == "gkv":  # streaming looks at positions alone, and h2o's sums hardly differ in a random model
+        assert any(not torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in zip(changed, wanted, strict=True))
+
+
+def test_refused(open_engine: Callable, policy_of: Callable) -> None:
+    engine = open_engine(policy_of("streaming", budget=40, period=16), max_model_len=128)
+    with pytest.raises(ValueError, match="completion 1 is empty"):
+        engine.simulate([[3], [4]], [[5], []])
+    with pytest.raises(ValueError, match="more than max_model_len 128"):
+        engine.simulate([[3]], [[5] * 128])
