@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from typing import Any
 
-from sparse_rl.recipe import GRPORecipe, Recipe, RecipeError, SFTRecipe
+from sparse_rl.recipe import DistillRecipe, GRPORecipe, Recipe, RecipeError, SFTRecipe, TrainRecipe
 
 NOT_CHECKED = (
     "the weights; whether it fits (sparse-rl doctor RECIPE); rewards at work; DeepSpeed and several processes; "
@@ -17,12 +18,12 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     """(what, finding) of everything checked, in order. Raises RecipeError at the first thing that is wrong."""
     from sparse_rl.attention import cache_shape
     from sparse_rl.data import load_data
-    from sparse_rl.engines import choose_engine
+    from sparse_rl.engines import choose_engine, settle_engine
     from sparse_rl.models import load_config, load_tokenizer
     from sparse_rl.policies import make_policy
     from trainer.rundir import checkpoint_of, refuse_used
 
-    if not isinstance(recipe, GRPORecipe | SFTRecipe):
+    if not isinstance(recipe, TrainRecipe):
         raise RecipeError(f"a recipe of kind {recipe.kind} is not trained; use sparse-rl {recipe.kind}", "kind")
     found = [("recipe", f"{recipe.kind}, into {recipe.output_dir}")]
     for backend in recipe.report_to:
@@ -31,16 +32,24 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     config = load_config(recipe.model)
     layers, kv_heads, head_dim = cache_shape(config)
     found.append(("model", f"{recipe.model}: {config.model_type}, {layers} layers, {kv_heads} kv heads of {head_dim}"))
-    if isinstance(recipe, GRPORecipe):
+    if isinstance(recipe, GRPORecipe | DistillRecipe):
         found.append(("cache", repr(make_policy(recipe.cache))))
         found.append(("rollouts", choose_engine(recipe.rollout, config)[1]))
+        recipe = settle_engine(recipe, config)
+    if isinstance(recipe, GRPORecipe):
         found.append(("rewards", _rewards(recipe)))
+    if isinstance(recipe, DistillRecipe):
+        found.append(("teacher", _teacher(recipe, config)))
     tokenizer = load_tokenizer(recipe.model)
-    require = ("prompt", "completion") if isinstance(recipe, SFTRecipe) else ("prompt",)
+    require = ["prompt"]
+    if isinstance(recipe, SFTRecipe) or (isinstance(recipe, DistillRecipe) and recipe.completions == "data"):
+        require.append("completion")
+    if isinstance(recipe, DistillRecipe) and recipe.keep is not None:
+        require.append("answer")
     data = load_data(recipe.data, tokenizer, require=require)
     found.append(("data", f"{len(data)} rows, with {', '.join(data.column_names)}"))
     found.append(("batch", _batch(recipe, len(data))))
-    if isinstance(recipe, GRPORecipe) and recipe.validation is not None:
+    if isinstance(recipe, GRPORecipe | DistillRecipe) and recipe.validation is not None:
         source = dataclasses.replace(recipe.validation.data, limit=recipe.validation.problems)
         held_out = load_data(source, tokenizer, where="validation.data")
         found.append(("validation", f"{len(held_out)} problems every {recipe.validation.every} steps"))
@@ -62,11 +71,24 @@ def _rewards(recipe: GRPORecipe) -> str:
     return ", ".join(f"{name} × {weight:g}" for name, weight in zip(names, weights, strict=True))
 
 
-def _batch(recipe: GRPORecipe | SFTRecipe, rows: int) -> str:
+def _teacher(recipe: DistillRecipe, config: Any) -> str:
+    from sparse_rl.models import load_config
+
+    if recipe.teacher_cache is not None:
+        return f"what is written in {recipe.teacher_cache}"
+    if recipe.teacher is None:
+        return "the model itself, with a full cache"
+    own = load_config(recipe.teacher)
+    if own.vocab_size != config.vocab_size:
+        raise RecipeError(f"has {own.vocab_size} tokens, and the student {config.vocab_size}", "teacher")
+    return f"{recipe.teacher}, with a full cache"
+
+
+def _batch(recipe: TrainRecipe, rows: int) -> str:
     """The arithmetic of batches in words; an error where the data do not fill one generation."""
     ranks, accumulated = recipe.launch.processes, recipe.gradient_accumulation_steps
     update = recipe.per_device_train_batch_size * ranks * accumulated
-    if isinstance(recipe, SFTRecipe):
+    if not isinstance(recipe, GRPORecipe):
         per_epoch = -(-rows // update)
         steps = recipe.max_steps if recipe.max_steps > 0 else max(1, round(per_epoch * recipe.num_train_epochs))
         return f"{update} rows a step, {per_epoch} steps an epoch, {steps} steps"

@@ -52,6 +52,8 @@ def parser() -> Parser:
     takes_recipe(made)
     made.add_argument("--resume", nargs="?", const="newest", metavar="DIR", help="a checkpoint; without DIR the newest")
     made.add_argument("--dry-run", action="store_true", help="check everything that needs no model, then stop")
+    made = command("teacher", teacher, "Write down what a distillation's teacher says, once; training then needs none.")
+    takes_recipe(made)
     made = command("rollout", rollout, "Sample a few problems of a recipe and keep their completions and traces.")
     takes_recipe(made)
     made.add_argument("--out", metavar="DIR", type=Path, help="default: OUTPUT_DIR/rollouts")
@@ -156,11 +158,12 @@ def trl_fields() -> dict[str, dict[str, Any]]:
     """Kind -> {key: type} of TRL's own options."""
     import dataclasses
 
+    from transformers import TrainingArguments
     from trl import GRPOConfig, SFTConfig
 
     return {
         kind: {field.name: field.type for field in dataclasses.fields(config)}
-        for kind, config in (("grpo", GRPOConfig), ("sft", SFTConfig))
+        for kind, config in (("grpo", GRPOConfig), ("distill", TrainingArguments), ("sft", SFTConfig))
     }
 
 
@@ -183,14 +186,32 @@ def train(options: argparse.Namespace, session: Session) -> int:
                 print(f"{what:<11} {finding}")
             print(f"not checked {NOT_CHECKED}")
             return 0
+        words = options.arguments
+        if options.resume is not None:  # the processes resume what was found here, and say no more about it
+            options.resume = dict(found)["resume"]
+            words = ["train", options.recipe, *options.overrides, "--resume", options.resume]
+            words += ["--verbose"] if options.verbose else []
         if isinstance(recipe, TrainRecipe) and needs_launch(recipe.launch):
-            return launch(recipe.launch, options.arguments)
+            return launch(recipe.launch, words)
     from trainer.train import train as run
 
     with readable_progress():
         model = run(recipe, options.resume)
     if rank() == 0:
         print(f"model: {model}")
+    return 0
+
+
+def teacher(options: argparse.Namespace, session: Session) -> int:
+    from sparse_rl.recipe import DistillRecipe
+    from trainer.teacher import write_for
+
+    recipe = read_recipe(options, session)
+    if not isinstance(recipe, DistillRecipe):
+        raise RecipeError(f"a recipe of kind {recipe.kind} has no teacher; use one of distill", "kind")
+    quiet_loading(session.verbose)
+    folder, rows, found = write_for(recipe)
+    print(f"{folder}: {rows} sequences" + (f"; {found} shards were there already" if found else ""))
     return 0
 
 

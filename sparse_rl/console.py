@@ -13,6 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +157,13 @@ def guarded(work: Callable[[], int], session: Session) -> int:
 
 def _report(error: Exception, session: Session) -> int:
     text = " ".join(str(error).split())
+    unwritten = _is(error, "trainer.checkpoint", "CheckpointError")
     if mendable(error):
         status, line, needs_traceback = 2, f"sparse-rl: error: {text}", False
-    elif _is(error, "trainer.mismatch", "ReplayGapError") or _nan_score(error):
+    elif unwritten or _is(error, "trainer.mismatch", "ReplayGapError") or _nan_score(error):
         status, line, needs_traceback = 1, f"sparse-rl: stopped: {text}", False
+    elif isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT):
+        status, line, needs_traceback = 1, f"sparse-rl: stopped: the disk is full: {text}", False
     elif _is(error, "torch", "OutOfMemoryError"):
         mend = "`sparse-rl doctor RECIPE` says what takes how much; lower rollout.max_batch or the batch size"
         status, line, needs_traceback = 1, f"sparse-rl: out of GPU memory: {mend}", False
@@ -170,9 +174,9 @@ def _report(error: Exception, session: Session) -> int:
     first = rank() == 0
     if log is not None:
         try:
-            first = _append(log, line, trace)
+            first = _append(log, line, trace, line.partition(" could not be written")[0] if unwritten else line)
         except OSError:
-            log = None
+            log, first = None, first or unwritten
     if needs_traceback and log is not None:
         line += f" (traceback in {log})"
     if first:
@@ -211,14 +215,14 @@ def _is(error: Exception, module: str, name: str) -> bool:
     return found is not None and isinstance(error, found)
 
 
-def _append(log: Path, line: str, trace: str) -> bool:
-    """Add an entry to the log; whether this process is the first of its launch to say so."""
+def _append(log: Path, line: str, trace: str, begins: str) -> bool:
+    """Add an entry to the log; whether this process is the first of its launch to say what `begins` so."""
     launch = f"{os.getppid()}.{os.environ.get('MASTER_PORT', '')}" if "RANK" in os.environ else f"{os.getpid()}"
     entry = f"[launch {launch}] {line}"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
-        first = "RANK" not in os.environ or entry not in file.read()
+        first = "RANK" not in os.environ or f"[launch {launch}] {begins}" not in file.read()
         file.write(f"{entry}\n{trace}\n")
     return first

@@ -79,6 +79,19 @@ def prompt_ids(prompt: str | Sequence[dict[str, Any]], tokenizer: Any, thinking:
     return [int(i) for i in ids]
 
 
+def completion_ids(completion: str | Sequence[dict[str, Any]], tokenizer: Any) -> list[int]:
+    """The tokens that follow a prompt's: the text, or the assistant's one message, and an end of sequence.
+
+    As it was sampled: a chat template would rewrite an answer, and many drop its reasoning.
+    """
+    if not isinstance(completion, str):
+        if len(completion) != 1:
+            raise ValueError(f"a completion is one message, got {len(completion)}")
+        completion = str(completion[0]["content"])
+    ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
+    return ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+
+
 def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> Dataset:
     import datasets
 

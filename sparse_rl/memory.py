@@ -14,7 +14,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.recipe import DataConfig, EvalRecipe, GRPORecipe, LaunchConfig, LoraConfig, Recipe, SFTRecipe
+from sparse_rl.recipe import (
+    DataConfig,
+    DistillRecipe,
+    EvalRecipe,
+    GRPORecipe,
+    LaunchConfig,
+    LoraConfig,
+    Recipe,
+    SFTRecipe,
+)
 
 if TYPE_CHECKING:
     from sparse_rl.policies import Policy
@@ -191,7 +200,7 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     parameters, itemsize = count_parameters(model), ITEMSIZE[recipe.dtype]
     cuda = device_memory() is not None if cuda is None else cuda
     engine: list[Item] = []
-    if isinstance(recipe, GRPORecipe | EvalRecipe):
+    if isinstance(recipe, GRPORecipe | DistillRecipe | EvalRecipe):
         engine = _engine_items(recipe, config, parameters * itemsize, cuda)
     if isinstance(recipe, EvalRecipe):
         items = engine or [Item("weights", parameters * itemsize, note=recipe.dtype)]
@@ -204,7 +213,7 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
         for point in points:  # those of a sweep run one after another: the others are shown, not counted
             items += point if point is largest else [replace(item, when="avoided") for item in point]
         return Plan(parameters, items)
-    assert isinstance(recipe, GRPORecipe | SFTRecipe)
+    assert isinstance(recipe, GRPORecipe | DistillRecipe | SFTRecipe)
     adapters, launch = recipe.lora is not None, recipe.launch
     trainable = lora_parameters(model, recipe.lora) if recipe.lora is not None else parameters
     stored = itemsize if launch.zero_stage or adapters else 4  # as in trainer/train.py
@@ -230,17 +239,24 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     from sparse_rl.attention import cache_shape
 
     layers, kv_heads, _ = cache_shape(config)
-    if recipe.beta and not adapters:
+    per_rank = size * recipe.gradient_accumulation_steps
+    if isinstance(recipe, DistillRecipe):
+        if recipe.teacher_cache is None:
+            items.append(Item("teacher", parameters * itemsize, note="taken to be as large as the student"))
+        if not engine:
+            items.append(Item("simulating model", parameters * itemsize, note=recipe.dtype))
+    else:
+        per_rank = size * (recipe.steps_per_generation or recipe.gradient_accumulation_steps)
+    if isinstance(recipe, GRPORecipe) and recipe.beta and not adapters:
         items.append(Item("reference model", parameters * itemsize, note="beta > 0"))
     if launch.zero_stage == 3 and not engine:
         items.append(
             Item("gathered weights", parameters * itemsize, when="sampling", note="ZeRO-3 samples from whole weights")
         )
-    per_rank = size * (recipe.steps_per_generation or recipe.gradient_accumulation_steps)
     at_once = min(recipe.rollout.max_batch, per_rank)
     items += engine
     items += _cache_items(recipe, config, recipe.cache, prompt, at_once, itemsize, bool(engine))
-    if recipe.cache.get("policy") != "full" and recipe.train_attention == "replay":
+    if recipe.cache.get("policy") != "full" and getattr(recipe, "train_attention", "replay") == "replay":
         traces = trace_bytes(layers, kv_heads, length, per_rank)
         items.append(Item("traces", host=traces, note=f"{per_rank} sequences of {length} tokens"))
         wide = attention_itemsize(recipe.dtype, cuda)
@@ -254,7 +270,7 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     return Plan(parameters, items)
 
 
-def _engine_items(recipe: GRPORecipe | EvalRecipe, config: Any, weights: int, cuda: bool) -> list[Item]:
+def _engine_items(recipe: GRPORecipe | DistillRecipe | EvalRecipe, config: Any, weights: int, cuda: bool) -> list[Item]:
     """What vllm holds: its own weights, and a pool for keys and values. Nothing for hf, which has neither."""
     from sparse_rl.engines import choose_engine
 

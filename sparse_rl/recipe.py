@@ -31,7 +31,16 @@ from sparse_rl.recipe_blocks import (
     SyntheticConfig,
     ValidationConfig,
 )
-from sparse_rl.recipe_kinds import KINDS, EvalRecipe, GRPORecipe, Recipe, SFTRecipe, TrainRecipe, check_cache
+from sparse_rl.recipe_kinds import (
+    KINDS,
+    DistillRecipe,
+    EvalRecipe,
+    GRPORecipe,
+    Recipe,
+    SFTRecipe,
+    TrainRecipe,
+    check_cache,
+)
 from sparse_rl.recipe_refused import refusal
 from sparse_rl.recipe_schema import (
     RecipeError,
@@ -148,6 +157,7 @@ def _places(cls: type[Recipe]) -> dict[str, str]:
 __all__ = [
     "KINDS",
     "DataConfig",
+    "DistillRecipe",
     "EvalRecipe",
     "GRPORecipe",
     "GuardConfig",

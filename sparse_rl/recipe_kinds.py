@@ -24,6 +24,7 @@ from sparse_rl.recipe_blocks import (
     NonNegativeInt,
     Positive,
     PositiveInt,
+    Probability,
     RolloutConfig,
     SweepConfig,
     Text,
@@ -200,8 +201,85 @@ class GRPORecipe(TrainRecipe):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillRecipe(TrainRecipe):
+    """KL distillation under recorded evictions: a teacher with a full cache, a student with `cache` (G-KV appendix C).
+
+    teacher : a model with the student's vocabulary; None: the starting model itself
+    teacher_cache : a folder that `sparse-rl teacher` writes and training reads; the teacher is then not loaded
+    teacher_cache_dtype : of the log-probs in it
+    completions : those of the dataset, whose evictions are simulated; or the student's own, sampled under eviction
+    keep : a reward that the dataset's completions must score `keep_from` with; the others are dropped
+    refresh_every : steps after which the simulating model takes the student's weights; 0: it stays the starting model
+    temperature : tau, of sampling and of both distributions
+    divergence, jsd_beta : forward KL(teacher || student), reverse, or the generalised JSD between them
+    top_k : the teacher's most probable tokens that count one by one, the rest as one; None: the whole vocabulary
+    renormalise : drop the rest instead
+    kl_weight, ce_weight : of tau^2 KL, and of the cross-entropy with the completions
+    chunk : positions whose logits are alive at a time
+    packing : put several short sequences into one row; none sees another
+    max_length : longer sequences are dropped
+    """
+
+    kind: ClassVar[str] = "distill"
+    cache: dict[str, Any]
+    teacher: Text | None = None
+    teacher_cache: Text | None = None
+    teacher_cache_dtype: Literal["float32", "bfloat16", "float16"] = "float16"
+    completions: Literal["data", "student"] = "data"
+    keep: dict[str, Any] | Text | None = None
+    keep_from: Positive = 1.0
+    refresh_every: NonNegativeInt = 0
+    max_completion_length: PositiveInt = 4096
+    max_length: PositiveInt | None = None
+    temperature: Positive = 1.0
+    divergence: Literal["forward", "reverse", "jsd"] = "forward"
+    jsd_beta: Probability = 0.5
+    top_k: PositiveInt | None = None
+    renormalise: bool = False
+    kl_weight: NonNegative = 1.0
+    ce_weight: NonNegative = 0.0
+    chunk: PositiveInt = 512
+    packing: bool = False
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    validation: ValidationConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_cache(self.cache)
+        sampled = self.completions == "student"
+        if self.kl_weight == 0 and self.ce_weight == 0:
+            raise RecipeError("one of kl_weight and ce_weight must be above 0", "kl_weight")
+        if self.divergence == "jsd" and not 0 < self.jsd_beta < 1:
+            raise RecipeError("must be between 0 and 1; the ends are forward and reverse", "jsd_beta")
+        if self.renormalise and self.top_k is None:
+            raise RecipeError("is about the teacher's top k; name top_k", "renormalise")
+        if self.teacher_cache is not None and self.top_k is None:
+            raise RecipeError("needs top_k: that many log-probs are kept, for example 256", "teacher_cache")
+        if sampled and self.teacher_cache is not None:
+            mend = "holds what the teacher says of the dataset's completions; the student's own are new each time"
+            raise RecipeError(mend, "teacher_cache")
+        if sampled and (self.keep is not None or self.refresh_every):
+            key = "keep" if self.keep is not None else "refresh_every"
+            raise RecipeError("is for the dataset's completions; remove it", key)
+        if self.refresh_every and self.save_steps % self.refresh_every:
+            mend = f"must divide save_steps ({self.save_steps}): a resumed run takes the weights of its checkpoint"
+            raise RecipeError(mend, "refresh_every")
+        if self.rollout.tensor_parallel > 1:
+            mend = "in training each process has an engine of its own; set it to 1, and use launch.processes"
+            raise RecipeError(mend, "rollout.tensor_parallel")
+        check_model_len(self)
+
+    @property
+    def prompt_sources(self) -> list[DataConfig]:
+        """Where the prompts come from."""
+        return [self.data, *([self.validation.data] if self.validation is not None else [])]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SFTRecipe(TrainRecipe):
-    """Supervised fine-tuning with a full cache: the start of the quickstart and of cold starts.
+    """Supervised fine-tuning with a full cache: the start of the quickstart, of cold starts, and uptraining.
+
+    Packing is TRL's: packing: true keeps documents apart, with packing_strategy: wrapped they see each other.
 
     stop_at_accuracy : stop once full-cache accuracy on fresh problems reaches it, looked at every stop_check_every
     """
@@ -292,7 +370,12 @@ class EvalRecipe(Recipe):
         return blocks
 
 
-KINDS: dict[str, type[Recipe]] = {"grpo": GRPORecipe, "sft": SFTRecipe, "eval": EvalRecipe}
+KINDS: dict[str, type[Recipe]] = {
+    "grpo": GRPORecipe,
+    "distill": DistillRecipe,
+    "sft": SFTRecipe,
+    "eval": EvalRecipe,
+}
 
 
 def check_cache(block: Mapping[str, Any], key: str = "cache") -> None:
@@ -308,7 +391,7 @@ def check_cache(block: Mapping[str, Any], key: str = "cache") -> None:
         raise RecipeError(str(error), key) from None
 
 
-def check_model_len(recipe: GRPORecipe | EvalRecipe) -> None:
+def check_model_len(recipe: GRPORecipe | DistillRecipe | EvalRecipe) -> None:
     """Raise a RecipeError where the engine's longest sequence does not hold a prompt and a completion."""
     prompt = max(data.max_prompt_tokens or 1 for data in recipe.prompt_sources)
     need = prompt + recipe.max_completion_length

@@ -43,11 +43,12 @@ def sample(recipe: GRPORecipe | EvalRecipe, folder: Path, problems: int = 8) -> 
     rollouts: list[Rollout] = []
     opened = engines(recipe, progress=recipe.rollout.progress)
     with (folder / "completions.jsonl").open("w") as log, opened(policy) as engine:
+        known = [name for name in ("prompt", "answer") if name in source.column_names]
         for indices, part, _ in sampled(engine, source, tokenizer, data, sampling, len(source)):
             texts = tokenizer.batch_decode([r.completion_ids for r in part], skip_special_tokens=True)
-            prompts = [source[i]["prompt"] for i in indices for _ in range(count)]
-            for prompt, text, rollout in zip(prompts, texts, part, strict=True):
-                log.write(json.dumps({"prompt": prompt, "completion": text, **facts(rollout)}) + "\n")
+            problems_of = [{name: source[i][name] for name in known} for i in indices for _ in range(count)]
+            for problem, text, rollout in zip(problems_of, texts, part, strict=True):
+                log.write(json.dumps({**problem, "completion": text, **facts(rollout)}) + "\n")
             rollouts += part
     made_by = {"model": model_fingerprint(config), "policy": fingerprint(policy)}
     save_traces(folder / "traces.safetensors", [r.trace for r in rollouts], made_by)

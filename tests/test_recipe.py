@@ -10,7 +10,16 @@ import pytest
 import yaml
 
 from sparse_rl import recipe as recipes
-from sparse_rl.recipe import KINDS, EvalRecipe, GRPORecipe, RecipeError, SFTRecipe, load_recipe, make_recipe
+from sparse_rl.recipe import (
+    KINDS,
+    DistillRecipe,
+    EvalRecipe,
+    GRPORecipe,
+    RecipeError,
+    SFTRecipe,
+    load_recipe,
+    make_recipe,
+)
 from sparse_rl.recipe_kinds import Scheduler
 from sparse_rl.recipe_schema import dump_yaml, parse_yaml, yaml_fields
 
@@ -25,7 +34,8 @@ rewards: [math, {name: format, weight: 0.1}]
 """
 SFT = "{kind: sft, model: m, output_dir: o, data: {synthetic: {task: running_sum, size: 8}}}"
 EVAL = "{kind: eval, model: m, output_dir: o, tasks: {aime: {path: aime.jsonl}}}"
-TEXTS = {"grpo": GRPO, "sft": SFT, "eval": EVAL}
+DISTILL = "{kind: distill, model: m, output_dir: o, data: {path: said.jsonl}, cache: {policy: tova, budget: 64}}"
+TEXTS = {"grpo": GRPO, "distill": DISTILL, "sft": SFT, "eval": EVAL}
 
 
 def make(text=GRPO, overrides=(), extra=None):
@@ -45,8 +55,9 @@ def refused(*overrides, text=GRPO, extra=None):
 
 
 def test_kinds_and_defaults():
-    grpo, sft, evaluation = (make(text) for text in TEXTS.values())
+    grpo, distill, sft, evaluation = (make(text) for text in TEXTS.values())
     assert isinstance(grpo, GRPORecipe) and isinstance(sft, SFTRecipe) and isinstance(evaluation, EvalRecipe)
+    assert isinstance(distill, DistillRecipe) and (distill.divergence, distill.top_k) == ("forward", None)
     assert (grpo.kind, grpo.learning_rate, grpo.loss_type, grpo.beta) == ("grpo", 1e-6, "grpo", 0.0)
     assert grpo.data.columns == {"prompt": "problem"} and grpo.rewards[1] == {"name": "format", "weight": 0.1}
     assert sft.data.synthetic.size == 8 and evaluation.tasks["aime"].path == "aime.jsonl"
@@ -189,8 +200,8 @@ def test_a_key_at_the_wrong_level():
         ("cache.budget=3", "budget 3 must exceed window 16"),
         ("num_generations=3", "3 does not divide the global batch 8"),
         ("validation.every=2", "validation.data: missing; give a mapping"),
-        ("kind=grop", "unknown kind 'grop'; one of grpo, sft, eval (did you mean grpo?)"),
-        ("kind=null", "kind: missing; one of grpo, sft, eval"),
+        ("kind=grop", "unknown kind 'grop'; one of grpo, distill, sft, eval (did you mean grpo?)"),
+        ("kind=null", "kind: missing; one of grpo, distill, sft, eval"),
     ],
 )
 def test_wrong_values_say_key_expected_and_got(override, says):

@@ -15,7 +15,7 @@ import yaml
 from sparse_rl.data import load_data, prompt_ids
 from sparse_rl.models import load_tokenizer, saved_policy
 from sparse_rl.policies import make_policy
-from sparse_rl.recipe import EvalRecipe, GRPORecipe, SFTRecipe, list_recipes, load_recipe
+from sparse_rl.recipe import DistillRecipe, EvalRecipe, GRPORecipe, SFTRecipe, list_recipes, load_recipe
 
 ROOT = Path(__file__).parents[1]
 NAMES = list_recipes()
@@ -67,7 +67,12 @@ def problems_for(tmp_path: Path) -> Callable[[Any], str]:
         file = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
         question, answer = data.columns.get("prompt", "prompt"), data.columns.get("answer", "answer")
         marker = f"so {data.answer_after} " if data.answer_after else ""
-        rows = [{question: f"{a}+{b}=", answer: f"{marker}{a + b}"} for a in range(8) for b in range(5)]
+        said = data.columns.get("completion", "completion")
+        pairs = [(a, b) for a in range(8) for b in range(5)]
+        rows = [
+            {question: f"{a}+{b}=", answer: f"{marker}{a + b}", said: f"{a}+{b} makes it \\boxed{{{a + b}}}"}
+            for a, b in pairs
+        ]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return str(file)
 
@@ -120,7 +125,7 @@ def test_controls_differ_in_what_they_control() -> None:
     assert across == {"model", "cache"}
 
 
-@pytest.mark.parametrize("name", [name for name in TRAINED if name.startswith("deepseek")])
+@pytest.mark.parametrize("name", [name for name in TRAINED if name.startswith("deepseek") and "rl_" in name])
 def test_settings_of_the_paper(name: str) -> None:
     """16 prompts x 8 samples, 400 steps, 4096 tokens, T 0.6, lr 1e-6, no KL, budget 2048, 32 held-out problems x 4."""
     recipe = load_recipe(name)
@@ -135,6 +140,17 @@ def test_settings_of_the_paper(name: str) -> None:
         lam = 0.9 if "llama" in name else 0.7
         gkv = {"policy": "gkv", "budget": 2048, "window": 16, "period": 128, "alpha": 0.8, "lam": lam}
         assert recipe.cache == gkv
+
+
+@pytest.mark.parametrize("name", ["distill", "streaming_plus"])
+def test_distillation_of_the_paper(name: str) -> None:
+    """G-KV appendix C: 250 steps, batch 128, lr 1e-6, 4096 tokens, budget 2048, correct outputs, T 0.6."""
+    recipe = load_recipe(f"deepseek-r1-distill-qwen-7b/{name}")
+    assert isinstance(recipe, DistillRecipe) and recipe.keep == "math" and recipe.completions == "data"
+    batch = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps * recipe.launch.processes
+    assert (batch, recipe.max_steps, recipe.learning_rate) == (128, 250, 1e-6)
+    assert (recipe.max_completion_length, recipe.temperature, recipe.cache["budget"]) == (4096, 0.6, 2048)
+    assert differing("deepseek-r1-distill-qwen-7b/distill", "deepseek-r1-distill-qwen-7b/streaming_plus") == {"cache"}
 
 
 def test_accelerate_configs() -> None:
@@ -188,6 +204,10 @@ def test_it_trains(
             file = problems_for(recipe.validation.data)
             overrides += [f"validation.data.path={file}", "validation.data.split=train", "validation.data.subset=null"]
             overrides += ["validation.every=1", "validation.problems=2", "validation.samples=2"]
+    if isinstance(recipe, DistillRecipe):
+        overrides += [f"cache={json.dumps(shortened(recipe.cache))}"]
+        if recipe.validation is not None:
+            overrides += ["validation.every=1", "validation.problems=2"]
     model = train(load_recipe(name, overrides))
 
     metrics = read_metrics(folder)
@@ -205,6 +225,10 @@ def test_it_trains(
         assert saved is not None and saved.name == recipe.cache["policy"]
         validated = [line["step"] for line in metrics if "eval_reward" in line]
         assert validated == ([1, 2] if recipe.validation is not None else [])
+    elif isinstance(recipe, DistillRecipe):
+        assert all(line["cache/retention"] < 1 and line["kl"] > 0 for line in lines)
+        assert [line["step"] for line in metrics if "eval_kl" in line] == ([1, 2] if recipe.validation else [])
+        assert (saved := saved_policy(model)) is not None and saved.name == recipe.cache["policy"]
     else:
         assert any("accuracy_full" in line for line in metrics)
 

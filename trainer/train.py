@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from sparse_rl.data import load_data
 from sparse_rl.engines import engine_options, settle_engine
 from sparse_rl.models import load_config, load_tokenizer, save_policy
 from sparse_rl.policies import make_policy
-from sparse_rl.recipe import GRPORecipe, Recipe, RecipeError, SFTRecipe, TrainRecipe
+from sparse_rl.recipe import DistillRecipe, GRPORecipe, Recipe, RecipeError, SFTRecipe, TrainRecipe
 from trainer import rundir
+from trainer.batches import base_of
+from trainer.checkpoint import PARTIAL, clear_partial, failure, publish
 from trainer.deepspeed import deepspeed_config, prepare_deepspeed
 
 logger = logging.getLogger("sparse_rl")
@@ -50,16 +53,17 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
     if not isinstance(recipe, TrainRecipe):
         raise RecipeError(f"a recipe of kind {recipe.kind} is not trained; see sparse-rl {recipe.kind}", "kind")
     rundir.check_world(recipe)
+    config = load_config(recipe.model)
+    if isinstance(recipe, GRPORecipe | DistillRecipe):
+        recipe = settle_engine(recipe, config)
     checkpoint = None if resume is None else str(rundir.checkpoint_of(recipe, resume))
     if checkpoint is None:
         rundir.refuse_used(recipe)
-    config = load_config(recipe.model)
-    if isinstance(recipe, GRPORecipe):
-        recipe = settle_engine(recipe, config)
     folder = rundir.prepare(recipe)
     if "wandb" in recipe.report_to:
         rundir.wandb_offline_without_key(folder)
     trainer = TRAINERS[recipe.kind](recipe, folder)
+    trainer.recipe = recipe.resolved()
     final = folder / "model"
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -164,7 +168,93 @@ def _sft(recipe: SFTRecipe, folder: Path) -> Any:
     return make_trainer(recipe, arguments(recipe), tokenizer, data, _lora(recipe), [rundir.RunLog(folder)])
 
 
-TRAINERS: dict[str, Callable[[Any, Path], Any]] = {"grpo": _grpo, "sft": _sft}
+def _distill(recipe: DistillRecipe, folder: Path) -> Any:
+    from rollout import SamplingConfig, make_engine
+    from trainer.distill import DistillConfig, DistillTrainer
+    from trainer.losses import DistillationLoss
+    from trainer.rows import load_rows
+    from trainer.teacher import TeacherCache
+
+    tokenizer = load_tokenizer(recipe.model)
+    rows = load_rows(recipe, recipe.data, tokenizer)
+    keys, held_out = arguments(recipe), None
+    if recipe.validation is not None:
+        source = dataclasses.replace(recipe.validation.data, limit=recipe.validation.problems)
+        held_out = load_rows(recipe, source, tokenizer, "validation.data")
+        keys |= {"eval_strategy": "steps", "eval_steps": recipe.validation.every}
+    sampled = recipe.completions == "student"
+    init = keys.pop("model_init_kwargs")
+    loss_keys = [field.name for field in dataclasses.fields(DistillationLoss)]
+    args = DistillConfig(
+        **keys,
+        loss=DistillationLoss(**{name: getattr(recipe, name) for name in loss_keys}),
+        top_k=recipe.top_k,
+        sampling=SamplingConfig(recipe.max_completion_length, recipe.temperature) if sampled else None,
+        refresh_every=recipe.refresh_every,
+        rollout_sleep=recipe.rollout.sleep,
+        packing=recipe.packing,
+        per_device_eval_batch_size=recipe.per_device_train_batch_size,
+    )
+    student = _load(recipe.model, init["dtype"])
+    teacher: Any
+    if recipe.teacher_cache is not None:
+        expected = {"temperature": recipe.temperature, "top_k": recipe.top_k, "vocab_size": student.config.vocab_size}
+        teacher = TeacherCache(recipe.teacher_cache, expected)
+        unknown = sum(row not in teacher for row in [*rows, *(held_out or [])])
+        if unknown:
+            mend = f"{recipe.teacher_cache} does not know {unknown} sequences of this dataset; write it for this recipe"
+            raise RecipeError(mend, "teacher_cache")
+    else:
+        teacher = _load(recipe.teacher or recipe.model, recipe.dtype)
+        if teacher.config.vocab_size != student.config.vocab_size:
+            sizes = f"{teacher.config.vocab_size} tokens, the student's {student.config.vocab_size}"
+            raise RecipeError(f"the vocabulary has {sizes}; it must be the same", "teacher")
+    if recipe.lora is not None:
+        from peft import get_peft_model
+
+        student = get_peft_model(student, _lora(recipe))
+    starting: Any = recipe.model
+    if recipe.rollout.engine == "hf" and sampled:
+        starting = base_of(student)
+    elif recipe.rollout.engine == "hf" and not recipe.refresh_every and recipe.launch.zero_stage < 3:
+        own = recipe.teacher is None and recipe.teacher_cache is None
+        starting = teacher if own else recipe.model  # a teacher that is the starting model, and stays it, serves both
+    with _outside_deepspeed(args):
+        engine = make_engine(
+            recipe.rollout.engine,
+            model=starting,
+            policy=recipe.cache,
+            **engine_options(recipe),
+        )
+    return DistillTrainer(
+        student, teacher, engine, args, rows, held_out,
+        processing_class=tokenizer, callbacks=[rundir.RunLog(folder)],
+    )  # fmt: skip
+
+
+TRAINERS: dict[str, Callable[[Any, Path], Any]] = {"grpo": _grpo, "distill": _distill, "sft": _sft}
+
+
+def _load(model: str, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"the weights of {model} cannot be read: {str(error).splitlines()[0]}", "model") from error
+
+
+@contextmanager
+def _outside_deepspeed(args: Any) -> Iterator[None]:
+    """A model that is loaded here is whole, and not partitioned by ZeRO-3."""
+    from transformers.integrations import deepspeed
+
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if getattr(args, "hf_deepspeed_config", None) is not None:
+            deepspeed.set_hf_deepspeed_config(args.hf_deepspeed_config)
 
 
 def _close_engine(trainer: Any) -> None:
@@ -176,8 +266,22 @@ def _close_engine(trainer: Any) -> None:
         logger.warning("the engine did not close", exc_info=True)
 
 
-def _export(trainer: Any, recipe: TrainRecipe, folder: Path) -> None:
-    """The final model as a plain Hugging Face directory, with its cache policy; LoRA merged in."""
+def _export(trainer: Any, recipe: TrainRecipe, place: Path) -> None:
+    """The final model as a plain Hugging Face directory, whole or not there; LoRA's adapter beside it."""
+    made = place.parent / PARTIAL
+    try:
+        _write_model(trainer, recipe, made / place.name)
+        if trainer.is_world_process_zero():
+            for folder in filter(Path.exists, (made / "adapter", made / place.name)):
+                publish(folder, place.with_name(folder.name))
+    except Exception as error:
+        clear_partial(place.parent)
+        raise failure("the final model", place.parent, error) from error
+    trainer.accelerator.wait_for_everyone()
+
+
+def _write_model(trainer: Any, recipe: TrainRecipe, folder: Path) -> None:
+    """The final model with its cache policy; LoRA merged in."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if recipe.lora is not None:
         trainer.save_model(str(folder.with_name("adapter")))
@@ -188,6 +292,5 @@ def _export(trainer: Any, recipe: TrainRecipe, folder: Path) -> None:
     if trainer.is_world_process_zero():
         trainer.processing_class.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
-        if isinstance(recipe, GRPORecipe):
+        if isinstance(recipe, GRPORecipe | DistillRecipe):
             save_policy(folder, make_policy(recipe.cache))
-    trainer.accelerator.wait_for_everyone()

@@ -11,6 +11,8 @@ import torch
 from trainer_runs import steps, timeless
 from transformers import TrainerCallback
 
+from trainer.rundir import read_metrics
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"save": 2},
     "old log-probs": {"save": 2, "importance_correction": "token_truncate"},
@@ -37,6 +39,17 @@ CASES: dict[str, dict[str, Any]] = {
     "with validation": {"save": 2, "held_out": 4, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2},
     "with a reference model": {"save": 2, "beta": 0.1},
     "after the step of the checkpoint": {"save": 2, "stop": 3},
+    "between two logs, in mid-buffer": {
+        "save": 5,
+        "max_steps": 6,
+        "logging_steps": 3,
+        "per_device_train_batch_size": 4,
+        "num_iterations": 2,
+        "steps_per_generation": 2,
+        "importance_correction": "token_truncate",
+        "count": 2,
+    },
+    "at its end": {"save": 4},
 }
 
 
@@ -54,6 +67,17 @@ class KillAt(TrainerCallback):
         if state.global_step == self.step:
             raise Killed
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        raise Killed
+
+
+def everything(trainer: Any) -> list[dict[str, Any]]:
+    """All lines of metrics.jsonl, and the mean loss of the last summary, without what a clock measured."""
+    folder = trainer.args.output_dir
+    logs = read_metrics(folder)
+    summary = [{"train_loss": line["train_loss"]} for line in logs if "train_loss" in line][-1:]
+    return timeless([line for line in logs if "train_loss" not in line]) + summary
+
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
@@ -65,6 +89,7 @@ SLOW = (
     "old log-probs",
     "checkpointing, accumulation",
     "in mid-buffer of a later epoch",
+    "in mid-buffer",
     "with a reference model",
 )
 
@@ -76,6 +101,7 @@ def test_a_resumed_run_is_the_run(case: str, grpo: Callable) -> None:
     save = settings.pop("save")
     stop = settings.pop("stop", save)
     settings["save_steps"] = save
+    logged = range(settings.get("logging_steps", 1), settings["max_steps"] + 1, settings.get("logging_steps", 1))
 
     whole = grpo("whole", **settings)
     whole.train()
@@ -85,31 +111,45 @@ def test_a_resumed_run_is_the_run(case: str, grpo: Callable) -> None:
     torch.manual_seed(1234)  # another process would not know this one's generator
     second = grpo("stopped", **settings)
     checkpoint = Path(second.args.output_dir) / f"checkpoint-{save}"
-    assert [line["step"] for line in steps(second.args.output_dir)] == list(range(1, stop + 1))
+    assert [line["step"] for line in steps(second.args.output_dir)] == [step for step in logged if step <= stop]
     second.train(resume_from_checkpoint=str(checkpoint))
 
-    lines = steps(second.args.output_dir)
-    assert [line["step"] for line in lines] == list(range(1, settings["max_steps"] + 1))
-    assert timeless(lines) == timeless(steps(whole.args.output_dir))
+    assert [line["step"] for line in steps(second.args.output_dir)] == list(logged)
+    assert everything(second) == everything(whole)
     expected = weights(whole)
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(second).items())
-    assert not all(torch.equal(weight, expected[name]) for name, weight in weights(first).items())
+    assert stop == 4 or not all(torch.equal(weight, expected[name]) for name, weight in weights(first).items())
 
 
 def test_what_would_be_lost(grpo: Callable) -> None:
-    """The control: without our state file a resume is refused, and with another count of generations it differs."""
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    """The controls: with each part of our state taken away the resumed run differs; without the file it is refused."""
+    settings = {"save_strategy": "steps", **CASES["between two logs, in mid-buffer"]}
+    settings["save_steps"] = settings.pop("save")
     whole = grpo("whole", **settings)
     whole.train()
-    checkpoint = Path(whole.args.output_dir) / "checkpoint-2"
-    file = checkpoint / "rollout_state_0.pt"
+    checkpoint = Path(whole.args.output_dir) / "checkpoint-5"
+    file = checkpoint / "progress_0.pt"
     state = torch.load(file, weights_only=True)
 
-    torch.save({**state, "generations": 7}, file)
-    other = grpo("other", **settings)
-    other.train(resume_from_checkpoint=str(checkpoint))
-    assert timeless(steps(other.args.output_dir)) != timeless(steps(whole.args.output_dir)[2:])
+    def resumed(name: str, **changed: Any) -> list[dict[str, Any]]:
+        torch.save({**state, **changed}, file)
+        other = grpo(name, **settings)
+        other.train(resume_from_checkpoint=str(checkpoint))
+        return everything(other)
+
+    expected = everything(whole)[1:]  # from the log of step 6
+    assert resumed("same") == expected
+    lost: dict[str, Any] = {
+        "buffer": [],
+        "gaps": {"train": [], "eval": []},
+        "metrics": {"train": {}, "eval": {}},
+        "loss": torch.tensor(0.0),
+        "loss_total": 0.0,
+        "logged_step": 5,
+    }
+    for name, value in lost.items():
+        assert resumed(name, **{name: value}) != expected, name
 
     file.unlink()
-    with pytest.raises(ValueError, match=r"has no rollout_state_0\.pt"):
+    with pytest.raises(ValueError, match=r"has no progress_0\.pt"):
         grpo("refused", **settings).train(resume_from_checkpoint=str(checkpoint))

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sparse_rl.recipe import RecipeError, make_recipe
-from trainer.checkpoint import STATE_FILE
-from trainer.rundir import check_world, checkpoint_of, read_metrics, refuse_used
+from trainer.checkpoint import checkpoints, digests, keep_last, publish, write_manifest
+from trainer.rundir import check_world, checkpoint_of, read_metrics, refuse_used, versions
 
 
-def recipe_of(folder: Path, **more):
+def recipe_of(folder: Path, *overrides: str, **more):
     mapping = {
         "kind": "grpo", "model": "m", "output_dir": str(folder), "data": {"path": "a.jsonl"}, "rewards": ["boxed"],
         "cache": {"policy": "streaming", "budget": 8}, **more,
     }  # fmt: skip
-    return make_recipe(mapping)
+    return make_recipe(mapping, overrides)
 
 
-def checkpoint(folder: Path, step: int, ranks: int = 1, whole: bool = True) -> Path:
-    made = folder / f"checkpoint-{step}"
-    made.mkdir(parents=True)
-    for rank in range(ranks):
-        (made / STATE_FILE.format(rank=rank)).write_bytes(b"")
-    if whole:
-        (made / "trainer_state.json").write_text("{}")
-    return made
+def checkpoint(folder: Path, step: int, of=None, **about) -> Path:
+    """A whole one, of two processes' files, as if written by a run of the recipe `of`."""
+    made, place = folder / "_partial" / f"checkpoint-{step}", folder / f"checkpoint-{step}"
+    (made / f"global_step{step}").mkdir(parents=True)
+    for name in ("trainer_state.json", "progress_0.pt", "progress_1.pt", f"global_step{step}/rank_1.pt"):
+        (made / name).write_bytes(f"{name} of step {step}".encode())
+    recipe = of or recipe_of(folder)
+    launch = {"processes": recipe.launch.processes, "zero_stage": recipe.launch.zero_stage}
+    known = {"step": step, **launch, "recipe": recipe.resolved(), "versions": versions(), **about}
+    write_manifest(made, digests(made), **known)
+    publish(made, place)
+    return place
 
 
 def test_a_used_directory_is_refused_and_a_clean_one_is_not(tmp_path: Path) -> None:
@@ -44,31 +51,125 @@ def test_a_used_directory_is_refused_and_a_clean_one_is_not(tmp_path: Path) -> N
         refuse_used(recipe)
 
 
-def test_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (lambda c: os.truncate(c / "progress_1.pt", 5), r"progress_1\.pt is truncated \(5 bytes, 23 were"),
+    "flipped": (lambda c: flip(c / "global_step9/rank_1.pt"), r"global_step9/rank_1\.pt has been altered \(its SHA"),
+    "rank": (lambda c: (c / "progress_1.pt").unlink(), r"progress_1\.pt is missing"),
+    "manifest": (lambda c: (c / "manifest.json").unlink(), r"manifest\.json is missing"),
+    "torn manifest": (lambda c: os.truncate(c / "manifest.json", 300), r"manifest\.json is truncated or altered"),
+    "altered manifest": (lambda c: alter(c, '"step": 9', '"step": 8'), r"manifest\.json has been altered"),
+    "longer": (lambda c: (c / "trainer_state.json").write_bytes(b"x" * 99), r"trainer_state\.json is altered \(99"),
+    "empty": (lambda c: [x.unlink() for x in c.rglob("*") if x.is_file()], r"manifest\.json is missing"),
+}  # fmt: skip
+
+
+def alter(folder: Path, old: str, new: str) -> None:
+    file = folder / "manifest.json"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(kind, tmp_path, caplog) -> None:
     recipe = recipe_of(tmp_path)
-    with pytest.raises(RecipeError, match="holds no whole checkpoint"):
-        checkpoint_of(recipe, "newest")
-    good = checkpoint(tmp_path, 9)
-    checkpoint(tmp_path, 10, whole=False)  # killed while it was written
-    checkpoint(tmp_path, 11, ranks=0)
+    before, last = checkpoint(tmp_path, 8), checkpoint(tmp_path, 9)
     (tmp_path / "checkpoint-best").mkdir()
-    assert checkpoint_of(recipe, "newest") == good == checkpoint_of(recipe, str(good))
-    with pytest.raises(RecipeError, match=r"checkpoint-10 is not a whole checkpoint: it has no trainer_state\.json"):
-        checkpoint_of(recipe, str(tmp_path / "checkpoint-10"))
-    with pytest.raises(RecipeError, match=r"checkpoint-11 is not a whole checkpoint: it has no rollout_state_0\.pt"):
-        checkpoint_of(recipe, str(tmp_path / "checkpoint-11"))
+    assert checkpoint_of(recipe, "newest") == last == checkpoint_of(recipe, str(last)) and not caplog.messages
+    damage, says = DAMAGE[kind]
+    damage(last)
+    assert checkpoint_of(recipe, "newest") == before
+    assert len(caplog.messages) == 1 and re.search(f"skipped .*checkpoint-9: {says}", caplog.messages[0])
+    with pytest.raises(RecipeError, match=f"--resume: .*checkpoint-9 is not a whole checkpoint: {says}"):
+        checkpoint_of(recipe, str(last))
+    (before / "progress_0.pt").unlink()
+    with pytest.raises(RecipeError, match="holds no whole checkpoint to resume from"):
+        checkpoint_of(recipe, "newest")
 
 
 def test_another_number_of_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint(tmp_path, 3, ranks=2)
-    with pytest.raises(RecipeError, match=r"was written by 2 processes; resume with launch\.processes=2"):
-        checkpoint_of(recipe_of(tmp_path), "newest")
     two = recipe_of(tmp_path, launch={"processes": 2})
+    checkpoint(tmp_path, 3, two)
+    says = r"checkpoint-3 was written under another recipe: launch\.processes is 2 there and 1 here"
+    with pytest.raises(RecipeError, match=says):
+        checkpoint_of(recipe_of(tmp_path), "newest")
     assert checkpoint_of(two, "newest").name == "checkpoint-3"
     with pytest.raises(RecipeError, match=r"launch\.processes.*is 2, but 1 processes were started"):
         check_world(two)
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_world(two)
+    unknown = checkpoint(tmp_path / "library", 4, two, recipe=None)
+    with pytest.raises(RecipeError, match=r"launch\.processes is 2 there and 1 here"):
+        checkpoint_of(recipe_of(tmp_path), str(unknown))
+    assert checkpoint_of(two, str(unknown)) == unknown
+
+
+def test_every_difference_is_named(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 3)
+    changed = recipe_of(
+        tmp_path, "learning_rate=2e-6", "launch.zero_stage=3", "cache.budget=16", "cache.sinks=2", "logging_steps=7"
+    )
+    with pytest.raises(RecipeError) as error:
+        checkpoint_of(changed, "newest")
+    assert str(error.value).endswith(
+        "another recipe: cache.budget is 8 there and 16 here; cache.sinks is null there and 2 here; launch.zero_stage "
+        "is 0 there and 3 here; learning_rate is 1e-06 there and 2e-06 here. Set the old values, or start a new run"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "warns"),
+    [
+        *[("run_name=b", False), ("report_to=[tensorboard]", False), ("logging_steps=5", False)],
+        *[("save_steps=7", False), ("output_dir=elsewhere", False)],
+        *[("save_total_limit=null", False), ("launch.main_process_ip=10.0.0.1", False), ("max_steps=50", False)],
+        *[("num_train_epochs=9", False), ("replay_guard.enabled=false", False), ("rollout.progress=false", False)],
+        *[("rollout.max_batch=8", True), ("gradient_checkpointing=false", True), ("rollout.sleep=true", True)],
+    ],
+)  # fmt: skip
+def test_what_may_change(word: str, warns: bool, tmp_path: Path, caplog) -> None:
+    place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there"))
+    assert checkpoint_of(recipe_of(tmp_path / "here", word), str(place)) == place
+    assert ["may differ in rounding" in message for message in caplog.messages] == [True] * warns
+
+
+def test_the_length_may_change_only_where_the_rate_does_not_depend_on_it(tmp_path: Path) -> None:
+    for scheduler, warmup, free in (
+        *[("constant", 0, True), ("constant_with_warmup", 4, True), ("constant_with_warmup", 0.1, False)],
+        *[("linear", 0, False), ("cosine", 4, False)],
+    ):  # fmt: skip
+        words = f"lr_scheduler_type={scheduler}", f"warmup_steps={warmup}"
+        place = checkpoint(tmp_path / scheduler / str(warmup), 3, recipe_of(tmp_path, *words, "max_steps=10"))
+        longer = recipe_of(tmp_path, *words, "max_steps=20")
+        if free:
+            assert checkpoint_of(longer, str(place)) == place
+        else:
+            with pytest.raises(RecipeError, match="max_steps is 10 there and 20 here"):
+                checkpoint_of(longer, str(place))
+    with pytest.raises(RecipeError, match=r"max_steps: is 2, but .*checkpoint-3 is of step 3"):
+        checkpoint_of(recipe_of(tmp_path, "max_steps=2"), str(place))
+
+
+def test_other_versions_are_told(tmp_path: Path, caplog) -> None:
+    place = checkpoint(tmp_path, 3, versions={**versions(), "torch": "1.0"})
+    assert checkpoint_of(recipe_of(tmp_path), "newest") == place
+    assert re.search(r"torch was 1\.0 and is .*may differ in rounding", caplog.text)
+
+
+def test_keep_last_counts_whole_checkpoints(tmp_path: Path) -> None:
+    made = [checkpoint(tmp_path, step) for step in (9, 10, 11, 12)]
+    (made[2] / "progress_0.pt").unlink()
+    keep_last(tmp_path, 2, best=str(made[0]))
+    assert checkpoints(tmp_path) == made  # two whole ones besides the best, and a damaged one
+    keep_last(tmp_path, 2)
+    assert checkpoints(tmp_path) == made[1:] and not (tmp_path / "_partial").exists()
+    keep_last(tmp_path, None)
+    assert checkpoints(tmp_path) == made[1:]
 
 
 def test_a_torn_last_line_of_the_metrics_is_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""A process that has imported everything and forks `sparse-rl` commands: a run with a new memory, without its start.
+
+    python forked_runs.py      reads one JSON line per command, {"words", "log", ...}, answers with its exit status
+
+With "record", a file, it notes the file operations of the run in `_partial` (an open, a rename, a removal, ...). How
+it ends may come with it: "kill_at" (the number of such an operation), "kill_after" (seconds), or "largest_file" (bytes)
+from the step "full_after" on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+
+def watch_operations(kill_at: int | None) -> list[str]:
+    """The operations as they come, this process killed before the one given; the audit events are CPython's own."""
+    seen: list[str] = []
+
+    def watch(event: str, given: tuple) -> None:
+        if event.startswith(("open", "os.")) and "_partial" in f"{given[:2]}":
+            seen.append(f"{event} {given[:2]}")
+            if len(seen) == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    return seen
+
+
+def limit_files(job: dict[str, Any]) -> None:
+    """No file larger than `largest_file` once `full_after` steps are done: as on a full disk, a write fails."""
+    from transformers import TrainerCallback
+
+    from trainer import rundir
+
+    class Full(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == job["full_after"]:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"], resource.RLIM_INFINITY))
+
+    plain = rundir.RunLog
+    rundir.RunLog = type("RunLog", (Full, plain), {})  # type: ignore[misc]
+
+
+def child(job: dict[str, Any]) -> int:
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if "kill_after" in job:
+        threading.Timer(job["kill_after"], os.kill, (os.getpid(), signal.SIGKILL)).start()
+    seen = watch_operations(job.get("kill_at")) if "record" in job or "kill_at" in job else []
+    if "full_after" in job:
+        limit_files(job)
+    from sparse_rl.cli import main
+
+    status = main(job["words"])
+    if "record" in job:
+        Path(job["record"]).write_text(json.dumps(seen))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
+
+
+def serve() -> None:
+    for name in ("trainer.grpo", "trainer.sft", "trainer.train"):
+        importlib.import_module(name)
+
+    for line in sys.stdin:
+        job, start = json.loads(line), time.perf_counter()
+        if not (pid := os.fork()):
+            status = 1
+            try:
+                status = child(job)
+            finally:
+                os._exit(status)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print(json.dumps({"status": code, "seconds": time.perf_counter() - start}), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

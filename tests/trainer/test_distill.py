@@ -1,0 +1,300 @@
+"""Distillation: loss and gradients against a dense float64 reference, what it is trained on, and a run by recipe."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_runs import timeless
+
+from rollout import Rollout, make_engine
+from sparse_rl.attention import NO_MASK, adopt
+from sparse_rl.attention.reference import DenseView
+from sparse_rl.recipe import RecipeError, make_recipe
+from sparse_rl.trace import EvictionTrace
+from trainer.distill import DistillConfig, DistillTrainer
+from trainer.losses import DistillationLoss
+from trainer.rows import Row, load_rows
+from trainer.train import train
+
+LENGTHS = ((5, 20), (12, 9), (3, 31), (20, 2), (1, 12))
+POLICY = {"policy": "gkv", "budget": 10, "window": 3, "period": 4}
+SETTINGS: dict[str, Any] = {"use_cpu": True, "report_to": [], "gradient_checkpointing": False, "disable_tqdm": True}
+
+
+@pytest.fixture
+def rows() -> list[Row]:
+    generator = torch.Generator().manual_seed(0)
+    return [Row(*(torch.randint(3, 64, (n,), generator=generator).tolist() for n in pair)) for pair in LENGTHS]
+
+
+@pytest.fixture
+def distill(new_model: Callable, rows: list[Row], tmp_path: Path) -> Callable[..., DistillTrainer]:
+    """distill(**settings) -> a trainer of a tiny student under evictions, with a deeper teacher."""
+
+    def make(student: Any = None, **settings: Any) -> DistillTrainer:
+        student = student or new_model("qwen3")
+        teacher = new_model("llama", seed=5, num_hidden_layers=3, hidden_size=48)
+        engine = make_engine("hf", model=copy.deepcopy(student), policy=POLICY)
+        args = DistillConfig(output_dir=str(tmp_path / "run"), **{**SETTINGS, **settings})
+        return DistillTrainer(student, teacher, engine, args, rows)
+
+    return make
+
+
+def dense_logits(model: Any, rollout: Rollout, trace: EvictionTrace) -> torch.Tensor:
+    ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+    out = adopt(model)(input_ids=ids, attention_mask=NO_MASK, kv_view=DenseView(trace), use_cache=False).logits
+    return out[0, len(rollout.prompt_ids) - 1 : -1]
+
+
+def reference(trainer: DistillTrainer, rollouts: list[Rollout]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The mean loss per token and its gradients: in float64, one sequence at a time, under dense masks."""
+    student, teacher = (copy.deepcopy(m).double() for m in (trainer.model, trainer.teacher))
+    student.zero_grad()
+    total, tokens, loss, top_k = torch.zeros((), dtype=torch.float64), 0, trainer.args.loss, trainer.args.top_k
+    for rollout in rollouts:
+        s = (dense_logits(student, rollout, rollout.trace) / loss.temperature).log_softmax(-1)
+        full = EvictionTrace.dense(3, rollout.trace.kv_heads, len(rollout.trace))
+        with torch.no_grad():
+            t = (dense_logits(teacher, rollout, full) / loss.temperature).log_softmax(-1)
+        if top_k is not None:
+            known = t.argsort(-1, descending=True)[:, :top_k]
+            s, t = (
+                torch.cat([k, (1 - k.exp().sum(-1, keepdim=True)).log()], -1)
+                for k in (s.gather(1, known), t.gather(1, known))
+            )
+        total = total + loss.temperature**2 * (t.exp() * (t - s)).sum()
+        tokens += len(rollout.completion_ids)
+    mean = total / tokens
+    mean.backward()
+    return float(mean.detach()), {name: weight.grad for name, weight in student.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"packing": True},
+        {"loss": DistillationLoss(0.7, chunk=7)},
+        {"loss": DistillationLoss(2.0, chunk=16), "top_k": 8, "packing": True},
+        {"packing": True, "gradient_checkpointing": True},
+    ],
+    ids=["padded", "packed", "chunked", "top-k", "checkpointed"],
+)
+def test_loss_and_gradients_equal_the_dense_reference(settings: dict, distill: Callable, rows: list[Row]) -> None:
+    trainer = distill(**settings)
+    rollouts = trainer._rollouts(rows)
+    assert sum(r.trace.retention() < 1 for r in rollouts) >= 4
+    trainer.model.train()
+    loss = trainer.compute_loss(trainer.model, rollouts)
+    loss.backward()
+    wanted, gradients = reference(trainer, rollouts)
+    assert float(loss.detach()) == pytest.approx(wanted, abs=1e-5)
+    for name, weight in trainer.model.named_parameters():
+        torch.testing.assert_close(weight.grad.double(), gradients[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_what_is_wrong_shows(distill: Callable, rows: list[Row]) -> None:
+    """Controls: a trace that is off by one or dense, or a temperature that is not squared, is seen in the loss."""
+    trainer = distill(loss=DistillationLoss(2.0))
+    rollouts = trainer._rollouts(rows)
+    right = float(trainer.compute_loss(trainer.model, rollouts))
+    for wrong in (lambda e: torch.where(e < 2**30, e + 1, e), lambda e: torch.full_like(e, 2**30)):
+        traces = [EvictionTrace(wrong(r.trace.evict_at), validate=False) for r in rollouts]
+        other = [
+            Rollout(r.prompt_ids, r.completion_ids, [], [], t, "stop") for r, t in zip(rollouts, traces, strict=True)
+        ]
+        assert abs(float(trainer.compute_loss(trainer.model, other)) - right) > 1e-3
+    assert abs(right / 4 - reference(trainer, rollouts)[0]) > 1e-2
+
+
+def test_a_packed_row_holds_no_neighbour(distill: Callable, rows: list[Row]) -> None:
+    """Each sequence's sums are its own, whatever stands beside it; and packing leaves less padding."""
+    from trainer.batches import Batch
+
+    trainer = distill(packing=True)
+    rollouts = trainer._rollouts(rows)
+    packed, padded = Batch.of(rollouts, torch.device("cpu"), True), Batch.of(rollouts, torch.device("cpu"))
+    assert packed.ids.shape == (4, 34) and padded.ids.shape == (5, 34)
+    student = trainer.model
+    with torch.no_grad():
+        together = packed.hidden(student, replayed=True)
+        alone = [Batch.of([r], torch.device("cpu")) for r in packed.rollouts]
+        apart = torch.cat([batch.hidden(student, replayed=True) for batch in alone])
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
+    assert torch.equal(packed.targets, torch.cat([batch.targets for batch in alone]))
+
+
+def test_top_k_of_the_whole_vocabulary_is_the_whole(distill: Callable, rows: list[Row]) -> None:
+    trainer = distill()
+    rollouts = trainer._rollouts(rows)
+    whole = float(trainer.compute_loss(trainer.model, rollouts))
+    trainer.args.top_k = 64
+    assert float(trainer.compute_loss(trainer.model, rollouts)) == pytest.approx(whole, rel=1e-6)
+
+
+# ---- a run by recipe ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recipe(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
+    """recipe(**keys) -> a short distillation of the tiny model, from a tiny teacher."""
+
+    def make(**keys: Any) -> Any:
+        content = {
+            "kind": "distill",
+            "model": tiny(),
+            "teacher": tiny(num_hidden_layers=3),
+            "output_dir": str(tmp_path / "run"),
+            "dtype": "float32",
+            "seed": 3,
+            "data": {"synthetic": {"task": "running_sum", "size": 24, "n": 4}},
+            "cache": POLICY,
+            "rollout": {"engine": "hf"},
+            "learning_rate": 3e-3,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "max_steps": 4,
+            "max_completion_length": 64,
+            "gradient_checkpointing": False,
+            "save_steps": 0,
+        }
+        return make_recipe({**content, **keys})
+
+    return make
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    from trainer.rundir import read_metrics
+
+    return read_metrics(folder)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"teacher": None, "top_k": 8, "packing": True, "refresh_every": 1, "save_steps": 2},
+        {"completions": "student", "max_completion_length": 12, "divergence": "reverse", "report_to": ["tensorboard"]},
+        {"kl_weight": 0.1, "ce_weight": 0.9, "keep": "boxed", "lora": {"r": 4}},
+    ],
+    ids=["data", "refreshed", "on-policy", "lora"],
+)
+def test_a_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
+    made = recipe(
+        validation={
+            "data": {"synthetic": {"task": "running_sum", "size": 8, "n": 4, "split": "evaluation"}},
+            "every": 2,
+        },
+        **keys,
+    )
+    final = train(made)
+    steps = [line for line in lines(tmp_path / "run") if "loss" in line]
+    held_out = [line["eval_kl"] for line in lines(tmp_path / "run") if "eval_kl" in line]
+    assert len(steps) == 4 and len(held_out) == 2
+    assert all(line["kl"] >= 0 and 0 < line["cache/retention"] < 1 for line in steps)
+    if made.ce_weight == 0:
+        assert steps[0]["loss"] == pytest.approx(steps[0]["kl"], rel=1e-5)
+        assert held_out[1] < held_out[0] or made.teacher is None  # which starts at its teacher
+    assert (final / "cache_policy.json").is_file() and (final / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_whose_evictions_are_simulated(
+    every: int, recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The starting model's in every step; or, every second step, those of the student as it then is."""
+    seen: list[tuple[list[Rollout], Any]] = []
+    rollouts = DistillTrainer._rollouts
+
+    def keep(self: DistillTrainer, given: Any) -> Any:
+        before = copy.deepcopy(self.accelerator.unwrap_model(self.model))
+        found = rollouts(self, given)
+        seen.append((found, before))
+        return found
+
+    monkeypatch.setattr(DistillTrainer, "_rollouts", keep)
+    data = {"synthetic": {"task": "running_sum", "size": 16, "n": 4}}
+    made = recipe(data=data, refresh_every=every, learning_rate=0.05, save_steps=0)
+    train(made)
+    assert len(seen) == 4
+    start = seen[0][1]
+    followed = [start, start, seen[2][1], seen[2][1]] if every else [start] * 4
+    wrong = [seen[3][1]] * 4
+    for source, right in ((followed, True), (wrong, False)):
+        same = []
+        for (found, _), model in zip(seen, source, strict=True):
+            engine = make_engine("hf", model=copy.deepcopy(model), policy=POLICY)
+            again = engine.simulate([r.prompt_ids for r in found], [r.completion_ids for r in found])
+            same += [torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in zip(again, found, strict=True)]
+        assert all(same) is right
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"packing": True, "teacher": None},
+        {"completions": "student", "max_completion_length": 12},
+        {"refresh_every": 2},
+    ],
+    ids=["data", "on-policy", "refreshed"],
+)
+def test_a_resumed_run_is_the_one_that_was_not_stopped(keys: dict, recipe: Callable, tmp_path: Path) -> None:
+    """In the second epoch, between two logs: the same weights and the same lines, to the last bit."""
+    shared = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "save_total_limit": None, **keys}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(recipe(output_dir=str(whole), **shared))
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "model")
+    shutil.rmtree(resumed / "checkpoint-6")
+    (resumed / "metrics.jsonl").write_text("")
+    train(recipe(output_dir=str(resumed), **shared), resume="newest")
+    left, right = (load_file(folder / "model/model.safetensors") for folder in (whole, resumed))
+    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    assert timeless(lines(resumed)) == [line for line in timeless(lines(whole)) if line["step"] > 4]
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"cache": {"policy": "gkv"}}, "cache"),
+        ({"divergence": "jsd", "jsd_beta": 1.0}, "jsd_beta"),
+        ({"kl_weight": 0}, "kl_weight"),
+        ({"renormalise": True}, "renormalise"),
+        ({"teacher_cache": "x"}, "teacher_cache"),
+        ({"teacher_cache": "x", "top_k": 8, "completions": "student"}, "teacher_cache"),
+        ({"keep": "boxed", "completions": "student"}, "keep"),
+        ({"refresh_every": 3, "save_steps": 4}, "refresh_every"),
+        ({"temperature": 0}, "temperature"),
+        ({"tempertaure": 1}, "temperature"),
+    ],
+)
+def test_a_wrong_recipe_is_refused_by_key(keys: dict, says: str, recipe: Callable) -> None:
+    with pytest.raises(RecipeError, match=says):
+        recipe(**keys)
+
+
+def test_rows_that_are_dropped(recipe: Callable) -> None:
+    from sparse_rl.models import load_tokenizer
+
+    made = recipe()
+    tokenizer = load_tokenizer(made.model)
+    rows = load_rows(made, made.data, tokenizer)
+    longest = max(len(row.completion) for row in rows)
+    assert len(rows) == 24 and all(row.completion[-1] == tokenizer.eos_token_id for row in rows)
+    assert 0 < len(load_rows(recipe(max_completion_length=longest - 1), made.data, tokenizer)) < 24
+    assert len(load_rows(recipe(keep="boxed"), made.data, tokenizer)) == 24  # the synthetic answers are right
+    with pytest.raises(RecipeError, match="no sequence is left"):
+        load_rows(recipe(max_completion_length=1), made.data, tokenizer)
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(recipe: Callable, tiny: Callable) -> None:
+    with pytest.raises(RecipeError, match=r"teacher: the vocabulary has 80 tokens"):
+        train(recipe(teacher=tiny(vocab_size=80)))

@@ -1,0 +1,165 @@
+"""The distillation loss against plain float64 arithmetic: each divergence, top-k, weights, chunk, with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.losses import DistillationLoss, TopK
+
+POSITIONS, VOCAB, WIDTH = 23, 40, 12
+KINDS = ("forward", "reverse", "jsd")
+
+
+@pytest.fixture
+def case() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "hidden": torch.randn(POSITIONS, WIDTH, generator=generator),
+        "weight": torch.randn(VOCAB, WIDTH, generator=generator),
+        "teacher": 3 * torch.randn(POSITIONS, VOCAB, generator=generator),
+        "targets": torch.randint(VOCAB, (POSITIONS,), generator=generator),
+    }
+
+
+def reference(case: dict[str, torch.Tensor], loss: DistillationLoss, top_k: int | None) -> tuple[torch.Tensor, ...]:
+    """The sum, and its gradients of hidden and weight, by the formulas and a loop over positions, in float64."""
+    hidden = case["hidden"].double().requires_grad_()
+    weight = case["weight"].double().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for n in range(POSITIONS):
+        logits = weight @ hidden[n]
+        s = (logits / loss.temperature).softmax(-1)
+        p = (case["teacher"][n].double() / loss.temperature).softmax(-1)
+        if top_k is not None:
+            known = p.argsort(descending=True)[:top_k]
+            p, s = p[known], s[known]
+            if loss.renormalise:
+                p, s = p / p.sum(), s / s.sum()
+            elif top_k < VOCAB:
+                p, s = torch.cat([p, 1 - p.sum()[None]]), torch.cat([s, 1 - s.sum()[None]])
+
+        def kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return (a * (a / b).log()).sum()
+
+        m = loss.jsd_beta * p + (1 - loss.jsd_beta) * s
+        divergence = {
+            "forward": kl(p, s),
+            "reverse": kl(s, p),
+            "jsd": loss.jsd_beta * kl(p, m) + (1 - loss.jsd_beta) * kl(s, m),
+        }[loss.divergence]
+        cross = -logits.log_softmax(-1)[case["targets"][n]]
+        total = total + loss.kl_weight * loss.temperature**2 * divergence + loss.ce_weight * cross
+    total.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return total.detach(), hidden.grad, weight.grad
+
+
+def ours(case: dict[str, torch.Tensor], loss: DistillationLoss, top_k: int | None) -> tuple[torch.Tensor, ...]:
+    hidden, weight = case["hidden"].clone().requires_grad_(), case["weight"].clone().requires_grad_()
+
+    def teacher(part: slice) -> torch.Tensor | TopK:
+        logits = case["teacher"][part]
+        return logits if top_k is None else TopK.of(logits, top_k, loss.temperature)
+
+    total, _, _ = loss(hidden, lambda h: h @ weight.T, teacher, case["targets"])
+    total.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return total.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 8, VOCAB])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+@pytest.mark.parametrize("divergence", KINDS)
+def test_equals_the_formulas(divergence: str, temperature: float, top_k: int | None, case: dict) -> None:
+    loss = DistillationLoss(temperature, divergence, jsd_beta=0.3, kl_weight=0.9, ce_weight=0.1, chunk=7)  # type: ignore[arg-type]
+    for mine, theirs in zip(ours(case, loss, top_k), reference(case, loss, top_k), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("divergence", KINDS)
+def test_renormalised(divergence: str, case: dict) -> None:
+    loss = DistillationLoss(1.3, divergence, renormalise=True)  # type: ignore[arg-type]
+    for mine, theirs in zip(ours(case, loss, 8), reference(case, loss, 8), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, POSITIONS, 100])
+def test_the_chunk_changes_nothing(chunk: int, case: dict) -> None:
+    whole = ours(case, DistillationLoss(ce_weight=0.5, chunk=POSITIONS), None)
+    for mine, theirs in zip(ours(case, DistillationLoss(ce_weight=0.5, chunk=chunk), None), whole, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_coarsening_never_adds(case: dict) -> None:
+    """The divergence of coarsened distributions is a lower bound, and reaches the whole one with k."""
+    values = [float(ours(case, DistillationLoss(), k)[0]) for k in (1, 4, 16, VOCAB - 1, VOCAB)]
+    whole = float(ours(case, DistillationLoss(), None)[0])
+    assert values == sorted(values) and values[0] < 0.9 * whole
+    assert values[-1] == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_teacher_equal_to_the_student_costs_nothing(case: dict) -> None:
+    same = {**case, "teacher": case["hidden"] @ case["weight"].T}
+    for divergence in KINDS:
+        loss, hidden, weight = ours(same, DistillationLoss(2.0, divergence), None)  # type: ignore[arg-type]
+        assert abs(float(loss)) < 1e-5 and float(hidden.abs().max()) < 1e-5 and float(weight.abs().max()) < 1e-5
+
+
+def test_a_certain_teacher_stays_finite(case: dict) -> None:
+    sure = torch.full((POSITIONS, VOCAB), -1e4)
+    sure[:, 0] = 1e4
+    for top_k in (None, 4):
+        for divergence in ("forward", "jsd"):
+            parts = ours({**case, "teacher": sure}, DistillationLoss(1.0, divergence), top_k)  # type: ignore[arg-type]
+            assert all(bool(part.isfinite().all()) for part in parts), (top_k, divergence)
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("top_k", [None, 16])
+def test_memory_grows_with_the_chunk_not_with_the_sequence(top_k: int | None) -> None:
+    """Forward and backward make nothing larger than one chunk's logits; and autograd keeps none of those."""
+    vocab, positions = 5000, 512
+
+    def measure(chunk: int) -> tuple[int, int]:
+        weight = torch.randn(vocab, WIDTH).requires_grad_()
+        said = torch.randn(positions, WIDTH)
+        hidden, targets = torch.randn(positions, WIDTH).requires_grad_(), torch.zeros(positions, dtype=torch.long)
+        kept: list[int] = []
+
+        def teacher(part: slice) -> torch.Tensor | TopK:
+            logits = said[part] @ weight.detach().T
+            return logits if top_k is None else TopK.of(logits, top_k, 1.0)
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept.append(tensor.numel())
+            return tensor
+
+        with Largest() as largest:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss = DistillationLoss(chunk=chunk, ce_weight=0.1)(hidden, lambda h: h @ weight.T, teacher, targets)[0]
+            loss.backward()
+        assert hidden.grad is not None
+        return largest.elements, max(kept)
+
+    for chunk in (16, 64):
+        made, kept = measure(chunk)
+        assert made == max(chunk * vocab, vocab * WIDTH) and kept <= positions * WIDTH
+    assert measure(positions)[0] == positions * vocab  # the control: what is avoided

@@ -1,0 +1,230 @@
+"""The command, killed with SIGKILL or on a full disk, and resumed: the end is that of the run that was left alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_runs import timeless
+
+from trainer.checkpoint import checkpoints, damage
+from trainer.rundir import read_metrics
+
+ROOT = Path(__file__).parents[2]
+COMMON = {
+    "dtype": "float32",
+    "gradient_checkpointing": False,
+    "learning_rate": 1e-3,
+    "max_steps": 6,
+    "save_steps": 1,
+    "per_device_train_batch_size": 4,
+}
+RECIPES: dict[str, dict[str, Any]] = {
+    "sft": {"data": {"synthetic": {"task": "running_sum", "size": 16, "n": 3}}, "logging_steps": 2},
+    "grpo": {
+        "data": {"synthetic": {"task": "running_sum", "size": 2, "n": 3}},
+        "cache": {"policy": "gkv", "budget": 8, "window": 3, "period": 2},
+        "rewards": ["trainer_runs:digits"],
+        "rollout": {"engine": "hf"},
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+        "num_generations": 4,
+        "max_completion_length": 20,
+        "importance_correction": "none",
+    },
+}
+
+
+class Runs:
+    """`sparse-rl train` in forked children of one process; `whole` : kind -> the end of a run that was left alone."""
+
+    def __init__(self, folder: Path, model: str) -> None:
+        self.folder = folder
+        for kind, keys in RECIPES.items():
+            recipe = {"kind": kind, "model": model, "output_dir": "unset", **COMMON, **keys}
+            (folder / f"{kind}.yaml").write_text(json.dumps(recipe))
+        env = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(Path(__file__).with_name("forked_runs.py"))]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(command, **pipes, text=True, env=env, cwd=folder)  # type: ignore[call-overload]
+        self.whole: dict[str, tuple] = {}
+        self.operations: dict[str, list[str]] = {}
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, kind: str, name: str, *words: str, **job: Any) -> tuple[int, str]:
+        """(exit status, or minus the signal; what it printed)"""
+        log = self.folder / f"{Path(name).name}.log"
+        log.unlink(missing_ok=True)
+        job |= {"words": ["train", f"{kind}.yaml", f"output_dir={name}", *words], "log": str(log)}
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        self.seconds[name] = answer["seconds"]
+        return answer["status"], log.read_text()
+
+    def end(self, name: str) -> tuple:
+        """The weights, by hash, every metric, the mean loss of the last summary, the completions; timings aside."""
+        folder = self.folder / name
+        lines = read_metrics(folder)
+        mean = [line["train_loss"] for line in lines if "train_loss" in line][-1]
+        weights = hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+        logged = timeless([line for line in lines if "train_loss" not in line])
+        return weights, mean, logged, read_metrics(folder, "completions.jsonl")
+
+    def left_alone(self, kind: str) -> tuple:
+        if kind not in self.whole:
+            record = self.folder / "operations.json"
+            status, said = self(kind, f"{kind}-whole", record=str(record))
+            assert status == 0, said
+            self.whole[kind] = self.end(f"{kind}-whole")
+            self.operations[kind] = json.loads(record.read_text())
+        return self.whole[kind]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny: Callable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    made = Runs(tmp_path_factory.mktemp("runs"), tiny("qwen3"))
+    yield made
+    made.process.stdin.close()
+    made.process.wait()
+
+
+def number_of(operations: list[str], *words: str, last: bool = False) -> int:
+    found = [i for i, operation in enumerate(operations, 1) if all(word in operation for word in words)]
+    return found[-1 if last else 0]
+
+
+PLACES: dict[str, tuple[str, Callable[[list[str]], int], int]] = {  # kind, where it is killed, newest whole checkpoint
+    "first file": ("sft", lambda done: number_of(done, "open", "_partial/checkpoint-3"), 2),
+    "last file": ("grpo", lambda done: number_of(done, "open", "_partial/checkpoint-4/manifest.json"), 3),
+    "before the rename": ("grpo", lambda done: number_of(done, "os.rename", "_partial/checkpoint-6"), 5),
+    "while the oldest is removed": ("sft", lambda done: number_of(done, "os.r", "_partial/checkpoint-2", last=True), 4),
+    "in the export": ("grpo", lambda done: number_of(done, "os.rename", "_partial/model"), 6),
+}
+
+
+def slowly(cases: Any, *slow: str) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
+
+
+@pytest.mark.parametrize("place", slowly(PLACES, "first file", "before the rename"))
+def test_killed_at_a_checkpoint(place: str, runs: Runs) -> None:
+    kind, where, newest = PLACES[place]
+    expected = runs.left_alone(kind)
+    name = place.replace(" ", "-")
+    status, _ = runs(kind, name, kill_at=where(runs.operations[kind]))
+    folder = runs.folder / name
+    assert status == -9 and not (folder / "model").exists() and (folder / "_partial").exists()
+    assert checkpoints(folder)[-1].name == f"checkpoint-{newest}"
+    assert all(damage(path) is None for path in checkpoints(folder))
+    status, said = runs(kind, name, "--resume")
+    assert status == 0 and "skipped" not in said, said
+    assert runs.end(name) == expected and not (folder / "_partial").exists()
+    assert len(checkpoints(folder)) == 2
+
+
+def test_a_damaged_checkpoint_is_skipped_and_its_end_is_the_same(runs: Runs) -> None:
+    """By the command, on real checkpoints: the newest has lost its rank's file, the one before it is taken."""
+    expected = runs.left_alone("grpo")
+    shutil.copytree(runs.folder / "grpo-whole", folder := runs.folder / "damaged")
+    (folder / "checkpoint-6" / "progress_0.pt").unlink()
+    status, said = runs("grpo", "damaged", "--resume")
+    assert status == 0 and runs.end("damaged") == expected, said
+    assert said.count("skipped") == 1 and "skipped damaged/checkpoint-6: progress_0.pt is missing" in said
+    assert {path.name for path in folder.glob("*checkpoint-*")} == {f"{x}checkpoint-{n}" for x, n in PAIRS}
+    status, said = runs("grpo", "damaged", "--resume", "damaged/later-checkpoint-6")
+    line = "error: --resume: damaged/later-checkpoint-6 is not a whole checkpoint: progress_0.pt is missing"
+    assert status == 2 and said == f"sparse-rl: {line}\n"
+
+
+PAIRS = (("", 5), ("", 6), ("later-", 6))
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_changed_recipe_is_refused_by_its_keys(kind: str, runs: Runs) -> None:
+    runs.left_alone(kind)
+    changed = runs(kind, f"{kind}-whole", "--resume", "learning_rate=2e-3", "launch.zero_stage=2", "weight_decay=0.1")
+    there = "launch.zero_stage is 0 there and 2 here; learning_rate is 0.001 there and 0.002 here; weight_decay is 0.0"
+    assert changed[0] == 2 and changed[1].count("\n") == 1 and there in changed[1]
+
+
+@pytest.mark.parametrize("kind", slowly(RECIPES, "sft"))
+def test_a_full_disk_ends_the_run_in_one_line(kind: str, runs: Runs) -> None:
+    """A limit on the size of files stands for it: writes fail from step 4 on. What was whole is, and resumes."""
+    expected, name = runs.left_alone(kind), f"{kind}-limited"
+    status, said = runs(kind, name, full_after=4, largest_file=60_000)
+    assert status == 1 and "Traceback" not in said
+    line = f"checkpoint-4 could not be written: .*File too large.*; in {name} checkpoint-3 is whole, --resume continues"
+    assert re.fullmatch(f"sparse-rl: stopped: {line} from it", only_line(said))
+    assert [path.name for path in checkpoints(runs.folder / name)] == ["checkpoint-2", "checkpoint-3"]
+    assert not (runs.folder / name / "_partial").exists()
+    assert runs(kind, name, "--resume")[0] == 0 and runs.end(name) == expected
+
+
+def only_line(said: str) -> str:
+    found = [line for line in said.splitlines() if line.startswith("sparse-rl:")]
+    assert len(found) == 1, said
+    return found[0]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """small_disk(bytes) -> a mounted file system of that size; skips where none can be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(size: int) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("no file system can be mounted here; the limit on the size of files is tested")
+        return folder
+
+    yield mount
+    subprocess.run(["umount", str(folder)], capture_output=True)
+
+
+def test_a_disk_that_is_really_full(small_disk: Callable, runs: Runs) -> None:
+    expected = runs.left_alone("sft")
+    size = sum(file.stat().st_size for file in (runs.folder / "sft-whole/checkpoint-6").rglob("*"))
+    disk = small_disk(int(2.6 * size))  # two checkpoints and a part of the third
+    status, said = runs("sft", str(disk / "run"))
+    assert status == 1
+    line = "sparse-rl: stopped: checkpoint-3 could not be written: the disk is full; in "
+    assert only_line(said) == f"{line}{disk}/run checkpoint-2 is whole, --resume continues from it"
+    subprocess.run(["mount", "-o", f"remount,size={9 * size}", str(disk)], check=True)
+    assert runs("sft", str(disk / "run"), "--resume")[0] == 0 and runs.end(str(disk / "run")) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RECIPES)
+def test_killed_at_random_moments(kind: str, runs: Runs) -> None:
+    """Ten moments in the writing of checkpoints and ten in the whole run, seeded; so forty in all."""
+    expected = runs.left_alone(kind)
+    draw, partial = random.Random(f"moments of {kind}"), 0
+    first = number_of(runs.operations[kind], "os.rename", "_partial/checkpoint-1") + 1
+    start, end = 0.3 * runs.seconds[f"{kind}-whole"], runs.seconds[f"{kind}-whole"]
+    for moment in range(20):
+        name = f"{kind}-{moment}"
+        for _ in range(20):
+            in_write = {"kill_at": draw.randint(first, len(runs.operations[kind]))}
+            status, said = runs(kind, name, **(in_write if moment < 10 else {"kill_after": draw.uniform(start, end)}))
+            if status == -9 and checkpoints(runs.folder / name):
+                break
+            shutil.rmtree(runs.folder / name)  # before its first checkpoint, or after its end
+        assert status == -9, said
+        partial += (runs.folder / name / "_partial").exists()
+        assert all(damage(path) is None for path in checkpoints(runs.folder / name))
+        status, said = runs(kind, name, "--resume")
+        assert status == 0, said
+        assert runs.end(name) == expected, moment
+    assert partial >= 10

@@ -1,0 +1,152 @@
+"""Resume under every way to run: ZeRO 0, 2 and 3 on one and two processes, LoRA, both engines; a full disk on one rank.
+
+Resumed from checkpoints in mid-buffer, in the first epoch and in the second, a run ends with the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_runs import timeless
+
+from trainer.rundir import read_metrics
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+FULL_DISK = """
+import os, resource
+from trainer_runs import digits as plain
+
+def digits(completions, trainer_state, **columns):
+    '''The share of digits; from the step that follows FULL_AFTER on, the rank FULL can write no large file.'''
+    if trainer_state.global_step >= int(os.environ["FULL_AFTER"]) and os.environ["RANK"] == os.environ["FULL"]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
+    return plain(completions)
+"""
+COMMON: dict[str, Any] = {
+    "dtype": "float32",
+    "gradient_checkpointing": False,
+    "learning_rate": 1e-3,
+    "max_steps": 8,
+    "save_steps": 1,
+    "save_total_limit": None,
+    "logging_steps": 2,
+    "per_device_train_batch_size": 4,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "sft": {"lr_scheduler_type": "linear"},
+    "distill": {
+        "cache": {"policy": "gkv", "budget": 16, "window": 4, "period": 4},
+        "rollout": {"engine": "hf"},
+        "packing": True,
+        "top_k": 8,
+        "refresh_every": 1,
+    },
+    "grpo": {
+        "cache": {"policy": "gkv", "budget": 16, "window": 4, "period": 4},
+        "rewards": ["trainer_runs:digits"],
+        "rollout": {"engine": "hf"},
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+        "num_generations": 4,
+        "max_completion_length": 20,
+    },
+}
+
+
+@pytest.fixture
+def command(tiny: Callable, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """command(kind, output, *words, processes=1, model=None, **environment): `sparse-rl train`, 4 steps an epoch."""
+
+    def run(
+        kind: str, output: str, *words: str, processes: int = 1, model: str | None = None, **environment: str
+    ) -> subprocess.CompletedProcess:
+        size = {"grpo": 2, "sft": 16}[kind] * processes
+        data = {"synthetic": {"task": "running_sum", "size": size, "n": 3}}
+        recipe = {"kind": kind, "model": model or tiny("qwen3"), "output_dir": output, "data": data, **COMMON}
+        (tmp_path / "recipe.yaml").write_text(json.dumps({**recipe, **KINDS[kind], "launch": {"processes": processes}}))
+        drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        env = {k: v for k, v in os.environ.items() if k not in drop}
+        path = f"{ROOT}:{Path(__file__).parent}:{tmp_path}"
+        env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **environment}
+        words = ("-m", "sparse_rl.cli", "train", "recipe.yaml", *words)
+        return subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500
+        )
+
+    return run
+
+
+def end(folder: Path) -> tuple:
+    """The weights, by hash, every metric, the mean loss of the last summary, the completions; timings aside."""
+    lines = read_metrics(folder)
+    mean = [line["train_loss"] for line in lines if "train_loss" in line][-1]
+    weights = hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+    logged = timeless([line for line in lines if "train_loss" not in line])
+    return weights, mean, logged, read_metrics(folder, "completions.jsonl")
+
+
+def resumes_exactly(
+    command: Callable, tmp_path: Path, kind: str, *words: str, stops: tuple[int, ...] = (7,), **given: Any
+) -> None:
+    done = command(kind, "whole", *words, **given)
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = end(tmp_path / "whole")
+    assert [line["step"] for line in expected[2]] == [2, 4, 6, 8]
+    for step in stops:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(tmp_path / "whole", tmp_path / "run")
+        shutil.rmtree(tmp_path / "run" / "model")
+        done = command(kind, "run", *words, "--resume", f"run/checkpoint-{step}", **given)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert end(tmp_path / "run") == expected, (step, end(tmp_path / "run"), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("stage", "processes"), [(0, 1), (0, 2), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
+def test_every_stage(kind: str, stage: int, processes: int, command: Callable, tmp_path: Path) -> None:
+    stops = (3, 7) if stage == 0 else (7,)  # in mid-buffer; so it is in the second epoch
+    resumes_exactly(command, tmp_path, kind, f"launch.zero_stage={stage}", stops=stops, processes=processes)
+    if (stage, processes, kind) == (2, 2, "sft"):  # and where it cannot be continued, the keys are named
+        one = command(kind, "run", f"launch.zero_stage={stage}", "--resume", processes=1)
+        assert one.returncode == 2 and "launch.processes is 2 there and 1 here" in one.stderr
+        other = command(kind, "run", "launch.zero_stage=3", "--resume", processes=2)
+        assert other.returncode == 2 and "launch.zero_stage is 2 there and 3 here" in other.stderr
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lora(kind: str, command: Callable, tmp_path: Path) -> None:
+    resumes_exactly(command, tmp_path, kind, "lora={r: 4}")
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_the_vllm_engine(command: Callable, tiny: Callable, tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    model = tiny("qwen3", head_dim=32)
+    words = ("rollout.engine=vllm", "rollout.kv_cache_gb=0.1", "data.max_prompt_tokens=40")
+    resumes_exactly(command, tmp_path, "grpo", *words, model=model)
+
+
+@pytest.mark.parametrize(("stage", "full"), [(0, "1"), (2, "0"), (2, "1"), (3, "1")])
+def test_a_disk_that_is_full_for_one_rank(stage: int, full: str, command: Callable, tmp_path: Path) -> None:
+    """It says so in one line, the other does not hang, and the checkpoint before is resumed."""
+    (tmp_path / "full_disk.py").write_text(FULL_DISK)
+    words = (f"launch.zero_stage={stage}", "rewards=[full_disk:digits]")
+    done = command("grpo", "run", *words, processes=2, FULL_AFTER="4", FULL=full)
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("sparse-rl:")]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("sparse-rl: stopped: checkpoint-5 could not be written: ")
+    assert lines[0].endswith("in run checkpoint-4 is whole, --resume continues from it")
+    done = command("grpo", "run", *words, "--resume", processes=2, FULL_AFTER="100", FULL=full)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line["step"] for line in end(tmp_path / "run")[2]] == [2, 4, 6, 8]

@@ -1,0 +1,163 @@
+"""Resume of supervised fine-tuning: bit for bit the run that was not stopped; cadence and length may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_runs import timeless
+from transformers import TrainerCallback
+
+from trainer.rundir import RunLog, read_metrics
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise Killed
+
+
+class StopAt(KillAt):
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            control.should_training_stop = True
+
+
+@pytest.fixture
+def sft(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
+    """sft(name, *callbacks, **settings) -> a trainer on 24 problems, 6 steps an epoch."""
+    from trl import SFTConfig
+
+    from sparse_rl.data import load_data
+    from sparse_rl.models import load_tokenizer
+    from sparse_rl.recipe import DataConfig, SyntheticConfig
+    from trainer.sft import ResumableSFTTrainer
+
+    def make(name: str, *callbacks: TrainerCallback, **settings: Any) -> Any:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        given = {
+            "output_dir": str(folder),
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "linear",
+            "max_steps": 10,
+            "logging_steps": 2,
+            "save_steps": 3,
+            "report_to": [],
+            "use_cpu": True,
+            "bf16": False,
+            "disable_tqdm": True,
+            "gradient_checkpointing": False,
+            "seed": 7,
+            "completion_only_loss": True,
+            "model_init_kwargs": {"dtype": "float32"},
+        }
+        tokenizer = load_tokenizer(tiny("qwen3"))
+        synthetic = SyntheticConfig(task="running_sum", size=24, n=3)
+        data = load_data(DataConfig(synthetic=synthetic), tokenizer, require=("prompt", "completion"))
+        return ResumableSFTTrainer(
+            model=tiny("qwen3"),
+            args=SFTConfig(**{**given, **settings}),
+            train_dataset=data.remove_columns([c for c in data.column_names if c not in ("prompt", "completion")]),
+            processing_class=tokenizer,
+            callbacks=[RunLog(folder), *callbacks],
+        )
+
+    return make
+
+
+def logged(trainer: Any) -> list[dict[str, Any]]:
+    """Every metric, the mean loss of the summary at the end too, timings aside."""
+    lines = read_metrics(trainer.args.output_dir)
+    means = [line["train_loss"] for line in lines if "train_loss" in line][-1:]
+    return [*timeless([line for line in lines if "train_loss" not in line]), {"mean": means}]
+
+
+def same(one: Any, other: Any) -> bool:
+    expected = other.model.state_dict()
+    return all(torch.equal(weight, expected[name]) for name, weight in one.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("stop", "at"),
+    [
+        pytest.param(5, 3, id="between two logs"),
+        pytest.param(8, 6, id="between two epochs", marks=pytest.mark.slow),
+        pytest.param(10, 9, id="in the second epoch"),
+    ],
+)
+def test_a_resumed_run_is_the_run(stop: int, at: int, sft: Callable) -> None:
+    whole = sft("whole")
+    whole.train()
+    if stop < 10:
+        with pytest.raises(Killed):
+            sft("stopped", KillAt(stop)).train()
+    else:
+        sft("stopped").train()
+    torch.manual_seed(1234)
+    second = sft("stopped")
+    second.train(resume_from_checkpoint=str(Path(second.args.output_dir) / f"checkpoint-{at}"))
+    assert logged(second) == logged(whole) and same(second, whole)
+
+    file = Path(second.args.output_dir) / f"checkpoint-{at}" / "progress_0.pt"
+    state = torch.load(file, weights_only=True)
+    torch.save({**state, "train_tokens": 0}, file)  # the control: without what we keep, the logs differ
+    third = sft("stopped")
+    third.train(resume_from_checkpoint=str(file.parent))
+    assert logged(third) != logged(whole)
+
+
+def test_a_run_that_has_ended_takes_no_further_step(sft: Callable) -> None:
+    """Killed between its last checkpoint and the export; or ended by a callback that will not say so again."""
+    whole = sft("whole", max_steps=3)
+    whole.train()
+    again = sft("again", max_steps=3)
+    again.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-3"))
+    assert again.state.global_step == 3 and same(again, whole) and logged(again)[-1] == logged(whole)[-1]
+
+    early = sft("early", StopAt(6))
+    early.train()
+    again = sft("again", max_steps=10)
+    again.train(resume_from_checkpoint=str(Path(early.args.output_dir) / "checkpoint-6"))
+    assert again.state.global_step == 6 and same(again, early)
+
+
+def test_the_cadence_is_that_of_the_resumed_run(sft: Callable) -> None:
+    """Stock transformers keeps that of the checkpoint. And a longer run, where the learning rate is constant."""
+    constant = {"lr_scheduler_type": "constant", "save_total_limit": 2}
+    whole = sft("whole", **constant)
+    whole.train()
+    sft("short", max_steps=3, **constant).train()
+    longer = sft("short", max_steps=10, save_steps=2, logging_steps=5, **constant)
+    longer.train(resume_from_checkpoint=str(Path(longer.args.output_dir) / "checkpoint-3"))
+    assert same(longer, whole)
+    assert [line["step"] for line in read_metrics(longer.args.output_dir) if "loss" in line] == [2, 5, 10]
+    assert {path.name for path in Path(longer.args.output_dir).glob("checkpoint-*")} == {
+        "checkpoint-8",
+        "checkpoint-10",
+    }
+
+
+def test_later_checkpoints_are_set_aside(sft: Callable) -> None:
+    """A run that goes back writes its checkpoints again; those it had are not taken for new ones, nor lost."""
+    sft("run", max_steps=9).train()
+    folder = Path(sft("run").args.output_dir)
+    (folder / "_partial" / "checkpoint-12").mkdir(parents=True)  # as a killed run leaves it
+    sft("run", max_steps=6).train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    names = {path.name for path in folder.iterdir() if path.is_dir()}
+    assert names == {"checkpoint-3", "checkpoint-6", "later-checkpoint-6", "later-checkpoint-9"}

@@ -1,0 +1,169 @@
+"""The teacher cache: the losses of a teacher in memory, an interrupted run that goes on, damage that is named."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import make_engine
+from trainer.distill import DistillConfig, DistillTrainer
+from trainer.losses import DistillationLoss
+from trainer.rows import Row
+from trainer.teacher import (
+    TeacherCache,
+    TeacherCacheError,
+    TeacherFacts,
+    weights_fingerprint,
+    write_teacher_cache,
+)
+
+VOCAB, TOP = 2000, 256
+TEMPERATURE = 0.7
+
+
+@pytest.fixture
+def teacher(new_model: Callable) -> Any:
+    return new_model("qwen2", seed=3, vocab_size=VOCAB, num_hidden_layers=3, hidden_size=64)
+
+
+@pytest.fixture
+def rows() -> list[Row]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(3 + i % 5, 2 + 7 * i % 23) for i in range(14)]
+    return [Row(*(torch.randint(VOCAB, (n,), generator=generator).tolist() for n in pair)) for pair in sizes]
+
+
+def facts_of(teacher: Any, dtype: str = "float32") -> TeacherFacts:
+    return TeacherFacts(weights_fingerprint(teacher), VOCAB, TEMPERATURE, TOP, dtype)
+
+
+def write(folder: Path, teacher: Any, rows: list[Row], dtype: str = "float32") -> int:
+    return write_teacher_cache(folder, teacher, rows, facts_of(teacher, dtype), batch_size=3, rows_per_shard=4, chunk=5)
+
+
+@pytest.fixture
+def losses(new_model: Callable, teacher: Any, rows: list[Row], tmp_path: Path) -> Callable[..., list[float]]:
+    """losses(cache or None) -> those of the first steps, by the cache or by the teacher in memory."""
+
+    def run(cache: TeacherCache | None) -> list[float]:
+        student = new_model("qwen3", vocab_size=VOCAB)
+        engine = make_engine("hf", model=copy.deepcopy(student), policy={"policy": "tova", "budget": 8, "period": 3})
+        args = DistillConfig(
+            output_dir=str(tmp_path / "run"), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=4,
+            logging_steps=1, per_device_train_batch_size=5, learning_rate=1e-2, save_strategy="no", seed=1,
+            loss=DistillationLoss(TEMPERATURE), top_k=TOP,
+        )  # fmt: skip
+        trainer = DistillTrainer(student, copy.deepcopy(teacher) if cache is None else cache, engine, args, rows)
+        trainer.train()
+        return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+    return run
+
+
+@pytest.mark.parametrize(("dtype", "within"), [("float32", 1e-6), ("bfloat16", 2e-3), ("float16", 6e-4)])
+def test_the_losses_of_a_teacher_in_memory(
+    dtype: str,
+    within: float,
+    teacher: Any,
+    rows: list[Row],
+    losses: Callable,
+    tmp_path: Path,
+    record_property: Callable,
+) -> None:
+    write(tmp_path / "cache", teacher, rows, dtype)
+    online, cached = losses(None), losses(TeacherCache(tmp_path / "cache"))
+    error = max(abs(a - b) / a for a, b in zip(online, cached, strict=True))
+    record_property(f"{dtype}: relative error of the loss", error)
+    assert online[-1] < 0.99 * online[0] and error <= within
+    assert dtype == "float32" or error > 1e-7  # it is stored in this precision
+
+
+def test_a_step_without_the_teacher_runs_no_teacher(
+    teacher: Any, rows: list[Row], losses: Callable, tmp_path: Path
+) -> None:
+    write(tmp_path / "cache", teacher, rows)
+    forwards = 0
+
+    def count(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    teacher.model.register_forward_hook(count)
+    losses(TeacherCache(tmp_path / "cache"))
+    assert forwards == 0
+    losses(None)  # the hook is copied with the teacher
+    assert forwards > 0
+
+
+def test_an_interrupted_run_goes_on(
+    teacher: Any, rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer import teacher as module
+
+    assert write(tmp_path / "whole", teacher, rows) == 0
+    say, calls = module._say, []
+
+    def dies(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return say(*args)
+
+    monkeypatch.setattr(module, "_say", dies)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "cache", teacher, rows)
+    with pytest.raises(TeacherCacheError, match="not finished"):
+        TeacherCache(tmp_path / "cache")
+    assert write(tmp_path / "cache", teacher, rows) == 2
+    for file in sorted((tmp_path / "whole").iterdir()):
+        assert file.read_bytes() == (tmp_path / "cache" / file.name).read_bytes(), file.name
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped", "missing"])
+def test_a_damaged_shard_is_refused_by_name(how: str, teacher: Any, rows: list[Row], tmp_path: Path) -> None:
+    write(tmp_path, teacher, rows)
+    file = tmp_path / "shard-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    if how == "truncated":
+        file.write_bytes(content[:-10])
+    elif how == "flipped":
+        content[-20] ^= 1
+        file.write_bytes(content)
+    else:
+        file.unlink()
+
+    def read() -> None:
+        cache = TeacherCache(tmp_path)
+        engine = make_engine("hf", model=copy.deepcopy(teacher), policy="full")
+        cache.read(engine.simulate([r.prompt for r in rows], [r.completion for r in rows]), "cpu")
+
+    with pytest.raises(TeacherCacheError, match="shard-00001"):
+        read()
+    assert write(tmp_path, teacher, rows) == 3  # only this one is written again
+    read()
+
+
+def test_another_cache_than_the_one_asked_for(teacher: Any, rows: list[Row], tmp_path: Path) -> None:
+    write(tmp_path, teacher, rows)
+    with pytest.raises(TeacherCacheError, match=r"written with temperature 0.7, and 1.0 is asked for"):
+        TeacherCache(tmp_path, {"temperature": 1.0})
+    with pytest.raises(TeacherCacheError, match="another teacher cache; dtype float32 instead of bfloat16"):
+        write(tmp_path, teacher, rows, "bfloat16")
+    other = copy.deepcopy(teacher)
+    other.lm_head.weight.data[0, 0] += 1
+    with pytest.raises(TeacherCacheError, match="another teacher cache; teacher"):
+        write(tmp_path, other, rows)
+    cache = TeacherCache(tmp_path, {"temperature": 0.7, "top_k": TOP})
+    assert rows[0] in cache and Row(rows[0].prompt, rows[1].completion) not in cache
+    for broken in ("{", json.dumps({"format_version": 2}), json.dumps({"format_version": 1})):
+        (tmp_path / "teacher.json").write_text(broken)
+        with pytest.raises(TeacherCacheError, match=r"teacher.json cannot be read"):
+            TeacherCache(tmp_path)
+    with pytest.raises(TeacherCacheError, match="holds no teacher cache"):
+        TeacherCache(tmp_path / "nowhere")

@@ -1,0 +1,193 @@
+"""A transformers Trainer that resumes as if nothing had happened: `class Mine(Resumable)`, or before another trainer
+as in `class Mine(Resumable, GRPOTrainer)`.
+
+transformers keeps weights, optimizer, scheduler, random states, step and place in the data. Added here: checkpoints
+that are whole or not there (trainer/checkpoint.py), and per process a file of what would be lost, so that all that is
+logged after a resume is what the uninterrupted run logs. A trainer with more to keep extends `extra_state` and
+`load_extra_state`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import Trainer, TrainerCallback
+from trl.trainer.utils import RepeatSampler
+
+from trainer.checkpoint import (
+    PARTIAL,
+    clear_partial,
+    digests,
+    failure,
+    keep_last,
+    publish,
+    remove,
+    set_aside_later,
+    write_manifest,
+)
+from trainer.rundir import versions
+
+logger = logging.getLogger("sparse_rl")
+STATE_FILE = "progress_{rank}.pt"
+
+# With several processes on a CPU accelerate calls it "cpu:0" and so on, a place that torch.load does not know.
+torch.serialization.register_package(
+    100, lambda _: None, lambda data, place: data if place.startswith("cpu:") else None
+)
+
+
+class EpochRepeatSampler(RepeatSampler):
+    """TRL's sampler with an order that is a function of (seed, epoch), so that a resume in a later epoch finds it."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator.manual_seed((self.seed or 0) + self.epoch)
+        return super().__iter__()
+
+
+class Resumable(Trainer):
+    """A Trainer whose runs resume exactly. `recipe` : the recipe as plain data, for the manifest."""
+
+    recipe: dict[str, Any] | None = None
+    _writing = False
+    _ended = False
+    _found: dict[str, Any] | None = None  # of the checkpoint that is being resumed
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_callback(_AtStart(self))
+
+    # ---- what is kept ---------------------------------------------------------------------------------------------
+
+    def extra_state(self) -> dict[str, Any]:
+        """What this process must know beyond what transformers restores: plain data and tensors."""
+        ended = self.control.should_training_stop and self.state.global_step < self.state.max_steps
+        state: dict[str, Any] = {
+            "ended": ended,  # by a callback, which would not say so again
+            "loss": self._tr_loss.cpu(),  # since the last log
+            "loss_total": self._total_loss_scalar,
+            "logged_step": self._globalstep_last_logged,
+        }
+        trl: Any = self
+        if hasattr(trl, "_metrics"):  # since the last log
+            state["metrics"] = {mode: dict(values) for mode, values in trl._metrics.items()}
+            state["train_tokens"] = trl._total_train_tokens
+        return state
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take up what `extra_state` returned; after transformers has restored everything else."""
+        self._ended = state["ended"]
+        self._tr_loss = state["loss"].to(self.args.device)
+        self._total_loss_scalar, self._globalstep_last_logged = state["loss_total"], state["logged_step"]
+        trl: Any = self
+        if "metrics" in state:
+            for mode, values in state["metrics"].items():
+                trl._metrics[mode].update(values)
+            trl._total_train_tokens = state["train_tokens"]
+
+    # ---- saving ---------------------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, PARTIAL) if self._writing else folder
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        run, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
+        made = run / PARTIAL / name
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        self._writing = True
+        try:
+            super()._save_checkpoint(model, trial)
+            torch.save(self.extra_state(), made / STATE_FILE.format(rank=rank))
+            self._name_the_best(run, made)
+            self.accelerator.wait_for_everyone()
+            files = gather_object(list(digests(made, slice(rank, None, ranks)).items()))
+            if self.is_world_process_zero():
+                plugin = self.accelerator.state.deepspeed_plugin
+                write_manifest(
+                    made,
+                    dict(files),
+                    step=self.state.global_step,
+                    processes=ranks,
+                    zero_stage=plugin.zero_stage if plugin is not None else 0,
+                    recipe=self.recipe,
+                    versions=versions(),
+                )
+                publish(made, run / name)
+                keep_last(run, self.args.save_total_limit, self.state.best_model_checkpoint)
+        except Exception as error:  # the other processes end with this one: the launcher sees to it
+            remove(made)
+            raise failure(name, run, error) from error
+        finally:
+            self._writing = False
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(run / name))
+
+    def _name_the_best(self, run: Path, made: Path) -> None:
+        """Where this checkpoint is the best one, transformers has noted the place where it is being written."""
+        best = self.state.best_model_checkpoint
+        if best is not None and Path(best).parent.name == PARTIAL:
+            self.state.best_model_checkpoint = str(run / made.name)
+            if self.args.should_save:
+                self.state.save_to_json(str(made / "trainer_state.json"))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self._writing:  # it reads in the background: only what has its final name
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    # ---- resuming -------------------------------------------------------------------------------------------------
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        file = Path(checkpoint) / STATE_FILE.format(rank=self.accelerator.process_index)
+        if not file.is_file():
+            raise ValueError(
+                f"{checkpoint} has no {file.name}: it was not written by this trainer with as many processes"
+            )
+        self._found = torch.load(file, weights_only=True, map_location="cpu")
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
+        places = super()._init_training_state(max_steps, *args)
+        self.state.compute_steps(self.args, max_steps)  # else the checkpoint's cadence of logging and saving would hold
+        return places
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """transformers takes one step more where the run had come to its end before it was resumed."""
+        if self._ended or self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
+    def _at_start(self) -> None:
+        run, found = Path(self._get_output_dir(None)), self._found
+        if found is not None:
+            self.load_extra_state(found)
+            self._found = None
+        if self.is_world_process_zero():
+            clear_partial(run)
+            for path in set_aside_later(run, self.state.global_step) if found is not None else ():
+                logger.warning("a checkpoint after step %d is now %s", self.state.global_step, path)
+
+
+class _AtStart(TrainerCallback):
+    """The one moment after transformers has restored and reset everything, and before the first step."""
+
+    def __init__(self, trainer: Resumable) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.trainer._at_start()

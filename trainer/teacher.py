@@ -1,0 +1,294 @@
+"""What a teacher says of a dataset, written down once: its top-k log-probs at one temperature, and the rest's mass.
+
+Distillation then needs no teacher in memory. A folder of shards:
+
+    teacher.json          what was asked for, and for each shard its size, checksum, and the key and length of its rows
+    shard-00000.safetensors   ids int32 [N, K], logprobs [N, K], tail float32 [N], over its rows' N completion tokens
+
+A shard appears whole or not at all, and a run that was interrupted goes on after the last one. A row is found by its
+tokens, so that neither order nor number of the rows matters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from rollout import Rollout
+from sparse_rl.attention import adopt, cache_shape
+from sparse_rl.recipe import DistillRecipe, RecipeError
+from sparse_rl.trace import EvictionTrace
+from trainer.batches import Batch, base_of
+from trainer.losses import TopK
+from trainer.rows import Row
+
+INDEX, FORMAT = "teacher.json", 1
+
+
+class TeacherCacheError(ValueError):
+    """A teacher cache that cannot be used: what is wrong, and where."""
+
+
+@dataclass(frozen=True)
+class TeacherFacts:
+    """What the log-probs are of; two caches with equal facts say the same of the same row.
+
+    teacher : a fingerprint of its weights
+    dtype : of the log-probs on disk
+    """
+
+    teacher: str
+    vocab_size: int
+    temperature: float
+    top_k: int
+    dtype: str
+
+
+@dataclass
+class _Shard:
+    size: int
+    sha256: str
+    rows: list[tuple[str, int]] = field(default_factory=list)  # (key, completion tokens)
+
+
+def key_of(prompt: Sequence[int], completion: Sequence[int]) -> str:
+    """The name of a row: of its tokens, and of where the completion begins."""
+    text = f"{len(prompt)}|{','.join(map(str, prompt))},{','.join(map(str, completion))}"
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def weights_fingerprint(model: torch.nn.Module) -> str:
+    """A short hash of all weights."""
+    digest = hashlib.blake2b(digest_size=12)
+    for name, weight in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+class TeacherCache:
+    """Reads a folder.
+
+    Raises
+    ------
+    TeacherCacheError
+        No such cache, an unfinished one, other facts than `expected` (a mapping of TeacherFacts' fields), a shard that
+        is missing, truncated or altered (each by its name), a row that is not there.
+    """
+
+    def __init__(self, folder: str | Path, expected: dict[str, Any] | None = None) -> None:
+        self.folder = Path(folder)
+        content = _read_index(self.folder)
+        if not content["complete"]:
+            raise TeacherCacheError(f"{self.folder} is not finished; run sparse-rl teacher again, it goes on")
+        self.facts, self.shards = content["facts"], content["shards"]
+        for name, value in (expected or {}).items():
+            if (found := getattr(self.facts, name)) != value:
+                raise TeacherCacheError(f"{self.folder} was written with {name} {found}, and {value} is asked for")
+        for name, shard in self.shards.items():
+            _check_size(self.folder / name, shard)
+        self.places: dict[str, tuple[str, int, int]] = {}
+        for name, shard in self.shards.items():
+            start = 0
+            for key, count in shard.rows:
+                self.places[key] = name, start, start + count
+                start += count
+        self.opened: dict[str, Any] = {}
+
+    def __contains__(self, row: Row) -> bool:
+        return key_of(row.prompt, row.completion) in self.places
+
+    def read(self, rollouts: Sequence[Rollout], device: torch.device | str) -> TopK:
+        """What the teacher says of the rollouts' completion tokens, one after another."""
+        parts = []
+        for rollout in rollouts:
+            place = self.places.get(key_of(rollout.prompt_ids, rollout.completion_ids))
+            if place is None:
+                raise TeacherCacheError(f"{self.folder} does not know a row of the dataset; write it for this dataset")
+            name, start, end = place
+            file = self._open(name)
+            parts.append([file.get_slice(part)[start:end] for part in ("ids", "logprobs", "tail")])
+        ids, logprobs, tail = (torch.cat(tensors).to(device) for tensors in zip(*parts, strict=True))
+        return TopK(ids.long(), logprobs.float(), tail)
+
+    def _open(self, name: str) -> Any:
+        if name not in self.opened:
+            file = self.folder / name
+            if _sha256(file) != self.shards[name].sha256:
+                raise TeacherCacheError(f"{file} was altered: its checksum is another; delete it and write it again")
+            self.opened[name] = safe_open(file, "pt")
+        return self.opened[name]
+
+
+def write_teacher_cache(
+    folder: str | Path,
+    teacher: Any,
+    rows: Sequence[Row],
+    facts: TeacherFacts,
+    *,
+    batch_size: int = 8,
+    rows_per_shard: int = 512,
+    chunk: int = 512,
+    progress: bool = False,
+) -> int:
+    """Write what `teacher` says of the rows. Returns how many shards were there already, whole.
+
+    Raises TeacherCacheError where the folder holds something else.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    adopt(teacher).eval()
+    done: dict[str, _Shard] = {}
+    if (folder / INDEX).exists():
+        content = _read_index(folder)
+        if content["facts"] != facts:
+            raise TeacherCacheError(f"{folder} holds another teacher cache; {_differences(content['facts'], facts)}")
+        done = content["shards"]
+    shards: dict[str, _Shard] = {}
+    found = 0
+    parts = [rows[start : start + rows_per_shard] for start in range(0, len(rows), rows_per_shard)]
+    with tqdm(total=len(rows), desc="teacher", unit="seq", disable=None if progress else True) as bar:
+        for number, part in enumerate(parts):
+            name = f"shard-{number:05d}.safetensors"
+            keys = [(key_of(row.prompt, row.completion), len(row.completion)) for row in part]
+            old = done.get(name)
+            if old is not None and old.rows == keys and _whole(folder / name, old):
+                shards[name], found = old, found + 1
+            else:
+                tensors = _say(teacher, part, facts, batch_size, chunk)
+                shards[name] = _write_shard(folder / name, tensors, keys)
+                _write_index(folder, facts, shards, complete=False)
+            bar.update(len(part))
+    _write_index(folder, facts, shards, complete=True)
+    return found
+
+
+@torch.no_grad()
+def _say(teacher: Any, rows: Sequence[Row], facts: TeacherFacts, batch_size: int, chunk: int) -> dict[str, Any]:
+    device = next(teacher.parameters()).device
+    layers, kv_heads, _ = cache_shape(teacher.config)
+    head = base_of(teacher).get_output_embeddings()
+    said: list[TopK] = []
+    for start in range(0, len(rows), batch_size):
+        part = rows[start : start + batch_size]
+        traces = [EvictionTrace.dense(layers, kv_heads, len(row.prompt) + len(row.completion)) for row in part]
+        pairs = zip(part, traces, strict=True)
+        batch = Batch.of([Rollout(row.prompt, row.completion, [], [], trace, "stop") for row, trace in pairs], device)
+        hidden = batch.hidden(teacher, replayed=False)
+        said.append(TopK.of_hidden(hidden, head, facts.top_k, facts.temperature, chunk))
+    return {
+        "ids": torch.cat([part.ids for part in said]).int().cpu(),
+        "logprobs": torch.cat([part.logprobs for part in said]).to(getattr(torch, facts.dtype)).cpu(),
+        "tail": torch.cat([part.tail for part in said]).cpu(),
+    }
+
+
+def write_for(recipe: DistillRecipe) -> tuple[Path, int, int]:
+    """What `sparse-rl teacher` does: the folder, its rows, and the shards that were there already.
+
+    Raises RecipeError for a recipe without teacher_cache, TeacherCacheError where the folder holds something else.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from sparse_rl.models import load_config, load_tokenizer
+    from trainer.rows import load_rows
+
+    if recipe.teacher_cache is None or recipe.top_k is None:
+        raise RecipeError("name the folder to write, and top_k", "teacher_cache")
+    source = recipe.teacher or recipe.model
+    load_config(source)
+    tokenizer = load_tokenizer(recipe.model)
+    rows = load_rows(recipe, recipe.data, tokenizer)
+    if recipe.validation is not None:
+        held_out = dataclasses.replace(recipe.validation.data, limit=recipe.validation.problems)
+        rows += load_rows(recipe, held_out, tokenizer, "validation.data")
+    try:
+        teacher: Any = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, recipe.dtype))
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"the weights of {source} cannot be read: {str(error).splitlines()[0]}", "teacher") from error
+    teacher = teacher.to("cuda" if torch.cuda.is_available() else "cpu")
+    facts = TeacherFacts(
+        weights_fingerprint(teacher),
+        teacher.config.vocab_size,
+        recipe.temperature,
+        recipe.top_k,
+        recipe.teacher_cache_dtype,
+    )
+    size = recipe.per_device_train_batch_size
+    found = write_teacher_cache(
+        recipe.teacher_cache, teacher, rows, facts, batch_size=size, chunk=recipe.chunk, progress=True
+    )
+    return Path(recipe.teacher_cache), len(rows), found
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def _write_shard(file: Path, tensors: dict[str, torch.Tensor], rows: list[tuple[str, int]]) -> _Shard:
+    partial = file.with_name(file.name + ".partial")
+    save_file(tensors, partial)
+    shard = _Shard(partial.stat().st_size, _sha256(partial), rows)
+    os.replace(partial, file)
+    return shard
+
+
+def _write_index(folder: Path, facts: TeacherFacts, shards: dict[str, _Shard], complete: bool) -> None:
+    content = {
+        "format_version": FORMAT,
+        **dataclasses.asdict(facts),
+        "complete": complete,
+        "shards": {name: dataclasses.asdict(shard) for name, shard in shards.items()},
+    }
+    partial = folder / (INDEX + ".partial")
+    partial.write_text(json.dumps(content))
+    os.replace(partial, folder / INDEX)
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    """{"facts": TeacherFacts, "complete": bool, "shards": name -> _Shard}"""
+    try:
+        content = json.loads((folder / INDEX).read_text())
+        if content.pop("format_version") != FORMAT:
+            raise ValueError(f"this reads format version {FORMAT}")
+        shards = {
+            name: _Shard(s["size"], s["sha256"], [(key, count) for key, count in s["rows"]])
+            for name, s in content.pop("shards").items()
+        }
+        complete = content.pop("complete")
+        return {"facts": TeacherFacts(**content), "complete": complete, "shards": shards}
+    except FileNotFoundError as error:
+        raise TeacherCacheError(f"{folder} holds no teacher cache; write one with sparse-rl teacher") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TeacherCacheError(f"{folder / INDEX} cannot be read: {error}") from error
+
+
+def _check_size(file: Path, shard: _Shard) -> None:
+    if not file.is_file():
+        raise TeacherCacheError(f"{file} is missing; run sparse-rl teacher again")
+    if (size := file.stat().st_size) != shard.size:
+        raise TeacherCacheError(f"{file} has {size} bytes instead of {shard.size}; delete it and write it again")
+
+
+def _whole(file: Path, shard: _Shard) -> bool:
+    return file.is_file() and file.stat().st_size == shard.size and _sha256(file) == shard.sha256
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _differences(found: TeacherFacts, wanted: TeacherFacts) -> str:
+    pairs = ((f.name, getattr(found, f.name), getattr(wanted, f.name)) for f in dataclasses.fields(TeacherFacts))
+    return ", ".join(f"{name} {a} instead of {b}" for name, a, b in pairs if a != b)
