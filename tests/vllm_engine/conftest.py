@@ -79,7 +79,7 @@ def loaded() -> Callable[[Path], PreTrainedModel]:
 
 @pytest.fixture(scope="session")
 def opened() -> list[int]:
-    """One entry per engine that this process has had."""
+    """One entry per engine that this process has had, those in processes of their own left out."""
     return []
 
 
@@ -90,9 +90,11 @@ def open_engine(directory_of: Callable[..., Path], opened: list[int]) -> Iterato
 
     def close() -> None:
         while engines:
+            engine: Any = engines.pop()
             with quickly(len(opened)):
-                engines.pop().close()
-            opened.append(1)
+                engine.close()
+            if not engine.separate:
+                opened.append(1)
 
     def make(policy: Any, model: str | Path = "qwen2", **options: Any) -> Engine:
         close()
