@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_runs import steps, timeless
-from transformers import TrainerCallback
+from trainer_runs import KillAt, Killed, steps, timeless
 
 from trainer.rundir import read_metrics
 
@@ -51,24 +50,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "at its end": {"save": 4},
 }
-
-
-class Killed(Exception):
-    pass
-
-
-class KillAt(TrainerCallback):
-    """Ends the run as a kill would: nothing more is saved or logged."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.step:
-            raise Killed
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        raise Killed
 
 
 def everything(trainer: Any) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_runs import timeless
+from trainer_runs import GRPO_KEYS, timeless
 
 from trainer.checkpoint import checkpoints, damage
 from trainer.rundir import read_metrics
@@ -34,12 +34,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {
         "data": {"synthetic": {"task": "running_sum", "size": 2, "n": 3}},
         "cache": {"policy": "gkv", "budget": 8, "window": 3, "period": 2},
-        "rewards": ["trainer_runs:digits"],
-        "rollout": {"engine": "hf"},
-        "steps_per_generation": 2,
-        "num_iterations": 2,
-        "num_generations": 4,
-        "max_completion_length": 20,
+        **GRPO_KEYS,
         "importance_correction": "none",
     },
 }

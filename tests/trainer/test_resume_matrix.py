@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_runs import timeless
+from trainer_runs import GRPO_KEYS, timeless
 
 from trainer.rundir import read_metrics
 
@@ -53,12 +53,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "grpo": {
         "cache": {"policy": "gkv", "budget": 16, "window": 4, "period": 4},
-        "rewards": ["trainer_runs:digits"],
-        "rollout": {"engine": "hf"},
-        "steps_per_generation": 2,
-        "num_iterations": 2,
-        "num_generations": 4,
-        "max_completion_length": 20,
+        **GRPO_KEYS,
     },
 }
 
@@ -70,7 +65,7 @@ def command(tiny: Callable, tmp_path: Path) -> Callable[..., subprocess.Complete
     def run(
         kind: str, output: str, *words: str, processes: int = 1, model: str | None = None, **environment: str
     ) -> subprocess.CompletedProcess:
-        size = {"grpo": 2, "sft": 16}[kind] * processes
+        size = {"grpo": 2, "sft": 16, "distill": 16}[kind] * processes
         data = {"synthetic": {"task": "running_sum", "size": size, "n": 3}}
         recipe = {"kind": kind, "model": model or tiny("qwen3"), "output_dir": output, "data": data, **COMMON}
         (tmp_path / "recipe.yaml").write_text(json.dumps({**recipe, **KINDS[kind], "launch": {"processes": processes}}))

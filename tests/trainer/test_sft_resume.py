@@ -8,28 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_runs import timeless
+from trainer_runs import KillAt, Killed, timeless
 from transformers import TrainerCallback
 
 from trainer.rundir import RunLog, read_metrics
 
 
-class Killed(Exception):
-    pass
-
-
-class KillAt(TrainerCallback):
+class StopAt(TrainerCallback):
     def __init__(self, step: int) -> None:
         self.step = step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.step:
-            raise Killed
-
-
-class StopAt(KillAt):
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        pass
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.step:

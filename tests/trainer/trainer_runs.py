@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerCallback
+
 STOP = [1, 40, 41, 42]  # <eos> and three letters
 GKV = {"policy": "gkv", "budget": 8, "window": 3, "period": 2}
 SETTINGS: dict[str, Any] = {
@@ -26,6 +28,33 @@ SETTINGS: dict[str, Any] = {
     "seed": 7,
     "model_init_kwargs": {"dtype": "float32"},
 }
+
+GRPO_KEYS: dict[str, Any] = {  # of a short GRPO recipe that is resumed in mid-buffer
+    "rewards": ["trainer_runs:digits"],
+    "rollout": {"engine": "hf"},
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+    "num_generations": 4,
+    "max_completion_length": 20,
+}
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAt(TrainerCallback):
+    """Ends the run as a kill would: nothing more is saved or logged."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise Killed
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        raise Killed
 
 
 def digits(completions: list[str], **_: Any) -> list[float]:
