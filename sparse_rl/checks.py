@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 from typing import Any
 
-from sparse_rl.recipe import DistillRecipe, GRPORecipe, Recipe, RecipeError, SFTRecipe, TrainRecipe
+from sparse_rl.recipe import DistillRecipe, GRPORecipe, Recipe, RecipeError, SampledRecipe, SFTRecipe, TrainRecipe
 
 NOT_CHECKED = (
     "the weights; whether it fits (sparse-rl doctor RECIPE); rewards at work; DeepSpeed and several processes; "
@@ -32,7 +32,7 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     config = load_config(recipe.model)
     layers, kv_heads, head_dim = cache_shape(config)
     found.append(("model", f"{recipe.model}: {config.model_type}, {layers} layers, {kv_heads} kv heads of {head_dim}"))
-    if isinstance(recipe, GRPORecipe | DistillRecipe):
+    if isinstance(recipe, SampledRecipe):
         found.append(("cache", repr(make_policy(recipe.cache))))
         found.append(("rollouts", choose_engine(recipe.rollout, config)[1]))
         recipe = settle_engine(recipe, config)
@@ -49,7 +49,7 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     data = load_data(recipe.data, tokenizer, require=require)
     found.append(("data", f"{len(data)} rows, with {', '.join(data.column_names)}"))
     found.append(("batch", _batch(recipe, len(data))))
-    if isinstance(recipe, GRPORecipe | DistillRecipe) and recipe.validation is not None:
+    if isinstance(recipe, SampledRecipe) and recipe.validation is not None:
         source = dataclasses.replace(recipe.validation.data, limit=recipe.validation.problems)
         held_out = load_data(source, tokenizer, where="validation.data")
         found.append(("validation", f"{len(held_out)} problems every {recipe.validation.every} steps"))

@@ -77,12 +77,12 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
 
     from sparse_rl.engines import choose_engine
     from sparse_rl.memory import ASSUMED_PROMPT, device_memory, host_memory, plan, verdicts
-    from sparse_rl.recipe import DistillRecipe, GRPORecipe, LaunchConfig
+    from sparse_rl.recipe import LaunchConfig, SampledRecipe
 
     made = plan(recipe, config)
     launch = getattr(recipe, "launch", LaunchConfig())
     lines = verdicts(made, launch, device_memory(), host_memory())
-    if isinstance(recipe, GRPORecipe | DistillRecipe | EvalRecipe):
+    if isinstance(recipe, SampledRecipe | EvalRecipe):
         lines.append(f"rollouts: {choose_engine(recipe.rollout, config)[1]}")
     local, cards = launch.processes // launch.machines, torch.cuda.device_count()
     if cards and local > cards:

@@ -11,10 +11,10 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
-from sparse_rl.recipe import DistillRecipe, EvalRecipe, GRPORecipe, RecipeError, RolloutConfig
+from sparse_rl.recipe import EvalRecipe, RecipeError, RolloutConfig, SampledRecipe
 
 logger = logging.getLogger("sparse_rl")
-Sampling = TypeVar("Sampling", bound=GRPORecipe | DistillRecipe | EvalRecipe)
+Sampling = TypeVar("Sampling", bound=SampledRecipe | EvalRecipe)
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLLM's CPU attention takes
 PROBE = 40  # tokens of the trainer's probe, for which an engine must have room too
@@ -50,7 +50,7 @@ def settle_engine(recipe: Sampling, config: Any) -> Sampling:
     return replace(recipe, rollout=replace(recipe.rollout, engine=kind))  # type: ignore[arg-type]  # hf or vllm
 
 
-def engine_options(recipe: GRPORecipe | DistillRecipe | EvalRecipe) -> dict[str, Any]:
+def engine_options(recipe: SampledRecipe | EvalRecipe) -> dict[str, Any]:
     """What `rollout.make_engine` takes of a recipe whose engine is settled, besides model, policy and progress."""
     rollout = recipe.rollout
     if rollout.engine == "hf":

@@ -22,6 +22,7 @@ from sparse_rl.recipe import (
     LaunchConfig,
     LoraConfig,
     Recipe,
+    SampledRecipe,
     SFTRecipe,
 )
 
@@ -200,7 +201,7 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     parameters, itemsize = count_parameters(model), ITEMSIZE[recipe.dtype]
     cuda = device_memory() is not None if cuda is None else cuda
     engine: list[Item] = []
-    if isinstance(recipe, GRPORecipe | DistillRecipe | EvalRecipe):
+    if isinstance(recipe, SampledRecipe | EvalRecipe):
         engine = _engine_items(recipe, config, parameters * itemsize, cuda)
     if isinstance(recipe, EvalRecipe):
         items = engine or [Item("weights", parameters * itemsize, note=recipe.dtype)]
@@ -213,7 +214,7 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
         for point in points:  # those of a sweep run one after another: the others are shown, not counted
             items += point if point is largest else [replace(item, when="avoided") for item in point]
         return Plan(parameters, items)
-    assert isinstance(recipe, GRPORecipe | DistillRecipe | SFTRecipe)
+    assert isinstance(recipe, SampledRecipe | SFTRecipe)
     adapters, launch = recipe.lora is not None, recipe.launch
     trainable = lora_parameters(model, recipe.lora) if recipe.lora is not None else parameters
     stored = itemsize if launch.zero_stage or adapters else 4  # as in trainer/train.py
@@ -245,10 +246,10 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
             items.append(Item("teacher", parameters * itemsize, note="taken to be as large as the student"))
         if not engine:
             items.append(Item("simulating model", parameters * itemsize, note=recipe.dtype))
-    else:
+    elif isinstance(recipe, GRPORecipe):
         per_rank = size * (recipe.steps_per_generation or recipe.gradient_accumulation_steps)
-    if isinstance(recipe, GRPORecipe) and recipe.beta and not adapters:
-        items.append(Item("reference model", parameters * itemsize, note="beta > 0"))
+        if recipe.beta and not adapters:
+            items.append(Item("reference model", parameters * itemsize, note="beta > 0"))
     if launch.zero_stage == 3 and not engine:
         items.append(
             Item("gathered weights", parameters * itemsize, when="sampling", note="ZeRO-3 samples from whole weights")
@@ -270,7 +271,7 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     return Plan(parameters, items)
 
 
-def _engine_items(recipe: GRPORecipe | DistillRecipe | EvalRecipe, config: Any, weights: int, cuda: bool) -> list[Item]:
+def _engine_items(recipe: SampledRecipe | EvalRecipe, config: Any, weights: int, cuda: bool) -> list[Item]:
     """What vllm holds: its own weights, and a pool for keys and values. Nothing for hf, which has neither."""
     from sparse_rl.engines import choose_engine
 

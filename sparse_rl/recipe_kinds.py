@@ -112,8 +112,32 @@ class TrainRecipe(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPORecipe(TrainRecipe):
-    """RL under a sparse cache. `cache` is {policy: name, **its parameters}; {policy: full} is RL with a full cache.
+class SampledRecipe(TrainRecipe):
+    """Training on sequences that an engine samples, or simulates, under `cache`: {policy: name, **its parameters}."""
+
+    cache: dict[str, Any]
+    max_completion_length: PositiveInt = 4096
+    temperature: Positive = 1.0
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    validation: ValidationConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_cache(self.cache)
+        if self.rollout.tensor_parallel > 1:
+            mend = "in training each process has an engine of its own; set it to 1, and use launch.processes"
+            raise RecipeError(mend, "rollout.tensor_parallel")
+        check_model_len(self)
+
+    @property
+    def prompt_sources(self) -> list[DataConfig]:
+        """Where the prompts come from."""
+        return [self.data, *([self.validation.data] if self.validation is not None else [])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPORecipe(SampledRecipe):
+    """RL under a sparse cache; {policy: full} is RL with a full cache.
 
     train_attention : replay the recorded evictions, or attend to everything (a mismatch, for comparison)
     importance_correction, importance_clip : what the trainer does with the ratio trainer / sampler
@@ -122,11 +146,8 @@ class GRPORecipe(TrainRecipe):
     """
 
     kind: ClassVar[str] = "grpo"
-    cache: dict[str, Any]
     rewards: list[dict[str, Any] | Text]
     num_generations: Annotated[int, Rule(">= 2", lambda v: v >= 2)] = 8
-    max_completion_length: PositiveInt = 4096
-    temperature: Positive = 1.0
     top_p: Fraction = 1.0
     top_k: PositiveInt | None = None
     loss_type: Loss = "grpo"
@@ -142,12 +163,9 @@ class GRPORecipe(TrainRecipe):
     zero_truncated_advantages: bool = True
     uniform_groups: Literal["keep", "drop"] = "keep"
     replay_guard: GuardConfig = field(default_factory=GuardConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    validation: ValidationConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_cache(self.cache)
         if not self.rewards or not all(self.rewards):
             raise RecipeError("name at least one reward, for example [math]", "rewards")
         if self.loss_type == "vespo" and self.importance_correction.startswith("sequence"):
@@ -165,10 +183,6 @@ class GRPORecipe(TrainRecipe):
         if self.uniform_groups == "drop" and (self.beta or self.loss_type not in ("grpo", "sapo")):
             mend = "drop needs beta 0 and a loss that averages over responses: loss_type grpo or sapo"
             raise RecipeError(mend, "uniform_groups")
-        if self.rollout.tensor_parallel > 1:
-            mend = "in training each process has an engine of its own; set it to 1, and use launch.processes"
-            raise RecipeError(mend, "rollout.tensor_parallel")
-        check_model_len(self)
         if self.validation is not None and self.validation.data.thinking != self.data.thinking:
             raise RecipeError("must be as in data.thinking", "validation.data.thinking")
         if self.top_p < 1 or self.top_k is not None:
@@ -176,11 +190,6 @@ class GRPORecipe(TrainRecipe):
                 "top_p < 1 or top_k truncates the sampler's support, which biases the policy ratio; "
                 "train with top_p: 1.0 and top_k: null, and use them in evaluation"
             )
-
-    @property
-    def prompt_sources(self) -> list[DataConfig]:
-        """Where the prompts that are sampled come from."""
-        return [self.data, *([self.validation.data] if self.validation is not None else [])]
 
     @property
     def completions_per_generation(self) -> int:
@@ -201,7 +210,7 @@ class GRPORecipe(TrainRecipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillRecipe(TrainRecipe):
+class DistillRecipe(SampledRecipe):
     """KL distillation under recorded evictions: a teacher with a full cache, a student with `cache` (G-KV appendix C).
 
     teacher : a model with the student's vocabulary; None: the starting model itself
@@ -221,7 +230,6 @@ class DistillRecipe(TrainRecipe):
     """
 
     kind: ClassVar[str] = "distill"
-    cache: dict[str, Any]
     teacher: Text | None = None
     teacher_cache: Text | None = None
     teacher_cache_dtype: Literal["float32", "bfloat16", "float16"] = "float16"
@@ -229,9 +237,7 @@ class DistillRecipe(TrainRecipe):
     keep: dict[str, Any] | Text | None = None
     keep_from: Positive = 1.0
     refresh_every: NonNegativeInt = 0
-    max_completion_length: PositiveInt = 4096
     max_length: PositiveInt | None = None
-    temperature: Positive = 1.0
     divergence: Literal["forward", "reverse", "jsd"] = "forward"
     jsd_beta: Probability = 0.5
     top_k: PositiveInt | None = None
@@ -240,12 +246,9 @@ class DistillRecipe(TrainRecipe):
     ce_weight: NonNegative = 0.0
     chunk: PositiveInt = 512
     packing: bool = False
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    validation: ValidationConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_cache(self.cache)
         sampled = self.completions == "student"
         if self.kl_weight == 0 and self.ce_weight == 0:
             raise RecipeError("one of kl_weight and ce_weight must be above 0", "kl_weight")
@@ -264,15 +267,6 @@ class DistillRecipe(TrainRecipe):
         if self.refresh_every and self.save_steps % self.refresh_every:
             mend = f"must divide save_steps ({self.save_steps}): a resumed run takes the weights of its checkpoint"
             raise RecipeError(mend, "refresh_every")
-        if self.rollout.tensor_parallel > 1:
-            mend = "in training each process has an engine of its own; set it to 1, and use launch.processes"
-            raise RecipeError(mend, "rollout.tensor_parallel")
-        check_model_len(self)
-
-    @property
-    def prompt_sources(self) -> list[DataConfig]:
-        """Where the prompts come from."""
-        return [self.data, *([self.validation.data] if self.validation is not None else [])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,7 +385,7 @@ def check_cache(block: Mapping[str, Any], key: str = "cache") -> None:
         raise RecipeError(str(error), key) from None
 
 
-def check_model_len(recipe: GRPORecipe | DistillRecipe | EvalRecipe) -> None:
+def check_model_len(recipe: SampledRecipe | EvalRecipe) -> None:
     """Raise a RecipeError where the engine's longest sequence does not hold a prompt and a completion."""
     prompt = max(data.max_prompt_tokens or 1 for data in recipe.prompt_sources)
     need = prompt + recipe.max_completion_length

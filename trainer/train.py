@@ -15,7 +15,7 @@ from sparse_rl.data import load_data
 from sparse_rl.engines import engine_options, settle_engine
 from sparse_rl.models import load_config, load_tokenizer, save_policy
 from sparse_rl.policies import make_policy
-from sparse_rl.recipe import DistillRecipe, GRPORecipe, Recipe, RecipeError, SFTRecipe, TrainRecipe
+from sparse_rl.recipe import DistillRecipe, GRPORecipe, Recipe, RecipeError, SampledRecipe, SFTRecipe, TrainRecipe
 from trainer import rundir
 from trainer.batches import base_of
 from trainer.checkpoint import PARTIAL, clear_partial, failure, publish
@@ -54,7 +54,7 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
         raise RecipeError(f"a recipe of kind {recipe.kind} is not trained; see sparse-rl {recipe.kind}", "kind")
     rundir.check_world(recipe)
     config = load_config(recipe.model)
-    if isinstance(recipe, GRPORecipe | DistillRecipe):
+    if isinstance(recipe, SampledRecipe):
         recipe = settle_engine(recipe, config)
     checkpoint = None if resume is None else str(rundir.checkpoint_of(recipe, resume))
     if checkpoint is None:
@@ -292,5 +292,5 @@ def _write_model(trainer: Any, recipe: TrainRecipe, folder: Path) -> None:
     if trainer.is_world_process_zero():
         trainer.processing_class.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
-        if isinstance(recipe, GRPORecipe | DistillRecipe):
+        if isinstance(recipe, SampledRecipe):
             save_policy(folder, make_policy(recipe.cache))

@@ -138,3 +138,16 @@ def test_a_budget_beyond_the_sequence_is_the_full_cache(
         wide = open_engine(policy_of(name, budget=256, window=8, period=16)).generate(prompts, sampling)
         assert all(bool((r.trace.evict_at == NEVER).all()) for r in wide) and same(wide, full)
     assert not same(open_engine(policy_of("tova", budget=32, period=16)).generate(prompts, sampling), full)
+
+
+def test_a_temperature_near_zero(
+    open_engine: Callable, policy_of: Callable, random_prompts: Callable, loaded: Callable, directory_of: Callable
+) -> None:
+    """vLLM alone would raise it to 0.01; temperature and all else of sampling are ours."""
+    policy, sampling = policy_of("streaming", budget=40, period=16), SamplingConfig(60, temperature=0.002, seed=5)
+    prompts = random_prompts((5, 90, 33))
+    found = open_engine(policy).generate(prompts, sampling)
+    wanted = make_engine("hf", model=loaded(directory_of("qwen2")), policy=policy).generate(prompts, sampling)
+    assert [r.completion_ids for r in found] == [r.completion_ids for r in wanted]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)  # a gap of 1e-6 is 5e-4 at this temperature
