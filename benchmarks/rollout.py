@@ -1,8 +1,9 @@
 """What eviction gives the vLLM engine: tokens/s, peak blocks, requests in flight, preemptions, compaction.
 
-Two questions. At equal KV memory: a pool that holds 4 whole sequences, and 32 requests; eviction lets them all run at
+Three questions. At equal KV memory: a pool that holds 4 whole sequences, and 32 requests; eviction lets them all run at
 once. At equal batch: a pool for everyone; eviction reads less, and pays for compaction. The limit on a CPU with a tiny
-model is the fixed cost of a step, on a GPU the bytes of the cache; so judge by the ratios.
+model is the fixed cost of a step, on a GPU the bytes of the cache; so judge by the ratios. And what compaction takes of
+a step that is a model's and not overhead's: equal batch on 3 layers of the shape of Qwen2.5-0.5B, our users' smallest.
 
 Full cache is vLLM's own: its scheduler, its kernels, nothing of ours in a step but the sampler. Runs are interleaved,
 and medians are reported.
@@ -29,12 +30,20 @@ if __name__ == "__main__":
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from rollout import SamplingConfig, make_engine
+from sparse_rl.attention import cache_shape
 
 REQUESTS, PROMPT, LENGTH, BLOCK = 32, 48, 2048, 32
-SHAPE = {"num_hidden_layers": 12, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+TINY = Qwen3Config(
+    vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=12, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=64,
+)  # fmt: skip
+LAYERS_OF_05B = Qwen2Config(
+    vocab_size=512, hidden_size=896, intermediate_size=4864, num_hidden_layers=3, num_attention_heads=14,
+    num_key_value_heads=2,
+)  # fmt: skip
 BUDGET = {"budget": 128, "period": 128}
 CACHES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
@@ -44,7 +53,15 @@ CACHES: dict[str, dict[str, Any]] = {
     "gkv, period 1": {"policy": "gkv", "window": 16, "budget": 128, "period": 1, "redundancy": False},
     "h2o": {"policy": "h2o", **BUDGET},
 }
-EQUAL_MEMORY = ("full", "streaming", "gkv", "gkv with redundancy")
+WHOLE = -(-LENGTH // BLOCK)  # blocks of a sequence that evicts nothing
+# what is asked -> model, caches, blocks of the pool, share of --tokens
+QUESTIONS: dict[str, tuple[PretrainedConfig, tuple[str, ...], int, float]] = {
+    "equal memory": (TINY, ("full", "streaming", "gkv", "gkv with redundancy"), 4 * WHOLE, 1.0),
+    "equal batch": (TINY, tuple(CACHES), REQUESTS * WHOLE, 0.5),
+    "layers of 0.5B": (
+        LAYERS_OF_05B, ("full", "streaming", "gkv", "gkv with redundancy"), REQUESTS * WHOLE, 0.25,
+    ),
+}  # fmt: skip
 
 
 class Watch:
@@ -86,12 +103,14 @@ def now() -> float:
     return time.perf_counter()
 
 
-def measure(model: str, cache: dict[str, Any], blocks: int, dtype: str, tokens: int) -> dict[str, float]:
+def measure(
+    model: Path, shape: PretrainedConfig, cache: dict[str, Any], blocks: int, dtype: str, tokens: int
+) -> dict[str, float]:
     """One run on a fresh engine, after a warm-up."""
-    layers, heads, dim = SHAPE["num_hidden_layers"], SHAPE["num_key_value_heads"], SHAPE["head_dim"]
+    layers, heads, dim = cache_shape(shape)
     block_bytes = 2 * layers * heads * dim * BLOCK * (4 if dtype == "float32" else 2)
     engine: Any = make_engine(
-        "vllm", model=model, policy=cache, dtype=dtype, max_batch=REQUESTS, max_model_len=LENGTH, block_size=BLOCK,
+        "vllm", model=str(model), policy=cache, dtype=dtype, max_batch=REQUESTS, max_model_len=LENGTH, block_size=BLOCK,
         kv_cache_gb=(blocks + 1) * block_bytes / 2**30, exact=False,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
@@ -115,50 +134,64 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument(
-        "--tokens", type=int, default=LENGTH - PROMPT, help="sampled per request; half of it at equal batch"
+        "--tokens",
+        type=int,
+        default=LENGTH - PROMPT,
+        help="sampled per request; half of it at equal batch, a quarter on the larger layers",
     )
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rollout.json"))
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.manual_seed(0)
-    whole = -(-LENGTH // BLOCK)  # blocks of a sequence that evicts nothing
-    cases = [("equal memory", name, 4 * whole) for name in EQUAL_MEMORY]
-    cases += [("equal batch", name, REQUESTS * whole) for name in CACHES]
-    runs: dict[tuple[str, str], list[dict[str, float]]] = {(kind, name): [] for kind, name, _ in cases}
-    with tempfile.TemporaryDirectory() as model:
-        config = Qwen3Config(vocab_size=512, hidden_size=128, intermediate_size=256, **SHAPE)
-        Qwen3ForCausalLM(config).save_pretrained(model)
+    runs: dict[tuple[str, str], list[dict[str, float]]] = {
+        (question, name): [] for question, (_, names, _, _) in QUESTIONS.items() for name in names
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for question, (shape, *_) in QUESTIONS.items():
+            AutoModelForCausalLM.from_config(shape).save_pretrained(Path(folder) / question)
         for _ in range(options.runs):
-            for kind, name, blocks in cases:
-                tokens = options.tokens if kind == "equal memory" else options.tokens // 2
-                runs[kind, name].append(measure(model, CACHES[name], blocks, options.dtype, tokens))
+            for question, name in runs:
+                shape, _, blocks, share = QUESTIONS[question]
+                tokens = int(share * options.tokens)
+                seen = measure(Path(folder) / question, shape, CACHES[name], blocks, options.dtype, tokens)
+                runs[question, name].append(seen)
     rows = []
-    for (kind, name), seen in runs.items():
-        pairs = zip(seen, runs[kind, "full"], strict=True)
+    for (question, name), seen in runs.items():
+        pairs = zip(seen, runs[question, "full"], strict=True)
         ratio = statistics.median(ours["tokens_per_second"] / full["tokens_per_second"] for ours, full in pairs)
         median = {key: statistics.median(run[key] for run in seen) for key in seen[0]}
-        rows.append({"at": kind, "cache": name, **median, "ratio_to_full": ratio, "runs": seen})
+        rows.append({"at": question, "cache": name, **median, "ratio_to_full": ratio, "runs": seen})
     machine = {
         "machine": platform.processor() or platform.machine(),
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "threads": int(os.environ["OMP_NUM_THREADS"]),
         "torch": torch.__version__,
     }
-    shape = {**SHAPE, "requests": REQUESTS, "prompt": PROMPT, "generated": options.tokens, "block": BLOCK}
-    content = {"shape": shape, "dtype": options.dtype, "machine": machine, "caches": CACHES, "rows": rows}
+    asked = {
+        question: {
+            "model": {name: getattr(shape, name) for name in ("model_type", "hidden_size", "num_attention_heads")},
+            "cache": dict(zip(("layers", "kv_heads", "head_dim"), cache_shape(shape), strict=True)),
+            "pool_blocks": blocks,
+            "generated": int(share * options.tokens),
+        }
+        for question, (shape, _, blocks, share) in QUESTIONS.items()
+    }
+    load = {"requests": REQUESTS, "prompt": PROMPT, "block": BLOCK, "dtype": options.dtype}
+    content = {"questions": asked, "load": load, "machine": machine, "caches": CACHES, "rows": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(content, indent=2) + "\n")
 
-    title = f"vLLM engine, {REQUESTS} requests x {options.tokens} tokens, {options.dtype} ({machine['device']})"
-    table = Table(title=title, title_justify="left")
+    table = Table(
+        title=f"vLLM engine, {REQUESTS} requests, {options.dtype} ({machine['device']})", title_justify="left"
+    )
     for column in ("at", "cache", "tokens/s", "ratio to full", "peak blocks", "in flight", "preempted", "compaction"):
         table.add_column(column, justify="left" if column in ("at", "cache") else "right")
-    for kind, name, row in ((row["at"], row["cache"], row) for row in rows):
+    for row in rows:
         table.add_row(
-            kind, name, f"{row['tokens_per_second']:.0f}", f"{row['ratio_to_full']:.2f}", f"{row['peak_blocks']:.0f}",
-            f"{row['in_flight']:.0f}", f"{row['preemptions']:.0f}", f"{row['compaction_share']:.1%}",
-            end_section=(kind, name) == ("equal memory", EQUAL_MEMORY[-1]),
+            row["at"], row["cache"], f"{row['tokens_per_second']:.0f}", f"{row['ratio_to_full']:.2f}",
+            f"{row['peak_blocks']:.0f}", f"{row['in_flight']:.0f}", f"{row['preemptions']:.0f}",
+            f"{row['compaction_share']:.1%}", end_section=row["cache"] == QUESTIONS[row["at"]][1][-1],
         )  # fmt: skip
     Console().print(table)
 

@@ -20,6 +20,7 @@ import torch
 from rollout.vllm import compat
 from rollout.vllm.connector import Dropped, Due
 from sparse_rl.policies import Entries
+from sparse_rl.trace import NEVER
 
 UNKNOWN = 1 << 40  # the prompt length of no request: nothing of it is ever compacted
 
@@ -248,33 +249,28 @@ class CacheState:
 
     def _compact_layer(self, layer: int, group: Group, held: int) -> torch.Tensor:
         """Returns the positions dropped, int32 [R, Hkv, held - budget], padding behind where a row held less."""
-        slot_positions = self._gather(self.positions[layer], group.blocks)[..., :held]
+        slots = self._gather(self.positions[layer], group.blocks)[..., :held]
         real = torch.arange(held, device=self.device) < group.lengths[:, None]
-        order = slot_positions.masked_fill(~real[:, None], torch.iinfo(torch.int32).max).argsort(-1)
-        entries = self._entries(layer, group, order)
+        order = slots.masked_fill(~real[:, None], NEVER).sort(-1).indices
+        block, head, place = where = self._index(group.blocks, order)
+        entries = self._entries(layer, group, where)
         kept = self.policy.compact(layer, entries)
         budget = kept.keep.shape[-1]
 
-        is_kept = torch.zeros_like(entries.positions, dtype=torch.bool).scatter_(-1, kept.keep, True)
-        gone = _places(~is_kept & entries.valid(), held - budget)
-        dropped = entries.positions.gather(-1, gone)
-
-        # Survivors behind the budget go where, before it, something was dropped. Heads differ in how many: the rest of
-        # the width rewrites the row's last slot with itself, which is nobody's target.
-        kept_slots = order.gather(-1, kept.keep)
+        dropped = entries.positions.int().masked_fill_(~entries.valid(), NEVER).scatter_(-1, kept.keep, NEVER)
+        dropped = dropped.sort(-1).values[..., : held - budget]
         if kept.state:
-            here = self._index(group.blocks, kept_slots)
+            here = block.gather(-1, kept.keep), head, place.gather(-1, kept.keep)
             for name, value in kept.state.items():
                 self.state[name][layer][here] = value
-        stays = torch.zeros_like(is_kept).scatter_(-1, kept_slots, True)
-        width = min(budget, held - budget)
-        moves = torch.arange(width, device=self.device) < stays[..., budget:].sum(-1, keepdim=True)
-        last = (group.lengths - 1)[:, None, None]
-        source = self._index(group.blocks, torch.where(moves, budget + _places(stays[..., budget:], width), last))
-        target = self._index(group.blocks, torch.where(moves, _places(~stays[..., :budget], width), last))
+
+        # Survivors behind the budget go where, before it, something was dropped: of these a head has equally many.
+        stays = torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order.gather(-1, kept.keep), True)
+        behind = self._listed(group.blocks, stays[..., budget:], budget)
+        freed = self._listed(group.blocks, ~stays[..., :budget], 0)
         for paged in (*self.caches[layer], self.positions[layer], *(state[layer] for state in self.state.values())):
-            paged[target] = paged[source]
-        return dropped.int()
+            paged[freed] = paged[behind]
+        return dropped
 
     def take_record(self) -> list[Dropped]:
         record, self.record = self.record, []
@@ -300,22 +296,28 @@ class CacheState:
         block = blocks[:, None].expand(-1, heads, -1).gather(-1, slots // self.block_size)
         return block, self.heads[:, None].expand(rows, -1, -1), slots % self.block_size
 
-    def _entries(self, layer: int, group: Group, order: torch.Tensor | None) -> Entries:
-        """What a group holds: to compact, sorted by `order` int64 [R, Hkv, N]; to observe, None, in the order of slots.
+    def _listed(self, blocks: torch.Tensor, mask: torch.Tensor, start: int) -> tuple[torch.Tensor, ...]:
+        """Where bool [R, Hkv, K] is true, of the slots from `start`: (block, head, place), one after another."""
+        row, head, slot = mask.nonzero(as_tuple=True)
+        slot = slot + start
+        return blocks[row, slot // self.block_size], head, slot % self.block_size
+
+    def _entries(self, layer: int, group: Group, where: tuple[torch.Tensor, ...] | None) -> Entries:
+        """What a group holds: to compact, at (block, head, place) [R, Hkv, N]; to observe, None, in the order of slots.
 
         Keys and values are read only where the policy says that it reads them.
         """
         reads: tuple[str, ...] = ("keys", "values")
         recent = None
-        if order is not None:
-            reads, where = self.policy.score_reads, self._index(group.blocks, order)
+        if where is not None:
+            reads = self.policy.score_reads
             if self.queries is not None:
                 window = self.queries.shape[2]
                 oldest_first = (group.seen[:, None] + torch.arange(window, device=self.device)) % window
                 recent = self.queries[layer][group.rows[:, None], oldest_first].transpose(1, 2)
 
         def read(paged: torch.Tensor) -> torch.Tensor:
-            return self._gather(paged, group.blocks) if order is None else paged[where]
+            return self._gather(paged, group.blocks) if where is None else paged[where]
 
         keys, values = self.caches[layer]
         return Entries(
@@ -329,14 +331,6 @@ class CacheState:
             state={name: read(paged[layer]) for name, paged in self.state.items()},
             mean_over_ranks=compat.mean_over_ranks,
         )
-
-
-def _places(mask: torch.Tensor, width: int) -> torch.Tensor:
-    """Where bool [..., N] is true, in order: int64 [..., width]; behind the last of these, 0."""
-    rank = (mask.cumsum(-1) - 1).masked_fill_(~mask, width).clamp_(max=width)
-    places = torch.zeros((*mask.shape[:-1], width + 1), dtype=torch.long, device=mask.device)
-    places.scatter_(-1, rank, torch.arange(mask.shape[-1], device=mask.device).expand_as(rank))
-    return places[..., :width]
 
 
 def _last_of_each(starts: torch.Tensor, window: int) -> torch.Tensor:

@@ -69,7 +69,7 @@ class Entries:
         logits = (grouped @ self.keys.float().transpose(-1, -2)).view(rows, kv_heads, q_heads // kv_heads, count, -1)
         seen_by = self.positions[:, :, None, :] <= query_positions[:, None, :, None]  # [R, Hkv, T, N]
         mask = (seen_by & self.valid()[:, :, None]).unsqueeze(2)
-        return logits.masked_fill_(~mask, float("-inf")).softmax(-1)
+        return torch.where(mask, logits, float("-inf")).softmax(-1)
 
     def window_attention(self, window: int) -> torch.Tensor:
         """The attention of the last `window` queries: float32 [R, Hkv, G, W, N]."""

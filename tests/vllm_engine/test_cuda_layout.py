@@ -353,7 +353,7 @@ def rolled_heads(state: Any) -> None:
 
 def unsorted_entries(state: Any) -> None:
     entries = state._entries
-    state._entries = lambda layer, group, order: entries(layer, group, None if order is None else order.flip(-1))
+    state._entries = lambda layer, group, where: entries(layer, group, where and tuple(w.flip(-1) for w in where))
 
 
 def one_row_of_queries(state: Any) -> None:
