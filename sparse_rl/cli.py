@@ -54,7 +54,7 @@ def parser() -> Parser:
     made.add_argument("--dry-run", action="store_true", help="check everything that needs no model, then stop")
     made = command("teacher", teacher, "Write down what a distillation's teacher says, once; training then needs none.")
     takes_recipe(made)
-    made = command("rollout", rollout, "Sample a few problems of a recipe and keep their completions and traces.")
+    made = command("rollout", rollout, "Sample problems of a recipe and keep their completions and traces.")
     takes_recipe(made)
     made.add_argument("--out", metavar="DIR", type=Path, help="default: OUTPUT_DIR/rollouts")
     made.add_argument("--problems", metavar="N", type=positive, default=8)
@@ -226,15 +226,14 @@ def rollout(options: argparse.Namespace, session: Session) -> int:
     folder = options.out or Path(recipe.output_dir) / "rollouts"
     session.folder = folder
     quiet_loading(session.verbose)
-    rollouts = sample(recipe, folder, options.problems)
-    lengths = [len(r.completion_ids) for r in rollouts]
-    kept = [r.trace.retention() for r in rollouts]
-    cut = sum(r.finish_reason == "length" for r in rollouts)
+    found = sample(recipe, folder, options.problems)
+    lengths, kept = [one["tokens"] for one in found], [one["retention"] for one in found]
+    cut = sum(one["finish_reason"] == "length" for one in found)
     print(
-        f"{len(rollouts)} completions, {sum(lengths) / len(lengths):.0f} tokens on average ({min(lengths)} to "
+        f"{len(found)} completions, {sum(lengths) / len(lengths):.0f} tokens on average ({min(lengths)} to "
         f"{max(lengths)}), {cut} cut off; kept at the end {sum(kept) / len(kept):.1%} of the cache"
     )
-    print(f"{folder / 'completions.jsonl'}\n{folder / 'traces.safetensors'}")
+    print("\n".join(str(file) for file in (folder / "completions.jsonl", *sorted(folder.glob("traces-*.safetensors")))))
     return 0
 
 

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from sparse_rl.policies import Policy
 
 
-def sample(recipe: GRPORecipe | EvalRecipe, folder: Path, problems: int = 8) -> list[Rollout]:
-    """Rollouts of the recipe's first problems under its cache; completions.jsonl and traces.safetensors in `folder`."""
+def sample(recipe: GRPORecipe | EvalRecipe, folder: Path, problems: int = 8) -> list[dict[str, Any]]:
+    """Sample the recipe's first problems under its cache into `folder`; returns the `facts` of each rollout.
+
+    Part by part, so that any number fits: completions.jsonl, and of each part a file traces-00000.safetensors, whose
+    traces follow its lines. A full cache has no evictions, and no files of traces.
+    """
     from sparse_rl.data import load_data
     from sparse_rl.engines import settle_engine
     from sparse_rl.models import load_config, load_tokenizer, model_fingerprint
@@ -40,19 +44,22 @@ def sample(recipe: GRPORecipe | EvalRecipe, folder: Path, problems: int = 8) -> 
     except OSError as error:
         raise RecipeError(f"{folder} cannot be written: {error}", "--out") from error
     sampling = sampling_of(recipe, count)
-    rollouts: list[Rollout] = []
+    made_by = {"model": model_fingerprint(config), "policy": fingerprint(policy)}
+    found: list[dict[str, Any]] = []
     opened = engines(recipe, progress=recipe.rollout.progress)
     with (folder / "completions.jsonl").open("w") as log, opened(policy) as engine:
         known = [name for name in ("prompt", "answer") if name in source.column_names]
-        for indices, part, _ in sampled(engine, source, tokenizer, data, sampling, len(source)):
+        parts = sampled(engine, source, tokenizer, data, sampling)
+        for number, (indices, part, _) in enumerate(parts):
+            if policy.peak_entries is not None:
+                save_traces(folder / f"traces-{number:05d}.safetensors", [r.trace for r in part], made_by)
             texts = tokenizer.batch_decode([r.completion_ids for r in part], skip_special_tokens=True)
             problems_of = [{name: source[i][name] for name in known} for i in indices for _ in range(count)]
             for problem, text, rollout in zip(problems_of, texts, part, strict=True):
-                log.write(json.dumps({**problem, "completion": text, **facts(rollout)}) + "\n")
-            rollouts += part
-    made_by = {"model": model_fingerprint(config), "policy": fingerprint(policy)}
-    save_traces(folder / "traces.safetensors", [r.trace for r in rollouts], made_by)
-    return rollouts
+                found.append(facts(rollout))
+                log.write(json.dumps({**problem, "completion": text, **found[-1]}) + "\n")
+            log.flush()
+    return found
 
 
 def eval_policies(recipe: EvalRecipe) -> list[Policy]:
@@ -119,7 +126,7 @@ def load_model(recipe: Recipe) -> Any:
 
 
 def sampled(
-    engine: Engine, data: Any, tokenizer: Any, config: DataConfig, sampling: SamplingConfig, at_once: int | None = None
+    engine: Engine, data: Any, tokenizer: Any, config: DataConfig, sampling: SamplingConfig
 ) -> Iterator[tuple[list[int], list[Rollout], float]]:
     """(problems, their rollouts, seconds) in parts of a few full batches, so that traces need not all be held.
 
@@ -133,7 +140,7 @@ def sampled(
         if not ids:
             raise RecipeError(f"the prompt of problem {i + 1} has no tokens; drop it")
         groups.setdefault(ids, []).append(i)
-    size = at_once or math.lcm(sampling.n, engine.max_batch) // sampling.n
+    size = math.lcm(sampling.n, engine.max_batch) // sampling.n
     part: list[tuple[int, tuple[int, ...]]] = []
     for number, (ids, indices) in enumerate(groups.items(), start=1):
         part += [(i, ids) for i in indices]

@@ -298,7 +298,7 @@ def test_rollout_inspect_and_plot(here, capsys):
     assert main(["rollout", "grpo.yaml", "--problems", "3", "rollout.progress=false"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("6 completions, ")
-    traces = str(here / "out" / "rollouts" / "traces.safetensors")
+    traces = str(here / "out" / "rollouts" / "traces-00000.safetensors")
     assert main(["inspect", traces]) == 0
     out = capsys.readouterr().out
     assert "6 traces, 2 layers × 2 kv heads" in out and '"policy": "streaming"' in out and "head 1" in out

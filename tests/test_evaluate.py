@@ -216,8 +216,9 @@ def test_samples_of_an_engine_with_its_own_weights(recipe_of, tmp_path, as_vllm)
     recipe = recipe_of(rows_of(3), cache={"policy": "streaming", "budget": 8})
     expected = sample(recipe, tmp_path / "hf")
     own = sample(replace(recipe, rollout=replace(recipe.rollout, engine="vllm")), tmp_path / "own")
-    assert [r.completion_ids for r in own] == [r.completion_ids for r in expected]
-    assert as_vllm == ["streaming", "closed"]
+    assert own == expected
+    lines = [(tmp_path / name / "completions.jsonl").read_text() for name in ("hf", "own")]
+    assert lines[0] == lines[1] and as_vllm == ["streaming", "closed"]
 
 
 @pytest.mark.parametrize("kind", ["eval", "grpo"])
@@ -229,12 +230,20 @@ def test_samples_are_kept_with_their_traces(recipe_of, tmp_path, model, kind):
         keys |= {"data": {"path": str(tmp_path / "rows.jsonl")}, "cache": cache}
         keys |= {"num_generations": 4, "max_completion_length": 40, "rollout": {"engine": "hf"}}
         recipe = make_recipe(keys)
-    rollouts = sample(recipe, tmp_path / "samples", problems=3)
+    recipe = replace(recipe, rollout=replace(recipe.rollout, max_batch=8))  # two problems at a time
+    found = sample(recipe, tmp_path / "samples", problems=3)
     lines = [json.loads(line) for line in (tmp_path / "samples" / "completions.jsonl").read_text().splitlines()]
     made_by = {"model": model_fingerprint(load_config(str(model))), "policy": fingerprint(make_policy(cache))}
-    traces = load_traces(tmp_path / "samples" / "traces.safetensors", made_by)
-    assert len(rollouts) == len(lines) == len(traces) == 12
-    for line, trace, rollout in zip(lines, traces, rollouts, strict=True):
-        assert line["tokens"] == len(rollout.completion_ids) and line["retention"] == trace.retention()
-        assert line["mean_logprob"] == pytest.approx(statistics.mean(rollout.logprobs))
+    files = sorted((tmp_path / "samples").glob("traces-*.safetensors"))
+    parts = [load_traces(file, made_by) for file in files]
+    assert [len(part) for part in parts] == [8, 4]
+    for line, trace, fact in zip(lines, [trace for part in parts for trace in part], found, strict=True):
+        assert {name: line[name] for name in fact} == fact
+        assert line["retention"] == trace.retention()
+    assert min(fact["retention"] for fact in found) < 1
     assert [line["prompt"] for line in lines[::4]] == [row["prompt"] for row in rows_of(3)]
+
+
+def test_samples_of_a_full_cache_have_no_traces(recipe_of, tmp_path):
+    assert all(one["retention"] == 1 for one in sample(recipe_of(rows_of(2), cache="full"), tmp_path / "samples"))
+    assert [file.name for file in (tmp_path / "samples").iterdir()] == ["completions.jsonl"]
