@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_rl.models import load_config
 from sparse_rl.recipe import (
     DataConfig,
     DistillRecipe,
@@ -242,9 +243,13 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     layers, kv_heads, _ = cache_shape(config)
     per_rank = size * recipe.gradient_accumulation_steps
     if isinstance(recipe, DistillRecipe):
+        whole, own = launch.zero_stage < 3, recipe.teacher is None and recipe.teacher_cache is None
         if recipe.teacher_cache is None:
-            items.append(Item("teacher", parameters * itemsize, note="taken to be as large as the student"))
-        if not engine:
+            taught = parameters if recipe.teacher is None else count_parameters(meta_model(load_config(recipe.teacher)))
+            held = taught * itemsize // (1 if whole else launch.processes)
+            items.append(Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards")))
+        shared = own and whole and not recipe.refresh_every
+        if not engine and recipe.completions != "student" and not shared:
             items.append(Item("simulating model", parameters * itemsize, note=recipe.dtype))
     elif isinstance(recipe, GRPORecipe):
         per_rank = size * (recipe.steps_per_generation or recipe.gradient_accumulation_steps)

@@ -282,3 +282,24 @@ def test_verdicts():
 )
 def test_sizes_are_readable(size, text):
     assert show(size) == text
+
+
+def test_a_distillation_counts_its_teacher_as_it_is(tmp_path):
+    config, larger = tiny_config(), tiny_config(num_hidden_layers=6)
+    larger.save_pretrained(tmp_path)
+    parameters, of_teacher = (count_parameters(meta_model(c)) for c in (config, larger))
+    base = {key: value for key, value in GRPO.items() if key != "rewards"}
+    base |= {"kind": "distill", "data": {"path": "said.jsonl"}}
+
+    def held(**keys):
+        items = plan(make_recipe({**base, **keys}), config, cuda=False).items
+        return {item.name: item.device for item in items if item.name in ("teacher", "simulating model")}
+
+    both = {"teacher": of_teacher * 4, "simulating model": parameters * 4}
+    assert held(teacher=str(tmp_path)) == both and of_teacher > 2 * parameters
+    assert held() == {"teacher": parameters * 4}  # the starting model teaches and simulates
+    assert held(refresh_every=50) == {"teacher": parameters * 4, "simulating model": parameters * 4}
+    assert held(completions="student") == {"teacher": parameters * 4}
+    assert held(teacher_cache="t", top_k=8) == {"simulating model": parameters * 4}
+    shards = {"processes": 2, "zero_stage": 3}
+    assert held(launch=shards) == {"teacher": parameters * 2, "simulating model": parameters * 4}
