@@ -167,7 +167,9 @@ class LaunchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """Rewards and entropy on held-out problems during training, every so many steps, sampled as in training."""
+    """What GRPO measures on held-out problems every so many steps (rewards and entropy of samples), and distillation
+    also before its first step (KL and cross-entropy; `samples` does not count there).
+    """
 
     data: DataConfig
     every: PositiveInt = 20

@@ -227,7 +227,7 @@ def test_it_trains(
         assert validated == ([1, 2] if recipe.validation is not None else [])
     elif isinstance(recipe, DistillRecipe):
         assert all(line["cache/retention"] < 1 and line["kl"] > 0 for line in lines)
-        assert [line["step"] for line in metrics if "eval_kl" in line] == ([1, 2] if recipe.validation else [])
+        assert [line["step"] for line in metrics if "eval_kl" in line] == ([0, 1, 2] if recipe.validation else [])
         assert (saved := saved_policy(model)) is not None and saved.name == recipe.cache["policy"]
     else:
         assert any("accuracy_full" in line for line in metrics)

@@ -64,6 +64,8 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
         rundir.wandb_offline_without_key(folder)
     trainer = TRAINERS[recipe.kind](recipe, folder)
     trainer.recipe = recipe.resolved()
+    if isinstance(recipe, DistillRecipe):
+        trainer.args.eval_on_start = recipe.validation is not None and checkpoint is None
     final = folder / "model"
     try:
         trainer.train(resume_from_checkpoint=checkpoint)

@@ -177,6 +177,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return read_metrics(folder)
 
 
+def validation(every: int) -> dict[str, Any]:
+    return {"data": {"synthetic": {"task": "running_sum", "size": 8, "n": 4, "split": "evaluation"}}, "every": every}
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -189,20 +193,17 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 )
 def test_a_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
     made = recipe(
-        validation={
-            "data": {"synthetic": {"task": "running_sum", "size": 8, "n": 4, "split": "evaluation"}},
-            "every": 2,
-        },
+        validation=validation(every=2),
         **keys,
     )
     final = train(made)
     steps = [line for line in lines(tmp_path / "run") if "loss" in line]
     held_out = [line["eval_kl"] for line in lines(tmp_path / "run") if "eval_kl" in line]
-    assert len(steps) == 4 and len(held_out) == 2
+    assert len(steps) == 4 and len(held_out) == 3
     assert all(line["kl"] >= 0 and 0 < line["cache/retention"] < 1 for line in steps)
     if made.ce_weight == 0:
         assert steps[0]["loss"] == pytest.approx(steps[0]["kl"], rel=1e-5)
-        assert held_out[1] < held_out[0] or made.teacher is None  # which starts at its teacher
+        assert held_out[2] < held_out[0] or made.teacher is None  # which starts at its teacher
     assert (final / "cache_policy.json").is_file() and (final / "model.safetensors").is_file()
 
 
@@ -249,6 +250,7 @@ def test_whose_evictions_are_simulated(
 def test_a_resumed_run_is_the_one_that_was_not_stopped(keys: dict, recipe: Callable, tmp_path: Path) -> None:
     """In the second epoch, between two logs: the same weights and the same lines, to the last bit."""
     shared = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "save_total_limit": None, **keys}
+    shared["validation"] = validation(every=3)  # before the first step too, and that of the whole run only
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     train(recipe(output_dir=str(whole), **shared))
     shutil.copytree(whole, resumed)
