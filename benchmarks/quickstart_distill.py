@@ -73,12 +73,13 @@ def main() -> None:
     parser.add_argument("--quickstart", type=Path, default=Path("runs/quickstart"), help="where make quickstart ran")
     parser.add_argument("--runs", type=Path, default=Path("runs/quickstart_distill"))
     parser.add_argument("--engine", default="auto")
+    parser.add_argument("--slots", type=int, default=min(2, os.cpu_count() or 1), help="stages run at a time")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/quickstart_distill.json"))
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     known = json.loads((options.quickstart / "results.json").read_text())["rows"]
     budgets = {row["seed"]: row["budget"] for row in known}
-    stages = Stages(min(2, os.cpu_count() or 1))
+    stages = Stages(options.slots)
     with ThreadPoolExecutor(len(budgets)) as pool:
         jobs = [
             pool.submit(run_seed, seed, budget, options.quickstart, options.runs, stages, options.engine)

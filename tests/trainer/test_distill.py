@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -295,6 +296,24 @@ def test_rows_that_are_dropped(recipe: Callable) -> None:
     assert len(load_rows(recipe(keep="boxed"), made.data, tokenizer)) == 24  # the synthetic answers are right
     with pytest.raises(RecipeError, match="no sequence is left"):
         load_rows(recipe(max_completion_length=1), made.data, tokenizer)
+
+
+def test_only_accepted_answers_are_kept(recipe: Callable, tmp_path: Path) -> None:
+    """A wrong answer is another row's; of more rows than the reward is asked for at a time."""
+    from sparse_rl.data import load_data
+    from sparse_rl.models import load_tokenizer
+
+    made = recipe(data={"synthetic": {"task": "running_sum", "size": 300, "n": 4}})
+    tokenizer = load_tokenizer(made.model)
+    data = load_data(made.data, tokenizer, require=("prompt", "completion", "answer"))
+    rows = [{name: row[name] for name in ("prompt", "completion", "answer")} for row in data]
+    right = [i % 7 != 3 for i in range(300)]
+    for row, good in zip(rows, right, strict=True):
+        row["answer"] = row["answer"] if good else str((int(row["answer"]) + 1) % 10)
+    (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kept = recipe(data={"path": str(tmp_path / "said.jsonl")}, keep="boxed")
+    whole = load_rows(made, made.data, tokenizer)
+    assert load_rows(kept, kept.data, tokenizer) == [row for row, good in zip(whole, right, strict=True) if good]
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(recipe: Callable, tiny: Callable) -> None:
