@@ -58,7 +58,7 @@ def main() -> None:
     rows = [Row(*(torch.randint(VOCAB, (n,)).tolist() for n in (PROMPT, LENGTH))) for _ in range(ROWS)]
     seconds: dict[str, list[float]] = {"teacher": [], f"teacher, top {TOP}": [], f"teacher cache, top {TOP}": []}
     with tempfile.TemporaryDirectory() as folder:
-        facts = TeacherFacts(weights_fingerprint(teacher), VOCAB, 1.0, TOP, "float16")
+        facts = TeacherFacts("-", weights_fingerprint(teacher), VOCAB, 1.0, TOP, "float16")
         write_teacher_cache(folder, teacher, rows, facts)
         engine = make_engine("hf", model=student, policy=CACHE)
         rollouts = engine.simulate([r.prompt for r in rows], [r.completion for r in rows])

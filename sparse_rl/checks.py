@@ -9,8 +9,8 @@ from typing import Any
 from sparse_rl.recipe import DistillRecipe, GRPORecipe, Recipe, RecipeError, SampledRecipe, SFTRecipe, TrainRecipe
 
 NOT_CHECKED = (
-    "the weights; whether it fits (sparse-rl doctor RECIPE); rewards at work; DeepSpeed and several processes; "
-    "trainer options beyond their types"
+    "the weights; whether it fits (sparse-rl doctor RECIPE); rewards at work; which rows keep and the lengths leave; "
+    "DeepSpeed and several processes; trainer options beyond their types"
 )
 
 
@@ -37,9 +37,11 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
         found.append(("rollouts", choose_engine(recipe.rollout, config)[1]))
         recipe = settle_engine(recipe, config)
     if isinstance(recipe, GRPORecipe):
-        found.append(("rewards", _rewards(recipe)))
+        found.append(("rewards", _rewards(recipe.rewards, "rewards")))
     if isinstance(recipe, DistillRecipe):
         found.append(("teacher", _teacher(recipe, config)))
+        if recipe.keep is not None:
+            found.append(("kept", f"what scores >= {recipe.keep_from:g}: {_rewards([recipe.keep], 'keep')}"))
     tokenizer = load_tokenizer(recipe.model)
     require = ["prompt"]
     if isinstance(recipe, SFTRecipe) or (isinstance(recipe, DistillRecipe) and recipe.completions == "data"):
@@ -60,22 +62,24 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     return found
 
 
-def _rewards(recipe: GRPORecipe) -> str:
+def _rewards(named: list[Any], key: str) -> str:
     from rewards import make_rewards
 
     try:
-        functions, weights = make_rewards(recipe.rewards)
+        functions, weights = make_rewards(named)
     except ValueError as error:
-        raise RecipeError(str(error), "rewards") from error
+        raise RecipeError(str(error), key) from error
     names = [getattr(function, "__name__", type(function).__name__) for function in functions]
     return ", ".join(f"{name} × {weight:g}" for name, weight in zip(names, weights, strict=True))
 
 
 def _teacher(recipe: DistillRecipe, config: Any) -> str:
     from sparse_rl.models import load_config
+    from trainer.teacher import TeacherCache, expected_facts
 
     if recipe.teacher_cache is not None:
-        return f"what is written in {recipe.teacher_cache}"
+        cache = TeacherCache(recipe.teacher_cache, expected_facts(recipe, config.vocab_size))
+        return f"what is written in {recipe.teacher_cache}: {len(cache.places)} sequences"
     if recipe.teacher is None:
         return "the model itself, with a full cache"
     own = load_config(recipe.teacher)

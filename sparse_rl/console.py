@@ -75,6 +75,7 @@ SHOWN = (  # metric, label, format
     ("reward", "reward", "{:.3f}"),
     ("accuracy_full", "accuracy", "{:.3f}"),
     ("loss", "loss", "{:.4f}"),
+    ("kl", "KL", "{:.4f}"),
     ("mean_token_accuracy", "token accuracy", "{:.3f}"),
     ("replay/gap_max", "gap max", "{:.1e}"),
     ("cache/retention", "kept", "{:.0%}"),

@@ -54,7 +54,7 @@ def engine_options(recipe: SampledRecipe | EvalRecipe) -> dict[str, Any]:
     """What `rollout.make_engine` takes of a recipe whose engine is settled, besides model, policy and progress."""
     rollout = recipe.rollout
     if rollout.engine == "hf":
-        return {"max_batch": rollout.max_batch}
+        return {"dtype": recipe.dtype, "max_batch": rollout.max_batch}
     bounds = [data.max_prompt_tokens for data in recipe.prompt_sources]
     prompt = None if None in bounds else max(PROBE, *(bound or 0 for bound in bounds))
     length = rollout.max_model_len or (prompt and prompt + recipe.max_completion_length)

@@ -47,7 +47,9 @@ def sample(recipe: GRPORecipe | EvalRecipe, folder: Path, problems: int = 8) -> 
     made_by = {"model": model_fingerprint(config), "policy": fingerprint(policy)}
     found: list[dict[str, Any]] = []
     opened = engines(recipe, progress=recipe.rollout.progress)
-    with (folder / "completions.jsonl").open("w") as log, opened(policy) as engine:
+    with opened(policy) as engine, (folder / "completions.jsonl").open("w") as log:
+        for old in folder.glob("traces-*.safetensors"):  # of an earlier call
+            old.unlink()
         known = [name for name in ("prompt", "answer") if name in source.column_names]
         parts = sampled(engine, source, tokenizer, data, sampling)
         for number, (indices, part, _) in enumerate(parts):

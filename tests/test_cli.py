@@ -59,6 +59,7 @@ dtype: float32
 data: {{synthetic: {{task: running_sum, size: 8}}}}
 max_steps: 1
 """
+DISTILL = SFT.replace("kind: sft", "kind: distill\ncache: {{policy: streaming, budget: 16, period: 4}}")
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +86,9 @@ def as_it_was(monkeypatch):
 
 @pytest.fixture
 def here(tmp_path, model, monkeypatch):
-    """An empty working directory with grpo.yaml, eval.yaml and sft.yaml; their output_dir is out/."""
+    """An empty working directory with grpo.yaml, eval.yaml, sft.yaml and distill.yaml; their output_dir is out/."""
     monkeypatch.chdir(tmp_path)
-    for name, text in (("grpo", RECIPE), ("eval", EVAL), ("sft", SFT)):
+    for name, text in (("grpo", RECIPE), ("eval", EVAL), ("sft", SFT), ("distill", DISTILL)):
         (tmp_path / f"{name}.yaml").write_text(text.format(model=model, out=tmp_path / "out"))
     return tmp_path
 
@@ -133,6 +134,10 @@ def metrics(folder, values, name="reward"):
         (["train", "grpo.yaml", "--resume", "elsewhere"], "elsewhere is not a whole checkpoint"),
         (["train", "grpo.yaml", "data.synthetic.size=1"], "holds 1 prompts, but one generation takes 2"),
         (["train", "eval.yaml"], "a recipe of kind eval is not trained"),
+        (["train", "distill.yaml", "--dry-run", "keep=maths"], "keep: unknown reward 'maths': did you mean 'math'?"),
+        (["train", "distill.yaml", "--dry-run", "top_k=8", "teacher_cache=no"], "no holds no teacher cache"),
+        (["teacher", "distill.yaml", "top_k=8", "teacher_cache=sft.yaml"], "sft.yaml cannot be written"),
+        (["teacher", "sft.yaml"], "a recipe of kind sft has no teacher"),
         (["rollout", "sft.yaml"], "a recipe of kind sft has no cache"),
         (["rollout", "grpo.yaml", "--problems", "0"], "expected a whole number >= 1"),
         (["rollout", "grpo.yaml", "model=weightless"], "weightless cannot be read"),

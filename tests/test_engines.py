@@ -196,7 +196,8 @@ def test_an_engine_is_given_what_it_takes() -> None:
         "dtype": "float32", "max_batch": 7, "max_prompt": None, "max_model_len": None, "kv_cache_gb": 2.0,
         "gpu_memory_utilization": 0.5, "tensor_parallel": 1, "sleep_mode": False,
     }  # fmt: skip
-    assert engine_options(grpo(rollout={**rollout, "engine": "hf"})) == {"max_batch": 7}
+    on_hf = engine_options(grpo(rollout={**rollout, "engine": "hf"}, dtype="bfloat16"))
+    assert on_hf == {"dtype": "bfloat16", "max_batch": 7}
 
 
 @pytest.mark.parametrize(

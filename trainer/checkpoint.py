@@ -80,13 +80,19 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def failure(what: str, folder: Path, error: Exception) -> CheckpointError:
-    """The error of a write that failed, in a run directory, which may have filled the disk."""
+def disk_is_full(error: Exception, folder: Path) -> bool:
+    """Whether that is why a write failed, as far as error and folder tell: torch says nothing, safetensors a text."""
     chain: BaseException | None = error
     full = shutil.disk_usage(folder).free < FULL
     while chain is not None and not full:
-        full = isinstance(chain, OSError) and chain.errno in (ENOSPC, EDQUOT)
+        full = (isinstance(chain, OSError) and chain.errno in (ENOSPC, EDQUOT)) or os.strerror(ENOSPC) in str(chain)
         chain = chain.__cause__ or chain.__context__
+    return full
+
+
+def failure(what: str, folder: Path, error: Exception) -> CheckpointError:
+    """The error of a write that failed, in a run directory, which may have filled the disk."""
+    full = disk_is_full(error, folder)
     why = "the disk is full" if full else f"{type(error).__name__}: {' '.join(str(error).split())}"
     whole = whole_checkpoints(folder)
     kept = f"{whole[-1].name} is whole, --resume continues from it" if whole else "there is no checkpoint before it"

@@ -100,6 +100,7 @@ class DistillTrainer(Resumable):
         self._live = getattr(engine, "model", None) is base_of(self.model)  # it samples from the student as it is
         self._redirect = _ForwardRedirection()
         self._sums: dict[str, float] = defaultdict(float)  # over all processes, since the last log
+        self._weight = 1.0  # of a batch in the sums; 0 where a process repeats one because the others have one more
         self._synced: int | None = None
 
     def _prepare_teacher(self, teacher: PreTrainedModel) -> PreTrainedModel:
@@ -129,6 +130,7 @@ class DistillTrainer(Resumable):
         """The completion tokens of all processes."""
         tokens, retention = sum(len(r.completion_ids) for r in rollouts), sum(r.trace.retention() for r in rollouts)
         local = torch.tensor([[tokens, len(rollouts), retention]], dtype=torch.float64, device=self.accelerator.device)
+        local *= self._weight
         tokens, sequences, retention = self.accelerator.gather(local).sum(0).tolist()
         self._sums["sequences"] += sequences
         self._sums["retention"] += retention
@@ -179,7 +181,7 @@ class DistillTrainer(Resumable):
         """The whole of it runs inside the wrapper's forward, where DeepSpeed and DDP expect the parameters' use."""
         student = self.accelerator.unwrap_model(model)
         loss, kl, ce, count = self._redirect(model, student, self._losses, student, inputs)
-        sums = self.accelerator.gather(torch.stack([kl, ce, count])[None].detach()).sum(0)
+        sums = self.accelerator.gather(torch.stack([kl, ce, count])[None].detach() * self._weight).sum(0)
         for name, value in zip(("kl", "ce", "tokens"), sums.tolist(), strict=True):
             self._sums[name] += value
         total = sums[2] if num_items_in_batch is None else num_items_in_batch
@@ -228,12 +230,13 @@ class DistillTrainer(Resumable):
             loader = DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=list)
             ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
             batches = list(loader)
-            for i in range(-(-len(batches) // ranks)):  # a process without a batch repeats one, and counts it too
-                batch = batches[min(i * ranks + rank, len(batches) - 1)]
-                rollouts = self._rollouts(batch)
+            for i in range(-(-len(batches) // ranks)):  # a process without a batch repeats one, and does not count it
+                self._weight = float(i * ranks + rank < len(batches))
+                rollouts = self._rollouts(batches[min(i * ranks + rank, len(batches) - 1)])
                 self._count(rollouts)
                 self.compute_loss(self.model_wrapped, rollouts)
         model.train(training)
+        self._weight = 1.0
         sums, self._sums = self._sums, before
         metrics = {"eval_kl": sums["kl"] / sums["tokens"], "eval_ce": sums["ce"] / sums["tokens"]}
         metrics["eval_retention"] = sums["retention"] / sums["sequences"]

@@ -127,8 +127,9 @@ class Resumable(Trainer):
                 publish(made, run / name)
                 keep_last(run, self.args.save_total_limit, self.state.best_model_checkpoint)
         except Exception as error:  # the other processes end with this one: the launcher sees to it
+            told = failure(name, run, error)  # before what has filled the disk goes
             remove(made)
-            raise failure(name, run, error) from error
+            raise told from error
         finally:
             self._writing = False
         self.accelerator.wait_for_everyone()

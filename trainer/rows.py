@@ -8,6 +8,7 @@ from typing import Any
 
 from rewards import make_rewards
 from sparse_rl.data import completion_ids, load_data, prompt_ids
+from sparse_rl.models import load_config
 from sparse_rl.recipe import DataConfig, DistillRecipe, RecipeError
 
 logger = logging.getLogger("sparse_rl")
@@ -33,14 +34,15 @@ def load_rows(recipe: DistillRecipe, config: DataConfig, tokenizer: Any, where: 
     data = load_data(config, tokenizer, require=require, where=where)
     if recipe.keep is not None:
         accepted = _accepted(recipe, data)
-        logger.info("%s: %d of %d completions score >= %s", where, len(accepted), len(data), recipe.keep_from)
+        logger.warning("%s: %d of %d completions score >= %s", where, len(accepted), len(data), recipe.keep_from)
         data = data.select(accepted)
     try:
         pairs = zip(data["prompt"], data["completion"], strict=True)
         rows = [Row(prompt_ids(p, tokenizer, config.thinking), completion_ids(c, tokenizer)) for p, c in pairs]
     except ValueError as error:
         raise RecipeError(str(error), where) from error
-    longest = recipe.max_length or float("inf")
+    context = load_config(recipe.model).max_position_embeddings
+    longest = min(length for length in (recipe.max_length, recipe.rollout.max_model_len, context) if length)
     kept = [
         row
         for row in rows
@@ -49,7 +51,7 @@ def load_rows(recipe: DistillRecipe, config: DataConfig, tokenizer: Any, where: 
         and len(row.prompt) + len(row.completion) <= longest
     ]
     if len(kept) < len(rows):
-        logger.info("%s: %d of %d sequences are too long and dropped", where, len(rows) - len(kept), len(rows))
+        logger.warning("%s: %d of %d sequences are too long and dropped", where, len(rows) - len(kept), len(rows))
     if not kept:
         raise RecipeError("no sequence is left: see keep, max_completion_length and max_length", where)
     return kept

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from sparse_rl.recipe import Recipe, RecipeError, TrainRecipe
+from sparse_rl.recipe import DistillRecipe, Recipe, RecipeError, TrainRecipe
 from sparse_rl.recipe_schema import show
 from trainer.checkpoint import checkpoints, damage, read_manifest
 
@@ -85,7 +85,8 @@ def checkpoint_of(recipe: TrainRecipe, resume: str) -> Path:
     """The checkpoint that `--resume` means: a directory, or "newest" for the newest whole one in output_dir.
 
     Every file of it has been read and compared with its manifest; what is skipped is logged with its reason. Raises
-    RecipeError: none there, a damaged directory, or a recipe that differs in a key that may not change.
+    RecipeError: none there, a damaged directory, a recipe that differs in a key that may not change, or an output_dir
+    that holds another run than the checkpoint's.
     """
     if resume == "newest":
         for folder in reversed(checkpoints(Path(recipe.output_dir))):
@@ -100,6 +101,8 @@ def checkpoint_of(recipe: TrainRecipe, resume: str) -> Path:
         if why := damage(folder):
             raise RecipeError(f"{folder} is not a whole checkpoint: {why}", "--resume")
     check_same(recipe, read_manifest(folder), folder)
+    if folder.resolve().parent != Path(recipe.output_dir).resolve():
+        refuse_used(recipe)  # a branch of another run
     return folder
 
 
@@ -123,6 +126,10 @@ def check_same(recipe: TrainRecipe, manifest: dict[str, Any], folder: Path) -> N
     """Raise RecipeError, naming every difference, where a checkpoint cannot be continued exactly under a recipe."""
     if recipe.max_steps > 0 and manifest["step"] > recipe.max_steps:
         raise RecipeError(f"is {recipe.max_steps}, but {folder} is of step {manifest['step']}", "max_steps")
+    refresh = recipe.refresh_every if isinstance(recipe, DistillRecipe) else 0
+    if refresh and manifest["step"] % refresh:
+        mend = f"{folder} is between two refreshes, and the weights of the last one are gone; resume from another"
+        raise RecipeError(mend, "refresh_every")
     here = flat(json.loads(json.dumps(recipe.resolved())))
     launch = {"launch.processes": manifest["processes"], "launch.zero_stage": manifest["zero_stage"]}
     there = flat(manifest["recipe"]) if manifest["recipe"] is not None else launch

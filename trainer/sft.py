@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from rollout import SamplingConfig, make_engine
+from sparse_rl.attention import adopt
 from sparse_rl.data import load_data, prompt_ids
 from sparse_rl.recipe import SFTRecipe
 from sparse_rl.running_sum import grade
@@ -58,6 +59,10 @@ class StopAtAccuracy(TrainerCallback):
             dataclasses.replace(recipe.data, synthetic=fresh), tokenizer, require=("prompt", "answer")
         )
         self.max_tokens = max(map(len, cast(Any, trainer.train_dataset)["input_ids"]))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step >= self.every:  # a resumed run: the first check has left the model under this attention
+            adopt(self.trainer.accelerator.unwrap_model(self.trainer.model))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % self.every:

@@ -17,6 +17,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from sparse_rl.attention import adopt, cache_shape
 from sparse_rl.recipe import DistillRecipe, RecipeError
 from sparse_rl.trace import EvictionTrace
 from trainer.batches import Batch, base_of
+from trainer.checkpoint import disk_is_full
 from trainer.losses import TopK
 from trainer.rows import Row
 
@@ -44,10 +46,12 @@ class TeacherCacheError(ValueError):
 class TeacherFacts:
     """What the log-probs are of; two caches with equal facts say the same of the same row.
 
+    source : the directory or hub name that the teacher was read from
     teacher : a fingerprint of its weights
     dtype : of the log-probs on disk
     """
 
+    source: str
     teacher: str
     vocab_size: int
     temperature: float
@@ -75,6 +79,17 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
         digest.update(name.encode())
         digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def expected_facts(recipe: DistillRecipe, vocab_size: int) -> dict[str, Any]:
+    """What a teacher cache has to be for a recipe, whose student has so many tokens: some of TeacherFacts."""
+    source = recipe.teacher or recipe.model
+    return {
+        "source": source,
+        "temperature": recipe.temperature,
+        "top_k": recipe.top_k,
+        "vocab_size": vocab_size,
+    }
 
 
 class TeacherCache:
@@ -208,6 +223,10 @@ def write_for(recipe: DistillRecipe) -> tuple[Path, int, int]:
         raise RecipeError("name the folder to write, and top_k", "teacher_cache")
     source = recipe.teacher or recipe.model
     load_config(source)
+    try:
+        Path(recipe.teacher_cache).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"{recipe.teacher_cache} cannot be written: {error}", "teacher_cache") from error
     tokenizer = load_tokenizer(recipe.model)
     rows = load_rows(recipe, recipe.data, tokenizer)
     if recipe.validation is not None:
@@ -219,6 +238,7 @@ def write_for(recipe: DistillRecipe) -> tuple[Path, int, int]:
         raise RecipeError(f"the weights of {source} cannot be read: {str(error).splitlines()[0]}", "teacher") from error
     teacher = teacher.to("cuda" if torch.cuda.is_available() else "cpu")
     facts = TeacherFacts(
+        source,
         weights_fingerprint(teacher),
         teacher.config.vocab_size,
         recipe.temperature,
@@ -237,7 +257,14 @@ def write_for(recipe: DistillRecipe) -> tuple[Path, int, int]:
 
 def _write_shard(file: Path, tensors: dict[str, torch.Tensor], rows: list[tuple[str, int]]) -> _Shard:
     partial = file.with_name(file.name + ".partial")
-    save_file(tensors, partial)
+    try:
+        save_file(tensors, partial)
+    except Exception as error:
+        full = disk_is_full(error, file.parent)
+        partial.unlink(missing_ok=True)
+        if not full:
+            raise
+        raise OSError(ENOSPC, f"{file} was not written; sparse-rl teacher goes on there") from error
     shard = _Shard(partial.stat().st_size, _sha256(partial), rows)
     os.replace(partial, file)
     return shard

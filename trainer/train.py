@@ -175,7 +175,7 @@ def _distill(recipe: DistillRecipe, folder: Path) -> Any:
     from trainer.distill import DistillConfig, DistillTrainer
     from trainer.losses import DistillationLoss
     from trainer.rows import load_rows
-    from trainer.teacher import TeacherCache
+    from trainer.teacher import TeacherCache, expected_facts
 
     tokenizer = load_tokenizer(recipe.model)
     rows = load_rows(recipe, recipe.data, tokenizer)
@@ -200,8 +200,7 @@ def _distill(recipe: DistillRecipe, folder: Path) -> Any:
     student = _load(recipe.model, init["dtype"])
     teacher: Any
     if recipe.teacher_cache is not None:
-        expected = {"temperature": recipe.temperature, "top_k": recipe.top_k, "vocab_size": student.config.vocab_size}
-        teacher = TeacherCache(recipe.teacher_cache, expected)
+        teacher = TeacherCache(recipe.teacher_cache, expected_facts(recipe, student.config.vocab_size))
         unknown = sum(row not in teacher for row in [*rows, *(held_out or [])])
         if unknown:
             mend = f"{recipe.teacher_cache} does not know {unknown} sequences of this dataset; write it for this recipe"
@@ -277,8 +276,9 @@ def _export(trainer: Any, recipe: TrainRecipe, place: Path) -> None:
             for folder in filter(Path.exists, (made / "adapter", made / place.name)):
                 publish(folder, place.with_name(folder.name))
     except Exception as error:
+        told = failure("the final model", place.parent, error)  # before what has filled the disk goes
         clear_partial(place.parent)
-        raise failure("the final model", place.parent, error) from error
+        raise told from error
     trainer.accelerator.wait_for_everyone()
 
 

@@ -103,10 +103,11 @@ def test_another_number_of_processes_is_refused(tmp_path: Path, monkeypatch: pyt
         check_world(two)
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_world(two)
-    unknown = checkpoint(tmp_path / "library", 4, two, recipe=None)
+    library = tmp_path / "library"
+    unknown = checkpoint(library, 4, two, recipe=None)
     with pytest.raises(RecipeError, match=r"launch\.processes is 2 there and 1 here"):
-        checkpoint_of(recipe_of(tmp_path), str(unknown))
-    assert checkpoint_of(two, str(unknown)) == unknown
+        checkpoint_of(recipe_of(library), str(unknown))
+    assert checkpoint_of(recipe_of(library, launch={"processes": 2}), str(unknown)) == unknown
 
 
 def test_every_difference_is_named(tmp_path: Path) -> None:
@@ -153,6 +154,26 @@ def test_the_length_may_change_only_where_the_rate_does_not_depend_on_it(tmp_pat
                 checkpoint_of(longer, str(place))
     with pytest.raises(RecipeError, match=r"max_steps: is 2, but .*checkpoint-3 is of step 3"):
         checkpoint_of(recipe_of(tmp_path, "max_steps=2"), str(place))
+
+
+def test_a_branch_goes_into_a_directory_of_its_own(tmp_path: Path) -> None:
+    place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there"))
+    checkpoint(tmp_path / "here", 9, recipe_of(tmp_path / "here"))
+    with pytest.raises(RecipeError, match=r"output_dir: .*here holds an earlier run"):
+        checkpoint_of(recipe_of(tmp_path / "here"), str(place))
+    assert checkpoint_of(recipe_of(tmp_path / "new"), str(place)) == place
+    assert checkpoint_of(recipe_of(tmp_path / "there"), str(place)) == place
+
+
+def test_a_checkpoint_between_two_refreshes_is_refused(tmp_path: Path) -> None:
+    """transformers saves at the end, whatever the cadence; a longer run needs the weights of the last refresh."""
+    mapping = {"kind": "distill", "model": "m", "output_dir": str(tmp_path), "data": {"path": "a.jsonl"}}
+    mapping |= {"cache": {"policy": "streaming", "budget": 8}, "refresh_every": 4, "save_steps": 4}
+    short, longer = (make_recipe(mapping, [f"max_steps={steps}"]) for steps in (6, 8))
+    places = [checkpoint(tmp_path, step, short) for step in (4, 6)]
+    with pytest.raises(RecipeError, match=r"refresh_every: .*checkpoint-6 is between two refreshes"):
+        checkpoint_of(longer, "newest")
+    assert checkpoint_of(longer, str(places[0])) == places[0]
 
 
 def test_other_versions_are_told(tmp_path: Path, caplog) -> None:

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from trainer_runs import KillAt, Killed, timeless
 from transformers import TrainerCallback
 
+from sparse_rl.recipe import make_recipe
 from trainer.rundir import RunLog, read_metrics
+from trainer.train import train
 
 
 class StopAt(TrainerCallback):
@@ -148,3 +151,20 @@ def test_later_checkpoints_are_set_aside(sft: Callable) -> None:
     sft("run", max_steps=6).train(resume_from_checkpoint=str(folder / "checkpoint-3"))
     names = {path.name for path in folder.iterdir() if path.is_dir()}
     assert names == {"checkpoint-3", "checkpoint-6", "later-checkpoint-6", "later-checkpoint-9"}
+
+
+def test_checks_of_accuracy_in_a_resumed_run(tiny: Callable, tmp_path: Path) -> None:
+    """The first one changes the attention's rounding for good; so does the resumed run, from its start."""
+    recipe = {
+        "kind": "sft", "model": tiny("qwen3"), "dtype": "float32", "gradient_checkpointing": False,
+        "data": {"synthetic": {"task": "running_sum", "size": 24}}, "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3, "max_steps": 8, "save_steps": 5, "save_total_limit": None, "logging_steps": 1,
+        "stop_at_accuracy": 1.0, "stop_check_every": 4,
+    }  # fmt: skip
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(make_recipe({**recipe, "output_dir": str(whole)}))
+    train(make_recipe({**recipe, "output_dir": str(resumed)}), resume=str(whole / "checkpoint-5"))
+    left, right = (load_file(folder / "model/model.safetensors") for folder in (whole, resumed))
+    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    after = [line for line in timeless(read_metrics(whole)) if line["step"] > 5]
+    assert timeless(read_metrics(resumed)) == after and any("accuracy_full" in line for line in after)

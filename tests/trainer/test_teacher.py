@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from rollout import make_engine
 from trainer.distill import DistillConfig, DistillTrainer
@@ -40,7 +43,7 @@ def rows() -> list[Row]:
 
 
 def facts_of(teacher: Any, dtype: str = "float32") -> TeacherFacts:
-    return TeacherFacts(weights_fingerprint(teacher), VOCAB, TEMPERATURE, TOP, dtype)
+    return TeacherFacts("a teacher", weights_fingerprint(teacher), VOCAB, TEMPERATURE, TOP, dtype)
 
 
 def write(folder: Path, teacher: Any, rows: list[Row], dtype: str = "float32") -> int:
@@ -159,6 +162,8 @@ def test_another_cache_than_the_one_asked_for(teacher: Any, rows: list[Row], tmp
     other.lm_head.weight.data[0, 0] += 1
     with pytest.raises(TeacherCacheError, match="another teacher cache; teacher"):
         write(tmp_path, other, rows)
+    with pytest.raises(TeacherCacheError, match="written with source a teacher, and another is asked for"):
+        TeacherCache(tmp_path, {"source": "another"})
     cache = TeacherCache(tmp_path, {"temperature": 0.7, "top_k": TOP})
     assert rows[0] in cache and Row(rows[0].prompt, rows[1].completion) not in cache
     for broken in ("{", json.dumps({"format_version": 2}), json.dumps({"format_version": 1})):
@@ -167,3 +172,24 @@ def test_another_cache_than_the_one_asked_for(teacher: Any, rows: list[Row], tmp
             TeacherCache(tmp_path)
     with pytest.raises(TeacherCacheError, match="holds no teacher cache"):
         TeacherCache(tmp_path / "nowhere")
+
+
+def test_a_full_disk_says_so_and_the_next_run_goes_on(
+    teacher: Any, rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors raises an error of its own, with the system's words in it."""
+    written: list[Path] = []
+
+    def full(tensors: Any, file: Path) -> None:
+        file.write_bytes(b"part")
+        written.append(file)
+        if len(written) > 1:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        save_file(tensors, file)
+
+    monkeypatch.setattr("trainer.teacher.save_file", full)
+    with pytest.raises(OSError, match=r"shard-00001.safetensors was not written; sparse-rl teacher goes on") as caught:
+        write(tmp_path, teacher, rows)
+    assert caught.value.errno == errno.ENOSPC and not written[1].exists()
+    monkeypatch.undo()
+    assert write(tmp_path, teacher, rows) == 1 and TeacherCache(tmp_path).places
