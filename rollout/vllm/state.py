@@ -207,7 +207,7 @@ class CacheState:
             self.queries[layer].flatten(0, 1).index_copy_(0, plan.slots_of_recent, query.index_select(0, token))
         for watch in plan.watches:
             group = watch.group
-            entries = self._entries(layer, group, None)
+            entries = self._entries(layer, group)
             self.policy.observe(layer, entries, query[watch.tokens].transpose(1, 2), watch.positions)
             heads = entries.positions.shape[1]
             for state_name, value in entries.state.items():
@@ -251,14 +251,13 @@ class CacheState:
         """Returns the positions dropped, int32 [R, Hkv, held - budget], padding behind where a row held less."""
         slots = self._gather(self.positions[layer], group.blocks)[..., :held]
         real = torch.arange(held, device=self.device) < group.lengths[:, None]
-        order = slots.masked_fill(~real[:, None], NEVER).sort(-1).indices
+        positions, order = slots.masked_fill(~real[:, None], NEVER).sort(-1)
         block, head, place = where = self._index(group.blocks, order)
-        entries = self._entries(layer, group, where)
+        entries = self._entries(layer, group, where, positions)
         kept = self.policy.compact(layer, entries)
         budget = kept.keep.shape[-1]
 
-        dropped = entries.positions.int().masked_fill_(~entries.valid(), NEVER).scatter_(-1, kept.keep, NEVER)
-        dropped = dropped.sort(-1).values[..., : held - budget]
+        dropped = positions.scatter(-1, kept.keep, NEVER).sort(-1).values[..., : held - budget]
         if kept.state:
             here = block.gather(-1, kept.keep), head, place.gather(-1, kept.keep)
             for name, value in kept.state.items():
@@ -302,8 +301,14 @@ class CacheState:
         slot = slot + start
         return blocks[row, slot // self.block_size], head, slot % self.block_size
 
-    def _entries(self, layer: int, group: Group, where: tuple[torch.Tensor, ...] | None) -> Entries:
-        """What a group holds: to compact, at (block, head, place) [R, Hkv, N]; to observe, None, in the order of slots.
+    def _entries(
+        self,
+        layer: int,
+        group: Group,
+        where: tuple[torch.Tensor, ...] | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> Entries:
+        """What a group holds: to compact, at (block, head, place) of `positions` [R, Hkv, N]; to observe, all slots.
 
         Keys and values are read only where the policy says that it reads them.
         """
@@ -323,7 +328,7 @@ class CacheState:
         return Entries(
             keys=read(keys) if "keys" in reads else None,
             values=read(values) if "values" in reads else None,
-            positions=read(self.positions[layer]).long(),
+            positions=(read(self.positions[layer]) if positions is None else positions).long(),
             lengths=group.lengths,
             seen=group.seen,
             queries=recent,

@@ -54,11 +54,13 @@ class Entries:
 
     def competing(self, sinks: int, window: int) -> torch.Tensor:
         """bool [R, Hkv, N]: neither padding nor sink nor in the window, so free to be dropped."""
-        recent = self.positions >= (self.seen - window)[:, None, None]
-        return self.valid() & (self.positions >= sinks) & ~recent
+        older = self.positions < (self.seen - window)[:, None, None]
+        return self.valid() & (self.positions >= sinks) & older
 
-    def attention(self, queries: torch.Tensor, query_positions: torch.Tensor) -> torch.Tensor:
+    def attention(self, queries: torch.Tensor, query_positions: torch.Tensor, seen_by_all: int = 0) -> torch.Tensor:
         """softmax(q K^T / sqrt(d)) of queries [R, Hq, T, D] at int64 [R, T] over the entries held, causal, in fp32.
+
+        seen_by_all : so many first entries are real and no later than any query; they need no mask
 
         Returns float32 [R, Hkv, G, T, N]; padding gets 0.
         """
@@ -67,15 +69,18 @@ class Entries:
         kv_heads = self.keys.shape[1]
         grouped = queries.reshape(rows, kv_heads, -1, dim).float() * self.scaling  # G x T queries: no key is repeated
         logits = (grouped @ self.keys.float().transpose(-1, -2)).view(rows, kv_heads, q_heads // kv_heads, count, -1)
-        seen_by = self.positions[:, :, None, :] <= query_positions[:, None, :, None]  # [R, Hkv, T, N]
-        mask = (seen_by & self.valid()[:, :, None]).unsqueeze(2)
-        return torch.where(mask, logits, float("-inf")).softmax(-1)
+        rest = slice(seen_by_all, None)
+        seen = self.positions[:, :, None, rest] <= query_positions[:, None, :, None]  # [R, Hkv, T, N - seen_by_all]
+        hidden = ~(seen & self.valid()[:, :, None, rest]).unsqueeze(2)
+        logits[..., rest].masked_fill_(hidden, float("-inf"))
+        return logits.softmax(-1)
 
     def window_attention(self, window: int) -> torch.Tensor:
         """The attention of the last `window` queries: float32 [R, Hkv, G, W, N]."""
         assert self.queries is not None and self.queries.shape[2] >= window
         offsets = torch.arange(-window, 0, device=self.seen.device)
-        return self.attention(self.queries[:, :, -window:], self.seen[:, None] + offsets)
+        older = max(0, int(self.lengths.min()) - window)  # behind these stand `window` later ones, or padding
+        return self.attention(self.queries[:, :, -window:], self.seen[:, None] + offsets, older)
 
 
 @dataclass

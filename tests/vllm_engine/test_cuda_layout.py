@@ -353,7 +353,13 @@ def rolled_heads(state: Any) -> None:
 
 def unsorted_entries(state: Any) -> None:
     entries = state._entries
-    state._entries = lambda layer, group, where: entries(layer, group, where and tuple(w.flip(-1) for w in where))
+
+    def flipped(layer: int, group: Any, where: Any = None, positions: Any = None) -> Entries:
+        if where is None:
+            return entries(layer, group)
+        return entries(layer, group, tuple(part.flip(-1) for part in where), positions.flip(-1))
+
+    state._entries = flipped
 
 
 def one_row_of_queries(state: Any) -> None:
