@@ -1,0 +1,168 @@
+"""The k best of a growing set, at every step at once: which tokens a budgeted cache holds, and when each one goes.
+
+A token t becomes eligible at query q = t + w, as it leaves the window. Of the eligible ones
+
+    E(q) = {t : s <= t <= q - w}                                                        KVpop's long-range entries
+
+query q sees the k with the highest priority; a token that is not among them is never seen again. Priorities decay with
+age, r_t(q) = r_t + (q - t) log gamma, and all at the same rate, so that their order is that of r_t - t log gamma at
+every q: one stable sort ranks them for good (0 is best; ties go to the earlier token). What remains is, for every
+prefix of the tokens, the k-th smallest rank in it. A wavelet matrix answers all of these at once: from the highest bit
+of the ranks down, tokens are partitioned by the bit, and each query goes on into the half where its k-th smallest is.
+ceil(log2 S) passes of cumsum, gather and scatter; no loop over tokens, rows or heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparse_rl.trace import NEVER
+
+
+@dataclass(frozen=True)
+class RunningTopK:
+    """int32 [B, H, S] each.
+
+    evict_at : by token t, the first query that no longer sees it; NEVER where there is none before the row's end
+    cutoff_rank : by query q, the rank of the worst of the k that it sees; -1 until k are eligible, and behind the end
+    boundary : by query q, that worst token itself; -1 likewise
+    """
+
+    evict_at: torch.Tensor
+    cutoff_rank: torch.Tensor
+    boundary: torch.Tensor
+
+
+def running_topk(
+    scores: torch.Tensor,
+    sinks: int | torch.Tensor = 0,
+    *,
+    window: int,
+    k: int,
+    log_decay: torch.Tensor | None = None,
+    decay_every: int = 1,
+    lengths: torch.Tensor | None = None,
+) -> RunningTopK:
+    """See the module.
+
+    Parameters
+    ----------
+    scores : [B, H, S] float; computed in float64 if they are that, else in float32
+    sinks : the first token that competes; int64 [B] of each row, where a row begins with padding too
+    window : w >= 1, the tokens that a query sees in any case
+    k : >= 1, how many others it sees
+    log_decay : log gamma, [H] <= 0
+    decay_every : n; ages count in whole steps of n positions, r_t - floor(t / n) log gamma
+    lengths : int64 [B], the end of each row; what stands behind is padding
+
+    Raises
+    ------
+    ValueError
+        A window, k or decay_every below 1.
+    FloatingPointError
+        A competing score that is NaN: it would be kept for ever.
+    """
+    rows = Rows.of(scores, sinks, window, k, log_decay, decay_every, lengths)
+    ranks, order = rows.ranks()
+    cutoff = _kth_smallest_of_prefixes(ranks, k)  # [R, M - k + 1], of the prefixes of k, k + 1, ... tokens
+    worst = order.gather(-1, cutoff)
+    # Once k are held, each step drops one: the newcomer, or the worst so far.
+    newcomer = torch.arange(k, ranks.shape[-1], device=ranks.device).expand(len(ranks), -1)
+    gone = torch.where(ranks[:, k:] > cutoff[:, :-1], newcomer, worst[:, :-1])
+    return rows.result(cutoff, worst, gone)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The competing tokens of R = B x H rows, in the order in which they become eligible.
+
+    priorities [R, M], -inf behind a row's last; counts, first int64 [R]: how many, and the position of the first one
+    """
+
+    priorities: torch.Tensor
+    counts: torch.Tensor
+    first: torch.Tensor
+    window: int
+    k: int
+    shape: torch.Size
+
+    @classmethod
+    def of(
+        cls,
+        scores: torch.Tensor,
+        sinks: int | torch.Tensor,
+        window: int,
+        k: int,
+        log_decay: torch.Tensor | None,
+        decay_every: int,
+        lengths: torch.Tensor | None,
+    ) -> Rows:
+        for name, value in (("window", window), ("k", k), ("decay_every", decay_every)):
+            if value < 1:
+                raise ValueError(f"running_topk: {name} must be at least 1, got {value}")
+        batch, heads, length = scores.shape
+        device = scores.device
+        start = torch.as_tensor(sinks, device=device).expand(batch)
+        end = torch.full((batch,), length, device=device) if lengths is None else lengths.to(device)
+        counts = (end - window - start).clamp(min=0).repeat_interleave(heads)
+        first = start.repeat_interleave(heads)
+        wide = scores if scores.dtype == torch.float64 else scores.float()
+        if log_decay is not None:
+            ages = torch.arange(length, device=device) // decay_every
+            wide = wide - log_decay.to(wide)[:, None] * ages
+        width = max(int(counts.max()) if len(counts) else 0, k)
+        slots = torch.arange(width, device=device)
+        where = (first[:, None] + slots).clamp(max=length - 1)
+        real = slots < counts[:, None]
+        priorities = wide.reshape(batch * heads, length).gather(-1, where)
+        if bool((priorities.isnan() & real).any()):
+            raise FloatingPointError("running_topk: a score is NaN, and would be kept for ever")
+        return cls(priorities.masked_fill(~real, float("-inf")), counts, first, window, k, scores.shape)
+
+    def ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rank of each token, token of each rank), int64 [R, M]; padding comes last."""
+        order = self.priorities.sort(dim=-1, descending=True, stable=True).indices
+        ranks = torch.empty_like(order)
+        return ranks.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)), order
+
+    def result(self, cutoff: torch.Tensor, worst: torch.Tensor, gone: torch.Tensor) -> RunningTopK:
+        """Of [R, M - k + 1], [R, M - k + 1] and [R, M - k], counted in tokens of a row, as positions."""
+        batch, heads, length = self.shape
+        found = [torch.full((batch * heads, length + 1), fill, device=cutoff.device) for fill in (NEVER, -1, -1)]
+        slots = torch.arange(self.k - 1, self.k - 1 + cutoff.shape[-1], device=cutoff.device)
+        real = slots < self.counts[:, None]
+        queries = self.first[:, None] + self.window + slots
+        at = torch.where(real, queries, length)  # what is not real goes behind the end
+        tokens = torch.where(real[:, 1:], self.first[:, None] + gone, length)
+        found[0].scatter_(-1, tokens, queries[:, 1:])
+        found[1].scatter_(-1, at, cutoff)
+        found[2].scatter_(-1, at, self.first[:, None] + worst)
+        return RunningTopK(*(part[:, :length].int().reshape(self.shape) for part in found))
+
+
+def _kth_smallest_of_prefixes(ranks: torch.Tensor, k: int) -> torch.Tensor:
+    """int64 [R, M - k + 1]: of permutations of 0 .. M - 1, the k-th smallest of the first k, k + 1, ... to M."""
+    rows, width = ranks.shape
+    device = ranks.device
+    left = torch.zeros(rows, width - k + 1, dtype=torch.long, device=device)  # each query's part of the sequence
+    right = torch.arange(k, width + 1, device=device).repeat(rows, 1)
+    wanted = torch.full_like(left, k - 1)  # how many smaller ones its answer has there
+    answer = torch.zeros_like(left)
+    zeros_before = torch.zeros(rows, width + 1, dtype=torch.long, device=device)
+    place = torch.arange(width, device=device)
+    for bit in reversed(range(max(1, (width - 1).bit_length()))):
+        zero = (ranks >> bit & 1) == 0
+        torch.cumsum(zero, -1, out=zeros_before[:, 1:])
+        zeros = zeros_before[:, -1:]
+        from_left, from_right = zeros_before.gather(-1, left), zeros_before.gather(-1, right)
+        inside = from_right - from_left
+        high = wanted >= inside
+        wanted = torch.where(high, wanted - inside, wanted)
+        left = torch.where(high, zeros + left - from_left, from_left)
+        right = torch.where(high, zeros + right - from_right, from_right)
+        answer += high.long() << bit
+        moved = torch.where(zero, zeros_before[:, :-1], zeros + place - zeros_before[:, :-1])
+        ranks = torch.empty_like(ranks).scatter_(-1, moved, ranks)
+    return answer
