@@ -124,11 +124,13 @@ def test_lora(kind: str, command: Callable, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_the_vllm_engine(command: Callable, tiny: Callable, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["grpo", "distill"])
+def test_the_vllm_engine(kind: str, command: Callable, tiny: Callable, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     model = tiny("qwen3", head_dim=32)
-    words = ("rollout.engine=vllm", "rollout.kv_cache_gb=0.1", "data.max_prompt_tokens=40")
-    resumes_exactly(command, tmp_path, "grpo", *words, model=model)
+    words = ["rollout.engine=vllm", "rollout.kv_cache_gb=0.1", "data.max_prompt_tokens=40"]
+    words += ["max_completion_length=64"] if kind == "distill" else []
+    resumes_exactly(command, tmp_path, kind, *words, model=model)
 
 
 @pytest.mark.parametrize(("stage", "full"), [(0, "1"), (2, "0"), (2, "1"), (3, "1")])
