@@ -1,5 +1,9 @@
-"""Replay attention: the dense reference (reference.py), the SDPA path (replay.py), registration (interface.py)."""
+"""Replay attention: the dense reference (reference.py), the SDPA path (replay.py), registration (interface.py).
 
+future.py: what attention a token will still get, for policies that learn it.
+"""
+
+from sparse_rl.attention.future import future_attention_mass
 from sparse_rl.attention.interface import (
     ATTENTION,
     FAMILIES,
@@ -24,6 +28,7 @@ __all__ = [
     "cache_shape",
     "dense_attention",
     "dense_logprobs",
+    "future_attention_mass",
     "refuse_reentrant_checkpointing",
     "replay_logprobs",
     "sdpa",

@@ -1,0 +1,86 @@
+"""The mass of future attention against a float64 loop over pairs, with every option, padded and packed."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_rl.attention import future_attention_mass
+
+B, HQ, HKV, S, D, SCALE = 2, 4, 2, 37, 8, 0.4
+ENDS = {
+    "whole": None,
+    "right-padded": [[S] * S, [20] * S],
+    "left-padded": [[S] * S, [0] * 9 + [S] * (S - 9)],
+    "packed": [[12] * 12 + [13] + [S] * (S - 13), [30] * 30 + [S] * 7],
+}
+
+
+def brute(q: torch.Tensor, k: torch.Tensor, ends: Any, window: int, options: dict[str, Any]) -> torch.Tensor:
+    """float64 [B, Hq, S]: m_t, pair by pair."""
+    q, k = q.double(), k.double().repeat_interleave(HQ // HKV, dim=1)
+    given, look = options.get("log_sum_exp"), options.get("lookahead")
+    found = torch.zeros(B, HQ, S, dtype=torch.float64)
+    for b, h in itertools.product(range(B), range(HQ)):
+        end = [S] * S if ends is None else ends[b]
+        lse = []
+        for d in range(S):
+            seen = [float(q[b, h, d] @ k[b, h, t]) * SCALE for t in range(d + 1) if d < end[t]]
+            lse.append(torch.tensor(seen, dtype=torch.float64).logsumexp(0) if given is None else given[b, h, d])
+        for t in range(S):
+            last = end[t] if look is None else min(end[t], t + window + look + 1)
+            who = range(t + window, last)
+            mass = sum(float((q[b, h, d] @ k[b, h, t] * SCALE - lse[d]).exp()) for d in who)
+            found[b, h, t] = mass / (max(1, len(who)) if options.get("normalise", True) else 1)
+    return found
+
+
+@pytest.fixture
+def tensors() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(B, HQ, S, D, generator=generator) * 2, torch.randn(B, HKV, S, D, generator=generator) * 2
+
+
+@pytest.mark.parametrize("where", ENDS)
+@pytest.mark.parametrize("window", [1, 5, 40])
+@pytest.mark.parametrize("option", [{}, {"lookahead": 0}, {"lookahead": 6}, {"normalise": False}, {"log_sum_exp": 1}])
+def test_equals_the_loop(where: str, window: int, option: dict, tensors: Any) -> None:
+    if "log_sum_exp" in option:  # any other; no score exceeds 20
+        option = {"log_sum_exp": torch.randn(B, HQ, S, generator=torch.Generator().manual_seed(1)) + 20}
+    ends = ENDS[where]
+    expected = brute(*tensors, ends, window, option)
+    given = {"window": window, "scaling": SCALE, "ends": None if ends is None else torch.tensor(ends), **option}
+    for chunk in (512, 7):
+        found = future_attention_mass(*tensors, **given, chunk=chunk)
+        assert found.shape == (B, HQ, S) and found.dtype == torch.float32 and not found.isnan().any()
+        assert torch.equal(found == float("-inf"), expected == 0)
+        assert (found.exp() - expected).abs().max() <= 1e-5
+        some = expected > 0
+        assert not some.any() or (found[some] - expected[some].log()).abs().max() <= 1e-4
+    by_head = expected.view(B, HKV, -1, S)
+    for group, wanted in (("max", (1e-6 + by_head).log().amax(2)), ("mean", (1e-6 + by_head.mean(2)).log())):
+        joined = future_attention_mass(*tensors, **given, group=group, floor=1e-6)
+        assert joined.shape == (B, HKV, S) and (joined.exp() - wanted.exp()).abs().max() <= 1e-5
+
+
+def test_what_is_wrong_shows(tensors: Any) -> None:
+    expected = brute(*tensors, None, 5, {})
+
+    def gap(**changed: Any) -> float:
+        found = future_attention_mass(*tensors, **{"window": 5, "scaling": SCALE, **changed})
+        return float((found.exp() - expected).abs().max())
+
+    assert gap() <= 1e-5
+    assert all(gap(**wrong) > 1e-2 for wrong in ({"window": 4}, {"scaling": 0.5}, {"lookahead": 3}))
+    assert gap(ends=torch.tensor(ENDS["packed"])) > 1e-2
+
+
+def test_no_gradient_and_any_width(tensors: Any) -> None:
+    query, key = (tensor.clone().requires_grad_() for tensor in tensors)
+    found = future_attention_mass(query, key, window=5, scaling=SCALE)
+    assert not found.requires_grad
+    half = future_attention_mass(query.bfloat16(), key.bfloat16(), window=5, scaling=SCALE)
+    assert half.dtype == torch.float32 and (half.exp() - found.exp()).abs().max() < 0.05
