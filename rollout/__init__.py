@@ -52,7 +52,11 @@ def make_engine(
         raise ValueError(f"engine {kind!r} has no option {min(unknown)!r}; it takes {', '.join(sorted(accepted))}")
     if policy is None:
         policy = (saved_policy(model) if isinstance(model, (str, Path)) else None) or "full"
-    return engine(model, make_policy(policy), **options)
+    policy = make_policy(policy)
+    if policy.decides_first:
+        mend = "it decides before a query attends; name another policy, for example full"
+        raise ValueError(f"no engine samples under {policy.name} yet: {mend}")
+    return engine(model, policy, **options)
 
 
 def _engine(kind: str) -> Any:

@@ -6,7 +6,17 @@ import dataclasses
 import importlib.util
 from typing import Any
 
-from sparse_rl.recipe import DistillRecipe, GRPORecipe, Recipe, RecipeError, SampledRecipe, SFTRecipe, TrainRecipe
+from sparse_rl.recipe import (
+    DistillRecipe,
+    GRPORecipe,
+    KVpopRecipe,
+    Recipe,
+    RecipeError,
+    SampledRecipe,
+    SFTRecipe,
+    TaughtRecipe,
+    TrainRecipe,
+)
 
 NOT_CHECKED = (
     "the weights; whether it fits (sparse-rl doctor RECIPE); rewards at work; which rows keep and the lengths leave; "
@@ -38,20 +48,23 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
         recipe = settle_engine(recipe, config)
     if isinstance(recipe, GRPORecipe):
         found.append(("rewards", _rewards(recipe.rewards, "rewards")))
-    if isinstance(recipe, DistillRecipe):
+    if isinstance(recipe, KVpopRecipe):
+        found += _learned(recipe, config)
+    if isinstance(recipe, TaughtRecipe):
         found.append(("teacher", _teacher(recipe, config)))
-        if recipe.keep is not None:
-            found.append(("kept", f"what scores >= {recipe.keep_from:g}: {_rewards([recipe.keep], 'keep')}"))
+    if isinstance(recipe, DistillRecipe) and recipe.keep is not None:
+        found.append(("kept", f"what scores >= {recipe.keep_from:g}: {_rewards([recipe.keep], 'keep')}"))
     tokenizer = load_tokenizer(recipe.model)
     require = ["prompt"]
-    if isinstance(recipe, SFTRecipe) or (isinstance(recipe, DistillRecipe) and recipe.completions == "data"):
+    sampled = isinstance(recipe, DistillRecipe) and recipe.completions == "student"
+    if isinstance(recipe, SFTRecipe | TaughtRecipe) and not sampled:
         require.append("completion")
     if isinstance(recipe, DistillRecipe) and recipe.keep is not None:
         require.append("answer")
     data = load_data(recipe.data, tokenizer, require=require)
     found.append(("data", f"{len(data)} rows, with {', '.join(data.column_names)}"))
     found.append(("batch", _batch(recipe, len(data))))
-    if isinstance(recipe, SampledRecipe) and recipe.validation is not None:
+    if isinstance(recipe, SampledRecipe | KVpopRecipe) and recipe.validation is not None:
         source = dataclasses.replace(recipe.validation.data, limit=recipe.validation.problems)
         held_out = load_data(source, tokenizer, where="validation.data")
         found.append(("validation", f"{len(held_out)} problems every {recipe.validation.every} steps"))
@@ -73,7 +86,28 @@ def _rewards(named: list[Any], key: str) -> str:
     return ", ".join(f"{name} × {weight:g}" for name, weight in zip(names, weights, strict=True))
 
 
-def _teacher(recipe: DistillRecipe, config: Any) -> str:
+def _learned(recipe: KVpopRecipe, config: Any) -> list[tuple[str, str]]:
+    """The cache that is learned, and the memory that the scorers' state takes from it."""
+    import torch
+
+    from sparse_rl.attention import cache_shape
+    from sparse_rl.policies import make_policy
+    from sparse_rl.scorers import make_scorer
+
+    _, heads, dim = cache_shape(config)
+    policy: Any = make_policy(recipe.cache)
+    with torch.device("meta"):
+        scorer = make_scorer(policy.scorer, heads=heads, dim=dim)
+    parameters = sum(weight.numel() for weight in scorer.parameters())
+    entry = 2 * heads * dim * torch.finfo(getattr(torch, recipe.dtype)).bits // 8
+    state = -(-scorer.state_bytes() // entry)
+    size = f"{parameters:,} parameters a layer"
+    if state:
+        size += f"; its state is as large as {state} entries, cache.state_entries is {policy.state_entries}"
+    return [("cache", repr(policy)), ("scorer", size)]
+
+
+def _teacher(recipe: TaughtRecipe, config: Any) -> str:
     from sparse_rl.models import load_config
     from trainer.teacher import TeacherCache, expected_facts
 

@@ -203,12 +203,12 @@ def train(options: argparse.Namespace, session: Session) -> int:
 
 
 def teacher(options: argparse.Namespace, session: Session) -> int:
-    from sparse_rl.recipe import DistillRecipe
+    from sparse_rl.recipe import TaughtRecipe
     from trainer.teacher import write_for
 
     recipe = read_recipe(options, session)
-    if not isinstance(recipe, DistillRecipe):
-        raise RecipeError(f"a recipe of kind {recipe.kind} has no teacher; use one of distill", "kind")
+    if not isinstance(recipe, TaughtRecipe):
+        raise RecipeError(f"a recipe of kind {recipe.kind} has no teacher; use one of distill or kvpop", "kind")
     quiet_loading(session.verbose)
     folder, rows, found = write_for(recipe)
     print(f"{folder}: {rows} sequences" + (f"; {found} shards were there already" if found else ""))

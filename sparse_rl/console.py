@@ -76,6 +76,8 @@ SHOWN = (  # metric, label, format
     ("accuracy_full", "accuracy", "{:.3f}"),
     ("loss", "loss", "{:.4f}"),
     ("kl", "KL", "{:.4f}"),
+    ("boundary_loss", "boundary", "{:.4f}"),
+    ("recall", "recall", "{:.3f}"),
     ("mean_token_accuracy", "token accuracy", "{:.3f}"),
     ("replay/gap_max", "gap max", "{:.1e}"),
     ("cache/retention", "kept", "{:.0%}"),

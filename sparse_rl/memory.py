@@ -20,11 +20,13 @@ from sparse_rl.recipe import (
     DistillRecipe,
     EvalRecipe,
     GRPORecipe,
+    KVpopRecipe,
     LaunchConfig,
     LoraConfig,
     Recipe,
     SampledRecipe,
     SFTRecipe,
+    TaughtRecipe,
 )
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 ASSUMED_PROMPT = 512  # tokens, where a recipe does not bound its prompts
 ASSUMED_SFT_LENGTH = 4096
+FUTURE_CHUNK = 512  # keys that future_attention_mass takes at a time
 TIGHT = 0.9  # share of the memory above which a fit is called tight
 
 
@@ -215,7 +218,7 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
         for point in points:  # those of a sweep run one after another: the others are shown, not counted
             items += point if point is largest else [replace(item, when="avoided") for item in point]
         return Plan(parameters, items)
-    assert isinstance(recipe, SampledRecipe | SFTRecipe)
+    assert isinstance(recipe, SampledRecipe | SFTRecipe | KVpopRecipe)
     adapters, launch = recipe.lora is not None, recipe.launch
     trainable = lora_parameters(model, recipe.lora) if recipe.lora is not None else parameters
     stored = itemsize if launch.zero_stage or adapters else 4  # as in trainer/train.py
@@ -227,8 +230,9 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
             Item("weights under autocast", parameters * itemsize, when="update", note=f"their {recipe.dtype} copies")
         )
     size, checkpointing = recipe.per_device_train_batch_size, recipe.gradient_checkpointing
-    if isinstance(recipe, SFTRecipe):
-        length, logits = recipe.max_length or ASSUMED_SFT_LENGTH, True
+    prompt = 0
+    if isinstance(recipe, SFTRecipe | KVpopRecipe):
+        length, logits = recipe.max_length or ASSUMED_SFT_LENGTH, isinstance(recipe, SFTRecipe)
     else:
         prompt = _prompt_tokens(recipe.data)
         length, logits = prompt + recipe.max_completion_length, False
@@ -242,12 +246,21 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
 
     layers, kv_heads, _ = cache_shape(config)
     per_rank = size * recipe.gradient_accumulation_steps
+    whole = launch.zero_stage < 3
+    if isinstance(recipe, TaughtRecipe) and recipe.teacher_cache is None:
+        taught = parameters if recipe.teacher is None else count_parameters(meta_model(load_config(recipe.teacher)))
+        held = taught * itemsize // (1 if whole else launch.processes)
+        items.append(Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards")))
+    if isinstance(recipe, KVpopRecipe):
+        wide = attention_itemsize(recipe.dtype, cuda)
+        one = sdpa_mask_bytes(size, kv_heads, length, wide)
+        items.append(Item("mask of one layer", one, when="update", note=f"1 byte, and {wide} as SDPA converts it"))
+        heads = config.num_attention_heads
+        target = 3 * 4 * size * heads * min(FUTURE_CHUNK, length) * length
+        items.append(Item("future attention", target, when="update", note=f"of one layer, {FUTURE_CHUNK} keys at once"))
+        return Plan(parameters, items)
     if isinstance(recipe, DistillRecipe):
-        whole, own = launch.zero_stage < 3, recipe.teacher is None and recipe.teacher_cache is None
-        if recipe.teacher_cache is None:
-            taught = parameters if recipe.teacher is None else count_parameters(meta_model(load_config(recipe.teacher)))
-            held = taught * itemsize // (1 if whole else launch.processes)
-            items.append(Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards")))
+        own = recipe.teacher is None and recipe.teacher_cache is None
         shared = own and whole and not recipe.refresh_every
         if not engine and recipe.completions != "student" and not shared:
             items.append(Item("simulating model", parameters * itemsize, note=recipe.dtype))

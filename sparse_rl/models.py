@@ -1,6 +1,8 @@
 """Model directories: what must hold before anything is loaded, the tokenizer, and the cache policy kept beside a model.
 
 MODEL_DIR/cache_policy.json says under which cache a model was trained; engines and evaluation use it with no flags.
+MODEL_DIR/cache_scorer.safetensors holds the scorers of a learned policy, which plain transformers ignores. In memory
+they are the module list `model.cache_scorers`, one per layer.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.policies import Policy, make_policy
+from sparse_rl.policies import KVpop, Policy, make_policy
 from sparse_rl.recipe_schema import RecipeError
 
 POLICY_FILE = "cache_policy.json"
 POLICY_VERSION = 1
+SCORER_FILE = "cache_scorer.safetensors"
+SCORERS = "cache_scorers"
 
 
 def load_config(model: str) -> Any:
@@ -100,3 +104,67 @@ def saved_policy(directory: str | Path) -> Policy | None:
         return make_policy(content)
     except (ValueError, KeyError, AttributeError) as error:
         raise RecipeError(f"{file} cannot be used: {error}") from error
+
+
+# ---- scorers ---------------------------------------------------------------------------------------------------------
+
+
+def load_model(directory: str | Path, dtype: str = "float32") -> Any:
+    """The model of a directory, with the scorers that it carries; its policy is `saved_policy(directory)`.
+
+    Raises RecipeError where a file is missing or cannot be used.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from sparse_rl.attention import adopt
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise RecipeError(f"the weights of {directory} cannot be read: {first}", "model") from error
+    policy = saved_policy(directory)
+    if isinstance(policy, KVpop):
+        attach_scorers(model, policy)
+        read_scorers(directory, model)
+    return adopt(model)
+
+
+def attach_scorers(model: Any, policy: KVpop) -> None:
+    """Give a model untrained scorers, float32. Saved as a whole it leaves them out: see write_scorers."""
+    from torch import nn
+
+    from sparse_rl.attention import cache_shape
+    from sparse_rl.scorers import make_scorer
+
+    layers, heads, dim = cache_shape(model.config)
+    scorers = nn.ModuleList(make_scorer(policy.scorer, heads=heads, dim=dim) for _ in range(layers))
+    setattr(model, SCORERS, scorers.to(model.device))
+    model._keys_to_ignore_on_save = [f"{SCORERS}.{name}" for name in scorers.state_dict()]
+
+
+def write_scorers(directory: str | Path, weights: Any) -> None:
+    """Write cache_scorer.safetensors from a model's state dict."""
+    from safetensors.torch import save_file
+
+    prefix = f"{SCORERS}."
+    own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    save_file({name: value.detach().cpu().contiguous() for name, value in own.items()}, Path(directory) / SCORER_FILE)
+
+
+def read_scorers(directory: str | Path, model: Any) -> None:
+    """Load cache_scorer.safetensors into a model's scorers.
+
+    Raises RecipeError where it is missing, unreadable, or of other scorers.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = Path(directory) / SCORER_FILE
+    if not file.is_file():
+        raise RecipeError(f"{file} is missing: the model carries a learned policy without its scorers", "model")
+    try:
+        getattr(model, SCORERS).load_state_dict(load_file(file))
+    except (SafetensorError, RuntimeError, OSError) as error:
+        raise RecipeError(f"{file} cannot be used: {' '.join(str(error).split())}", "model") from error

@@ -168,13 +168,50 @@ class LaunchConfig:
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
     """What GRPO measures on held-out problems every so many steps (rewards and entropy of samples), and distillation
-    also before its first step (KL and cross-entropy; `samples` does not count there).
+    and KVpop also before their first step (KL and cross-entropy; `samples` does not count there).
     """
 
     data: DataConfig
     every: PositiveInt = 20
     problems: PositiveInt = 32
     samples: PositiveInt = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """What KVpop's scorers are to foresee (sparse_rl/attention/learned.py): log(floor + mass of future attention).
+
+    normaliser : of the attention: over what the student's query sees (sparse), or over all before it (dense)
+    group : of the query heads of a kv head, the largest logarithm, or the logarithm of their mean
+    lookahead : count only so many queries after the window; None: all
+    normalise : divide by their number
+    """
+
+    normaliser: Literal["sparse", "dense"] = "sparse"
+    group: Literal["max", "mean"] = "max"
+    lookahead: PositiveInt | None = None
+    normalise: bool = True
+    floor: Positive = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundaryConfig:
+    """The scorers' loss (trainer/losses.py, BoundaryLoss).
+
+    temperature : tau
+    margin, margin_floor, margin_temperature : weigh pairs by the target's margin; omega_min and tau_omega
+    balance : the largest weight of the rarer of kept and dropped
+    queries : drawn per row; None: all
+    late : the share of them that is drawn with a bias towards the row's end
+    """
+
+    temperature: Positive = 1.0
+    margin: bool = True
+    margin_floor: Probability = 0.1
+    margin_temperature: Positive = 1.0
+    balance: AtLeastOne = 10.0
+    queries: PositiveInt | None = 1024
+    late: Probability = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)

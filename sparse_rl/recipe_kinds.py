@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from sparse_rl.recipe_blocks import (
     AtLeastOne,
     BelowOne,
+    BoundaryConfig,
     DataConfig,
     Fraction,
     GuardConfig,
@@ -27,6 +28,7 @@ from sparse_rl.recipe_blocks import (
     Probability,
     RolloutConfig,
     SweepConfig,
+    TargetConfig,
     Text,
     ValidationConfig,
 )
@@ -210,34 +212,24 @@ class GRPORecipe(SampledRecipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillRecipe(SampledRecipe):
-    """KL distillation under recorded evictions: a teacher with a full cache, a student with `cache` (G-KV appendix C).
+class TaughtRecipe(TrainRecipe):
+    """Training on what a dense teacher says of a text.
 
     teacher : a model with the student's vocabulary; None: the starting model itself
     teacher_cache : a folder that `sparse-rl teacher` writes and training reads; the teacher is then not loaded
     teacher_cache_dtype : of the log-probs in it
-    completions : those of the dataset, whose evictions are simulated; or the student's own, sampled under eviction
-    keep : a reward that the dataset's completions must score `keep_from` with; the others are dropped
-    refresh_every : steps after which the simulating model takes the student's weights; 0: it stays the starting model
-    temperature : tau, of sampling and of both distributions
+    temperature : tau, of both distributions, and of sampling
     divergence, jsd_beta : forward KL(teacher || student), reverse, or the generalised JSD between them
     top_k : the teacher's most probable tokens that count one by one, the rest as one; None: the whole vocabulary
     renormalise : drop the rest instead
     kl_weight, ce_weight : of tau^2 KL, and of the cross-entropy with the completions
     chunk : positions whose logits are alive at a time
-    packing : put several short sequences into one row; none sees another
-    max_length : longer sequences are dropped
     """
 
-    kind: ClassVar[str] = "distill"
     teacher: Text | None = None
     teacher_cache: Text | None = None
     teacher_cache_dtype: Literal["float32", "bfloat16", "float16"] = "float16"
-    completions: Literal["data", "student"] = "data"
-    keep: dict[str, Any] | Text | None = None
-    keep_from: Positive = 1.0
-    refresh_every: NonNegativeInt = 0
-    max_length: PositiveInt | None = None
+    temperature: Positive = 1.0
     divergence: Literal["forward", "reverse", "jsd"] = "forward"
     jsd_beta: Probability = 0.5
     top_k: PositiveInt | None = None
@@ -245,11 +237,10 @@ class DistillRecipe(SampledRecipe):
     kl_weight: NonNegative = 1.0
     ce_weight: NonNegative = 0.0
     chunk: PositiveInt = 512
-    packing: bool = False
+    validation: ValidationConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sampled = self.completions == "student"
         if self.kl_weight == 0 and self.ce_weight == 0:
             raise RecipeError("one of kl_weight and ce_weight must be above 0", "kl_weight")
         if self.divergence == "jsd" and not 0 < self.jsd_beta < 1:
@@ -258,6 +249,30 @@ class DistillRecipe(SampledRecipe):
             raise RecipeError("is about the teacher's top k; name top_k", "renormalise")
         if self.teacher_cache is not None and self.top_k is None:
             raise RecipeError("needs top_k: that many log-probs are kept, for example 256", "teacher_cache")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillRecipe(SampledRecipe, TaughtRecipe):
+    """KL distillation under recorded evictions: a teacher with a full cache, a student with `cache` (G-KV appendix C).
+
+    completions : those of the dataset, whose evictions are simulated; or the student's own, sampled under eviction
+    keep : a reward that the dataset's completions must score `keep_from` with; the others are dropped
+    refresh_every : steps after which the simulating model takes the student's weights; 0: it stays the starting model
+    packing : put several short sequences into one row; none sees another
+    max_length : longer sequences are dropped
+    """
+
+    kind: ClassVar[str] = "distill"
+    completions: Literal["data", "student"] = "data"
+    keep: dict[str, Any] | Text | None = None
+    keep_from: Positive = 1.0
+    refresh_every: NonNegativeInt = 0
+    max_length: PositiveInt | None = None
+    packing: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sampled = self.completions == "student"
         if sampled and self.teacher_cache is not None:
             mend = "holds what the teacher says of the dataset's completions; the student's own are new each time"
             raise RecipeError(mend, "teacher_cache")
@@ -267,6 +282,47 @@ class DistillRecipe(SampledRecipe):
         if self.refresh_every and self.save_steps % self.refresh_every:
             mend = f"must divide save_steps ({self.save_steps}): a resumed run takes the weights of its checkpoint"
             raise RecipeError(mend, "refresh_every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVpopRecipe(TaughtRecipe):
+    """Retrofit of the learned policy `kvpop`: a student under the mask of its own scorers, which are trained beside it.
+
+    max_length : S; longer texts are dropped
+    packing : join texts into rows of S tokens; each sees those before it (the papers' choice). Off: one text to a row,
+        and only its completion is learned
+    target : what the scorers are to foresee
+    boundary, boundary_weight : their loss
+    scorer_learning_rate, scorer_final_learning_rate, scorer_warmup_steps : theirs: it rises, and falls along a cosine;
+        learning_rate and lr_scheduler_type are the model's
+    train_base : whether the model learns too, from KL and cross-entropy
+    """
+
+    kind: ClassVar[str] = "kvpop"
+    cache: dict[str, Any]
+    learning_rate: Positive = 8e-5
+    weight_decay: NonNegative = 1e-4
+    adam_beta2: BelowOne = 0.95
+    top_k: PositiveInt | None = 256
+    max_length: PositiveInt = 16384
+    packing: bool = True
+    target: TargetConfig = field(default_factory=TargetConfig)
+    boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
+    boundary_weight: NonNegative = 1.0
+    scorer_learning_rate: Positive = 1e-3
+    scorer_final_learning_rate: Positive = 8e-5
+    scorer_warmup_steps: NonNegativeInt = 100
+    train_base: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_cache(self.cache, learned=True)
+        if self.lora is not None:
+            raise RecipeError("the whole model is trained, or with train_base: false the scorers alone", "lora")
+        if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+            raise RecipeError("depends on a metric; name one that depends on the step alone", "lr_scheduler_type")
+        if self.scorer_final_learning_rate > self.scorer_learning_rate:
+            raise RecipeError("must not exceed scorer_learning_rate", "scorer_final_learning_rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,22 +423,29 @@ class EvalRecipe(Recipe):
 KINDS: dict[str, type[Recipe]] = {
     "grpo": GRPORecipe,
     "distill": DistillRecipe,
+    "kvpop": KVpopRecipe,
     "sft": SFTRecipe,
     "eval": EvalRecipe,
 }
 
 
-def check_cache(block: Mapping[str, Any], key: str = "cache") -> None:
-    """Raise a RecipeError unless `block` is {policy: a known name, its parameters with values in range}."""
+def check_cache(block: Mapping[str, Any], key: str = "cache", *, learned: bool = False) -> None:
+    """Raise a RecipeError unless `block` is {policy: a known name, its parameters with values in range}.
+
+    learned : of a policy that is retrofitted to a model, instead of one that engines sample under
+    """
     from sparse_rl.policies import make_policy  # brings torch: only when there is a cache to check
 
     parameters = dict(block)
     if not isinstance(name := parameters.pop("policy", None), str):
         raise RecipeError("missing; name a cache policy, for example full, streaming or gkv", f"{key}.policy")
     try:
-        make_policy(name, **parameters)
+        policy = make_policy(name, **parameters)
     except (ValueError, TypeError) as error:
         raise RecipeError(str(error), key) from None
+    if policy.decides_first != learned:
+        mend = "no engine samples under it yet; it is trained by recipes of kind kvpop"
+        raise RecipeError(mend if policy.decides_first else "recipes of kind kvpop train kvpop", f"{key}.policy")
 
 
 def check_model_len(recipe: SampledRecipe | EvalRecipe) -> None:

@@ -35,7 +35,14 @@ rewards: [math, {name: format, weight: 0.1}]
 SFT = "{kind: sft, model: m, output_dir: o, data: {synthetic: {task: running_sum, size: 8}}}"
 EVAL = "{kind: eval, model: m, output_dir: o, tasks: {aime: {path: aime.jsonl}}}"
 DISTILL = "{kind: distill, model: m, output_dir: o, data: {path: said.jsonl}, cache: {policy: tova, budget: 64}}"
-TEXTS = {"grpo": GRPO, "distill": DISTILL, "sft": SFT, "eval": EVAL}
+KVPOP = """
+kind: kvpop
+model: m
+output_dir: runs/x
+data: {path: x.jsonl}
+cache: {policy: kvpop, budget: 64, window: 16}
+"""
+TEXTS = {"grpo": GRPO, "distill": DISTILL, "kvpop": KVPOP, "sft": SFT, "eval": EVAL}
 
 
 def make(text=GRPO, overrides=(), extra=None):
@@ -55,7 +62,8 @@ def refused(*overrides, text=GRPO, extra=None):
 
 
 def test_kinds_and_defaults():
-    grpo, distill, sft, evaluation = (make(text) for text in TEXTS.values())
+    grpo, distill, kvpop, sft, evaluation = (make(text) for text in TEXTS.values())
+    assert (kvpop.top_k, kvpop.learning_rate, kvpop.scorer_learning_rate) == (256, 8e-5, 1e-3)
     assert isinstance(grpo, GRPORecipe) and isinstance(sft, SFTRecipe) and isinstance(evaluation, EvalRecipe)
     assert isinstance(distill, DistillRecipe) and (distill.divergence, distill.top_k) == ("forward", None)
     assert (grpo.kind, grpo.learning_rate, grpo.loss_type, grpo.beta) == ("grpo", 1e-6, "grpo", 0.0)
@@ -66,7 +74,11 @@ def test_kinds_and_defaults():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_round_trip_through_a_file(kind, tmp_path):
-    overrides = ["seed=7"] if kind == "eval" else ["seed=7", "lora.r=4", "run_name='1e-6'", "warmup_steps=0.1"]
+    overrides = (
+        ["seed=7"]
+        if kind == "eval"
+        else ["seed=7", *(["lora.r=4"] if kind != "kvpop" else []), "run_name='1e-6'", "warmup_steps=0.1"]
+    )
     extra = {kind: {"optim": str, "optim_args": dict}}
     first = make(TEXTS[kind], [*overrides, "optim='no'", "optim_args={fused: true, eps: 1e-8}"], extra)
     first.save_resolved(tmp_path / "resolved.yaml")
@@ -200,8 +212,8 @@ def test_a_key_at_the_wrong_level():
         ("cache.budget=3", "budget 3 must exceed window 16"),
         ("num_generations=3", "3 does not divide the global batch 8"),
         ("validation.every=2", "validation.data: missing; give a mapping"),
-        ("kind=grop", "unknown kind 'grop'; one of grpo, distill, sft, eval (did you mean grpo?)"),
-        ("kind=null", "kind: missing; one of grpo, distill, sft, eval"),
+        ("kind=grop", "unknown kind 'grop'; one of grpo, distill, kvpop, sft, eval (did you mean grpo?)"),
+        ("kind=null", "kind: missing; one of grpo, distill, kvpop, sft, eval"),
     ],
 )
 def test_wrong_values_say_key_expected_and_got(override, says):

@@ -15,7 +15,16 @@ import yaml
 from sparse_rl.data import load_data, prompt_ids
 from sparse_rl.models import load_tokenizer, saved_policy
 from sparse_rl.policies import make_policy
-from sparse_rl.recipe import DistillRecipe, EvalRecipe, GRPORecipe, SFTRecipe, list_recipes, load_recipe
+from sparse_rl.recipe import (
+    DistillRecipe,
+    EvalRecipe,
+    GRPORecipe,
+    KVpopRecipe,
+    SFTRecipe,
+    TaughtRecipe,
+    list_recipes,
+    load_recipe,
+)
 
 ROOT = Path(__file__).parents[1]
 NAMES = list_recipes()
@@ -108,6 +117,8 @@ def test_the_set() -> None:
         "quickstart",
         "qwen2.5-1.5b",
         "qwen3-4b",
+        "qwen3-4b-instruct-2507",
+        "qwen3-8b",
     }
 
 
@@ -151,6 +162,24 @@ def test_distillation_of_the_paper(name: str) -> None:
     assert (batch, recipe.max_steps, recipe.learning_rate) == (128, 250, 1e-6)
     assert (recipe.max_completion_length, recipe.temperature, recipe.cache["budget"]) == (4096, 0.6, 2048)
     assert differing("deepseek-r1-distill-qwen-7b/distill", "deepseek-r1-distill-qwen-7b/streaming_plus") == {"cache"}
+
+
+@pytest.mark.parametrize("model", ["qwen3-4b-instruct-2507", "qwen3-8b"])
+def test_the_retrofit_of_the_paper(model: str) -> None:
+    """KVpop algorithm 1: 2,000 steps, batch 128, S 16,384, top 256, w 256, s 4, k 2016 or 4032, the rates."""
+    for name in ("kvpop_mlp", "kvpop_mlstm", "streaming_plus"):
+        for budget, k in ((2276, 2016), (4292, 4032)):
+            recipe = load_recipe(f"{model}/{name}", [f"cache.budget={budget}"])
+            assert isinstance(recipe, KVpopRecipe) and recipe.packing
+            batch = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps * recipe.launch.processes
+            assert (batch, recipe.max_steps, recipe.max_length, recipe.top_k) == (128, 2000, 16384, 256)
+            assert (recipe.learning_rate, recipe.scorer_learning_rate) == (8e-5, 1e-3)
+            assert (recipe.scorer_final_learning_rate, recipe.scorer_warmup_steps) == (8e-5, 100)
+            assert (recipe.adam_beta1, recipe.adam_beta2, recipe.weight_decay) == (0.9, 0.95, 1e-4)
+            assert (recipe.kl_weight, recipe.ce_weight, recipe.boundary_weight) == (1, 0, 1)
+            policy = make_policy(recipe.cache)
+            assert (policy.sinks, policy.window, policy.k + policy.state_entries) == (4, 256, k)
+    assert differing(f"{model}/kvpop_mlp", f"{model}/streaming_plus") == {"cache"}
 
 
 def test_accelerate_configs() -> None:
@@ -208,6 +237,11 @@ def test_it_trains(
         overrides += [f"cache={json.dumps(shortened(recipe.cache))}"]
         if recipe.validation is not None:
             overrides += ["validation.every=1", "validation.problems=2"]
+    if isinstance(recipe, KVpopRecipe):
+        small = {**recipe.cache, "sinks": 2, "window": 4, "budget": 12, "state_entries": 0}
+        overrides += [f"cache={json.dumps(small)}", "max_length=128"]
+        if recipe.validation is not None:
+            overrides += ["validation.every=1", "validation.problems=2"]
     model = train(load_recipe(name, overrides))
 
     metrics = read_metrics(folder)
@@ -225,7 +259,7 @@ def test_it_trains(
         assert saved is not None and saved.name == recipe.cache["policy"]
         validated = [line["step"] for line in metrics if "eval_reward" in line]
         assert validated == ([1, 2] if recipe.validation is not None else [])
-    elif isinstance(recipe, DistillRecipe):
+    elif isinstance(recipe, TaughtRecipe):
         assert all(line["cache/retention"] < 1 and line["kl"] > 0 for line in lines)
         assert [line["step"] for line in metrics if "eval_kl" in line] == ([0, 1, 2] if recipe.validation else [])
         assert (saved := saved_policy(model)) is not None and saved.name == recipe.cache["policy"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rollout import Rollout
-from sparse_rl.attention import NO_MASK, ReplayView, cache_shape
+from sparse_rl.attention import NO_MASK, KVView, ReplayView, cache_shape
 from sparse_rl.trace import EvictionTrace, pack_traces
 
 
@@ -19,7 +19,7 @@ class Batch:
 
     rollouts : in the order of `targets`; ids, positions int64 [B, S], positions anew for each sequence
     where : (row, column) int64 [N] each, of the positions that predict the completion tokens `targets` int64 [N]
-    rows : the traces of each row
+    rows : the sequences of each row
     """
 
     rollouts: list[Rollout]
@@ -27,12 +27,12 @@ class Batch:
     positions: torch.Tensor
     where: tuple[torch.Tensor, torch.Tensor]
     targets: torch.Tensor
-    rows: list[list[EvictionTrace]]
+    rows: list[list[Rollout]]
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], device: torch.device, packing: bool = False) -> Batch:
         rows = _packed(rollouts) if packing else [[rollout] for rollout in rollouts]
-        width = max(sum(len(rollout.trace) for rollout in row) for row in rows)
+        width = max(sum(map(length_of, row)) for row in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         positions = torch.zeros(len(rows), width, dtype=torch.long)
         places: list[tuple[int, int]] = []
@@ -54,7 +54,7 @@ class Batch:
             positions.to(device),
             (number, column),
             torch.tensor(targets, device=device),
-            [[rollout.trace for rollout in row] for row in rows],
+            rows,
         )
 
     def hidden(self, model: Any, *, replayed: bool) -> torch.Tensor:
@@ -62,14 +62,19 @@ class Batch:
 
         replayed : under the traces; else each sequence sees all of itself
         """
-        base = base_of(model)
-        rows = self.rows
-        if not replayed:
-            layers, kv_heads, _ = cache_shape(base.config)
-            rows = [[EvictionTrace.dense(layers, kv_heads, len(trace)) for trace in row] for row in rows]
+        if replayed:
+            traces = [[rollout.trace for rollout in row] for row in self.rows]
+        else:
+            layers, kv_heads, _ = cache_shape(base_of(model).config)
+            traces = [[EvictionTrace.dense(layers, kv_heads, length_of(r)) for r in row] for row in self.rows]
+        starts = [0] * len(traces)
+        view = ReplayView.of([pack_traces(row) for row in traces], starts, self.ids.shape[1], self.ids.device)
+        return self.hidden_under(model, view)
+
+    def hidden_under(self, model: Any, view: KVView) -> torch.Tensor:
+        """The same under any view."""
         device = self.ids.device
-        view = ReplayView.of([pack_traces(row) for row in rows], [0] * len(rows), self.ids.shape[1], device)
-        decoder = base.get_decoder()
+        decoder = base_of(model).get_decoder()
         out = decoder(
             input_ids=self.ids,
             position_ids=self.positions,
@@ -82,11 +87,11 @@ class Batch:
 
 def _packed(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     """Rows as long as the longest sequence, each filled first-fit, the longest first."""
-    width = max(len(rollout.trace) for rollout in rollouts)
+    width = max(map(length_of, rollouts))
     rows: list[list[Rollout]] = []
     free: list[int] = []
-    for rollout in sorted(rollouts, key=lambda r: -len(r.trace)):
-        length = len(rollout.trace)
+    for rollout in sorted(rollouts, key=lambda r: -length_of(r)):
+        length = length_of(rollout)
         row = next((i for i, space in enumerate(free) if space >= length), len(rows))
         if row == len(rows):
             rows.append([])
@@ -94,6 +99,10 @@ def _packed(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
         rows[row].append(rollout)
         free[row] -= length
     return rows
+
+
+def length_of(rollout: Rollout) -> int:
+    return len(rollout.prompt_ids) + len(rollout.completion_ids)
 
 
 def base_of(model: Any) -> Any:

@@ -73,18 +73,20 @@ class DistillTrainer(Resumable):
     """
 
     args: DistillConfig
+    summed: tuple[str, ...] = ("kl", "ce")  # what `_losses` returns between the loss and the count
 
     def __init__(
         self,
         model: PreTrainedModel,
         teacher: PreTrainedModel | TeacherCache,
-        engine: Engine,
+        engine: Engine | None,
         args: DistillConfig,
         rows: Sequence[Row],
         validation: Sequence[Row] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.engine = engine
+        if engine is not None:
+            self.engine = engine
         super().__init__(
             model=model,
             args=args,
@@ -180,44 +182,55 @@ class DistillTrainer(Resumable):
     ) -> Any:
         """The whole of it runs inside the wrapper's forward, where DeepSpeed and DDP expect the parameters' use."""
         student = self.accelerator.unwrap_model(model)
-        loss, kl, ce, count = self._redirect(model, student, self._losses, student, inputs)
-        sums = self.accelerator.gather(torch.stack([kl, ce, count])[None].detach() * self._weight).sum(0)
-        for name, value in zip(("kl", "ce", "tokens"), sums.tolist(), strict=True):
+        loss, *others = self._redirect(model, student, self._losses, student, inputs)
+        sums = self.accelerator.gather(torch.stack(others)[None].detach() * self._weight).sum(0)
+        for name, value in zip((*self.summed, "tokens"), sums.tolist(), strict=True):
             self._sums[name] += value
-        total = sums[2] if num_items_in_batch is None else num_items_in_batch
+        total = sums[-1] if num_items_in_batch is None else num_items_in_batch
         return loss / total * self.accelerator.num_processes  # whose gradients are averaged
 
     def _losses(self, student: Any, rollouts: Sequence[Rollout]) -> tuple[torch.Tensor, ...]:
-        """Sums over the completion tokens: the loss, divergence, cross-entropy, count."""
+        """Sums over the completion tokens: the loss, what is `summed`, count."""
         batch = Batch.of(rollouts, self.accelerator.device, self.args.packing)
         with self.accelerator.autocast():
-            loss, hidden = self.args.loss, batch.hidden(student, replayed=True)
-            head = base_of(student).get_output_embeddings()
-            if isinstance(self.teacher, TeacherCache):
-                known = self.teacher.read(batch.rollouts, self.accelerator.device)
-                sums = loss(hidden, head, known.__getitem__, batch.targets)
+            return self._distilled(student, batch, batch.hidden(student, replayed=True))
+
+    def _distilled(self, student: Any, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Sums over the completion tokens, of the student's hidden states: the loss, divergence, cross-entropy, count.
+
+        Under autocast, where that is in use.
+        """
+        loss, head = self.args.loss, base_of(student).get_output_embeddings()
+        if isinstance(self.teacher, TeacherCache):
+            known = self.teacher.read(batch.rollouts, self.accelerator.device)
+            sums = loss(hidden, head, known.__getitem__, batch.targets)
+        else:
+            whole = cast(Any, self.accelerator.unwrap_model(self.teacher))
+            with torch.no_grad():  # through DeepSpeed's own forward, where it wraps the teacher
+                said = self._redirect(self.teacher, whole, lambda: batch.hidden(whole, replayed=False))
+            teach = whole.get_output_embeddings()
+            if self.args.top_k is None:
+                sums = loss(hidden, head, lambda part: teach(said[part]), batch.targets)
             else:
-                whole = cast(Any, self.accelerator.unwrap_model(self.teacher))
-                with torch.no_grad():  # through DeepSpeed's own forward, where it wraps the teacher
-                    said = self._redirect(self.teacher, whole, lambda: batch.hidden(whole, replayed=False))
-                teach = whole.get_output_embeddings()
-                if self.args.top_k is None:
-                    sums = loss(hidden, head, lambda part: teach(said[part]), batch.targets)
-                else:
-                    with torch.no_grad():
-                        known = TopK.of_hidden(said, teach, self.args.top_k, loss.temperature, loss.chunk)
-                    sums = loss(hidden, head, known.__getitem__, batch.targets)
+                with torch.no_grad():
+                    known = TopK.of_hidden(said, teach, self.args.top_k, loss.temperature, loss.chunk)
+                sums = loss(hidden, head, known.__getitem__, batch.targets)
         return *sums, torch.tensor(float(len(batch.targets)), device=hidden.device)
 
     # ---- what is logged -------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self._sums["tokens"] and "loss" in logs:
-            tokens, sequences = self._sums["tokens"], self._sums["sequences"]
-            logs["kl"], logs["ce"] = self._sums["kl"] / tokens, self._sums["ce"] / tokens
-            logs["tokens"], logs["cache/retention"] = tokens, self._sums["retention"] / sequences
+            logs |= {**self._measured(), "tokens": self._sums["tokens"]}
+            logs["cache/retention"] = logs.pop("retention")
             self._sums.clear()
         super().log(logs, start_time)
+
+    def _measured(self) -> dict[str, float]:
+        """The means per token, and the share of pairs that is seen per sequence."""
+        sums = self._sums
+        means = {name: sums[name] / sums["tokens"] for name in ("kl", "ce")}
+        return {**means, "retention": sums["retention"] / sums["sequences"]}
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """KL to the teacher and cross-entropy per token, on the held-out rows, under the evictions of the engine."""
@@ -237,9 +250,8 @@ class DistillTrainer(Resumable):
                 self.compute_loss(self.model_wrapped, rollouts)
         model.train(training)
         self._weight = 1.0
-        sums, self._sums = self._sums, before
-        metrics = {"eval_kl": sums["kl"] / sums["tokens"], "eval_ce": sums["ce"] / sums["tokens"]}
-        metrics["eval_retention"] = sums["retention"] / sums["sequences"]
+        metrics = {f"eval_{name}": value for name, value in self._measured().items()}
+        self._sums = before
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from rewards import make_rewards
 from sparse_rl.data import completion_ids, load_data, prompt_ids
 from sparse_rl.models import load_config
-from sparse_rl.recipe import DataConfig, DistillRecipe, RecipeError
+from sparse_rl.recipe import DataConfig, DistillRecipe, KVpopRecipe, RecipeError, TaughtRecipe
 
 logger = logging.getLogger("sparse_rl")
 
@@ -20,6 +21,16 @@ class Row:
 
     prompt: list[int]
     completion: list[int]
+
+
+def taught_rows(recipe: TaughtRecipe, tokenizer: Any) -> tuple[list[Row], list[Row] | None]:
+    """What a recipe with a teacher trains on, and what it holds out; None where it does not."""
+    load: Any = load_texts if isinstance(recipe, KVpopRecipe) else load_rows
+    rows, validation = load(recipe, recipe.data, tokenizer), recipe.validation
+    if validation is None:
+        return rows, None
+    source = dataclasses.replace(validation.data, limit=validation.problems)
+    return rows, load(recipe, source, tokenizer, "validation.data")
 
 
 def load_rows(recipe: DistillRecipe, config: DataConfig, tokenizer: Any, where: str = "data") -> list[Row]:
@@ -71,3 +82,27 @@ def _accepted(recipe: DistillRecipe, data: Any) -> list[int]:
         scores = reward(prompts=part["prompt"], completions=part["completion"], **columns)
         found += [start + i for i, score in enumerate(scores) if score is not None and score >= recipe.keep_from]
     return found
+
+
+def load_texts(recipe: KVpopRecipe, config: DataConfig, tokenizer: Any, where: str = "data") -> list[Row]:
+    """Rows of up to max_length tokens: one text each, or as many as fill it, one after another.
+
+    Raises RecipeError for a dataset that lacks what is needed, and where nothing is left.
+    """
+    data = load_data(config, tokenizer, require=("prompt", "completion"), where=where)
+    try:
+        pairs = zip(data["prompt"], data["completion"], strict=True)
+        texts = [Row(prompt_ids(p, tokenizer, config.thinking), completion_ids(c, tokenizer)) for p, c in pairs]
+    except ValueError as error:
+        raise RecipeError(str(error), where) from error
+    longest = min(recipe.max_length, load_config(recipe.model).max_position_embeddings)
+    kept = [text for text in texts if text.prompt and len(text.prompt) + len(text.completion) <= longest]
+    if len(kept) < len(texts):
+        logger.warning("%s: %d of %d texts are too long and dropped", where, len(texts) - len(kept), len(texts))
+    if not kept:
+        raise RecipeError(f"no text of at most {longest} tokens is left; see max_length", where)
+    if not recipe.packing:
+        return kept
+    stream = [token for text in kept for token in (*text.prompt, *text.completion)]
+    parts = [stream[start : start + longest] for start in range(0, len(stream), longest)]
+    return [Row(part[:1], part[1:]) for part in parts if len(part) > 1]

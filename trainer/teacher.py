@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from rollout import Rollout
 from sparse_rl.attention import adopt, cache_shape
-from sparse_rl.recipe import DistillRecipe, RecipeError
+from sparse_rl.recipe import RecipeError, TaughtRecipe
 from sparse_rl.trace import EvictionTrace
 from trainer.batches import Batch, base_of
 from trainer.checkpoint import disk_is_full
@@ -81,7 +81,7 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def expected_facts(recipe: DistillRecipe, vocab_size: int) -> dict[str, Any]:
+def expected_facts(recipe: TaughtRecipe, vocab_size: int) -> dict[str, Any]:
     """What a teacher cache has to be for a recipe, whose student has so many tokens: some of TeacherFacts."""
     source = recipe.teacher or recipe.model
     return {
@@ -209,7 +209,7 @@ def _say(teacher: Any, rows: Sequence[Row], facts: TeacherFacts, batch_size: int
     }
 
 
-def write_for(recipe: DistillRecipe) -> tuple[Path, int, int]:
+def write_for(recipe: TaughtRecipe) -> tuple[Path, int, int]:
     """What `sparse-rl teacher` does: the folder, its rows, and the shards that were there already.
 
     Raises RecipeError for a recipe without teacher_cache, TeacherCacheError where the folder holds something else.
@@ -217,7 +217,7 @@ def write_for(recipe: DistillRecipe) -> tuple[Path, int, int]:
     from transformers import AutoModelForCausalLM
 
     from sparse_rl.models import load_config, load_tokenizer
-    from trainer.rows import load_rows
+    from trainer.rows import taught_rows
 
     if recipe.teacher_cache is None or recipe.top_k is None:
         raise RecipeError("name the folder to write, and top_k", "teacher_cache")
@@ -228,10 +228,8 @@ def write_for(recipe: DistillRecipe) -> tuple[Path, int, int]:
     except OSError as error:
         raise RecipeError(f"{recipe.teacher_cache} cannot be written: {error}", "teacher_cache") from error
     tokenizer = load_tokenizer(recipe.model)
-    rows = load_rows(recipe, recipe.data, tokenizer)
-    if recipe.validation is not None:
-        held_out = dataclasses.replace(recipe.validation.data, limit=recipe.validation.problems)
-        rows += load_rows(recipe, held_out, tokenizer, "validation.data")
+    rows, held_out = taught_rows(recipe, tokenizer)
+    rows += held_out or []
     try:
         teacher: Any = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, recipe.dtype))
     except (OSError, ValueError) as error:

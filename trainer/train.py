@@ -13,9 +13,27 @@ import torch
 
 from sparse_rl.data import load_data
 from sparse_rl.engines import engine_options, settle_engine
-from sparse_rl.models import load_config, load_tokenizer, save_policy
+from sparse_rl.models import (
+    POLICY_FILE,
+    SCORERS,
+    load_config,
+    load_model,
+    load_tokenizer,
+    save_policy,
+    saved_policy,
+)
 from sparse_rl.policies import make_policy
-from sparse_rl.recipe import DistillRecipe, GRPORecipe, Recipe, RecipeError, SampledRecipe, SFTRecipe, TrainRecipe
+from sparse_rl.recipe import (
+    DistillRecipe,
+    GRPORecipe,
+    KVpopRecipe,
+    Recipe,
+    RecipeError,
+    SampledRecipe,
+    SFTRecipe,
+    TaughtRecipe,
+    TrainRecipe,
+)
 from trainer import rundir
 from trainer.batches import base_of
 from trainer.checkpoint import PARTIAL, clear_partial, failure, publish
@@ -64,8 +82,8 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
         rundir.wandb_offline_without_key(folder)
     trainer = TRAINERS[recipe.kind](recipe, folder)
     trainer.recipe = recipe.resolved()
-    if isinstance(recipe, DistillRecipe):
-        trainer.args.eval_on_start = recipe.validation is not None and checkpoint is None
+    if isinstance(recipe, TaughtRecipe):
+        trainer.args.eval_on_start = trainer.eval_dataset is not None and checkpoint is None
     final = folder / "model"
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -173,43 +191,20 @@ def _sft(recipe: SFTRecipe, folder: Path) -> Any:
 def _distill(recipe: DistillRecipe, folder: Path) -> Any:
     from rollout import SamplingConfig, make_engine
     from trainer.distill import DistillConfig, DistillTrainer
-    from trainer.losses import DistillationLoss
-    from trainer.rows import load_rows
-    from trainer.teacher import TeacherCache, expected_facts
+    from trainer.rows import taught_rows
 
     tokenizer = load_tokenizer(recipe.model)
-    rows = load_rows(recipe, recipe.data, tokenizer)
-    keys, held_out = arguments(recipe), None
-    if recipe.validation is not None:
-        source = dataclasses.replace(recipe.validation.data, limit=recipe.validation.problems)
-        held_out = load_rows(recipe, source, tokenizer, "validation.data")
-        keys |= {"eval_strategy": "steps", "eval_steps": recipe.validation.every}
+    rows, held_out = taught_rows(recipe, tokenizer)
     sampled = recipe.completions == "student"
-    init = keys.pop("model_init_kwargs")
-    loss_keys = [field.name for field in dataclasses.fields(DistillationLoss)]
     args = DistillConfig(
-        **keys,
-        loss=DistillationLoss(**{name: getattr(recipe, name) for name in loss_keys}),
-        top_k=recipe.top_k,
+        **_taught_arguments(recipe, held_out),
         sampling=SamplingConfig(recipe.max_completion_length, recipe.temperature) if sampled else None,
         refresh_every=recipe.refresh_every,
         rollout_sleep=recipe.rollout.sleep,
         packing=recipe.packing,
-        per_device_eval_batch_size=recipe.per_device_train_batch_size,
     )
-    student = _load(recipe.model, init["dtype"])
-    teacher: Any
-    if recipe.teacher_cache is not None:
-        teacher = TeacherCache(recipe.teacher_cache, expected_facts(recipe, student.config.vocab_size))
-        unknown = sum(row not in teacher for row in [*rows, *(held_out or [])])
-        if unknown:
-            mend = f"{recipe.teacher_cache} does not know {unknown} sequences of this dataset; write it for this recipe"
-            raise RecipeError(mend, "teacher_cache")
-    else:
-        teacher = _load(recipe.teacher or recipe.model, recipe.dtype)
-        if teacher.config.vocab_size != student.config.vocab_size:
-            sizes = f"{teacher.config.vocab_size} tokens, the student's {student.config.vocab_size}"
-            raise RecipeError(f"the vocabulary has {sizes}; it must be the same", "teacher")
+    student = _load(recipe.model, _weights_dtype(recipe))
+    teacher = _teacher(recipe, student, [*rows, *(held_out or [])])
     if recipe.lora is not None:
         from peft import get_peft_model
 
@@ -233,7 +228,77 @@ def _distill(recipe: DistillRecipe, folder: Path) -> Any:
     )  # fmt: skip
 
 
-TRAINERS: dict[str, Callable[[Any, Path], Any]] = {"grpo": _grpo, "distill": _distill, "sft": _sft}
+def _kvpop(recipe: KVpopRecipe, folder: Path) -> Any:
+    from sparse_rl.attention import FutureTarget
+    from trainer.kvpop import KVpopConfig, KVpopTrainer
+    from trainer.losses import BoundaryLoss
+    from trainer.rows import taught_rows
+
+    tokenizer = load_tokenizer(recipe.model)
+    rows, held_out = taught_rows(recipe, tokenizer)
+    same = ("boundary_weight", "scorer_learning_rate", "scorer_final_learning_rate", "scorer_warmup_steps")
+    args = KVpopConfig(
+        **_taught_arguments(recipe, held_out),
+        boundary=BoundaryLoss(**vars(recipe.boundary)),
+        target=FutureTarget(**vars(recipe.target)),
+        train_base=recipe.train_base,
+        **{name: getattr(recipe, name) for name in same},
+    )
+    student = load_model(recipe.model, _weights_dtype(recipe))
+    policy: Any = make_policy(recipe.cache)
+    if hasattr(student, SCORERS):
+        carried: Any = saved_policy(recipe.model)
+        if carried.scorer != policy.scorer:
+            mend = f"the model carries scorers {carried.scorer}; name these, or remove its {POLICY_FILE}"
+            raise RecipeError(mend, "cache.scorer")
+        logger.warning("the scorers of %s are trained further", recipe.model)
+    teacher = _teacher(recipe, student, [*rows, *(held_out or [])])
+    return KVpopTrainer(
+        student, teacher, policy, args, rows, held_out,
+        processing_class=tokenizer, callbacks=[rundir.RunLog(folder)],
+    )  # fmt: skip
+
+
+def _taught_arguments(recipe: Any, held_out: Any) -> dict[str, Any]:
+    """What DistillConfig and KVpopConfig take alike."""
+    from trainer.losses import DistillationLoss
+
+    keys = arguments(recipe)
+    keys.pop("model_init_kwargs")
+    if held_out is not None:
+        keys |= {"eval_strategy": "steps", "eval_steps": recipe.validation.every}
+    loss = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(DistillationLoss)}
+    return {
+        **keys,
+        "loss": DistillationLoss(**loss),
+        "top_k": recipe.top_k,
+        "per_device_eval_batch_size": recipe.per_device_train_batch_size,
+    }
+
+
+def _teacher(recipe: Any, student: Any, rows: Any) -> Any:
+    """In memory, or what it has said of all these rows."""
+    from trainer.teacher import TeacherCache, expected_facts
+
+    if recipe.teacher_cache is not None:
+        cache = TeacherCache(recipe.teacher_cache, expected_facts(recipe, student.config.vocab_size))
+        if unknown := sum(row not in cache for row in rows):
+            mend = f"{recipe.teacher_cache} does not know {unknown} sequences of this dataset; write it for this recipe"
+            raise RecipeError(mend, "teacher_cache")
+        return cache
+    teacher = _load(recipe.teacher or recipe.model, recipe.dtype)
+    if teacher.config.vocab_size != student.config.vocab_size:
+        sizes = f"{teacher.config.vocab_size} tokens, the student's {student.config.vocab_size}"
+        raise RecipeError(f"the vocabulary has {sizes}; it must be the same", "teacher")
+    return teacher
+
+
+TRAINERS: dict[str, Callable[[Any, Path], Any]] = {
+    "grpo": _grpo,
+    "distill": _distill,
+    "kvpop": _kvpop,
+    "sft": _sft,
+}
 
 
 def _load(model: str, dtype: str) -> Any:

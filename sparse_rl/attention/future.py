@@ -38,8 +38,8 @@ def future_attention_mass(
     scaling : the factor on q . k
     ends : int64 [B, S], the end of each token's document, which is contiguous: query d attends to t where
         t <= d < ends[t]. None: one document fills each row. A padding token has ends[t] <= t.
-    log_sum_exp : float32 [B, Hq, S], of each query's scaled scores; None: over all that it attends to. Under a sparse
-        mask, that of the forward: then p is the attention that the student pays, to evicted tokens too
+    log_sum_exp : float32 [B, Hq, S], of each query's scaled scores; None: over all before it. With that of a sparse
+        forward, p is what the student pays, and would pay to evicted tokens
     lookahead : L; count only the queries d <= t + w + L
     normalise : divide by N_t
     group : None; "max": the largest log of a kv head's queries; "mean": the log of their mean probability
@@ -52,7 +52,7 @@ def future_attention_mass(
         ends = torch.full((batch, length), length, device=query.device)
     grouped = query.float().reshape(batch, kv_heads, -1, length, dim) * scaling
     if log_sum_exp is None:
-        log_sum_exp = _log_sum_exp(grouped, key, ends, chunk)
+        log_sum_exp = attention_lse(query, key, scaling=scaling, ends=ends, chunk=chunk)
     lse = log_sum_exp.float().reshape(batch, kv_heads, -1, length)
     queries = torch.arange(length, device=query.device)
     mass = grouped.new_zeros(batch, kv_heads, grouped.shape[2], length)
@@ -77,13 +77,34 @@ def future_attention_mass(
     return (floor + mass).log().reshape(batch, q_heads, length)
 
 
-def _log_sum_exp(grouped: torch.Tensor, key: torch.Tensor, ends: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Of each query over all that it attends to: float32 [B, Hkv, G, S], of scaled queries [B, Hkv, G, S, D]."""
-    places = torch.arange(key.shape[2], device=key.device)
+@torch.no_grad()
+def attention_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *,
+    scaling: float,
+    ends: torch.Tensor | None = None,
+    evict_at: torch.Tensor | None = None,
+    chunk: int = 512,
+) -> torch.Tensor:
+    """The log-sum-exp of each query's scaled scores: float32 [B, Hq, S].
+
+    query, key, scaling, ends : as in future_attention_mass
+    evict_at : int32 [B, Hkv, S]; a query counts only the tokens that it sees. None: all before it
+    chunk : queries at a time
+    """
+    batch, q_heads, length, dim = query.shape
+    kv_heads = key.shape[1]
+    if ends is None:
+        ends = torch.full((batch, length), length, device=query.device)
+    grouped = query.float().reshape(batch, kv_heads, -1, length, dim) * scaling
+    places = torch.arange(length, device=query.device)
     parts = []
-    for start in range(0, key.shape[2], chunk):
-        part = slice(start, start + chunk)
-        seen = (places <= places[part, None]) & (places[part, None] < ends[:, None])  # [B, queries, keys]
-        scores = grouped[..., part, :] @ key[:, :, None].float().transpose(-1, -2)
-        parts.append(scores.masked_fill(~seen[:, None, None], float("-inf")).logsumexp(-1))
-    return torch.cat(parts, dim=-1)
+    for start in range(0, length, chunk):
+        at = places[start : start + chunk, None]
+        seen = ((places <= at) & (at < ends[:, None]))[:, None]  # [B, 1, queries, keys]
+        if evict_at is not None:
+            seen = seen & (at < evict_at[:, :, None])
+        scores = grouped[..., start : start + chunk, :] @ key[:, :, None].float().transpose(-1, -2)
+        parts.append(scores.masked_fill(~seen[:, :, None], float("-inf")).logsumexp(-1))
+    return torch.cat(parts, dim=-1).reshape(batch, q_heads, length)

@@ -4,12 +4,12 @@ The traces of a micro-batch stay in host memory. A layer's slice of evict_at com
 the next layer's is fetched ahead, the layer's mask is made, used and dropped; the same again in the backward pass,
 which recomputes it. So at most one layer's mask and two layers' evict_at are alive on the device.
 
-The mask is a function of evict_at alone, so `visible_mask` and `_attend` are the seam where a block-sparse path goes.
+The mask is a function of evict_at alone, so `masked_attention` is the seam where a block-sparse path goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -63,26 +63,43 @@ class ReplayView:
     ) -> torch.Tensor:
         if self.causal[layer]:
             return sdpa(query, key, value, scaling, causal=True)
-        if not torch.is_grad_enabled():
-            return self._attend(layer, query, key, value, scaling)
-        # Saving the mask for backward would keep every layer's alive: save q, k, v and make it again.
-        return checkpoint(
-            self._attend, layer, query, key, value, scaling, use_reentrant=False, preserve_rng_state=False
-        )
+        return masked_attention(lambda: self.layer(layer), query, key, value, scaling)
 
-    def _attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        batch, q_heads, width, dim = query.shape
-        kv_heads = key.shape[1]
-        group = q_heads // kv_heads
-        # Fold kv heads into the batch: the mask [B * Hkv, 1, S, S] then serves the group without being repeated.
-        mask = visible_mask(self.layer(layer)).view(batch * kv_heads, 1, width, width)
-        grouped = query.reshape(batch * kv_heads, group, width, dim)
-        key = key.reshape(batch * kv_heads, 1, width, dim).expand(-1, group, -1, -1)
-        value = value.reshape(batch * kv_heads, 1, width, dim).expand(-1, group, -1, -1)
-        out = sdpa(grouped, key, value, scaling, mask)
-        return out.reshape(batch, q_heads, width, dim)
+
+def masked_attention(
+    evict_at: Callable[[], torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """query [B, Hq, S, D] over key, value [B, Hkv, S, D] under int32 [B, Hkv, S]: [B, Hq, S, D].
+
+    evict_at : fetches it, in the forward and again in the backward pass
+    """
+    if not torch.is_grad_enabled():
+        return _attend(evict_at, query, key, value, scaling)
+    # Saving the mask for backward would keep every layer's alive: save q, k, v and make it again.
+    return checkpoint(_attend, evict_at, query, key, value, scaling, use_reentrant=False, preserve_rng_state=False)
+
+
+def _attend(
+    evict_at: Callable[[], torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    batch, q_heads, width, dim = query.shape
+    kv_heads = key.shape[1]
+    group = q_heads // kv_heads
+    # Fold kv heads into the batch: the mask [B * Hkv, 1, S, S] then serves the group without being repeated.
+    mask = visible_mask(evict_at()).view(batch * kv_heads, 1, width, width)
+    grouped = query.reshape(batch * kv_heads, group, width, dim)
+    key = key.reshape(batch * kv_heads, 1, width, dim).expand(-1, group, -1, -1)
+    value = value.reshape(batch * kv_heads, 1, width, dim).expand(-1, group, -1, -1)
+    out = sdpa(grouped, key, value, scaling, mask)
+    return out.reshape(batch, q_heads, width, dim)
 
 
 def visible_mask(evict_at: torch.Tensor) -> torch.Tensor:

@@ -166,3 +166,34 @@ def _kth_smallest_of_prefixes(ranks: torch.Tensor, k: int) -> torch.Tensor:
         moved = torch.where(zero, zeros_before[:, :-1], zeros + place - zeros_before[:, :-1])
         ranks = torch.empty_like(ranks).scatter_(-1, moved, ranks)
     return answer
+
+
+def recall(
+    found: RunningTopK,
+    wanted: RunningTopK,
+    sinks: int | torch.Tensor = 0,
+    *,
+    window: int,
+    k: int,
+    lengths: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the k tokens that `wanted` holds at each query with more than k eligible ones, those that `found` holds.
+
+    Parameters as in running_topk. Returns (held, of): float64 scalars, over all heads and rows; recall is held / of.
+    """
+    batch, heads, length = found.evict_at.shape
+    device = found.evict_at.device
+    start = torch.as_tensor(sinks, device=device).expand(batch)[:, None, None]
+    end = torch.full((batch, 1, 1), length, device=device) if lengths is None else lengths.to(device)[:, None, None]
+    tokens = torch.arange(length, device=device)
+    born = tokens + window
+    real = (tokens >= start) & (born < end)
+    # Both hold t at the queries from its birth to the first of its two ends: + 1 at the one, - 1 at the other.
+    died = torch.minimum(found.evict_at, wanted.evict_at).clamp(max=length)
+    change = torch.zeros(batch, heads, length + 1, dtype=torch.long, device=device)
+    alive = real & (born < died)  # one may drop it as it is born
+    change.scatter_add_(-1, born.clamp(max=length).expand_as(alive), alive.long())
+    change.scatter_add_(-1, died.long(), -alive.long())
+    both = change.cumsum(-1)[..., :length]
+    counted = (tokens >= start + window + k) & (tokens < end)
+    return (both * counted).sum().double(), counted.expand_as(both).sum().double() * k

@@ -21,6 +21,7 @@ from typing import Any
 from sparse_rl.policies.base import Entries, Kept, Policy
 from sparse_rl.policies.full import Full
 from sparse_rl.policies.h2o import H2O
+from sparse_rl.policies.kvpop import KVpop
 from sparse_rl.policies.scored_window import CAKE, GKV, RKV, MorphKV, SnapKV
 from sparse_rl.policies.streaming import Streaming
 from sparse_rl.policies.tova import Tova
@@ -36,6 +37,9 @@ POLICIES: dict[str, type[Policy]] = {
     "gkv": GKV,
     "cake": CAKE,
 }
+LEARNED: dict[str, type[Policy]] = {
+    "kvpop": KVpop
+}  # retrofitted to a model (trainer/kvpop.py); no engine samples so yet
 
 
 def make_policy(name: str | Policy | Mapping[str, Any], /, **parameters: Any) -> Policy:
@@ -51,16 +55,17 @@ def make_policy(name: str | Policy | Mapping[str, Any], /, **parameters: Any) ->
     if isinstance(name, Mapping):
         block = {**name, **parameters}
         return make_policy(block.pop("policy", "full"), **block)
-    if not isinstance(name, str) or name not in POLICIES:
-        raise ValueError(f"unknown cache policy {name!r}{_nearest(str(name), POLICIES)}; known: {', '.join(POLICIES)}")
-    accepted = [p for p in inspect.signature(POLICIES[name].__init__).parameters if p != "self"]
+    known = {**POLICIES, **LEARNED}
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"unknown cache policy {name!r}{_nearest(str(name), known)}; known: {', '.join(known)}")
+    accepted = [p for p in inspect.signature(known[name].__init__).parameters if p != "self"]
     for key in parameters:
         if key not in accepted:
             takes = f"takes {', '.join(accepted)}" if accepted else "takes no parameters"
             raise ValueError(f"cache policy {name!r} has no parameter {key!r}{_nearest(key, accepted)}; it {takes}")
     if "budget" in accepted and "budget" not in parameters:
         raise ValueError(f"cache policy {name!r} needs a budget: the entries to keep per kv head")
-    return POLICIES[name](**parameters)
+    return known[name](**parameters)
 
 
 def fingerprint(policy: Policy) -> str:
@@ -73,4 +78,4 @@ def _nearest(word: str, words: Any) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-__all__ = ["POLICIES", "Entries", "Kept", "Policy", "fingerprint", "make_policy"]
+__all__ = ["LEARNED", "POLICIES", "Entries", "KVpop", "Kept", "Policy", "fingerprint", "make_policy"]

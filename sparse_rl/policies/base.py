@@ -107,6 +107,7 @@ class Policy:
     name: ClassVar[str]
     initial_state: ClassVar[dict[str, float]] = {}  # per-entry memory: name -> value of a new entry
     every_query: ClassVar[bool] = False  # True: `observe` is called after every forward, prefill and decode
+    decides_first: ClassVar[bool] = False  # as a query arrives, before it attends; the engines cannot do that yet
     score_reads: ClassVar[tuple[str, ...]] = ("keys",)  # of "keys" and "values", what `score` looks at
 
     def __init__(self, budget: int, *, sinks: int = 0, window: int = 0, period: int = 1) -> None:

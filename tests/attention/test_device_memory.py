@@ -96,7 +96,7 @@ class DoesNotRecompute(ReplayView):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        return self._attend(layer, query, key, value, scaling)
+        return replay._attend(lambda: self.layer(layer), query, key, value, scaling)
 
 
 LAYERS, BATCH, KV_HEADS, WIDTH = 6, 3, 2, 37

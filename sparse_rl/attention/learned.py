@@ -1,0 +1,168 @@
+"""Attention under the mask that scorers induce, in training: every layer decides by its own keys and values.
+
+The decisions of a forward are made once and replayed in the recomputed one, as those of an engine are: a kernel that
+sums in another order would else evict another token in the backward pass than in the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from sparse_rl.attention.future import attention_lse, future_attention_mass
+from sparse_rl.attention.interface import sdpa
+from sparse_rl.attention.replay import masked_attention
+from sparse_rl.kernels import RunningTopK, recall, running_topk
+from sparse_rl.policies import KVpop
+
+
+@dataclass(frozen=True)
+class FutureTarget:
+    """What the scorers are to foresee: r_t = log(floor + m_t), the mass of future attention of a kv head.
+
+    normaliser : the student's sparse attention (p is divided by the sum over what a query sees), or the dense one
+    group : over the queries of a kv head, the largest logarithm or the logarithm of the mean
+    lookahead, normalise : as in future_attention_mass
+    floor : epsilon; ours, the papers do not say
+    """
+
+    normaliser: Literal["sparse", "dense"] = "sparse"
+    group: Literal["max", "mean"] = "max"
+    lookahead: int | None = None
+    normalise: bool = True
+    floor: float = 1e-6
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        scaling: float,
+        window: int,
+        ends: torch.Tensor,
+        evict_at: torch.Tensor,
+    ) -> torch.Tensor:
+        """float32 [B, Hkv, S]."""
+        sparse = evict_at if self.normaliser == "sparse" else None
+        return future_attention_mass(
+            query,
+            key,
+            window=window,
+            scaling=scaling,
+            ends=ends,
+            log_sum_exp=attention_lse(query, key, scaling=scaling, ends=ends, evict_at=sparse),
+            lookahead=self.lookahead,
+            normalise=self.normalise,
+            group=self.group,
+            floor=self.floor,
+        )
+
+
+@dataclass
+class LayerTarget:
+    """A layer's target: scores float32 [B, Hkv, S], and the tokens that the best by them would keep."""
+
+    scores: torch.Tensor
+    best: RunningTopK
+
+
+@dataclass
+class _Decided:
+    """evict_at int32 [B, Hkv, S]; known: what the loss takes from the target."""
+
+    evict_at: torch.Tensor
+    evicts: bool
+    known: Any
+
+
+class LearnedView:
+    """A `kv_view` for one forward, and its backward, of B right-padded rows.
+
+    Parameters
+    ----------
+    scorers : of each layer, (keys, values, window) -> (scores float32 [B, Hkv, S], log gamma [Hkv])
+    policy : sinks, window, k and decay
+    lengths : int64 [B]
+    target : what the scorers are to foresee; None: only attend
+    prepare : (target, log gamma) -> what `loss` needs of it; called once in a layer, without gradient
+    loss : (scores, log gamma, that) -> a scalar
+
+    Attributes
+    ----------
+    losses : by layer, once the forward is done; they hold on to its graph
+    recalls : by layer, (held, of): how many of the tokens that the target would keep, over all queries, are kept
+    retained : by layer and row, the share of its pairs that is seen: float [B]
+    """
+
+    def __init__(
+        self,
+        scorers: Sequence[Callable[..., tuple[torch.Tensor, torch.Tensor]]],
+        policy: KVpop,
+        lengths: torch.Tensor,
+        *,
+        target: FutureTarget | None = None,
+        prepare: Callable[[LayerTarget, torch.Tensor], Any] | None = None,
+        loss: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor] | None = None,
+    ) -> None:
+        self.scorers, self.policy, self.lengths = scorers, policy, lengths
+        self.target, self.prepare, self.loss = target, prepare, loss
+        self.losses: dict[int, torch.Tensor] = {}
+        self.recalls: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.retained: dict[int, torch.Tensor] = {}
+        self._decided: dict[int, _Decided] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        scores, log_decay = self.scorers[layer](key, value, self.policy.window)
+        if layer not in self._decided:
+            self._decided[layer] = self._decide(layer, scores, log_decay, query, key, scaling)
+        decided = self._decided[layer]
+        if self.loss is not None:
+            found = self.loss(scores, log_decay, decided.known)  # made again where the layer is recomputed
+            self.losses.setdefault(layer, found)
+        if not decided.evicts:
+            return sdpa(query, key, value, scaling, causal=True)
+        return masked_attention(lambda: decided.evict_at, query, key, value, scaling)
+
+    def running_topk(self, scores: torch.Tensor, log_decay: torch.Tensor) -> RunningTopK:
+        """Under the policy, of scores [B, Hkv, S]."""
+        policy = self.policy
+        return running_topk(
+            scores,
+            policy.sinks,
+            window=policy.window,
+            k=policy.k,
+            log_decay=log_decay,
+            decay_every=policy.decay_every,
+            lengths=self.lengths,
+        )
+
+    @torch.no_grad()
+    def _decide(
+        self,
+        layer: int,
+        scores: torch.Tensor,
+        log_decay: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        scaling: float,
+    ) -> _Decided:
+        policy, lengths = self.policy, self.lengths
+        ours = self.running_topk(scores, log_decay)
+        width = scores.shape[-1]
+        end = lengths[:, None, None]
+        places = torch.arange(width, device=scores.device)
+        seen = (torch.minimum(ours.evict_at, end) - places).clamp(min=0).sum((1, 2)) / scores.shape[1]
+        self.retained[layer] = seen / (lengths * (lengths + 1) / 2)
+        known = None
+        if self.target is not None:
+            ends = lengths[:, None].expand(-1, width)
+            wanted = self.target(query.detach(), key.detach(), scaling, policy.window, ends, ours.evict_at)
+            best = self.running_topk(wanted, log_decay)
+            self.recalls[layer] = recall(ours, best, policy.sinks, window=policy.window, k=policy.k, lengths=lengths)
+            if self.prepare is not None:
+                known = self.prepare(LayerTarget(wanted, best), log_decay)
+        return _Decided(ours.evict_at, bool((ours.evict_at < width).any()), known)

@@ -1,0 +1,89 @@
+"""What all scorers share: the decay of each kv head, float32 whatever the model computes in, and no gradient into it.
+
+gamma is learned per kv head between two bounds,
+
+    log gamma = log gamma_min + sigmoid(alpha) (log gamma_max - log gamma_min)
+
+and gets its gradient from the boundary loss, in which two tokens of different age meet.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+GAMMA = (0.999, 0.999999)  # the bounds
+FIRST_ALPHA = 0.0  # log gamma starts half way between them; ours, the papers do not say
+
+
+class Scorer(nn.Module):
+    """Of one layer. A subclass writes `score`; all of it starts at a score of 0, which ranks by recency alone.
+
+    Parameters
+    ----------
+    heads : kv heads
+    dim : of a key, and of a value
+    """
+
+    decays = True
+
+    def __init__(self, *, heads: int, dim: int) -> None:
+        super().__init__()
+        self.heads, self.dim = heads, dim
+        if self.decays:
+            self.alpha = nn.Parameter(torch.full((heads,), FIRST_ALPHA))
+
+    def forward(self, key: torch.Tensor, value: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scores, log gamma): float32 [B, Hkv, S], [Hkv].
+
+        key, value : [B, Hkv, S, D], keys after RoPE, as the cache holds them; no gradient flows into them
+        window : w; token u is scored as query u + w arrives, and may depend on the tokens up to there. Tokens that
+            never leave the window have a score of no meaning.
+        """
+        with torch.autocast(key.device.type, enabled=False):
+            scores = self.score(torch.cat([key.detach(), value.detach()], dim=-1).float(), window)
+            return scores, self.log_decay().to(scores.device)
+
+    def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
+        """[B, Hkv, S, 2 D] -> [B, Hkv, S]"""
+        raise NotImplementedError
+
+    def log_decay(self) -> torch.Tensor:
+        low, high = (math.log(bound) for bound in GAMMA)
+        return low + self.alpha.float().sigmoid() * (high - low)
+
+    def state_bytes(self) -> int:
+        """Of one sequence in decoding, beside the scores of the entries held."""
+        return 0
+
+    @staticmethod
+    def option(name: str, **given: tuple[Any, tuple[Any, ...]]) -> None:
+        """Raise ValueError where a parameter is none of its choices."""
+        for key, (value, choices) in given.items():
+            if not any(value is c if isinstance(c, bool) else value == c for c in choices):
+                raise ValueError(f"scorer {name!r}: {key} must be one of {', '.join(map(str, choices))}, got {value!r}")
+
+
+class Recency(Scorer):
+    """No parameters: the most recent tokens rank best, which is StreamingLLM. Trained so, it is StreamingLLM+."""
+
+    decays = False
+
+    def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
+        return torch.arange(x.shape[2], device=x.device, dtype=torch.float32).expand(x.shape[:3])
+
+    def log_decay(self) -> torch.Tensor:
+        return torch.zeros(self.heads)
+
+
+def per_head(*shape: int, scale: float = 0.0) -> nn.Parameter:
+    """A parameter [Hkv, ...]: zeros, or normal numbers of this scale."""
+    return nn.Parameter(torch.randn(*shape) * scale if scale else torch.zeros(*shape))
+
+
+def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[B, Hkv, S, I] by a head's [Hkv, I, O]: [B, Hkv, S, O]."""
+    return x @ weight.float()

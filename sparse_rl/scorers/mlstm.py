@@ -1,0 +1,201 @@
+"""The scorer with a memory: a matrix-valued LSTM (xLSTM) over keys and values, read when a token leaves the window.
+
+With x = [k; v], phi(y) = [softmax(y); softmax(-y)] (Hedgehog) and the gates i = exp(a_i(x)), f = sigmoid(a_f(x)):
+
+    C_t = f_t C_{t-1} + i_t phi(W_k x_t) (W_v x_t)^T        z_t = f_t z_{t-1} + i_t phi(W_k x_t)
+    h_u = phi(W_q x_u)^T C_q / phi(W_q x_u)^T z_q,   q = u + w             the delayed readout
+    r_u = a . SiLU(Norm(h_u))
+
+As phi > 0 the denominator needs no guard, and a factor common to C and z cancels; so what counts of a token j at q is
+exp(sum_{j < s <= q} log f_s + log i_j) up to such a factor, and the largest is kept at 1 (the stabilised form). Hence
+the kernel libraries of mLSTM, whose normaliser is max(|q . z|, exp(-m)), compute something else: the chunkwise form
+here is native. There is no output gate, and no constant in r: it would cancel in every comparison.
+
+Ours, where the papers are silent: at the start W_q and W_k read the key's first numbers and W_v the value's, with noise
+of 0.02; a = 0; input gate 0 (a constant cancels); forget gate's bias from 3 to 6 over the kv heads, no weights; both
+gates soft-capped at 15; Norm is an RMS norm; the skip connection adds W_s x_u to h_u and starts at 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sparse_rl.scorers.base import Scorer, per_head, project
+
+CAP = 15.0
+NOISE = 0.02
+TINY = torch.finfo(torch.float32).tiny
+
+
+class MLSTM(Scorer):
+    """
+    Parameters
+    ----------
+    features : hedgehog (d / 2 numbers, d features) or softmax (d numbers, d features) of queries and keys
+    value : half or full, the width of W_v x relative to d; or cached, the value itself
+    readout : delayed, at q = u + w; or immediate, at q = u (ablation)
+    norm, skip : see the module
+    chunk : tokens taken at once in training
+    """
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        dim: int,
+        features: Literal["hedgehog", "softmax"] = "hedgehog",
+        value: Literal["half", "full", "cached"] = "half",
+        readout: Literal["delayed", "immediate"] = "delayed",
+        norm: bool = True,
+        skip: bool = False,
+        chunk: int = 64,
+    ) -> None:
+        super().__init__(heads=heads, dim=dim)
+        self.option(
+            "mlstm",
+            features=(features, ("hedgehog", "softmax")),
+            value=(value, ("half", "full", "cached")),
+            readout=(readout, ("delayed", "immediate")),
+            norm=(norm, (True, False)),
+            skip=(skip, (True, False)),
+        )
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+            raise ValueError(f"scorer 'mlstm': chunk must be a whole number >= 1, got {chunk!r}")
+        if dim % 2:
+            raise ValueError(f"scorer 'mlstm': keys must have an even number of dimensions, got {dim}")
+        self.hedgehog, self.delayed, self.chunk = features == "hedgehog", readout == "delayed", chunk
+        narrow = dim // 2 if self.hedgehog else dim
+        self.width = dim // 2 if value == "half" else dim
+        self.query, self.key = _reads(heads, dim, narrow, 0), _reads(heads, dim, narrow, 0)
+        self.value = None if value == "cached" else _reads(heads, dim, self.width, dim)
+        self.gates = per_head(heads, 2 * dim, 2)
+        self.forget_bias = nn.Parameter(torch.linspace(3.0, 6.0, heads))
+        self.scale = nn.Parameter(torch.ones(heads, 1, self.width)) if norm else None
+        self.skip = per_head(heads, 2 * dim, self.width) if skip else None
+        self.out = per_head(heads, self.width, 1)
+
+    def state_bytes(self) -> int:
+        return 4 * self.heads * (self.dim * (self.width + 1) + 1)
+
+    def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
+        parts = self.parts(x)
+        delay = window if self.delayed else 0
+        length = x.shape[2]
+        if delay >= length:
+            return x.new_zeros(x.shape[:3]) + 0 * self.out.sum()
+        query = F.pad(parts.query, (0, 0, delay, 0))[:, :, :length]  # at q stands the query of u = q - w
+        read = chunkwise(query, parts.key, parts.value, parts.log_input, parts.log_forget, self.chunk)
+        return F.pad(self.rate(read[:, :, delay:], x[:, :, : length - delay]), (0, delay))
+
+    def parts(self, x: torch.Tensor) -> Parts:
+        """What each token [B, Hkv, S, 2 D] writes, and asks."""
+        log_input, forget = project(x, self.gates).unbind(-1)
+        forget = forget + self.forget_bias.float()[:, None]
+        value = x[..., self.dim :] if self.value is None else project(x, self.value)
+        return Parts(
+            self._features(project(x, self.query)),
+            self._features(project(x, self.key)),
+            value,
+            CAP * (log_input / CAP).tanh(),
+            F.logsigmoid(CAP * (forget / CAP).tanh()),
+        )
+
+    def rate(self, read: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The scores [B, Hkv, S] of tokens [B, Hkv, S, 2 D] whose readouts are [B, Hkv, S, V]."""
+        if self.skip is not None:
+            read = read + project(x, self.skip)
+        if self.scale is not None:
+            read = F.rms_norm(read, read.shape[-1:]) * self.scale.float()
+        return project(F.silu(read), self.out)[..., 0]
+
+    def _features(self, y: torch.Tensor) -> torch.Tensor:
+        return torch.cat([y.softmax(-1), (-y).softmax(-1)], dim=-1) if self.hedgehog else y.softmax(-1)
+
+
+@dataclass
+class Parts:
+    """query, key [B, H, S, F] > 0; value [B, H, S, V]; log_input, log_forget [B, H, S]"""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    log_input: torch.Tensor
+    log_forget: torch.Tensor
+
+
+def chunkwise(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_input: torch.Tensor,
+    log_forget: torch.Tensor,
+    chunk: int,
+) -> torch.Tensor:
+    """q_t^T C_t / q_t^T z_t for all t, float32 [B, H, S, V] (shapes as in Parts).
+
+    Tokens of a chunk meet one by one, earlier chunks through the state before the chunk: O(S chunk + S^2 / chunk^2).
+    """
+    length = query.shape[2]
+    pad = -length % chunk
+    # C and z at t, divided by exp(sum of log f up to t): token j weighs exp(weight_j)
+    weight = F.pad(log_input.double() - log_forget.double().cumsum(-1), (0, pad), value=float("-inf"))
+    weight = weight.unflatten(-1, (-1, chunk))  # [B, H, N, c]
+    value = torch.cat([value, torch.ones_like(value[..., :1])], dim=-1)  # z is C's last column
+    query, key, value = (F.pad(x, (0, 0, 0, pad)).unflatten(2, (-1, chunk)) for x in (query, key, value))
+
+    size = weight.detach()  # what only scales has no gradient: it cancels
+    own = size.amax(-1)  # [B, H, N]
+    top = own.cummax(-1).values  # the largest up to a chunk's end ...
+    before = F.pad(top[..., :-1], (1, 0), value=float("-inf"))  # ... and before it
+    written = (key * (weight - own[..., None]).exp().float()[..., None]).transpose(
+        -1, -2
+    ) @ value  # [B, H, N, F, V + 1]
+    earlier = torch.ones(2 * own.shape[-1:], dtype=torch.bool, device=own.device).tril(-1)
+    share = (own[..., None, :] - before[..., None]).masked_fill(~earlier, float("-inf")).exp().float()
+    state = (share @ written.flatten(-2)).unflatten(-1, written.shape[-2:])  # divided by exp(before)
+
+    largest = torch.maximum(size.cummax(-1).values, before[..., None])  # [B, H, N, c], of all up to a token
+    past = (query @ state) * (before[..., None] - largest).exp().float()[..., None]
+    up_to = torch.ones(chunk, chunk, dtype=torch.bool, device=own.device).tril()
+    within = (weight[..., None, :] - largest[..., None]).masked_fill(~up_to, float("-inf")).exp().float()
+    total = past + ((query @ key.transpose(-1, -2)) * within) @ value
+    return (total[..., :-1] / total[..., -1:].clamp(min=TINY)).flatten(2, 3)[:, :, :length]
+
+
+@dataclass
+class State:
+    """Of B sequences in decoding, O(1): C and z [B, H, F, V + 1], divided by exp(top), top float32 [B, H]."""
+
+    memory: torch.Tensor
+    top: torch.Tensor
+
+    @classmethod
+    def empty(cls, batch: int, heads: int, features: int, width: int, device: torch.device | str = "cpu") -> State:
+        top = torch.full((batch, heads), float("-inf"), device=device)
+        return cls(torch.zeros(batch, heads, features, width + 1, device=device), top)
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, log_input: torch.Tensor, log_forget: torch.Tensor) -> None:
+        """One token each: key [B, H, F], value [B, H, V], gates [B, H]."""
+        kept = self.top + log_forget
+        top = torch.maximum(kept, log_input)
+        value = torch.cat([value, torch.ones_like(value[..., :1])], dim=-1)
+        new = key[..., None] * value[..., None, :] * (log_input - top).exp()[..., None, None]
+        self.memory = self.memory * (kept - top).exp()[..., None, None] + new
+        self.top = top
+
+    def read(self, query: torch.Tensor) -> torch.Tensor:
+        """[B, H, F] -> [B, H, V]"""
+        total = (query[..., None, :] @ self.memory)[..., 0, :]
+        return total[..., :-1] / total[..., -1:].clamp(min=TINY)
+
+
+def _reads(heads: int, dim: int, width: int, first: int) -> nn.Parameter:
+    """A projection [Hkv, 2 D, width] of [k; v] that starts as its numbers from `first` on."""
+    weight = torch.randn(heads, 2 * dim, width) * NOISE
+    weight[:, first : first + width] += torch.eye(width)
+    return nn.Parameter(weight)

@@ -1,0 +1,166 @@
+"""Attention under the mask of scorers: the paper's predicate, its target, and what a recomputed layer sees."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_rl.attention import (
+    NO_MASK,
+    FutureTarget,
+    LearnedView,
+    adopt,
+    attention_lse,
+    dense_attention,
+    future_attention_mass,
+)
+from sparse_rl.kernels import recall, running_topk
+from sparse_rl.models import attach_scorers
+from sparse_rl.policies import KVpop
+
+B, HQ, HKV, S, D, SCALE = 2, 4, 2, 50, 8, 0.35
+LENGTHS = torch.tensor([50, 33])
+
+
+def policy(scorer: Any = "mlp", **keys: Any) -> KVpop:
+    return KVpop(**{"budget": 14, "sinks": 2, "window": 5, "scorer": scorer, **keys})
+
+
+def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (HQ, HKV, HKV)
+    query, key, value = (torch.randn(B, heads, S, D, generator=generator) * 2 for heads in shapes)
+    return query, key, value
+
+
+def papers_mask(scores: torch.Tensor, log_decay: torch.Tensor, cache: KVpop) -> torch.Tensor:
+    """bool [B, Hkv, S, S], query by query: sinks, window, and the k best of those that left it, by their score then."""
+    mask = torch.zeros(B, HKV, S, S, dtype=torch.bool)
+    n = cache.decay_every
+    for b in range(B):
+        for h in range(HKV):
+            for q in range(int(LENGTHS[b])):
+                eligible = range(cache.sinks, q - cache.window + 1)
+                worth = {t: float(scores[b, h, t]) + (q // n - t // n) * float(log_decay[h]) for t in eligible}
+                best = set(sorted(eligible, key=lambda t: -worth[t])[: cache.k])
+                for t in range(q + 1):
+                    mask[b, h, q, t] = t < cache.sinks or q - t < cache.window or t in best
+    return mask
+
+
+@pytest.mark.parametrize("decay_every", [1, 3])
+def test_it_attends_by_the_papers_predicate(decay_every: int) -> None:
+    cache = policy(decay_every=decay_every)
+    query, key, value = tensors()
+    scores, log_decay = torch.randn(B, HKV, S, generator=torch.Generator().manual_seed(3)), torch.tensor([-0.1, -0.001])
+    view = LearnedView([lambda *_: (scores, log_decay)], cache, LENGTHS)
+    out = view.attend(0, query, key, value, SCALE)
+    mask = papers_mask(scores, log_decay, cache)
+    assert (mask.sum(-1) <= cache.budget).all() and (mask.sum(-1) == cache.budget).any()
+    expected = dense_attention(query, key, value, mask | torch.eye(S, dtype=torch.bool), SCALE)
+    real = (torch.arange(S) < LENGTHS[:, None])[:, None, :, None]
+    assert ((out - expected) * real).abs().max() <= 1e-5
+    causal = dense_attention(query, key, value, torch.ones(B, HKV, S, S, dtype=torch.bool).tril(), SCALE)
+    assert ((out - causal) * real).abs().max() > 1e-2  # the control
+    counted = (mask.sum((2, 3)) / (LENGTHS * (LENGTHS + 1) / 2)[:, None]).mean(1)
+    assert torch.allclose(view.retained[0], counted)
+
+
+def test_a_budget_that_is_never_reached_evicts_nothing() -> None:
+    query, key, value = tensors()
+    view = LearnedView([lambda *_: (torch.zeros(B, HKV, S), torch.zeros(HKV))], policy(budget=400), LENGTHS)
+    out = view.attend(0, query, key, value, SCALE)
+    causal = dense_attention(query, key, value, torch.ones(B, HKV, S, S, dtype=torch.bool).tril(), SCALE)
+    assert (out - causal).abs().max() <= 1e-5 and (view.retained[0] == 1).all()
+
+
+@pytest.mark.parametrize("chunk", [512, 7])
+def test_the_lse_of_a_sparse_attention(chunk: int) -> None:
+    query, key, _ = tensors()
+    scores, log_decay = torch.randn(B, HKV, S), torch.tensor([-0.1, -0.001])
+    cache = policy()
+    best = running_topk(scores, cache.sinks, window=cache.window, k=cache.k, log_decay=log_decay, lengths=LENGTHS)
+    ends = LENGTHS[:, None].expand(-1, S)
+    found = attention_lse(query, key, scaling=SCALE, ends=ends, evict_at=best.evict_at, chunk=chunk)
+    logits = query.double() @ key.double().repeat_interleave(2, 1).transpose(-1, -2) * SCALE
+    mask = papers_mask(scores, log_decay, cache).repeat_interleave(2, 1)
+    expected = logits.masked_fill(~mask, float("-inf")).logsumexp(-1)
+    real = (torch.arange(S) < LENGTHS[:, None])[:, None].expand(-1, HQ, -1)
+    assert (found - expected)[real].abs().max() <= 1e-5
+
+
+def test_the_target_by_either_normaliser() -> None:
+    query, key, _ = tensors()
+    ends, evict_at = LENGTHS[:, None].expand(-1, S), torch.full((B, HKV, S), 2**30, dtype=torch.int32)
+    evict_at[:, :, 3:9] = 15
+    common = {"window": 5, "scaling": SCALE, "ends": ends, "group": "max", "floor": 1e-6}
+    found = {n: FutureTarget(normaliser=n)(query, key, SCALE, 5, ends, evict_at) for n in ("sparse", "dense")}
+    lse = attention_lse(query, key, scaling=SCALE, ends=ends, evict_at=evict_at)
+    assert torch.equal(found["dense"], future_attention_mass(query, key, **common))
+    assert torch.equal(found["sparse"], future_attention_mass(query, key, log_sum_exp=lse, **common))
+    assert (found["sparse"] >= found["dense"] - 1e-5).all() and (found["sparse"] - found["dense"]).max() > 0.1
+    assert not found["sparse"].requires_grad and found["sparse"].isfinite().all()
+
+
+def test_recall_counts_sets() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sinks, window, k = torch.tensor([2, 0]), 5, 7
+    one, other = (
+        running_topk(torch.randn(B, HKV, S, generator=generator), sinks, window=window, k=k, lengths=LENGTHS)
+        for _ in range(2)
+    )
+    held = of = 0
+    for b in range(B):
+        first = int(sinks[b])
+        for h in range(HKV):
+            for q in range(first + window + k, int(LENGTHS[b])):
+                kept = [
+                    {t for t in range(first, q - window + 1) if q < int(found.evict_at[b, h, t])}
+                    for found in (one, other)
+                ]
+                assert len(kept[0]) == len(kept[1]) == k
+                held, of = held + len(kept[0] & kept[1]), of + k
+    found = recall(one, other, sinks, window=window, k=k, lengths=LENGTHS)
+    assert [float(x) for x in found] == [held, of] and 0 < held < of
+    same = recall(one, one, sinks, window=window, k=k, lengths=LENGTHS)
+    assert float(same[0]) == float(same[1]) == of
+    short = recall(one, other, window=60, k=k, lengths=LENGTHS)
+    assert [float(x) for x in short] == [0, 0]
+
+
+@pytest.mark.parametrize("scorer", ["linear", "mlp", "mlstm"])
+def test_recomputed_layers_replay_their_decisions(new_model: Callable, scorer: str) -> None:
+    """Gradient checkpointing changes neither losses nor gradients, though scores change between the two forwards."""
+    cache, found = policy(scorer), []
+    ids = torch.randint(3, 64, (B, S), generator=torch.Generator().manual_seed(0))
+    for checkpointing in (False, True):
+        model = adopt(new_model("qwen3", num_hidden_layers=3))
+        torch.manual_seed(4)
+        attach_scorers(model, cache)
+        for weight in model.cache_scorers.parameters():
+            weight.data += 0.2 * torch.randn_like(weight)
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        view = LearnedView(
+            model.cache_scorers,
+            cache,
+            LENGTHS,
+            target=FutureTarget(),
+            prepare=lambda target, _: target.scores,
+            loss=lambda scores, decay, wanted: (scores - wanted).square().mean() + decay.sum(),
+        )
+        out = model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
+        decided = copy.deepcopy(view._decided)
+        assert sorted(view.losses) == [0, 1, 2]
+        loss = out.square().mean() + sum(view.losses.values())
+        loss.backward()
+        assert all(torch.equal(decided[i].evict_at, view._decided[i].evict_at) for i in decided)
+        found.append((loss.detach(), {name: weight.grad for name, weight in model.named_parameters()}))
+    assert torch.equal(found[0][0], found[1][0])
+    for name, gradient in found[0][1].items():
+        assert (gradient - found[1][1][name]).abs().max() <= 1e-5 * max(1.0, float(gradient.abs().max())), name

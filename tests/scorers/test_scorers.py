@@ -1,0 +1,170 @@
+"""The scorers: the chunkwise memory against the recurrent one, what a score may depend on, and how they start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_rl.kernels import running_topk
+from sparse_rl.policies import make_policy
+from sparse_rl.scorers import SCORERS, Scorer, make_scorer
+from sparse_rl.scorers.mlstm import MLSTM, State
+
+B, H, D = 2, 3, 8
+MLSTMS: list[dict[str, Any]] = [
+    {},
+    {"features": "softmax"},
+    {"value": "full", "skip": True},
+    {"value": "cached", "norm": False},
+    {"readout": "immediate"},
+]
+
+
+def scorer(**options: Any) -> Any:
+    """With parameters that are far from where they start."""
+    torch.manual_seed(1)
+    made = make_scorer(options, heads=H, dim=D)
+    for weight in made.parameters():
+        weight.data += 0.4 * torch.randn_like(weight)
+    return made
+
+
+def tokens(length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(B, H, length, D, generator=generator) * 2, torch.randn(B, H, length, D, generator=generator)
+
+
+def recurrent(model: MLSTM, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
+    """Token by token, with a state of one size."""
+    x = torch.cat([key, value], dim=-1)
+    parts, found = model.parts(x), torch.zeros(x.shape[:3])
+    state = State.empty(B, H, parts.key.shape[-1], parts.value.shape[-1])
+    size = state.memory.numel()
+    for q in range(x.shape[2]):
+        state.write(parts.key[:, :, q], parts.value[:, :, q], parts.log_input[:, :, q], parts.log_forget[:, :, q])
+        u = q - window if model.delayed else q
+        if u >= 0:
+            read = state.read(parts.query[:, :, u])
+            found[:, :, u] = model.rate(read[:, :, None], x[:, :, u : u + 1])[:, :, 0]
+    assert state.memory.numel() == size
+    return found
+
+
+@pytest.mark.parametrize("options", MLSTMS, ids=str)
+@pytest.mark.parametrize(
+    ("length", "window", "chunk"), [(150, 7, 64), (64, 1, 64), (65, 30, 16), (40, 39, 7), (9, 9, 4)]
+)
+def test_chunkwise_is_recurrent(options: dict, length: int, window: int, chunk: int) -> None:
+    model = scorer(name="mlstm", chunk=chunk, **options)
+    found, _ = model(*tokens(length), window)
+    expected = recurrent(model, *tokens(length), window)
+    assert found.shape == (B, H, length) and (found - expected).abs().max() <= 1e-5
+    if window < length - 1:
+        assert found.std() > 0.01  # a control: not all the same
+
+
+def test_gates_of_any_size_keep_it_finite() -> None:
+    """A memory that forgets all at once, or nothing over 3,000 tokens; inputs from e^-15 to e^15."""
+    model = scorer(name="mlstm")
+    model.gates.data *= 50
+    key, value = tokens(3000)
+    found, _ = model(key, value, 16)
+    assert found.isfinite().all() and (found - recurrent(model, key, value, 16)).abs().max() <= 1e-5
+    found.sum().backward()
+    assert all(weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None)
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_a_score_depends_on_no_token_after_its_use(name: str) -> None:
+    """Token u is scored at q = u + w. The delayed readout sees all of these, an immediate one nothing after u."""
+    window, length, changed = 5, 40, 22
+    key, value = tokens(length)
+    others = key.clone()
+    others[:, :, changed] += 1.0
+    for options in MLSTMS if name == "mlstm" else [{}]:
+        model = scorer(name=name, **options)
+        one, other = model(key, value, window)[0], model(others, value, window)[0]
+        used = torch.arange(length) + window
+        assert (one - other)[..., used < changed].abs().max() <= 1e-6
+        if name == "mlstm":
+            delayed = options.get("readout") != "immediate"
+            between = (one - other)[..., changed - window : changed].abs().max()  # scored before it, used after it
+            assert between > 1e-4 if delayed else between <= 1e-6
+
+
+def test_the_delayed_readout_is_another_than_the_immediate() -> None:
+    key, value = tokens(40)
+    delayed, immediate = scorer(name="mlstm"), scorer(name="mlstm", readout="immediate")
+    assert all(torch.equal(a, b) for a, b in zip(delayed.parameters(), immediate.parameters(), strict=True))
+    difference = (delayed(key, value, 5)[0] - immediate(key, value, 5)[0])[..., :35]
+    assert difference.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_untrained_it_keeps_the_most_recent(name: str) -> None:
+    model, window, k, sinks = make_scorer({"name": name}, heads=H, dim=D), 4, 6, 2
+    scores, log_decay = model(*tokens(50), window)
+    found = running_topk(scores, sinks, window=window, k=k, log_decay=log_decay)
+    token = torch.arange(50)
+    gone = torch.where((token >= sinks) & (token + window + k < 50), token + window + k, 2**30)
+    assert (found.evict_at == gone).all()
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_no_gradient_reaches_keys_and_values_and_all_parameters_get_one(name: str) -> None:
+    model = scorer(name=name)
+    key, value = (x.requires_grad_() for x in tokens(30))
+    scores, log_decay = model(key, value, 4)
+    assert scores.dtype == log_decay.dtype == torch.float32
+    if name == "recency":
+        assert not scores.requires_grad and not list(model.parameters())
+        return
+    (scores.square().sum() + log_decay.sum()).backward()
+    assert key.grad is None and value.grad is None
+    assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in model.parameters())
+    low = torch.tensor(0.999).log()
+    assert ((log_decay >= low) & (log_decay < 0)).all()
+
+
+def test_half_precision_inputs_are_scored_in_float32() -> None:
+    model: Scorer = scorer(name="mlp")
+    key, value = (x.bfloat16() for x in tokens(20))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = model(key, value, 3)[0]
+    assert under.dtype == torch.float32 and torch.equal(under, model(key.float(), value.float(), 3)[0])
+
+
+@pytest.mark.parametrize(
+    ("scorer", "said"),
+    [
+        ("mpl", "unknown scorer 'mpl' (did you mean 'mlp'?); known: recency, linear, mlp, mlstm"),
+        (
+            {"name": "mlp", "hiden": 3},
+            "scorer 'mlp' has no parameter 'hiden' (did you mean 'hidden'?); it takes hidden",
+        ),
+        ({"name": "linear", "hidden": 3}, "it takes no parameters"),
+        ({"name": "mlp", "hidden": 0}, "hidden must be a whole number >= 1, got 0"),
+        ({"name": "mlstm", "value": "third"}, "value must be one of half, full, cached, got 'third'"),
+        ({"name": "mlstm", "norm": 1}, "norm must be one of True, False, got 1"),
+        ({"name": "mlstm", "chunk": True}, "chunk must be a whole number >= 1, got True"),
+    ],
+)
+def test_what_is_refused(scorer: Any, said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make_policy("kvpop", budget=40, window=8, scorer=scorer)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_policy_knows_its_counts_and_draws_nothing() -> None:
+    state = torch.random.get_rng_state()
+    policy: Any = make_policy("kvpop", budget=2276, scorer={"name": "mlstm", "value": "full"})
+    assert policy.k == 2016 and policy.peak_entries == 2276 and policy.decides_first
+    assert torch.equal(state, torch.random.get_rng_state())
+    again: Any = make_policy("kvpop", **policy.parameters())
+    assert again.parameters() == policy.parameters() and again.scorer == {"name": "mlstm", "value": "full"}
+    smaller: Any = make_policy("kvpop", budget=2276, state_entries=65)
+    assert smaller.k == 1951
+    with pytest.raises(ValueError, match="leaves no entry"):
+        make_policy("kvpop", budget=300, window=256, state_entries=40)

@@ -1,0 +1,120 @@
+"""KVpop's boundary loss and its gradient against a loop over queries that knows no running top-k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_rl.attention import LayerTarget
+from sparse_rl.kernels import running_topk
+from trainer.losses import BoundaryLoss
+
+B, H, S, SINKS, WINDOW, K = 3, 2, 60, 2, 5, 7
+LENGTHS = torch.tensor([60, 31, 10])
+
+
+def tensors(ties: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """scores, target [B, H, S], log gamma [H]"""
+    generator = torch.Generator().manual_seed(0)
+    scores, target = (torch.randn(B, H, S, generator=generator, dtype=torch.float64) for _ in range(2))
+    if ties:
+        target = (target * 2).round()
+    return scores, target * 2, torch.tensor([-0.02, -0.3], dtype=torch.float64)
+
+
+def loop(loss: BoundaryLoss, scores: Any, target: Any, log_decay: Any, n: int, queries: Any) -> torch.Tensor:
+    """One query, head and row at a time, in float64."""
+    found = []
+    for row in range(B):
+        for head in range(H):
+            for q in queries[row].tolist():
+                if q < 0:
+                    continue
+
+                def at(values: torch.Tensor, t: int, q: int = q, row: int = row, head: int = head) -> torch.Tensor:
+                    return values[row, head, t] + (q // n - t // n) * log_decay[head]
+
+                eligible = sorted(range(SINKS, q - WINDOW + 1), key=lambda t: -float(at(target, t)))  # stable
+                kept, new = eligible[:K], q - WINDOW
+                assert len(eligible) > K or q == SINKS + WINDOW + K - 1
+                boundary, y = kept[-1], 1.0 if new in kept else -1.0
+                if boundary == new:
+                    continue
+                weight = torch.tensor(1.0, dtype=torch.float64)
+                if loss.margin:
+                    margin = y * (at(target, new) - at(target, boundary)).detach()
+                    assert margin >= -1e-12
+                    weight = loss.margin_floor + (1 - loss.margin_floor) * (margin / loss.margin_temperature).sigmoid()
+                lead = at(scores, new) - at(scores, boundary)
+                found.append((head, y, weight, torch.nn.functional.softplus(-y * lead / loss.temperature)))
+    weights = []
+    for head, y, weight, _ in found:
+        same = [other[1] for other in found if other[0] == head]
+        share = same.count(y) / len(same)
+        weights.append(weight * min(0.5 / share, loss.balance))
+    mean = torch.stack(weights).mean()
+    return torch.stack([w / mean * each for w, (*_, each) in zip(weights, found, strict=True)]).mean()
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"margin": False}, {"temperature": 0.5, "margin_floor": 0.3, "margin_temperature": 2.0}, {"balance": 1.1}],
+)
+def test_equals_the_loop(options: dict, n: int, ties: bool) -> None:
+    loss = BoundaryLoss(queries=None, **options)
+    scores, target, log_decay = tensors(ties)
+    best = running_topk(target, SINKS, window=WINDOW, k=K, log_decay=log_decay, decay_every=n, lengths=LENGTHS)
+    queries = loss.draw(LENGTHS, SINKS + WINDOW + K, S)
+    assert (queries[2] == -1).all() and queries[1].max() == 30 and (queries[0] >= 0).sum() == S - SINKS - WINDOW - K
+    pairs = loss.pairs(LayerTarget(target, best), log_decay, queries, window=WINDOW, decay_every=n)
+    assert float(pairs.weight.sum() / (pairs.weight > 0).sum()) == pytest.approx(1)
+    gradients = []
+    for value in (
+        lambda s, g: loss(s, g, pairs, decay_every=n),
+        lambda s, g: loop(loss, s, target, g, n, queries),
+    ):
+        s, g = scores.clone().requires_grad_(), log_decay.clone().requires_grad_()
+        found = value(s, g)
+        found.backward()
+        gradients.append((found.detach(), s.grad, g.grad))
+    for ours, wanted in zip(*gradients, strict=True):
+        assert torch.allclose(ours, wanted, atol=1e-6, rtol=1e-5)
+    assert gradients[0][1].abs().max() > 1e-4 and gradients[0][2].abs().min() > 1e-6  # scores and gamma learn
+
+
+def test_it_falls_as_the_scores_become_the_target() -> None:
+    loss = BoundaryLoss(queries=None)
+    scores, target, log_decay = tensors()
+    best = running_topk(target, SINKS, window=WINDOW, k=K, log_decay=log_decay, lengths=LENGTHS)
+    queries = loss.draw(LENGTHS, SINKS + WINDOW + K, S)
+    pairs = loss.pairs(LayerTarget(target, best), log_decay, queries, window=WINDOW, decay_every=1)
+    values = [float(loss(scores * (1 - a) + target * a, log_decay, pairs, decay_every=1)) for a in (0, 0.5, 1)]
+    assert values[0] > values[1] > values[2]
+
+
+def test_queries_are_drawn_from_the_right_places() -> None:
+    torch.manual_seed(0)
+    drawn = BoundaryLoss(queries=4000, late=0.5).draw(LENGTHS, 14, S)
+    assert drawn.shape == (B, 4000) and (drawn[2] == -1).all()
+    for row in (0, 1):
+        assert drawn[row].min() == 14 and drawn[row].max() == LENGTHS[row] - 1
+    late, uniform = drawn[0, :2000].float().mean(), drawn[0, 2000:].float().mean()
+    assert abs(uniform - (14 + 59) / 2) < 1 and abs(late - (14 + 46 * 2 / 3)) < 1
+    assert torch.equal(BoundaryLoss(late=0.0, queries=None).draw(LENGTHS, 60, S), torch.full((B, S), -1))
+
+
+def test_no_pair_is_no_loss_and_no_nan() -> None:
+    loss = BoundaryLoss(queries=8)
+    scores, target, log_decay = tensors()
+    short = torch.tensor([9, 9, 9])
+    best = running_topk(target, SINKS, window=WINDOW, k=K, log_decay=log_decay, lengths=short)
+    queries = loss.draw(short, SINKS + WINDOW + K, S)
+    pairs = loss.pairs(LayerTarget(target, best), log_decay, queries, window=WINDOW, decay_every=1)
+    scores.requires_grad_()
+    found = loss(scores, log_decay, pairs, decay_every=1)
+    found.backward()
+    assert float(found) == 0 and (scores.grad == 0).all()

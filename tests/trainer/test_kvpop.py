@@ -1,0 +1,333 @@
+"""KVpop's retrofit: loss and gradients against a dense float64 reference, runs by recipe, resume, files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_runs import timeless
+from transformers import AutoModelForCausalLM
+
+from rollout import make_engine
+from sparse_rl.attention import NO_MASK, LearnedView, adopt
+from sparse_rl.attention.reference import DenseView
+from sparse_rl.models import attach_scorers, load_model, saved_policy
+from sparse_rl.policies import KVpop
+from sparse_rl.recipe import RecipeError, make_recipe
+from sparse_rl.trace import EvictionTrace
+from trainer.kvpop import KVpopConfig, KVpopTrainer, _warm_cosine
+from trainer.losses import BoundaryLoss, DistillationLoss
+from trainer.rows import Row, load_texts
+from trainer.rundir import read_metrics
+from trainer.train import train
+
+LENGTHS = ((5, 40), (12, 9), (3, 61), (20, 22))
+CACHE = {"policy": "kvpop", "budget": 14, "sinks": 2, "window": 4}
+SETTINGS: dict[str, Any] = {"use_cpu": True, "report_to": [], "gradient_checkpointing": False, "disable_tqdm": True}
+
+
+def rows() -> list[Row]:
+    generator = torch.Generator().manual_seed(0)
+    return [Row(*(torch.randint(3, 64, (n,), generator=generator).tolist() for n in pair)) for pair in LENGTHS]
+
+
+@pytest.fixture
+def kvpop(new_model: Callable, tmp_path: Path) -> Callable[..., KVpopTrainer]:
+    """kvpop(scorer, **settings) -> a trainer of a tiny student whose scorers are far from where they start."""
+
+    def make(scorer: Any = "mlp", **settings: Any) -> KVpopTrainer:
+        student = new_model("qwen3")
+        policy = KVpop(**{**{k: v for k, v in CACHE.items() if k != "policy"}, "scorer": scorer})
+        torch.manual_seed(1)
+        attach_scorers(student, policy)
+        for weight in student.cache_scorers.parameters():
+            weight.data += 0.3 * torch.randn_like(weight)
+        teacher = new_model("llama", seed=5, num_hidden_layers=3, hidden_size=48)
+        args = KVpopConfig(
+            output_dir=str(tmp_path / "run"), boundary=BoundaryLoss(queries=None), **{**SETTINGS, **settings}
+        )
+        return KVpopTrainer(student, teacher, policy, args, rows())
+
+    return make
+
+
+def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
+    """KL + CE under dense masks of the decisions, one sequence at a time in float64; and the boundary loss alone."""
+    model, loss = trainer.model, trainer.args.loss
+    student, teacher = (copy.deepcopy(m).double() for m in (model, trainer.teacher))
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for row in rows():
+        ids = torch.tensor([row.prompt + row.completion])
+        view = LearnedView(model.cache_scorers, trainer.policy, torch.tensor([ids.shape[1]]))
+        with torch.no_grad():
+            adopt(model)(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False)
+        trace = EvictionTrace(torch.cat([view._decided[layer].evict_at for layer in range(2)]))
+        assert (trace.evict_at < ids.shape[1]).any() or ids.shape[1] <= 21
+        said = []
+        for one, masks in ((student, trace), (teacher, EvictionTrace.dense(3, 2, ids.shape[1]))):
+            out = adopt(one)(input_ids=ids, attention_mask=NO_MASK, kv_view=DenseView(masks), use_cache=False).logits
+            said.append(out[0, len(row.prompt) - 1 : -1].log_softmax(-1))
+        s, t = said[0], said[1].detach()
+        total = total + loss.kl_weight * (t.exp() * (t - s)).sum()
+        total = total - loss.ce_weight * s.gather(-1, torch.tensor(row.completion)[:, None]).sum()
+        tokens += len(row.completion)
+    (total / tokens).backward()
+    return float((total / tokens).detach()), {name: weight.grad for name, weight in student.named_parameters()}
+
+
+@pytest.mark.parametrize("scorer", ["mlp", "mlstm", "recency"])
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"weights": (0.1, 0.9)}], ids=str)
+def test_loss_and_gradients(scorer: str, settings: dict, kvpop: Callable) -> None:
+    """The model's gradients are those of KL and CE alone, the scorers' those of the boundary loss alone."""
+    settings = dict(settings)
+    kl, ce = settings.pop("weights", (1.0, 0.0))
+    trainer = kvpop(scorer, loss=DistillationLoss(kl_weight=kl, ce_weight=ce, chunk=7), **settings)
+    expected, gradients = reference(trainer)
+    model = trainer.model.train()
+    if settings:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    rollouts = trainer._rollouts(rows())
+    loss, *sums, count = trainer._losses(model, rollouts)
+    (loss / count).backward()
+    boundary = sums[trainer.summed.index("boundary")] / count
+    assert float(loss / count - boundary) == pytest.approx(expected, abs=1e-5)
+    for name, weight in model.named_parameters():
+        if "cache_scorers" in name:
+            assert weight.grad is not None and weight.grad.abs().max() > 0, name
+        else:
+            wanted = gradients[name]
+            assert (weight.grad - wanted).abs().max() <= 1e-5 * max(1.0, float(wanted.abs().max())), name
+    if scorer == "recency":
+        assert float(boundary) == 0
+        return
+    alone = {name: weight.grad.clone() for name, weight in model.named_parameters() if "cache_scorers" in name}
+    model.zero_grad()
+    trainer.args.boundary_weight = 0.0
+    loss, *_ = trainer._losses(model, rollouts)
+    (loss / count).backward()
+    for name, weight in model.named_parameters():
+        if "cache_scorers" in name:
+            assert weight.grad is None or (weight.grad == 0).all(), name
+        else:
+            assert (weight.grad - gradients[name]).abs().max() <= 1e-5 * max(1.0, float(gradients[name].abs().max()))
+    assert all(value.abs().max() > 0 for value in alone.values())
+
+
+def test_two_learning_rates(kvpop: Callable) -> None:
+    trainer = kvpop("mlstm", learning_rate=1e-4, lr_scheduler_type="constant", weight_decay=0.1, warmup_steps=0)
+    trainer.create_optimizer()
+    trainer.create_scheduler(400)
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(400):
+        for group in trainer.optimizer.param_groups:
+            rates[group["scorer"]].append(group["lr"])
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+    assert set(rates[False]) == {1e-4}
+    ours = rates[True][::2]
+    assert ours[0] == 0 and ours[100] == pytest.approx(1e-3) and max(ours) == ours[100]
+    assert ours[399] == pytest.approx(8e-5, rel=0.01) and ours[250] == pytest.approx((1e-3 + 8e-5) / 2, rel=0.01)
+    assert _warm_cosine(0, warmup=0, steps=10, low=0.1) == 1
+    counted = sum(len(group["params"]) for group in trainer.optimizer.param_groups)
+    assert counted == len(list(trainer.model.parameters()))
+    decayed = {id(w) for g in trainer.optimizer.param_groups if g["weight_decay"] for w in g["params"]}
+    names = {name: id(weight) in decayed for name, weight in trainer.model.named_parameters()}
+    assert not names["cache_scorers.0.alpha"] and names["cache_scorers.0.query"]
+    assert not names["model.norm.weight"] and names["model.layers.0.mlp.up_proj.weight"]
+
+
+def test_a_frozen_model_trains_its_scorers_alone(kvpop: Callable) -> None:
+    trainer = kvpop("mlp", train_base=False)
+    loss, *_ = trainer._losses(trainer.model.train(), trainer._rollouts(rows()))
+    loss.backward()
+    for name, weight in trainer.model.named_parameters():
+        assert (weight.grad is not None) == ("cache_scorers" in name), name
+
+
+# ---- by recipe -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recipe(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
+    def make(**keys: Any) -> Any:
+        content = {
+            "kind": "kvpop",
+            "model": tiny(),
+            "teacher": tiny(num_hidden_layers=3),
+            "output_dir": str(tmp_path / "run"),
+            "dtype": "float32",
+            "seed": 3,
+            "data": {"synthetic": {"task": "running_sum", "size": 24, "n": 6}},
+            "cache": CACHE,
+            "packing": False,
+            "max_length": 128,
+            "learning_rate": 1e-3,
+            "scorer_learning_rate": 1e-2,
+            "scorer_warmup_steps": 1,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "max_steps": 4,
+            "gradient_checkpointing": False,
+            "boundary": {"queries": 16},
+            "save_steps": 0,
+        }
+        return make_recipe({**content, **keys})
+
+    return make
+
+
+def validation(every: int) -> dict[str, Any]:
+    return {"data": {"synthetic": {"task": "running_sum", "size": 8, "n": 6, "split": "evaluation"}}, "every": every}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"packing": True, "max_length": 90, "teacher": None, "top_k": 8, "gradient_checkpointing": True},
+        {"cache": {**CACHE, "scorer": {"name": "mlstm", "value": "full"}}, "kl_weight": 0.1, "ce_weight": 0.9},
+        {"cache": {**CACHE, "scorer": "recency"}},
+        {"train_base": False, "target": {"normaliser": "dense", "group": "mean", "lookahead": 20}},
+    ],
+    ids=["mlp", "packed", "mlstm", "streaming+", "frozen"],
+)
+def test_a_run(keys: dict, recipe: Callable, tmp_path: Path, tiny: Callable) -> None:
+    made = recipe(validation=validation(every=2), **keys)
+    final = train(made)
+    lines = read_metrics(tmp_path / "run")
+    steps, held_out = ([line for line in lines if name in line] for name in ("loss", "eval_kl"))
+    assert len(steps) == 4 and len(held_out) == 3
+    for line in steps:
+        assert line["kl"] >= 0 and 0 < line["cache/retention"] < 1
+        if made.ce_weight == 0:
+            assert line["loss"] == pytest.approx(line["kl"] + line["boundary_loss"], rel=1e-5)
+    assert all(0 < line["eval_recall"] <= 1 for line in held_out)
+    learned = made.cache.get("scorer") != "recency"
+    assert all((line["boundary_loss"] > 0) == learned for line in steps)
+    # The directory: a model as any other, the scorers and the policy beside it.
+    assert not any("cache_scorer" in name for name in load_file(final / "model.safetensors"))
+    assert (final / "cache_scorer.safetensors").is_file()
+    assert json.loads((final / "cache_policy.json").read_text())["policy"] == "kvpop"
+    plain = AutoModelForCausalLM.from_pretrained(final)
+    whole = load_model(final)
+    assert not hasattr(plain, "cache_scorers") and len(whole.cache_scorers) == 2
+    if "train_base" in keys:
+        start = AutoModelForCausalLM.from_pretrained(tiny())
+        pairs = zip(start.parameters(), plain.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+        assert whole.cache_scorers[0].out.abs().max() > 0
+    with pytest.raises(ValueError, match="no engine samples under kvpop yet"):
+        make_engine("hf", model=str(final))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"cache": {**CACHE, "scorer": "mlstm"}, "packing": True, "max_length": 90, "gradient_checkpointing": True}],
+    ids=["mlp", "mlstm"],
+)
+def test_a_resumed_run_is_the_one_that_was_not_stopped(keys: dict, recipe: Callable, tmp_path: Path) -> None:
+    """In the second epoch, between two logs: the same weights, scorers and lines, to the last bit."""
+    shared = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "save_total_limit": None, **keys}
+    shared["validation"] = validation(every=3)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(recipe(output_dir=str(whole), **shared))
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "model")
+    shutil.rmtree(resumed / "checkpoint-6")
+    (resumed / "metrics.jsonl").write_text("")
+    train(recipe(output_dir=str(resumed), **shared), resume="newest")
+    for file in ("model.safetensors", "cache_scorer.safetensors"):
+        left, right, early = (
+            load_file(folder / file) for folder in (whole / "model", resumed / "model", whole / "checkpoint-4")
+        )
+        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+        assert any(not torch.equal(left[name], early[name]) for name in left)  # the control
+    assert timeless(read_metrics(resumed)) == [line for line in timeless(read_metrics(whole)) if line["step"] > 4]
+
+
+def test_scorers_are_trained_further_where_the_model_has_them(
+    recipe: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = train(recipe(output_dir=str(tmp_path / "first")))
+    with caplog.at_level(logging.WARNING):
+        train(recipe(output_dir=str(tmp_path / "second"), model=str(first), max_steps=1, scorer_learning_rate=1e-9,
+                     scorer_final_learning_rate=1e-9, learning_rate=1e-9))  # fmt: skip
+    assert "are trained further" in caplog.text
+    one, two = (load_file(tmp_path / name / "model/cache_scorer.safetensors") for name in ("first", "second"))
+    assert all((one[name] - two[name]).abs().max() < 1e-6 for name in one) and one["0.out"].abs().max() > 1e-3
+    with pytest.raises(RecipeError, match="the model carries scorers"):
+        train(recipe(output_dir=str(tmp_path / "third"), model=str(first), cache={**CACHE, "scorer": "linear"}))
+
+
+def test_texts_as_rows(recipe: Callable) -> None:
+    from sparse_rl.models import load_tokenizer
+
+    made, packed = recipe(), recipe(packing=True, max_length=80)
+    tokenizer = load_tokenizer(made.model)
+    alone = load_texts(made, made.data, tokenizer)
+    assert len(alone) == 24 and all(row.completion[-1] == tokenizer.eos_token_id for row in alone)
+    short = [row for row in alone if len(row.prompt) + len(row.completion) <= 80]
+    assert 0 < len(short) < 24  # the longer ones are dropped
+    together = load_texts(packed, packed.data, tokenizer)
+    stream = [token for row in short for token in row.prompt + row.completion]
+    assert [token for row in together for token in row.prompt + row.completion] == stream
+    assert {len(row.prompt) + len(row.completion) for row in together[:-1]} == {80}
+    with pytest.raises(RecipeError, match="no text of at most 5 tokens is left"):
+        small = recipe(max_length=5)
+        load_texts(small, small.data, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"cache": {"policy": "gkv", "budget": 64}}, "cache.policy: recipes of kind kvpop train kvpop"),
+        ({"cache": {**CACHE, "scorer": "mpl"}}, "cache: unknown scorer 'mpl' (did you mean 'mlp'?)"),
+        ({"cache": {**CACHE, "budget": 6}}, "cache: kvpop: budget 6 must exceed window 4 + sinks 2"),
+        ({"lora": {"r": 4}}, "lora: the whole model is trained"),
+        ({"boundary": {"late": 2}}, "boundary.late: "),
+        ({"target": {"floor": 0}}, "target.floor: "),
+        ({"scorer_final_learning_rate": 1.0}, "scorer_final_learning_rate: must not exceed scorer_learning_rate"),
+        ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type: depends on a metric"),
+        ({"kl_weight": 0}, "kl_weight: one of kl_weight and ce_weight"),
+    ],
+)
+def test_what_a_recipe_may_not_say(keys: dict, says: str, recipe: Callable) -> None:
+    with pytest.raises(RecipeError) as error:
+        recipe(**keys)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_other_kinds_do_not_take_it(tiny: Callable, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no engine samples under it yet"):
+        make_recipe({"kind": "distill", "model": tiny(), "output_dir": str(tmp_path), "cache": CACHE,
+                     "data": {"synthetic": {"task": "running_sum", "size": 8}}})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda folder: (folder / "cache_scorer.safetensors").unlink(), "is missing"),
+        (lambda folder: (folder / "cache_scorer.safetensors").write_bytes(b"x" * 40), "cannot be used"),
+        (
+            lambda folder: (folder / "cache_policy.json").write_text(
+                json.dumps({"format_version": 1, **CACHE, "scorer": "linear"})
+            ),
+            "cannot be used: Error(s) in loading state_dict",
+        ),
+    ],
+)
+def test_a_directory_that_cannot_be_used(harm: Callable, says: str, recipe: Callable, tmp_path: Path) -> None:
+    final = train(recipe(max_steps=1))
+    assert isinstance(saved_policy(final), KVpop)
+    harm(final)
+    with pytest.raises(RecipeError) as error:
+        load_model(final)
+    assert says in str(error.value) and "\n" not in str(error.value)

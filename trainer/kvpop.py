@@ -1,0 +1,189 @@
+"""KVpop's retrofit (algorithm 1): a model learns to live under a small cache, and its scorers which tokens to keep.
+
+The student runs under the mask that its own scorers induce, over the whole text: query q sees the sinks, the window and
+the k tokens that rank best. Per micro-batch of N completion tokens
+
+    loss = 1/N sum over tokens of (kl_weight tau^2 KL(teacher || student) + ce_weight CE)
+           + boundary_weight * mean over layers of the boundary loss (trainer/losses.py)
+
+The scorers see keys and values without their gradient, and a mask has none: so the model learns from KL and CE alone,
+and scorers and gamma from the boundary loss alone. The teacher is dense. Two learning rates: the model's is the
+recipe's; the scorers' rises, and falls along a cosine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
+
+from rollout import Rollout
+from sparse_rl.attention import FutureTarget, LearnedView
+from sparse_rl.models import SCORERS, attach_scorers, read_scorers, save_policy, write_scorers
+from sparse_rl.policies import KVpop
+from sparse_rl.trace import EvictionTrace
+from trainer.batches import Batch, base_of, length_of
+from trainer.distill import DistillConfig, DistillTrainer
+from trainer.losses import BoundaryLoss
+from trainer.rows import Row
+from trainer.teacher import TeacherCache
+
+NOTHING = EvictionTrace.dense(1, 1, 0)  # of a sequence that no engine has seen
+
+
+@dataclass
+class KVpopConfig(DistillConfig):
+    """DistillConfig and what the retrofit adds. See the recipe keys of the same names."""
+
+    boundary: BoundaryLoss = field(default_factory=BoundaryLoss)
+    boundary_weight: float = 1.0
+    target: FutureTarget = field(default_factory=FutureTarget)
+    scorer_learning_rate: float = 1e-3
+    scorer_final_learning_rate: float = 8e-5
+    scorer_warmup_steps: int = 100
+    train_base: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "boundary": vars(self.boundary), "target": vars(self.target)}
+
+
+class KVpopTrainer(DistillTrainer):
+    """Retrofits a model with scorers, which are attached to it where it has none.
+
+    Parameters: as DistillTrainer's; policy : of the cache, with its scorer
+    """
+
+    args: KVpopConfig
+    summed = ("kl", "ce", "boundary", "held", "of", "retention", "sequences")
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        teacher: PreTrainedModel | TeacherCache,
+        policy: KVpop,
+        args: KVpopConfig,
+        rows: Sequence[Row],
+        validation: Sequence[Row] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.policy = policy
+        if not hasattr(model, SCORERS):
+            attach_scorers(model, policy)
+        if not args.train_base:
+            model.requires_grad_(False)
+            getattr(model, SCORERS).requires_grad_(True)
+        super().__init__(model, teacher, None, args, rows, validation, **kwargs)
+
+    # ---- the loss -------------------------------------------------------------------------------------------------
+
+    def _rollouts(self, rows: Sequence[Row]) -> list[Rollout]:
+        return [Rollout(row.prompt, row.completion, [], [], NOTHING, "stop") for row in rows]
+
+    def _count(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
+        local = torch.tensor([sum(len(r.completion_ids) for r in rollouts)], device=self.accelerator.device)
+        return self.accelerator.gather(local * int(self._weight)).sum()
+
+    def _losses(self, student: Any, rollouts: Sequence[Rollout]) -> tuple[torch.Tensor, ...]:
+        args, policy = self.args, self.policy
+        batch = Batch.of(rollouts, self.accelerator.device)
+        lengths = torch.tensor([length_of(row[0]) for row in batch.rows], device=self.accelerator.device)
+        first = policy.sinks + policy.window + policy.k  # the first query at which something is evicted
+        scorers = base_of(student).cache_scorers
+        decay: dict[str, Any] = {"decay_every": policy.decay_every}
+        queries = args.boundary.draw(lengths, first, batch.ids.shape[1])
+        learns = any(True for _ in scorers.parameters())
+        view = LearnedView(
+            scorers,
+            policy,
+            lengths,
+            target=args.target if learns or not student.training else None,
+            prepare=partial(args.boundary.pairs, queries=queries, window=policy.window, **decay) if learns else None,
+            loss=partial(args.boundary, **decay) if learns else None,
+        )
+        with self.accelerator.autocast():
+            hidden = batch.hidden_under(student, view)
+            loss, kl, ce, count = self._distilled(student, batch, hidden)
+        losses = torch.stack(list(view.losses.values())) if learns else hidden.new_zeros(1, dtype=torch.float32)
+        boundary = losses.mean() * count
+        held, of = (sum((pair[i] for pair in view.recalls.values()), torch.zeros(())) for i in (0, 1))
+        retention = torch.stack(list(view.retained.values())).mean(0).sum()
+        sequences = torch.tensor(float(len(lengths)))
+        measured = (x.to(count) for x in (kl, ce, boundary.detach(), held, of, retention, sequences))
+        return loss + args.boundary_weight * boundary, *measured, count
+
+    def _measured(self) -> dict[str, float]:
+        """Also the boundary loss, and how much of what the target would keep is kept."""
+        sums = self._sums
+        found = {**super()._measured(), "boundary_loss": sums["boundary"] / sums["tokens"]}
+        return found | ({"recall": sums["held"] / sums["of"]} if sums["of"] else {})
+
+    # ---- two learning rates ---------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> Optimizer:
+        """AdamW over the model, at the recipe's learning rate, and the scorers, at their own."""
+        if self.optimizer is None:
+            whole: Any = self.model if model is None else model
+            decayed = set(self.get_decay_parameter_names(whole))
+            groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+            for name, weight in whole.named_parameters():
+                if weight.requires_grad:
+                    scorer = SCORERS in name.split(".")
+                    key = scorer, weight.ndim > 1 if scorer else name in decayed
+                    groups.setdefault(key, []).append(weight)
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
+            rates = self.args.learning_rate, self.args.scorer_learning_rate
+            self.optimizer = kind(
+                [
+                    {
+                        "params": weights,
+                        "lr": rates[scorer],
+                        "weight_decay": self.args.weight_decay if decays else 0.0,
+                        "scorer": scorer,
+                    }
+                    for (scorer, decays), weights in sorted(groups.items(), key=lambda item: item[0])
+                ],
+                **options,
+            )
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The model's rate as the recipe has it; the scorers' rises over the warm-up and falls along a cosine."""
+        if self.lr_scheduler is None:
+            optimizer = self.optimizer if optimizer is None else optimizer
+            base: Any = super().create_scheduler(num_training_steps, optimizer)
+            (own,) = set(base.lr_lambdas)
+            args = self.args
+            low = args.scorer_final_learning_rate / args.scorer_learning_rate
+            cosine = partial(_warm_cosine, warmup=args.scorer_warmup_steps, steps=num_training_steps, low=low)
+            both = [cosine if group["scorer"] else own for group in optimizer.param_groups]
+            self.lr_scheduler = LambdaLR(optimizer, both)
+        return self.lr_scheduler
+
+    # ---- files ----------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """The model without its scorers, which transformers would not know, and these beside it."""
+        super()._save(output_dir, state_dict)
+        folder = str(output_dir or self.args.output_dir)
+        write_scorers(folder, base_of(self.model).state_dict() if state_dict is None else state_dict)
+        save_policy(folder, self.policy)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        read_scorers(resume_from_checkpoint, base_of(self.model))
+
+
+def _warm_cosine(step: int, *, warmup: int, steps: int, low: float) -> float:
+    """The share of the peak at a step: linear up to 1, then a cosine down to `low`."""
+    if step < warmup:
+        return step / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return low + (1 - low) * (1 + math.cos(math.pi * done)) / 2
