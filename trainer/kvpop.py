@@ -36,7 +36,7 @@ from trainer.losses import BoundaryLoss
 from trainer.rows import Row
 from trainer.teacher import TeacherCache
 
-NOTHING = EvictionTrace.dense(1, 1, 0)  # of a sequence that no engine has seen
+NOTHING = EvictionTrace.dense(1, 1, 0)
 
 
 @dataclass
@@ -85,7 +85,7 @@ class KVpopTrainer(DistillTrainer):
     # ---- the loss -------------------------------------------------------------------------------------------------
 
     def _rollouts(self, rows: Sequence[Row]) -> list[Rollout]:
-        return [Rollout(row.prompt, row.completion, [], [], NOTHING, "stop") for row in rows]
+        return as_rollouts(rows)
 
     def _count(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
         local = torch.tensor([sum(len(r.completion_ids) for r in rollouts)], device=self.accelerator.device)
@@ -179,6 +179,11 @@ class KVpopTrainer(DistillTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         read_scorers(resume_from_checkpoint, base_of(self.model))
+
+
+def as_rollouts(rows: Sequence[Row]) -> list[Rollout]:
+    """Sequences that no engine has seen: without log-probs or evictions."""
+    return [Rollout(row.prompt, row.completion, [], [], NOTHING, "stop") for row in rows]
 
 
 def _warm_cosine(step: int, *, warmup: int, steps: int, low: float) -> float:

@@ -15,6 +15,7 @@ ceil(log2 S) passes of cumsum, gather and scatter; no loop over tokens, rows or 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -44,6 +45,7 @@ def running_topk(
     log_decay: torch.Tensor | None = None,
     decay_every: int = 1,
     lengths: torch.Tensor | None = None,
+    kernel: Literal["torch", "triton"] = "torch",
 ) -> RunningTopK:
     """See the module.
 
@@ -56,6 +58,7 @@ def running_topk(
     log_decay : log gamma, [H] <= 0
     decay_every : n; ages count in whole steps of n positions, r_t - floor(t / n) log gamma
     lengths : int64 [B], the end of each row; what stands behind is padding
+    kernel : who descends; triton needs a GPU, and has been run under its interpreter only
 
     Raises
     ------
@@ -66,7 +69,11 @@ def running_topk(
     """
     rows = Rows.of(scores, sinks, window, k, log_decay, decay_every, lengths)
     ranks, order = rows.ranks()
-    cutoff = _kth_smallest_of_prefixes(ranks, k)  # [R, M - k + 1], of the prefixes of k, k + 1, ... tokens
+    if kernel == "triton":
+        from sparse_rl.kernels.topk_triton import kth_smallest_of_prefixes
+    else:
+        kth_smallest_of_prefixes = _kth_smallest_of_prefixes
+    cutoff = kth_smallest_of_prefixes(ranks, k)  # [R, M - k + 1], of the prefixes of k, k + 1, ... tokens
     worst = order.gather(-1, cutoff)
     # Once k are held, each step drops one: the newcomer, or the worst so far.
     newcomer = torch.arange(k, ranks.shape[-1], device=ranks.device).expand(len(ranks), -1)

@@ -1,4 +1,4 @@
-"""Distillation over several processes is that of one: losses, gradients and the held-out KL, under DDP and ZeRO."""
+"""Distillation and KVpop's retrofit over several processes are those of one: losses, gradients, what is held out."""
 
 from __future__ import annotations
 
@@ -11,29 +11,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from trainer.rundir import read_metrics
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
+KINDS: dict[str, dict[str, Any]] = {
+    "distill": {
+        "cache": {"policy": "gkv", "budget": 16, "window": 4, "period": 4},
+        "rollout": {"engine": "hf"},
+        "temperature": 0.8,
+    },
+    "kvpop": {
+        "cache": {"policy": "kvpop", "budget": 16, "window": 4, "scorer": "mlstm"},
+        "packing": False,
+        "max_length": 128,
+        "boundary": {"queries": None},
+        "scorer_warmup_steps": 0,
+    },
+}
 
 
 @pytest.fixture
 def run(tiny: Callable, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """run(name, **keys) -> the metrics of three steps on 4 x 2 ragged rows each, with 9 rows held out."""
 
-    def make(name: str, **keys: Any) -> list[dict[str, Any]]:
+    def make(name: str, kind: str = "distill", **keys: Any) -> list[dict[str, Any]]:
         synthetic = {"task": "running_sum", "size": 24, "n": 4}
         recipe = {
-            "kind": "distill",
+            "kind": kind,
             "model": tiny("qwen3"),
             "teacher": tiny("qwen3", num_hidden_layers=3),
             "output_dir": str(tmp_path / name),
             "dtype": "float32",
             "data": {"synthetic": synthetic},
-            "cache": {"policy": "gkv", "budget": 16, "window": 4, "period": 4},
-            "rollout": {"engine": "hf"},
-            "temperature": 0.8,
             "ce_weight": 0.3,
             "learning_rate": 1e-3,
             "max_steps": 3,
@@ -42,6 +54,7 @@ def run(tiny: Callable, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
             "save_steps": 0,
             "logging_steps": 1,
             "validation": {"data": {"synthetic": {**synthetic, "size": 9, "split": "evaluation"}}, "every": 3},
+            **KINDS[kind],
             **keys,
         }
         (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
@@ -67,3 +80,16 @@ def test_two_processes_are_one(stage: int, run: Callable) -> None:
         one, two, control = ([line[key] for line in lines if key in line] for lines in (alone, together, other))
         assert len(one) == where and two == pytest.approx(one, rel=2e-5), key
         assert control != pytest.approx(one, rel=2e-5) or key == "eval_retention", key
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_retrofit_on_two_processes_is_that_of_one(stage: int, run: Callable, tmp_path: Path) -> None:
+    """The scorers too, whose weights are written beside the model's."""
+    alone = run("alone", "kvpop", gradient_accumulation_steps=2)
+    together = run("together", "kvpop", launch={"processes": 2, "zero_stage": stage})
+    for key in ("loss", "kl", "boundary_loss", "recall", "grad_norm", "eval_kl", "eval_boundary_loss", "eval_recall"):
+        one, two = ([line[key] for line in lines if key in line] for lines in (alone, together))
+        assert len(one) == (2 if key.startswith("eval") else 3) and two == pytest.approx(one, rel=2e-4), key
+    for file in ("model.safetensors", "cache_scorer.safetensors"):
+        one, two = (load_file(tmp_path / name / "model" / file) for name in ("alone", "together"))
+        assert one.keys() == two.keys() and all((one[name] - two[name]).abs().max() < 1e-4 for name in one)

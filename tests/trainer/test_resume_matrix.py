@@ -51,6 +51,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "top_k": 8,
         "refresh_every": 1,
     },
+    "kvpop": {
+        "cache": {"policy": "kvpop", "budget": 16, "window": 4, "scorer": "mlstm"},
+        "max_length": 70,
+        "boundary": {"queries": 8},
+        "scorer_warmup_steps": 2,
+    },
     "grpo": {
         "cache": {"policy": "gkv", "budget": 16, "window": 4, "period": 4},
         **GRPO_KEYS,
@@ -65,7 +71,7 @@ def command(tiny: Callable, tmp_path: Path) -> Callable[..., subprocess.Complete
     def run(
         kind: str, output: str, *words: str, processes: int = 1, model: str | None = None, **environment: str
     ) -> subprocess.CompletedProcess:
-        size = {"grpo": 2, "sft": 16, "distill": 16}[kind] * processes
+        size = {"grpo": 2, "sft": 16, "distill": 16, "kvpop": 24}[kind] * processes
         data = {"synthetic": {"task": "running_sum", "size": size, "n": 3}}
         recipe = {"kind": kind, "model": model or tiny("qwen3"), "output_dir": output, "data": data, **COMMON}
         (tmp_path / "recipe.yaml").write_text(json.dumps({**recipe, **KINDS[kind], "launch": {"processes": processes}}))
@@ -85,7 +91,8 @@ def end(folder: Path) -> tuple:
     """The weights, by hash, every metric, the mean loss of the last summary, the completions; timings aside."""
     lines = read_metrics(folder)
     mean = [line["train_loss"] for line in lines if "train_loss" in line][-1]
-    weights = hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+    files = sorted((folder / "model").glob("*.safetensors"))  # scorers are a file of their own
+    weights = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
     logged = timeless([line for line in lines if "train_loss" not in line])
     return weights, mean, logged, read_metrics(folder, "completions.jsonl")
 
@@ -118,7 +125,7 @@ def test_every_stage(kind: str, stage: int, processes: int, command: Callable, t
         assert other.returncode == 2 and "launch.zero_stage is 2 there and 3 here" in other.stderr
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "kvpop"])
 def test_lora(kind: str, command: Callable, tmp_path: Path) -> None:
     resumes_exactly(command, tmp_path, kind, "lora={r: 4}")
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
