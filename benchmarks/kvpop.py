@@ -1,9 +1,10 @@
 """KVpop's retrofit on the longer running sum: does what is learned beat keeping the most recent tokens?
 
 Per seed: a model of 12 labels is taught the task with a full cache; the budget is the smallest at which StreamingLLM
-leaves it 0.25 to 0.5 accuracy; half of it is window. Then, from that model and under that budget, as many steps each: StreamingLLM+ (the same
-training without a scorer), a stateless scorer, and one with a memory. Afterwards the KL to the dense model on held-out
-problems, problem by problem and so paired, and the recall of the future-attention oracle before and after.
+leaves it 0.25 to 0.5 accuracy; half of it is window. Then, from that model and under that budget, as many steps each:
+StreamingLLM+ (the same training without a scorer), a stateless scorer, and one with a memory. Afterwards the KL to the
+dense model on held-out problems, problem by problem and so paired, and the recall of the future-attention oracle before
+and after.
 
     python benchmarks/kvpop.py         # about an hour on two cores; writes benchmarks/results/kvpop.json
 """

@@ -19,7 +19,7 @@ from typing import Any
 from rollout.engine import Engine, Rollout, SamplingConfig
 from sparse_rl.engines import default_engine
 from sparse_rl.models import saved_policy
-from sparse_rl.policies import Policy, make_policy
+from sparse_rl.policies import Policy, make_policy, sampled_under
 
 ENGINES = ("hf", "vllm")
 
@@ -52,11 +52,7 @@ def make_engine(
         raise ValueError(f"engine {kind!r} has no option {min(unknown)!r}; it takes {', '.join(sorted(accepted))}")
     if policy is None:
         policy = (saved_policy(model) if isinstance(model, (str, Path)) else None) or "full"
-    policy = make_policy(policy)
-    if policy.decides_first:
-        mend = "it decides before a query attends; name another policy, for example full"
-        raise ValueError(f"no engine samples under {policy.name} yet: {mend}")
-    return engine(model, policy, **options)
+    return engine(model, sampled_under(make_policy(policy)), **options)
 
 
 def _engine(kind: str) -> Any:

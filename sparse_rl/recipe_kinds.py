@@ -291,6 +291,7 @@ class KVpopRecipe(TaughtRecipe):
     max_length : S; longer texts are dropped
     packing : join texts into rows of S tokens; each sees those before it (the papers' choice). Off: one text to a row,
         and only its completion is learned
+    prefill : masked, from the first token on; or dense, as in decoding: a prompt sees the whole of itself
     target : what the scorers are to foresee
     boundary, boundary_weight : their loss
     scorer_learning_rate, scorer_final_learning_rate, scorer_warmup_steps : theirs: it rises, and falls along a cosine;
@@ -306,6 +307,7 @@ class KVpopRecipe(TaughtRecipe):
     top_k: PositiveInt | None = 256
     max_length: PositiveInt = 16384
     packing: bool = True
+    prefill: Literal["masked", "dense"] = "masked"
     target: TargetConfig = field(default_factory=TargetConfig)
     boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
     boundary_weight: NonNegative = 1.0
@@ -317,6 +319,8 @@ class KVpopRecipe(TaughtRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_cache(self.cache, learned=True)
+        if self.packing and self.prefill == "dense":
+            raise RecipeError("needs packing: false, where it is known what is a prompt", "prefill")
         if self.lora is not None:
             raise RecipeError("the whole model is trained, or with train_base: false the scorers alone", "lora")
         if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):

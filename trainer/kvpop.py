@@ -50,6 +50,7 @@ class KVpopConfig(DistillConfig):
     scorer_final_learning_rate: float = 8e-5
     scorer_warmup_steps: int = 100
     train_base: bool = True
+    prefill: str = "masked"
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "boundary": vars(self.boundary), "target": vars(self.target)}
@@ -104,6 +105,9 @@ class KVpopTrainer(DistillTrainer):
             scorers,
             policy,
             lengths,
+            prompts=torch.tensor([len(row[0].prompt_ids) for row in batch.rows], device=lengths.device)
+            if args.prefill == "dense"
+            else None,
             target=args.target if learns or not student.training else None,
             prepare=partial(args.boundary.pairs, queries=queries, window=policy.window, **decay) if learns else None,
             loss=partial(args.boundary, **decay) if learns else None,

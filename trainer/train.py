@@ -242,6 +242,7 @@ def _kvpop(recipe: KVpopRecipe, folder: Path) -> Any:
         boundary=BoundaryLoss(**vars(recipe.boundary)),
         target=FutureTarget(**vars(recipe.target)),
         train_base=recipe.train_base,
+        prefill=recipe.prefill,
         **{name: getattr(recipe, name) for name in same},
     )
     student = load_model(recipe.model, _weights_dtype(recipe))

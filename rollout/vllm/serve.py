@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from sparse_rl.attention import cache_shape
 from sparse_rl.models import load_config, load_tokenizer, saved_policy
-from sparse_rl.policies import Policy, make_policy
+from sparse_rl.policies import Policy, make_policy, sampled_under
 from sparse_rl.recipe import RecipeError
 from sparse_rl.recipe_schema import apply_overrides
 
@@ -80,6 +80,7 @@ def serve(
 
     _check_plugin()
     policy, source = choose_policy(model, cache)
+    sampled_under(policy)
     config = load_config(model)
     _check_files(model, {word.partition("=")[0] for word in further})
     _set_environment(verbose)

@@ -85,6 +85,8 @@ class LearnedView:
     scorers : of each layer, (keys, values, window) -> (scores float32 [B, Hkv, S], log gamma [Hkv])
     policy : sinks, window, k and decay
     lengths : int64 [B]
+    prompts : int64 [B]; a prompt of so many tokens sees the whole of itself, and what is dropped in it goes at its end.
+        None: the mask applies from the start
     target : what the scorers are to foresee; None: only attend
     prepare : (target, log gamma) -> what `loss` needs of it; called once in a layer, without gradient
     loss : (scores, log gamma, that) -> a scalar
@@ -102,11 +104,12 @@ class LearnedView:
         policy: KVpop,
         lengths: torch.Tensor,
         *,
+        prompts: torch.Tensor | None = None,
         target: FutureTarget | None = None,
         prepare: Callable[[LayerTarget, torch.Tensor], Any] | None = None,
         loss: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor] | None = None,
     ) -> None:
-        self.scorers, self.policy, self.lengths = scorers, policy, lengths
+        self.scorers, self.policy, self.lengths, self.prompts = scorers, policy, lengths, prompts
         self.target, self.prepare, self.loss = target, prepare, loss
         self.losses: dict[int, torch.Tensor] = {}
         self.recalls: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -152,17 +155,20 @@ class LearnedView:
     ) -> _Decided:
         policy, lengths = self.policy, self.lengths
         ours = self.running_topk(scores, log_decay)
+        evict_at = ours.evict_at
+        if self.prompts is not None:
+            evict_at = torch.maximum(evict_at, self.prompts[:, None, None].to(evict_at))
         width = scores.shape[-1]
         end = lengths[:, None, None]
         places = torch.arange(width, device=scores.device)
-        seen = (torch.minimum(ours.evict_at, end) - places).clamp(min=0).sum((1, 2)) / scores.shape[1]
+        seen = (torch.minimum(evict_at, end) - places).clamp(min=0).sum((1, 2)) / scores.shape[1]
         self.retained[layer] = seen / (lengths * (lengths + 1) / 2)
         known = None
         if self.target is not None:
             ends = lengths[:, None].expand(-1, width)
-            wanted = self.target(query.detach(), key.detach(), scaling, policy.window, ends, ours.evict_at)
+            wanted = self.target(query.detach(), key.detach(), scaling, policy.window, ends, evict_at)
             best = self.running_topk(wanted, log_decay)
             self.recalls[layer] = recall(ours, best, policy.sinks, window=policy.window, k=policy.k, lengths=lengths)
             if self.prepare is not None:
                 known = self.prepare(LayerTarget(wanted, best), log_decay)
-        return _Decided(ours.evict_at, bool((ours.evict_at < width).any()), known)
+        return _Decided(evict_at, bool((evict_at < width).any()), known)

@@ -68,6 +68,14 @@ def make_policy(name: str | Policy | Mapping[str, Any], /, **parameters: Any) ->
     return known[name](**parameters)
 
 
+def sampled_under(policy: Policy) -> Policy:
+    """The policy, if engines can sample under it; else ValueError, in one line."""
+    if policy.decides_first:
+        mend = "it decides before a query attends; name another policy, for example full"
+        raise ValueError(f"no engine samples under {policy.name} yet: {mend}")
+    return policy
+
+
 def fingerprint(policy: Policy) -> str:
     """The policy as one canonical JSON line, for trace files and checkpoints."""
     return json.dumps({"policy": policy.name, **policy.parameters()}, sort_keys=True)
@@ -78,4 +86,4 @@ def _nearest(word: str, words: Any) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-__all__ = ["LEARNED", "POLICIES", "Entries", "KVpop", "Kept", "Policy", "fingerprint", "make_policy"]
+__all__ = ["LEARNED", "POLICIES", "Entries", "KVpop", "Kept", "Policy", "fingerprint", "make_policy", "sampled_under"]

@@ -52,15 +52,23 @@ def papers_mask(scores: torch.Tensor, log_decay: torch.Tensor, cache: KVpop) -> 
     return mask
 
 
+@pytest.mark.parametrize("prefill", ["masked", "dense"])
 @pytest.mark.parametrize("decay_every", [1, 3])
-def test_it_attends_by_the_papers_predicate(decay_every: int) -> None:
+def test_it_attends_by_the_papers_predicate(decay_every: int, prefill: str) -> None:
+    """A dense prefill sees all; what the cache has dropped by its end is gone for the first query after it."""
     cache = policy(decay_every=decay_every)
+    prompts = torch.tensor([30, 33])
     query, key, value = tensors()
     scores, log_decay = torch.randn(B, HKV, S, generator=torch.Generator().manual_seed(3)), torch.tensor([-0.1, -0.001])
-    view = LearnedView([lambda *_: (scores, log_decay)], cache, LENGTHS)
+    view = LearnedView(
+        [lambda *_: (scores, log_decay)], cache, LENGTHS, prompts=prompts if prefill == "dense" else None
+    )
     out = view.attend(0, query, key, value, SCALE)
     mask = papers_mask(scores, log_decay, cache)
     assert (mask.sum(-1) <= cache.budget).all() and (mask.sum(-1) == cache.budget).any()
+    if prefill == "dense":
+        for row, prompt in enumerate(prompts.tolist()):
+            mask[row, :, :prompt] = torch.ones(prompt, S, dtype=torch.bool).tril()
     expected = dense_attention(query, key, value, mask | torch.eye(S, dtype=torch.bool), SCALE)
     real = (torch.arange(S) < LENGTHS[:, None])[:, None, :, None]
     assert ((out - expected) * real).abs().max() <= 1e-5

@@ -195,9 +195,10 @@ def validation(every: int) -> dict[str, Any]:
         {"packing": True, "max_length": 90, "teacher": None, "top_k": 8, "gradient_checkpointing": True},
         {"cache": {**CACHE, "scorer": {"name": "mlstm", "value": "full"}}, "kl_weight": 0.1, "ce_weight": 0.9},
         {"cache": {**CACHE, "scorer": "recency"}},
+        {"prefill": "dense"},
         {"train_base": False, "target": {"normaliser": "dense", "group": "mean", "lookahead": 20}},
     ],
-    ids=["mlp", "packed", "mlstm", "streaming+", "frozen"],
+    ids=["mlp", "packed", "mlstm", "streaming+", "dense prefill", "frozen"],
 )
 def test_a_run(keys: dict, recipe: Callable, tmp_path: Path, tiny: Callable) -> None:
     made = recipe(validation=validation(every=2), **keys)
@@ -295,6 +296,7 @@ def test_texts_as_rows(recipe: Callable) -> None:
         ({"boundary": {"late": 2}}, "boundary.late: "),
         ({"target": {"floor": 0}}, "target.floor: "),
         ({"scorer_final_learning_rate": 1.0}, "scorer_final_learning_rate: must not exceed scorer_learning_rate"),
+        ({"prefill": "dense", "packing": True}, "prefill: needs packing: false"),
         ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type: depends on a metric"),
         ({"kl_weight": 0}, "kl_weight: one of kl_weight and ce_weight"),
     ],
