@@ -4,7 +4,8 @@ Per seed: a model of 12 labels is taught the task with a full cache; the budget 
 leaves it 0.25 to 0.5 accuracy; half of it is window. Then, from that model and under that budget, as many steps each:
 StreamingLLM+ (the same training without a scorer), a stateless scorer, and one with a memory. Afterwards the KL to the
 dense model on held-out problems, problem by problem and so paired, and the recall of the future-attention oracle before
-and after.
+and after. The texts have few notes (--notes): a note brings what has left the window back into it, and where there are
+many StreamingLLM+ lacks nothing.
 
     python benchmarks/kvpop.py         # about an hour on two cores; writes benchmarks/results/kvpop.json
 """
@@ -38,7 +39,7 @@ from trainer.losses import DistillationLoss
 from trainer.rows import Row, load_texts
 from trainer.rundir import read_metrics
 
-LABELS, BUDGETS, HELD_OUT = 12, (40, 48, 56, 64, 80), 512
+LABELS, NOTES, BUDGETS, HELD_OUT = 12, 0.1, (40, 44, 48, 52, 56, 60, 64, 72, 80), 512
 SCORERS = {"StreamingLLM+": "recency", "KVpop, MLP": "mlp", "KVpop, mLSTM": "mlstm"}
 
 
@@ -60,7 +61,7 @@ def divergences(folder: Path, teacher: Any, rows: list[Row]) -> torch.Tensor:
     return found
 
 
-def run_seed(seed: int, out: Path, stages: Stages, steps: int) -> dict[str, Any]:
+def run_seed(seed: int, out: Path, stages: Stages, steps: int, notes: float) -> dict[str, Any]:
     folder = out / f"seed{seed}"
     start = folder / "sft" / "model"
     task = f"data.synthetic.n={LABELS}"
@@ -82,6 +83,7 @@ def run_seed(seed: int, out: Path, stages: Stages, steps: int) -> dict[str, Any]
     budget = choose_budget(accuracy)
     recipe_keys = [
         f"model={start}", task, f"validation.data.synthetic.n={LABELS}", f"data.synthetic.seed={seed + 1}",
+        f"data.synthetic.note_probability={notes}", f"validation.data.synthetic.note_probability={notes}",
         f"cache.budget={budget}", f"cache.window={budget // 2}", "max_length=320",
         "per_device_train_batch_size=32", f"max_steps={steps}", f"validation.every={steps}", "validation.problems=256",
     ]  # fmt: skip
@@ -91,7 +93,10 @@ def run_seed(seed: int, out: Path, stages: Stages, steps: int) -> dict[str, Any]
     recipe = load_recipe("quickstart/kvpop", [f"model={start}", "max_length=320"])
     data = load_recipe(
         "quickstart/kvpop",
-        [f"data.synthetic={{task: running_sum, n: {LABELS}, size: {HELD_OUT}, split: evaluation, seed: {seed + 3}}}"],
+        [
+            f"data.synthetic={{task: running_sum, n: {LABELS}, size: {HELD_OUT}, split: evaluation, seed: {seed + 3}, "
+            f"note_probability: {notes}}}"
+        ],
     ).data
     rows = load_texts(recipe, data, load_tokenizer(str(start)))
     teacher = load_model(start)
@@ -121,6 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--notes", type=float, default=NOTES, help="before each line, the probability of a note")
     parser.add_argument("--runs", type=Path, default=Path("runs/kvpop"))
     parser.add_argument("--slots", type=int, default=min(2, os.cpu_count() or 1), help="stages run at a time")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kvpop.json"))
@@ -131,8 +137,10 @@ def main() -> None:
     for seed in options.seeds:  # not in threads: it draws from torch's global generator
         save_untrained(options.runs / f"seed{seed}" / "untrained", seed, hidden=96, intermediate=192)
     with ThreadPoolExecutor(len(options.seeds)) as pool:
-        rows = list(pool.map(lambda seed: run_seed(seed, options.runs, stages, options.steps), options.seeds))
-    content = {"steps": options.steps, "labels": LABELS, "rows": rows}
+        rows = list(
+            pool.map(lambda seed: run_seed(seed, options.runs, stages, options.steps, options.notes), options.seeds)
+        )
+    content = {"steps": options.steps, "labels": LABELS, "note_probability": options.notes, "rows": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(content, indent=2) + "\n")
 

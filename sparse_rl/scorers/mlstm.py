@@ -87,7 +87,7 @@ class MLSTM(Scorer):
         delay = window if self.delayed else 0
         length = x.shape[2]
         if delay >= length:
-            return x.new_zeros(x.shape[:3]) + 0 * self.out.sum()
+            return x.new_zeros(x.shape[:3]) + 0.0 * sum(weight.sum() for weight in self.parameters())  # all have one
         query = F.pad(parts.query, (0, 0, delay, 0))[:, :, :length]  # at q stands the query of u = q - w
         read = chunkwise(query, parts.key, parts.value, parts.log_input, parts.log_forget, self.chunk)
         return F.pad(self.rate(read[:, :, delay:], x[:, :, : length - delay]), (0, delay))

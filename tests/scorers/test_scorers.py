@@ -128,6 +128,16 @@ def test_no_gradient_reaches_keys_and_values_and_all_parameters_get_one(name: st
     assert ((log_decay >= low) & (log_decay < 0)).all()
 
 
+@pytest.mark.parametrize("length", [1, 5])
+def test_rows_within_the_window_have_scores_and_gradients(length: int) -> None:
+    """Data-parallel training waits for the gradient of every parameter."""
+    model = scorer(name="mlstm", skip=True)
+    scores, log_decay = model(*tokens(length), 5)
+    assert scores.shape == (B, H, length)
+    (scores.sum() + log_decay.sum()).backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
 def test_half_precision_inputs_are_scored_in_float32() -> None:
     model: Scorer = scorer(name="mlp")
     key, value = (x.bfloat16() for x in tokens(20))
