@@ -66,7 +66,8 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     found.append(("batch", _batch(recipe, len(data))))
     if isinstance(recipe, SampledRecipe | KVpopRecipe) and recipe.validation is not None:
         source = dataclasses.replace(recipe.validation.data, limit=recipe.validation.problems)
-        held_out = load_data(source, tokenizer, where="validation.data")
+        taught = isinstance(recipe, TaughtRecipe)
+        held_out = load_data(source, tokenizer, require=require if taught else ("prompt",), where="validation.data")
         found.append(("validation", f"{len(held_out)} problems every {recipe.validation.every} steps"))
     if resume is None:
         refuse_used(recipe)
@@ -126,6 +127,8 @@ def _batch(recipe: TrainRecipe, rows: int) -> str:
     """The arithmetic of batches in words; an error where the data do not fill one generation."""
     ranks, accumulated = recipe.launch.processes, recipe.gradient_accumulation_steps
     update = recipe.per_device_train_batch_size * ranks * accumulated
+    if isinstance(recipe, KVpopRecipe) and recipe.packing:
+        return f"{update} rows of {recipe.max_length} tokens a step; how many the texts fill is not known before"
     if not isinstance(recipe, GRPORecipe):
         per_epoch = -(-rows // update)
         steps = recipe.max_steps if recipe.max_steps > 0 else max(1, round(per_epoch * recipe.num_train_epochs))

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 ASSUMED_PROMPT = 512  # tokens, where a recipe does not bound its prompts
 ASSUMED_SFT_LENGTH = 4096
-FUTURE_CHUNK = 512  # keys that future_attention_mass takes at a time
 TIGHT = 0.9  # share of the memory above which a fit is called tight
 
 
@@ -221,6 +220,9 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     assert isinstance(recipe, SampledRecipe | SFTRecipe | KVpopRecipe)
     adapters, launch = recipe.lora is not None, recipe.launch
     trainable = lora_parameters(model, recipe.lora) if recipe.lora is not None else parameters
+    if isinstance(recipe, KVpopRecipe):
+        scorers = _scorer_parameters(recipe, config)
+        trainable, parameters = trainable * recipe.train_base + scorers, parameters + scorers
     stored = itemsize if launch.zero_stage or adapters else 4  # as in trainer/train.py
     state = training_state(parameters, trainable, itemsize=stored, adapters=adapters, launch=launch)
     notes = {"weights": _dtype_note(recipe, stored), "optimizer": "AdamW" + (", offloaded" if launch.offload else "")}
@@ -255,9 +257,10 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
         wide = attention_itemsize(recipe.dtype, cuda)
         one = sdpa_mask_bytes(size, kv_heads, length, wide)
         items.append(Item("mask of one layer", one, when="update", note=f"1 byte, and {wide} as SDPA converts it"))
-        heads = config.num_attention_heads
-        target = 3 * 4 * size * heads * min(FUTURE_CHUNK, length) * length
-        items.append(Item("future attention", target, when="update", note=f"of one layer, {FUTURE_CHUNK} keys at once"))
+        from sparse_rl.attention.future import CHUNK
+
+        target = 3 * 4 * size * config.num_attention_heads * min(CHUNK, length) * length
+        items.append(Item("future attention", target, when="update", note=f"of one layer, {CHUNK} keys at once"))
         return Plan(parameters, items)
     if isinstance(recipe, DistillRecipe):
         own = recipe.teacher is None and recipe.teacher_cache is None
@@ -287,6 +290,20 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
             Item("dense masks instead", host=dense, when="avoided", note="what the traces replace; not allocated")
         )
     return Plan(parameters, items)
+
+
+def _scorer_parameters(recipe: KVpopRecipe, config: Any) -> int:
+    import torch
+
+    from sparse_rl.attention import cache_shape
+    from sparse_rl.policies import make_policy
+    from sparse_rl.scorers import make_scorer
+
+    policy: Any = make_policy(recipe.cache)
+    layers, heads, dim = cache_shape(config)
+    with torch.device("meta"):
+        scorer = make_scorer(policy.scorer, heads=heads, dim=dim)
+    return layers * sum(weight.numel() for weight in scorer.parameters())
 
 
 def _engine_items(recipe: SampledRecipe | EvalRecipe, config: Any, weights: int, cuda: bool) -> list[Item]:

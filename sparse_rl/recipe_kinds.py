@@ -317,12 +317,21 @@ class KVpopRecipe(TaughtRecipe):
     train_base: bool = True
 
     def __post_init__(self) -> None:
+        from sparse_rl.policies import make_policy
+
         super().__post_init__()
         check_cache(self.cache, learned=True)
         if self.packing and self.prefill == "dense":
             raise RecipeError("needs packing: false, where it is known what is a prompt", "prefill")
         if self.lora is not None:
             raise RecipeError("the whole model is trained, or with train_base: false the scorers alone", "lora")
+        policy: Any = make_policy(self.cache)
+        if policy.scorer["name"] == "recency" and not self.train_base:
+            raise RecipeError("the scorer recency has no parameters, so nothing would be trained", "train_base")
+        if self.max_length <= policy.sinks + policy.window + policy.k:
+            self.warnings.append(
+                f"rows of at most {self.max_length} tokens never exceed the budget: nothing is evicted"
+            )
         if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
             raise RecipeError("depends on a metric; name one that depends on the step alone", "lr_scheduler_type")
         if self.scorer_final_learning_rate > self.scorer_learning_rate:

@@ -23,12 +23,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, set_seed
 
 from rollout import Rollout
 from sparse_rl.attention import FutureTarget, LearnedView
 from sparse_rl.models import SCORERS, attach_scorers, read_scorers, save_policy, write_scorers
 from sparse_rl.policies import KVpop
+from sparse_rl.scorers import NOT_DECAYED
 from sparse_rl.trace import EvictionTrace
 from trainer.batches import Batch, base_of, length_of
 from trainer.distill import DistillConfig, DistillTrainer
@@ -77,7 +78,9 @@ class KVpopTrainer(DistillTrainer):
     ) -> None:
         self.policy = policy
         if not hasattr(model, SCORERS):
+            set_seed(args.seed)
             attach_scorers(model, policy)
+        getattr(model, SCORERS).to(model.dtype)  # ZeRO-3 wants one dtype; they compute in float32 in any case
         if not args.train_base:
             model.requires_grad_(False)
             getattr(model, SCORERS).requires_grad_(True)
@@ -140,7 +143,7 @@ class KVpopTrainer(DistillTrainer):
             for name, weight in whole.named_parameters():
                 if weight.requires_grad:
                     scorer = SCORERS in name.split(".")
-                    key = scorer, weight.ndim > 1 if scorer else name in decayed
+                    key = scorer, name.split(".")[-1] not in NOT_DECAYED if scorer else name in decayed
                     groups.setdefault(key, []).append(weight)
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
             rates = self.args.learning_rate, self.args.scorer_learning_rate
@@ -175,9 +178,10 @@ class KVpopTrainer(DistillTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The model without its scorers, which transformers would not know, and these beside it."""
-        super()._save(output_dir, state_dict)
+        weights = dict(base_of(self.model).state_dict() if state_dict is None else state_dict)
+        super()._save(output_dir, state_dict)  # takes the scorers out of what it is given
         folder = str(output_dir or self.args.output_dir)
-        write_scorers(folder, base_of(self.model).state_dict() if state_dict is None else state_dict)
+        write_scorers(folder, weights)
         save_policy(folder, self.policy)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

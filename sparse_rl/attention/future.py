@@ -13,6 +13,9 @@ from typing import Literal
 
 import torch
 
+CHUNK = 512  # keys or queries at a time
+LARGEST = 40.0  # of log p: an evicted token may weigh more than all that is seen, but its mass must not overflow
+
 
 @torch.no_grad()
 def future_attention_mass(
@@ -27,7 +30,7 @@ def future_attention_mass(
     normalise: bool = True,
     group: Literal["max", "mean"] | None = None,
     floor: float = 0.0,
-    chunk: int = 512,
+    chunk: int = CHUNK,
 ) -> torch.Tensor:
     """log(floor + m_t): float32 [B, Hq, S], or [B, Hkv, S] where the queries of a kv head are joined.
 
@@ -39,7 +42,7 @@ def future_attention_mass(
     ends : int64 [B, S], the end of each token's document, which is contiguous: query d attends to t where
         t <= d < ends[t]. None: one document fills each row. A padding token has ends[t] <= t.
     log_sum_exp : float32 [B, Hq, S], of each query's scaled scores; None: over all before it. With that of a sparse
-        forward, p is what the student pays, and would pay to evicted tokens
+        forward, p is what the student pays, and would pay to evicted tokens, up to e^40
     lookahead : L; count only the queries d <= t + w + L
     normalise : divide by N_t
     group : None; "max": the largest log of a kv head's queries; "mean": the log of their mean probability
@@ -66,7 +69,7 @@ def future_attention_mass(
         of = (queries[later] >= first[:, None]) & (queries[later] < last[..., None])  # [B, keys, queries]
         scores = key[:, :, None, part].float() @ grouped[..., later, :].transpose(-1, -2)
         scores = (scores - lse[..., None, later]).masked_fill(~of[:, None, None], float("-inf"))
-        mass[..., part] = scores.exp().sum(-1)
+        mass[..., part] = scores.clamp(max=LARGEST).exp().sum(-1)
         count[:, part] = of.sum(-1)
     if normalise:
         mass = mass / count.clamp(min=1)[:, None, None]
@@ -85,7 +88,7 @@ def attention_lse(
     scaling: float,
     ends: torch.Tensor | None = None,
     evict_at: torch.Tensor | None = None,
-    chunk: int = 512,
+    chunk: int = CHUNK,
 ) -> torch.Tensor:
     """The log-sum-exp of each query's scaled scores: float32 [B, Hq, S].
 

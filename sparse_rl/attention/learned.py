@@ -46,18 +46,19 @@ class FutureTarget:
     ) -> torch.Tensor:
         """float32 [B, Hkv, S]."""
         sparse = evict_at if self.normaliser == "sparse" else None
-        return future_attention_mass(
-            query,
-            key,
-            window=window,
-            scaling=scaling,
-            ends=ends,
-            log_sum_exp=attention_lse(query, key, scaling=scaling, ends=ends, evict_at=sparse),
-            lookahead=self.lookahead,
-            normalise=self.normalise,
-            group=self.group,
-            floor=self.floor,
-        )
+        with torch.autocast(query.device.type, enabled=False):  # in float32, whatever the model computes in
+            return future_attention_mass(
+                query,
+                key,
+                window=window,
+                scaling=scaling,
+                ends=ends,
+                log_sum_exp=attention_lse(query, key, scaling=scaling, ends=ends, evict_at=sparse),
+                lookahead=self.lookahead,
+                normalise=self.normalise,
+                group=self.group,
+                floor=self.floor,
+            )
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sparse_rl.scorers.base import Recency, Scorer
+from sparse_rl.scorers.base import NOT_DECAYED, Recency, Scorer
 from sparse_rl.scorers.mlstm import MLSTM
 from sparse_rl.scorers.stateless import MLP, Linear
 
@@ -27,6 +27,8 @@ def check_scorer(scorer: str | Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError, in one line, for an unknown name or parameter (with the nearest one), or a value out of range.
     """
+    if not isinstance(scorer, str | Mapping):
+        raise ValueError(f"a scorer is a name or {{name: ..., its parameters}}, got {scorer!r}")
     block = {"name": scorer} if isinstance(scorer, str) else dict(scorer)
     name = block.get("name")
     if name not in SCORERS:
@@ -52,4 +54,4 @@ def _nearest(word: Any, words: Any) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-__all__ = ["SCORERS", "Scorer", "check_scorer", "make_scorer"]
+__all__ = ["NOT_DECAYED", "SCORERS", "Scorer", "check_scorer", "make_scorer"]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 GAMMA = (0.999, 0.999999)  # the bounds
-FIRST_ALPHA = 0.0  # log gamma starts half way between them; ours, the papers do not say
+NOT_DECAYED = ("alpha", "bias", "forget_bias", "scale")  # by weight decay
 
 
 class Scorer(nn.Module):
@@ -26,15 +26,20 @@ class Scorer(nn.Module):
     ----------
     heads : kv heads
     dim : of a key, and of a value
+    gamma : where gamma starts, between its bounds; None: log gamma half way (ours, the papers do not say)
     """
 
     decays = True
 
-    def __init__(self, *, heads: int, dim: int) -> None:
+    def __init__(self, *, heads: int, dim: int, gamma: float | None = None) -> None:
         super().__init__()
         self.heads, self.dim = heads, dim
+        if gamma is not None and (isinstance(gamma, bool) or not isinstance(gamma, float) or not _inside(gamma)):
+            raise ValueError(f"scorer: gamma must be a number between {GAMMA[0]} and {GAMMA[1]}, got {gamma!r}")
         if self.decays:
-            self.alpha = nn.Parameter(torch.full((heads,), FIRST_ALPHA))
+            low, high = map(math.log, GAMMA)
+            share = 0.5 if gamma is None else (math.log(gamma) - low) / (high - low)
+            self.alpha = nn.Parameter(torch.full((heads,), math.log(share / (1 - share))))
 
     def forward(self, key: torch.Tensor, value: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores, log gamma): float32 [B, Hkv, S], [Hkv].
@@ -72,11 +77,18 @@ class Recency(Scorer):
 
     decays = False
 
+    def __init__(self, *, heads: int, dim: int) -> None:
+        super().__init__(heads=heads, dim=dim)
+
     def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
         return torch.arange(x.shape[2], device=x.device, dtype=torch.float32).expand(x.shape[:3])
 
     def log_decay(self) -> torch.Tensor:
         return torch.zeros(self.heads)
+
+
+def _inside(gamma: float) -> bool:
+    return GAMMA[0] < gamma < GAMMA[1]
 
 
 def per_head(*shape: int, scale: float = 0.0) -> nn.Parameter:

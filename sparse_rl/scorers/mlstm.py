@@ -54,8 +54,9 @@ class MLSTM(Scorer):
         norm: bool = True,
         skip: bool = False,
         chunk: int = 64,
+        gamma: float | None = None,
     ) -> None:
-        super().__init__(heads=heads, dim=dim)
+        super().__init__(heads=heads, dim=dim, gamma=gamma)
         self.option(
             "mlstm",
             features=(features, ("hedgehog", "softmax")),
@@ -83,11 +84,11 @@ class MLSTM(Scorer):
         return 4 * self.heads * (self.dim * (self.width + 1) + 1)
 
     def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
-        parts = self.parts(x)
         delay = window if self.delayed else 0
         length = x.shape[2]
         if delay >= length:
             return x.new_zeros(x.shape[:3]) + 0.0 * sum(weight.sum() for weight in self.parameters())  # all have one
+        parts = self.parts(x)
         query = F.pad(parts.query, (0, 0, delay, 0))[:, :, :length]  # at q stands the query of u = q - w
         read = chunkwise(query, parts.key, parts.value, parts.log_input, parts.log_forget, self.chunk)
         return F.pad(self.rate(read[:, :, delay:], x[:, :, : length - delay]), (0, delay))

@@ -11,8 +11,8 @@ from sparse_rl.scorers.base import Scorer, per_head, project
 class Linear(Scorer):
     """r = a . [k; v]. A constant would cancel in every comparison, so there is none."""
 
-    def __init__(self, *, heads: int, dim: int) -> None:
-        super().__init__(heads=heads, dim=dim)
+    def __init__(self, *, heads: int, dim: int, gamma: float | None = None) -> None:
+        super().__init__(heads=heads, dim=dim, gamma=gamma)
         self.out = per_head(heads, 2 * dim, 1)
 
     def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
@@ -22,8 +22,8 @@ class Linear(Scorer):
 class MLP(Scorer):
     """r = a . SiLU(W [k; v] + b), `hidden` units per kv head; 2 dim by default, ours."""
 
-    def __init__(self, *, heads: int, dim: int, hidden: int | None = None) -> None:
-        super().__init__(heads=heads, dim=dim)
+    def __init__(self, *, heads: int, dim: int, hidden: int | None = None, gamma: float | None = None) -> None:
+        super().__init__(heads=heads, dim=dim, gamma=gamma)
         if hidden is not None and (isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1):
             raise ValueError(f"scorer 'mlp': hidden must be a whole number >= 1, got {hidden!r}")
         width = hidden or 2 * dim

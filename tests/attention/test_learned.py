@@ -114,6 +114,19 @@ def test_the_target_by_either_normaliser() -> None:
     assert not found["sparse"].requires_grad and found["sparse"].isfinite().all()
 
 
+def test_the_target_is_of_float32_under_autocast_and_finite_for_any_logits() -> None:
+    query, key, _ = tensors()
+    ends, evict_at = LENGTHS[:, None].expand(-1, S), torch.full((B, HKV, S), 2**30, dtype=torch.int32)
+    evict_at[:, :, 3:9] = 15
+    plain = FutureTarget()(query, key, SCALE, 5, ends, evict_at)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(plain, FutureTarget()(query, key, SCALE, 5, ends, evict_at))
+    key[:, :, 3:5] *= 100  # evicted, and far above all that is seen
+    query[:, :, 20:] = key[:, :, 3:4].repeat_interleave(2, 1)
+    found = FutureTarget()(query, key, SCALE, 5, ends, evict_at)
+    assert found.isfinite().all() and found.max() > 30
+
+
 def test_recall_counts_sets() -> None:
     generator = torch.Generator().manual_seed(0)
     sinks, window, k = torch.tensor([2, 0]), 5, 7

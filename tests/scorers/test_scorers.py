@@ -152,9 +152,11 @@ def test_half_precision_inputs_are_scored_in_float32() -> None:
         ("mpl", "unknown scorer 'mpl' (did you mean 'mlp'?); known: recency, linear, mlp, mlstm"),
         (
             {"name": "mlp", "hiden": 3},
-            "scorer 'mlp' has no parameter 'hiden' (did you mean 'hidden'?); it takes hidden",
+            "scorer 'mlp' has no parameter 'hiden' (did you mean 'hidden'?); it takes hidden, gamma",
         ),
-        ({"name": "linear", "hidden": 3}, "it takes no parameters"),
+        ({"name": "recency", "hidden": 3}, "it takes no parameters"),
+        (None, "a scorer is a name or {name: ..., its parameters}, got None"),
+        ({"name": "mlp", "gamma": 0.9}, "gamma must be a number between 0.999 and 0.999999, got 0.9"),
         ({"name": "mlp", "hidden": 0}, "hidden must be a whole number >= 1, got 0"),
         ({"name": "mlstm", "value": "third"}, "value must be one of half, full, cached, got 'third'"),
         ({"name": "mlstm", "norm": 1}, "norm must be one of True, False, got 1"),

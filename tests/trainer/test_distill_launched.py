@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from sparse_rl.models import load_model
 from trainer.rundir import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -92,4 +93,13 @@ def test_a_retrofit_on_two_processes_is_that_of_one(stage: int, run: Callable, t
         assert len(one) == (2 if key.startswith("eval") else 3) and two == pytest.approx(one, rel=2e-4), key
     for file in ("model.safetensors", "cache_scorer.safetensors"):
         one, two = (load_file(tmp_path / name / "model" / file) for name in ("alone", "together"))
-        assert one.keys() == two.keys() and all((one[name] - two[name]).abs().max() < 1e-4 for name in one)
+        assert one and one.keys() == two.keys() and all((one[name] - two[name]).abs().max() < 1e-4 for name in one)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_retrofit_in_bfloat16(stage: int, run: Callable, tmp_path: Path) -> None:
+    """The scorers are stored in the model's dtype, as ZeRO-3 wants it, and load again."""
+    lines = run("half", "kvpop", dtype="bfloat16", launch={"processes": 1, "zero_stage": stage})
+    assert all(line["loss"] > 0 for line in lines if "loss" in line)
+    scorers = load_model(tmp_path / "half" / "model", "bfloat16").cache_scorers
+    assert scorers[0].out.abs().max() > 0

@@ -296,6 +296,7 @@ def test_texts_as_rows(recipe: Callable) -> None:
         ({"boundary": {"late": 2}}, "boundary.late: "),
         ({"target": {"floor": 0}}, "target.floor: "),
         ({"scorer_final_learning_rate": 1.0}, "scorer_final_learning_rate: must not exceed scorer_learning_rate"),
+        ({"train_base": False, "cache": {**CACHE, "scorer": "recency"}}, "train_base: the scorer recency has no"),
         ({"prefill": "dense", "packing": True}, "prefill: needs packing: false"),
         ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type: depends on a metric"),
         ({"kl_weight": 0}, "kl_weight: one of kl_weight and ce_weight"),
@@ -305,6 +306,23 @@ def test_what_a_recipe_may_not_say(keys: dict, says: str, recipe: Callable) -> N
     with pytest.raises(RecipeError) as error:
         recipe(**keys)
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_budget_that_is_never_reached_is_said(recipe: Callable) -> None:
+    assert not recipe().warnings
+    (said,) = recipe(cache={**CACHE, "budget": 400}).warnings
+    assert "rows of at most 128 tokens never exceed the budget" in said
+
+
+def test_the_seed_says_how_scorers_start(recipe: Callable, tmp_path: Path) -> None:
+    found = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(torch.seed() % 2**32)  # as another process would have it
+        folder = tmp_path / f"run{len(found)}"
+        train(recipe(output_dir=str(folder), seed=seed, max_steps=1, scorer_learning_rate=1e-9,
+                     scorer_final_learning_rate=1e-9))  # fmt: skip
+        found.append(load_file(folder / "model/cache_scorer.safetensors")["0.inner"])
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
 
 def test_other_kinds_do_not_take_it(tiny: Callable, tmp_path: Path) -> None:
