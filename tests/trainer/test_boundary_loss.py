@@ -36,7 +36,7 @@ def loop(loss: BoundaryLoss, scores: Any, target: Any, log_decay: Any, n: int, q
                 def at(values: torch.Tensor, t: int, q: int = q, row: int = row, head: int = head) -> torch.Tensor:
                     return values[row, head, t] + (q // n - t // n) * log_decay[head]
 
-                eligible = sorted(range(SINKS, q - WINDOW + 1), key=lambda t: -float(at(target, t)))  # stable
+                eligible = sorted(range(SINKS, q - WINDOW + 1), key=lambda t: -float(at(target, t).detach()))  # stable
                 kept, new = eligible[:K], q - WINDOW
                 assert len(eligible) > K or q == SINKS + WINDOW + K - 1
                 boundary, y = kept[-1], 1.0 if new in kept else -1.0
