@@ -93,12 +93,11 @@ def _learned(recipe: KVpopRecipe, config: Any) -> list[tuple[str, str]]:
 
     from sparse_rl.attention import cache_shape
     from sparse_rl.policies import make_policy
-    from sparse_rl.scorers import make_scorer
+    from sparse_rl.scorers import sketch_scorer
 
     _, heads, dim = cache_shape(config)
     policy: Any = make_policy(recipe.cache)
-    with torch.device("meta"):
-        scorer = make_scorer(policy.scorer, heads=heads, dim=dim)
+    scorer = sketch_scorer(policy.scorer, heads=heads, dim=dim)
     parameters = sum(weight.numel() for weight in scorer.parameters())
     entry = 2 * heads * dim * torch.finfo(getattr(torch, recipe.dtype)).bits // 8
     state = -(-scorer.state_bytes() // entry)

@@ -293,16 +293,13 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
 
 
 def _scorer_parameters(recipe: KVpopRecipe, config: Any) -> int:
-    import torch
-
     from sparse_rl.attention import cache_shape
     from sparse_rl.policies import make_policy
-    from sparse_rl.scorers import make_scorer
+    from sparse_rl.scorers import sketch_scorer
 
     policy: Any = make_policy(recipe.cache)
     layers, heads, dim = cache_shape(config)
-    with torch.device("meta"):
-        scorer = make_scorer(policy.scorer, heads=heads, dim=dim)
+    scorer = sketch_scorer(policy.scorer, heads=heads, dim=dim)
     return layers * sum(weight.numel() for weight in scorer.parameters())
 
 

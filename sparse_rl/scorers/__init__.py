@@ -38,8 +38,7 @@ def check_scorer(scorer: str | Mapping[str, Any]) -> dict[str, Any]:
         if key not in accepted:
             takes = f"takes {', '.join(accepted)}" if accepted else "takes no parameters"
             raise ValueError(f"scorer {name!r} has no parameter {key!r}{_nearest(key, accepted)}; it {takes}")
-    with torch.device("meta"):  # draws no random numbers
-        make_scorer(block, heads=1, dim=4)
+    sketch_scorer(block, heads=1, dim=4)
     return block
 
 
@@ -49,9 +48,15 @@ def make_scorer(scorer: Mapping[str, Any], *, heads: int, dim: int) -> Scorer:
     return SCORERS[block.pop("name")](heads=heads, dim=dim, **block)
 
 
+def sketch_scorer(scorer: Mapping[str, Any], *, heads: int, dim: int) -> Scorer:
+    """The same without memory for its parameters; draws no random numbers."""
+    with torch.device("meta"):
+        return make_scorer(scorer, heads=heads, dim=dim)
+
+
 def _nearest(word: Any, words: Any) -> str:
     close = difflib.get_close_matches(str(word), list(words), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-__all__ = ["NOT_DECAYED", "SCORERS", "Scorer", "check_scorer", "make_scorer"]
+__all__ = ["NOT_DECAYED", "SCORERS", "Scorer", "check_scorer", "make_scorer", "sketch_scorer"]
