@@ -12,6 +12,7 @@ from sparse_rl.recipe import (
     KVpopRecipe,
     Recipe,
     RecipeError,
+    ReplayedRecipe,
     SampledRecipe,
     SFTRecipe,
     TaughtRecipe,
@@ -28,7 +29,7 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     """(what, finding) of everything checked, in order. Raises RecipeError at the first thing that is wrong."""
     from sparse_rl.attention import cache_shape
     from sparse_rl.data import load_data
-    from sparse_rl.engines import choose_engine, settle_engine
+    from sparse_rl.engines import choose_attention, choose_engine, settle_engine
     from sparse_rl.models import load_config, load_tokenizer
     from sparse_rl.policies import make_policy
     from trainer.rundir import checkpoint_of, refuse_used
@@ -46,6 +47,8 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
         found.append(("cache", repr(make_policy(recipe.cache))))
         found.append(("rollouts", choose_engine(recipe.rollout, config)[1]))
         recipe = settle_engine(recipe, config)
+    if isinstance(recipe, ReplayedRecipe):
+        found.append(("attention", choose_attention(recipe, config)[1]))
     if isinstance(recipe, GRPORecipe):
         found.append(("rewards", _rewards(recipe.rewards, "rewards")))
     if isinstance(recipe, KVpopRecipe):

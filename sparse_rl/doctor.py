@@ -75,15 +75,19 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     """The table and the verdicts for this machine."""
     import torch
 
-    from sparse_rl.engines import choose_engine
+    from sparse_rl.engines import BEST_FIRST, attention_checks, choose_attention, choose_engine
     from sparse_rl.memory import ASSUMED_PROMPT, device_memory, host_memory, plan, verdicts
-    from sparse_rl.recipe import LaunchConfig, SampledRecipe
+    from sparse_rl.recipe import LaunchConfig, ReplayedRecipe, SampledRecipe
 
     made = plan(recipe, config)
     launch = getattr(recipe, "launch", LaunchConfig())
     lines = verdicts(made, launch, device_memory(), host_memory())
     if isinstance(recipe, SampledRecipe | EvalRecipe):
         lines.append(f"rollouts: {choose_engine(recipe.rollout, config)[1]}")
+    if isinstance(recipe, ReplayedRecipe) and torch.cuda.is_available():
+        lines += [f"attention: {found}" for found in attention_checks(recipe, config, BEST_FIRST)]
+    elif isinstance(recipe, ReplayedRecipe):
+        lines.append(f"attention: {choose_attention(recipe, config)[1]}")
     local, cards = launch.processes // launch.machines, torch.cuda.device_count()
     if cards and local > cards:
         lines.append(f"launch.processes: {local} processes on {cards} GPU{'s' * (cards > 1)}; lower it")

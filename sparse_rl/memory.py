@@ -24,6 +24,7 @@ from sparse_rl.recipe import (
     LaunchConfig,
     LoraConfig,
     Recipe,
+    ReplayedRecipe,
     SampledRecipe,
     SFTRecipe,
     TaughtRecipe,
@@ -79,6 +80,16 @@ def attention_itemsize(dtype: str, cuda: bool) -> int:
 def sdpa_mask_bytes(sequences: int, kv_heads: int, length: int, itemsize: int) -> int:
     """One layer's mask in replay attention: the boolean one, and what SDPA makes of it, a bias in its own dtype."""
     return mask_bytes(sequences, kv_heads, length) * (1 + itemsize)
+
+
+def tiles_bytes(sequences: int, kv_heads: int, length: int) -> int:
+    """One layer's tiles in FlexAttention: positions and evict_at, the keys' order and back, and four lists of tiles."""
+    from sparse_rl.attention.flex import padded
+    from sparse_rl.attention.tiles import TILE
+
+    width = padded(length)
+    count = width // TILE
+    return sequences * kv_heads * (width * (4 + 4 + 8) + length * 8 + 4 * 4 * (count + count**2))
 
 
 def redundancy_bytes(policy: Policy, entries: int, kv_heads: int) -> int:
@@ -254,9 +265,7 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
         held = taught * itemsize // (1 if whole else launch.processes)
         items.append(Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards")))
     if isinstance(recipe, KVpopRecipe):
-        wide = attention_itemsize(recipe.dtype, cuda)
-        one = sdpa_mask_bytes(size, kv_heads, length, wide)
-        items.append(Item("mask of one layer", one, when="update", note=f"1 byte, and {wide} as SDPA converts it"))
+        items.append(_mask_item(recipe, layers, kv_heads, length, cuda))
         from sparse_rl.attention.future import CHUNK
 
         target = 3 * 4 * size * config.num_attention_heads * min(CHUNK, length) * length
@@ -281,15 +290,24 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     if recipe.cache.get("policy") != "full" and getattr(recipe, "train_attention", "replay") == "replay":
         traces = trace_bytes(layers, kv_heads, length, per_rank)
         items.append(Item("traces", host=traces, note=f"{per_rank} sequences of {length} tokens"))
-        wide = attention_itemsize(recipe.dtype, cuda)
-        one = sdpa_mask_bytes(size, kv_heads, length, wide)
-        note = f"replay attention, one layer at a time: 1 byte, and {wide} as SDPA converts it"
-        items.append(Item("mask of one layer", one, when="update", note=note))
+        items.append(_mask_item(recipe, layers, kv_heads, length, cuda))
         dense = mask_bytes(per_rank, kv_heads, length, layers)
         items.append(
             Item("dense masks instead", host=dense, when="avoided", note="what the traces replace; not allocated")
         )
     return Plan(parameters, items)
+
+
+def _mask_item(recipe: ReplayedRecipe, layers: int, kv_heads: int, length: int, cuda: bool) -> Item:
+    """What replay attention holds besides q, k and v; a GPU's `auto` is taken to find FlexAttention exact."""
+    size = recipe.per_device_train_batch_size
+    if recipe.attention.startswith("flex") or (recipe.attention == "auto" and cuda):
+        held = 1 if recipe.gradient_checkpointing else layers
+        note = "FlexAttention, " + ("one layer at a time" if held == 1 else "of every layer: no checkpointing")
+        return Item("tiles", held * tiles_bytes(size, kv_heads, length), when="update", note=note)
+    wide = 8 if recipe.attention == "dense" else attention_itemsize(recipe.dtype, cuda)
+    note = f"replay attention, one layer at a time: 1 byte, and {wide} as SDPA converts it"
+    return Item("mask of one layer", sdpa_mask_bytes(size, kv_heads, length, wide), when="update", note=note)
 
 
 def _scorer_parameters(recipe: KVpopRecipe, config: Any) -> int:

@@ -114,7 +114,19 @@ class TrainRecipe(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledRecipe(TrainRecipe):
+class ReplayedRecipe(TrainRecipe):
+    """Training under evictions.
+
+    attention : what computes it. sdpa makes a layer's S x S mask; flex and flex_sorted (FlexAttention, on a GPU) visit
+        the 128 x 128 tiles that hold something, with keys in natural order or sorted by eviction; dense is the
+        reference. auto takes flex_sorted, else flex, where they are exact on this very machine, else sdpa
+    """
+
+    attention: Literal["auto", "sdpa", "flex", "flex_sorted", "dense"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledRecipe(ReplayedRecipe):
     """Training on sequences that an engine samples, or simulates, under `cache`: {policy: name, **its parameters}."""
 
     cache: dict[str, Any]
@@ -212,7 +224,7 @@ class GRPORecipe(SampledRecipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaughtRecipe(TrainRecipe):
+class TaughtRecipe(ReplayedRecipe):
     """Training on what a dense teacher says of a text.
 
     teacher : a model with the student's vocabulary; None: the starting model itself

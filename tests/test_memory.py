@@ -26,6 +26,7 @@ from sparse_rl.memory import (
     sdpa_mask_bytes,
     show,
     state_bytes,
+    tiles_bytes,
     trace_bytes,
     training_state,
     verdict,
@@ -208,8 +209,11 @@ def test_a_plan_adds_up():
     assert by["KV cache of 8"].device == 8 * 40 * entry
     assert by["traces"].host == trace_bytes(*shape[:2], 118, 8)
     assert by["mask of one layer"].device == 9 * mask_bytes(8, 2, 118)  # attention in float64
-    on_gpu = {item.name: item for item in plan(recipe, tiny_config(), cuda=True).items}
-    assert on_gpu["mask of one layer"].device == 5 * mask_bytes(8, 2, 118)
+    for keys, layers in (({}, 1), ({"gradient_checkpointing": False}, shape[0])):  # on a GPU FlexAttention
+        on_gpu = {item.name: item for item in plan(make_recipe(GRPO | keys), tiny_config(), cuda=True).items}
+        assert on_gpu["tiles"].device == layers * tiles_bytes(8, 2, 118)
+    masked = plan(make_recipe(GRPO | {"attention": "sdpa"}), tiny_config(), cuda=True)
+    assert next(i for i in masked.items if i.name == "mask of one layer").device == 5 * mask_bytes(8, 2, 118)
     always = by["weights"].device + by["gradients"].device + by["optimizer"].device
     assert always == 16 * made.parameters
     update = by["activations"].device + by["mask of one layer"].device

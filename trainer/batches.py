@@ -20,6 +20,7 @@ class Batch:
     rollouts : in the order of `targets`; ids, positions int64 [B, S], positions anew for each sequence
     where : (row, column) int64 [N] each, of the positions that predict the completion tokens `targets` int64 [N]
     rows : the sequences of each row
+    path : of attention, one of sparse_rl.attention.PATHS
     """
 
     rollouts: list[Rollout]
@@ -28,9 +29,10 @@ class Batch:
     where: tuple[torch.Tensor, torch.Tensor]
     targets: torch.Tensor
     rows: list[list[Rollout]]
+    path: str = "sdpa"
 
     @classmethod
-    def of(cls, rollouts: Sequence[Rollout], device: torch.device, packing: bool = False) -> Batch:
+    def of(cls, rollouts: Sequence[Rollout], device: torch.device, packing: bool = False, path: str = "sdpa") -> Batch:
         rows = _packed(rollouts) if packing else [[rollout] for rollout in rollouts]
         width = max(sum(map(length_of, row)) for row in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -55,6 +57,7 @@ class Batch:
             (number, column),
             torch.tensor(targets, device=device),
             rows,
+            path,
         )
 
     def hidden(self, model: Any, *, replayed: bool) -> torch.Tensor:
@@ -67,8 +70,8 @@ class Batch:
         else:
             layers, kv_heads, _ = cache_shape(base_of(model).config)
             traces = [[EvictionTrace.dense(layers, kv_heads, length_of(r)) for r in row] for row in self.rows]
-        starts = [0] * len(traces)
-        view = ReplayView.of([pack_traces(row) for row in traces], starts, self.ids.shape[1], self.ids.device)
+        packed, starts = [pack_traces(row) for row in traces], [0] * len(traces)
+        view = ReplayView.of(packed, starts, self.ids.shape[1], self.ids.device, self.path)
         return self.hidden_under(model, view)
 
     def hidden_under(self, model: Any, view: KVView) -> torch.Tensor:

@@ -49,6 +49,7 @@ class DistillConfig(TrainingArguments):
     refresh_every: int = 0
     rollout_sleep: bool = False
     packing: bool = False
+    attention: str = "sdpa"
 
     def __post_init__(self) -> None:
         self.gradient_checkpointing_kwargs = {"use_reentrant": False}
@@ -191,7 +192,7 @@ class DistillTrainer(Resumable):
 
     def _losses(self, student: Any, rollouts: Sequence[Rollout]) -> tuple[torch.Tensor, ...]:
         """Sums over the completion tokens: the loss, what is `summed`, count."""
-        batch = Batch.of(rollouts, self.accelerator.device, self.args.packing)
+        batch = Batch.of(rollouts, self.accelerator.device, self.args.packing, self.args.attention)
         with self.accelerator.autocast():
             return self._distilled(student, batch, batch.hidden(student, replayed=True))
 

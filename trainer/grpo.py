@@ -30,7 +30,15 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
 from rollout import Engine, Rollout, SamplingConfig, make_engine
-from sparse_rl.attention import ATTENTION, NO_MASK, ReplayView, adopt, cache_shape, refuse_reentrant_checkpointing
+from sparse_rl.attention import (
+    ATTENTION,
+    NO_MASK,
+    PATHS,
+    ReplayView,
+    adopt,
+    cache_shape,
+    refuse_reentrant_checkpointing,
+)
 from sparse_rl.data import prompt_ids
 from sparse_rl.policies import make_policy
 from sparse_rl.trace import EvictionTrace
@@ -57,6 +65,7 @@ class SparseGRPOConfig(GRPOConfig):
     loss_type: str = "grpo"
     policy: dict[str, Any] = field(default_factory=lambda: {"policy": "full"})
     train_attention: str = "replay"
+    attention: str = "sdpa"
     importance_correction: str = "token_truncate"
     importance_clip: float = 2.0
     zero_truncated_advantages: bool = True
@@ -73,6 +82,8 @@ class SparseGRPOConfig(GRPOConfig):
     def __post_init__(self) -> None:
         if self.train_attention not in ("replay", "full"):
             raise ValueError(f"train_attention must be replay or full, got {self.train_attention!r}")
+        if self.attention not in PATHS:
+            raise ValueError(f"attention must be one of {PATHS}, got {self.attention!r}")
         if self.importance_correction not in CORRECTIONS:
             raise ValueError(f"importance_correction must be one of {CORRECTIONS}, got {self.importance_correction!r}")
         if self.uniform_groups not in ("keep", "drop"):
@@ -320,7 +331,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         positions = (torch.arange(ids.shape[1], device=ids.device) - starts[:, None]).clamp(min=0)
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, :-keep] = -100
-        view = ReplayView.of(traces, starts.tolist(), ids.shape[1], ids.device)
+        view = ReplayView.of(traces, starts.tolist(), ids.shape[1], ids.device, self.args.attention)
         with self.accelerator.autocast():
             return model(
                 input_ids=ids,

@@ -114,6 +114,7 @@ class KVpopTrainer(DistillTrainer):
             target=args.target if learns or not student.training else None,
             prepare=partial(args.boundary.pairs, queries=queries, window=policy.window, **decay) if learns else None,
             loss=partial(args.boundary, **decay) if learns else None,
+            path=args.attention,
         )
         with self.accelerator.autocast():
             hidden = batch.hidden_under(student, view)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sparse_rl.data import load_data
-from sparse_rl.engines import engine_options, settle_engine
+from sparse_rl.engines import engine_options, settle_attention, settle_engine
 from sparse_rl.models import (
     POLICY_FILE,
     SCORERS,
@@ -29,6 +29,7 @@ from sparse_rl.recipe import (
     KVpopRecipe,
     Recipe,
     RecipeError,
+    ReplayedRecipe,
     SampledRecipe,
     SFTRecipe,
     TaughtRecipe,
@@ -58,8 +59,8 @@ OWN = (
         "epsilon_high",
         "beta",
     ),
-    *("scale_rewards", "num_iterations", "steps_per_generation", "train_attention", "importance_correction"),
-    *("importance_clip", "zero_truncated_advantages", "uniform_groups"),
+    *("scale_rewards", "num_iterations", "steps_per_generation", "train_attention", "attention"),
+    *("importance_correction", "importance_clip", "zero_truncated_advantages", "uniform_groups"),
 )
 
 
@@ -74,6 +75,8 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
     config = load_config(recipe.model)
     if isinstance(recipe, SampledRecipe):
         recipe = settle_engine(recipe, config)
+    if isinstance(recipe, ReplayedRecipe):
+        recipe = settle_attention(recipe, config)
     checkpoint = None if resume is None else str(rundir.checkpoint_of(recipe, resume))
     if checkpoint is None:
         rundir.refuse_used(recipe)
@@ -273,6 +276,7 @@ def _taught_arguments(recipe: Any, held_out: Any) -> dict[str, Any]:
         **keys,
         "loss": DistillationLoss(**loss),
         "top_k": recipe.top_k,
+        "attention": recipe.attention,
         "per_device_eval_batch_size": recipe.per_device_train_batch_size,
     }
 

@@ -1,4 +1,5 @@
-"""Replay attention: the dense reference (reference.py), the SDPA path (replay.py), registration (interface.py).
+"""Replay attention: the dense reference (reference.py), the SDPA path (replay.py), the FlexAttention path (flex.py,
+over tiles.py), which of them this machine may use (parity.py), registration (interface.py).
 
 future.py: what attention a token will still get, for policies that learn it.
 """
@@ -17,12 +18,13 @@ from sparse_rl.attention.interface import (
 from sparse_rl.attention.learned import FutureTarget, LayerTarget, LearnedView
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.attention.reference import dense_attention, dense_logprobs
-from sparse_rl.attention.replay import ReplayView, masked_attention, visible_mask
+from sparse_rl.attention.replay import PATHS, ReplayView, masked_attention, visible_mask
 
 __all__ = [
     "ATTENTION",
     "FAMILIES",
     "NO_MASK",
+    "PATHS",
     "FutureTarget",
     "KVView",
     "LayerTarget",

@@ -35,20 +35,27 @@ def sdpa(
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> torch.Tensor:
-    """Attention of [B, Hq, T, D] over [B, Hkv, N, D], the one kernel call of both the engine and the replay.
-
-    In float32 on a CPU it is computed in float64: the engine sums over a compacted cache, the trainer over a masked
-    row, and a trained model can amplify the difference of two summation orders a hundredfold.
-    """
-    dtype, device = value.dtype, query.device.type
-    if torch.is_autocast_enabled(device):  # RoPE has left queries and keys in float32
-        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    elif dtype == torch.float32 and device == "cpu":
-        query, key, value = query.double(), key.double(), value.double()
+    """Attention of [B, Hq, T, D] over [B, Hkv, N, D], the one kernel call of both the engine and the replay."""
+    dtype = value.dtype
+    wanted = computing_dtype(query, value)
+    query, key, value = query.to(wanted), key.to(wanted), value.to(wanted)
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
     )
     return out.to(dtype)
+
+
+def computing_dtype(query: torch.Tensor, value: torch.Tensor) -> torch.dtype:
+    """What attention is computed in.
+
+    Autocast's dtype, where it is on: RoPE has left queries and keys in float32. For float32 on a CPU float64: the
+    engine sums over a compacted cache, the trainer over a masked row, and a trained model can amplify the difference of
+    two summation orders a hundredfold.
+    """
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return torch.float64 if value.dtype == torch.float32 and device == "cpu" else value.dtype
 
 
 class KVView(Protocol):

@@ -91,6 +91,7 @@ class LearnedView:
     target : what the scorers are to foresee; None: only attend
     prepare : (target, log gamma) -> what `loss` needs of it; called once in a layer, without gradient
     loss : (scores, log gamma, that) -> a scalar
+    path : one of PATHS
 
     Attributes
     ----------
@@ -109,9 +110,10 @@ class LearnedView:
         target: FutureTarget | None = None,
         prepare: Callable[[LayerTarget, torch.Tensor], Any] | None = None,
         loss: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor] | None = None,
+        path: str = "sdpa",
     ) -> None:
         self.scorers, self.policy, self.lengths, self.prompts = scorers, policy, lengths, prompts
-        self.target, self.prepare, self.loss = target, prepare, loss
+        self.target, self.prepare, self.loss, self.path = target, prepare, loss, path
         self.losses: dict[int, torch.Tensor] = {}
         self.recalls: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.retained: dict[int, torch.Tensor] = {}
@@ -129,7 +131,7 @@ class LearnedView:
             self.losses.setdefault(layer, found)
         if not decided.evicts:
             return sdpa(query, key, value, scaling, causal=True)
-        return masked_attention(lambda: decided.evict_at, query, key, value, scaling)
+        return masked_attention(lambda: decided.evict_at, query, key, value, scaling, self.path)
 
     def running_topk(self, scores: torch.Tensor, log_decay: torch.Tensor) -> RunningTopK:
         """Under the policy, of scores [B, Hkv, S]."""

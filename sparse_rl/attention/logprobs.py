@@ -22,7 +22,11 @@ class Sampled(Protocol):
 
 
 def replay_logprobs(
-    model: PreTrainedModel, rollouts: Sequence[Sampled], temperature: float = 1.0, batch_size: int = 8
+    model: PreTrainedModel,
+    rollouts: Sequence[Sampled],
+    temperature: float = 1.0,
+    batch_size: int = 8,
+    attention: str = "sdpa",
 ) -> list[torch.Tensor]:
     """Log-probs of each rollout's completion tokens, at `temperature`, under its trace.
 
@@ -34,6 +38,7 @@ def replay_logprobs(
     rollouts : prompt_ids, completion_ids and trace, with len(trace) = prompt + completion
     temperature : the sampling temperature; 0 (greedy) is scored at 1, as the engines report it
     batch_size : sequences per forward, right-padded
+    attention : the path, one of sparse_rl.attention.PATHS
 
     Returns
     -------
@@ -60,7 +65,7 @@ def replay_logprobs(
                 )
         width = max(map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
-        view = ReplayView.of([r.trace for r in batch], [0] * len(batch), width, device)
+        view = ReplayView.of([r.trace for r in batch], [0] * len(batch), width, device, attention)
         logits = model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
         for i, rollout in enumerate(batch):
             first, end = len(rollout.prompt_ids), len(rows[i])

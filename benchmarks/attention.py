@@ -1,0 +1,235 @@
+"""Replay attention: what a layer must visit, hold and wait for, and on a GPU whether it is exact and how fast it is.
+
+What limits it is the number of 128 x 128 tiles that hold a visible pair. With a budget B the pairs are about S * B, but
+evictions scatter, so the tiles of keys in natural order are many more; keys sorted in segments come near. Measured:
+
+    tiles       the share visited: ideal (visible pairs), natural, sorted; and what one layer holds beside q, k and v
+    building    the lists from evict_at against torch's create_block_mask (one 16k x 8 heads: seconds and gigabytes)
+    speed       forward and backward of flex_sorted against flex in natural order (the same direct lists, so that only
+                the tiles differ), flex with create_block_mask, and dense causal SDPA (flash); on a CPU, where compiled
+                FlexAttention has no backward, the forward alone
+    parity      on a GPU: output, gradients and LSE at production shapes, see sparse_rl/attention/parity.py
+
+    OMP_NUM_THREADS=1 python benchmarks/attention.py     # writes benchmarks/results/attention.json; a GPU: 8 minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask
+
+from sparse_rl.attention import flex, masked_attention
+from sparse_rl.attention.flex import flex_attend
+from sparse_rl.attention.parity import check_parity
+from sparse_rl.attention.tiles import make_tiles, segment_of, visible_share
+from sparse_rl.kernels import running_topk
+
+SINKS, WINDOW = 4, 256
+TILES = [(4096, 1024), (16384, 2048), (32768, 2048)]
+SPEED = {  # (S, B); heads, kv heads, head dim; dtype
+    "cuda": ([(s, b) for s in (4096, 16384, 32768, 65536) for b in (512, 2048)], (28, 4, 128), torch.bfloat16),
+    "cpu": ([(4096, 512), (4096, 1024), (16384, 512), (16384, 2048)], (4, 2, 64), torch.float32),
+}
+PARITY = [(4096, 28, 4), (4096, 32, 8), (16384, 28, 4), (16384, 32, 8)]
+BUILD = (16384, 8)
+MASK_BYTES = 4e9  # create_block_mask is not run on more pairs than this
+
+
+def evictions(kind: str, length: int, budget: int, heads: int, device: str) -> torch.Tensor:
+    """evict_at int32 [heads, S] of the running best by uniform scores, or by scores that favour recent tokens."""
+    scores = torch.randn(1, heads, length, generator=torch.Generator().manual_seed(0))
+    if kind == "recency":
+        scores = scores + torch.arange(length) / budget
+    found = running_topk(scores.to(device), SINKS, window=WINDOW, k=budget - SINKS - WINDOW)
+    return found.evict_at[0]
+
+
+def tiles_row(kind: str, length: int, budget: int, device: str) -> dict[str, Any]:
+    evict_at = evictions(kind, length, budget, 4, device)
+    natural, ordered = (make_tiles(evict_at, length, segment) for segment in (None, segment_of(length)))
+    keys = 2 * 4 * length * 128 * 2  # 4 kv heads of 128, bfloat16
+    return {
+        "scores": kind, "S": length, "B": budget, "ideal": visible_share(evict_at), "natural": natural.visited,
+        "sorted": ordered.visited, "evict_at_bytes": evict_at.nbytes, "tiles_bytes": ordered.nbytes + 4 * length * 8,
+        "sorted_keys_bytes": keys, "mask_bytes": 4 * length**2,
+    }  # fmt: skip
+
+
+def building(device: str, runs: int) -> dict[str, Any]:
+    """Milliseconds to make one layer's lists; create_block_mask's are the same."""
+    length, heads = BUILD
+    evict_at = evictions("uniform", length, 2048, heads, device)
+
+    def visible(row: torch.Tensor, _: torch.Tensor, q: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return (t <= q) & (q < evict_at[row, t])
+
+    def torch_mask() -> Any:
+        return create_block_mask(visible, heads, None, length, length, device=device)
+
+    tiles = make_tiles(evict_at, length)
+    start = time.perf_counter()
+    theirs = torch_mask()
+    seconds = time.perf_counter() - start  # once: a minute on a CPU
+    assert torch.equal(tiles.partial_count, theirs.kv_num_blocks) and torch.equal(tiles.partial, theirs.kv_indices)
+    assert torch.equal(tiles.full_count, theirs.full_kv_num_blocks)
+    return {
+        "S": length, "heads": heads,
+        "natural": timed(lambda: make_tiles(evict_at, length), runs, device),
+        "sorted": timed(lambda: make_tiles(evict_at, length, segment_of(length)), runs, device),
+        "create_block_mask": timed(torch_mask, 1, device) if device == "cuda" else seconds * 1e3,
+    }  # fmt: skip
+
+
+def timed(work: Callable[[], Any], runs: int, device: str) -> float:
+    """The median of milliseconds, after one run to warm up."""
+    found = []
+    for _ in range(runs + 1):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(found[1:])
+
+
+def speed(length: int, budget: int, device: str, runs: int) -> dict[str, Any]:
+    """Milliseconds of one layer, one sequence, uniform scores; a GPU's forward and backward, a CPU's forward."""
+    _, (heads, kv_heads, dim), dtype = SPEED[device]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(1, h, length, dim, generator=generator).to(device, dtype)
+        for h in (heads, kv_heads, kv_heads, heads)
+    )
+    evict_at = evictions("uniform", length, budget, kv_heads, device)[None]
+    everything = torch.full_like(evict_at, 2 * length)
+    trains = device == "cuda"
+
+    def run(attend: Callable[..., torch.Tensor]) -> Callable[[], Any]:
+        def work() -> None:
+            given = [x.detach().requires_grad_(trains) for x in (q, k, v)]
+            out = attend(*given)
+            if trains:
+                torch.autograd.grad(out, given, grad)
+
+        return work
+
+    def ours(which: torch.Tensor, in_segments: bool) -> Callable[..., torch.Tensor]:
+        return lambda q, k, v: flex_attend(which, q, k, v, dim**-0.5, in_segments=in_segments)
+
+    def with_torch_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        mask = create_block_mask(lambda row, _, i, t: (t <= i) & (i < evict_at[0, row, t]), kv_heads, None, length,
+                                 length, device=device)  # fmt: skip
+        assert mask.kv_num_blocks is not None
+        return ours(evict_at, False)(q, k, v)
+
+    def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+            return attend(q, k, v, is_causal=True, scale=dim**-0.5, enable_gqa=trains)
+
+    kinds = {
+        "sorted": ours(evict_at, True),
+        "natural": ours(evict_at, False),
+        "causal flex": ours(everything, False),
+        "causal SDPA": dense if trains else lambda q, k, v: dense(q, *(x.repeat_interleave(2, 1) for x in (k, v))),
+    }
+    if trains and kv_heads * length**2 <= MASK_BYTES:
+        kinds["natural, create_block_mask"] = with_torch_mask
+    if trains and length <= 16384:  # S x S masks; on a CPU it computes in float64
+        kinds["SDPA, masks"] = lambda q, k, v: masked_attention(lambda: evict_at, q, k, v, dim**-0.5)
+    found: dict[str, Any] = {"S": length, "B": budget}
+    with torch.set_grad_enabled(trains):
+        found |= {kind: timed(run(attend), runs, device) for kind, attend in kinds.items()}
+    causal, ideal = visible_share(everything[0]), visible_share(evict_at[0])
+    found["saving realised"] = (1 - found["sorted"] / found["causal flex"]) / (1 - ideal / causal)
+    return found
+
+
+def parity_row(length: int, heads: int, kv_heads: int, path: str) -> dict[str, Any]:
+    found = check_parity(path, "cuda", torch.bfloat16, heads=heads, kv_heads=kv_heads, head_dim=128, length=length)
+    return {"S": length, "heads": heads, "kv_heads": kv_heads, "path": path, "failure": found.failure,
+            "errors": found.errors}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention.json"))
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    content: dict[str, Any] = {
+        "machine": {"machine": name, "device": device, "threads": torch.get_num_threads(), "torch": torch.__version__},
+        "tiles": [tiles_row(kind, s, b, device) for s, b in TILES for kind in ("uniform", "recency")],
+        "building": building(device, options.runs),
+        "parity": [parity_row(*shape, path) for shape in PARITY for path in ("flex", "flex_sorted")]
+        if device == "cuda"
+        else [],
+    }
+    shape = dict(zip(("heads", "kv_heads", "head_dim"), SPEED[device][1], strict=True))
+    content["speed"] = {
+        "of": {**shape, "dtype": str(SPEED[device][2]).removeprefix("torch."), "sequences": 1,
+               "passes": "forward and backward" if device == "cuda" else "forward"},
+        "rows": [speed(s, b, device, options.runs) for s, b in SPEED[device][0]],
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    }  # fmt: skip
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(content, indent=2) + "\n")
+    show(content, Console(width=None if sys.stdout.isatty() else 150))
+    assert flex.OPTIONS == {"BACKEND": "TRITON"}
+
+
+def show(content: dict[str, Any], console: Console) -> None:
+    table = Table(
+        title="Tiles visited, and what a layer of 4 kv heads of 128 holds beside q, k, v", title_justify="left"
+    )
+    for column in ("scores", "S", "B", "ideal", "natural", "sorted", "tiles", "keys sorted", "S x S mask instead"):
+        table.add_column(column, justify="left" if column == "scores" else "right")
+    for row in content["tiles"]:
+        shares = [f"{row[key]:.1%}" for key in ("ideal", "natural", "sorted")]
+        sizes = [f"{row[key] / 1e6:.1f} MB" for key in ("tiles_bytes", "sorted_keys_bytes", "mask_bytes")]
+        table.add_row(row["scores"], str(row["S"]), str(row["B"]), *shares, *sizes)
+    console.print(table)
+    built = content["building"]
+    ratio = built["create_block_mask"] / built["natural"]
+    console.print(
+        f"One layer's lists, {built['S']} x {built['heads']} kv heads: natural {built['natural']:.1f} ms, sorted "
+        f"{built['sorted']:.1f} ms, create_block_mask {built['create_block_mask']:.0f} ms ({ratio:.0f} x)"
+    )
+    of, rows = content["speed"]["of"], content["speed"]["rows"]
+    kinds = [kind for kind in rows[0] if kind not in ("S", "B", "saving realised")]
+    title = f"Milliseconds, {of['passes']}, {of['heads']}/{of['kv_heads']} heads of {of['head_dim']}, {of['dtype']}"
+    table = Table(title=f"{title} ({content['machine']['machine']}); × sorted", title_justify="left")
+    for column in ("S", "B", *kinds, "saving realised"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        cells = [f"{row[kind]:.1f} ({row[kind] / row['sorted']:.2g} ×)" if kind in row else "" for kind in kinds]
+        table.add_row(str(row["S"]), str(row["B"]), *cells, f"{row['saving realised']:.0%}")
+    console.print(table)
+    for row in content["parity"]:
+        told = row["failure"] or ", ".join(f"{k} {a:.1e} / {b:.1e}" for k, (a, b) in row["errors"].items())
+        console.print(f"parity {row['path']}, S {row['S']}, {row['heads']}/{row['kv_heads']} heads: {told}")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

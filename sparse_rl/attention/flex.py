@@ -1,0 +1,152 @@
+"""Replay attention by FlexAttention: what it costs is what the cache held, O(S * budget), and no S x S tensor is made.
+
+The kv heads are folded into the batch, so that a row of FlexAttention is one kv head of one sequence: tile lists are
+made once for the group of query heads, and the mask reads its own row. Lengths are padded to a few sizes, and what
+differs between layers and steps is an argument, so that one compiled graph serves all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
+
+from sparse_rl.attention.interface import computing_dtype
+from sparse_rl.attention.tiles import TILE, make_tiles, segment_of
+
+GRAPHS = 64  # sizes x (with gradients, without) x (LSE, none); beyond it torch raises, it does not run uncompiled
+# Triton's kernels by name: the choice that torch makes by itself may fall on one whose gradients were found wrong on
+# Hopper (flash-attention #2623). Its masked rows are safe only while ROWS_GUARANTEED_SAFE is never set.
+OPTIONS: Any = {"BACKEND": "TRITON"} if "BACKEND" in FlexKernelOptions.__annotations__ else {}
+
+
+def padded(length: int) -> int:
+    """The size that a length is padded to: a multiple of 128, at most four between a power of two and the next.
+
+    Padding visits no tile.
+    """
+    step = max(TILE, 1 << max(0, (length - 1).bit_length() - 3))
+    return -(-length // step) * step
+
+
+def flex_attend(
+    evict_at: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    *,
+    in_segments: bool,
+    compiled: bool = True,
+) -> torch.Tensor:
+    """query [B, Hq, S, D] over key, value [B, Hkv, S, D] under int32 evict_at [B, Hkv, S]: [B, Hq, S, D].
+
+    Differentiable in query, key and value. A query that sees nothing (padding) gives 0.
+
+    Parameters
+    ----------
+    in_segments : keys sorted by evict_at in segments; else in natural order
+    compiled : False is torch's plain operator, which ignores the tiles and makes S x S scores: for tests. On a CPU the
+        compiled one has no backward.
+    """
+    return flex_attend_lse(
+        evict_at, query, key, value, scaling, in_segments=in_segments, compiled=compiled, want_lse=False
+    )[0]
+
+
+def flex_attend_lse(
+    evict_at: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    *,
+    in_segments: bool,
+    compiled: bool = True,
+    want_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As flex_attend, and the log-sum-exp of each query's scaled scores [B, Hq, S], -inf where it sees nothing.
+
+    The LSE is float32 (or the inputs' float64) and differentiable; a compiled graph on a CPU has none.
+    """
+    batch, q_heads, length, dim = query.shape
+    rows, width = batch * key.shape[1], padded(length)
+    given, dtype = value.dtype, computing_dtype(query, value)
+    if compiled and dtype == torch.float64:
+        dtype = torch.float32
+    query, key, value = (x.to(dtype) for x in (query, key, value))
+    tiles = make_tiles(evict_at.reshape(rows, length), width, segment_of(width) if in_segments else None)
+    behind = (0, 0, 0, width - length)
+    query = torch.nn.functional.pad(query.reshape(rows, q_heads * batch // rows, length, dim), behind)
+    if tiles.order is None:
+        key, value = (torch.nn.functional.pad(x.reshape(rows, 1, length, dim), behind) for x in (key, value))
+    else:
+        back = tiles.order.argsort(dim=-1)[:, :length]
+        key, value = (_Reordered.apply(x, tiles.order.clamp(max=length - 1), back)[:, None] for x in (key, value))
+    lists = tiles.partial_count, tiles.partial, tiles.full_count, tiles.full
+    run = _compiled if compiled else _attend
+    with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+        out, lse = run(query, key, value, tiles.position, tiles.evict_at, *lists, scaling, want_lse)
+    out = out[:, :, :length].reshape(batch, q_heads, length, dim).to(given)
+    return out, None if lse is None else lse[:, :, :length].reshape(batch, q_heads, length)
+
+
+def block_mask(
+    position: torch.Tensor,
+    evict_at: torch.Tensor,
+    partial_count: torch.Tensor,
+    partial: torch.Tensor,
+    full_count: torch.Tensor,
+    full: torch.Tensor,
+) -> BlockMask:
+    """FlexAttention's own form of `Tiles`."""
+
+    def visible(row: torch.Tensor, _: torch.Tensor, q: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        return (position[row, slot] <= q) & (q < evict_at[row, slot])
+
+    size = position.shape[-1]
+    return BlockMask.from_kv_blocks(
+        partial_count, partial, full_count, full, BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=(size, size)
+    )
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    position: torch.Tensor,
+    evict_at: torch.Tensor,
+    partial_count: torch.Tensor,
+    partial: torch.Tensor,
+    full_count: torch.Tensor,
+    full: torch.Tensor,
+    scaling: float,
+    want_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    mask = block_mask(position, evict_at, partial_count, partial, full_count, full)
+    given: Any = {"block_mask": mask, "scale": scaling, "enable_gqa": True, "kernel_options": dict(OPTIONS)}
+    if not want_lse:
+        return flex_attention(query, key, value, **given), None
+    out, aux = flex_attention(query, key, value, **given, return_aux=AuxRequest(lse=True))
+    return out, aux.lse
+
+
+_compiled = torch.compile(_attend, dynamic=False, fullgraph=True)
+
+
+class _Reordered(torch.autograd.Function):
+    """x [B, Hkv, S, D] in another order, [B * Hkv, N, D]; back, by the inverse order, without a scattered sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(back)
+        ctx.shape = x.shape
+        row = torch.arange(len(order), device=x.device)[:, None]
+        return x[row // x.shape[1], row % x.shape[1], order]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        row = torch.arange(len(back), device=back.device)[:, None]
+        return grads[0][row, back].view(ctx.shape), None, None

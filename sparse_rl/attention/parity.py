@@ -1,0 +1,133 @@
+"""Which attention path this machine may train with: FlexAttention's, once it has been found exact here.
+
+Compiled kernels have given wrong gradients on some GPUs and versions, silently. So before a path is used, its output,
+gradients and log-sum-exp are compared, at the recipe's shapes, with the float64 reference: its error may be twice that
+of SDPA in the same dtype. What does not pass is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from sparse_rl.attention.flex import flex_attend_lse
+from sparse_rl.attention.reference import dense_attention
+from sparse_rl.attention.replay import masked_attention, visible_mask
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+LENGTH = 2048  # tokens of the check; shorter where a recipe's sequences are
+ALLOWED = 2.0  # times the error of SDPA in the same dtype
+FLOOR = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-4}  # of the largest value: below it, noise
+LSE = 1e-3  # allowed |error|; it is computed in float32 in any case
+
+
+@dataclass(frozen=True)
+class Parity:
+    """errors : of out, dq, dk, dv and lse, (the path's, what is allowed); failure: why it may not be used, or None."""
+
+    path: str
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    failure: str | None = None
+
+    def __str__(self) -> str:
+        if self.failure:
+            return f"{self.path} is not used: {self.failure}"
+        return f"{self.path} is exact here (error / allowed: {_ratios(self.errors)})"
+
+
+def check_parity(
+    path: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    length: int = LENGTH,
+    seed: int = 0,
+) -> Parity:
+    """Compare flex or flex_sorted with the reference, on two ragged rows of up to `length` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, grad = (
+        torch.randn(2, h, length, head_dim, generator=generator).to(device, dtype)
+        for h in (heads, kv_heads, kv_heads, heads)
+    )
+    evict_at = random_evictions(2, kv_heads, length, max(1, length // 8), generator).to(device)
+    real = evict_at[:, :1, :, None] > 0
+    grad = grad * real
+    scaling = head_dim**-0.5
+    wanted = _reference(evict_at, q, k, v, grad, scaling)
+    sdpa = _outcome(lambda q, k, v: masked_attention(lambda: evict_at, q, k, v, scaling), q, k, v, grad)
+    try:
+        ours = _outcome(lambda q, k, v: masked_attention(lambda: evict_at, q, k, v, scaling, path), q, k, v, grad)
+        with torch.no_grad():
+            sort = path == "flex_sorted"
+            lse = flex_attend_lse(evict_at, q, k, v, scaling, in_segments=sort, compiled=q.is_cuda)[1]
+        assert lse is not None
+    except Exception as error:  # whatever a compiler or kernel raises, it says that the path is not to be had here
+        said = next((line for line in str(error).splitlines() if line.strip()), "")
+        return Parity(path, failure=f"{type(error).__name__}: {said}")
+    errors = {}
+    for name, a, b, right in zip(("out", "dq", "dk", "dv"), ours, sdpa, wanted, strict=False):
+        floor = FLOOR[dtype] * float(right.abs().max())
+        errors[name] = _distance(a, right, real), max(ALLOWED * _distance(b, right, real), floor)
+    errors["lse"] = _distance(lse[..., None], wanted[-1][..., None], real), LSE
+    if bad := {name: pair for name, pair in errors.items() if not pair[0] <= pair[1]}:  # NaN is bad, too
+        return Parity(path, errors, f"it is not exact on this machine (error / allowed: {_ratios(bad)})")
+    return Parity(path, errors)
+
+
+def random_evictions(rows: int, kv_heads: int, length: int, budget: int, generator: torch.Generator) -> torch.Tensor:
+    """int32 [rows, kv_heads, length]: a token outlives its own step by `budget` on average; row r ends r thirds early.
+
+    As recorded ones, some tokens stay for ever, and padding has 0.
+    """
+    shape = (rows, kv_heads, length)
+    alive = torch.empty(shape).exponential_(1 / budget, generator=generator).long() + 1
+    evict_at = (torch.arange(length) + alive).clamp(max=2 * length)
+    evict_at[torch.rand(shape, generator=generator) < 0.02] = 2 * length
+    for row in range(rows):
+        evict_at[row, :, length - row * length // 3 :] = 0
+    return evict_at.int()
+
+
+def _outcome(
+    attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """(out, dq, dk, dv)"""
+    given = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*given)
+    return out.detach(), *torch.autograd.grad((out * grad).sum(), given)
+
+
+def _reference(
+    evict_at: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, ...]:
+    """(out, dq, dk, dv, lse) in float64, one query head at a time: one head's S x S is alive."""
+    q, k, v, grad = (x.double() for x in (q, k, v, grad))
+    out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
+    lse = q.new_zeros(q.shape[:3])
+    for head in range(q.shape[1]):
+        kv = head * k.shape[1] // q.shape[1]
+        visible = visible_mask(evict_at[:, kv : kv + 1])
+        of = slice(head, head + 1), slice(kv, kv + 1)
+        parts = q[:, of[0]], k[:, of[1]], v[:, of[1]]
+        attend: Attend = partial(dense_attention, visible=visible, scaling=scaling)
+        one = _outcome(attend, *parts, grad[:, of[0]])
+        out[:, of[0]], dq[:, of[0]] = one[:2]
+        dk[:, of[1]] += one[2]
+        dv[:, of[1]] += one[3]
+        scores = parts[0] @ parts[1].transpose(-1, -2) * scaling
+        lse[:, of[0]] = scores.masked_fill(~visible, float("-inf")).logsumexp(-1)
+    return out, dq, dk, dv, lse
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor, real: torch.Tensor) -> float:
+    return float((a.double() - b.double()).where(real, 0).abs().max())
+
+
+def _ratios(errors: dict[str, tuple[float, float]]) -> str:
+    return ", ".join(f"{name} {error:.1e} / {allowed:.1e}" for name, (error, allowed) in errors.items())

@@ -1,0 +1,101 @@
+"""Which 128 x 128 tiles of a replayed attention hold anything, straight from evict_at and never S x S.
+
+A row is one kv head of one sequence. Key t, in slot j of the row's key order, is visible to the queries
+position[j] <= q < evict_at[j], so a tile of queries q_lo .. q_hi over a tile of keys is
+
+    not empty   if  min position <= q_hi  and  max evict_at > q_lo
+    full        if  max position <= q_lo  and  min evict_at > q_hi
+
+In natural order both are exact. Evictions scatter, though, so almost every tile keeps a survivor. Softmax does not mind
+the order of keys: sorted in segments by evict_at, what is still visible later is a prefix of every past segment, and
+the tiles behind it are empty. There the first test errs, on the side of visiting, only where queries and keys are of
+one segment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+TILE = 128
+FAR = 2**31 - 1  # behind every position
+
+
+@dataclass
+class Tiles:
+    """The tiles to visit of R rows of N keys and N queries, n = N / 128; FlexAttention's lists with one head per row.
+
+    position, evict_at : int32 [R, N], of the key in each slot; a slot that nobody sees has evict_at <= position
+    order : int64 [R, N], the key in each slot; None: natural order
+    partial_count, full_count : int32 [R, 1, n], tiles of keys to visit for each tile of queries: with the mask, without
+    partial, full : int32 [R, 1, n, n], these tiles, the first `count` of each
+    """
+
+    position: torch.Tensor
+    evict_at: torch.Tensor
+    order: torch.Tensor | None
+    partial_count: torch.Tensor
+    partial: torch.Tensor
+    full_count: torch.Tensor
+    full: torch.Tensor
+
+    @property
+    def visited(self) -> float:
+        """The share of all tiles that is visited."""
+        count = self.partial_count.sum() + self.full_count.sum()
+        return float(count) / (len(self.position) * self.partial.shape[-1] ** 2)
+
+    @property
+    def nbytes(self) -> int:
+        held = (self.position, self.evict_at, self.order)
+        lists = (self.partial_count, self.partial, self.full_count, self.full)
+        return sum(t.nbytes for t in held if t is not None) + 2 * sum(t.nbytes for t in lists)  # and by keys: backward
+
+
+def segment_of(length: int) -> int:
+    """Tokens that are sorted together; measured (benchmarks/attention.py): shorter leaves more tiles, longer too."""
+    return 512 if length <= 8192 else 1024
+
+
+def make_tiles(evict_at: torch.Tensor, width: int, segment: int | None = None) -> Tiles:
+    """The tiles of int32 evict_at [R, S], padded to `width`, a multiple of 128.
+
+    segment : sort the keys of so many tokens by evict_at, the longest-lived first; None: natural order
+    """
+    rows, length = evict_at.shape
+    if width % TILE or width < length:
+        raise ValueError(f"width {width} is not a multiple of {TILE}, or is below the {length} tokens")
+    position = torch.arange(width, dtype=torch.int32, device=evict_at.device).expand(rows, -1)
+    evict_at = torch.nn.functional.pad(evict_at, (0, width - length))
+    # No query stands behind a row's last real token: what is never evicted ends there, and padding visits no tile.
+    end = ((evict_at > position) * (position + 1)).amax(-1, keepdim=True)
+    evict_at = torch.minimum(evict_at, end.to(evict_at.dtype))
+    order = None
+    if segment is not None:
+        order = ((position // segment).long() * (width + 1) + (width - evict_at)).argsort(dim=-1, stable=True)
+        position, evict_at = position.gather(-1, order), evict_at.gather(-1, order)
+    position, evict_at = position.contiguous(), evict_at.contiguous()
+
+    count = width // TILE
+    first = torch.arange(count, dtype=torch.int32, device=evict_at.device)[:, None] * TILE  # query of each tile
+    last = first + TILE - 1
+    unseen = evict_at <= position
+    born = position.masked_fill(unseen, FAR).view(rows, 1, count, TILE).amin(-1)
+    died = evict_at.masked_fill(unseen, -1).view(rows, 1, count, TILE)
+    visited = (born <= last) & (died.amax(-1) > first)  # [R, n (queries), n (keys)]
+    full = visited & (position.view(rows, 1, count, TILE).amax(-1) <= first) & (died.amin(-1) > last)
+    return Tiles(position, evict_at, order, *_listed(visited & ~full), *_listed(full))
+
+
+def _listed(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bool [R, n, n] as (how many in each row, which first): int32 [R, 1, n] and [R, 1, n, n]."""
+    which = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return mask.sum(-1, dtype=torch.int32)[:, None], which[:, None].int()
+
+
+def visible_share(evict_at: torch.Tensor) -> float:
+    """The share of all query-key pairs that int32 evict_at [R, S] leaves visible: the ideal share of tiles."""
+    length = evict_at.shape[-1]
+    position = torch.arange(length, device=evict_at.device)
+    return float((evict_at.clamp(max=length) - position).clamp(min=0).sum() / (evict_at.numel() * length))

@@ -1,0 +1,229 @@
+"""The FlexAttention path against the dense reference.
+
+On a CPU torch has two halves of it: compiled, it honours the lists of tiles but has no backward; the plain operator has
+gradients and the LSE but ignores the lists, and torch refuses it a backward unless asked not to look (`plain`). What
+they share with a GPU is all that is ours. tests/gpu runs the whole.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention  # the module; imported by name it would be the function
+from torch._dynamo.utils import counters
+
+from sparse_rl.attention import NO_MASK, ReplayView, adopt, dense_attention, flex, visible_mask
+from sparse_rl.attention.flex import flex_attend, flex_attend_lse
+from sparse_rl.attention.interface import attention_forward
+from sparse_rl.attention.tiles import Tiles
+from sparse_rl.trace import EvictionTrace, batch_traces, pack_traces
+
+DIM, KV_HEADS, GROUP = 16, 2, 3
+LENGTHS = (300, 1, 197)
+DOCUMENTS = ((150, 1, 149), (300,), (30, 197, 60))  # of packed rows
+WIDTH = 300
+ORDERS = pytest.mark.parametrize("in_segments", [False, True], ids=["natural", "sorted"])
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch differentiate its plain operator on a CPU."""
+    module = sys.modules["torch.nn.attention.flex_attention"]
+    monkeypatch.setattr(module, "_validate_device", lambda *_: None)
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several segments in a few hundred tokens."""
+    monkeypatch.setattr(flex, "segment_of", lambda _: 128)
+
+
+def random_qkv(rows: int, width: int, group: int = GROUP, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(rows, heads, width, DIM) for heads in (group * KV_HEADS, KV_HEADS, KV_HEADS)]
+    return [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+
+
+def batched(layout: str, trace_of: Callable) -> torch.Tensor:
+    """evict_at int32 [B, Hkv, S] of ragged traces, padded or packed."""
+    if layout == "packed":
+        rows = [pack_traces([trace_of(n, layers=1) for n in row]) for row in DOCUMENTS]
+        return batch_traces(rows, [0] * 3, WIDTH)[0]
+    traces = [trace_of(n, layers=1) for n in LENGTHS]
+    return batch_traces(traces, [WIDTH - n if layout == "left" else 0 for n in LENGTHS], WIDTH)[0]
+
+
+def log_sum_exp(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    scores = q.double() @ k.double().repeat_interleave(GROUP, 1).transpose(-1, -2) * DIM**-0.5
+    return scores.masked_fill(~visible.repeat_interleave(GROUP, 1), float("-inf")).logsumexp(-1)
+
+
+@ORDERS
+@pytest.mark.parametrize("layout", ["right", "left", "packed"])
+def test_output_lse_and_gradients(layout: str, in_segments: bool, plain: None, trace_of: Callable) -> None:
+    """Of ragged batches with groups of query heads, through the plain operator; the LSE's gradient too."""
+    evict_at = batched(layout, trace_of)
+    q, k, v = random_qkv(3, WIDTH)
+    real = (evict_at[:, :1] > 0).float()
+    visible = visible_mask(evict_at)
+    wanted = dense_attention(q, k, v, visible, DIM**-0.5)
+    out, lse = flex_attend_lse(evict_at, q, k, v, DIM**-0.5, in_segments=in_segments, compiled=False)
+    assert out.dtype == q.dtype and lse is not None
+    right = log_sum_exp(q, k, visible)
+    seen = lse.where(real > 0, 0.0)
+    torch.testing.assert_close(out * real[..., None], wanted * real[..., None], rtol=0, atol=1e-5)
+    torch.testing.assert_close(seen.double(), right * real, rtol=0, atol=1e-5)
+    assert not out.detach()[(real == 0).expand_as(lse)].any()
+
+    weight, other = torch.randn_like(wanted) * real[..., None], torch.randn_like(lse) * real
+    ours = torch.autograd.grad((out * weight).sum() + (seen * other).sum(), (q, k, v))
+    theirs = torch.autograd.grad((wanted * weight).sum() + (right * other).sum(), (q, k, v))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=0, atol=1e-5)
+
+    causal = dense_attention(q, k, v, visible_mask(evict_at.clamp(max=1) * (1 << 20)), DIM**-0.5)
+    assert ((causal - wanted) * real[..., None]).abs().max() > 1e-2
+
+
+@ORDERS
+@pytest.mark.parametrize("layout", ["right", "left", "packed"])
+def test_the_compiled_forward(layout: str, in_segments: bool, trace_of: Callable) -> None:
+    """It reads the lists of tiles, and is within 1e-5 of the reference."""
+    evict_at = batched(layout, trace_of)
+    q, k, v = (x.detach() for x in random_qkv(3, WIDTH))
+    real = (evict_at[:, :1, :, None] > 0).float()
+    wanted = dense_attention(q, k, v, visible_mask(evict_at), DIM**-0.5)
+    out = flex_attend(evict_at, q, k, v, DIM**-0.5, in_segments=in_segments)
+    torch.testing.assert_close(out * real, wanted * real, rtol=0, atol=1e-5)
+
+
+def a_tile_less(tiles: Tiles) -> None:
+    tiles.partial_count[:] = (tiles.partial_count - 1).clamp(min=0)
+
+
+def a_full_tile_that_is_not(tiles: Tiles) -> None:
+    tiles.full_count, tiles.full = tiles.partial_count.clone(), tiles.partial.clone()
+    tiles.partial_count.zero_()
+
+
+def other_tiles(tiles: Tiles) -> None:
+    tiles.partial = tiles.partial.roll(1, -1).contiguous()
+
+
+def another_order(tiles: Tiles) -> None:
+    assert tiles.order is not None
+    tiles.order = tiles.order.roll(1, -1)
+
+
+@pytest.mark.parametrize("damage", [a_tile_less, a_full_tile_that_is_not, other_tiles, another_order])
+def test_damaged_tiles_show(damage: Callable, monkeypatch: pytest.MonkeyPatch, trace_of: Callable) -> None:
+    """The control of the compiled forward."""
+    make = flex.make_tiles
+
+    def damaged(*args: Any) -> Tiles:
+        tiles = make(*args)
+        damage(tiles)
+        return tiles
+
+    evict_at = batched("right", trace_of)
+    q, k, v = (x.detach() for x in random_qkv(3, WIDTH))
+    right = flex_attend(evict_at, q, k, v, DIM**-0.5, in_segments=True)
+    monkeypatch.setattr(flex, "make_tiles", damaged)
+    assert (flex_attend(evict_at, q, k, v, DIM**-0.5, in_segments=True) - right).abs().max() > 1e-2
+
+
+class Compiled(ReplayView):
+    """The compiled operator, which the path takes on a GPU only."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        return flex_attend(self.evict_at[layer], query, key, value, scaling, in_segments=layer % 2 == 0)
+
+
+def test_one_graph_for_all_layers_and_steps(new_model: Callable, trace_of: Callable, record_property: Callable) -> None:
+    """28 layers, 20 steps of other lengths and evictions, natural and sorted: one. Another size makes a second."""
+    layers = 28
+    model = adopt(new_model("qwen3", num_hidden_layers=layers, head_dim=DIM))
+    torch._dynamo.reset()
+    counters.clear()
+
+    @torch.no_grad()
+    def step(lengths: tuple[int, int]) -> None:
+        traces = [trace_of(n, layers=layers, seed=lengths[0]) for n in lengths]
+        ids = torch.full((2, max(lengths)), 5)
+        views = [of.of(traces, [0, 0], max(lengths), "cpu") for of in (Compiled, ReplayView)]
+        ours, theirs = (
+            model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits for view in views
+        )
+        for row, n in enumerate(lengths):
+            torch.testing.assert_close(ours[row, :n], theirs[row, :n], rtol=0, atol=1e-4)
+
+    for number in range(20):
+        step((257 + 6 * number, 40 + 11 * number))
+        assert counters["stats"]["unique_graphs"] == 1, number
+    step((385, 40))
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Which calls of flex sorted their keys."""
+    calls: list[bool] = []
+    attend = flex.flex_attend_lse
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["in_segments"])
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(flex, "flex_attend_lse", counting)
+    yield calls
+
+
+@pytest.mark.parametrize("path", ["flex", "flex_sorted", "dense"])
+def test_the_path_of_a_view(path: str, plain: None, counted: list[bool], trace_of: Callable) -> None:
+    """Through transformers' interface: the path that is named, and layers without evictions stay causal."""
+    traces = [trace_of(n, layers=3, causal=[1]) for n in LENGTHS]
+    q, k, v = random_qkv(len(LENGTHS), WIDTH)
+    real = torch.arange(WIDTH)[:, None] < torch.tensor(LENGTHS)[:, None, None, None]
+    ours, theirs = (ReplayView.of(traces, [0] * 3, WIDTH, "cpu", p) for p in (path, "sdpa"))
+    for layer in range(3):
+        module = torch.nn.Module()
+        module.layer_idx = layer  # type: ignore[assignment]
+        outs = [attention_forward(module, q, k, v, None, kv_view=view)[0].transpose(1, 2) for view in (ours, theirs)]
+        grads = [torch.autograd.grad((out * real).square().sum(), (q, k, v)) for out in outs]
+        torch.testing.assert_close(outs[0] * real, outs[1] * real, rtol=0, atol=1e-5)
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+    assert counted == {"flex": [False] * 2, "flex_sorted": [True] * 2, "dense": []}[path]
+
+
+def test_autocast_and_bfloat16(trace_of: Callable) -> None:
+    """RoPE leaves queries and keys in float32 under autocast; they are computed in its dtype, as SDPA's are."""
+    evict_at = batched("right", trace_of)
+    q, k, v = (x.detach() for x in random_qkv(3, WIDTH))
+    real = (evict_at[:, :1, :, None] > 0).float()
+    wanted = dense_attention(q, k, v, visible_mask(evict_at), DIM**-0.5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = flex_attend(evict_at, q, k, v.bfloat16(), DIM**-0.5, in_segments=True, compiled=False)
+    half = (x.bfloat16() for x in (q, k, v))
+    out = flex_attend(evict_at, *half, DIM**-0.5, in_segments=True, compiled=False)
+    assert mixed.dtype == out.dtype == torch.bfloat16 and torch.equal(mixed, out)
+    assert 1e-4 < ((out - wanted) * real).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("length", [1, 2, 128, 129])
+def test_short_sequences(length: int, plain: None) -> None:
+    """One token; a whole tile; one more. A trace that evicts nothing is causal attention."""
+    evict_at = EvictionTrace.dense(1, KV_HEADS, length).evict_at
+    q, k, v = random_qkv(1, length)
+    for in_segments in (False, True):
+        out = flex_attend(evict_at, q, k, v, DIM**-0.5, in_segments=in_segments, compiled=False)
+        wanted = dense_attention(q, k, v, visible_mask(evict_at), DIM**-0.5)
+        torch.testing.assert_close(out, wanted, rtol=0, atol=1e-5)
+        assert all(g.isfinite().all() for g in torch.autograd.grad(out.square().sum(), (q, k, v)))

@@ -1,0 +1,216 @@
+"""Lists of tiles straight from evict_at: torch's own create_block_mask says the same, tile by tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from rollout import make_engine
+from sparse_rl.attention.flex import block_mask, padded
+from sparse_rl.attention.tiles import TILE, Tiles, make_tiles, segment_of, visible_share
+from sparse_rl.kernels import running_topk
+from sparse_rl.policies import POLICIES
+from sparse_rl.trace import EvictionTrace, batch_traces, pack_traces
+
+LAYOUTS = ("alone", "right", "left", "packed")
+SEEDS = 45  # of each layout: 180 random cases, and 4 of each policy
+BY_QUERY = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+BY_KEY = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+
+
+def laid_out(traces: Sequence[EvictionTrace], layout: str) -> torch.Tensor:
+    """One layer's evict_at as rows int32 [R, S]."""
+    lengths = list(map(len, traces))
+    width = max(lengths)
+    if layout == "packed":
+        return batch_traces([pack_traces(traces)], [0], sum(lengths) + 7)[0].flatten(0, 1)
+    if layout == "alone":
+        return traces[0].evict_at[0]
+    starts = [width - n if layout == "left" else 0 for n in lengths]
+    return batch_traces(traces, starts, width)[0].flatten(0, 1)
+
+
+def visible(evict_at: torch.Tensor, width: int) -> torch.Tensor:
+    """bool [R, q, t] of `width`, by the definition; behind its last real token a row has no query."""
+    truth = torch.zeros(len(evict_at), width, width, dtype=torch.bool)
+    for row, ends in enumerate(evict_at.tolist()):
+        last = max((t for t, end in enumerate(ends) if end > t), default=-1)
+        for t, end in enumerate(ends):
+            truth[row, t : min(end, last + 1), t] = True
+    return truth
+
+
+def of_torch(truth: torch.Tensor, length: int) -> Tiles:
+    return create_block_mask(
+        lambda row, _, q, t: truth[row, q, t], len(truth), None, length, length, device="cpu", BLOCK_SIZE=TILE
+    )
+
+
+def lists(tiles: Tiles) -> tuple[torch.Tensor, ...]:
+    return tiles.partial_count, tiles.partial, tiles.full_count, tiles.full
+
+
+def check_natural(evict_at: torch.Tensor) -> None:
+    """Every list, by queries and by keys, equals torch's; for the padded square and for the length itself."""
+    length, width = evict_at.shape[-1], padded(evict_at.shape[-1])
+    width += TILE * (length % 3 == 0)  # more padding than there need be
+    tiles, truth = make_tiles(evict_at, width), visible(evict_at, width)
+    ours = block_mask(tiles.position, tiles.evict_at, *lists(tiles))
+    theirs = of_torch(truth, width)
+    for name in BY_QUERY + BY_KEY:
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    if width - length < TILE:
+        exact = of_torch(truth, length)
+        for name in BY_QUERY:
+            assert torch.equal(getattr(ours, name), getattr(exact, name)), name
+
+
+def check_sorted(evict_at: torch.Tensor, segment: int) -> None:
+    """Every visible pair is in a tile that is visited, full ones hold nothing else; what is visited for nothing is of
+    the query's own segment."""
+    width = padded(evict_at.shape[-1])
+    tiles, truth = make_tiles(evict_at, width, segment), visible(evict_at, width)
+    assert torch.equal(tiles.order.sort(-1).values, torch.arange(width).expand_as(tiles.order))
+    assert torch.equal(tiles.order // segment, torch.arange(width).expand_as(tiles.order) // segment)
+    moved = truth.gather(-1, tiles.order[:, None].expand(-1, width, -1))
+    blocks = moved.unfold(1, TILE, TILE).unfold(2, TILE, TILE)  # [R, n, n, TILE, TILE]
+    partial, full = (dense(count, which) for count, which in (lists(tiles)[:2], lists(tiles)[2:]))
+    some, every = blocks.flatten(3).any(-1), blocks.flatten(3).all(-1)
+    assert not (partial & full).any()
+    assert not (some & ~(partial | full)).any()
+    assert not (full & ~every).any()
+    own = torch.arange(width // TILE) * TILE // segment
+    assert not ((partial & ~some) & (own[:, None] != own)).any()
+
+
+def dense(count: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+    """Lists as bool [R, n, n]."""
+    size = which.shape[-1]
+    found = torch.zeros(len(which), size, size, dtype=torch.bool)
+    for row, (counts, listed) in enumerate(zip(count[:, 0].tolist(), which[:, 0].tolist(), strict=True)):
+        for q, (n, keys) in enumerate(zip(counts, listed, strict=True)):
+            found[row, q, keys[:n]] = True
+    return found
+
+
+def random_lengths(seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 421, (2,), generator=generator).tolist() if seed else [256, 128]
+
+
+def short_lived(trace: EvictionTrace) -> EvictionTrace:
+    """At most 40 steps, so that whole tiles are empty; but the first tokens stay for ever."""
+    position = torch.arange(len(trace))
+    evict_at = position + 1 + (trace.evict_at - position) % 40
+    evict_at[..., :9] = 1 << 30
+    return EvictionTrace(evict_at.int())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_as_create_block_mask(layout: str, trace_of: Callable) -> None:
+    for seed in range(SEEDS):
+        traces = [trace_of(n, layers=1, seed=seed) for n in random_lengths(seed)]
+        if seed % 3 == 0:
+            traces = [short_lived(trace) for trace in traces]
+        evict_at = laid_out(traces, layout)
+        check_natural(evict_at)
+        check_sorted(evict_at, 256)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_under_every_policy(
+    policy: str, model_of: Callable, policy_of: Callable, prompts_of: Callable, record_property: Callable
+) -> None:
+    """What the reference engine records, a prompt longer than the budget among it."""
+    made = policy_of(policy, budget=64, window=8, period=16)
+    engine = make_engine("hf", model=model_of("qwen3"), policy=made)
+    prompts, completions = prompts_of("qwen3", (100, 7)), prompts_of("qwen3", (200, 150), seed=1)
+    traces = [r.trace for r in engine.simulate(prompts, completions)]
+    assert (policy == "full") == all(t.retention() == 1 for t in traces)
+    for layout in LAYOUTS:
+        evict_at = laid_out(traces, layout)
+        check_natural(evict_at)
+        check_sorted(evict_at, 128)
+
+
+def test_what_is_wrong_shows(trace_of: Callable) -> None:
+    """The comparison can fail: another token's eviction, a tile left out, a tile too many."""
+    evict_at = short_lived(trace_of(400, layers=1)).evict_at[0]
+    truth = visible(evict_at, 512)
+    other = evict_at.clone()
+    other[0, :128] = 100
+    theirs = of_torch(truth, 512)
+    for wrong in (other, evict_at.clamp(max=300), evict_at + 128):
+        ours = make_tiles(wrong, 512)
+        assert any(not torch.equal(a, getattr(theirs, name)) for a, name in zip(lists(ours), BY_QUERY, strict=True))
+
+
+def test_padding_visits_nothing(trace_of: Callable) -> None:
+    """A ragged batch visits the tiles of its rows, whatever stands beside them and however wide it is."""
+    lengths = (700, 129, 128, 1)
+    traces = [trace_of(n, layers=1) for n in lengths]
+    for segment in (None, 256):
+
+        def count(tiles: Tiles) -> torch.Tensor:
+            return (tiles.partial_count + tiles.full_count).sum((1, 2)).view(-1, 2)
+
+        together = make_tiles(laid_out(traces, "right"), 1536, segment)
+        alone = [make_tiles(t.evict_at[0], padded(len(t)), segment) for t in traces]
+        assert torch.equal(count(together), torch.cat([count(tiles) for tiles in alone]))
+    nobody = make_tiles(torch.zeros(2, 300, dtype=torch.int32), 384)
+    assert nobody.visited == 0
+
+
+def test_packed_documents_meet_in_no_tile(trace_of: Callable) -> None:
+    """Documents of whole tiles: as many tiles packed as apart."""
+    traces = [trace_of(n, layers=1) for n in (256, 384, 128)]
+    packed = make_tiles(pack_traces(traces).evict_at[0], 768)
+    apart = [make_tiles(t.evict_at[0], len(t)) for t in traces]
+    counted = [int((t.partial_count + t.full_count).sum()) for t in (packed, *apart)]
+    assert counted[0] == sum(counted[1:])
+
+
+def scattered(scores: str, length: int, budget: int) -> torch.Tensor:
+    """evict_at [2, S] of a running top-k, of scores that favour recent tokens or do not."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(1, 2, length, generator=generator)
+    if scores == "recency":
+        drawn = drawn + torch.arange(length) / budget
+    return running_topk(drawn, 4, window=256, k=budget - 260).evict_at[0]
+
+
+@pytest.mark.parametrize("scores", ["uniform", "recency"])
+@pytest.mark.parametrize(("length", "most"), [(16384, 0.19), (32768, 0.12)])
+def test_how_many_tiles_are_left(scores: str, length: int, most: float, record_property: Callable) -> None:
+    """Sorted in segments, near the share of pairs that are visible; in natural order far from it."""
+    evict_at = scattered(scores, length, 2048)
+    natural, ordered = (make_tiles(evict_at, length, segment).visited for segment in (None, segment_of(length)))
+    record_property("ideal, natural, sorted", (visible_share(evict_at), natural, ordered))
+    assert visible_share(evict_at) < ordered <= most < 1.3 * most < natural
+
+
+def test_what_is_held_is_what_is_said(trace_of: Callable) -> None:
+    """The memory plan's bytes; where keys are sorted, their way back is held beside the tiles."""
+    from sparse_rl.memory import tiles_bytes
+
+    evict_at = laid_out([trace_of(700, layers=1)] * 3, "right")
+    tiles = make_tiles(evict_at, padded(700), 256)
+    assert tiles_bytes(3, 2, 700) == tiles.nbytes + 6 * 700 * 8
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 512, 513, 1000, 4096, 4097, 16384, 20000])
+def test_padded_lengths(length: int) -> None:
+    """Multiples of 128, not below, and four between one power of two and the next."""
+    width = padded(length)
+    assert width % TILE == 0 and length <= width <= max(length + TILE - 1, 1.25 * length)
+    sizes = {padded(n) for n in range(2**13 + 1, 2**14 + 1)}
+    assert sizes == {10240, 12288, 14336, 16384}
+
+
+@pytest.mark.parametrize("width", [300, 128])
+def test_a_width_that_does_not_fit_is_refused(width: int) -> None:
+    with pytest.raises(ValueError, match=rf"^width {width} is not a multiple of 128, or is below the 200 tokens$"):
+        make_tiles(torch.zeros(1, 200, dtype=torch.int32), width)

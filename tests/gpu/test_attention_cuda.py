@@ -1,0 +1,77 @@
+"""FlexAttention on a GPU, compiled: exact at production shapes, one graph for all, and the same step of a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparse_rl.attention import NO_MASK, ReplayView, adopt
+from sparse_rl.attention.flex import flex_attend_lse
+from sparse_rl.attention.parity import check_parity, random_evictions
+from sparse_rl.trace import EvictionTrace
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+PATHS = pytest.mark.parametrize("path", ["flex", "flex_sorted"])
+
+
+@PATHS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "length"),
+    [(28, 4, 128, 4096), (32, 8, 128, 4096), (14, 2, 64, 2048), (14, 2, 64, 2000), (4, 4, 32, 300)],
+)
+def test_parity(path: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, length: int) -> None:
+    found = check_parity(path, "cuda", dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, length=length)
+    assert found.failure is None
+
+
+@PATHS
+@pytest.mark.parametrize(("heads", "kv_heads"), [(28, 4), (32, 8)])
+def test_parity_at_16k(path: str, heads: int, kv_heads: int) -> None:
+    shapes = {"heads": heads, "kv_heads": kv_heads, "head_dim": 128, "length": 16384}
+    assert check_parity(path, "cuda", torch.bfloat16, **shapes).failure is None
+
+
+def test_the_lse_has_a_gradient() -> None:
+    """d LSE / d q, against the sum that it is."""
+    evict_at = random_evictions(1, 2, 500, 60, torch.Generator().manual_seed(0)).cuda()
+    q, k, v = (torch.randn(1, h, 500, 64, device="cuda", requires_grad=True) for h in (4, 2, 2))
+    for in_segments in (False, True):
+        lse = flex_attend_lse(evict_at, q, k, v, 0.125, in_segments=in_segments)[1]
+        assert lse is not None
+        position = torch.arange(500, device="cuda")
+        seen = (position <= position[:, None]) & (position[:, None] < evict_at[..., None, :])
+        scores = q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) * 0.125
+        right = scores.masked_fill(~seen.repeat_interleave(2, 1), float("-inf")).logsumexp(-1)
+        ours, theirs = (torch.autograd.grad(x.square().sum(), (q, k)) for x in (lse, right))
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b.float(), rtol=0, atol=1e-4 * float(b.abs().max()))
+
+
+@PATHS
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_trains_as_under_sdpa(path: str, checkpointing: bool) -> None:
+    """float32, without TF32; the copies of evict_at come on a stream beside."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 6, "head_dim": 64}
+    config = Qwen3Config(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1, **shape)
+    model = adopt(Qwen3ForCausalLM(config)).cuda().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    generator = torch.Generator().manual_seed(0)
+    for width in (700, 650, 900):
+        ids = torch.randint(64, (2, width), generator=generator).cuda()
+        each = [random_evictions(1, 2, width, 90, generator) for _ in range(12)]
+        traces = [EvictionTrace(torch.cat(each[i::2])) for i in range(2)]
+        found = []
+        for which in (path, "sdpa"):
+            model.zero_grad()
+            view = ReplayView.of(traces, [0, 0], width, "cuda", which)
+            out = model(input_ids=ids, attention_mask=NO_MASK.cuda(), kv_view=view, use_cache=False).logits
+            out.log_softmax(-1)[..., 0].mean().backward()
+            found.append((out.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+        torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-4)
+        for name, grad in found[1][1].items():
+            torch.testing.assert_close(found[0][1][name], grad, rtol=0, atol=1e-4 * float(grad.abs().max()))

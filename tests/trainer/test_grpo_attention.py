@@ -1,0 +1,68 @@
+"""A step of GRPO has one loss and one gradient, whichever path computes its attention."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention
+from transformers import TrainerCallback
+
+from sparse_rl.attention import flex
+
+
+class Gradients(TrainerCallback):
+    """What the optimizer was about to take, by parameter."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **kwargs: Any) -> None:
+        self.of = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Let torch differentiate its plain operator on a CPU; returns which calls sorted their keys."""
+    module = sys.modules["torch.nn.attention.flex_attention"]
+    monkeypatch.setattr(module, "_validate_device", lambda *_: None)
+    calls: list[bool] = []
+    attend = flex.flex_attend_lse
+    monkeypatch.setattr(
+        flex, "flex_attend_lse", lambda *args, **kwargs: calls.append(kwargs["in_segments"]) or attend(*args, **kwargs)
+    )
+    return calls
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_every_path_has_the_same_step(checkpointing: bool, plain: list[bool], grpo: Callable) -> None:
+    """Loss, log-probs and gradients within 1e-5, padded on both sides; full attention, the control, is far off."""
+    found = {}
+    for name in ("sdpa", "flex", "flex_sorted", "dense", "full"):
+        seen = Gradients()
+        which: dict[str, Any] = {"train_attention": "full"} if name == "full" else {"attention": name}
+        trainer = grpo(
+            name, max_steps=1, max_grad_norm=1e9, gradient_checkpointing=checkpointing, callbacks=(seen,), **which
+        )
+        plain.clear()
+        trainer.train()
+        found[name] = trainer.state.log_history[0], seen.of
+        assert set(plain) == {"flex": {False}, "flex_sorted": {True}}.get(name, set())
+
+    def distance(name: str) -> float:
+        pairs = [(found[name][1][key], right) for key, right in found["sdpa"][1].items()]
+        return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+    for name in ("flex", "flex_sorted", "dense"):
+        for key in ("loss", "replay/gap_max", "entropy", "grad_norm"):
+            assert found[name][0][key] == pytest.approx(found["sdpa"][0][key], abs=1e-5), key
+        assert distance(name) <= 1e-5
+    assert distance("full") > 1e-2
+
+
+def test_another_path_is_refused(grpo: Callable) -> None:
+    with pytest.raises(ValueError, match=r"^attention must be one of \('sdpa', .*\), got 'flash'$"):
+        grpo(attention="flash")
