@@ -101,6 +101,26 @@ def test_the_compiled_forward(layout: str, in_segments: bool, trace_of: Callable
     torch.testing.assert_close(out * real, wanted * real, rtol=0, atol=1e-5)
 
 
+@ORDERS
+def test_the_graph_that_is_trained(
+    in_segments: bool, plain: None, monkeypatch: pytest.MonkeyPatch, trace_of: Callable
+) -> None:
+    """What a GPU compiles, traced forward and backward, its lists by keys among it; run by torch's own operators."""
+    traced = torch.compile(flex._attend, backend="aot_eager", dynamic=False, fullgraph=True)
+    monkeypatch.setattr(flex, "_compiled", traced)
+    evict_at = batched("right", trace_of)
+    q, k, v = random_qkv(3, WIDTH)
+    real = (evict_at[:, :1] > 0).float()
+    visible = visible_mask(evict_at)
+    out, lse = flex_attend_lse(evict_at, q, k, v, DIM**-0.5, in_segments=in_segments)
+    assert out.dtype == torch.float32 and lse is not None
+    wanted, right = dense_attention(q, k, v, visible, DIM**-0.5), log_sum_exp(q, k, visible)
+    loss = (out * real[..., None]).square().sum() + lse.where(real > 0, 0.0).square().sum()
+    reference = (wanted * real[..., None]).square().sum() + (right * real).square().sum()
+    for a, b in zip(*(torch.autograd.grad(x, (q, k, v)) for x in (loss, reference)), strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=0, atol=1e-5 * float(b.abs().max()))
+
+
 def a_tile_less(tiles: Tiles) -> None:
     tiles.partial_count[:] = (tiles.partial_count - 1).clamp(min=0)
 
