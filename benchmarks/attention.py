@@ -42,7 +42,7 @@ from sparse_rl.attention.tiles import make_tiles, segment_of, visible_share
 from sparse_rl.kernels import running_topk
 
 SINKS, WINDOW = 4, 256
-TILES = [(4096, 1024), (16384, 2048), (32768, 2048)]
+TILES = [(4096, 1024), (16384, 2048), (32768, 2048), (65536, 2048)]
 SPEED = {  # (S, B); heads, kv heads, head dim; dtype
     "cuda": ([(s, b) for s in (4096, 16384, 32768, 65536) for b in (512, 2048)], (28, 4, 128), torch.bfloat16),
     "cpu": ([(4096, 512), (4096, 1024), (16384, 512), (16384, 2048)], (4, 2, 64), torch.float32),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -112,6 +113,13 @@ def prompts_of(model_of: Callable[[str], PreTrainedModel]) -> Callable[..., list
         return [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
 
     return make
+
+
+@pytest.fixture
+def flex_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch differentiate FlexAttention's plain operator on a CPU, which it otherwise refuses."""
+    module = importlib.import_module("torch.nn.attention.flex_attention")  # `import` would give the function
+    monkeypatch.setattr(module, "_validate_device", lambda *_: None)
 
 
 @pytest.fixture

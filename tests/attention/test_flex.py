@@ -1,19 +1,17 @@
 """The FlexAttention path against the dense reference.
 
 On a CPU torch has two halves of it: compiled, it honours the lists of tiles but has no backward; the plain operator has
-gradients and the LSE but ignores the lists, and torch refuses it a backward unless asked not to look (`plain`). What
-they share with a GPU is all that is ours. tests/gpu runs the whole.
+gradients and the LSE but ignores the lists, and torch refuses it a backward unless asked not to look (the fixture
+`flex_trains`). What they share with a GPU is all that is ours. tests/gpu runs the whole.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention  # the module; imported by name it would be the function
 from torch._dynamo.utils import counters
 
 from sparse_rl.attention import NO_MASK, ReplayView, adopt, dense_attention, flex, visible_mask
@@ -27,13 +25,6 @@ LENGTHS = (300, 1, 197)
 DOCUMENTS = ((150, 1, 149), (300,), (30, 197, 60))  # of packed rows
 WIDTH = 300
 ORDERS = pytest.mark.parametrize("in_segments", [False, True], ids=["natural", "sorted"])
-
-
-@pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch differentiate its plain operator on a CPU."""
-    module = sys.modules["torch.nn.attention.flex_attention"]
-    monkeypatch.setattr(module, "_validate_device", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +55,7 @@ def log_sum_exp(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torc
 
 @ORDERS
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
-def test_output_lse_and_gradients(layout: str, in_segments: bool, plain: None, trace_of: Callable) -> None:
+def test_output_lse_and_gradients(layout: str, in_segments: bool, flex_trains: None, trace_of: Callable) -> None:
     """Of ragged batches with groups of query heads, through the plain operator; the LSE's gradient too."""
     evict_at = batched(layout, trace_of)
     q, k, v = random_qkv(3, WIDTH)
@@ -103,7 +94,7 @@ def test_the_compiled_forward(layout: str, in_segments: bool, trace_of: Callable
 
 @ORDERS
 def test_the_graph_that_is_trained(
-    in_segments: bool, plain: None, monkeypatch: pytest.MonkeyPatch, trace_of: Callable
+    in_segments: bool, flex_trains: None, monkeypatch: pytest.MonkeyPatch, trace_of: Callable
 ) -> None:
     """What a GPU compiles, traced forward and backward, its lists by keys among it; run by torch's own operators."""
     traced = torch.compile(flex._attend, backend="aot_eager", dynamic=False, fullgraph=True)
@@ -206,7 +197,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
 
 @pytest.mark.parametrize("path", ["flex", "flex_sorted", "dense"])
-def test_the_path_of_a_view(path: str, plain: None, counted: list[bool], trace_of: Callable) -> None:
+def test_the_path_of_a_view(path: str, flex_trains: None, counted: list[bool], trace_of: Callable) -> None:
     """Through transformers' interface: the path that is named, and layers without evictions stay causal."""
     traces = [trace_of(n, layers=3, causal=[1]) for n in LENGTHS]
     q, k, v = random_qkv(len(LENGTHS), WIDTH)
@@ -238,7 +229,7 @@ def test_autocast_and_bfloat16(trace_of: Callable) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 128, 129])
-def test_short_sequences(length: int, plain: None) -> None:
+def test_short_sequences(length: int, flex_trains: None) -> None:
     """One token; a whole tile; one more. A trace that evicts nothing is causal attention."""
     evict_at = EvictionTrace.dense(1, KV_HEADS, length).evict_at
     q, k, v = random_qkv(1, length)

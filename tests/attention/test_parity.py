@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention
 
 from sparse_rl import doctor, engines
 from sparse_rl.attention import flex
@@ -22,10 +20,8 @@ CONFIG = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=2, num_attenti
 
 
 @pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch differentiate its plain operator on a CPU; and several segments in 256 tokens."""
-    module = sys.modules["torch.nn.attention.flex_attention"]
-    monkeypatch.setattr(module, "_validate_device", lambda *_: None)
+def plain(flex_trains: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients on a CPU; and several segments in 256 tokens."""
     monkeypatch.setattr(flex, "segment_of", lambda _: 128)
 
 

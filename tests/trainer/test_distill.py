@@ -86,10 +86,13 @@ def reference(trainer: DistillTrainer, rollouts: list[Rollout]) -> tuple[float, 
         {"loss": DistillationLoss(0.7, chunk=7)},
         {"loss": DistillationLoss(2.0, chunk=16), "top_k": 8, "packing": True},
         {"packing": True, "gradient_checkpointing": True},
+        {"packing": True, "gradient_checkpointing": True, "attention": "flex_sorted"},
     ],
-    ids=["padded", "packed", "chunked", "top-k", "checkpointed"],
+    ids=["padded", "packed", "chunked", "top-k", "checkpointed", "FlexAttention"],
 )
-def test_loss_and_gradients_equal_the_dense_reference(settings: dict, distill: Callable, rows: list[Row]) -> None:
+def test_loss_and_gradients_equal_the_dense_reference(
+    settings: dict, flex_trains: None, distill: Callable, rows: list[Row]
+) -> None:
     trainer = distill(**settings)
     rollouts = trainer._rollouts(rows)
     assert sum(r.trace.retention() < 1 for r in rollouts) >= 4

@@ -84,8 +84,10 @@ def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.T
 
 
 @pytest.mark.parametrize("scorer", ["mlp", "mlstm", "recency"])
-@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"weights": (0.1, 0.9)}], ids=str)
-def test_loss_and_gradients(scorer: str, settings: dict, kvpop: Callable) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"gradient_checkpointing": True}, {"weights": (0.1, 0.9)}, {"attention": "flex_sorted"}], ids=str
+)
+def test_loss_and_gradients(scorer: str, settings: dict, flex_trains: None, kvpop: Callable) -> None:
     """The model's gradients are those of KL and CE alone, the scorers' those of the boundary loss alone."""
     settings = dict(settings)
     kl, ce = settings.pop("weights", (1.0, 0.0))
