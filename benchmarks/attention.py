@@ -33,7 +33,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from sparse_rl.attention import flex, masked_attention
 from sparse_rl.attention.flex import flex_attend
@@ -122,6 +122,7 @@ def speed(length: int, budget: int, device: str, runs: int) -> dict[str, Any]:
     evict_at = evictions("uniform", length, budget, kv_heads, device)[None]
     everything = torch.full_like(evict_at, 2 * length)
     trains = device == "cuda"
+    compiled = torch.compile(flex_attention, dynamic=False)
 
     def run(attend: Callable[..., torch.Tensor]) -> Callable[[], Any]:
         def work() -> None:
@@ -135,11 +136,13 @@ def speed(length: int, budget: int, device: str, runs: int) -> dict[str, Any]:
     def ours(which: torch.Tensor, in_segments: bool) -> Callable[..., torch.Tensor]:
         return lambda q, k, v: flex_attend(which, q, k, v, dim**-0.5, in_segments=in_segments)
 
-    def with_torch_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        mask = create_block_mask(lambda row, _, i, t: (t <= i) & (i < evict_at[0, row, t]), kv_heads, None, length,
-                                 length, device=device)  # fmt: skip
-        assert mask.kv_num_blocks is not None
-        return ours(evict_at, False)(q, k, v)
+    def visible(row: torch.Tensor, _: torch.Tensor, i: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return (t <= i) & (i < evict_at[0, row, t])
+
+    def with_torch_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # as one writes it
+        mask = create_block_mask(visible, kv_heads, None, length, length, device=device)
+        return compiled(q.view(kv_heads, -1, length, dim), k[0, :, None], v[0, :, None], block_mask=mask,
+                        scale=dim**-0.5, enable_gqa=True, kernel_options=dict(flex.OPTIONS)).view(q.shape)  # fmt: skip
 
     def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         attend = torch.nn.functional.scaled_dot_product_attention

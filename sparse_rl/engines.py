@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sparse_rl.recipe import EvalRecipe, RecipeError, ReplayedRecipe, RolloutConfig, SampledRecipe
+from sparse_rl.recipe import DistillRecipe, EvalRecipe, RecipeError, ReplayedRecipe, RolloutConfig, SampledRecipe
 
 if TYPE_CHECKING:
     from sparse_rl.attention.parity import Parity
@@ -107,16 +107,26 @@ def _is_cpu_build() -> bool:
 
 
 def attention_checks(recipe: ReplayedRecipe, config: Any, paths: Sequence[str]) -> Iterator[Parity]:
-    """Of these paths, on this process's GPU, at the shapes of the recipe's model: each compiles, and takes seconds."""
+    """Of these paths, on this process's GPU, at the shapes of the recipe's models: each compiles, and takes seconds."""
     import torch
 
     from sparse_rl.attention import cache_shape
     from sparse_rl.attention.parity import check_parity
+    from sparse_rl.models import load_config
 
-    _, kv_heads, head_dim = cache_shape(config)
-    device, dtype = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), getattr(torch, recipe.dtype)
+    configs = [config]
+    if isinstance(recipe, DistillRecipe) and recipe.packing and recipe.teacher is not None:
+        configs.append(load_config(recipe.teacher))  # it attends to packed rows, too
+    place = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()  # as accelerate has it
+    device, dtype = torch.device("cuda", place), getattr(torch, recipe.dtype)
     for path in paths:
-        yield check_parity(path, device, dtype, heads=config.num_attention_heads, kv_heads=kv_heads, head_dim=head_dim)
+        for each in configs:
+            _, kv_heads, head_dim = cache_shape(each)
+            heads = each.num_attention_heads
+            found = check_parity(path, device, dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+            if found.failure is not None:
+                break
+        yield found
 
 
 def choose_attention(recipe: ReplayedRecipe, config: Any) -> tuple[str, str]:

@@ -138,6 +138,8 @@ def check_same(recipe: TrainRecipe, manifest: dict[str, Any], folder: Path) -> N
     if recipe.lr_scheduler_type in ENDLESS and (recipe.warmup_steps == 0 or recipe.warmup_steps >= 1):
         free += LENGTH
     differ = sorted(key for key in keys if here.get(key) != there.get(key))
+    if here.get("attention") == "auto":  # not chosen yet: the processes that train will ask again
+        differ = [key for key in differ if key != "attention"]
     if bad := [key for key in differ if key not in free]:
         named = "; ".join(f"{key} is {show(there.get(key))} there and {show(here.get(key))} here" for key in bad)
         raise RecipeError(

@@ -2,7 +2,8 @@
 
 The kv heads are folded into the batch, so that a row of FlexAttention is one kv head of one sequence: tile lists are
 made once for the group of query heads, and the mask reads its own row. Lengths are padded to a few sizes, and what
-differs between layers and steps is an argument, so that one compiled graph serves all of them.
+differs between layers and steps is an argument, so that one compiled graph serves all layers and steps of a size (and
+number of rows; another one where no gradient is wanted).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelO
 from sparse_rl.attention.interface import computing_dtype
 from sparse_rl.attention.tiles import TILE, make_tiles, segment_of
 
-GRAPHS = 64  # sizes x (with gradients, without) x (LSE, none); beyond it torch raises, it does not run uncompiled
+# torch's own limits are small, since it would run uncompiled beyond them; with fullgraph=True it raises instead.
+LIMITS = {"recompile_limit": 4096, "accumulated_recompile_limit": 4096}
 # Triton's kernels by name: the choice that torch makes by itself may fall on one whose gradients were found wrong on
 # Hopper (flash-attention #2623). Its masked rows are safe only while ROWS_GUARANTEED_SAFE is never set.
 OPTIONS: Any = {"BACKEND": "TRITON"} if "BACKEND" in FlexKernelOptions.__annotations__ else {}
@@ -78,18 +80,23 @@ def flex_attend_lse(
     query, key, value = (x.to(dtype) for x in (query, key, value))
     tiles = make_tiles(evict_at.reshape(rows, length), width, segment_of(width) if in_segments else None)
     behind = (0, 0, 0, width - length)
-    query = torch.nn.functional.pad(query.reshape(rows, q_heads * batch // rows, length, dim), behind)
+    query = _padded(query.reshape(rows, q_heads * batch // rows, length, dim), behind)
     if tiles.order is None:
-        key, value = (torch.nn.functional.pad(x.reshape(rows, 1, length, dim), behind) for x in (key, value))
+        key, value = (_padded(x.reshape(rows, 1, length, dim), behind) for x in (key, value))
     else:
         back = tiles.order.argsort(dim=-1)[:, :length]
         key, value = (_Reordered.apply(x, tiles.order.clamp(max=length - 1), back)[:, None] for x in (key, value))
     lists = tiles.partial_count, tiles.partial, tiles.full_count, tiles.full
     run = _compiled if compiled else _attend
-    with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+    with torch._dynamo.config.patch(LIMITS):
         out, lse = run(query, key, value, tiles.position, tiles.evict_at, *lists, scaling, want_lse)
     out = out[:, :, :length].reshape(batch, q_heads, length, dim).to(given)
     return out, None if lse is None else lse[:, :, :length].reshape(batch, q_heads, length)
+
+
+def _padded(x: torch.Tensor, behind: tuple[int, ...]) -> torch.Tensor:
+    """Contiguous in any case: other strides would be another graph."""
+    return torch.nn.functional.pad(x, behind).contiguous()
 
 
 def block_mask(

@@ -174,4 +174,5 @@ class LearnedView:
             self.recalls[layer] = recall(ours, best, policy.sinks, window=policy.window, k=policy.k, lengths=lengths)
             if self.prepare is not None:
                 known = self.prepare(LayerTarget(wanted, best), log_decay)
-        return _Decided(evict_at, bool((evict_at < width).any()), known)
+        evicts = bool((evict_at < width).any())
+        return _Decided(evict_at.masked_fill(places >= end, 0), evicts, known)  # nobody sees padding

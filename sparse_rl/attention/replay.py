@@ -2,7 +2,8 @@
 
 The traces of a micro-batch stay in host memory. A layer's slice of evict_at comes to the device when that layer runs,
 the next layer's is fetched ahead, the layer's mask is made, used and dropped; the same again in the backward pass,
-which recomputes it. So at most one layer's mask and two layers' evict_at are alive on the device.
+which recomputes it. So at most one layer's mask and two layers' evict_at are alive on the device. (FlexAttention's
+lists of tiles are small, and kept for the backward pass; with gradient checkpointing those of one layer.)
 
 The mask is a function of evict_at alone, so `masked_attention` is the seam between the paths (PATHS).
 """
@@ -10,7 +11,7 @@ The mask is a function of evict_at alone, so `masked_attention` is the seam betw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -46,7 +47,7 @@ class ReplayView:
         self.causal = (~(evicted.flatten(1).any(1) | leading_pad.flatten(1).any(1))).tolist()
         self._fetched: dict[int, torch.Tensor] = {}
         self._last = -1
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._stream = _side_stream(self.device) if self.device.type == "cuda" else None
         self._arrived: dict[int, torch.cuda.Event] = {}
 
     @classmethod
@@ -93,6 +94,12 @@ class ReplayView:
         return masked_attention(lambda: self.layer(layer), query, key, value, scaling, self.path)
 
 
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all views: memory that a stream has used is kept for it."""
+    return torch.cuda.Stream(device)
+
+
 def masked_attention(
     evict_at: Callable[[], torch.Tensor],
     query: torch.Tensor,
@@ -103,7 +110,7 @@ def masked_attention(
 ) -> torch.Tensor:
     """query [B, Hq, S, D] over key, value [B, Hkv, S, D] under int32 [B, Hkv, S]: [B, Hq, S, D].
 
-    evict_at : fetches it, in the forward and again in the backward pass
+    evict_at : fetches it, in the forward and again in the backward pass (flex: in the forward)
     path : one of PATHS; flex on a CPU is torch's plain operator, which is slow, and whose gradients torch refuses
     """
     if path.startswith("flex"):  # saves lists of tiles, nothing S x S

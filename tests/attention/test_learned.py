@@ -76,6 +76,8 @@ def test_it_attends_by_the_papers_predicate(decay_every: int, prefill: str) -> N
     assert ((out - causal) * real).abs().max() > 1e-2  # the control
     counted = (mask.sum((2, 3)) / (LENGTHS * (LENGTHS + 1) / 2)[:, None]).mean(1)
     assert torch.allclose(view.retained[0], counted)
+    decided = view._decided[0].evict_at
+    assert ((decided == 0) == (torch.arange(S) >= LENGTHS[:, None])[:, None]).all()  # nobody sees padding
 
 
 def test_a_budget_that_is_never_reached_evicts_nothing() -> None:

@@ -56,8 +56,41 @@ def nan(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tensor, Any
     return out * torch.where(torch.arange(out.shape[2])[:, None] == 9, torch.nan, 1.0), lse
 
 
+def in_padding(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """The second row ends in padding."""
+    last = torch.zeros(2, 1, out.shape[2], 1, dtype=torch.bool)
+    last[1, :, -1] = True
+    return torch.where(last, 1.0, out), lse
+
+
+class NaNBehind(torch.autograd.Function):
+    """A gradient that is NaN in padding only: multiplied by anything it would be NaN in the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor) -> torch.Tensor:
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        grad = grads[0].clone()
+        grad[1, :, -1] = torch.nan
+        return grad
+
+
+def nan_in_the_gradient_of_padding(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    return out + 0 * NaNBehind.apply(q), lse
+
+
 @pytest.mark.parametrize(
-    ("fault", "shows"), [(wrong_dq, ["dq"]), (wrong_out, ["out", "dq"]), (wrong_lse, ["lse"]), (nan, ["out"])]
+    ("fault", "shows"),
+    [
+        (wrong_dq, ["dq"]),
+        (wrong_out, ["out", "dq"]),
+        (wrong_lse, ["lse"]),
+        (nan, ["out"]),
+        (in_padding, ["out"]),
+        (nan_in_the_gradient_of_padding, ["dq"]),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_wrong_does_not(
@@ -81,11 +114,11 @@ def test_a_kernel_that_raises_is_not_used() -> None:
 
 
 def test_the_traces_of_the_check() -> None:
-    """Ragged, each head with evictions of its own, some tokens never evicted."""
+    """Ragged on both sides, each head with evictions of its own, some tokens never evicted."""
     evict_at = random_evictions(2, 3, 300, 40, torch.Generator().manual_seed(0))
     position = torch.arange(300)
-    assert (evict_at[0] > position).all() and (evict_at[1, :, :200] > position[:200]).all()
-    assert not evict_at[1, :, 200:].any()
+    assert (evict_at[0] > position).all() and (evict_at[1, :, 50:250] > position[50:250]).all()
+    assert not evict_at[1, :, 250:].any() and not evict_at[1, :, :50].any()
     lives = (evict_at[0] - position).clamp(max=300).float()
     assert 20 < lives.median() < 40  # 40 on average
     assert (evict_at >= 300).any() and not torch.equal(evict_at[0, 0], evict_at[0, 1])
@@ -128,11 +161,13 @@ def test_on_a_gpu_only_what_is_exact(
 
     def check(path: str, device: torch.device, dtype: torch.dtype, **shapes: int) -> Parity:
         done.append(path)
-        assert device.type == "cuda" and dtype == torch.float32
+        assert device == torch.device("cuda", 0) and dtype == torch.float32
         assert shapes == {"heads": 4, "kv_heads": 2, "head_dim": 16}
         return Parity(path, failure=None if path in exact else "it is not exact on this machine")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")  # of one visible GPU each
     monkeypatch.setattr("sparse_rl.attention.parity.check_parity", check)
     recipe = recipe_with(asked)
     if chosen is None:
@@ -145,6 +180,28 @@ def test_on_a_gpu_only_what_is_exact(
     )
     wanted = {"flex_sorted": ["flex_sorted"], "flex": ["flex_sorted", "flex"], "sdpa": ["flex_sorted", "flex"]}
     assert done == (wanted[chosen] if asked == "auto" else [asked])
+
+
+def test_a_teacher_of_packed_rows_is_checked_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
+) -> None:
+    """At its own shapes; a path must be exact at both."""
+    new_model("qwen3", num_attention_heads=8).save_pretrained(tmp_path)
+    seen: list[tuple[str, int]] = []
+
+    def check(path: str, *_: Any, heads: int, **__: Any) -> Parity:
+        seen.append((path, heads))
+        return Parity(path, failure="no" if (path, heads) == ("flex_sorted", 8) else None)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("sparse_rl.attention.parity.check_parity", check)
+    keys = [f"teacher={tmp_path}", "packing=true"]
+    assert choose_attention(load_recipe("quickstart/distill", keys), CONFIG)[0] == "flex"
+    assert seen == [("flex_sorted", 4), ("flex_sorted", 8), ("flex", 4), ("flex", 8)]
+    seen.clear()
+    assert choose_attention(load_recipe("quickstart/distill", [keys[0], "packing=false"]), CONFIG)[0] == "flex_sorted"
+    assert seen == [("flex_sorted", 4)]
 
 
 def test_doctor_shows_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable) -> None:

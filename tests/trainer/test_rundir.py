@@ -130,6 +130,7 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
         *[("save_steps=7", False), ("output_dir=elsewhere", False)],
         *[("save_total_limit=null", False), ("launch.main_process_ip=10.0.0.1", False), ("max_steps=50", False)],
         *[("num_train_epochs=9", False), ("replay_guard.enabled=false", False), ("rollout.progress=false", False)],
+        ("attention=dense", True),
         *[("rollout.max_batch=8", True), ("gradient_checkpointing=false", True), ("rollout.sleep=true", True)],
     ],
 )  # fmt: skip
@@ -137,6 +138,13 @@ def test_what_may_change(word: str, warns: bool, tmp_path: Path, caplog) -> None
     place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there"))
     assert checkpoint_of(recipe_of(tmp_path / "here", word), str(place)) == place
     assert ["may differ in rounding" in message for message in caplog.messages] == [True] * warns
+
+
+def test_an_attention_that_is_still_to_be_chosen(tmp_path: Path, caplog) -> None:
+    """A checkpoint holds what was chosen; before the processes start, the recipe still says auto."""
+    place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there", "attention=sdpa"))
+    assert checkpoint_of(recipe_of(tmp_path / "here"), str(place)) == place
+    assert not caplog.messages
 
 
 def test_the_length_may_change_only_where_the_rate_does_not_depend_on_it(tmp_path: Path) -> None:
