@@ -162,6 +162,11 @@ def speed(length: int, budget: int, device: str, runs: int) -> dict[str, Any]:
     found: dict[str, Any] = {"S": length, "B": budget}
     with torch.set_grad_enabled(trains):
         found |= {kind: timed(run(attend), runs, device) for kind, attend in kinds.items()}
+    if trains:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(kinds["sorted"])()
+        found["peak bytes of sorted"] = torch.cuda.max_memory_allocated() - before
     causal, ideal = visible_share(everything[0]), visible_share(evict_at[0])
     found["saving realised"] = (1 - found["sorted"] / found["causal flex"]) / (1 - ideal / causal)
     return found
@@ -205,12 +210,14 @@ def show(content: dict[str, Any], console: Console) -> None:
     table = Table(
         title="Tiles visited, and what a layer of 4 kv heads of 128 holds beside q, k, v", title_justify="left"
     )
-    for column in ("scores", "S", "B", "ideal", "natural", "sorted", "tiles", "keys sorted", "S x S mask instead"):
+    sizes = ("evict_at", "tiles", "keys sorted", "S x S mask instead")
+    for column in ("scores", "S", "B", "ideal", "natural", "sorted", *sizes):
         table.add_column(column, justify="left" if column == "scores" else "right")
     for row in content["tiles"]:
         shares = [f"{row[key]:.1%}" for key in ("ideal", "natural", "sorted")]
-        sizes = [f"{row[key] / 1e6:.1f} MB" for key in ("tiles_bytes", "sorted_keys_bytes", "mask_bytes")]
-        table.add_row(row["scores"], str(row["S"]), str(row["B"]), *shares, *sizes)
+        names = ("evict_at_bytes", "tiles_bytes", "sorted_keys_bytes", "mask_bytes")
+        held = [f"{row[name] / 1e6:.1f} MB" for name in names]
+        table.add_row(row["scores"], str(row["S"]), str(row["B"]), *shares, *held)
     console.print(table)
     built = content["building"]
     ratio = built["create_block_mask"] / built["natural"]
@@ -219,7 +226,7 @@ def show(content: dict[str, Any], console: Console) -> None:
         f"{built['sorted']:.1f} ms, create_block_mask {built['create_block_mask']:.0f} ms ({ratio:.0f} x)"
     )
     of, rows = content["speed"]["of"], content["speed"]["rows"]
-    kinds = [kind for kind in rows[0] if kind not in ("S", "B", "saving realised")]
+    kinds = [kind for kind in rows[0] if kind not in ("S", "B", "saving realised", "peak bytes of sorted")]
     title = f"Milliseconds, {of['passes']}, {of['heads']}/{of['kv_heads']} heads of {of['head_dim']}, {of['dtype']}"
     table = Table(title=f"{title} ({content['machine']['machine']}); × sorted", title_justify="left")
     for column in ("S", "B", *kinds, "saving realised"):

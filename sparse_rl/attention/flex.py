@@ -8,6 +8,7 @@ number of rows; another one where no gradient is wanted).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def flex_attend_lse(
     """
     batch, q_heads, length, dim = query.shape
     rows, width = batch * key.shape[1], padded(length)
-    given, dtype = value.dtype, computing_dtype(query, value)
+    wanted, dtype = value.dtype, computing_dtype(query, value)
     if compiled and dtype == torch.float64:
         dtype = torch.float32
     query, key, value = (x.to(dtype) for x in (query, key, value))
@@ -87,10 +88,13 @@ def flex_attend_lse(
         back = tiles.order.argsort(dim=-1)[:, :length]
         key, value = (_Reordered.apply(x, tiles.order.clamp(max=length - 1), back)[:, None] for x in (key, value))
     lists = tiles.partial_count, tiles.partial, tiles.full_count, tiles.full
-    run = _compiled if compiled else _attend
-    with torch._dynamo.config.patch(LIMITS):
-        out, lse = run(query, key, value, tiles.position, tiles.evict_at, *lists, scaling, want_lse)
-    out = out[:, :, :length].reshape(batch, q_heads, length, dim).to(given)
+    given = query, key, value, tiles.position, tiles.evict_at, *lists, scaling, want_lse
+    if compiled:
+        with torch._dynamo.config.patch(LIMITS):
+            out, lse = _compiled()(*given)
+    else:
+        out, lse = _attend(*given)
+    out = out[:, :, :length].reshape(batch, q_heads, length, dim).to(wanted)
     return out, None if lse is None else lse[:, :, :length].reshape(batch, q_heads, length)
 
 
@@ -139,7 +143,10 @@ def _attend(
     return out, aux.lse
 
 
-_compiled = torch.compile(_attend, dynamic=False, fullgraph=True)
+@cache
+def _compiled() -> Any:
+    """When it is first needed: torch's compiler takes seconds to import."""
+    return torch.compile(_attend, dynamic=False, fullgraph=True)
 
 
 class _Reordered(torch.autograd.Function):

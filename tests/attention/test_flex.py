@@ -98,7 +98,7 @@ def test_the_graph_that_is_trained(
 ) -> None:
     """What a GPU compiles, traced forward and backward, its lists by keys among it; run by torch's own operators."""
     traced = torch.compile(flex._attend, backend="aot_eager", dynamic=False, fullgraph=True)
-    monkeypatch.setattr(flex, "_compiled", traced)
+    monkeypatch.setattr(flex, "_compiled", lambda: traced)
     evict_at = batched("right", trace_of)
     q, k, v = random_qkv(3, WIDTH)
     real = (evict_at[:, :1] > 0).float()

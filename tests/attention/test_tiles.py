@@ -136,6 +136,15 @@ def test_under_every_policy(
         check_sorted(evict_at, 128)
 
 
+@pytest.mark.parametrize("scores", ["uniform", "recency"])
+def test_under_a_learned_policy(scores: str) -> None:
+    """Of the running top-k, which drops one token at a time."""
+    evict_at = scattered(scores, 700, 300)
+    assert visible_share(evict_at) < 0.4
+    check_natural(evict_at)
+    check_sorted(evict_at, 256)
+
+
 def test_what_is_wrong_shows(trace_of: Callable) -> None:
     """The comparison can fail: another token's eviction, a tile left out, a tile too many."""
     evict_at = short_lived(trace_of(400, layers=1)).evict_at[0]
