@@ -120,6 +120,15 @@ def test_as_create_block_mask(layout: str, trace_of: Callable) -> None:
         check_sorted(evict_at, 256)
 
 
+@pytest.mark.parametrize("end", [1, 127, 128, 129, 255, 256, 257, 383, 384])
+def test_at_the_edge_of_a_tile(end: int) -> None:
+    """A whole tile of keys that leaves at one query: the last that does not see it, and the first."""
+    evict_at = torch.full((1, 384), 384, dtype=torch.int32)
+    evict_at[0, :128] = end
+    check_natural(evict_at)
+    check_sorted(evict_at, 128)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_under_every_policy(
     policy: str, model_of: Callable, policy_of: Callable, prompts_of: Callable, record_property: Callable
