@@ -134,7 +134,7 @@ def speed(length: int, budget: int, device: str, runs: int) -> dict[str, Any]:
         return work
 
     def ours(which: torch.Tensor, in_segments: bool) -> Callable[..., torch.Tensor]:
-        return lambda q, k, v: flex_attend(which, q, k, v, dim**-0.5, in_segments=in_segments)
+        return lambda q, k, v: flex_attend(which, q, k, v, dim**-0.5, in_segments=in_segments)[0]
 
     def visible(row: torch.Tensor, _: torch.Tensor, i: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return (t <= i) & (i < evict_at[0, row, t])

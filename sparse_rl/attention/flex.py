@@ -42,36 +42,20 @@ def flex_attend(
     *,
     in_segments: bool,
     compiled: bool = True,
-) -> torch.Tensor:
-    """query [B, Hq, S, D] over key, value [B, Hkv, S, D] under int32 evict_at [B, Hkv, S]: [B, Hq, S, D].
-
-    Differentiable in query, key and value. A query that sees nothing (padding) gives 0.
+    want_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """query [B, Hq, S, D] over key, value [B, Hkv, S, D] under int32 evict_at [B, Hkv, S].
 
     Parameters
     ----------
     in_segments : keys sorted by evict_at in segments; else in natural order
     compiled : False is torch's plain operator, which ignores the tiles and makes S x S scores: for tests. On a CPU the
-        compiled one has no backward.
-    """
-    return flex_attend_lse(
-        evict_at, query, key, value, scaling, in_segments=in_segments, compiled=compiled, want_lse=False
-    )[0]
+        compiled one has neither a backward nor the LSE.
 
-
-def flex_attend_lse(
-    evict_at: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
-    *,
-    in_segments: bool,
-    compiled: bool = True,
-    want_lse: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As flex_attend, and the log-sum-exp of each query's scaled scores [B, Hq, S], -inf where it sees nothing.
-
-    The LSE is float32 (or the inputs' float64) and differentiable; a compiled graph on a CPU has none.
+    Returns
+    -------
+    The output [B, Hq, S, D], 0 where a query sees nothing (padding); and where it is wanted, the log-sum-exp of each
+    query's scaled scores, [B, Hq, S] in float32 (or the inputs' float64), there -inf. Both are differentiable.
     """
     batch, q_heads, length, dim = query.shape
     rows, width = batch * key.shape[1], padded(length)

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from sparse_rl.attention.flex import flex_attend_lse
+from sparse_rl.attention.flex import flex_attend
 from sparse_rl.attention.reference import dense_attention
 from sparse_rl.attention.replay import masked_attention, visible_mask
 
@@ -65,7 +65,8 @@ def check_parity(
         ours = _outcome(lambda q, k, v: masked_attention(lambda: evict_at, q, k, v, scaling, path), q, k, v, grad)
         with torch.no_grad():
             sort = path == "flex_sorted"
-            lse = flex_attend_lse(evict_at, q, k, v, scaling, in_segments=sort, compiled=q.is_cuda)[1]
+            given = {"in_segments": sort, "compiled": q.is_cuda, "want_lse": True}
+            lse = flex_attend(evict_at, q, k, v, scaling, **given)[1]
         assert lse is not None
     except Exception as error:  # whatever a compiler or kernel raises, it says that the path is not to be had here
         said = next((line for line in str(error).splitlines() if line.strip()), "")

@@ -115,7 +115,7 @@ def masked_attention(
     """
     if path.startswith("flex"):  # saves lists of tiles, nothing S x S
         sort, compiled = path == "flex_sorted", query.is_cuda
-        return flex_attend(evict_at(), query, key, value, scaling, in_segments=sort, compiled=compiled)
+        return flex_attend(evict_at(), query, key, value, scaling, in_segments=sort, compiled=compiled)[0]
     attend = partial(_DENSE[path], evict_at)
     if not torch.is_grad_enabled():
         return attend(query, key, value, scaling)

@@ -15,12 +15,12 @@ import torch
 from torch._dynamo.utils import counters
 
 from sparse_rl.attention import NO_MASK, ReplayView, adopt, dense_attention, flex, visible_mask
-from sparse_rl.attention.flex import flex_attend, flex_attend_lse
+from sparse_rl.attention.flex import flex_attend
 from sparse_rl.attention.interface import attention_forward
 from sparse_rl.attention.tiles import Tiles
 from sparse_rl.trace import EvictionTrace, batch_traces, pack_traces
 
-DIM, KV_HEADS, GROUP = 16, 2, 3
+DIM, KV_HEADS, GROUP, SCALE = 16, 2, 3, 0.4  # not torch's own scaling, 0.25
 LENGTHS = (300, 1, 197)
 DOCUMENTS = ((150, 1, 149), (300,), (30, 197, 60))  # of packed rows
 WIDTH = 300
@@ -49,7 +49,7 @@ def batched(layout: str, trace_of: Callable) -> torch.Tensor:
 
 
 def log_sum_exp(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    scores = q.double() @ k.double().repeat_interleave(GROUP, 1).transpose(-1, -2) * DIM**-0.5
+    scores = q.double() @ k.double().repeat_interleave(GROUP, 1).transpose(-1, -2) * SCALE
     return scores.masked_fill(~visible.repeat_interleave(GROUP, 1), float("-inf")).logsumexp(-1)
 
 
@@ -61,8 +61,8 @@ def test_output_lse_and_gradients(layout: str, in_segments: bool, flex_trains: N
     q, k, v = random_qkv(3, WIDTH)
     real = (evict_at[:, :1] > 0).float()
     visible = visible_mask(evict_at)
-    wanted = dense_attention(q, k, v, visible, DIM**-0.5)
-    out, lse = flex_attend_lse(evict_at, q, k, v, DIM**-0.5, in_segments=in_segments, compiled=False)
+    wanted = dense_attention(q, k, v, visible, SCALE)
+    out, lse = flex_attend(evict_at, q, k, v, SCALE, in_segments=in_segments, compiled=False, want_lse=True)
     assert out.dtype == q.dtype and lse is not None
     right = log_sum_exp(q, k, visible)
     seen = lse.where(real > 0, 0.0)
@@ -76,7 +76,7 @@ def test_output_lse_and_gradients(layout: str, in_segments: bool, flex_trains: N
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b.float(), rtol=0, atol=1e-5)
 
-    causal = dense_attention(q, k, v, visible_mask(evict_at.clamp(max=1) * (1 << 20)), DIM**-0.5)
+    causal = dense_attention(q, k, v, visible_mask(evict_at.clamp(max=1) * (1 << 20)), SCALE)
     assert ((causal - wanted) * real[..., None]).abs().max() > 1e-2
 
 
@@ -87,8 +87,8 @@ def test_the_compiled_forward(layout: str, in_segments: bool, trace_of: Callable
     evict_at = batched(layout, trace_of)
     q, k, v = (x.detach() for x in random_qkv(3, WIDTH))
     real = (evict_at[:, :1, :, None] > 0).float()
-    wanted = dense_attention(q, k, v, visible_mask(evict_at), DIM**-0.5)
-    out = flex_attend(evict_at, q, k, v, DIM**-0.5, in_segments=in_segments)
+    wanted = dense_attention(q, k, v, visible_mask(evict_at), SCALE)
+    out = flex_attend(evict_at, q, k, v, SCALE, in_segments=in_segments)[0]
     torch.testing.assert_close(out * real, wanted * real, rtol=0, atol=1e-5)
 
 
@@ -103,9 +103,9 @@ def test_the_graph_that_is_trained(
     q, k, v = random_qkv(3, WIDTH)
     real = (evict_at[:, :1] > 0).float()
     visible = visible_mask(evict_at)
-    out, lse = flex_attend_lse(evict_at, q, k, v, DIM**-0.5, in_segments=in_segments)
+    out, lse = flex_attend(evict_at, q, k, v, SCALE, in_segments=in_segments, want_lse=True)
     assert out.dtype == torch.float32 and lse is not None
-    wanted, right = dense_attention(q, k, v, visible, DIM**-0.5), log_sum_exp(q, k, visible)
+    wanted, right = dense_attention(q, k, v, visible, SCALE), log_sum_exp(q, k, visible)
     loss = (out * real[..., None]).square().sum() + lse.where(real > 0, 0.0).square().sum()
     reference = (wanted * real[..., None]).square().sum() + (right * real).square().sum()
     for a, b in zip(*(torch.autograd.grad(x, (q, k, v)) for x in (loss, reference)), strict=True):
@@ -142,9 +142,9 @@ def test_damaged_tiles_show(damage: Callable, monkeypatch: pytest.MonkeyPatch, t
 
     evict_at = batched("right", trace_of)
     q, k, v = (x.detach() for x in random_qkv(3, WIDTH))
-    right = flex_attend(evict_at, q, k, v, DIM**-0.5, in_segments=True)
+    right = flex_attend(evict_at, q, k, v, SCALE, in_segments=True)[0]
     monkeypatch.setattr(flex, "make_tiles", damaged)
-    assert (flex_attend(evict_at, q, k, v, DIM**-0.5, in_segments=True) - right).abs().max() > 1e-2
+    assert (flex_attend(evict_at, q, k, v, SCALE, in_segments=True)[0] - right).abs().max() > 1e-2
 
 
 class Compiled(ReplayView):
@@ -153,7 +153,7 @@ class Compiled(ReplayView):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        return flex_attend(self.evict_at[layer], query, key, value, scaling, in_segments=layer % 2 == 0)
+        return flex_attend(self.evict_at[layer], query, key, value, scaling, in_segments=layer % 2 == 0)[0]
 
 
 def test_one_graph_for_all_layers_and_steps(new_model: Callable, trace_of: Callable, record_property: Callable) -> None:
@@ -189,13 +189,13 @@ def test_one_graph_for_all_layers_and_steps(new_model: Callable, trace_of: Calla
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Which calls of flex sorted their keys."""
     calls: list[bool] = []
-    attend = flex.flex_attend_lse
+    attend = flex.flex_attend
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs["in_segments"])
         return attend(*args, **kwargs)
 
-    monkeypatch.setattr(flex, "flex_attend_lse", counting)
+    monkeypatch.setattr("sparse_rl.attention.replay.flex_attend", counting)
     yield calls
 
 
@@ -222,11 +222,11 @@ def test_autocast_and_bfloat16(trace_of: Callable) -> None:
     evict_at = batched("right", trace_of)
     q, k, v = (x.detach() for x in random_qkv(3, WIDTH))
     real = (evict_at[:, :1, :, None] > 0).float()
-    wanted = dense_attention(q, k, v, visible_mask(evict_at), DIM**-0.5)
+    wanted = dense_attention(q, k, v, visible_mask(evict_at), SCALE)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = flex_attend(evict_at, q, k, v.bfloat16(), DIM**-0.5, in_segments=True, compiled=False)
+        mixed = flex_attend(evict_at, q, k, v.bfloat16(), SCALE, in_segments=True, compiled=False)[0]
     half = (x.bfloat16() for x in (q, k, v))
-    out = flex_attend(evict_at, *half, DIM**-0.5, in_segments=True, compiled=False)
+    out = flex_attend(evict_at, *half, SCALE, in_segments=True, compiled=False)[0]
     assert mixed.dtype == out.dtype == torch.bfloat16 and torch.equal(mixed, out)
     assert 1e-4 < ((out - wanted) * real).abs().max() < 0.05
 
@@ -237,7 +237,7 @@ def test_short_sequences(length: int, flex_trains: None) -> None:
     evict_at = EvictionTrace.dense(1, KV_HEADS, length).evict_at
     q, k, v = random_qkv(1, length)
     for in_segments in (False, True):
-        out = flex_attend(evict_at, q, k, v, DIM**-0.5, in_segments=in_segments, compiled=False)
-        wanted = dense_attention(q, k, v, visible_mask(evict_at), DIM**-0.5)
+        out = flex_attend(evict_at, q, k, v, SCALE, in_segments=in_segments, compiled=False)[0]
+        wanted = dense_attention(q, k, v, visible_mask(evict_at), SCALE)
         torch.testing.assert_close(out, wanted, rtol=0, atol=1e-5)
         assert all(g.isfinite().all() for g in torch.autograd.grad(out.square().sum(), (q, k, v)))

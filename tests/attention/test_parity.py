@@ -96,10 +96,10 @@ def nan_in_the_gradient_of_padding(out: torch.Tensor, lse: Any, q: torch.Tensor)
 def test_what_is_wrong_does_not(
     fault: Callable, shows: list[str], dtype: torch.dtype, plain: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attend = flex.flex_attend_lse
+    attend = flex.flex_attend
     faulty = lambda evict_at, q, *args, **kwargs: fault(*attend(evict_at, q, *args, **kwargs), q)  # noqa: E731
-    monkeypatch.setattr(flex, "flex_attend_lse", faulty)
-    monkeypatch.setattr("sparse_rl.attention.parity.flex_attend_lse", faulty)
+    monkeypatch.setattr("sparse_rl.attention.replay.flex_attend", faulty)
+    monkeypatch.setattr("sparse_rl.attention.parity.flex_attend", faulty)
     found = check_parity("flex_sorted", "cpu", dtype, **SHAPES)
     assert found.failure is not None and found.failure.startswith("it is not exact on this machine (error / allowed: ")
     assert all(f"{name} " in found.failure for name in shows)

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from sparse_rl.attention import NO_MASK, ReplayView, adopt
-from sparse_rl.attention.flex import flex_attend_lse
+from sparse_rl.attention.flex import flex_attend
 from sparse_rl.attention.parity import check_parity, random_evictions
 from sparse_rl.trace import EvictionTrace
 
@@ -38,7 +38,7 @@ def test_the_lse_has_a_gradient() -> None:
     evict_at = random_evictions(1, 2, 500, 60, torch.Generator().manual_seed(0)).cuda()
     q, k, v = (torch.randn(1, h, 500, 64, device="cuda", requires_grad=True) for h in (4, 2, 2))
     for in_segments in (False, True):
-        lse = flex_attend_lse(evict_at, q, k, v, 0.125, in_segments=in_segments)[1]
+        lse = flex_attend(evict_at, q, k, v, 0.125, in_segments=in_segments, want_lse=True)[1]
         assert lse is not None
         position = torch.arange(500, device="cuda")
         seen = (position <= position[:, None]) & (position[:, None] < evict_at[..., None, :])

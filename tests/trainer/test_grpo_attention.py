@@ -26,9 +26,10 @@ class Gradients(TrainerCallback):
 def calls_of_flex(flex_trains: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Which calls sorted their keys; with gradients on a CPU."""
     calls: list[bool] = []
-    attend = flex.flex_attend_lse
+    attend = flex.flex_attend
     monkeypatch.setattr(
-        flex, "flex_attend_lse", lambda *args, **kwargs: calls.append(kwargs["in_segments"]) or attend(*args, **kwargs)
+        "sparse_rl.attention.replay.flex_attend",
+        lambda *args, **kwargs: calls.append(kwargs["in_segments"]) or attend(*args, **kwargs),
     )
     return calls
 
