@@ -29,6 +29,7 @@ import rollout
 from rollout.hf import HFEngine
 from sparse_rl import engines
 from sparse_rl.attention import adopt
+from sparse_rl.attention.flex import flex_attend
 from sparse_rl.policies import POLICIES, Policy, make_policy
 
 STORIES = Path(__file__).parents[2] / "shared/models/stories260K"
@@ -116,10 +117,21 @@ def prompts_of(model_of: Callable[[str], PreTrainedModel]) -> Callable[..., list
 
 
 @pytest.fixture
-def flex_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch differentiate FlexAttention's plain operator on a CPU, which it otherwise refuses."""
+def flex_trains(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Let torch differentiate FlexAttention's plain operator on a CPU, which it otherwise refuses.
+
+    Returns for each call of it through a view whether keys were sorted.
+    """
+    calls: list[bool] = []
+
+    def counting(*args: Any, in_segments: bool, **kwargs: Any) -> Any:
+        calls.append(in_segments)
+        return flex_attend(*args, in_segments=in_segments, **kwargs)
+
+    monkeypatch.setattr("sparse_rl.attention.replay.flex_attend", counting)
     module = importlib.import_module("torch.nn.attention.flex_attention")  # `import` would give the function
     monkeypatch.setattr(module, "_validate_device", lambda *_: None)
+    return calls
 
 
 @pytest.fixture

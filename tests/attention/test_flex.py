@@ -7,7 +7,7 @@ gradients and the LSE but ignores the lists, and torch refuses it a backward unl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,7 +55,7 @@ def log_sum_exp(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torc
 
 @ORDERS
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
-def test_output_lse_and_gradients(layout: str, in_segments: bool, flex_trains: None, trace_of: Callable) -> None:
+def test_output_lse_and_gradients(layout: str, in_segments: bool, flex_trains: list[bool], trace_of: Callable) -> None:
     """Of ragged batches with groups of query heads, through the plain operator; the LSE's gradient too."""
     evict_at = batched(layout, trace_of)
     q, k, v = random_qkv(3, WIDTH)
@@ -94,7 +94,7 @@ def test_the_compiled_forward(layout: str, in_segments: bool, trace_of: Callable
 
 @ORDERS
 def test_the_graph_that_is_trained(
-    in_segments: bool, flex_trains: None, monkeypatch: pytest.MonkeyPatch, trace_of: Callable
+    in_segments: bool, flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch, trace_of: Callable
 ) -> None:
     """What a GPU compiles, traced forward and backward, its lists by keys among it; run by torch's own operators."""
     traced = torch.compile(flex._attend, backend="aot_eager", dynamic=False, fullgraph=True)
@@ -185,22 +185,8 @@ def test_one_graph_for_all_layers_and_steps(new_model: Callable, trace_of: Calla
     assert not counters["graph_break"]
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Which calls of flex sorted their keys."""
-    calls: list[bool] = []
-    attend = flex.flex_attend
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls.append(kwargs["in_segments"])
-        return attend(*args, **kwargs)
-
-    monkeypatch.setattr("sparse_rl.attention.replay.flex_attend", counting)
-    yield calls
-
-
 @pytest.mark.parametrize("path", ["flex", "flex_sorted", "dense"])
-def test_the_path_of_a_view(path: str, flex_trains: None, counted: list[bool], trace_of: Callable) -> None:
+def test_the_path_of_a_view(path: str, flex_trains: list[bool], trace_of: Callable) -> None:
     """Through transformers' interface: the path that is named, and layers without evictions stay causal."""
     traces = [trace_of(n, layers=3, causal=[1]) for n in LENGTHS]
     q, k, v = random_qkv(len(LENGTHS), WIDTH)
@@ -214,7 +200,7 @@ def test_the_path_of_a_view(path: str, flex_trains: None, counted: list[bool], t
         torch.testing.assert_close(outs[0] * real, outs[1] * real, rtol=0, atol=1e-5)
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
-    assert counted == {"flex": [False] * 2, "flex_sorted": [True] * 2, "dense": []}[path]
+    assert flex_trains == {"flex": [False] * 2, "flex_sorted": [True] * 2, "dense": []}[path]
 
 
 def test_autocast_and_bfloat16(trace_of: Callable) -> None:
@@ -232,7 +218,7 @@ def test_autocast_and_bfloat16(trace_of: Callable) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 128, 129])
-def test_short_sequences(length: int, flex_trains: None) -> None:
+def test_short_sequences(length: int, flex_trains: list[bool]) -> None:
     """One token; a whole tile; one more. A trace that evicts nothing is causal attention."""
     evict_at = EvictionTrace.dense(1, KV_HEADS, length).evict_at
     q, k, v = random_qkv(1, length)

@@ -20,7 +20,7 @@ CONFIG = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=2, num_attenti
 
 
 @pytest.fixture
-def plain(flex_trains: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def plain(flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradients on a CPU; and several segments in 256 tokens."""
     monkeypatch.setattr(flex, "segment_of", lambda _: 128)
 

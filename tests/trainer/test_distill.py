@@ -91,7 +91,7 @@ def reference(trainer: DistillTrainer, rollouts: list[Rollout]) -> tuple[float, 
     ids=["padded", "packed", "chunked", "top-k", "checkpointed", "FlexAttention"],
 )
 def test_loss_and_gradients_equal_the_dense_reference(
-    settings: dict, flex_trains: None, distill: Callable, rows: list[Row]
+    settings: dict, flex_trains: list[bool], distill: Callable, rows: list[Row]
 ) -> None:
     trainer = distill(**settings)
     rollouts = trainer._rollouts(rows)
@@ -99,6 +99,7 @@ def test_loss_and_gradients_equal_the_dense_reference(
     trainer.model.train()
     loss = trainer.compute_loss(trainer.model, rollouts)
     loss.backward()
+    assert set(flex_trains) == ({True} if "attention" in settings else set())
     wanted, gradients = reference(trainer, rollouts)
     assert float(loss.detach()) == pytest.approx(wanted, abs=1e-5)
     for name, weight in trainer.model.named_parameters():

@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from sparse_rl.attention import flex
-
 
 class Gradients(TrainerCallback):
     """What the optimizer was about to take, by parameter."""
@@ -22,20 +20,8 @@ class Gradients(TrainerCallback):
         self.of = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.fixture
-def calls_of_flex(flex_trains: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Which calls sorted their keys; with gradients on a CPU."""
-    calls: list[bool] = []
-    attend = flex.flex_attend
-    monkeypatch.setattr(
-        "sparse_rl.attention.replay.flex_attend",
-        lambda *args, **kwargs: calls.append(kwargs["in_segments"]) or attend(*args, **kwargs),
-    )
-    return calls
-
-
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-def test_every_path_has_the_same_step(checkpointing: bool, calls_of_flex: list[bool], grpo: Callable) -> None:
+def test_every_path_has_the_same_step(checkpointing: bool, flex_trains: list[bool], grpo: Callable) -> None:
     """Loss, log-probs and gradients within 1e-5, padded on both sides; full attention, the control, is far off."""
     found = {}
     for name in ("sdpa", "flex", "flex_sorted", "dense", "full"):
@@ -44,10 +30,10 @@ def test_every_path_has_the_same_step(checkpointing: bool, calls_of_flex: list[b
         trainer = grpo(
             name, max_steps=1, max_grad_norm=1e9, gradient_checkpointing=checkpointing, callbacks=(seen,), **which
         )
-        calls_of_flex.clear()
+        flex_trains.clear()
         trainer.train()
         found[name] = trainer.state.log_history[0], seen.of
-        assert set(calls_of_flex) == {"flex": {False}, "flex_sorted": {True}}.get(name, set())
+        assert set(flex_trains) == {"flex": {False}, "flex_sorted": {True}}.get(name, set())
 
     def distance(name: str) -> float:
         pairs = [(found[name][1][key], right) for key, right in found["sdpa"][1].items()]

@@ -87,7 +87,7 @@ def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.T
 @pytest.mark.parametrize(
     "settings", [{}, {"gradient_checkpointing": True}, {"weights": (0.1, 0.9)}, {"attention": "flex_sorted"}], ids=str
 )
-def test_loss_and_gradients(scorer: str, settings: dict, flex_trains: None, kvpop: Callable) -> None:
+def test_loss_and_gradients(scorer: str, settings: dict, flex_trains: list[bool], kvpop: Callable) -> None:
     """The model's gradients are those of KL and CE alone, the scorers' those of the boundary loss alone."""
     settings = dict(settings)
     kl, ce = settings.pop("weights", (1.0, 0.0))
@@ -100,6 +100,7 @@ def test_loss_and_gradients(scorer: str, settings: dict, flex_trains: None, kvpo
     loss, *sums, count = trainer._losses(model, rollouts)
     (loss / count).backward()
     boundary = sums[trainer.summed.index("boundary")] / count
+    assert set(flex_trains) == ({True} if "attention" in settings else set())
     assert float((loss / count - boundary).detach()) == pytest.approx(expected, abs=1e-5)
     for name, weight in model.named_parameters():
         if "cache_scorers" in name:
