@@ -203,7 +203,6 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(content, indent=2) + "\n")
     show(content, Console(width=None if sys.stdout.isatty() else 150))
-    assert flex.OPTIONS == {"BACKEND": "TRITON"}
 
 
 def show(content: dict[str, Any], console: Console) -> None:
