@@ -10,7 +10,7 @@ It knows tensors and a policy; it knows neither models nor sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -145,7 +145,8 @@ class EvictingCache:
         layer = Layer(key, value, positions, self._last_queries(query), evict_at, state)
         if self.policy.every_query:
             rows = torch.arange(width, device=key.device).expand(batch, width)
-            self.policy.observe(index, self._entries(layer, slice(None), width, scaling), query, rows)
+            entries = self._entries(layer, slice(None), width, scaling, self.policy.observe_reads)
+            self.policy.observe(index, entries, query, rows)
         due = [row for row, is_due in enumerate(self._due) if is_due]
         if due:
             self._compact(index, layer, due, max(self._held[row] for row in due), scaling)
@@ -189,14 +190,17 @@ class EvictingCache:
         )
 
         if self.policy.every_query:
-            self.policy.observe(index, self._entries(layer, slice(None), held, scaling), query, now[:, None])
+            entries = self._entries(layer, slice(None), held, scaling, self.policy.observe_reads)
+            self.policy.observe(index, entries, query, now[:, None])
         due = [row for row, is_due in enumerate(self._due) if is_due]
         if due:
             self._compact(index, layer, due, held, scaling)
         return out
 
-    def _entries(self, layer: Layer, rows: slice | torch.Tensor, held: int, scaling: float) -> Entries:
-        """What these rows hold, as a policy sees it; a slice gives views, an index tensor copies."""
+    def _entries(
+        self, layer: Layer, rows: slice | torch.Tensor, held: int, scaling: float, reads: tuple[str, ...]
+    ) -> Entries:
+        """What these rows hold, as a policy that reads so much sees it; a slice gives views, an index tensor copies."""
         queries = None
         if layer.queries is not None:
             window = layer.queries.shape[2]
@@ -205,8 +209,8 @@ class EvictingCache:
             picked = layer.queries[rows]
             queries = picked.gather(2, order[:, None, :, None].expand_as(picked))
         return Entries(
-            keys=layer.keys[rows, :, :held],
-            values=layer.values[rows, :, :held],
+            keys=layer.keys[rows, :, :held] if "keys" in reads else None,
+            values=layer.values[rows, :, :held] if "values" in reads else None,
             positions=layer.positions[rows, :, :held],
             lengths=self._held_tensor[rows],
             seen=self._seen_tensor[rows],
@@ -219,30 +223,23 @@ class EvictingCache:
         """Let the policy choose for the rows that are due, record what it drops, and move the rest to the front."""
         everyone = len(due) == layer.keys.shape[0]
         rows = slice(None) if everyone else torch.tensor(due, device=layer.keys.device)
-        entries = self._entries(layer, rows, held, scaling)
-        assert entries.keys is not None and entries.values is not None
-        reads = self.policy.score_reads
-        shown = replace(
-            entries,
-            keys=entries.keys if "keys" in reads else None,
-            values=entries.values if "values" in reads else None,
-        )
-        kept = self.policy.compact(index, shown)
-        keep, count = kept.keep, kept.keep.shape[-1]
+        entries = self._entries(layer, rows, held, scaling, self.policy.score_reads)
+        kept = self.policy.compact(index, entries)
+        count = self.policy.budget
+        keep = kept.keep.nonzero()[:, -1].view(*kept.keep.shape[:2], count)  # ascending: entries stay in order
 
-        is_kept = torch.zeros_like(entries.positions, dtype=torch.bool).scatter_(-1, keep, True)
-        dropped = entries.valid() & ~is_kept
+        dropped = entries.valid() & ~kept.keep
         at = torch.where(dropped, entries.seen[:, None, None], NEVER).to(torch.int32)
         # amin: padding slots may name a position again, with NEVER
         record = layer.evict_at[rows].scatter_reduce(-1, entries.positions, at, reduce="amin")
         layer.evict_at[rows] = record
 
         wide = keep[..., None].expand(-1, -1, -1, layer.keys.shape[-1])
-        layer.keys[rows, :, :count] = entries.keys.gather(2, wide)
-        layer.values[rows, :, :count] = entries.values.gather(2, wide)
+        layer.keys[rows, :, :count] = layer.keys[rows].gather(2, wide)
+        layer.values[rows, :, :count] = layer.values[rows].gather(2, wide)
         layer.positions[rows, :, :count] = entries.positions.gather(2, keep)
         for name, value in kept.state.items():
-            layer.state[name][rows, :, :count] = value
+            layer.state[name][rows, :, :count] = value.gather(2, keep)
 
     def _grow(self, capacity: int) -> None:
         for layer in self.layers.values():

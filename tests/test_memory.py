@@ -83,8 +83,8 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        storage = out.untyped_storage()
-        self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        for storage in (t.untyped_storage() for t in (out if isinstance(out, tuple) else (out,))):
+            self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
         self.bytes = max(self.bytes, sum(size for _, size in self.storages.values()))
         return out

@@ -471,6 +471,23 @@ def key_value_views(cache: torch.Tensor, transposed: bool) -> tuple[torch.Tensor
     return keys.unflatten(-1, (dim, size)).transpose(-1, -2), values.unflatten(-1, (size, dim))
 
 
+def read_blocks(paged: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """[blocks, Hkv, block size, ...] at int64 [R, n] -> [R, Hkv, n * block size, ...], copied in whole runs of memory.
+
+    paged : keys or values of `key_value_views`, or what stands beside them. Transposed keys stay transposed.
+    """
+    rows, count = blocks.shape
+    if paged.stride(-1) == 1:
+        read = paged.index_select(0, blocks.flatten()).unflatten(0, (rows, count))
+        return read.transpose(1, 2).flatten(2, 3)
+    total, heads, size, dim = paged.shape
+    per_block, per_head = paged.stride(0) // size, paged.stride(1) // size
+    runs = paged.as_strided(((total - 1) * per_block + (heads - 1) * per_head + dim, size), (size, 1))
+    head, row = torch.arange(heads, device=blocks.device), torch.arange(dim, device=blocks.device)
+    at = blocks[:, None, None] * per_block + head[:, None, None] * per_head + row[:, None]  # [R, Hkv, D, n]
+    return runs.index_select(0, at.flatten()).view(rows, heads, dim, -1).transpose(-1, -2)
+
+
 def max_running(vllm_config: Any) -> int:
     return vllm_config.scheduler_config.max_num_seqs
 

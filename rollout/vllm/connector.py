@@ -10,6 +10,7 @@ drops tokens that no query can miss any more.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,12 +62,23 @@ class Step(KVConnectorMetadata):
 
 @dataclass
 class Dropped:
-    """What one compaction dropped of R requests. positions int32 [L, R, Hkv, N], the first counts[r] of row r."""
+    """What one compaction dropped of R requests: counts[r] of each head of request r.
+
+    positions int32 [L, the sum of Hkv x counts], request by request, head by head
+    """
 
     request_ids: list[str]
     at: list[int]
     counts: list[int]
     positions: np.ndarray
+
+    def of_each(self) -> Iterator[tuple[str, int, np.ndarray]]:
+        """(request, at, positions [L, Hkv, count]) of each request."""
+        heads = self.positions.shape[1] // sum(self.counts)
+        ends = heads * np.cumsum(self.counts)
+        for request_id, at, count, end in zip(self.request_ids, self.at, self.counts, ends, strict=True):
+            mine = self.positions[:, end - heads * count : end]
+            yield request_id, at, mine.reshape(len(mine), heads, count)
 
 
 @dataclass
@@ -179,11 +191,10 @@ class TraceConnector(KVConnectorBase_V1):
             return
         for rank, record in meta.ranks.items():
             for dropped in record:
-                for row, request_id in enumerate(dropped.request_ids):
+                for request_id, at, positions in dropped.of_each():
                     if request_id in self.running:
-                        positions = dropped.positions[:, row, :, : dropped.counts[row]]
                         mine = self.dropped.setdefault(request_id, {}).setdefault(rank, [])
-                        mine.append((dropped.at[row], positions))
+                        mine.append((at, positions))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Its record: {"evict_at": int32 bytes or None where nothing was dropped, "shape": [L, Hkv, S]}."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from rollout.vllm import compat
 from sparse_rl.attention import sdpa
 
 ELEMENTS = 2**18  # of keys, gathered at a time: 2 MiB in float64, so that they stay in a core's cache
@@ -38,14 +39,14 @@ def attend(
         held = lengths[rows]
         longest = int(held.max())
         table, place = blocks[rows, : -(-longest // size)].long(), starts[rows].long()
-        key, value = _read(keys, table)[:, :, :longest], _read(values, table)[:, :, :longest]
+        key, value = (compat.read_blocks(paged, table)[:, :, :longest] for paged in (keys, values))
         mask = (torch.arange(longest) < held[:, None])[:, None, None]
         grouped = query[place].unflatten(1, (heads, -1))  # the G query heads of a group, as G queries of one head
         out[place] = sdpa(grouped, key, value, scale, mask).flatten(1, 2)
     for row in (counts > 1).nonzero()[:, 0].tolist():
         first, count, length = int(starts[row]), int(counts[row]), int(lengths[row])
         table = blocks[row : row + 1, : -(-length // size)].long()
-        key, value = _read(keys, table)[:, :, :length], _read(values, table)[:, :, :length]
+        key, value = (compat.read_blocks(paged, table)[:, :, :length] for paged in (keys, values))
         part, whole = query[first : first + count].transpose(0, 1)[None], count == length
         later = None if whole else torch.arange(length) <= torch.arange(length - count, length)[:, None]
         out[first : first + count] = sdpa(part, key, value, scale, later, causal=whole)[0].transpose(0, 1)
@@ -58,8 +59,3 @@ def _pieces(rows: torch.Tensor, lengths: torch.Tensor, elements: int) -> Iterato
         count = max(1, ELEMENTS // (elements * int(lengths[rows[0]])))
         yield rows[:count]
         rows = rows[count:]
-
-
-def _read(paged: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """[blocks, Hkv, block size, D] at int64 [R, n] -> [R, Hkv, n * block size, D]."""
-    return paged[table].transpose(1, 2).flatten(2, 3)

@@ -5,8 +5,8 @@ request: the last queries that the policy scores by. All of it is indexed by blo
 over tokens, heads or requests.
 
 A compaction leaves what it keeps in the first `budget` slots. It moves as little as it can: only the survivors that
-stand behind, into the slots of what was dropped before them. So the slots are in no order, and a policy is shown its
-entries sorted by position.
+stand behind, into the slots of what was dropped before them. So slots are in no order, and neither is what a policy is
+shown: a request's blocks, read whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from rollout.vllm import compat
 from rollout.vllm.connector import Dropped, Due
 from sparse_rl.policies import Entries
-from sparse_rl.trace import NEVER
 
 UNKNOWN = 1 << 40  # the prompt length of no request: nothing of it is ever compacted
 
@@ -207,13 +206,9 @@ class CacheState:
             self.queries[layer].flatten(0, 1).index_copy_(0, plan.slots_of_recent, query.index_select(0, token))
         for watch in plan.watches:
             group = watch.group
-            entries = self._entries(layer, group)
+            entries = self._entries(layer, group, self.policy.observe_reads)
             self.policy.observe(layer, entries, query[watch.tokens].transpose(1, 2), watch.positions)
-            heads = entries.positions.shape[1]
-            for state_name, value in entries.state.items():
-                paged = value.view(len(value), heads, -1, self.block_size).transpose(1, 2)
-                real = self._real(group)
-                self.state[state_name][layer, group.blocks[real]] = paged[real]
+            self._remember(layer, group, entries.state)
 
     # ---- after the forward ------------------------------------------------------------------------------------------
 
@@ -236,7 +231,7 @@ class CacheState:
             torch.tensor([d.seen for d in due], device=self.device),
             self.row[first],
         )
-        dropped = [self._compact_layer(layer, group, held) for layer in range(len(self.caches))]
+        dropped = [self._compact_layer(layer, group) for layer in range(len(self.caches))]
         if self.config.record:
             self.record.append(
                 Dropped(
@@ -247,26 +242,16 @@ class CacheState:
                 )
             )
 
-    def _compact_layer(self, layer: int, group: Group, held: int) -> torch.Tensor:
-        """Returns the positions dropped, int32 [R, Hkv, held - budget], padding behind where a row held less."""
-        slots = self._gather(self.positions[layer], group.blocks)[..., :held]
-        real = torch.arange(held, device=self.device) < group.lengths[:, None]
-        positions, order = slots.masked_fill(~real[:, None], NEVER).sort(-1)
-        block, head, place = where = self._index(group.blocks, order)
-        entries = self._entries(layer, group, where, positions)
-        kept = self.policy.compact(layer, entries)
-        budget = kept.keep.shape[-1]
-
-        dropped = positions.scatter(-1, kept.keep, NEVER).sort(-1).values[..., : held - budget]
-        if kept.state:
-            here = block.gather(-1, kept.keep), head, place.gather(-1, kept.keep)
-            for name, value in kept.state.items():
-                self.state[name][layer][here] = value
+    def _compact_layer(self, layer: int, group: Group) -> torch.Tensor:
+        """Returns the positions dropped, int32 [the sum over rows of Hkv x (length - budget)], row by row."""
+        entries = self._entries(layer, group, self.policy.score_reads, recent=True)
+        kept, budget = self.policy.compact(layer, entries), self.policy.budget
+        self._remember(layer, group, kept.state)
+        dropped = entries.positions[entries.valid() & ~kept.keep].int()
 
         # Survivors behind the budget go where, before it, something was dropped: of these a head has equally many.
-        stays = torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order.gather(-1, kept.keep), True)
-        behind = self._listed(group.blocks, stays[..., budget:], budget)
-        freed = self._listed(group.blocks, ~stays[..., :budget], 0)
+        behind = self._listed(group.blocks, kept.keep[..., budget:], budget)
+        freed = self._listed(group.blocks, ~kept.keep[..., :budget], 0)
         for paged in (*self.caches[layer], self.positions[layer], *(state[layer] for state in self.state.values())):
             paged[freed] = paged[behind]
         return dropped
@@ -280,20 +265,13 @@ class CacheState:
     def _blocks(self, blocks: torch.Tensor, held: int) -> torch.Tensor:
         return blocks[:, : -(-held // self.block_size)]
 
-    def _real(self, group: Group) -> torch.Tensor:
-        """bool [R, N / block size]: the blocks that hold entries of their row."""
-        count = group.blocks.shape[1]
-        return torch.arange(count, device=self.device) * self.block_size < group.lengths[:, None]
-
-    def _gather(self, paged: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """[blocks, Hkv, block size, ...] -> [R, Hkv, N, ...]"""
-        return paged[blocks].transpose(1, 2).flatten(2, 3)
-
-    def _index(self, blocks: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Slots [R, Hkv, K] of each row as (block, head, place)."""
-        rows, heads, _ = slots.shape
-        block = blocks[:, None].expand(-1, heads, -1).gather(-1, slots // self.block_size)
-        return block, self.heads[:, None].expand(rows, -1, -1), slots % self.block_size
+    def _remember(self, layer: int, group: Group, state: dict[str, torch.Tensor]) -> None:
+        """Write a policy's memory back, name -> [R, Hkv, N], to the blocks that hold entries of their row."""
+        start = torch.arange(group.blocks.shape[1], device=self.device) * self.block_size
+        real = start < group.lengths[:, None]
+        for name, value in state.items():
+            by_block = value.unflatten(2, (-1, self.block_size)).transpose(1, 2)
+            self.state[name][layer, group.blocks[real]] = by_block[real]
 
     def _listed(self, blocks: torch.Tensor, mask: torch.Tensor, start: int) -> tuple[torch.Tensor, ...]:
         """Where bool [R, Hkv, K] is true, of the slots from `start`: (block, head, place), one after another."""
@@ -301,39 +279,23 @@ class CacheState:
         slot = slot + start
         return blocks[row, slot // self.block_size], head, slot % self.block_size
 
-    def _entries(
-        self,
-        layer: int,
-        group: Group,
-        where: tuple[torch.Tensor, ...] | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> Entries:
-        """What a group holds: to compact, at (block, head, place) of `positions` [R, Hkv, N]; to observe, all slots.
-
-        Keys and values are read only where the policy says that it reads them.
-        """
-        reads: tuple[str, ...] = ("keys", "values")
-        recent = None
-        if where is not None:
-            reads = self.policy.score_reads
-            if self.queries is not None:
-                window = self.queries.shape[2]
-                oldest_first = (group.seen[:, None] + torch.arange(window, device=self.device)) % window
-                recent = self.queries[layer][group.rows[:, None], oldest_first].transpose(1, 2)
-
-        def read(paged: torch.Tensor) -> torch.Tensor:
-            return self._gather(paged, group.blocks) if where is None else paged[where]
-
+    def _entries(self, layer: int, group: Group, reads: tuple[str, ...], recent: bool = False) -> Entries:
+        """What a group holds, as a policy that reads so much sees it; `recent`: its last queries too."""
+        queries = None
+        if recent and self.queries is not None:
+            window = self.queries.shape[2]
+            oldest_first = (group.seen[:, None] + torch.arange(window, device=self.device)) % window
+            queries = self.queries[layer][group.rows[:, None], oldest_first].transpose(1, 2)
         keys, values = self.caches[layer]
         return Entries(
-            keys=read(keys) if "keys" in reads else None,
-            values=read(values) if "values" in reads else None,
-            positions=(read(self.positions[layer]) if positions is None else positions).long(),
+            keys=compat.read_blocks(keys, group.blocks) if "keys" in reads else None,
+            values=compat.read_blocks(values, group.blocks) if "values" in reads else None,
+            positions=compat.read_blocks(self.positions[layer], group.blocks).long(),
             lengths=group.lengths,
             seen=group.seen,
-            queries=recent,
+            queries=queries,
             scaling=self.scaling,
-            state={name: read(paged[layer]) for name, paged in self.state.items()},
+            state={name: compat.read_blocks(paged[layer], group.blocks) for name, paged in self.state.items()},
             mean_over_ranks=compat.mean_over_ranks,
         )
 

@@ -25,10 +25,11 @@ def _identity(value: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Entries:
-    """What one layer's cache holds for R sequences, right-padded to N entries, in order of position.
+    """What one layer's cache holds for R sequences, right-padded to N entries, in any order.
 
-    keys, values : [R, Hkv, N, D], keys after RoPE; None in `score` where `Policy.score_reads` does not name them
-    positions    : int64 [R, Hkv, N], logical; ascending up to `lengths`
+    keys, values : [R, Hkv, N, D], keys after RoPE; None where `Policy.score_reads` (in `observe`, `observe_reads`) does
+                   not name them
+    positions    : int64 [R, Hkv, N], logical
     lengths      : int64 [R], entries held; those behind are padding
     seen         : int64 [R], tokens seen so far, so the last query stood at seen - 1
     queries      : [R, Hq, W, D], the last W queries, oldest first (W = policy.last_queries)
@@ -51,6 +52,10 @@ class Entries:
         """bool [R, 1, N]: not padding."""
         slots = torch.arange(self.positions.shape[2], device=self.positions.device)
         return (slots < self.lengths[:, None])[:, None]
+
+    def by_position(self) -> torch.Tensor:
+        """int64 [R, Hkv, N]: the slots in order of position, padding last."""
+        return self.positions.masked_fill(~self.valid(), torch.iinfo(torch.int64).max).argsort(-1)
 
     def competing(self, sinks: int, window: int) -> torch.Tensor:
         """bool [R, Hkv, N]: neither padding nor sink nor in the window, so free to be dropped."""
@@ -78,14 +83,19 @@ class Entries:
     def window_attention(self, window: int) -> torch.Tensor:
         """The attention of the last `window` queries: float32 [R, Hkv, G, W, N]."""
         assert self.queries is not None and self.queries.shape[2] >= window
-        offsets = torch.arange(-window, 0, device=self.seen.device)
-        older = max(0, int(self.lengths.min()) - window)  # behind these stand `window` later ones, or padding
-        return self.attention(self.queries[:, :, -window:], self.seen[:, None] + offsets, older)
+        asked = self.seen[:, None] + torch.arange(-window, 0, device=self.seen.device)
+        hidden_from_some = ~self.valid() | (self.positions >= asked[:, :1, None])
+        seen_by_all = int(hidden_from_some.flatten(0, 1).any(0).int().argmax())  # the newest is hidden from some
+        return self.attention(self.queries[:, :, -window:], asked, seen_by_all)
 
 
 @dataclass
 class Kept:
-    """The outcome of a compaction. `keep`: int64 [R, Hkv, K] slots, ascending; `state`: name -> [R, Hkv, K]."""
+    """The outcome of a compaction.
+
+    keep  : bool [R, Hkv, N], true for `budget` entries of each head
+    state : name -> float32 [R, Hkv, N], the policy's memory from here on
+    """
 
     keep: torch.Tensor
     state: dict[str, torch.Tensor]
@@ -109,6 +119,7 @@ class Policy:
     every_query: ClassVar[bool] = False  # True: `observe` is called after every forward, prefill and decode
     decides_first: ClassVar[bool] = False  # as a query arrives, before it attends; the engines cannot do that yet
     score_reads: ClassVar[tuple[str, ...]] = ("keys",)  # of "keys" and "values", what `score` looks at
+    observe_reads: ClassVar[tuple[str, ...]] = ("keys",)  # and what `observe` does
 
     def __init__(self, budget: int, *, sinks: int = 0, window: int = 0, period: int = 1) -> None:
         for key, value, least in (
@@ -180,10 +191,10 @@ class Policy:
             raise FloatingPointError(
                 f"{self.name}: a NaN score in layer {layer}; the model's keys or queries are not finite"
             )
-        scores = scores.masked_fill(~competing, float("inf")).masked_fill(~entries.valid(), float("-inf"))
-        ranked = scores.sort(dim=-1, descending=True, stable=True).indices
-        keep = ranked[..., : self.budget].sort(dim=-1).values
-        return Kept(keep, {name: value.gather(-1, keep) for name, value in entries.state.items()})
+        bounds = torch.iinfo(torch.int64)
+        rank = _rank(scores, entries.positions).masked_fill_(~competing, bounds.max)
+        best = rank.masked_fill_(~entries.valid(), bounds.min).topk(self.budget, sorted=False).indices
+        return Kept(torch.zeros_like(competing).scatter_(-1, best, True), entries.state)
 
     # ---- identity -------------------------------------------------------------------------------------------------
 
@@ -194,3 +205,10 @@ class Policy:
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{k}={v}' for k, v in self.parameters().items())})"
+
+
+def _rank(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """int64, the greater the higher the float32 score, and of equal scores the earlier the position."""
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # a negative float grows as its bits shrink
+    return (ordered.long() << 32) - positions

@@ -57,9 +57,12 @@ class ScoredWindow(Policy):
         return self.window_scores(entries).mean(dim=2)
 
     def _max_pool(self, scores: torch.Tensor, entries: Entries, kernel: int) -> torch.Tensor:
-        """Maximum over `kernel` neighbouring competing entries: [R, Hkv, N]."""
+        """Maximum over `kernel` neighbouring entries, of those that compete: [R, Hkv, N]."""
+        order = entries.by_position()
         competing = entries.competing(self.sinks, self.window)
-        return F.max_pool1d(scores.masked_fill(~competing, 0.0), kernel, stride=1, padding=kernel // 2)
+        in_order = scores.masked_fill(~competing, 0.0).gather(-1, order)
+        pooled = F.max_pool1d(in_order, kernel, stride=1, padding=kernel // 2)
+        return torch.empty_like(pooled).scatter_(-1, order, pooled)
 
     def _fraction(self, **values: float) -> None:
         for key, value in values.items():
@@ -183,17 +186,22 @@ def _over_max(scores: torch.Tensor, competing: torch.Tensor) -> torch.Tensor:
 def redundancy(entries: Entries) -> torch.Tensor:
     """R: how much each entry repeats others, float32 [R, Hkv, N] (R-KV §3.2). One row's N x N per head is alive."""
     assert entries.keys is not None
-    valid = entries.valid()
-    keys = F.normalize(entries.keys.float(), dim=-1, eps=1e-8).masked_fill(~valid[..., None], 0.0)
-    mean = torch.stack([_mean_similarity(keys[row]) for row in range(len(keys))]) / entries.lengths[:, None, None]
-    return mean.masked_fill(~valid, float("-inf")).softmax(-1)
+    order = entries.by_position()
+    mean = torch.full(order.shape, float("-inf"), device=order.device)
+    for row, length in enumerate(entries.lengths.tolist()):
+        similar = _total_similarity(entries.keys[row, :, :length].float(), order[row, :, :length])
+        mean[row, :, :length] = similar / length
+    return mean.softmax(-1)
 
 
-def _mean_similarity(keys: torch.Tensor) -> torch.Tensor:
-    """Per entry, the sum of its similarities to the others: unit keys (padding is 0) [Hkv, N, D] -> [Hkv, N]."""
-    similarity = keys @ keys.transpose(-1, -2)
+def _total_similarity(keys: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Per entry, the sum of its similarities to the others: [Hkv, N]. keys [Hkv, N, D]; order int64 [Hkv, N]: slots."""
+    unit = keys / keys.square().sum(-1, keepdim=True).sqrt().clamp(min=1e-8)
+    similarity = unit @ unit.transpose(-1, -2)
     similarity.diagonal(dim1=-2, dim2=-1).zero_()
     torch.threshold_(similarity, UNDER, 0.0)
-    slots = torch.arange(1, keys.shape[1] + 1, device=keys.device, dtype=keys.dtype)
-    most_recent = similarity.sign().mul_(slots).amax(-1, keepdim=True).long() - 1  # the largest slot among the similar
-    return similarity.scatter_(-1, most_recent.clamp(min=0), 0.0).sum(dim=-2)
+    age = torch.arange(1, keys.shape[1] + 1, device=keys.device, dtype=keys.dtype).expand(order.shape)
+    rank = torch.empty_like(age).scatter_(-1, order, age)[:, None]
+    most_recent = similarity.sign().mul_(rank).amax(-1).long() - 1  # -1: nothing is similar
+    slot = order.gather(-1, most_recent.clamp(min=0))
+    return similarity.scatter_(-1, slot[..., None], 0.0).sum(dim=-2)

@@ -14,7 +14,7 @@ from references import NEVER
 from test_policy_exactness import check
 
 from rollout.cache import EvictingCache
-from sparse_rl.policies import POLICIES, Entries, Policy, fingerprint, make_policy
+from sparse_rl.policies import POLICIES, Entries, Kept, Policy, fingerprint, make_policy
 
 EVICTING = [name for name in POLICIES if name != "full"]
 
@@ -210,12 +210,17 @@ def entries_at(positions: list[list[int]], seen: list[int]) -> Entries:
     return Entries(zeros, zeros, padded, lengths, torch.tensor(seen), None, 1.0, {"age": padded.float()})
 
 
+def slots(kept: Kept) -> list[list[list[int]]]:
+    """What is kept of each row and head, ascending."""
+    return [[head.nonzero()[:, 0].tolist() for head in row] for row in kept.keep]
+
+
 def test_equal_scores_keep_the_earliest_with_sinks_and_window_in_order() -> None:
     policy = Given(torch.ones(40), budget=6, sinks=1, window=2, period=4)
     rows = [[0, 3, 4, 7, 8, 20, 21, 29, 30, 31], list(range(10))]
     kept = policy.compact(0, entries_at(rows, [32, 10]))
-    assert kept.keep.tolist() == [[[0, 1, 2, 3, 8, 9]], [[0, 1, 2, 3, 8, 9]]]
-    assert kept.state["age"].tolist() == [[[0, 3, 4, 7, 30, 31]], [[0, 1, 2, 3, 8, 9]]]
+    assert slots(kept) == [[[0, 1, 2, 3, 8, 9]], [[0, 1, 2, 3, 8, 9]]]
+    assert kept.state["age"][kept.keep].tolist() == [0, 3, 4, 7, 30, 31, 0, 1, 2, 3, 8, 9]
 
 
 def test_keep_is_the_best_of_the_competing_entries_by_brute_force() -> None:
@@ -230,31 +235,77 @@ def test_keep_is_the_best_of_the_competing_entries_by_brute_force() -> None:
             safe = [j for j in positions if j < sinks or j >= seen[row] - window]
             free = sorted(set(positions) - set(safe), key=lambda j: (-float(worth[j]), j))
             expected = sorted(safe + free[: budget - len(safe)])
-            assert [positions[slot] for slot in kept.keep[row, 0]] == expected
+            assert [positions[slot] for slot in slots(kept)[row][0]] == expected
 
 
 def test_padding_is_never_kept() -> None:
     """The padding of a short row names position 0 and would score best."""
     worth = torch.arange(40, 0, -1).float()
     kept = Given(worth, budget=3, period=1).compact(0, entries_at([[5, 6, 7, 8], list(range(12))], [9, 12]))
-    assert kept.keep.tolist() == [[[0, 1, 2]], [[0, 1, 2]]]
+    assert slots(kept) == [[[0, 1, 2]], [[0, 1, 2]]]
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_keep_indices_are_ascending(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+def test_padding_is_never_kept_where_the_worst_score_is_minus_infinity() -> None:
+    worth = torch.full((40,), -torch.inf)
+    kept = Given(worth, budget=4, window=1, period=1).compact(
+        0, entries_at([[5, 6, 7, 8, 9], list(range(12))], [10, 12])
+    )
+    assert slots(kept) == [[[0, 1, 2, 4]], [[0, 1, 2, 11]]]
 
-    def spy(self: Policy, layer: int, entries: Entries) -> Any:
-        kept = compact(self, layer, entries)
-        seen.append(kept.keep)
-        return kept
 
-    compact = POLICIES[name].compact
-    monkeypatch.setattr(POLICIES[name], "compact", spy)
-    run_policy(name, period=8)
-    assert bool(seen) == (name != "full")
-    for keep in seen:
-        assert keep.shape[-1] == 12 and bool((keep.diff(dim=-1) > 0).all())
+def test_sinks_and_window_outlive_a_score_of_infinity() -> None:
+    worth = torch.full((40,), torch.inf)
+    kept = Given(worth, budget=5, sinks=1, window=2, period=1).compact(0, entries_at([list(range(12))], [12]))
+    assert slots(kept) == [[[0, 1, 2, 10, 11]]]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0]), min_size=4, max_size=30))
+def test_any_floats_rank_as_they_compare(scores: list[float]) -> None:
+    """Infinities, denormals and both zeros; equal ones, the earlier first."""
+    worth = torch.tensor(scores)
+    kept = Given(worth, budget=3, period=1).compact(0, entries_at([list(range(len(scores)))], [len(scores)]))
+    assert slots(kept)[0][0] == sorted(sorted(range(len(scores)), key=lambda j: (-scores[j], j))[:3])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", EVICTING)
+def test_a_policy_does_not_mind_the_order_of_its_entries(
+    name: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the vLLM engine shows them. Control: what goes by position minds, where it takes the entries as they lie."""
+    compactions = 0
+
+    def shuffled(self: Policy, layer: int, entries: Entries) -> Kept:
+        nonlocal compactions
+        compactions += 1
+        noise = torch.rand(entries.positions.shape, generator=generator)
+        noise = noise[:, :1].expand_as(noise) if name == "tova" else noise  # its kv heads hold the same tokens
+        order = noise.masked_fill(~entries.valid(), 2.0).argsort(-1)
+        moved = {
+            key: value.gather(2, order if value.ndim == 3 else order[..., None].expand_as(value))
+            for key, value in {**vars(entries), **entries.state}.items()
+            if key in ("keys", "positions", *entries.state) and value is not None
+        }
+        state = {key: moved.pop(key) for key in entries.state}
+        kept = compact(self, layer, Entries(**{**vars(entries), **moved, "state": state}))
+        back = {key: torch.empty_like(value).scatter_(2, order, value) for key, value in kept.state.items()}
+        return Kept(torch.empty_like(kept.keep).scatter_(2, order, kept.keep), back)
+
+    policy = make_policy(name, **small(name, period=3, sinks=1))
+    batch = ragged_batch(3, [5, 17, 30], [40, 40, 44], tied=tied)
+    plain = feed(policy, batch)
+    generator = torch.Generator().manual_seed(0)
+    compact = type(policy).compact
+    monkeypatch.setattr(type(policy), "compact", shuffled)
+    for ours, theirs in zip(feed(policy, batch).records, plain.records, strict=True):
+        assert torch.equal(ours, theirs)
+    assert compactions > 10
+    as_they_lie = torch.arange(1000)
+    monkeypatch.setattr(Entries, "by_position", lambda e: as_they_lie[: e.positions.shape[2]].expand_as(e.positions))
+    astray = feed(policy, batch).records
+    same = all(torch.equal(ours, theirs) for ours, theirs in zip(astray, plain.records, strict=True))
+    assert same == (name not in ("snapkv", "rkv", "gkv"))
 
 
 @pytest.mark.parametrize("name", [n for n in EVICTING if n != "streaming"])
@@ -281,7 +332,7 @@ def test_only_the_nan_of_a_competing_entry_counts() -> None:
     worth[[0, 9]] = float("nan")
     entries = entries_at([list(range(10))], [10])
     kept = Given(worth, budget=5, sinks=1, window=1, period=1).compact(0, entries)
-    assert kept.keep.tolist() == [[[0, 1, 2, 3, 9]]]
+    assert slots(kept) == [[[0, 1, 2, 3, 9]]]
     with pytest.raises(FloatingPointError):
         Given(worth, budget=5, sinks=1, period=1).compact(0, entries)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +77,25 @@ def test_transposed_keys_on_the_cpu() -> None:
         for dim in range(DIM):
             assert torch.equal(keys[:, :, place, dim], flat[:, :, dim * SIZE + place])
             assert torch.equal(values[:, :, place, dim], flat[:, :, SIZE * DIM + place * DIM + dim])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_blocks_are_read_whole(transposed: bool) -> None:
+    """By the views of key_value_views, and what stands beside them; of blocks that are asked for twice too."""
+    from rollout.vllm import compat
+
+    cache = torch.arange(9 * HEADS * SIZE * 2 * DIM).view(9, HEADS, SIZE, 2 * DIM)
+    cache = cache[1:]  # a view whose storage begins earlier
+    beside = torch.arange(8 * HEADS * SIZE, dtype=torch.int32).view(8, HEADS, SIZE)
+    blocks = torch.tensor([[5, 0, 7], [2, 2, 6]])
+    for paged in (*compat.key_value_views(cache, transposed), beside):
+        read = compat.read_blocks(paged, blocks)
+        assert read.shape == (2, HEADS, 3 * SIZE, *paged.shape[3:])
+        for row in range(2):
+            for n, block in enumerate(blocks[row].tolist()):
+                assert torch.equal(read[row, :, n * SIZE : (n + 1) * SIZE], paged[block])
+        read.zero_()
+    assert int(cache.sum()) > 0 and int(beside.sum()) > 0
 
 
 # ---- what is compared -----------------------------------------------------------------------------------------------
@@ -266,10 +285,9 @@ class Pool:
             r.compact(self.policy)
         recorded = 0
         for dropped in self.state.take_record():
-            for row, (i, seen) in enumerate(zip(dropped.request_ids, dropped.at, strict=True)):
-                positions = dropped.positions[:, row, :, : dropped.counts[row]].tolist()
+            for i, seen, positions in dropped.of_each():
                 assert seen == at[i].seen
-                assert [[sorted(head) for head in layer] for layer in positions] == at[i].dropped
+                assert [[sorted(head) for head in layer] for layer in positions.tolist()] == at[i].dropped
                 recorded += 1
         assert recorded == len(due)
         self.compactions += len(due)
@@ -341,25 +359,24 @@ def test_every_slot_holds_what_it_must(seed: int, order: str, v2_runner: bool) -
     assert sorted(pool.free) == list(range(1, BLOCKS))
 
 
-def rolled_heads(state: Any) -> None:
-    index = state._index
+def another_head(state: Any) -> None:
+    listed = state._listed
 
-    def rolled(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        block, head, place = index(*args)
-        return block, head.roll(1, dims=1), place
+    def wrong(*args: Any) -> tuple[torch.Tensor, ...]:
+        block, head, place = listed(*args)
+        return block, (head + 1) % HEADS, place
 
-    state._index = rolled
+    state._listed = wrong
 
 
-def unsorted_entries(state: Any) -> None:
+def keys_of_the_next_slot(state: Any) -> None:
     entries = state._entries
 
-    def flipped(layer: int, group: Any, where: Any = None, positions: Any = None) -> Entries:
-        if where is None:
-            return entries(layer, group)
-        return entries(layer, group, tuple(part.flip(-1) for part in where), positions.flip(-1))
+    def wrong(*args: Any, **kwargs: Any) -> Entries:
+        shown = entries(*args, **kwargs)
+        return replace(shown, keys=shown.keys.roll(1, dims=2))
 
-    state._entries = flipped
+    state._entries = wrong
 
 
 def one_row_of_queries(state: Any) -> None:
@@ -389,11 +406,16 @@ def rows_of_the_plan(state: Any) -> None:
 
 
 def padding_written(state: Any) -> None:
-    state._real = lambda group: torch.ones(group.blocks.shape, dtype=torch.bool)
+    remember = state._remember
+
+    def wrong(layer: int, group: Any, memory: Any) -> None:
+        remember(layer, replace(group, lengths=torch.full_like(group.lengths, 10**6)), memory)
+
+    state._remember = wrong
 
 
 @pytest.mark.parametrize(
-    "sabotage", [rolled_heads, unsorted_entries, one_row_of_queries, rows_of_the_plan, padding_written]
+    "sabotage", [another_head, keys_of_the_next_slot, one_row_of_queries, rows_of_the_plan, padding_written]
 )
 def test_what_is_wrong_shows(sabotage: Callable[[Any], None]) -> None:
     pool = Pool(MEMORY_ORDERS[0], True, 0)
