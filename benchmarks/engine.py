@@ -14,8 +14,12 @@ import dataclasses
 import json
 import platform
 import statistics
+import sys
 import time
 from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
 
 import torch
 from rich.console import Console
