@@ -235,8 +235,8 @@ class EvictingCache:
         layer.evict_at[rows] = record
 
         wide = keep[..., None].expand(-1, -1, -1, layer.keys.shape[-1])
-        layer.keys[rows, :, :count] = layer.keys[rows].gather(2, wide)
-        layer.values[rows, :, :count] = layer.values[rows].gather(2, wide)
+        layer.keys[rows, :, :count] = layer.keys[rows, :, :held].gather(2, wide)
+        layer.values[rows, :, :count] = layer.values[rows, :, :held].gather(2, wide)
         layer.positions[rows, :, :count] = entries.positions.gather(2, keep)
         for name, value in kept.state.items():
             layer.state[name][rows, :, :count] = value.gather(2, keep)

@@ -46,7 +46,8 @@ def attend(
     for row in (counts > 1).nonzero()[:, 0].tolist():
         first, count, length = int(starts[row]), int(counts[row]), int(lengths[row])
         table = blocks[row : row + 1, : -(-length // size)].long()
-        key, value = (compat.read_blocks(paged, table)[:, :, :length] for paged in (keys, values))
+        # contiguous: for keys as they lie, [D, N], torch leaves its fused kernel and makes [T, N]
+        key, value = (compat.read_blocks(paged, table)[:, :, :length].contiguous() for paged in (keys, values))
         part, whole = query[first : first + count].transpose(0, 1)[None], count == length
         later = None if whole else torch.arange(length) <= torch.arange(length - count, length)[:, None]
         out[first : first + count] = sdpa(part, key, value, scale, later, causal=whole)[0].transpose(0, 1)

@@ -243,11 +243,13 @@ class CacheState:
             )
 
     def _compact_layer(self, layer: int, group: Group) -> torch.Tensor:
-        """Returns the positions dropped, int32 [the sum over rows of Hkv x (length - budget)], row by row."""
+        """The positions dropped, row by row: int32 [the sum of Hkv x (length - budget)]; none without a record."""
         entries = self._entries(layer, group, self.policy.score_reads, recent=True)
         kept, budget = self.policy.compact(layer, entries), self.policy.budget
         self._remember(layer, group, kept.state)
-        dropped = entries.positions[entries.valid() & ~kept.keep].int()
+        dropped = torch.empty(0)
+        if self.config.record:
+            dropped = entries.positions[entries.valid() & ~kept.keep].int()
 
         # Survivors behind the budget go where, before it, something was dropped: of these a head has equally many.
         behind = self._listed(group.blocks, kept.keep[..., budget:], budget)

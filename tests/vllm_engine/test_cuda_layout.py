@@ -84,8 +84,8 @@ def test_blocks_are_read_whole(transposed: bool) -> None:
     """By the views of key_value_views, and what stands beside them; of blocks that are asked for twice too."""
     from rollout.vllm import compat
 
-    cache = torch.arange(9 * HEADS * SIZE * 2 * DIM).view(9, HEADS, SIZE, 2 * DIM)
-    cache = cache[1:]  # a view whose storage begins earlier
+    two_layers = torch.arange(9 * 2 * HEADS * SIZE * 2 * DIM).view(9, 2, HEADS, SIZE, 2 * DIM)
+    cache = two_layers[1:, 1]  # a view whose storage begins earlier, and in which blocks do not follow each other
     beside = torch.arange(8 * HEADS * SIZE, dtype=torch.int32).view(8, HEADS, SIZE)
     blocks = torch.tensor([[5, 0, 7], [2, 2, 6]])
     for paged in (*compat.key_value_views(cache, transposed), beside):
@@ -94,8 +94,9 @@ def test_blocks_are_read_whole(transposed: bool) -> None:
         for row in range(2):
             for n, block in enumerate(blocks[row].tolist()):
                 assert torch.equal(read[row, :, n * SIZE : (n + 1) * SIZE], paged[block])
+        before = paged.clone()
         read.zero_()
-    assert int(cache.sum()) > 0 and int(beside.sum()) > 0
+        assert torch.equal(paged, before), "a view, not a copy"
 
 
 # ---- what is compared -----------------------------------------------------------------------------------------------

@@ -1,0 +1,72 @@
+"""Exact attention over the paged cache: equal to plain softmax, and a prefill makes nothing of the size T x N."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("vllm")
+
+HEADS, GROUP, SIZE, DIM, BLOCKS = 2, 3, 16, 8, 80
+SCALE = DIM**-0.5
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that an operator made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def attended(counts: list[int], lengths: list[int], largest: Largest) -> tuple[torch.Tensor, torch.Tensor]:
+    """By exact.py, under the watch, and by plain softmax: [T, Hq, D] each."""
+    from rollout.vllm import compat
+    from rollout.vllm.exact import attend
+
+    torch.manual_seed(0)
+    keys, values = compat.key_value_views(torch.randn(BLOCKS, HEADS, SIZE, 2 * DIM), transposed=True)
+    needed = [-(-length // SIZE) for length in lengths]
+    blocks = torch.full((len(lengths), max(needed)), BLOCKS - 1, dtype=torch.int32)
+    for row, mine in enumerate(torch.randperm(BLOCKS)[: sum(needed)].split(needed)):
+        blocks[row, : len(mine)] = mine
+    query = torch.randn(sum(counts), HEADS * GROUP, DIM)
+    starts, out = torch.tensor([0, *counts]).cumsum(0), torch.empty_like(query)
+    with largest:
+        attend(query, keys, values, blocks, torch.tensor(lengths), starts, SCALE, out)
+
+    expected = torch.empty_like(query)
+    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        slots = blocks[row].long().repeat_interleave(SIZE)[:length], torch.arange(length) % SIZE
+        for place, last in enumerate(range(length - count, length)):
+            token = int(starts[row]) + place
+            for head in range(HEADS * GROUP):
+                key = keys[slots[0], head // GROUP, slots[1]][: last + 1].double()
+                value = values[slots[0], head // GROUP, slots[1]][: last + 1].double()
+                weights = (key @ query[token, head].double() * SCALE).softmax(0)
+                expected[token, head] = (weights @ value).float()
+    return out, expected
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths"), [([1, 1, 1, 1], [1, 16, 33, 250]), ([1, 40, 7, 1], [50, 40, 30, 17]), ([5], [5])]
+)
+def test_it_is_plain_softmax(counts: list[int], lengths: list[int]) -> None:
+    """Decoding, a prompt and a prompt's last chunk, alone and together."""
+    out, expected = attended(counts, lengths, Largest())
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+
+
+def test_a_prefill_makes_no_matrix_of_its_scores() -> None:
+    tokens, largest = 400, Largest()
+    out, expected = attended([tokens], [tokens], largest)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+    assert 0 < largest.elements < tokens * tokens
