@@ -5,7 +5,8 @@
 To add one:
 1. write a file here with a subclass of `Policy` that sets `name` and writes `score` (base.py says what it sees);
 2. cite the paper and the equation at its top;
-3. declare `last_queries`, `every_query` or `initial_state` if it needs the last queries, all, or memory per entry;
+3. declare `last_queries`, `every_query` or `initial_state` if it needs the last queries, all, or memory per entry, and
+   `score_reads` or `observe_reads` if it looks at other than keys;
 4. add one line to POLICIES: the replay-exactness matrix and the invariance tests then cover it;
 5. add a slow per-token reference of its equation to tests/policies/.
 """

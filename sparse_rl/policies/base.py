@@ -84,8 +84,8 @@ class Entries:
         """The attention of the last `window` queries: float32 [R, Hkv, G, W, N]."""
         assert self.queries is not None and self.queries.shape[2] >= window
         asked = self.seen[:, None] + torch.arange(-window, 0, device=self.seen.device)
-        hidden_from_some = ~self.valid() | (self.positions >= asked[:, :1, None])
-        seen_by_all = int(hidden_from_some.flatten(0, 1).any(0).int().argmax())  # the newest is hidden from some
+        needs_mask = ~self.valid() | (self.positions >= asked[:, :1, None])  # the window's own entries and padding
+        seen_by_all = int(needs_mask.flatten(0, 1).any(0).int().argmax())  # the first of them
         return self.attention(self.queries[:, :, -window:], asked, seen_by_all)
 
 
