@@ -6,12 +6,12 @@ import dataclasses
 import importlib.util
 from typing import Any
 
+from sparse_rl.errors import UserError
 from sparse_rl.recipe import (
     DistillRecipe,
     GRPORecipe,
     KVpopRecipe,
     Recipe,
-    RecipeError,
     ReplayedRecipe,
     SampledRecipe,
     SFTRecipe,
@@ -26,7 +26,7 @@ NOT_CHECKED = (
 
 
 def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str, str]]:
-    """(what, finding) of everything checked, in order. Raises RecipeError at the first thing that is wrong."""
+    """(what, finding) of everything checked, in order. Raises UserError at the first thing that is wrong."""
     import torch
 
     from sparse_rl.attention import cache_shape
@@ -37,11 +37,11 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     from trainer.rundir import checkpoint_of, refuse_used
 
     if not isinstance(recipe, TrainRecipe):
-        raise RecipeError(f"a recipe of kind {recipe.kind} is not trained; use sparse-rl {recipe.kind}", "kind")
+        raise UserError(f"a recipe of kind {recipe.kind} is not trained; use sparse-rl {recipe.kind}", "kind")
     found = [("recipe", f"{recipe.kind}, into {recipe.output_dir}")]
     for backend in recipe.report_to:
         if importlib.util.find_spec(backend) is None:
-            raise RecipeError(f"{backend} is not installed; install it, or remove it here", "report_to")
+            raise UserError(f"{backend} is not installed; install it, or remove it here", "report_to")
     config = load_config(recipe.model)
     layers, kv_heads, head_dim = cache_shape(config)
     found.append(("model", f"{recipe.model}: {config.model_type}, {layers} layers, {kv_heads} kv heads of {head_dim}"))
@@ -92,7 +92,7 @@ def _rewards(named: list[Any], key: str) -> str:
     try:
         functions, weights = make_rewards(named)
     except ValueError as error:
-        raise RecipeError(str(error), key) from error
+        raise UserError(str(error), key) from error
     names = [getattr(function, "__name__", type(function).__name__) for function in functions]
     return ", ".join(f"{name} × {weight:g}" for name, weight in zip(names, weights, strict=True))
 
@@ -128,7 +128,7 @@ def _teacher(recipe: TaughtRecipe, config: Any) -> str:
         return "the model itself, with a full cache"
     own = load_config(recipe.teacher)
     if own.vocab_size != config.vocab_size:
-        raise RecipeError(f"has {own.vocab_size} tokens, and the student {config.vocab_size}", "teacher")
+        raise UserError(f"has {own.vocab_size} tokens, and the student {config.vocab_size}", "teacher")
     return f"{recipe.teacher}, with a full cache"
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sparse_rl.console import Session, configure, guarded, quiet_loading, rank, readable_progress
-from sparse_rl.recipe import EvalRecipe, GRPORecipe, Recipe, RecipeError, list_recipes, load_recipe
+from sparse_rl.errors import UserError
+from sparse_rl.recipe import EvalRecipe, GRPORecipe, Recipe, list_recipes, load_recipe
 
 LARGE = 16  # layers or heads above which `inspect` summarises
 
@@ -145,7 +146,7 @@ def read_recipe(options: argparse.Namespace, session: Session, *extra: str) -> R
     overrides = [*options.overrides, *extra]
     try:
         recipe = load_recipe(options.recipe, overrides)
-    except RecipeError as error:
+    except UserError as error:
         if "unknown key" not in str(error):
             raise
         recipe = load_recipe(options.recipe, overrides, trl_fields())
@@ -208,7 +209,7 @@ def teacher(options: argparse.Namespace, session: Session) -> int:
 
     recipe = read_recipe(options, session)
     if not isinstance(recipe, TaughtRecipe):
-        raise RecipeError(f"a recipe of kind {recipe.kind} has no teacher; use one of distill or kvpop", "kind")
+        raise UserError(f"a recipe of kind {recipe.kind} has no teacher; use one of distill or kvpop", "kind")
     quiet_loading(session.verbose)
     folder, rows, found = write_for(recipe)
     print(f"{folder}: {rows} sequences" + (f"; {found} shards were there already" if found else ""))
@@ -220,9 +221,7 @@ def rollout(options: argparse.Namespace, session: Session) -> int:
 
     recipe = read_recipe(options, session)
     if not isinstance(recipe, GRPORecipe | EvalRecipe):
-        raise RecipeError(
-            f"a recipe of kind {recipe.kind} has no cache to sample under; use one of grpo or eval", "kind"
-        )
+        raise UserError(f"a recipe of kind {recipe.kind} has no cache to sample under; use one of grpo or eval", "kind")
     folder = options.out or Path(recipe.output_dir) / "rollouts"
     session.folder = folder
     quiet_loading(session.verbose)
@@ -245,7 +244,7 @@ def evaluate(options: argparse.Namespace, session: Session) -> int:
 
     recipe = read_recipe(options, session, *([f"model={json.dumps(options.model)}"] if options.model else []))
     if not isinstance(recipe, EvalRecipe):
-        raise RecipeError(f"a recipe of kind {recipe.kind} is not evaluated; it needs kind: eval", "kind")
+        raise UserError(f"a recipe of kind {recipe.kind} is not evaluated; it needs kind: eval", "kind")
     session.folder = Path(recipe.output_dir)
     quiet_loading(session.verbose)
     rows = run(recipe, progress=recipe.rollout.progress)
@@ -304,7 +303,7 @@ def plot(options: argparse.Namespace, session: Session) -> int:
     folders = [path for path in options.runs if path not in traces]
     out = options.out
     if traces and (folders or len(traces) > 1):
-        raise RecipeError("draw one trace file at a time, or run directories", str(traces[0]))
+        raise UserError("draw one trace file at a time, or run directories", str(traces[0]))
     if traces:
         print(density_plot(load_traces(traces[0]), out or traces[0].with_suffix(".png")))
         return 0

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.recipe import DataConfig, RecipeError
-from sparse_rl.recipe_blocks import COLUMNS, LOCAL_FILES
+from sparse_rl.errors import UserError
+from sparse_rl.recipe import DataConfig
+from sparse_rl.recipe.blocks import COLUMNS, LOCAL_FILES
 from sparse_rl.running_sum import RunningSum, rows
 
 if TYPE_CHECKING:
@@ -42,13 +43,13 @@ def load_data(
 
     Raises
     ------
-    RecipeError
+    UserError
         A missing or unreadable file, a missing column, a null, or no rows.
     """
     try:
         return _load(config, tokenizer, require)
-    except RecipeError as error:
-        raise RecipeError(error.message, f"{where}.{error.key}" if error.key else where) from error.__cause__
+    except UserError as error:
+        raise UserError(error.message, f"{where}.{error.key}" if error.key else where) from error.__cause__
 
 
 def prompt_ids(prompt: str | Sequence[dict[str, Any]], tokenizer: Any, thinking: bool | None = None) -> list[int]:
@@ -99,7 +100,7 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> Dataset
     columns = _columns(config, source.column_names, require)
     chat = _uses_chat(config, tokenizer)
     if config.max_prompt_tokens and tokenizer is None:
-        raise RecipeError("cannot be applied without a tokenizer", "max_prompt_tokens")
+        raise UserError("cannot be applied without a tokenizer", "max_prompt_tokens")
 
     order = list(range(len(source)))
     if config.shuffle_seed is not None:
@@ -114,17 +115,17 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> Dataset
         try:
             found = picked[index]
         except UnicodeDecodeError:  # Arrow reads what is not UTF-8, and finds out when it is asked for it
-            raise RecipeError(f"row {index + 1} of the source is not UTF-8; re-encode the file", "path") from None
+            raise UserError(f"row {index + 1} of the source is not UTF-8; re-encode the file", "path") from None
         row = {name: found[column] for name, column in columns.items()}
         for name, value in row.items():
             if value is None or value == "" or value == []:
-                raise RecipeError(f"row {index + 1} of the source has no {columns[name]!r}; drop or complete it")
+                raise UserError(f"row {index + 1} of the source has no {columns[name]!r}; drop or complete it")
         prompt = _prompt(row["prompt"], config, chat, index)
         if config.max_prompt_tokens or (chat and tokenizer is not None and not kept and not too_long):
             try:
                 length = len(prompt_ids(prompt, tokenizer, config.thinking))
             except Exception as error:  # a template may raise what it likes, for example on a system role
-                raise RecipeError(f"the tokenizer refuses the prompt of row {index + 1}: {error}") from error
+                raise UserError(f"the tokenizer refuses the prompt of row {index + 1}: {error}") from error
             if config.max_prompt_tokens and length > config.max_prompt_tokens:
                 too_long += 1
                 continue
@@ -140,9 +141,9 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> Dataset
         )
     if not kept and too_long:
         message = f"all {too_long} prompts are longer than {config.max_prompt_tokens} tokens; raise it"
-        raise RecipeError(message, "max_prompt_tokens")
+        raise UserError(message, "max_prompt_tokens")
     if not kept:
-        raise RecipeError("the dataset has no rows", "path")
+        raise UserError("the dataset has no rows", "path")
     made = datasets.Dataset.from_dict({name: rendered[name] for name in COLUMNS if name in rendered})
     others = [name for name in source.column_names if name not in {*columns, *columns.values()}]
     if not others:
@@ -162,7 +163,7 @@ def _synthetic(config: DataConfig, with_response: bool) -> Dataset:
     try:
         return datasets.Dataset.from_list(rows(made.split, made.size, made.seed, with_response, task))
     except ValueError as error:
-        raise RecipeError(str(error), "synthetic") from None
+        raise UserError(str(error), "synthetic") from None
 
 
 def _read(config: DataConfig) -> Dataset:
@@ -172,27 +173,27 @@ def _read(config: DataConfig) -> Dataset:
     assert config.path is not None
     if not config.local:
         if Path(config.path).is_file():
-            raise RecipeError(f"{config.path} is none of the formats read: {', '.join(LOCAL_FILES)}", "path")
+            raise UserError(f"{config.path} is none of the formats read: {', '.join(LOCAL_FILES)}", "path")
         try:
             return datasets.load_dataset(config.path, config.subset, split=config.split)
         except Exception as error:  # not found, no network, no such subset or split: all the user's to mend
-            raise RecipeError(f"cannot load {config.path!r} (split {config.split!r}): {error}", "path") from error
+            raise UserError(f"cannot load {config.path!r} (split {config.split!r}): {error}", "path") from error
 
     path = Path(config.path).expanduser()
     if not path.is_file():
-        raise RecipeError(f"no such file: {config.path}", "path")
+        raise UserError(f"no such file: {config.path}", "path")
     if path.stat().st_size == 0:
-        raise RecipeError(f"{config.path} is empty", "path")
+        raise UserError(f"{config.path} is empty", "path")
     suffix = path.suffix.lower()
     reader = {".jsonl": "json"}.get(suffix, suffix[1:])
     try:
         return datasets.load_dataset(reader, data_files=str(path), split=config.split)
     except Exception as error:
         if "corresponds to no data" in str(error):
-            raise RecipeError(f"{config.path} has no rows", "path") from error
+            raise UserError(f"{config.path} has no rows", "path") from error
         cause = error.__cause__ or error
         problem = (_bad_line(path) if suffix == ".jsonl" else None) or str(cause) or type(cause).__name__
-        raise RecipeError(f"{config.path} cannot be read: {problem}", "path") from error
+        raise UserError(f"{config.path} cannot be read: {problem}", "path") from error
 
 
 def _bad_line(path: Path) -> str | None:
@@ -226,17 +227,17 @@ def _columns(config: DataConfig, available: Sequence[str], require: Sequence[str
             mend += (
                 "" if name in config.columns else f"; say which one it is, as in columns: {{{name}: {available[0]}}}"
             )
-            raise RecipeError(f"no column {column!r}; {mend}", f"columns.{name}")
+            raise UserError(f"no column {column!r}; {mend}", f"columns.{name}")
     return wanted
 
 
 def _uses_chat(config: DataConfig, tokenizer: Any) -> bool:
     template = bool(getattr(tokenizer, "chat_template", None))
     if config.chat and tokenizer is not None and not template:
-        raise RecipeError("the tokenizer has no chat template; set it to false", "chat")
+        raise UserError("the tokenizer has no chat template; set it to false", "chat")
     chat = template if config.chat is None else config.chat
     if config.system_prompt is not None and not chat:
-        raise RecipeError("needs a chat template, and the tokenizer has none; use prompt_template", "system_prompt")
+        raise UserError("needs a chat template, and the tokenizer has none; use prompt_template", "system_prompt")
     return chat
 
 
@@ -249,11 +250,11 @@ def _prompt(value: Any, config: DataConfig, chat: bool, index: int) -> str | lis
         messages = [{"role": "user", "content": text}]
     else:
         if not _is_messages(value):
-            raise RecipeError(f"row {index + 1} is neither text nor a list of {{role, content}}", "columns.prompt")
+            raise UserError(f"row {index + 1} is neither text nor a list of {{role, content}}", "columns.prompt")
         if not chat:
-            raise RecipeError("the prompts are chat messages, which need a tokenizer with a chat template", "chat")
+            raise UserError("the prompts are chat messages, which need a tokenizer with a chat template", "chat")
         if config.prompt_template is not None:
-            raise RecipeError("does not apply to prompts that are chat messages; remove it", "prompt_template")
+            raise UserError("does not apply to prompts that are chat messages; remove it", "prompt_template")
         messages = list(value)
     if config.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": config.system_prompt})
@@ -264,19 +265,19 @@ def _completion(value: Any, chat: bool, index: int) -> str | list[dict[str, Any]
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}] if chat else value
     if not chat or not _is_messages(value):
-        raise RecipeError(f"row {index + 1}: expected text, got {type(value).__name__}", "columns.completion")
+        raise UserError(f"row {index + 1}: expected text, got {type(value).__name__}", "columns.completion")
     return list(value)
 
 
 def _answer(value: Any, config: DataConfig, index: int) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise RecipeError(f"row {index + 1}: expected text or a number, got {type(value).__name__}", "columns.answer")
+        raise UserError(f"row {index + 1}: expected text or a number, got {type(value).__name__}", "columns.answer")
     text = str(value)
     if config.answer_after is None:
         return text
     _, marker, answer = text.rpartition(config.answer_after)
     if not marker or not answer.strip():
-        raise RecipeError(f"row {index + 1} has nothing after {config.answer_after!r}: {text[-40:]!r}", "answer_after")
+        raise UserError(f"row {index + 1} has nothing after {config.answer_after!r}: {text[-40:]!r}", "answer_after")
     return answer.strip()
 
 

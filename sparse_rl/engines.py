@@ -13,7 +13,8 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sparse_rl.recipe import DistillRecipe, EvalRecipe, RecipeError, ReplayedRecipe, RolloutConfig, SampledRecipe
+from sparse_rl.errors import UserError
+from sparse_rl.recipe import DistillRecipe, EvalRecipe, ReplayedRecipe, RolloutConfig, SampledRecipe
 
 if TYPE_CHECKING:
     from sparse_rl.attention.parity import Parity
@@ -38,15 +39,15 @@ def choose_engine(rollout: RolloutConfig, config: Any, cuda: bool | None = None)
     config : of the model; None where a live module is to be sampled from
     cuda : whether it runs on a GPU; None: as this machine has
 
-    Raises RecipeError where vllm is asked for and cannot be had, or what only vllm can do is asked of hf.
+    Raises UserError where vllm is asked for and cannot be had, or what only vllm can do is asked of hf.
     """
     refusal = None if rollout.engine == "hf" else _vllm_refusal(config, cuda)
     if rollout.engine == "vllm" and refusal:
-        raise RecipeError(f"{refusal}; use the engine hf", "rollout.engine")
+        raise UserError(f"{refusal}; use the engine hf", "rollout.engine")
     if rollout.engine != "hf" and not refusal:
         return "vllm", "vllm engine"
     if rollout.tensor_parallel > 1:
-        raise RecipeError("only the vllm engine is spread over GPUs; set it to 1", "rollout.tensor_parallel")
+        raise UserError("only the vllm engine is spread over GPUs; set it to 1", "rollout.tensor_parallel")
     return "hf", "hf engine" + (f" ({refusal})" if refusal else "")
 
 
@@ -132,7 +133,7 @@ def attention_checks(recipe: ReplayedRecipe, config: Any, paths: Sequence[str]) 
 def choose_attention(recipe: ReplayedRecipe, config: Any) -> tuple[str, str]:
     """(one of sparse_rl.attention.PATHS, the finding in words).
 
-    Raises RecipeError where flex or flex_sorted is asked for by name and is not exact, or not to be had, here.
+    Raises UserError where flex or flex_sorted is asked for by name and is not exact, or not to be had, here.
     """
     import torch
 
@@ -142,7 +143,7 @@ def choose_attention(recipe: ReplayedRecipe, config: Any) -> tuple[str, str]:
     if not torch.cuda.is_available():
         why = "there is no GPU, and on a CPU FlexAttention has no backward"
         if wanted != "auto":
-            raise RecipeError(f"{why}; use sdpa", "attention")
+            raise UserError(f"{why}; use sdpa", "attention")
         return "sdpa", f"sdpa ({why})"
     findings = []
     for found in attention_checks(recipe, config, BEST_FIRST if wanted == "auto" else (wanted,)):
@@ -150,7 +151,7 @@ def choose_attention(recipe: ReplayedRecipe, config: Any) -> tuple[str, str]:
         if found.failure is None:
             return found.path, "; ".join(findings)
     if wanted != "auto":
-        raise RecipeError(f"{findings[0]}; use sdpa", "attention")
+        raise UserError(f"{findings[0]}; use sdpa", "attention")
     return "sdpa", "; ".join([*findings, "sdpa"])
 
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.recipe import EvalRecipe, RecipeError
+from sparse_rl.errors import UserError
+from sparse_rl.recipe import EvalRecipe
 from sparse_rl.samples import engines, eval_policies, facts, sampled, sampling_of
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
     """One row per task and cache point, tasks first; also written to the recipe's output_dir.
 
     model : a live module to sample from; by default the recipe's model is loaded
-    Raises RecipeError for what the user can mend, before the model is loaded where possible.
+    Raises UserError for what the user can mend, before the model is loaded where possible.
     """
     from tqdm import tqdm
 
@@ -260,7 +261,7 @@ def _accuracy(recipe: EvalRecipe) -> Any:
     try:
         return make_rewards([recipe.accuracy])[0][0]
     except ValueError as error:
-        raise RecipeError(str(error), "accuracy") from error
+        raise UserError(str(error), "accuracy") from error
 
 
 def _needs_answer(recipe: EvalRecipe) -> bool:
@@ -290,9 +291,9 @@ def _score(
             raise TypeError("it is asynchronous")
         scores = [None if score is None else float(score) for score in scores]
     except Exception as error:  # a function of the user's
-        raise RecipeError(f"{name} raised {type(error).__name__}: {error}", "accuracy") from error
+        raise UserError(f"{name} raised {type(error).__name__}: {error}", "accuracy") from error
     if len(scores) != len(texts):
-        raise RecipeError(f"{name} returned {len(scores)} values for {len(texts)} completions", "accuracy")
+        raise UserError(f"{name} returned {len(scores)} values for {len(texts)} completions", "accuracy")
     return scores
 
 

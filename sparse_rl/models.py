@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sparse_rl.errors import UserError
 from sparse_rl.policies import KVpop, Policy, make_policy
-from sparse_rl.recipe_schema import RecipeError
 
 POLICY_FILE = "cache_policy.json"
 POLICY_VERSION = 1
@@ -24,33 +24,29 @@ SCORERS = "cache_scorers"
 def load_config(model: str) -> Any:
     """The configuration of a directory or hub name, checked to be of a family that we replay.
 
-    Raises RecipeError: no such model, not a causal language model of the families, sliding windows, dropout.
+    Raises UserError: no such model, not a causal language model of the families, sliding windows, dropout.
     """
     from transformers import AutoConfig
 
     from sparse_rl.attention import FAMILIES
 
     if Path(model).exists() and not (Path(model) / "config.json").is_file():
-        raise RecipeError(f"{model} is not a model directory: it has no config.json", "model")
+        raise UserError(f"{model} is not a model directory: it has no config.json", "model")
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
-        raise RecipeError(
+        raise UserError(
             f"{model} is neither a model directory nor a hub name that can be read: {first}", "model"
         ) from error
     if config.model_type not in FAMILIES:
-        raise RecipeError(
+        raise UserError(
             f"{model} is of type {config.model_type!r}; the supported families are {', '.join(FAMILIES)}", "model"
         )
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
-        raise RecipeError(
-            f"{model} has sliding-window layers, which evict by themselves; it cannot be replayed", "model"
-        )
+        raise UserError(f"{model} has sliding-window layers, which evict by themselves; it cannot be replayed", "model")
     if getattr(config, "attention_dropout", 0.0):
-        raise RecipeError(
-            f"{model} has attention_dropout, which cannot be replayed; set it to 0 in config.json", "model"
-        )
+        raise UserError(f"{model} has attention_dropout, which cannot be replayed; set it to 0 in config.json", "model")
     return config
 
 
@@ -62,7 +58,7 @@ def load_tokenizer(model: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
-        raise RecipeError(f"{model} has no tokenizer that can be read: {first}", "model") from error
+        raise UserError(f"{model} has no tokenizer that can be read: {first}", "model") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -91,7 +87,7 @@ def save_policy(directory: str | Path, policy: Policy) -> None:
 def saved_policy(directory: str | Path) -> Policy | None:
     """The policy that a model directory carries, or None.
 
-    Raises RecipeError where the file is there but cannot be used.
+    Raises UserError where the file is there but cannot be used.
     """
     file = Path(directory) / POLICY_FILE
     if not file.is_file():
@@ -103,7 +99,7 @@ def saved_policy(directory: str | Path) -> Policy | None:
             raise ValueError(f"format version {version}, this reads {POLICY_VERSION}")
         return make_policy(content)
     except (ValueError, KeyError, AttributeError) as error:
-        raise RecipeError(f"{file} cannot be used: {error}") from error
+        raise UserError(f"{file} cannot be used: {error}") from error
 
 
 # ---- scorers ---------------------------------------------------------------------------------------------------------
@@ -112,7 +108,7 @@ def saved_policy(directory: str | Path) -> Policy | None:
 def load_model(directory: str | Path, dtype: str = "float32") -> Any:
     """The model of a directory, with the scorers that it carries; its policy is `saved_policy(directory)`.
 
-    Raises RecipeError where a file is missing or cannot be used.
+    Raises UserError where a file is missing or cannot be used.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -123,7 +119,7 @@ def load_model(directory: str | Path, dtype: str = "float32") -> Any:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
-        raise RecipeError(f"the weights of {directory} cannot be read: {first}", "model") from error
+        raise UserError(f"the weights of {directory} cannot be read: {first}", "model") from error
     policy = saved_policy(directory)
     if isinstance(policy, KVpop):
         attach_scorers(model, policy)
@@ -156,15 +152,15 @@ def write_scorers(directory: str | Path, weights: Any) -> None:
 def read_scorers(directory: str | Path, model: Any) -> None:
     """Load cache_scorer.safetensors into a model's scorers.
 
-    Raises RecipeError where it is missing, unreadable, or of other scorers.
+    Raises UserError where it is missing, unreadable, or of other scorers.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     file = Path(directory) / SCORER_FILE
     if not file.is_file():
-        raise RecipeError(f"{file} is missing: the model carries a learned policy without its scorers", "model")
+        raise UserError(f"{file} is missing: the model carries a learned policy without its scorers", "model")
     try:
         getattr(model, SCORERS).load_state_dict(load_file(file))
     except (SafetensorError, RuntimeError, OSError) as error:
-        raise RecipeError(f"{file} cannot be used: {' '.join(str(error).split())}", "model") from error
+        raise UserError(f"{file} cannot be used: {' '.join(str(error).split())}", "model") from error

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.recipe import RecipeError
+from sparse_rl.errors import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,14 +37,14 @@ SMOOTHING = 0.15  # of the steps: the span of the moving average
 def learning_curves(runs: Mapping[str, Path], out: str | Path, metric: str = "reward") -> Path:
     """`metric` against step, one line per run: faint as it was logged, bold as a moving average over 15 % of it.
 
-    Where no run has the metric, its loss is drawn instead. Raises RecipeError where there is nothing to draw.
+    Where no run has the metric, its loss is drawn instead. Raises UserError where there is nothing to draw.
     """
     drawn = {label: _series(folder, metric) for label, folder in runs.items()}
     if not any(drawn.values()):
         metric, drawn = "loss", {label: _series(folder, "loss") for label, folder in runs.items()}
     drawn = {label: points for label, points in drawn.items() if points}
     if not drawn:
-        raise RecipeError(f"no reward and no loss in the metrics of {', '.join(map(str, runs.values()))}")
+        raise UserError(f"no reward and no loss in the metrics of {', '.join(map(str, runs.values()))}")
     figure, axes = _figure()
     ends = []
     for colour, (label, points) in zip(_colours(len(drawn)), drawn.items(), strict=True):
@@ -63,13 +63,13 @@ def learning_curves(runs: Mapping[str, Path], out: str | Path, metric: str = "re
 def gap_curves(runs: Mapping[str, Path], out: str | Path) -> Path:
     """|log p_trainer - log p_sampler| of sampled tokens against step, log scale: solid its mean, dotted its maximum.
 
-    Raises RecipeError where no run has logged it.
+    Raises UserError where no run has logged it.
     """
     figure, axes = _figure()
     drawn = {label: (_series(f, "replay/gap_mean"), _series(f, "replay/gap_max")) for label, f in runs.items()}
     drawn = {label: both for label, both in drawn.items() if both[0] or both[1]}
     if not drawn:
-        raise RecipeError(f"no replay/gap_mean in the metrics of {', '.join(map(str, runs.values()))}")
+        raise UserError(f"no replay/gap_mean in the metrics of {', '.join(map(str, runs.values()))}")
     least = min((v for both in drawn.values() for points in both for _, v in points if v > 0), default=1e-9)
     ends = []
     for colour, (label, both) in zip(_colours(len(drawn)), drawn.items(), strict=True):
@@ -205,7 +205,7 @@ def _series(folder: Path, key: str) -> list[tuple[int, float]]:
     from trainer.rundir import read_metrics
 
     if not (Path(folder) / "metrics.jsonl").is_file():
-        raise RecipeError(f"{folder} is not the directory of a run: it has no metrics.jsonl")
+        raise UserError(f"{folder} is not the directory of a run: it has no metrics.jsonl")
     return [(line["step"], line[key]) for line in read_metrics(folder) if isinstance(line.get(key), int | float)]
 
 
@@ -254,7 +254,7 @@ def _save(figure: Any, out: str | Path) -> Path:
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out)
     except (OSError, ValueError) as error:  # not writable, or a suffix that is no picture format
-        raise RecipeError(f"{out} cannot be written: {error}", "--out") from error
+        raise UserError(f"{out} cannot be written: {error}", "--out") from error
     finally:
         plt.close(figure)
     return out

@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.recipe import DataConfig, EvalRecipe, GRPORecipe, Recipe, RecipeError
+from sparse_rl.errors import UserError
+from sparse_rl.recipe import DataConfig, EvalRecipe, GRPORecipe, Recipe
 
 if TYPE_CHECKING:
     from rollout import Engine, Rollout, SamplingConfig
@@ -42,7 +43,7 @@ def sample(recipe: GRPORecipe | EvalRecipe, folder: Path, problems: int = 8) -> 
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RecipeError(f"{folder} cannot be written: {error}", "--out") from error
+        raise UserError(f"{folder} cannot be written: {error}", "--out") from error
     sampling = sampling_of(recipe, count)
     made_by = {"model": model_fingerprint(config), "policy": fingerprint(policy)}
     found: list[dict[str, Any]] = []
@@ -120,7 +121,7 @@ def load_model(recipe: Recipe) -> Any:
     try:
         model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=getattr(torch, recipe.dtype))
     except (OSError, ValueError) as error:
-        raise RecipeError(
+        raise UserError(
             f"the weights of {recipe.model} cannot be read: {str(error).splitlines()[0]}", "model"
         ) from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -140,7 +141,7 @@ def sampled(
     for i, prompt in enumerate(data["prompt"]):
         ids = tuple(prompt_ids(prompt, tokenizer, config.thinking))
         if not ids:
-            raise RecipeError(f"the prompt of problem {i + 1} has no tokens; drop it")
+            raise UserError(f"the prompt of problem {i + 1} has no tokens; drop it")
         groups.setdefault(ids, []).append(i)
     size = math.lcm(sampling.n, engine.max_batch) // sampling.n
     part: list[tuple[int, tuple[int, ...]]] = []

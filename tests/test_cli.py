@@ -17,9 +17,9 @@ import torch
 from sparse_rl import console
 from sparse_rl.cli import main, parse
 from sparse_rl.console import Session, guarded, mendable, training_line
+from sparse_rl.errors import UserError
 from sparse_rl.plots import histogram, run_labels, smooth
 from sparse_rl.policies import Entries, make_policy
-from sparse_rl.recipe import RecipeError
 from sparse_rl.running_sum import save_untrained
 from sparse_rl.trace import EvictionTrace, TraceError, save_traces
 from trainer.mismatch import ReplayGapError
@@ -199,7 +199,7 @@ def test_errors_leave_their_traceback_in_the_run_directory(here, capsys):
 @pytest.mark.parametrize(
     ("error", "status", "says"),
     [
-        (RecipeError("no\nsuch thing", "key"), 2, "sparse-rl: error: key: no such thing"),
+        (UserError("no\nsuch thing", "key"), 2, "sparse-rl: error: key: no such thing"),
         (TraceError("bad trace"), 2, "sparse-rl: error: bad trace"),
         (ReplayGapError("too far"), 1, "sparse-rl: stopped: too far"),
         (FloatingPointError("a NaN score"), 1, "sparse-rl: unexpected FloatingPointError: a NaN score (traceback in "),

@@ -7,7 +7,8 @@ import socket
 import pytest
 
 from sparse_rl.data import load_data, prompt_ids
-from sparse_rl.recipe import DataConfig, RecipeError, SyntheticConfig
+from sparse_rl.errors import UserError
+from sparse_rl.recipe import DataConfig, SyntheticConfig
 from sparse_rl.running_sum import build_tokenizer, rows, split_of
 
 datasets = pytest.importorskip("datasets")
@@ -55,7 +56,7 @@ def config(path, columns=None, **keys):
 
 
 def refused(config, tokenizer=None, **options):
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(UserError) as caught:
         load_data(config, tokenizer, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)

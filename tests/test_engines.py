@@ -18,8 +18,9 @@ from rollout.vllm.engine import VLLMEngine
 from sparse_rl import engines
 from sparse_rl.checks import check_training
 from sparse_rl.engines import CPU_HEAD_SIZES, PROBE, choose_engine, engine_options, settle_engine
+from sparse_rl.errors import UserError
 from sparse_rl.memory import plan
-from sparse_rl.recipe import EvalRecipe, GRPORecipe, RecipeError, RolloutConfig, make_recipe
+from sparse_rl.recipe import EvalRecipe, GRPORecipe, RolloutConfig, make_recipe
 from sparse_rl.running_sum import build_model, save_untrained
 from trainer.grpo import PROBE_PROMPT, PROBE_TOKENS
 
@@ -86,7 +87,7 @@ def test_auto_takes_vllm_where_it_can(
     if refusal is None:
         assert choose_engine(RolloutConfig(engine="vllm"), config(head_size), cuda) == expected
     else:
-        with pytest.raises(RecipeError) as caught:
+        with pytest.raises(UserError) as caught:
             choose_engine(RolloutConfig(engine="vllm"), config(head_size), cuda)
         assert str(caught.value) == f"rollout.engine: {refusal}; use the engine hf"
 
@@ -100,7 +101,7 @@ def test_the_default_engine(installed: str | None, name: str, machine: Callable)
 def test_a_live_module_is_sampled_from_by_hf(machine: Callable) -> None:
     machine("cpu")
     assert choose_engine(RolloutConfig(), None)[0] == "hf"
-    with pytest.raises(RecipeError, match=r"rollout\.engine: vllm keeps its own weights"):
+    with pytest.raises(UserError, match=r"rollout\.engine: vllm keeps its own weights"):
         choose_engine(RolloutConfig(engine="vllm"), None)
 
 
@@ -143,7 +144,7 @@ def test_make_engine_says_what_is_missing(machine: Callable, tmp_path: Path) -> 
     ],
 )
 def test_what_a_recipe_may_not_say(rollout: dict, says: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(UserError) as caught:
         grpo(rollout=rollout)
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
@@ -152,7 +153,7 @@ def test_what_it_may_say() -> None:
     keys = {"kv_cache_gb": 2, "gpu_memory_utilization": 1.0, "max_model_len": 101, "sleep": True, "engine": "vllm"}
     assert grpo(rollout=keys).rollout.kv_cache_gb == 2.0
     bounded = {"data": {**SYNTHETIC, "max_prompt_tokens": 50}}
-    with pytest.raises(RecipeError, match="at least 150 tokens"):
+    with pytest.raises(UserError, match="at least 150 tokens"):
         grpo(rollout=keys, **bounded)
     assert evaluation(rollout={"tensor_parallel": 4}).rollout.tensor_parallel == 4
 
@@ -163,7 +164,7 @@ def test_only_vllm_is_spread_over_gpus(machine: Callable) -> None:
     assert choose_engine(rollout, config(), True)[0] == "vllm"
     for engine, installed in (("hf", "cuda"), ("auto", None)):
         machine(installed)
-        with pytest.raises(RecipeError, match=r"rollout\.tensor_parallel: only the vllm engine"):
+        with pytest.raises(UserError, match=r"rollout\.tensor_parallel: only the vllm engine"):
             choose_engine(RolloutConfig(engine=engine, tensor_parallel=4), config(), True)  # type: ignore[arg-type]
 
 
@@ -181,7 +182,7 @@ def test_a_dry_run_says_it_all(new_model: Callable, machine: Callable, tmp_path:
     assert found(32) == found(32, engine="vllm") == "vllm engine"
     assert found(16) == "hf engine (head size 16 is not supported by vllm on this platform)"
     assert found(16, engine="hf") == "hf engine"
-    with pytest.raises(RecipeError, match=r"rollout\.engine: head size 16 .*; use the engine hf"):
+    with pytest.raises(UserError, match=r"rollout\.engine: head size 16 .*; use the engine hf"):
         found(16, engine="vllm")
 
 

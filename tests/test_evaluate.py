@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from sparse_rl.errors import UserError
 from sparse_rl.evaluate import evaluate, mean_and_error, pass_at_k, table
 from sparse_rl.models import load_config, model_fingerprint, save_policy
 from sparse_rl.policies import fingerprint, make_policy
-from sparse_rl.recipe import RecipeError, make_recipe
+from sparse_rl.recipe import make_recipe
 from sparse_rl.running_sum import build_model, save_untrained
 from sparse_rl.samples import eval_policies, sample
 from sparse_rl.trace import load_traces
@@ -202,13 +203,13 @@ def test_without_a_cache_the_directory_decides(recipe_of, tmp_path):
     ],
 )
 def test_a_wrong_accuracy_function_is_one_line(recipe_of, accuracy, message):
-    with pytest.raises(RecipeError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         evaluate(recipe_of(rows_of(2), accuracy), progress=False)
     assert "\n" not in str(caught.value)
 
 
 def test_math_needs_answers(recipe_of):
-    with pytest.raises(RecipeError, match=r"tasks\.one\.columns\.answer"):
+    with pytest.raises(UserError, match=r"tasks\.one\.columns\.answer"):
         evaluate(replace(recipe_of([{"prompt": "Q?"}]), accuracy="boxed"), progress=False)
 
 

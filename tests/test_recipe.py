@@ -10,18 +10,11 @@ import pytest
 import yaml
 
 from sparse_rl import recipe as recipes
-from sparse_rl.recipe import (
-    KINDS,
-    DistillRecipe,
-    EvalRecipe,
-    GRPORecipe,
-    RecipeError,
-    SFTRecipe,
-    load_recipe,
-    make_recipe,
-)
-from sparse_rl.recipe_kinds import Scheduler
-from sparse_rl.recipe_schema import dump_yaml, parse_yaml, yaml_fields
+from sparse_rl.errors import UserError
+from sparse_rl.recipe import KINDS, DistillRecipe, EvalRecipe, GRPORecipe, SFTRecipe, load_recipe, make_recipe
+from sparse_rl.recipe import load as recipe_loading
+from sparse_rl.recipe.kinds import Scheduler
+from sparse_rl.recipe.schema import dump_yaml, parse_yaml, yaml_fields
 
 GRPO = """
 kind: grpo
@@ -51,7 +44,7 @@ def make(text=GRPO, overrides=(), extra=None):
 
 def refused(*overrides, text=GRPO, extra=None):
     """The one line that a recipe is refused with."""
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(UserError) as caught:
         make(text, overrides, extra)
     line = str(caught.value)
     assert "\n" not in line
@@ -223,13 +216,13 @@ def test_wrong_values_say_key_expected_and_got(override, says):
 def test_missing_keys_and_documents_that_are_no_recipe(tmp_path):
     for key in ("model", "output_dir", "data", "cache", "rewards"):
         mapping = {k: v for k, v in parse_yaml(GRPO, "x").items() if k != key}
-        with pytest.raises(RecipeError, match=f"r.yaml: {key}: missing; give"):
+        with pytest.raises(UserError, match=f"r.yaml: {key}: missing; give"):
             make_recipe(mapping, name="r.yaml")
     for text in ("", "[1]", "hello"):
         assert "expected a mapping of keys to values" in refused(text=text)
     assert "r.yaml, line 2" in refused(text="kind: grpo\n  x: y: z")
     (tmp_path / "latin.yaml").write_bytes(b"kind: \xff")
-    with pytest.raises(RecipeError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         load_recipe(tmp_path / "latin.yaml")
 
 
@@ -371,18 +364,18 @@ def test_shipped_recipes_by_name(tmp_path, monkeypatch):
     (package / "quickstart" / "grpo.yaml").write_text(GRPO)
     (package / "qwen2.5-1.5b" / "sft.yaml").write_text(dump_yaml(make(SFT).resolved()))
     (package / "accelerate.yaml").write_text("distributed_type: NO\n")
-    monkeypatch.setattr(recipes.importlib.resources, "files", lambda name: tmp_path / name)
+    monkeypatch.setattr(recipe_loading.importlib.resources, "files", lambda name: tmp_path / name)
     monkeypatch.chdir(tmp_path)
     assert recipes.list_recipes() == ["quickstart/grpo", "qwen2.5-1.5b/sft"]
     assert load_recipe("quickstart/grpo") == make()
     assert load_recipe("qwen2.5-1.5b/sft", ["seed=3"]).seed == 3
     assert load_recipe("recipes/quickstart/grpo.yaml") == make()  # a path
     for wrong in ("quickstart/grop", "quickstart/grop.yaml", "recipes/quickstart/grop.yaml"):
-        with pytest.raises(RecipeError, match="did you mean quickstart/grpo"):
+        with pytest.raises(UserError, match="did you mean quickstart/grpo"):
             load_recipe(wrong)
-    with pytest.raises(RecipeError, match="shipped recipes: quickstart/grpo, qwen"):
+    with pytest.raises(UserError, match="shipped recipes: quickstart/grpo, qwen"):
         load_recipe("zzz")
-    with pytest.raises(RecipeError, match=r"write recipes/quickstart/grpo\.yaml"):
+    with pytest.raises(UserError, match=r"write recipes/quickstart/grpo\.yaml"):
         load_recipe("recipes/quickstart/grpo")
 
 
@@ -390,7 +383,7 @@ def test_every_shipped_recipe_is_valid_but_for_the_options_of_its_trainer():
     for name in recipes.list_recipes():
         try:
             load_recipe(name)
-        except RecipeError as error:  # a trainer's own option: known only to the command line
+        except UserError as error:  # a trainer's own option: known only to the command line
             assert "unknown key" in str(error), error
 
 
@@ -404,5 +397,5 @@ def test_recipes_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         make().seed = 3
     assert dataclasses.replace(make(), seed=3).seed == 3
-    with pytest.raises(RecipeError, match="num_generations"):
+    with pytest.raises(UserError, match="num_generations"):
         dataclasses.replace(make(), num_generations=3)

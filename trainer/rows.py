@@ -9,8 +9,9 @@ from typing import Any
 
 from rewards import make_rewards
 from sparse_rl.data import completion_ids, load_data, prompt_ids
+from sparse_rl.errors import UserError
 from sparse_rl.models import load_config
-from sparse_rl.recipe import DataConfig, DistillRecipe, KVpopRecipe, RecipeError, TaughtRecipe
+from sparse_rl.recipe import DataConfig, DistillRecipe, KVpopRecipe, TaughtRecipe
 
 logger = logging.getLogger("sparse_rl")
 
@@ -36,7 +37,7 @@ def taught_rows(recipe: TaughtRecipe, tokenizer: Any) -> tuple[list[Row], list[R
 def load_rows(recipe: DistillRecipe, config: DataConfig, tokenizer: Any, where: str = "data") -> list[Row]:
     """The rows of a dataset that `keep` and the lengths leave; how many they drop is logged.
 
-    Raises RecipeError for a dataset that lacks what is needed, and where nothing is left.
+    Raises UserError for a dataset that lacks what is needed, and where nothing is left.
     """
     if recipe.completions == "student":
         data = load_data(config, tokenizer, where=where)
@@ -51,7 +52,7 @@ def load_rows(recipe: DistillRecipe, config: DataConfig, tokenizer: Any, where: 
         pairs = zip(data["prompt"], data["completion"], strict=True)
         rows = [Row(prompt_ids(p, tokenizer, config.thinking), completion_ids(c, tokenizer)) for p, c in pairs]
     except ValueError as error:
-        raise RecipeError(str(error), where) from error
+        raise UserError(str(error), where) from error
     context = load_config(recipe.model).max_position_embeddings
     longest = min(length for length in (recipe.max_length, recipe.rollout.max_model_len, context) if length)
     kept = [
@@ -64,7 +65,7 @@ def load_rows(recipe: DistillRecipe, config: DataConfig, tokenizer: Any, where: 
     if len(kept) < len(rows):
         logger.warning("%s: %d of %d sequences are too long and dropped", where, len(rows) - len(kept), len(rows))
     if not kept:
-        raise RecipeError("no sequence is left: see keep, max_completion_length and max_length", where)
+        raise UserError("no sequence is left: see keep, max_completion_length and max_length", where)
     return kept
 
 
@@ -74,7 +75,7 @@ def _accepted(recipe: DistillRecipe, data: Any) -> list[int]:
     try:
         (reward,), _ = make_rewards([recipe.keep])
     except ValueError as error:
-        raise RecipeError(str(error), "keep") from error
+        raise UserError(str(error), "keep") from error
     found: list[int] = []
     for start in range(0, len(data), 256):
         part = data[start : start + 256]
@@ -87,20 +88,20 @@ def _accepted(recipe: DistillRecipe, data: Any) -> list[int]:
 def load_texts(recipe: KVpopRecipe, config: DataConfig, tokenizer: Any, where: str = "data") -> list[Row]:
     """Rows of up to max_length tokens: one text each, or as many as fill it, one after another.
 
-    Raises RecipeError for a dataset that lacks what is needed, and where nothing is left.
+    Raises UserError for a dataset that lacks what is needed, and where nothing is left.
     """
     data = load_data(config, tokenizer, require=("prompt", "completion"), where=where)
     try:
         pairs = zip(data["prompt"], data["completion"], strict=True)
         texts = [Row(prompt_ids(p, tokenizer, config.thinking), completion_ids(c, tokenizer)) for p, c in pairs]
     except ValueError as error:
-        raise RecipeError(str(error), where) from error
+        raise UserError(str(error), where) from error
     longest = min(recipe.max_length, load_config(recipe.model).max_position_embeddings)
     kept = [text for text in texts if text.prompt and len(text.prompt) + len(text.completion) <= longest]
     if len(kept) < len(texts):
         logger.warning("%s: %d of %d texts are too long and dropped", where, len(texts) - len(kept), len(texts))
     if not kept:
-        raise RecipeError(f"no text of at most {longest} tokens is left; see max_length", where)
+        raise UserError(f"no text of at most {longest} tokens is left; see max_length", where)
     if not recipe.packing:
         return kept
     stream = [token for text in kept for token in (*text.prompt, *text.completion)]

@@ -14,8 +14,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from sparse_rl.recipe import DistillRecipe, Recipe, RecipeError, TrainRecipe
-from sparse_rl.recipe_schema import show
+from sparse_rl.errors import UserError
+from sparse_rl.recipe import DistillRecipe, Recipe, TrainRecipe
+from sparse_rl.recipe.schema import show
 from trainer.checkpoint import checkpoints, damage, read_manifest
 
 logger = logging.getLogger("sparse_rl")
@@ -42,7 +43,7 @@ def prepare(recipe: Recipe) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         recipe.save_resolved(folder / "recipe.yaml")
     except OSError as error:
-        raise RecipeError(f"{folder} cannot be written: {error}", "output_dir") from error
+        raise UserError(f"{folder} cannot be written: {error}", "output_dir") from error
     (folder / "environment.json").write_text(json.dumps(versions(), indent=2) + "\n")
     return folder
 
@@ -68,24 +69,24 @@ def wandb_offline_without_key(folder: Path) -> None:
 
 
 def check_world(recipe: TrainRecipe) -> None:
-    """Raise RecipeError where another number of processes was started than the recipe is about."""
+    """Raise UserError where another number of processes was started than the recipe is about."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != recipe.launch.processes:
-        raise RecipeError(f"is {recipe.launch.processes}, but {world} processes were started", "launch.processes")
+        raise UserError(f"is {recipe.launch.processes}, but {world} processes were started", "launch.processes")
 
 
 def refuse_used(recipe: Recipe) -> None:
-    """Raise RecipeError where output_dir holds an earlier run, which a fresh one would overwrite."""
+    """Raise UserError where output_dir holds an earlier run, which a fresh one would overwrite."""
     folder = Path(recipe.output_dir)
     if read_metrics(folder) or any(folder.glob("checkpoint-*")):
-        raise RecipeError(f"{folder} holds an earlier run; continue it with --resume, or choose another", "output_dir")
+        raise UserError(f"{folder} holds an earlier run; continue it with --resume, or choose another", "output_dir")
 
 
 def checkpoint_of(recipe: TrainRecipe, resume: str) -> Path:
     """The checkpoint that `--resume` means: a directory, or "newest" for the newest whole one in output_dir.
 
     Every file of it has been read and compared with its manifest; what is skipped is logged with its reason. Raises
-    RecipeError: none there, a damaged directory, a recipe that differs in a key that may not change, or an output_dir
+    UserError: none there, a damaged directory, a recipe that differs in a key that may not change, or an output_dir
     that holds another run than the checkpoint's.
     """
     if resume == "newest":
@@ -95,11 +96,11 @@ def checkpoint_of(recipe: TrainRecipe, resume: str) -> Path:
             logger.warning("skipped %s: %s", folder, why)
         else:
             mend = "start again, in another output_dir"
-            raise RecipeError(f"{recipe.output_dir} holds no whole checkpoint to resume from; {mend}", "--resume")
+            raise UserError(f"{recipe.output_dir} holds no whole checkpoint to resume from; {mend}", "--resume")
     else:
         folder = Path(resume)
         if why := damage(folder):
-            raise RecipeError(f"{folder} is not a whole checkpoint: {why}", "--resume")
+            raise UserError(f"{folder} is not a whole checkpoint: {why}", "--resume")
     check_same(recipe, read_manifest(folder), folder)
     if folder.resolve().parent != Path(recipe.output_dir).resolve():
         refuse_used(recipe)  # a branch of another run
@@ -123,13 +124,13 @@ NUMERIC = ("torch", "transformers", "trl", "deepspeed", "accelerate", "vllm", "v
 
 
 def check_same(recipe: TrainRecipe, manifest: dict[str, Any], folder: Path) -> None:
-    """Raise RecipeError, naming every difference, where a checkpoint cannot be continued exactly under a recipe."""
+    """Raise UserError, naming every difference, where a checkpoint cannot be continued exactly under a recipe."""
     if recipe.max_steps > 0 and manifest["step"] > recipe.max_steps:
-        raise RecipeError(f"is {recipe.max_steps}, but {folder} is of step {manifest['step']}", "max_steps")
+        raise UserError(f"is {recipe.max_steps}, but {folder} is of step {manifest['step']}", "max_steps")
     refresh = recipe.refresh_every if isinstance(recipe, DistillRecipe) else 0
     if refresh and manifest["step"] % refresh:
         mend = f"{folder} is between two refreshes, and the weights of the last one are gone; resume from another"
-        raise RecipeError(mend, "refresh_every")
+        raise UserError(mend, "refresh_every")
     here = flat(json.loads(json.dumps(recipe.resolved())))
     launch = {"launch.processes": manifest["processes"], "launch.zero_stage": manifest["zero_stage"]}
     there = flat(manifest["recipe"]) if manifest["recipe"] is not None else launch
@@ -142,7 +143,7 @@ def check_same(recipe: TrainRecipe, manifest: dict[str, Any], folder: Path) -> N
         differ = [key for key in differ if key != "attention"]
     if bad := [key for key in differ if key not in free]:
         named = "; ".join(f"{key} is {show(there.get(key))} there and {show(here.get(key))} here" for key in bad)
-        raise RecipeError(
+        raise UserError(
             f"{folder} was written under another recipe: {named}. Set the old values, or start a new run", "--resume"
         )
     if rounding := [key for key in differ if key in MAY_CHANGE_BUT_FOR_ROUNDING]:

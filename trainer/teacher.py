@@ -28,7 +28,8 @@ from tqdm import tqdm
 
 from rollout import Rollout
 from sparse_rl.attention import adopt, cache_shape
-from sparse_rl.recipe import RecipeError, TaughtRecipe
+from sparse_rl.errors import UserError
+from sparse_rl.recipe import TaughtRecipe
 from sparse_rl.trace import EvictionTrace
 from trainer.batches import Batch, base_of
 from trainer.checkpoint import disk_is_full
@@ -212,7 +213,7 @@ def _say(teacher: Any, rows: Sequence[Row], facts: TeacherFacts, batch_size: int
 def write_for(recipe: TaughtRecipe) -> tuple[Path, int, int]:
     """What `sparse-rl teacher` does: the folder, its rows, and the shards that were there already.
 
-    Raises RecipeError for a recipe without teacher_cache, TeacherCacheError where the folder holds something else.
+    Raises UserError for a recipe without teacher_cache, TeacherCacheError where the folder holds something else.
     """
     from transformers import AutoModelForCausalLM
 
@@ -220,20 +221,20 @@ def write_for(recipe: TaughtRecipe) -> tuple[Path, int, int]:
     from trainer.rows import taught_rows
 
     if recipe.teacher_cache is None or recipe.top_k is None:
-        raise RecipeError("name the folder to write, and top_k", "teacher_cache")
+        raise UserError("name the folder to write, and top_k", "teacher_cache")
     source = recipe.teacher or recipe.model
     load_config(source)
     try:
         Path(recipe.teacher_cache).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RecipeError(f"{recipe.teacher_cache} cannot be written: {error}", "teacher_cache") from error
+        raise UserError(f"{recipe.teacher_cache} cannot be written: {error}", "teacher_cache") from error
     tokenizer = load_tokenizer(recipe.model)
     rows, held_out = taught_rows(recipe, tokenizer)
     rows += held_out or []
     try:
         teacher: Any = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, recipe.dtype))
     except (OSError, ValueError) as error:
-        raise RecipeError(f"the weights of {source} cannot be read: {str(error).splitlines()[0]}", "teacher") from error
+        raise UserError(f"the weights of {source} cannot be read: {str(error).splitlines()[0]}", "teacher") from error
     teacher = teacher.to("cuda" if torch.cuda.is_available() else "cpu")
     facts = TeacherFacts(
         source,

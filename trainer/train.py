@@ -13,6 +13,7 @@ import torch
 
 from sparse_rl.data import load_data
 from sparse_rl.engines import engine_options, settle_attention, settle_engine
+from sparse_rl.errors import UserError
 from sparse_rl.models import (
     POLICY_FILE,
     SCORERS,
@@ -28,7 +29,6 @@ from sparse_rl.recipe import (
     GRPORecipe,
     KVpopRecipe,
     Recipe,
-    RecipeError,
     ReplayedRecipe,
     SampledRecipe,
     SFTRecipe,
@@ -70,7 +70,7 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
     resume : a checkpoint directory, or "newest" for the newest in the recipe's output_dir
     """
     if not isinstance(recipe, TrainRecipe):
-        raise RecipeError(f"a recipe of kind {recipe.kind} is not trained; see sparse-rl {recipe.kind}", "kind")
+        raise UserError(f"a recipe of kind {recipe.kind} is not trained; see sparse-rl {recipe.kind}", "kind")
     rundir.check_world(recipe)
     config = load_config(recipe.model)
     if isinstance(recipe, SampledRecipe):
@@ -137,7 +137,7 @@ def _grpo(recipe: GRPORecipe, folder: Path) -> Any:
     try:
         functions, weights = make_rewards(recipe.rewards)
     except ValueError as error:
-        raise RecipeError(str(error), "rewards") from error
+        raise UserError(str(error), "rewards") from error
     tokenizer = load_tokenizer(recipe.model)
     data = load_data(recipe.data, tokenizer)
     recipe.check_prompts(len(data))
@@ -254,7 +254,7 @@ def _kvpop(recipe: KVpopRecipe, folder: Path) -> Any:
         carried: Any = saved_policy(recipe.model)
         if carried.scorer != policy.scorer:
             mend = f"the model carries scorers {carried.scorer}; name these, or remove its {POLICY_FILE}"
-            raise RecipeError(mend, "cache.scorer")
+            raise UserError(mend, "cache.scorer")
         logger.warning("the scorers of %s are trained further", recipe.model)
     teacher = _teacher(recipe, student, [*rows, *(held_out or [])])
     return KVpopTrainer(
@@ -289,12 +289,12 @@ def _teacher(recipe: Any, student: Any, rows: Any) -> Any:
         cache = TeacherCache(recipe.teacher_cache, expected_facts(recipe, student.config.vocab_size))
         if unknown := sum(row not in cache for row in rows):
             mend = f"{recipe.teacher_cache} does not know {unknown} sequences of this dataset; write it for this recipe"
-            raise RecipeError(mend, "teacher_cache")
+            raise UserError(mend, "teacher_cache")
         return cache
     teacher = _load(recipe.teacher or recipe.model, recipe.dtype)
     if teacher.config.vocab_size != student.config.vocab_size:
         sizes = f"{teacher.config.vocab_size} tokens, the student's {student.config.vocab_size}"
-        raise RecipeError(f"the vocabulary has {sizes}; it must be the same", "teacher")
+        raise UserError(f"the vocabulary has {sizes}; it must be the same", "teacher")
     return teacher
 
 
@@ -312,7 +312,7 @@ def _load(model: str, dtype: str) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
     except (OSError, ValueError) as error:
-        raise RecipeError(f"the weights of {model} cannot be read: {str(error).splitlines()[0]}", "model") from error
+        raise UserError(f"the weights of {model} cannot be read: {str(error).splitlines()[0]}", "model") from error
 
 
 @contextmanager

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sparse_rl.attention import cache_shape
+from sparse_rl.errors import UserError
 from sparse_rl.models import load_config, load_tokenizer, saved_policy
 from sparse_rl.policies import Policy, make_policy, sampled_under
-from sparse_rl.recipe import RecipeError
-from sparse_rl.recipe_schema import apply_overrides
+from sparse_rl.recipe.schema import apply_overrides
 
 PROGRAM = """
 import os, signal, sys
@@ -71,11 +71,11 @@ def serve(
 
     Raises
     ------
-    RecipeError, ValueError
+    UserError, ValueError
         Whatever can be found wrong before anything is loaded.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise RecipeError('serving needs vLLM, which is not installed: pip install "sparse-rl[vllm]"')
+        raise UserError('serving needs vLLM, which is not installed: pip install "sparse-rl[vllm]"')
     from rollout.vllm import compat
 
     _check_plugin()
@@ -120,12 +120,12 @@ def choose_policy(model: str, cache: Sequence[str]) -> tuple[Policy, str]:
     apply_overrides(given, [pair for text in cache for pair in text.split(",")])
     if "policy" not in given:
         if carried is None:
-            raise RecipeError(f"{model} carries no policy to change; name one: policy=gkv,budget=512", "--cache")
+            raise UserError(f"{model} carries no policy to change; name one: policy=gkv,budget=512", "--cache")
         given = {"policy": carried.name, **carried.parameters(), **given}
     try:
         return make_policy(given), "as given"
     except ValueError as error:
-        raise RecipeError(str(error), "--cache") from error
+        raise UserError(str(error), "--cache") from error
 
 
 def command_line(**arguments: Any) -> list[str]:
@@ -152,20 +152,18 @@ def _become(words: list[str]) -> NoReturn:
 def _check_plugin() -> None:
     """vLLM looks the plugin up in each of its processes; it then has to be installed, not merely on the path."""
     if PLUGIN not in importlib.metadata.entry_points(group="vllm.general_plugins").names:
-        raise RecipeError(
-            "sparse-rl is not installed, so vLLM would not find its plugin: pip install -e . in its source"
-        )
+        raise UserError("sparse-rl is not installed, so vLLM would not find its plugin: pip install -e . in its source")
 
 
 def _check_files(model: str, flags: set[str]) -> None:
     """Weights and a tokenizer, unless a flag says that they are elsewhere."""
     folder = Path(model)
     if folder.is_dir() and "--load-format" not in flags and not any(any(folder.glob(name)) for name in WEIGHTS):
-        raise RecipeError(f"{model} has no weights", "model")
+        raise UserError(f"{model} has no weights", "model")
     if flags & {"--tokenizer", "--skip-tokenizer-init"}:
         return
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZERS):  # transformers would make one up
-        raise RecipeError(f"{model} has no tokenizer; copy one there, or name one: -- --tokenizer DIR", "model")
+        raise UserError(f"{model} has no tokenizer; copy one there, or name one: -- --tokenizer DIR", "model")
     load_tokenizer(model)
 
 
@@ -177,10 +175,10 @@ def _check_platform(head_dim: int) -> None:
     try:
         compat.check_version()
         if not compat.on_cpu() and not torch.cuda.is_available():
-            raise RecipeError("there is no GPU, and the vLLM that is installed needs one")
+            raise UserError("there is no GPU, and the vLLM that is installed needs one")
         compat.refuse_head_size(head_dim)
     except ValueError as error:
-        raise RecipeError(str(error).partition(";")[0]) from error  # without the advice to take another engine
+        raise UserError(str(error).partition(";")[0]) from error  # without the advice to take another engine
 
 
 def _check_length(length: int, policy: Policy, config: Any, dtype: str, memory: int | None) -> None:
@@ -188,14 +186,14 @@ def _check_length(length: int, policy: Policy, config: Any, dtype: str, memory: 
     longest = config.max_position_embeddings
     scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
     if length > longest and not scaled:
-        raise RecipeError(f"{length} is more than the model's context, {longest}", "--max-model-len")
+        raise UserError(f"{length} is more than the model's context, {longest}", "--max-model-len")
     if memory is None or dtype not in BYTES:
         return
     layers, kv_heads, head_dim = cache_shape(config)
     entries = max(length, policy.peak_entries or 0)
     need = entries * layers * kv_heads * head_dim * 2 * BYTES[dtype]
     if need > memory:
-        raise RecipeError(
+        raise UserError(
             f"a prompt of {length} tokens takes {need / 2**30:.2f} GiB of cache, and there are {memory / 2**30:.2f}; "
             "raise --kv-cache-gb or lower it",
             "--max-model-len",
@@ -204,7 +202,7 @@ def _check_length(length: int, policy: Policy, config: Any, dtype: str, memory: 
 
 def _check_address(host: str, port: int) -> None:
     if port > 65535:
-        raise RecipeError(f"{port} is not a port; they end at 65535", "--port")
+        raise UserError(f"{port} is not a port; they end at 65535", "--port")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -212,7 +210,7 @@ def _check_address(host: str, port: int) -> None:
             probe.bind(address)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise RecipeError(f"cannot listen on {host}, port {port}: {reason}; choose another --port or --host") from error
+        raise UserError(f"cannot listen on {host}, port {port}: {reason}; choose another --port or --host") from error
 
 
 def _dtype(given: str | None, config: Any) -> str:
@@ -250,7 +248,7 @@ def main(words: list[str]) -> int:
     from rollout.vllm import compat
 
     def fail(message: str) -> NoReturn:
-        raise RecipeError(message)
+        raise UserError(message)
 
     at = words.index("--")
     try:

@@ -13,12 +13,12 @@ To add one:
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 from collections.abc import Mapping
 from typing import Any
 
+from sparse_rl.errors import did_you_mean
 from sparse_rl.policies.base import Entries, Kept, Policy
 from sparse_rl.policies.full import Full
 from sparse_rl.policies.h2o import H2O
@@ -58,12 +58,12 @@ def make_policy(name: str | Policy | Mapping[str, Any], /, **parameters: Any) ->
         return make_policy(block.pop("policy", "full"), **block)
     known = {**POLICIES, **LEARNED}
     if not isinstance(name, str) or name not in known:
-        raise ValueError(f"unknown cache policy {name!r}{_nearest(str(name), known)}; known: {', '.join(known)}")
+        raise ValueError(f"unknown cache policy {name!r}{did_you_mean(str(name), known)}; known: {', '.join(known)}")
     accepted = [p for p in inspect.signature(known[name].__init__).parameters if p != "self"]
     for key in parameters:
         if key not in accepted:
             takes = f"takes {', '.join(accepted)}" if accepted else "takes no parameters"
-            raise ValueError(f"cache policy {name!r} has no parameter {key!r}{_nearest(key, accepted)}; it {takes}")
+            raise ValueError(f"cache policy {name!r} has no parameter {key!r}{did_you_mean(key, accepted)}; it {takes}")
     if "budget" in accepted and "budget" not in parameters:
         raise ValueError(f"cache policy {name!r} needs a budget: the entries to keep per kv head")
     return known[name](**parameters)
@@ -80,11 +80,6 @@ def sampled_under(policy: Policy) -> Policy:
 def fingerprint(policy: Policy) -> str:
     """The policy as one canonical JSON line, for trace files and checkpoints."""
     return json.dumps({"policy": policy.name, **policy.parameters()}, sort_keys=True)
-
-
-def _nearest(word: str, words: Any) -> str:
-    close = difflib.get_close_matches(word, list(words), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 __all__ = ["LEARNED", "POLICIES", "Entries", "KVpop", "Kept", "Policy", "fingerprint", "make_policy", "sampled_under"]

@@ -8,13 +8,13 @@ Each kv head has parameters of its own. To add one: a file with a subclass of `S
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from sparse_rl.errors import did_you_mean
 from sparse_rl.scorers.base import NOT_DECAYED, Recency, Scorer
 from sparse_rl.scorers.mlstm import MLSTM
 from sparse_rl.scorers.stateless import MLP, Linear
@@ -32,12 +32,12 @@ def check_scorer(scorer: str | Mapping[str, Any]) -> dict[str, Any]:
     block = {"name": scorer} if isinstance(scorer, str) else dict(scorer)
     name = block.get("name")
     if name not in SCORERS:
-        raise ValueError(f"unknown scorer {name!r}{_nearest(name, SCORERS)}; known: {', '.join(SCORERS)}")
+        raise ValueError(f"unknown scorer {name!r}{did_you_mean(name, SCORERS)}; known: {', '.join(SCORERS)}")
     accepted = [p for p in inspect.signature(SCORERS[name].__init__).parameters if p not in ("self", "heads", "dim")]
     for key in block.keys() - {"name"}:
         if key not in accepted:
             takes = f"takes {', '.join(accepted)}" if accepted else "takes no parameters"
-            raise ValueError(f"scorer {name!r} has no parameter {key!r}{_nearest(key, accepted)}; it {takes}")
+            raise ValueError(f"scorer {name!r} has no parameter {key!r}{did_you_mean(key, accepted)}; it {takes}")
     sketch_scorer(block, heads=1, dim=4)
     return block
 
@@ -52,11 +52,6 @@ def sketch_scorer(scorer: Mapping[str, Any], *, heads: int, dim: int) -> Scorer:
     """The same without memory for its parameters; draws no random numbers."""
     with torch.device("meta"):
         return make_scorer(scorer, heads=heads, dim=dim)
-
-
-def _nearest(word: Any, words: Any) -> str:
-    close = difflib.get_close_matches(str(word), list(words), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 __all__ = ["NOT_DECAYED", "SCORERS", "Scorer", "check_scorer", "make_scorer", "sketch_scorer"]

@@ -13,7 +13,8 @@ from sparse_rl import doctor, engines
 from sparse_rl.attention import flex
 from sparse_rl.attention.parity import Parity, check_parity, random_evictions
 from sparse_rl.engines import choose_attention, settle_attention
-from sparse_rl.recipe import RecipeError, load_recipe
+from sparse_rl.errors import UserError
+from sparse_rl.recipe import load_recipe
 
 SHAPES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "length": 256}
 CONFIG = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=2, num_attention_heads=4, head_dim=16)
@@ -137,9 +138,9 @@ def test_without_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
     for path in ("sdpa", "dense"):
         assert choose_attention(recipe_with(path), CONFIG) == (path, path)
     for path in ("flex", "flex_sorted"):
-        with pytest.raises(RecipeError, match=r"^attention: there is no GPU, .* use sdpa$"):
+        with pytest.raises(UserError, match=r"^attention: there is no GPU, .* use sdpa$"):
             choose_attention(recipe_with(path), CONFIG)
-    with pytest.raises(RecipeError, match="attention"):
+    with pytest.raises(UserError, match="attention"):
         recipe_with("flash")
 
 
@@ -171,7 +172,7 @@ def test_on_a_gpu_only_what_is_exact(
     monkeypatch.setattr("sparse_rl.attention.parity.check_parity", check)
     recipe = recipe_with(asked)
     if chosen is None:
-        with pytest.raises(RecipeError, match=r"^attention: flex_sorted is not used: .*; use sdpa$"):
+        with pytest.raises(UserError, match=r"^attention: flex_sorted is not used: .*; use sdpa$"):
             choose_attention(recipe, CONFIG)
         return
     path, finding = choose_attention(recipe, CONFIG)

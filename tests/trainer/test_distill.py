@@ -17,7 +17,8 @@ from trainer_runs import timeless
 from rollout import Rollout, make_engine
 from sparse_rl.attention import NO_MASK, adopt
 from sparse_rl.attention.reference import DenseView
-from sparse_rl.recipe import RecipeError, make_recipe
+from sparse_rl.errors import UserError
+from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import EvictionTrace
 from trainer.distill import DistillConfig, DistillTrainer
 from trainer.losses import DistillationLoss
@@ -284,7 +285,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(keys: dict, recipe: Calla
     ],
 )
 def test_a_wrong_recipe_is_refused_by_key(keys: dict, says: str, recipe: Callable) -> None:
-    with pytest.raises(RecipeError, match=says):
+    with pytest.raises(UserError, match=says):
         recipe(**keys)
 
 
@@ -298,7 +299,7 @@ def test_rows_that_are_dropped(recipe: Callable) -> None:
     assert len(rows) == 24 and all(row.completion[-1] == tokenizer.eos_token_id for row in rows)
     assert 0 < len(load_rows(recipe(max_completion_length=longest - 1), made.data, tokenizer)) < 24
     assert len(load_rows(recipe(keep="boxed"), made.data, tokenizer)) == 24  # the synthetic answers are right
-    with pytest.raises(RecipeError, match="no sequence is left"):
+    with pytest.raises(UserError, match="no sequence is left"):
         load_rows(recipe(max_completion_length=1), made.data, tokenizer)
 
 
@@ -321,5 +322,5 @@ def test_only_accepted_answers_are_kept(recipe: Callable, tmp_path: Path) -> Non
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(recipe: Callable, tiny: Callable) -> None:
-    with pytest.raises(RecipeError, match=r"teacher: the vocabulary has 80 tokens"):
+    with pytest.raises(UserError, match=r"teacher: the vocabulary has 80 tokens"):
         train(recipe(teacher=tiny(vocab_size=80)))

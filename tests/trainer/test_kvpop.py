@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM
 from rollout import make_engine
 from sparse_rl.attention import NO_MASK, LearnedView, adopt
 from sparse_rl.attention.reference import DenseView
+from sparse_rl.errors import UserError
 from sparse_rl.models import attach_scorers, load_model, saved_policy
 from sparse_rl.policies import KVpop
-from sparse_rl.recipe import RecipeError, make_recipe
+from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import EvictionTrace
 from trainer.kvpop import KVpopConfig, KVpopTrainer, _warm_cosine
 from trainer.losses import BoundaryLoss, DistillationLoss
@@ -267,7 +268,7 @@ def test_scorers_are_trained_further_where_the_model_has_them(
     assert "are trained further" in caplog.text
     one, two = (load_file(tmp_path / name / "model/cache_scorer.safetensors") for name in ("first", "second"))
     assert all((one[name] - two[name]).abs().max() < 1e-6 for name in one) and one["0.out"].abs().max() > 1e-3
-    with pytest.raises(RecipeError, match="the model carries scorers"):
+    with pytest.raises(UserError, match="the model carries scorers"):
         train(recipe(output_dir=str(tmp_path / "third"), model=str(first), cache={**CACHE, "scorer": "linear"}))
 
 
@@ -284,7 +285,7 @@ def test_texts_as_rows(recipe: Callable) -> None:
     stream = [token for row in short for token in row.prompt + row.completion]
     assert [token for row in together for token in row.prompt + row.completion] == stream
     assert {len(row.prompt) + len(row.completion) for row in together[:-1]} == {80}
-    with pytest.raises(RecipeError, match="no text of at most 5 tokens is left"):
+    with pytest.raises(UserError, match="no text of at most 5 tokens is left"):
         small = recipe(max_length=5)
         load_texts(small, small.data, tokenizer)
 
@@ -306,7 +307,7 @@ def test_texts_as_rows(recipe: Callable) -> None:
     ],
 )
 def test_what_a_recipe_may_not_say(keys: dict, says: str, recipe: Callable) -> None:
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(UserError) as error:
         recipe(**keys)
     assert says in str(error.value) and "\n" not in str(error.value)
 
@@ -329,7 +330,7 @@ def test_the_seed_says_how_scorers_start(recipe: Callable, tmp_path: Path) -> No
 
 
 def test_other_kinds_do_not_take_it(tiny: Callable, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="no engine samples under it yet"):
+    with pytest.raises(UserError, match="no engine samples under it yet"):
         make_recipe({"kind": "distill", "model": tiny(), "output_dir": str(tmp_path), "cache": CACHE,
                      "data": {"synthetic": {"task": "running_sum", "size": 8}}})  # fmt: skip
 
@@ -351,6 +352,6 @@ def test_a_directory_that_cannot_be_used(harm: Callable, says: str, recipe: Call
     final = train(recipe(max_steps=1))
     assert isinstance(saved_policy(final), KVpop)
     harm(final)
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(UserError) as error:
         load_model(final)
     assert says in str(error.value) and "\n" not in str(error.value)

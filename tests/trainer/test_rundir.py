@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sparse_rl.recipe import RecipeError, make_recipe
+from sparse_rl.errors import UserError
+from sparse_rl.recipe import make_recipe
 from trainer.checkpoint import checkpoints, digests, keep_last, publish, write_manifest
 from trainer.rundir import check_world, checkpoint_of, read_metrics, refuse_used, versions
 
@@ -43,11 +44,11 @@ def test_a_used_directory_is_refused_and_a_clean_one_is_not(tmp_path: Path) -> N
     (tmp_path / "recipe.yaml").write_text("kind: grpo\n")  # a run that died before its first step
     refuse_used(recipe)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
-    with pytest.raises(RecipeError, match=r"holds an earlier run; continue it with --resume"):
+    with pytest.raises(UserError, match=r"holds an earlier run; continue it with --resume"):
         refuse_used(recipe)
     (tmp_path / "metrics.jsonl").unlink()
     checkpoint(tmp_path, 1)
-    with pytest.raises(RecipeError, match=r"output_dir.*holds an earlier run"):
+    with pytest.raises(UserError, match=r"output_dir.*holds an earlier run"):
         refuse_used(recipe)
 
 
@@ -85,10 +86,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(kind, tmp_
     damage(last)
     assert checkpoint_of(recipe, "newest") == before
     assert len(caplog.messages) == 1 and re.search(f"skipped .*checkpoint-9: {says}", caplog.messages[0])
-    with pytest.raises(RecipeError, match=f"--resume: .*checkpoint-9 is not a whole checkpoint: {says}"):
+    with pytest.raises(UserError, match=f"--resume: .*checkpoint-9 is not a whole checkpoint: {says}"):
         checkpoint_of(recipe, str(last))
     (before / "progress_0.pt").unlink()
-    with pytest.raises(RecipeError, match="holds no whole checkpoint to resume from"):
+    with pytest.raises(UserError, match="holds no whole checkpoint to resume from"):
         checkpoint_of(recipe, "newest")
 
 
@@ -96,16 +97,16 @@ def test_another_number_of_processes_is_refused(tmp_path: Path, monkeypatch: pyt
     two = recipe_of(tmp_path, launch={"processes": 2})
     checkpoint(tmp_path, 3, two)
     says = r"checkpoint-3 was written under another recipe: launch\.processes is 2 there and 1 here"
-    with pytest.raises(RecipeError, match=says):
+    with pytest.raises(UserError, match=says):
         checkpoint_of(recipe_of(tmp_path), "newest")
     assert checkpoint_of(two, "newest").name == "checkpoint-3"
-    with pytest.raises(RecipeError, match=r"launch\.processes.*is 2, but 1 processes were started"):
+    with pytest.raises(UserError, match=r"launch\.processes.*is 2, but 1 processes were started"):
         check_world(two)
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_world(two)
     library = tmp_path / "library"
     unknown = checkpoint(library, 4, two, recipe=None)
-    with pytest.raises(RecipeError, match=r"launch\.processes is 2 there and 1 here"):
+    with pytest.raises(UserError, match=r"launch\.processes is 2 there and 1 here"):
         checkpoint_of(recipe_of(library), str(unknown))
     assert checkpoint_of(recipe_of(library, launch={"processes": 2}), str(unknown)) == unknown
 
@@ -115,7 +116,7 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
     changed = recipe_of(
         tmp_path, "learning_rate=2e-6", "launch.zero_stage=3", "cache.budget=16", "cache.sinks=2", "logging_steps=7"
     )
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(UserError) as error:
         checkpoint_of(changed, "newest")
     assert str(error.value).endswith(
         "another recipe: cache.budget is 8 there and 16 here; cache.sinks is null there and 2 here; launch.zero_stage "
@@ -158,16 +159,16 @@ def test_the_length_may_change_only_where_the_rate_does_not_depend_on_it(tmp_pat
         if free:
             assert checkpoint_of(longer, str(place)) == place
         else:
-            with pytest.raises(RecipeError, match="max_steps is 10 there and 20 here"):
+            with pytest.raises(UserError, match="max_steps is 10 there and 20 here"):
                 checkpoint_of(longer, str(place))
-    with pytest.raises(RecipeError, match=r"max_steps: is 2, but .*checkpoint-3 is of step 3"):
+    with pytest.raises(UserError, match=r"max_steps: is 2, but .*checkpoint-3 is of step 3"):
         checkpoint_of(recipe_of(tmp_path, "max_steps=2"), str(place))
 
 
 def test_a_branch_goes_into_a_directory_of_its_own(tmp_path: Path) -> None:
     place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there"))
     checkpoint(tmp_path / "here", 9, recipe_of(tmp_path / "here"))
-    with pytest.raises(RecipeError, match=r"output_dir: .*here holds an earlier run"):
+    with pytest.raises(UserError, match=r"output_dir: .*here holds an earlier run"):
         checkpoint_of(recipe_of(tmp_path / "here"), str(place))
     assert checkpoint_of(recipe_of(tmp_path / "new"), str(place)) == place
     assert checkpoint_of(recipe_of(tmp_path / "there"), str(place)) == place
@@ -179,7 +180,7 @@ def test_a_checkpoint_between_two_refreshes_is_refused(tmp_path: Path) -> None:
     mapping |= {"cache": {"policy": "streaming", "budget": 8}, "refresh_every": 4, "save_steps": 4}
     short, longer = (make_recipe(mapping, [f"max_steps={steps}"]) for steps in (6, 8))
     places = [checkpoint(tmp_path, step, short) for step in (4, 6)]
-    with pytest.raises(RecipeError, match=r"refresh_every: .*checkpoint-6 is between two refreshes"):
+    with pytest.raises(UserError, match=r"refresh_every: .*checkpoint-6 is between two refreshes"):
         checkpoint_of(longer, "newest")
     assert checkpoint_of(longer, str(places[0])) == places[0]
 
@@ -216,6 +217,6 @@ def test_a_torn_last_line_of_the_metrics_is_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_right_is_refused_in_the_recipe(tmp_path: Path, more: dict, says: str) -> None:
-    with pytest.raises(RecipeError, match=says):
+    with pytest.raises(UserError, match=says):
         recipe_of(tmp_path, **more)
     recipe_of(tmp_path, uniform_groups="drop", lora={"r": 4}, launch={"zero_stage": 2})  # the control

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from sparse_rl.recipe_schema import RecipeError, Rule, closest
-
-Text = Annotated[str, Rule("that is not empty", lambda v: v.strip() != "")]
-PositiveInt = Annotated[int, Rule(">= 1", lambda v: v >= 1)]
-NonNegativeInt = Annotated[int, Rule(">= 0", lambda v: v >= 0)]
-Positive = Annotated[float, Rule("> 0", lambda v: v > 0)]
-NonNegative = Annotated[float, Rule(">= 0", lambda v: v >= 0)]
-AtLeastOne = Annotated[float, Rule(">= 1", lambda v: v >= 1)]
-Fraction = Annotated[float, Rule("above 0, at most 1", lambda v: 0 < v <= 1)]
-Probability = Annotated[float, Rule("between 0 and 1", lambda v: 0 <= v <= 1)]
-BelowOne = Annotated[float, Rule(">= 0 and < 1", lambda v: 0 <= v < 1)]
+from sparse_rl.config import (
+    AtLeastOne,
+    Fraction,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Probability,
+    Rule,
+    Text,
+)
+from sparse_rl.errors import UserError, nearest
 
 LOCAL_FILES = (".jsonl", ".json", ".parquet", ".csv")
 COLUMNS = ("prompt", "answer", "completion")
@@ -65,28 +65,26 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.synthetic is None):
-            raise RecipeError("give exactly one of: a file or hub name as path, or a synthetic block", "path")
+            raise UserError("give exactly one of: a file or hub name as path, or a synthetic block", "path")
         for name in self.columns:
             if name not in COLUMNS:
-                near = closest(name, COLUMNS)
-                mend = f"did you mean {near[0]}?" if near else f"it maps our {', '.join(COLUMNS)} to your column names"
-                raise RecipeError(f"unknown column; {mend}", f"columns.{name}")
+                near = nearest(name, COLUMNS)
+                mend = f"did you mean {near}?" if near else f"it maps our {', '.join(COLUMNS)} to your column names"
+                raise UserError(f"unknown column; {mend}", f"columns.{name}")
         if self.synthetic is not None:
             for key in ("columns", "subset", "answer_after"):
                 if getattr(self, key):
-                    raise RecipeError("a synthetic dataset has no use for it; remove it", key)
+                    raise UserError("a synthetic dataset has no use for it; remove it", key)
             if self.split != "train":
-                raise RecipeError("name the split of a synthetic dataset in synthetic.split", "split")
+                raise UserError("name the split of a synthetic dataset in synthetic.split", "split")
         if self.local and not self.split.startswith("train"):
-            raise RecipeError("a local file has one split; remove it, or take a slice such as train[:100]", "split")
+            raise UserError("a local file has one split; remove it, or take a slice such as train[:100]", "split")
         if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
-            raise RecipeError("must contain {prompt}, where the problem goes", "prompt_template")
+            raise UserError("must contain {prompt}, where the problem goes", "prompt_template")
         if self.chat is False:
             for key in ("system_prompt", "thinking"):
                 if getattr(self, key) is not None:
-                    raise RecipeError(
-                        "has no effect with chat: false; remove one (prompt_template adds plain text)", key
-                    )
+                    raise UserError("has no effect with chat: false; remove one (prompt_template adds plain text)", key)
 
     @property
     def local(self) -> bool:
@@ -156,13 +154,13 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         if self.offload and self.zero_stage == 0:
-            raise RecipeError("needs DeepSpeed; set zero_stage to 1, 2 or 3", "offload")
+            raise UserError("needs DeepSpeed; set zero_stage to 1, 2 or 3", "offload")
         if self.processes % self.machines:
-            raise RecipeError(f"{self.processes} processes do not divide among {self.machines} machines", "processes")
+            raise UserError(f"{self.processes} processes do not divide among {self.machines} machines", "processes")
         if self.machine_rank >= self.machines:
-            raise RecipeError(f"must be below machines ({self.machines}), got {self.machine_rank}", "machine_rank")
+            raise UserError(f"must be below machines ({self.machines}), got {self.machine_rank}", "machine_rank")
         if self.machines > 1 and not self.main_process_ip:
-            raise RecipeError("needed with several machines: the address of machine 0", "main_process_ip")
+            raise UserError("needed with several machines: the address of machine 0", "main_process_ip")
 
 
 @dataclass(frozen=True, kw_only=True)

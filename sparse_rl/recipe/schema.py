@@ -8,39 +8,20 @@ False and `2024-01-01` into a date. A key given twice is an error. Types are che
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
+from sparse_rl.errors import UserError, nearest
+
 T = TypeVar("T")
-
-
-class RecipeError(ValueError):
-    """A mistake that a user can mend: one line saying what is wrong, where, and how to mend it.
-
-    `key` is the dotted key at fault, relative to the block that raised it; the reader prepends the rest.
-    """
-
-    def __init__(self, message: str, key: str = "") -> None:
-        message = " ".join(str(message).split())
-        super().__init__(f"{key}: {message}" if key else message)
-        self.message, self.key = message, key
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A condition on a value, for `Annotated[type, Rule(...)]`; `says` completes the sentence "expected ..."."""
-
-    says: str
-    holds: Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
@@ -51,9 +32,9 @@ class Source:
     overridden: frozenset[str] = frozenset()  # dotted keys given on the command line
     places: Mapping[str, str] = field(default_factory=dict)  # a key's name -> its dotted place, for suggestions
 
-    def error(self, path: str, message: str) -> RecipeError:
+    def error(self, path: str, message: str) -> UserError:
         given = any(path == key or path.startswith((f"{key}.", f"{key}[")) for key in self.overridden)
-        error = RecipeError(f"{'command line' if given else self.name}: {path}: {message}")
+        error = UserError(f"{'command line' if given else self.name}: {path}: {message}")
         error.key, error.message = path, message
         return error
 
@@ -101,14 +82,14 @@ for _class in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """The value of a YAML text; a syntax error or a duplicate key is a RecipeError with the line."""
+    """The value of a YAML text; a syntax error or a duplicate key is a UserError with the line."""
     try:
         return _unshared(yaml.load(text, Loader=_Loader))  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise RecipeError(f"{name}{line}: {error.problem or error.context}") from None
+        raise UserError(f"{name}{line}: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
-        raise RecipeError(f"{name}: not YAML: {error}") from None
+        raise UserError(f"{name}: not YAML: {error}") from None
 
 
 def dump_yaml(mapping: Mapping[str, Any]) -> str:
@@ -130,14 +111,14 @@ def apply_overrides(mapping: dict[str, Any], overrides: Iterable[str]) -> frozen
         key, equals, value = text.partition("=")
         *blocks, last = path = key.strip().split(".")
         if not equals or not all(path):
-            raise RecipeError(f"command line: {text!r} is not of the form key=value or block.key=value")
+            raise UserError(f"command line: {text!r} is not of the form key=value or block.key=value")
         block = mapping
         for depth, name in enumerate(blocks):
             if block.get(name) is None:
                 block[name] = {}
             if not isinstance(block[name], dict):
                 where = ".".join(blocks[: depth + 1])
-                raise RecipeError(f"command line: {text}: {where} is not a block but {show(block[name])}; set it whole")
+                raise UserError(f"command line: {text}: {where} is not a block but {show(block[name])}; set it whole")
             block = block[name]
         block[last] = parse_yaml(value, f"command line: {text}")
         keys.add(".".join(path))
@@ -172,7 +153,7 @@ def describe(hint: Any) -> str:
 
 
 def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = True) -> Any:
-    """`value` as type `hint`, or a RecipeError naming the key, the type expected and the value got.
+    """`value` as type `hint`, or a UserError naming the key, the type expected and the value got.
 
     A whole number passes as a float, and (with `promote`) a single value as a list of one. A type that is none of the
     simple ones accepts everything: whoever owns it will check.
@@ -182,7 +163,7 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
     if origin is Annotated:
         try:
             value = coerce(value, args[0], path, source, promote=promote)
-        except RecipeError as error:
+        except UserError as error:
             raise error if error.key != path else wrong from None
         if not all(rule.holds(value) for rule in args[1:]):
             raise wrong
@@ -191,7 +172,7 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
         return _coerce_union(value, args, path, source, wrong)
     if origin is Literal:
         if not any(value == choice and type(value) is type(choice) for choice in args):
-            close = f"; did you mean {near[0]!r}?" if (near := closest(value, [str(a) for a in args])) else ""
+            close = f"; did you mean {near!r}?" if (near := nearest(value, map(str, args))) else ""
             raise source.error(path, f"{wrong.message}{close}")
         return value
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -216,13 +197,13 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
     if isinstance(hint, type) and issubclass(hint, Enum):
         choices = [str(member.value) for member in hint]
         if value not in choices:
-            near = closest(value, choices)
-            mend = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(choices)}"
+            near = nearest(value, choices)
+            mend = f"did you mean {near!r}?" if near else f"one of {', '.join(choices)}"
             raise source.error(path, f"{show(value)} is no {hint.__name__}; {mend}")
     return value
 
 
-def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source, wrong: RecipeError) -> Any:
+def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source, wrong: UserError) -> Any:
     if value is None and type(None) in members:
         return None
     # `SchedulerType | str` accepts what the enum accepts: plain text next to an enum says nothing more
@@ -231,7 +212,7 @@ def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source,
     for member in rest:
         try:
             return coerce(value, member, path, source, promote=len(rest) == 1)
-        except RecipeError as error:
+        except UserError as error:
             if enums or error.key != path:  # the member fits, something in it does not
                 raise
     raise wrong
@@ -246,18 +227,14 @@ def yaml_fields(cls: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True)}
 
 
-def closest(word: Any, words: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(str(word), list(words), n=1, cutoff=0.6)
-
-
-def unknown_key(key: Any, valid: Iterable[str], path: str, source: Source, also: Iterable[str] = ()) -> RecipeError:
+def unknown_key(key: Any, valid: Iterable[str], path: str, source: Source, also: Iterable[str] = ()) -> UserError:
     """The error for a key that is none of `valid` (nor of `also`, which are suggested but not listed)."""
     valid = list(valid)
     if key in source.places:
         place = source.places[key]
         mend = f"did you mean {place}?" if "." in place else f"did you mean {place} at the top level?"
-    elif near := closest(key, [*valid, *also]):
-        mend = f"did you mean {path.rpartition('.')[0] + '.' if '.' in path else ''}{near[0]}?"
+    elif near := nearest(key, [*valid, *also]):
+        mend = f"did you mean {path.rpartition('.')[0] + '.' if '.' in path else ''}{near}?"
     else:
         mend = f"valid keys: {', '.join(sorted(valid))}"
     return source.error(path, f"unknown key; {mend}")
@@ -268,8 +245,8 @@ def build(
 ) -> T:
     """An instance of a dataclass from a mapping; `given` sets fields that YAML cannot.
 
-    Raises RecipeError for an unknown or missing key, a value of the wrong type, and whatever the dataclass's own
-    `__post_init__` refuses (a RecipeError with a key relative to this block).
+    Raises UserError for an unknown or missing key, a value of the wrong type, and whatever the dataclass's own
+    `__post_init__` refuses (a UserError with a key relative to this block).
     """
     assert dataclasses.is_dataclass(cls)
     prefix = f"{path}." if path else ""
@@ -284,5 +261,5 @@ def build(
             raise source.error(f"{prefix}{f.name}", f"missing; give {describe(hints[f.name])}")
     try:
         return cls(**values, **given)
-    except RecipeError as error:
+    except UserError as error:
         raise source.error(f"{prefix}{error.key}" if error.key else path or "recipe", error.message) from None

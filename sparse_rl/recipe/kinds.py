@@ -12,27 +12,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from sparse_rl.recipe_blocks import (
+from sparse_rl.config import (
     AtLeastOne,
     BelowOne,
-    BoundaryConfig,
-    DataConfig,
     Fraction,
-    GuardConfig,
-    LaunchConfig,
-    LoraConfig,
     NonNegative,
     NonNegativeInt,
     Positive,
     PositiveInt,
     Probability,
+    Rule,
+    Text,
+)
+from sparse_rl.errors import UserError
+from sparse_rl.recipe.blocks import (
+    BoundaryConfig,
+    DataConfig,
+    GuardConfig,
+    LaunchConfig,
+    LoraConfig,
     RolloutConfig,
     SweepConfig,
     TargetConfig,
-    Text,
     ValidationConfig,
 )
-from sparse_rl.recipe_schema import RecipeError, Rule, dump_yaml, parse_yaml
+from sparse_rl.recipe.schema import dump_yaml, parse_yaml
 
 Scheduler = Literal[
     "linear",
@@ -107,10 +111,10 @@ class TrainRecipe(Recipe):
         options = parse_yaml(options, "gradient_checkpointing_kwargs") if isinstance(options, str) else options
         if isinstance(options, dict) and options.get("use_reentrant"):
             mend = "the eviction trace does not survive reentrant checkpointing; set it to false or remove it"
-            raise RecipeError(mend, "gradient_checkpointing_kwargs.use_reentrant")
+            raise UserError(mend, "gradient_checkpointing_kwargs.use_reentrant")
         if self.lora is not None and self.launch.zero_stage == 3:
             mend = "LoRA under ZeRO-3 takes reentrant checkpointing, which cannot be replayed; use stage 2 or lower"
-            raise RecipeError(mend, "launch.zero_stage")
+            raise UserError(mend, "launch.zero_stage")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +144,7 @@ class SampledRecipe(ReplayedRecipe):
         check_cache(self.cache)
         if self.rollout.tensor_parallel > 1:
             mend = "in training each process has an engine of its own; set it to 1, and use launch.processes"
-            raise RecipeError(mend, "rollout.tensor_parallel")
+            raise UserError(mend, "rollout.tensor_parallel")
         check_model_len(self)
 
     @property
@@ -181,14 +185,14 @@ class GRPORecipe(SampledRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.rewards or not all(self.rewards):
-            raise RecipeError("name at least one reward, for example [math]", "rewards")
+            raise UserError("name at least one reward, for example [math]", "rewards")
         if self.loss_type == "vespo" and self.importance_correction.startswith("sequence"):
-            raise RecipeError("loss_type vespo needs token_truncate, token_mask or none", "importance_correction")
+            raise UserError("loss_type vespo needs token_truncate, token_mask or none", "importance_correction")
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         batch = self.completions_per_generation
         if batch % self.num_generations:
             name = "steps_per_generation" if self.steps_per_generation else "gradient_accumulation_steps"
-            raise RecipeError(
+            raise UserError(
                 f"{self.num_generations} does not divide the global batch {batch} (per_device_train_batch_size "
                 f"{self.per_device_train_batch_size} × launch.processes {self.launch.processes} × {name} {steps}); "
                 "groups must be whole",
@@ -196,9 +200,9 @@ class GRPORecipe(SampledRecipe):
             )
         if self.uniform_groups == "drop" and (self.beta or self.loss_type not in ("grpo", "sapo")):
             mend = "drop needs beta 0 and a loss that averages over responses: loss_type grpo or sapo"
-            raise RecipeError(mend, "uniform_groups")
+            raise UserError(mend, "uniform_groups")
         if self.validation is not None and self.validation.data.thinking != self.data.thinking:
-            raise RecipeError("must be as in data.thinking", "validation.data.thinking")
+            raise UserError("must be as in data.thinking", "validation.data.thinking")
         if self.top_p < 1 or self.top_k is not None:
             self.warnings.append(
                 "top_p < 1 or top_k truncates the sampler's support, which biases the policy ratio; "
@@ -212,10 +216,10 @@ class GRPORecipe(SampledRecipe):
         return self.per_device_train_batch_size * self.launch.processes * steps
 
     def check_prompts(self, count: int) -> int:
-        """The prompts of one generation. Raises RecipeError where the data hold fewer: TRL would train on nothing."""
+        """The prompts of one generation. Raises UserError where the data hold fewer: TRL would train on nothing."""
         need = self.completions_per_generation // self.num_generations
         if count < need:
-            raise RecipeError(
+            raise UserError(
                 f"holds {count} prompts, but one generation takes {need} (per_device_train_batch_size × processes × "
                 "steps / num_generations); lower the batch, or add data",
                 "data",
@@ -254,13 +258,13 @@ class TaughtRecipe(ReplayedRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kl_weight == 0 and self.ce_weight == 0:
-            raise RecipeError("one of kl_weight and ce_weight must be above 0", "kl_weight")
+            raise UserError("one of kl_weight and ce_weight must be above 0", "kl_weight")
         if self.divergence == "jsd" and not 0 < self.jsd_beta < 1:
-            raise RecipeError("must be between 0 and 1; the ends are forward and reverse", "jsd_beta")
+            raise UserError("must be between 0 and 1; the ends are forward and reverse", "jsd_beta")
         if self.renormalise and self.top_k is None:
-            raise RecipeError("is about the teacher's top k; name top_k", "renormalise")
+            raise UserError("is about the teacher's top k; name top_k", "renormalise")
         if self.teacher_cache is not None and self.top_k is None:
-            raise RecipeError("needs top_k: that many log-probs are kept, for example 256", "teacher_cache")
+            raise UserError("needs top_k: that many log-probs are kept, for example 256", "teacher_cache")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,13 +291,13 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
         sampled = self.completions == "student"
         if sampled and self.teacher_cache is not None:
             mend = "holds what the teacher says of the dataset's completions; the student's own are new each time"
-            raise RecipeError(mend, "teacher_cache")
+            raise UserError(mend, "teacher_cache")
         if sampled and (self.keep is not None or self.refresh_every):
             key = "keep" if self.keep is not None else "refresh_every"
-            raise RecipeError("is for the dataset's completions; remove it", key)
+            raise UserError("is for the dataset's completions; remove it", key)
         if self.refresh_every and self.save_steps % self.refresh_every:
             mend = f"must divide save_steps ({self.save_steps}): a resumed run takes the weights of its checkpoint"
-            raise RecipeError(mend, "refresh_every")
+            raise UserError(mend, "refresh_every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,20 +338,20 @@ class KVpopRecipe(TaughtRecipe):
         super().__post_init__()
         check_cache(self.cache, learned=True)
         if self.packing and self.prefill == "dense":
-            raise RecipeError("needs packing: false, where it is known what is a prompt", "prefill")
+            raise UserError("needs packing: false, where it is known what is a prompt", "prefill")
         if self.lora is not None:
-            raise RecipeError("the whole model is trained, or with train_base: false the scorers alone", "lora")
+            raise UserError("the whole model is trained, or with train_base: false the scorers alone", "lora")
         policy: Any = make_policy(self.cache)
         if policy.scorer["name"] == "recency" and not self.train_base:
-            raise RecipeError("the scorer recency has no parameters, so nothing would be trained", "train_base")
+            raise UserError("the scorer recency has no parameters, so nothing would be trained", "train_base")
         if self.max_length <= policy.sinks + policy.window + policy.k:
             self.warnings.append(
                 f"rows of at most {self.max_length} tokens never exceed the budget: nothing is evicted"
             )
         if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-            raise RecipeError("depends on a metric; name one that depends on the step alone", "lr_scheduler_type")
+            raise UserError("depends on a metric; name one that depends on the step alone", "lr_scheduler_type")
         if self.scorer_final_learning_rate > self.scorer_learning_rate:
-            raise RecipeError("must not exceed scorer_learning_rate", "scorer_final_learning_rate")
+            raise UserError("must not exceed scorer_learning_rate", "scorer_final_learning_rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +374,7 @@ class SFTRecipe(TrainRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stop_at_accuracy is not None and self.data.synthetic is None:
-            raise RecipeError("needs fresh problems, so a data.synthetic dataset; remove it", "stop_at_accuracy")
+            raise UserError("needs fresh problems, so a data.synthetic dataset; remove it", "stop_at_accuracy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,7 +398,7 @@ class EvalRecipe(Recipe):
 
     def __post_init__(self) -> None:
         if not self.tasks:
-            raise RecipeError("name at least one, for example tasks: {aime24: {path: aime24.jsonl}}", "tasks")
+            raise UserError("name at least one, for example tasks: {aime24: {path: aime24.jsonl}}", "tasks")
         self.caches()
         check_model_len(self)
         if self.temperature == 0 and self.samples > 1:
@@ -422,7 +426,7 @@ class EvalRecipe(Recipe):
         own = base.pop("policy", None)
         names = self.sweep.policy or ([own] if own is not None else [])
         if not names:
-            raise RecipeError("name the policies too, here or as cache.policy", "sweep.budget")
+            raise UserError("name the policies too, here or as cache.policy", "sweep.budget")
         blocks: list[dict[str, Any] | None] = []
         used: set[str] = set()
         for name in names:
@@ -439,7 +443,7 @@ class EvalRecipe(Recipe):
                     blocks.append(block)
         for key in base:
             if key not in used and key != "budget":
-                raise RecipeError(
+                raise UserError(
                     f"none of the policies {', '.join(names)} has this parameter; remove it", f"cache.{key}"
                 )
         return blocks
@@ -455,7 +459,7 @@ KINDS: dict[str, type[Recipe]] = {
 
 
 def check_cache(block: Mapping[str, Any], key: str = "cache", *, learned: bool = False) -> None:
-    """Raise a RecipeError unless `block` is {policy: a known name, its parameters with values in range}.
+    """Raise a UserError unless `block` is {policy: a known name, its parameters with values in range}.
 
     learned : of a policy that is retrofitted to a model, instead of one that engines sample under
     """
@@ -463,20 +467,20 @@ def check_cache(block: Mapping[str, Any], key: str = "cache", *, learned: bool =
 
     parameters = dict(block)
     if not isinstance(name := parameters.pop("policy", None), str):
-        raise RecipeError("missing; name a cache policy, for example full, streaming or gkv", f"{key}.policy")
+        raise UserError("missing; name a cache policy, for example full, streaming or gkv", f"{key}.policy")
     try:
         policy = make_policy(name, **parameters)
     except (ValueError, TypeError) as error:
-        raise RecipeError(str(error), key) from None
+        raise UserError(str(error), key) from None
     if policy.decides_first != learned:
         mend = "no engine samples under it yet; it is trained by recipes of kind kvpop"
-        raise RecipeError(mend if policy.decides_first else "recipes of kind kvpop train kvpop", f"{key}.policy")
+        raise UserError(mend if policy.decides_first else "recipes of kind kvpop train kvpop", f"{key}.policy")
 
 
 def check_model_len(recipe: SampledRecipe | EvalRecipe) -> None:
-    """Raise a RecipeError where the engine's longest sequence does not hold a prompt and a completion."""
+    """Raise a UserError where the engine's longest sequence does not hold a prompt and a completion."""
     prompt = max(data.max_prompt_tokens or 1 for data in recipe.prompt_sources)
     need = prompt + recipe.max_completion_length
     if recipe.rollout.max_model_len is not None and recipe.rollout.max_model_len < need:
         mend = f"must hold a prompt and a completion, at least {need} tokens here; raise or remove it"
-        raise RecipeError(mend, "rollout.max_model_len")
+        raise UserError(mend, "rollout.max_model_len")

@@ -21,42 +21,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from sparse_rl.recipe_blocks import (
-    DataConfig,
-    GuardConfig,
-    LaunchConfig,
-    LoraConfig,
-    RolloutConfig,
-    SweepConfig,
-    SyntheticConfig,
-    ValidationConfig,
-)
-from sparse_rl.recipe_kinds import (
-    KINDS,
-    DistillRecipe,
-    EvalRecipe,
-    GRPORecipe,
-    KVpopRecipe,
-    Recipe,
-    ReplayedRecipe,
-    SampledRecipe,
-    SFTRecipe,
-    TaughtRecipe,
-    TrainRecipe,
-    check_cache,
-)
-from sparse_rl.recipe_refused import refusal
-from sparse_rl.recipe_schema import (
-    RecipeError,
-    Source,
-    apply_overrides,
-    build,
-    closest,
-    coerce,
-    parse_yaml,
-    show,
-    yaml_fields,
-)
+from sparse_rl.errors import UserError, nearest
+from sparse_rl.recipe.kinds import KINDS, Recipe
+from sparse_rl.recipe.refused import refusal
+from sparse_rl.recipe.schema import Source, apply_overrides, build, coerce, parse_yaml, show, yaml_fields
 
 
 def _shipped() -> dict[str, Any]:
@@ -94,14 +62,14 @@ def load_recipe(
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"{name}: cannot be read: {error}") from None
+            raise UserError(f"{name}: cannot be read: {error}") from None
     elif path.with_name(path.name + ".yaml").is_file():
-        raise RecipeError(f"{name}: no shipped recipe has this name; for the file write {name}.yaml")
+        raise UserError(f"{name}: no shipped recipe has this name; for the file write {name}.yaml")
     else:
         names = list_recipes()
-        near = closest(name.removesuffix(".yaml").removesuffix(".yml").removeprefix("recipes/"), names)
-        mend = f"did you mean {near[0]}?" if near else f"shipped recipes: {', '.join(names) or 'none'}"
-        raise RecipeError(f"{name}: neither a file nor a shipped recipe; {mend}")
+        near = nearest(name.removesuffix(".yaml").removesuffix(".yml").removeprefix("recipes/"), names)
+        mend = f"did you mean {near}?" if near else f"shipped recipes: {', '.join(names) or 'none'}"
+        raise UserError(f"{name}: neither a file nor a shipped recipe; {mend}")
     return make_recipe(parse_yaml(text, name), overrides, extra_fields, name)
 
 
@@ -114,19 +82,19 @@ def make_recipe(
     """The recipe that a mapping describes.
 
     extra_fields : kind -> {key: type}, further flat keys, passed through in `trainer_options`
-    Raises RecipeError (one line) for anything that is wrong; `recipe.warnings` holds what is merely unwise.
+    Raises UserError (one line) for anything that is wrong; `recipe.warnings` holds what is merely unwise.
     """
     if not isinstance(mapping, dict):
-        raise RecipeError(f"{name}: expected a mapping of keys to values, got {show(mapping)}")
+        raise UserError(f"{name}: expected a mapping of keys to values, got {show(mapping)}")
     mapping = dict(mapping)
     overridden = apply_overrides(mapping, overrides)
     kind = mapping.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:
-        near = closest(kind, KINDS)
+        near = nearest(kind, KINDS)
         raise Source(name, overridden).error(
             "kind",
             f"{'missing' if kind is None else f'unknown kind {show(kind)}'}; one of {', '.join(KINDS)}"
-            + (f" (did you mean {near[0]}?)" if near else ""),
+            + (f" (did you mean {near}?)" if near else ""),
         )
     cls = KINDS[kind]
     source = Source(name, overridden, _places(cls))
@@ -141,7 +109,7 @@ def make_recipe(
             options[key] = coerce(mapping.pop(key), extra[key], key, source)
     try:
         return build(cls, mapping, "", source, also=extra, trainer_options=options)
-    except RecipeError as error:
+    except UserError as error:
         if error.key == "cache" and any(key.startswith("cache.") for key in overridden):
             mend = f"{error.message} (cache={{policy: ...}} replaces the whole block)"
             raise source.error("cache", mend) from None
@@ -156,31 +124,3 @@ def _places(cls: type[Recipe]) -> dict[str, str]:
             if isinstance(block, type) and dataclasses.is_dataclass(block):
                 places |= {inner: f"{key}.{inner}" for inner in yaml_fields(block) if inner not in places}
     return places | {key: key for key in yaml_fields(cls)}
-
-
-__all__ = [
-    "KINDS",
-    "DataConfig",
-    "DistillRecipe",
-    "EvalRecipe",
-    "GRPORecipe",
-    "GuardConfig",
-    "KVpopRecipe",
-    "LaunchConfig",
-    "LoraConfig",
-    "Recipe",
-    "RecipeError",
-    "ReplayedRecipe",
-    "RolloutConfig",
-    "SFTRecipe",
-    "SampledRecipe",
-    "SweepConfig",
-    "SyntheticConfig",
-    "TaughtRecipe",
-    "TrainRecipe",
-    "ValidationConfig",
-    "check_cache",
-    "list_recipes",
-    "load_recipe",
-    "make_recipe",
-]

@@ -1,0 +1,42 @@
+"""The errors of this project by what can be done about them, and how they suggest the nearest valid name.
+
+    UserError      what a user can mend: one line that says what is wrong, where, and how to mend it; exit status 2
+    StoppedError   what stops a run that was asked for well: one line, exit status 1
+
+Whatever else escapes is a fault of ours, and is shown with its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class UserError(ValueError):
+    """A mistake that a user can mend, in one line.
+
+    `key` is the dotted recipe key (or the option) at fault, relative to the block that raised it; who reads the block
+    prepends the rest.
+    """
+
+    def __init__(self, message: str, key: str = "") -> None:
+        message = " ".join(str(message).split())
+        super().__init__(f"{key}: {message}" if key else message)
+        self.message, self.key = message, key
+
+
+class StoppedError(RuntimeError):
+    """A run cannot go on, although what was asked for is well formed; its message says why, and what is whole."""
+
+
+def nearest(word: Any, valid: Iterable[str]) -> str | None:
+    """The valid name that is most like `word`; None where none is."""
+    close = difflib.get_close_matches(str(word), list(valid), n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def did_you_mean(word: Any, valid: Iterable[str]) -> str:
+    """The words (did you mean 'name'?) for the nearest valid name, or nothing."""
+    close = nearest(word, valid)
+    return f" (did you mean {close!r}?)" if close else ""
