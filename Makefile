@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM := false
 .DELETE_ON_ERROR:
 
 quickstart: $(READY)
-	@$(BIN)/python -m sparse_rl.quickstart --seeds $(SEEDS) --engine $(ENGINE)
+	@$(BIN)/python -m sparse_rl.cli quickstart --seeds $(SEEDS) --engine $(ENGINE)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --durations 10

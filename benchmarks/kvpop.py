@@ -31,15 +31,16 @@ from rich.console import Console
 from rich.table import Table
 
 from sparse_rl.attention import LearnedView
-from sparse_rl.models import load_model, load_tokenizer, saved_policy
-from sparse_rl.quickstart import AIM, Stages
+from sparse_rl.commands.quickstart import AIM, Stages
+from sparse_rl.data.running_sum import save_untrained
+from sparse_rl.metrics import read_metrics
+from sparse_rl.models.directory import saved_policy
+from sparse_rl.models.load import load_model, load_tokenizer
 from sparse_rl.recipe import load_recipe
-from sparse_rl.running_sum import save_untrained
 from trainer.batches import Batch
 from trainer.kvpop import as_rollouts
 from trainer.losses import DistillationLoss
 from trainer.rows import Row, load_texts
-from trainer.rundir import read_metrics
 
 LABELS, NOTES, BUDGETS, HELD_OUT = 12, 0.1, (40, 44, 48, 52, 56, 60, 64), 512  # a text is of some 130 tokens
 LEARNING_RATE = 4e-4  # the scorers' is 5e-3

@@ -24,8 +24,8 @@ if __name__ == "__main__":
 from rich.console import Console
 from rich.table import Table
 
-from sparse_rl.quickstart import Stages
-from trainer.rundir import read_metrics
+from sparse_rl.commands.quickstart import Stages
+from sparse_rl.metrics import read_metrics
 
 STEPS, FIRST = 40, 10
 

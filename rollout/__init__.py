@@ -18,7 +18,7 @@ from typing import Any
 
 from rollout.engine import Engine, Rollout, SamplingConfig
 from sparse_rl.engines import default_engine
-from sparse_rl.models import saved_policy
+from sparse_rl.models.directory import saved_policy
 from sparse_rl.policies import Policy, make_policy, sampled_under
 
 ENGINES = ("hf", "vllm")

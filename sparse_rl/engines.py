@@ -113,7 +113,7 @@ def attention_checks(recipe: ReplayedRecipe, config: Any, paths: Sequence[str]) 
 
     from sparse_rl.attention import cache_shape
     from sparse_rl.attention.parity import check_parity
-    from sparse_rl.models import load_config
+    from sparse_rl.models.load import load_config
 
     configs = [config]
     if isinstance(recipe, DistillRecipe) and recipe.packing and recipe.teacher is not None:

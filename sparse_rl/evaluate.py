@@ -26,8 +26,6 @@ from sparse_rl.recipe import EvalRecipe
 from sparse_rl.samples import engines, eval_policies, facts, sampled, sampling_of
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from rollout import Rollout
     from sparse_rl.policies import Policy
 
@@ -96,9 +94,9 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
     """
     from tqdm import tqdm
 
-    from sparse_rl.data import load_data
+    from sparse_rl.data.problems import load_data
     from sparse_rl.engines import settle_engine
-    from sparse_rl.models import load_config, load_tokenizer
+    from sparse_rl.models.load import load_config, load_tokenizer
     from trainer.rundir import prepare
 
     policies = eval_policies(recipe)
@@ -154,32 +152,6 @@ def write_results(file: Path, recipe: EvalRecipe, rows: Sequence[EvalRow]) -> No
         "rows": [{**dataclasses.asdict(row), "budget": row.budget} for row in rows],
     }
     file.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def table(rows: Sequence[EvalRow]) -> Table:
-    """The rows for people."""
-    from rich.table import Table
-
-    made = Table(title="accuracy: share of completions with reward >= 1; ± one standard error over problems")
-    largest = max((k for row in rows for k in row.pass_at_k), default=1)
-    names = ["task", "cache", "n", "pass@1", *([f"pass@{largest}"] if largest > 1 else [])]
-    for name in (*names, "kept", "kept if right", "peak", "tokens", "cut off", "tok/s"):
-        made.add_column(name, justify="left" if name in ("task", "cache") else "right", no_wrap=True)
-    for row in rows:
-        count = f"{row.problems}×{row.samples}" + (f" (−{row.excluded})" if row.excluded else "")
-        cells = [
-            row.task,
-            row.policy + (f" {row.budget}" if row.budget else ""),
-            count,
-            _percent(row.accuracy, row.standard_error),
-        ]
-        if largest > 1:
-            cells.append(_percent(row.pass_at_k.get(largest), row.pass_at_k_error.get(largest)))
-        cells += [_percent(row.retention), _percent(row.retention_correct), str(row.peak_entries), f"{row.length:.0f}"]
-        made.add_row(*cells, _percent(row.truncated), f"{row.tokens_per_second:.0f}")
-    if any(row.excluded for row in rows):
-        made.caption = "(−m): m problems left out, their gold answers cannot be read"
-    return made
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------------
@@ -300,9 +272,3 @@ def _score(
 def _budget(policy: Policy) -> str:
     budget = policy.parameters().get("budget")
     return "" if budget is None else f" {budget}"
-
-
-def _percent(value: float | None, error: float | None = None) -> str:
-    if value is None:
-        return "–"
-    return f"{100 * value:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")

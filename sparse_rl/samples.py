@@ -24,9 +24,9 @@ def sample(recipe: GRPORecipe | EvalRecipe, folder: Path, problems: int = 8) -> 
     Part by part, so that any number fits: completions.jsonl, and of each part a file traces-00000.safetensors, whose
     traces follow its lines. A full cache has no evictions, and no files of traces.
     """
-    from sparse_rl.data import load_data
+    from sparse_rl.data.problems import load_data
     from sparse_rl.engines import settle_engine
-    from sparse_rl.models import load_config, load_tokenizer, model_fingerprint
+    from sparse_rl.models.load import load_config, load_tokenizer, model_fingerprint
     from sparse_rl.policies import fingerprint, make_policy
     from sparse_rl.trace import save_traces
 
@@ -67,7 +67,8 @@ def sample(recipe: GRPORecipe | EvalRecipe, folder: Path, problems: int = 8) -> 
 
 def eval_policies(recipe: EvalRecipe) -> list[Policy]:
     """The caches of a recipe; where it names none, the one that the model's directory carries, or the full cache."""
-    from sparse_rl.models import load_config, saved_policy
+    from sparse_rl.models.directory import saved_policy
+    from sparse_rl.models.load import load_config
     from sparse_rl.policies import make_policy
 
     load_config(recipe.model)
@@ -135,7 +136,7 @@ def sampled(
 
     Equal prompts stay in one part: the engine tells their samples apart only within one call.
     """
-    from sparse_rl.data import prompt_ids
+    from sparse_rl.data.tokens import prompt_ids
 
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, prompt in enumerate(data["prompt"]):

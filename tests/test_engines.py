@@ -16,12 +16,12 @@ from rollout import ENGINES, default_engine, make_engine
 from rollout.vllm import compat
 from rollout.vllm.engine import VLLMEngine
 from sparse_rl import engines
-from sparse_rl.checks import check_training
+from sparse_rl.commands.checks import check_training
+from sparse_rl.commands.memory import plan
+from sparse_rl.data.running_sum import build_model, save_untrained
 from sparse_rl.engines import CPU_HEAD_SIZES, PROBE, choose_engine, engine_options, settle_engine
 from sparse_rl.errors import UserError
-from sparse_rl.memory import plan
 from sparse_rl.recipe import EvalRecipe, GRPORecipe, RolloutConfig, make_recipe
-from sparse_rl.running_sum import build_model, save_untrained
 from trainer.grpo import PROBE_PROMPT, PROBE_TOKENS
 
 SYNTHETIC = {"synthetic": {"task": "running_sum", "size": 64}}

@@ -9,12 +9,14 @@ from dataclasses import replace
 
 import pytest
 
+from sparse_rl.analysis.evaluation import accuracy_table
+from sparse_rl.data.running_sum import build_model, save_untrained
 from sparse_rl.errors import UserError
-from sparse_rl.evaluate import evaluate, mean_and_error, pass_at_k, table
-from sparse_rl.models import load_config, model_fingerprint, save_policy
+from sparse_rl.evaluate import evaluate, mean_and_error, pass_at_k
+from sparse_rl.models.directory import save_policy
+from sparse_rl.models.load import load_config, model_fingerprint
 from sparse_rl.policies import fingerprint, make_policy
 from sparse_rl.recipe import make_recipe
-from sparse_rl.running_sum import build_model, save_untrained
 from sparse_rl.samples import eval_policies, sample
 from sparse_rl.trace import load_traces
 
@@ -143,7 +145,7 @@ def test_eval_json_holds_the_recipe_the_versions_and_the_rows(recipe_of, tmp_pat
     assert make_recipe(content["recipe"]) == recipe
     assert content["seed"] == 42 and "torch" in content["versions"] and content["format_version"] == 1
     assert content["rows"][0]["accuracy"] == rows[0].accuracy and content["rows"][0]["budget"] is None
-    assert table(rows).row_count == 1
+    assert accuracy_table(rows).row_count == 1
 
 
 def test_results_do_not_depend_on_the_batch(recipe_of, tmp_path):
@@ -175,7 +177,7 @@ def test_correct_means_a_reward_of_at_least_one(recipe_of):
 def test_all_problems_left_out(recipe_of):
     row = evaluate(recipe_of(rows_of(2, none={0, 1})), progress=False)[0]
     assert row.accuracy is None and row.excluded == 2 and row.pass_at_k == {} and row.length > 0
-    assert table([row]).row_count == 1
+    assert accuracy_table([row]).row_count == 1
 
 
 def test_the_accuracy_sees_what_a_reward_sees_in_training(recipe_of):

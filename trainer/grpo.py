@@ -39,7 +39,7 @@ from sparse_rl.attention import (
     cache_shape,
     refuse_reentrant_checkpointing,
 )
-from sparse_rl.data import prompt_ids
+from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.policies import make_policy
 from sparse_rl.trace import EvictionTrace
 from trainer.mismatch import CEILING, FLOORS, check_gap, check_sync, replay_panel

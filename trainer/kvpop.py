@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, set_seed
 
 from rollout import Rollout
 from sparse_rl.attention import FutureTarget, LearnedView
-from sparse_rl.models import SCORERS, attach_scorers, read_scorers, save_policy, write_scorers
+from sparse_rl.models.directory import SCORERS, attach_scorers, read_scorers, save_policy, write_scorers
 from sparse_rl.policies import KVpop
 from sparse_rl.scorers import NOT_DECAYED
 from sparse_rl.trace import EvictionTrace

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rewards import make_rewards
-from sparse_rl.data import completion_ids, load_data, prompt_ids
+from sparse_rl.data.problems import load_data
+from sparse_rl.data.tokens import completion_ids, prompt_ids
 from sparse_rl.errors import UserError
-from sparse_rl.models import load_config
+from sparse_rl.models.load import load_config
 from sparse_rl.recipe import DataConfig, DistillRecipe, KVpopRecipe, TaughtRecipe
 
 logger = logging.getLogger("sparse_rl")

@@ -15,6 +15,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from sparse_rl.errors import UserError
+from sparse_rl.metrics import read_metrics
 from sparse_rl.recipe import DistillRecipe, Recipe, TrainRecipe
 from sparse_rl.recipe.schema import show
 from trainer.checkpoint import checkpoints, damage, read_manifest
@@ -160,18 +161,6 @@ def flat(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in mapping.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
     return found
-
-
-def read_metrics(folder: str | Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a torn last line (a killed run) is left out."""
-    file = Path(folder) / name
-    lines = []
-    for line in file.read_text().splitlines() if file.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return lines
 
 
 def _keep_until(file: Path, step: int) -> None:

@@ -10,9 +10,10 @@ from trl import SFTConfig, SFTTrainer
 
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention import adopt
-from sparse_rl.data import load_data, prompt_ids
+from sparse_rl.data.problems import load_data
+from sparse_rl.data.running_sum import grade
+from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.recipe import SFTRecipe
-from sparse_rl.running_sum import grade
 from trainer.resumable import Resumable
 
 CHECK_PROBLEMS = 256

@@ -217,7 +217,7 @@ def write_for(recipe: TaughtRecipe) -> tuple[Path, int, int]:
     """
     from transformers import AutoModelForCausalLM
 
-    from sparse_rl.models import load_config, load_tokenizer
+    from sparse_rl.models.load import load_config, load_tokenizer
     from trainer.rows import taught_rows
 
     if recipe.teacher_cache is None or recipe.top_k is None:

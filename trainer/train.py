@@ -11,18 +11,11 @@ from typing import Any
 
 import torch
 
-from sparse_rl.data import load_data
+from sparse_rl.data.problems import load_data
 from sparse_rl.engines import engine_options, settle_attention, settle_engine
 from sparse_rl.errors import UserError
-from sparse_rl.models import (
-    POLICY_FILE,
-    SCORERS,
-    load_config,
-    load_model,
-    load_tokenizer,
-    save_policy,
-    saved_policy,
-)
+from sparse_rl.models.directory import POLICY_FILE, SCORERS, save_policy, saved_policy
+from sparse_rl.models.load import load_config, load_model, load_tokenizer
 from sparse_rl.policies import make_policy
 from sparse_rl.recipe import (
     DistillRecipe,

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from rollout.engine import Rollout, SamplingConfig, check_given
 from rollout.sampling import sequence_seed
 from sparse_rl.attention import cache_shape
-from sparse_rl.models import load_config
+from sparse_rl.models.load import load_config
 from sparse_rl.policies import Policy
 from sparse_rl.trace import EvictionTrace
 

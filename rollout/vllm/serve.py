@@ -25,7 +25,8 @@ from typing import Any, NoReturn
 
 from sparse_rl.attention import cache_shape
 from sparse_rl.errors import UserError
-from sparse_rl.models import load_config, load_tokenizer, saved_policy
+from sparse_rl.models.directory import saved_policy
+from sparse_rl.models.load import load_config, load_tokenizer
 from sparse_rl.policies import Policy, make_policy, sampled_under
 from sparse_rl.recipe.schema import apply_overrides
 

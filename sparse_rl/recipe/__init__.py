@@ -11,7 +11,6 @@ from sparse_rl.recipe.blocks import (
     LoraConfig,
     RolloutConfig,
     SweepConfig,
-    SyntheticConfig,
     ValidationConfig,
 )
 from sparse_rl.recipe.kinds import (
@@ -46,7 +45,6 @@ __all__ = [
     "SFTRecipe",
     "SampledRecipe",
     "SweepConfig",
-    "SyntheticConfig",
     "TaughtRecipe",
     "TrainRecipe",
     "ValidationConfig",

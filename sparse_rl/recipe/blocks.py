@@ -15,81 +15,8 @@ from sparse_rl.config import (
     Rule,
     Text,
 )
-from sparse_rl.errors import UserError, nearest
-
-LOCAL_FILES = (".jsonl", ".json", ".parquet", ".csv")
-COLUMNS = ("prompt", "answer", "completion")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyntheticConfig:
-    """Problems made on the spot (sparse_rl/running_sum.py). The three splits never share a problem."""
-
-    task: Literal["running_sum"]
-    size: PositiveInt
-    split: Literal["train", "calibration", "evaluation"] = "train"
-    seed: NonNegativeInt = 0
-    n: Annotated[int, Rule("from 1 to 12", lambda v: 1 <= v <= 12)] = 8
-    digits: Annotated[int, Rule("from 2 to 10", lambda v: 2 <= v <= 10)] = 5
-    note_probability: Probability = 0.3
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """One dataset: where it is, which columns to use, and how a problem becomes a prompt.
-
-    path : a .jsonl, .json, .parquet or .csv file, or a dataset on the hub (with `subset` and `split`)
-    synthetic : instead of a path
-    columns : our name -> theirs, for prompt, answer and completion, e.g. {prompt: problem}
-    answer_after : keep what follows the last such marker of the answer ("####" for GSM8K's own files)
-    prompt_template : text in which {prompt} stands for the problem; other braces, as in \\boxed{}, are left alone
-    chat : use the tokenizer's chat template; by default if it has one
-    thinking : given to the chat template as enable_thinking
-    limit : use at most so many problems, after shuffling (with shuffle_seed) and dropping
-    max_prompt_tokens : longer prompts are dropped, and counted in the log
-    """
-
-    path: Text | None = None
-    split: Text = "train"
-    subset: str | None = None
-    synthetic: SyntheticConfig | None = None
-    columns: dict[str, Text] = field(default_factory=dict)
-    answer_after: Text | None = None
-    system_prompt: str | None = None
-    prompt_template: str | None = None
-    chat: bool | None = None
-    thinking: bool | None = None
-    limit: PositiveInt | None = None
-    max_prompt_tokens: PositiveInt | None = None
-    shuffle_seed: NonNegativeInt | None = None
-
-    def __post_init__(self) -> None:
-        if (self.path is None) == (self.synthetic is None):
-            raise UserError("give exactly one of: a file or hub name as path, or a synthetic block", "path")
-        for name in self.columns:
-            if name not in COLUMNS:
-                near = nearest(name, COLUMNS)
-                mend = f"did you mean {near}?" if near else f"it maps our {', '.join(COLUMNS)} to your column names"
-                raise UserError(f"unknown column; {mend}", f"columns.{name}")
-        if self.synthetic is not None:
-            for key in ("columns", "subset", "answer_after"):
-                if getattr(self, key):
-                    raise UserError("a synthetic dataset has no use for it; remove it", key)
-            if self.split != "train":
-                raise UserError("name the split of a synthetic dataset in synthetic.split", "split")
-        if self.local and not self.split.startswith("train"):
-            raise UserError("a local file has one split; remove it, or take a slice such as train[:100]", "split")
-        if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
-            raise UserError("must contain {prompt}, where the problem goes", "prompt_template")
-        if self.chat is False:
-            for key in ("system_prompt", "thinking"):
-                if getattr(self, key) is not None:
-                    raise UserError("has no effect with chat: false; remove one (prompt_template adds plain text)", key)
-
-    @property
-    def local(self) -> bool:
-        """Whether the path is that of a file, by its suffix."""
-        return self.path is not None and self.path.lower().endswith(LOCAL_FILES)
+from sparse_rl.data.config import DataConfig
+from sparse_rl.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ To add a kind: a subclass of Recipe with a `kind` and a docstring for its keys, 
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ from sparse_rl.recipe.blocks import (
     TargetConfig,
     ValidationConfig,
 )
-from sparse_rl.recipe.schema import dump_yaml, parse_yaml
+from sparse_rl.recipe.schema import as_mapping, dump_yaml, parse_yaml
 
 Scheduler = Literal[
     "linear",
@@ -72,10 +71,7 @@ class Recipe:
 
     def resolved(self) -> dict[str, Any]:
         """Every key with its value, as YAML would give it: make_recipe(recipe.resolved()) == recipe."""
-        values = dataclasses.asdict(self)
-        options = values.pop("trainer_options")
-        values.pop("warnings")
-        return {"kind": self.kind, **values, **options}
+        return {"kind": self.kind, **as_mapping(self), **self.trainer_options}
 
     def save_resolved(self, path: str | Path) -> None:
         Path(path).write_text(dump_yaml(self.resolved()), encoding="utf-8")

@@ -1,14 +1,9 @@
-"""Recipes: one flat YAML file -> one typed, validated dataclass, before any model is loaded.
+"""Finding and reading a recipe: one flat YAML file, with overrides, becomes one typed, validated dataclass.
 
     recipe = load_recipe("quickstart/grpo", ["learning_rate=1e-5", "cache.budget=64"])
 
-The keys are TRL's where TRL has one; blocks (cache, data, rollout, lora, launch, validation) are mappings.
-`extra_fields` opens the remaining options of a trainer's own config class as further flat keys, which land in
-`trainer_options`. No file of the recipes imports TRL, torch or transformers; only a `cache` block makes them load the
-policies, to check its values.
-
-recipe.py finds and reads; recipe_kinds.py and recipe_blocks.py are the dataclasses; recipe_refused.py says which keys
-of TRL are not taken, and why; recipe_schema.py turns YAML into any dataclass.
+The keys are TRL's where TRL has one; blocks (cache, data, rollout, lora, launch, validation) are mappings. The other
+options of TRL's trainers (passed_through.py) are further flat keys. Nothing here imports torch, transformers or TRL.
 """
 
 from __future__ import annotations
@@ -17,12 +12,13 @@ import contextlib
 import dataclasses
 import importlib.resources
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from sparse_rl.errors import UserError, nearest
 from sparse_rl.recipe.kinds import KINDS, Recipe
+from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.refused import refusal
 from sparse_rl.recipe.schema import Source, apply_overrides, build, coerce, parse_yaml, show, yaml_fields
 
@@ -48,11 +44,7 @@ def list_recipes() -> list[str]:
     return sorted(_shipped())
 
 
-def load_recipe(
-    path_or_name: str | Path,
-    overrides: Sequence[str] = (),
-    extra_fields: Mapping[str, Mapping[str, Any]] | None = None,
-) -> Recipe:
+def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in a YAML file, or a shipped one by its name, with `key=value` overrides applied; see make_recipe."""
     name = str(path_or_name)
     path = Path(name)
@@ -70,18 +62,12 @@ def load_recipe(
         near = nearest(name.removesuffix(".yaml").removesuffix(".yml").removeprefix("recipes/"), names)
         mend = f"did you mean {near}?" if near else f"shipped recipes: {', '.join(names) or 'none'}"
         raise UserError(f"{name}: neither a file nor a shipped recipe; {mend}")
-    return make_recipe(parse_yaml(text, name), overrides, extra_fields, name)
+    return make_recipe(parse_yaml(text, name), overrides, name)
 
 
-def make_recipe(
-    mapping: Any,
-    overrides: Sequence[str] = (),
-    extra_fields: Mapping[str, Mapping[str, Any]] | None = None,
-    name: str = "recipe",
-) -> Recipe:
-    """The recipe that a mapping describes.
+def make_recipe(mapping: Any, overrides: Sequence[str] = (), name: str = "recipe") -> Recipe:
+    """The recipe that a mapping describes; options of TRL's go to `trainer_options`.
 
-    extra_fields : kind -> {key: type}, further flat keys, passed through in `trainer_options`
     Raises UserError (one line) for anything that is wrong; `recipe.warnings` holds what is merely unwise.
     """
     if not isinstance(mapping, dict):
@@ -100,15 +86,15 @@ def make_recipe(
     source = Source(name, overridden, _places(cls))
     if isinstance(mapping.get("cache"), str):
         mapping["cache"] = {"policy": mapping["cache"]}
-    own, extra = yaml_fields(cls), (extra_fields or {}).get(kind, {})
+    own, passed_through = yaml_fields(cls), PASSED_THROUGH.get(kind, {})
     options = {}
     for key in [key for key in mapping if key not in own]:
         if mend := refusal(str(key)):
             raise source.error(str(key), mend)
-        if key in extra:
-            options[key] = coerce(mapping.pop(key), extra[key], key, source)
+        if key in passed_through:
+            options[key] = coerce(mapping.pop(key), passed_through[key], key, source)
     try:
-        return build(cls, mapping, "", source, also=extra, trainer_options=options)
+        return build(cls, mapping, "", source, also=passed_through, trainer_options=options)
     except UserError as error:
         if error.key == "cache" and any(key.startswith("cache.") for key in overridden):
             mend = f"{error.message} (cache={{policy: ...}} replaces the whole block)"

@@ -14,8 +14,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import yaml
 
@@ -127,6 +126,7 @@ def apply_overrides(mapping: dict[str, Any], overrides: Iterable[str]) -> frozen
 
 # ---- types -------------------------------------------------------------------------------------------------
 
+MOST_SHOWN = 12  # choices that an error message lists
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
@@ -144,7 +144,7 @@ def describe(hint: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(describe(member) for member in args))
     if origin is Literal:
-        return "one of " + ", ".join(map(str, args))
+        return "one of " + ", ".join([*map(str, args[:MOST_SHOWN]), *(["..."] if len(args) > MOST_SHOWN else [])])
     if origin is list or hint is list:
         return f"a list of: {describe(args[0])}" if args and args[0] is not Any else "a list"
     if origin is dict or hint is dict or dataclasses.is_dataclass(hint):
@@ -152,9 +152,10 @@ def describe(hint: Any) -> str:
     return _NAMES.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = True) -> Any:
+def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = True, default: Any = None) -> Any:
     """`value` as type `hint`, or a UserError naming the key, the type expected and the value got.
 
+    default : where `value` describes a block, the block that the keys left out are taken from
     A whole number passes as a float, and (with `promote`) a single value as a list of one. A type that is none of the
     simple ones accepts everything: whoever owns it will check.
     """
@@ -178,7 +179,7 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, dict):
             raise wrong
-        return build(hint, value, path, source)
+        return build(hint, value, path, source, default=default)
     if origin is list or hint is list:
         if not isinstance(value, list) and (value is None or not promote):
             raise wrong
@@ -194,26 +195,18 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
         return float(value)
     if hint in _NAMES and type(value) is not hint:
         raise wrong
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        choices = [str(member.value) for member in hint]
-        if value not in choices:
-            near = nearest(value, choices)
-            mend = f"did you mean {near!r}?" if near else f"one of {', '.join(choices)}"
-            raise source.error(path, f"{show(value)} is no {hint.__name__}; {mend}")
     return value
 
 
 def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source, wrong: UserError) -> Any:
     if value is None and type(None) in members:
         return None
-    # `SchedulerType | str` accepts what the enum accepts: plain text next to an enum says nothing more
-    enums = [member for member in members if isinstance(member, type) and issubclass(member, Enum)]
-    rest = enums or [member for member in members if member is not type(None)]
+    rest = [member for member in members if member is not type(None)]
     for member in rest:
         try:
             return coerce(value, member, path, source, promote=len(rest) == 1)
         except UserError as error:
-            if enums or error.key != path:  # the member fits, something in it does not
+            if error.key != path:  # the member fits, something in it does not
                 raise
     raise wrong
 
@@ -221,10 +214,55 @@ def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source,
 # ---- dataclasses -------------------------------------------------------------------------------------------
 
 
-def yaml_fields(cls: type) -> dict[str, Any]:
-    """Key -> type of what YAML may set in a dataclass."""
+def flat(default_factory: Any = dataclasses.MISSING) -> Any:
+    """A field that holds a component's configuration, whose keys stand in YAML beside those of the dataclass itself.
+
+    default_factory : makes the configuration that the keys left out are taken from; without it some are required
+    """
+    return field(default_factory=default_factory, metadata={"flat": True})
+
+
+def flat_fields(cls: type) -> dict[str, type]:
+    """Name -> dataclass of the `flat` fields of a dataclass."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True)}
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.metadata.get("flat")}
+
+
+def own_fields(cls: type) -> dict[str, Any]:
+    """Key -> type of what YAML may set in a dataclass, without what its `flat` fields hold."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    settable = (f for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True))
+    return {f.name: hints[f.name] for f in settable if not f.metadata.get("flat")}
+
+
+def yaml_fields(cls: type) -> dict[str, Any]:
+    """Key -> type of what YAML may set in a dataclass, and in the configurations that it holds flat."""
+    found = own_fields(cls)
+    for name, held in flat_fields(cls).items():
+        inner = yaml_fields(held)
+        assert not found.keys() & inner.keys(), f"{cls.__name__}.{name} says again {found.keys() & inner.keys()}"
+        found |= inner
+    return found
+
+
+def as_mapping(configuration: Any) -> dict[str, Any]:
+    """The values of a dataclass as YAML would give them: plain data, those of `flat` fields beside the others."""
+    values: dict[str, Any] = {}
+    for f in dataclasses.fields(configuration):
+        value = getattr(configuration, f.name)
+        if f.metadata.get("flat"):
+            values |= as_mapping(value)
+        elif f.init and f.metadata.get("yaml", True):
+            values[f.name] = _plain(value)
+    return values
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return as_mapping(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def unknown_key(key: Any, valid: Iterable[str], path: str, source: Source, also: Iterable[str] = ()) -> UserError:
@@ -241,9 +279,19 @@ def unknown_key(key: Any, valid: Iterable[str], path: str, source: Source, also:
 
 
 def build(
-    cls: type[T], mapping: Mapping[str, Any], path: str, source: Source, also: Iterable[str] = (), **given: Any
+    cls: type[T],
+    mapping: Mapping[str, Any],
+    path: str,
+    source: Source,
+    *,
+    also: Iterable[str] = (),
+    default: T | None = None,
+    **given: Any,
 ) -> T:
     """An instance of a dataclass from a mapping; `given` sets fields that YAML cannot.
+
+    also : keys that an error suggests, but does not list
+    default : an instance that the keys left out are taken from; None: the dataclass's own defaults
 
     Raises UserError for an unknown or missing key, a value of the wrong type, and whatever the dataclass's own
     `__post_init__` refuses (a UserError with a key relative to this block).
@@ -254,12 +302,25 @@ def build(
     for key in mapping:
         if key not in hints:
             raise unknown_key(key, hints, f"{prefix}{key}", source, also)
-    values = {key: coerce(value, hints[key], f"{prefix}{key}", source) for key, value in mapping.items()}
+    own, held = own_fields(cls), flat_fields(cls)
+    values: dict[str, Any] = {}
     for f in dataclasses.fields(cls):
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if required and f.name in hints and f.name not in values:
-            raise source.error(f"{prefix}{f.name}", f"missing; give {describe(hints[f.name])}")
+        usual = _default(f) if default is None else getattr(default, f.name, dataclasses.MISSING)
+        block = usual if dataclasses.is_dataclass(usual) else None
+        if f.name in held:
+            mine = {key: value for key, value in mapping.items() if key in yaml_fields(held[f.name])}
+            values[f.name] = build(held[f.name], mine, path, source, default=block)
+        elif f.name in own and f.name in mapping:
+            values[f.name] = coerce(mapping[f.name], own[f.name], f"{prefix}{f.name}", source, default=block)
+        elif f.name in own and usual is dataclasses.MISSING:
+            raise source.error(f"{prefix}{f.name}", f"missing; give {describe(own[f.name])}")
     try:
+        if default is not None:
+            return dataclasses.replace(cast(Any, default), **values, **given)
         return cls(**values, **given)
     except UserError as error:
         raise source.error(f"{prefix}{error.key}" if error.key else path or "recipe", error.message) from None
+
+
+def _default(f: dataclasses.Field) -> Any:
+    return f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default

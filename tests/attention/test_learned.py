@@ -19,7 +19,7 @@ from sparse_rl.attention import (
     future_attention_mass,
 )
 from sparse_rl.kernels import recall, running_topk
-from sparse_rl.models import attach_scorers
+from sparse_rl.models.directory import attach_scorers
 from sparse_rl.policies import KVpop
 
 B, HQ, HKV, S, D, SCALE = 2, 4, 2, 50, 8, 0.35

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_rl import doctor, engines
 from sparse_rl.attention import flex
 from sparse_rl.attention.parity import Parity, check_parity, random_evictions
+from sparse_rl.commands import doctor, engines
 from sparse_rl.engines import choose_attention, settle_attention
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import load_recipe
@@ -207,7 +207,7 @@ def test_a_teacher_of_packed_rows_is_checked_too(
 
 def test_doctor_shows_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable) -> None:
     """With a recipe: natural and sorted where there is a GPU, else what is used."""
-    from sparse_rl.models import load_config
+    from sparse_rl.models.load import load_config
 
     new_model("qwen3").save_pretrained(tmp_path)
     recipe = load_recipe("quickstart/grpo", [f"model={tmp_path}"])
@@ -216,6 +216,6 @@ def test_doctor_shows_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_m
         assert any(line.startswith("attention: sdpa (there is no GPU") for line in doctor.fit(recipe, config)[1])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(engines, "attention_checks", lambda *_: [Parity("flex_sorted"), Parity("flex", failure="no")])
-    monkeypatch.setattr("sparse_rl.memory.device_memory", lambda: None)
+    monkeypatch.setattr("sparse_rl.commands.memory.device_memory", lambda: None)
     shown = [line for line in doctor.fit(recipe, config)[1] if line.startswith("attention: ")]
     assert shown == ["attention: flex_sorted is exact here (error / allowed: )", "attention: flex is not used: no"]

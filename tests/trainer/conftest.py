@@ -24,7 +24,7 @@ def tiny(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Calla
     """tiny(family="qwen3", **config) -> the directory of a tiny random model with a tokenizer."""
     from transformers import GenerationConfig
 
-    from sparse_rl.running_sum import EOS_ID, PAD_ID, build_tokenizer
+    from sparse_rl.data.running_sum import EOS_ID, PAD_ID, build_tokenizer
 
     made: dict[str, str] = {}
 
@@ -50,7 +50,7 @@ def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
     family, model, reward, count, held_out, peft_config, trainer_class and callbacks are taken out of the settings; the
     rest overrides SETTINGS.
     """
-    from sparse_rl.models import load_tokenizer
+    from sparse_rl.models.load import load_tokenizer
     from trainer.grpo import SparseGRPOConfig, SparseGRPOTrainer
     from trainer.rundir import RunLog
 

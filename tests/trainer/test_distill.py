@@ -178,7 +178,7 @@ def recipe(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    from trainer.rundir import read_metrics
+    from sparse_rl.metrics import read_metrics
 
     return read_metrics(folder)
 
@@ -290,7 +290,7 @@ def test_a_wrong_recipe_is_refused_by_key(keys: dict, says: str, recipe: Callabl
 
 
 def test_rows_that_are_dropped(recipe: Callable) -> None:
-    from sparse_rl.models import load_tokenizer
+    from sparse_rl.models.load import load_tokenizer
 
     made = recipe()
     tokenizer = load_tokenizer(made.model)
@@ -305,8 +305,8 @@ def test_rows_that_are_dropped(recipe: Callable) -> None:
 
 def test_only_accepted_answers_are_kept(recipe: Callable, tmp_path: Path) -> None:
     """A wrong answer is another row's; of more rows than the reward is asked for at a time."""
-    from sparse_rl.data import load_data
-    from sparse_rl.models import load_tokenizer
+    from sparse_rl.data.problems import load_data
+    from sparse_rl.models.load import load_tokenizer
 
     made = recipe(data={"synthetic": {"task": "running_sum", "size": 300, "n": 4}})
     tokenizer = load_tokenizer(made.model)

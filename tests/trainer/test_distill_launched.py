@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from sparse_rl.models import load_model
-from trainer.rundir import read_metrics
+from sparse_rl.metrics import read_metrics
+from sparse_rl.models.load import load_model
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

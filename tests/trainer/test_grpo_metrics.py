@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from trainer_runs import timeless
 
-from trainer.rundir import read_metrics
+from sparse_rl.metrics import read_metrics
 
 PANELS = {
     "replay": ("gap_mean", "gap_max", "k3"),

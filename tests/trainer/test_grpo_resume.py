@@ -10,7 +10,7 @@ import pytest
 import torch
 from trainer_runs import KillAt, Killed, steps, timeless
 
-from trainer.rundir import read_metrics
+from sparse_rl.metrics import read_metrics
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"save": 2},

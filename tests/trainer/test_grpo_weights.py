@@ -17,9 +17,9 @@ from trainer_runs import GKV, steps, timeless, trained
 
 import rollout.hf
 import trainer.train
+from sparse_rl.metrics import read_metrics
 from sparse_rl.recipe import load_recipe, make_recipe
 from trainer.mismatch import CEILING, FLOORS, ReplayGapError, check_sync
-from trainer.rundir import read_metrics
 from trainer.weights import named_weights
 
 NOISE = 1e-5

@@ -20,14 +20,15 @@ from rollout import make_engine
 from sparse_rl.attention import NO_MASK, LearnedView, adopt
 from sparse_rl.attention.reference import DenseView
 from sparse_rl.errors import UserError
-from sparse_rl.models import attach_scorers, load_model, saved_policy
+from sparse_rl.metrics import read_metrics
+from sparse_rl.models.directory import attach_scorers, saved_policy
+from sparse_rl.models.load import load_model
 from sparse_rl.policies import KVpop
 from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import EvictionTrace
 from trainer.kvpop import KVpopConfig, KVpopTrainer, _warm_cosine
 from trainer.losses import BoundaryLoss, DistillationLoss
 from trainer.rows import Row, load_texts
-from trainer.rundir import read_metrics
 from trainer.train import train
 
 LENGTHS = ((5, 40), (12, 9), (3, 61), (20, 22))
@@ -273,7 +274,7 @@ def test_scorers_are_trained_further_where_the_model_has_them(
 
 
 def test_texts_as_rows(recipe: Callable) -> None:
-    from sparse_rl.models import load_tokenizer
+    from sparse_rl.models.load import load_tokenizer
 
     made, packed = recipe(), recipe(packing=True, max_length=80)
     tokenizer = load_tokenizer(made.model)

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from trainer_runs import GRPO_KEYS, timeless
 
+from sparse_rl.metrics import read_metrics
 from trainer.checkpoint import checkpoints, damage
-from trainer.rundir import read_metrics
 
 ROOT = Path(__file__).parents[2]
 COMMON = {

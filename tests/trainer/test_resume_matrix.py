@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from trainer_runs import GRPO_KEYS, timeless
 
-from trainer.rundir import read_metrics
+from sparse_rl.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from sparse_rl.errors import UserError
+from sparse_rl.metrics import read_metrics
 from sparse_rl.recipe import make_recipe
 from trainer.checkpoint import checkpoints, digests, keep_last, publish, write_manifest
-from trainer.rundir import check_world, checkpoint_of, read_metrics, refuse_used, versions
+from trainer.rundir import check_world, checkpoint_of, refuse_used, versions
 
 
 def recipe_of(folder: Path, *overrides: str, **more):

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_rl.cli import trl_fields
-from sparse_rl.data import load_data
-from sparse_rl.models import load_tokenizer
+from sparse_rl.data.problems import load_data
+from sparse_rl.data.running_sum import EOS_ID
+from sparse_rl.models.load import load_tokenizer
 from sparse_rl.recipe import make_recipe
-from sparse_rl.running_sum import EOS_ID
 from trainer.sft import make_trainer
 from trainer.train import arguments
 
@@ -29,7 +28,7 @@ def packed(tiny: Callable, tmp_path: Path) -> Callable[[str], tuple[Any, dict[st
             "data": {"synthetic": {"task": "running_sum", "size": 24, "n": 4}}, "per_device_train_batch_size": 2,
             "gradient_checkpointing": False, "packing": True, "packing_strategy": strategy,
         }  # fmt: skip
-        recipe: Any = make_recipe(content, extra_fields=trl_fields())
+        recipe: Any = make_recipe(content)
         tokenizer = load_tokenizer(recipe.model)
         data = load_data(recipe.data, tokenizer, require=("prompt", "completion"))
         trainer = make_trainer(recipe, arguments(recipe), tokenizer, data, None, [])

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from trainer_runs import KillAt, Killed, timeless
 from transformers import TrainerCallback
 
+from sparse_rl.metrics import read_metrics
 from sparse_rl.recipe import make_recipe
-from trainer.rundir import RunLog, read_metrics
+from trainer.rundir import RunLog
 from trainer.train import train
 
 
@@ -31,8 +32,8 @@ def sft(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
     """sft(name, *callbacks, **settings) -> a trainer on 24 problems, 6 steps an epoch."""
     from trl import SFTConfig
 
-    from sparse_rl.data import load_data
-    from sparse_rl.models import load_tokenizer
+    from sparse_rl.data.problems import load_data
+    from sparse_rl.models.load import load_tokenizer
     from sparse_rl.recipe import DataConfig, SyntheticConfig
     from trainer.sft import ResumableSFTTrainer
 

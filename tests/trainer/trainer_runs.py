@@ -66,7 +66,7 @@ def problems(count: int) -> Any:
     """Running-sum problems whose prompts have ragged lengths (8 to 18 tokens)."""
     from datasets import Dataset
 
-    from sparse_rl.running_sum import RunningSum, rows
+    from sparse_rl.data.running_sum import RunningSum, rows
 
     made = [rows("train", count, seed=n, task=RunningSum(n=n)) for n in (3, 5, 8)]
     return Dataset.from_list([made[i % 3][i // 3] for i in range(count)])
@@ -79,7 +79,7 @@ def trained(trainer: Any, resume: str | None = None) -> list[dict[str, Any]]:
 
 def steps(folder: str | Path) -> list[dict[str, Any]]:
     """The training steps logged in a run directory (not its validations, not the summary at the end)."""
-    from trainer.rundir import read_metrics
+    from sparse_rl.metrics import read_metrics
 
     return [line for line in read_metrics(folder) if "loss" in line]
 

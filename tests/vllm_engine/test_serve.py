@@ -21,11 +21,11 @@ from openai import OpenAI, OpenAIError
 
 from rollout import SamplingConfig, make_engine
 from rollout.vllm import serve
-from sparse_rl.cli import parse
-from sparse_rl.console import Session, guarded
-from sparse_rl.models import save_policy
+from sparse_rl.commands.console import Session, guarded
+from sparse_rl.commands.main import parse
+from sparse_rl.data.running_sum import EOS_ID, build_tokenizer
+from sparse_rl.models.directory import save_policy
 from sparse_rl.policies import make_policy
-from sparse_rl.running_sum import EOS_ID, build_tokenizer
 
 POLICY = {"policy": "gkv", "budget": 48, "window": 8, "period": 16}
 PEAK, BLOCK = 64, 32

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout import Rollout, SamplingConfig
 from sparse_rl.attention import replay_logprobs
+from sparse_rl.data.running_sum import rows, save_untrained
 from sparse_rl.policies import POLICIES, Policy, make_policy
-from sparse_rl.running_sum import rows, save_untrained
 
 pytestmark = pytest.mark.slow
 SAMPLING = SamplingConfig(100, seed=0)

@@ -6,10 +6,11 @@ import socket
 
 import pytest
 
-from sparse_rl.data import load_data, prompt_ids
+from sparse_rl.data.config import DataConfig, SyntheticConfig
+from sparse_rl.data.problems import load_data
+from sparse_rl.data.running_sum import build_tokenizer, rows, split_of
+from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.errors import UserError
-from sparse_rl.recipe import DataConfig, SyntheticConfig
-from sparse_rl.running_sum import build_tokenizer, rows, split_of
 
 datasets = pytest.importorskip("datasets")
 

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from sparse_rl import running_sum
-from sparse_rl.running_sum import RunningSum, build_model, build_tokenizer, generate_problems, grade, rows, split_of
+from sparse_rl.data.running_sum import (
+    RunningSum,
+    build_model,
+    build_tokenizer,
+    generate_problems,
+    grade,
+    rows,
+    split_of,
+)
 
 # worked by hand (issue notes)
 EXAMPLES = [

@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from sparse_rl.commands.arguments import add_recipe, read_recipe
+from sparse_rl.commands.console import Session
 from sparse_rl.recipe import EvalRecipe, Recipe
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sparse_rl.memory import Plan
+    from sparse_rl.commands.memory import Plan
 
+ABOUT = "What this machine has and, with a recipe, whether it will fit."
 PACKAGES = ("transformers", "trl", "accelerate", "datasets", "deepspeed", "peft", "math-verify")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser, optional=True)
+
+
+def run(options: argparse.Namespace, session: Session) -> int:
+    from rich.console import Console
+
+    recipe = read_recipe(options) if options.recipe else None
+    for what, finding in environment():
+        print(f"{what:<13} {finding}")
+    if recipe is None:
+        return 0
+    from sparse_rl.models.load import load_config
+
+    table, lines = fit(recipe, load_config(recipe.model))
+    print()
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    print("\n".join(lines))
+    return 0
 
 
 def environment() -> Iterator[tuple[str, str]]:
     """(what, finding) about this machine."""
     import torch
 
-    from sparse_rl.memory import host_memory, show
+    from sparse_rl.commands.memory import host_memory, show
 
     yield "sparse-rl", _version("sparse-rl") or "run from its sources, not installed"
     yield "python", f"{platform.python_version()} on {platform.machine()}"
@@ -51,7 +77,7 @@ def memory_table(recipe: Recipe, made: Plan) -> Table:
     """The memory plan of one process."""
     from rich.table import Table
 
-    from sparse_rl.memory import show
+    from sparse_rl.commands.memory import show
 
     title = f"{recipe.model}: {made.parameters:,} parameters. Memory of one process"
     table = Table(title=title, title_justify="left")
@@ -75,8 +101,8 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     """The table and the verdicts for this machine."""
     import torch
 
+    from sparse_rl.commands.memory import ASSUMED_PROMPT, device_memory, host_memory, plan, verdicts
     from sparse_rl.engines import BEST_FIRST, attention_checks, choose_attention, choose_engine
-    from sparse_rl.memory import ASSUMED_PROMPT, device_memory, host_memory, plan, verdicts
     from sparse_rl.recipe import LaunchConfig, ReplayedRecipe, SampledRecipe
 
     made = plan(recipe, config)

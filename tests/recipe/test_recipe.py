@@ -3,8 +3,7 @@
 import dataclasses
 import subprocess
 import sys
-from enum import Enum
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import yaml
@@ -14,6 +13,7 @@ from sparse_rl.errors import UserError
 from sparse_rl.recipe import KINDS, DistillRecipe, EvalRecipe, GRPORecipe, SFTRecipe, load_recipe, make_recipe
 from sparse_rl.recipe import load as recipe_loading
 from sparse_rl.recipe.kinds import Scheduler
+from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.schema import dump_yaml, parse_yaml, yaml_fields
 
 GRPO = """
@@ -38,14 +38,14 @@ cache: {policy: kvpop, budget: 64, window: 16}
 TEXTS = {"grpo": GRPO, "distill": DISTILL, "kvpop": KVPOP, "sft": SFT, "eval": EVAL}
 
 
-def make(text=GRPO, overrides=(), extra=None):
-    return make_recipe(parse_yaml(text, "r.yaml"), overrides, extra, "r.yaml")
+def make(text=GRPO, overrides=()):
+    return make_recipe(parse_yaml(text, "r.yaml"), overrides, "r.yaml")
 
 
-def refused(*overrides, text=GRPO, extra=None):
+def refused(*overrides, text=GRPO):
     """The one line that a recipe is refused with."""
     with pytest.raises(UserError) as caught:
-        make(text, overrides, extra)
+        make(text, overrides)
     line = str(caught.value)
     assert "\n" not in line
     return line
@@ -72,13 +72,15 @@ def test_round_trip_through_a_file(kind, tmp_path):
         if kind == "eval"
         else ["seed=7", *(["lora.r=4"] if kind != "kvpop" else []), "run_name='1e-6'", "warmup_steps=0.1"]
     )
-    extra = {kind: {"optim": str, "optim_args": dict}}
-    first = make(TEXTS[kind], [*overrides, "optim='no'", "optim_args={fused: true, eps: 1e-8}"], extra)
+    options = {"optim": "sgd", "lr_scheduler_kwargs": {"fused": True, "eps": 1e-8}} if kind in PASSED_THROUGH else {}
+    if options:
+        overrides += ["optim=sgd", "lr_scheduler_kwargs={fused: true, eps: 1e-8}"]
+    first = make(TEXTS[kind], overrides)
     first.save_resolved(tmp_path / "resolved.yaml")
-    again = load_recipe(tmp_path / "resolved.yaml", extra_fields=extra)
+    again = load_recipe(tmp_path / "resolved.yaml")
     assert again == first
-    assert again.trainer_options == {"optim": "no", "optim_args": {"fused": True, "eps": 1e-8}}
-    assert load_recipe(tmp_path / "resolved.yaml", ["seed=8"], extra) != first  # the control
+    assert again.trainer_options == options
+    assert load_recipe(tmp_path / "resolved.yaml", ["seed=8"]) != first  # the control
     assert yaml.safe_load((tmp_path / "resolved.yaml").read_text())["seed"] == 7
 
 
@@ -288,36 +290,18 @@ def test_a_sweep_gives_each_policy_the_parameters_it_has():
 # ---- the options of a trainer's own class ------------------------------------------------------------------
 
 
-class Colour(Enum):
-    RED = "red"
-
-
-EXTRA: dict[str, dict[str, Any]] = {
-    "grpo": {
-        "delta": float | None,
-        "log_completions": bool,
-        "optim": Colour | str,
-        "odd": "SomeForwardReference",
-        "use_vllm": bool,
-        "learning_rate": str,
-        "gradient_checkpointing_kwargs": dict[str, Any] | str | None,
-    }
-}
-
-
-def test_extra_fields_pass_through_with_their_types():
-    overrides = ["delta=2", "log_completions=true", "optim=red", "odd=[1, x]"]
-    recipe = make(GRPO, overrides, EXTRA)
-    assert recipe.trainer_options == {"delta": 2.0, "log_completions": True, "optim": "red", "odd": [1, "x"]}
-    assert recipe.learning_rate == 1e-6  # ours wins over theirs of the same name
-    assert "delta: expected a number or null, got 'x'" in refused("delta=x", extra=EXTRA)
-    assert "log_completions: expected true or false, got 1" in refused("log_completions=1", extra=EXTRA)
-    assert "optim: 'blue' is no Colour; one of red" in refused("optim=blue", extra=EXTRA)
-    assert "optim: 'redd' is no Colour; did you mean 'red'?" in refused("optim=redd", extra=EXTRA)
-    assert "deltas: unknown key; did you mean delta?" in refused("deltas=1", extra=EXTRA)
-    assert "delta: unknown key" in refused("delta=1")  # without the trainer's fields
-    assert "delta: unknown key" in refused("delta=1", text=SFT, extra=EXTRA)  # those of another kind
-    assert "trainer_options: unknown key" in refused("trainer_options={a: 1}", extra=EXTRA)
+def test_options_of_the_trainers_pass_through_with_their_types():
+    overrides = ["delta=2", "log_completions=true", "optim=sgd", "label_names=x"]
+    recipe = make(GRPO, overrides)
+    assert recipe.trainer_options == {"delta": 2.0, "log_completions": True, "optim": "sgd", "label_names": ["x"]}
+    assert "delta: expected a number or null, got 'x'" in refused("delta=x")
+    assert "log_completions: expected true or false, got 1" in refused("log_completions=1")
+    assert "logging_strategy: expected one of no, steps, epoch, got 'blue'" in refused("logging_strategy=blue")
+    line = refused("optim=adamw_torhc")
+    assert "optim: expected one of adamw_torch, " in line and "did you mean 'adamw_torch'?" in line and len(line) < 400
+    assert "deltas: unknown key; did you mean delta?" in refused("deltas=1")
+    assert "delta: unknown key" in refused("delta=1", text=SFT)  # those of another kind
+    assert "trainer_options: unknown key" in refused("trainer_options={a: 1}")
 
 
 @pytest.mark.parametrize(
@@ -337,16 +321,15 @@ def test_extra_fields_pass_through_with_their_types():
     ],
 )
 def test_keys_that_would_break_replay_are_refused(key, mend):
-    for extra in (None, EXTRA, {"grpo": {key: bool}}):
-        line = refused(f"{key}=true", extra=extra)
-        assert f"{key}: not a key here" in line and mend in line
+    line = refused(f"{key}=true")
+    assert f"{key}: not a key here" in line and mend in line
 
 
 def test_reentrant_checkpointing_is_refused():
     key = "gradient_checkpointing_kwargs"
     for value in ("{use_reentrant: true}", "'{\"use_reentrant\": true}'"):
-        assert f"{key}.use_reentrant: the eviction trace does not survive" in refused(f"{key}={value}", extra=EXTRA)
-    assert make(GRPO, [f"{key}={{use_reentrant: false}}"], EXTRA).trainer_options == {key: {"use_reentrant": False}}
+        assert f"{key}.use_reentrant: the eviction trace does not survive" in refused(f"{key}={value}")
+    assert make(GRPO, [f"{key}={{use_reentrant: false}}"]).trainer_options == {key: {"use_reentrant": False}}
 
 
 def test_the_choices_are_those_of_the_pinned_trainer():

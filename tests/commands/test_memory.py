@@ -13,7 +13,7 @@ from rollout import SamplingConfig, make_engine
 from rollout.cache import GROW
 from sparse_rl.attention import cache_shape
 from sparse_rl.attention.replay import visible_mask
-from sparse_rl.memory import (
+from sparse_rl.commands.memory import (
     attention_itemsize,
     cache_bytes,
     count_parameters,
@@ -32,10 +32,10 @@ from sparse_rl.memory import (
     verdict,
     verdicts,
 )
+from sparse_rl.data.running_sum import build_model
 from sparse_rl.policies import Entries, make_policy
 from sparse_rl.policies.scored_window import redundancy
 from sparse_rl.recipe import LaunchConfig, LoraConfig, make_recipe
-from sparse_rl.running_sum import build_model
 from sparse_rl.trace import EvictionTrace
 
 SYNTHETIC = {"synthetic": {"task": "running_sum", "size": 8}}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.models import load_config
+from sparse_rl.models.load import load_config
 from sparse_rl.recipe import (
     DataConfig,
     DistillRecipe,
@@ -344,7 +344,7 @@ def _cache_items(
 ) -> list[Item]:
     """The cache of one point; `pooled`: it is part of the engine's pool, and only shown."""
     from sparse_rl.attention import cache_shape
-    from sparse_rl.models import saved_policy
+    from sparse_rl.models.directory import saved_policy
     from sparse_rl.policies import make_policy
 
     policy = make_policy(block) if block is not None else saved_policy(recipe.model) or make_policy("full")

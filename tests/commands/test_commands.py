@@ -14,13 +14,14 @@ import warnings
 import pytest
 import torch
 
-from sparse_rl import console
-from sparse_rl.cli import main, parse
-from sparse_rl.console import Session, guarded, mendable, training_line
+from sparse_rl.analysis.curves import run_labels, smooth
+from sparse_rl.analysis.traces import histogram
+from sparse_rl.commands import console
+from sparse_rl.commands.console import Session, guarded, mendable, training_line
+from sparse_rl.commands.main import main, parse
+from sparse_rl.data.running_sum import save_untrained
 from sparse_rl.errors import UserError
-from sparse_rl.plots import histogram, run_labels, smooth
 from sparse_rl.policies import Entries, make_policy
-from sparse_rl.running_sum import save_untrained
 from sparse_rl.trace import EvictionTrace, TraceError, save_traces
 from trainer.mismatch import ReplayGapError
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from sparse_rl.data import load_data, prompt_ids
-from sparse_rl.models import load_tokenizer, saved_policy
+from sparse_rl.data.problems import load_data
+from sparse_rl.data.tokens import prompt_ids
+from sparse_rl.models.directory import saved_policy
+from sparse_rl.models.load import load_tokenizer
 from sparse_rl.policies import make_policy
 from sparse_rl.recipe import (
     DistillRecipe,
@@ -26,7 +28,7 @@ from sparse_rl.recipe import (
     load_recipe,
 )
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NAMES = list_recipes()
 TRAINED = [name for name in NAMES if load_recipe(name).kind != "eval"]
 EVALUATED = [name for name in NAMES if load_recipe(name).kind == "eval"]
@@ -48,7 +50,7 @@ def tiny_model(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) ->
     """tiny_model(family, chat) -> the directory of a tiny random model; chat: its tokenizer has a chat template."""
     from transformers import GenerationConfig
 
-    from sparse_rl.running_sum import EOS_ID, PAD_ID, build_tokenizer
+    from sparse_rl.data.running_sum import EOS_ID, PAD_ID, build_tokenizer
 
     made: dict[tuple[str, bool], str] = {}
 
@@ -201,7 +203,7 @@ def test_it_trains(
     name: str, tiny_model: Callable, problems_for: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps of everything that the recipe says, at a hundredth of its size: finite, replayed, exported."""
-    from trainer.rundir import read_metrics
+    from sparse_rl.metrics import read_metrics
     from trainer.train import train
 
     monkeypatch.setenv("WANDB_MODE", "disabled")

@@ -30,9 +30,9 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     import torch
 
     from sparse_rl.attention import cache_shape
-    from sparse_rl.data import load_data
+    from sparse_rl.data.problems import load_data
     from sparse_rl.engines import choose_attention, choose_engine, settle_engine
-    from sparse_rl.models import load_config, load_tokenizer
+    from sparse_rl.models.load import load_config, load_tokenizer
     from sparse_rl.policies import make_policy
     from trainer.rundir import checkpoint_of, refuse_used
 
@@ -118,7 +118,7 @@ def _learned(recipe: KVpopRecipe, config: Any) -> list[tuple[str, str]]:
 
 
 def _teacher(recipe: TaughtRecipe, config: Any) -> str:
-    from sparse_rl.models import load_config
+    from sparse_rl.models.load import load_config
     from trainer.teacher import TeacherCache, expected_facts
 
     if recipe.teacher_cache is not None:

@@ -1,8 +1,7 @@
 """Datasets: from one `data:` block to rows {prompt, answer, ...}, and from a prompt to tokens.
 
-`prompt` is text, or a list of chat messages where the chat template applies; `prompt_ids` is the one place where
-either becomes tokens, so that training, evaluation and serving see the same prompt. It knows nothing about rewards,
-engines or trainers. Local files are read without touching the network.
+`prompt` is text, or a list of chat messages where the chat template applies; tokens.py makes tokens of either. It
+knows nothing about rewards, engines or trainers. Local files are read without touching the network.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_rl.data.config import COLUMNS, LOCAL_FILES, DataConfig
+from sparse_rl.data.running_sum import RunningSum, rows
+from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.errors import UserError
-from sparse_rl.recipe import DataConfig
-from sparse_rl.recipe.blocks import COLUMNS, LOCAL_FILES
-from sparse_rl.running_sum import RunningSum, rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -50,47 +49,6 @@ def load_data(
         return _load(config, tokenizer, require)
     except UserError as error:
         raise UserError(error.message, f"{where}.{error.key}" if error.key else where) from error.__cause__
-
-
-def prompt_ids(prompt: str | Sequence[dict[str, Any]], tokenizer: Any, thinking: bool | None = None) -> list[int]:
-    """The tokens of a prompt: plain text as the tokenizer has it, messages through the chat template.
-
-    Messages end in the header of the assistant's turn; if the last one is the assistant's, it is left open instead.
-    `thinking` reaches the template as enable_thinking.
-    """
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-    else:
-        options = {} if thinking is None else {"enable_thinking": thinking}
-        begun = prompt[-1]["role"] == "assistant"
-        ids = tokenizer.apply_chat_template(
-            list(prompt),
-            add_generation_prompt=not begun,
-            continue_final_message=begun,
-            tokenize=True,
-            return_dict=False,
-            **options,
-        )
-    if hasattr(ids, "keys"):  # a tokenizer that returns its dict whatever it is asked
-        ids = ids["input_ids"]
-    if hasattr(ids, "tolist"):
-        ids = ids.tolist()
-    if len(ids) and isinstance(ids[0], list):
-        ids = ids[0]
-    return [int(i) for i in ids]
-
-
-def completion_ids(completion: str | Sequence[dict[str, Any]], tokenizer: Any) -> list[int]:
-    """The tokens that follow a prompt's: the text, or the assistant's one message, and an end of sequence.
-
-    As it was sampled: a chat template would rewrite an answer, and many drop its reasoning.
-    """
-    if not isinstance(completion, str):
-        if len(completion) != 1:
-            raise ValueError(f"a completion is one message, got {len(completion)}")
-        completion = str(completion[0]["content"])
-    ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
-    return ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
 
 
 def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> Dataset:

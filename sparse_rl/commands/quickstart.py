@@ -29,9 +29,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sparse_rl.console import configure, quiet_loading
+from sparse_rl.commands.console import Session, quiet_loading
 from sparse_rl.engines import default_engine
+from sparse_rl.errors import StoppedError
 
+ABOUT = "On a machine without a GPU: show that training under the recorded evictions pays."
 BUDGETS = (32, 36, 40, 44, 48, 56, 64)
 AIM = (0.25, 0.5)  # accuracy under eviction before RL: room to learn, and something to reinforce
 LEAST = 0.18  # runs that start nearer to chance (0.10) often stay there
@@ -40,7 +42,7 @@ LABELS = {"sft": "before RL", "rl_sparse": "RL-Sparse", "rl_full": "RL-Full", "r
 console = Console(highlight=False)
 
 
-class QuickstartError(Exception):
+class QuickstartError(StoppedError):
     """A stage that failed: one line, and where its log is."""
 
 
@@ -122,7 +124,7 @@ def run_seed(seed: int, out: Path, stages: Stages, engine: str) -> list[dict[str
 
 def prepare(seed: int, out: Path) -> None:
     """A clean folder with the untrained model. Not for threads: it draws from torch's global generator."""
-    from sparse_rl.running_sum import save_untrained
+    from sparse_rl.data.running_sum import save_untrained
 
     folder = out / f"seed{seed}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -145,7 +147,7 @@ def choose_budget(accuracy: dict[int, float]) -> int:
 
 def largest_gap(run: Path) -> float | None:
     """The largest |log p_trainer - log p_sampler| of a run, over all its steps and tokens; None for SFT."""
-    from trainer.rundir import read_metrics
+    from sparse_rl.metrics import read_metrics
 
     gaps = [line["replay/gap_max"] for line in read_metrics(run) if "replay/gap_max" in line]
     return max(gaps, default=None)
@@ -153,7 +155,7 @@ def largest_gap(run: Path) -> float | None:
 
 def report(rows: list[dict[str, Any]], out: Path, seconds: float, engine: str) -> None:
     """results.json, the two pictures, and the table."""
-    from sparse_rl.plots import gap_curves, learning_curves
+    from sparse_rl.analysis.curves import plot_gap, plot_learning
 
     seeds = sorted({row["seed"] for row in rows})
     gaps = {name: max(r["max_abs_dlogp"] for r in rows if r["name"] == name) for name in RUNS}
@@ -167,8 +169,8 @@ def report(rows: list[dict[str, Any]], out: Path, seconds: float, engine: str) -
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     runs = {name: [out / f"seed{seed}" / name for seed in seeds] for name in RUNS}
     sampled = {"rl_full": f"{LABELS['rl_full']} (samples with a full cache)"}
-    learning_curves({sampled.get(n, LABELS[n]): paths[0] for n, paths in runs.items()}, out / "learning_curves.png")
-    gap_curves({LABELS[n]: runs[n][0] for n in ("rl_sparse", "rl_mismatch")}, out / "replay_gap.png")
+    plot_learning({sampled.get(n, LABELS[n]): paths[0] for n, paths in runs.items()}, out / "learning_curves.png")
+    plot_gap({LABELS[n]: runs[n][0] for n in ("rl_sparse", "rl_mismatch")}, out / "replay_gap.png")
 
     table = Table(title="Running sums, held-out problems: accuracy (± standard error)", title_justify="left")
     for column in ("", "seed", "budget", "under eviction", "full cache", "max |Δlogp|"):
@@ -200,38 +202,27 @@ def report(rows: list[dict[str, Any]], out: Path, seconds: float, engine: str) -
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m sparse_rl.quickstart", description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
     parser.add_argument(
         "--engine", choices=("auto", "hf", "vllm"), default="auto", help="that samples in stages 2 to 4"
     )
     parser.add_argument("--slots", type=int, default=min(2, os.cpu_count() or 1), help="stages run at a time")
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, session: Session) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread a stage is fastest at this size
-    configure(verbose=False)
-    quiet_loading(verbose=False)
+    quiet_loading(session.verbose)
     start = time.monotonic()
     engine = default_engine() if options.engine == "auto" else options.engine
     slots = f"{engine} engine, {options.slots} stages at a time"
     console.print(f"sparse-rl quickstart: seeds {options.seeds}, {slots}, in {options.out}")
     stages = Stages(options.slots)
-    try:
-        for seed in options.seeds:
-            prepare(seed, options.out)
-        with ThreadPoolExecutor(len(options.seeds)) as pool:
-            rows = [
-                r for part in pool.map(lambda s: run_seed(s, options.out, stages, engine), options.seeds) for r in part
-            ]
-        report(rows, options.out, time.monotonic() - start, engine)
-    except QuickstartError as error:
-        console.print(f"[red]quickstart:[/] {error}")
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    for seed in options.seeds:
+        prepare(seed, options.out)
+    with ThreadPoolExecutor(len(options.seeds)) as pool:
+        parts = pool.map(lambda seed: run_seed(seed, options.out, stages, engine), options.seeds)
+        rows = [row for part in parts for row in part]
+    report(rows, options.out, time.monotonic() - start, engine)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

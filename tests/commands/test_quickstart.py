@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sparse_rl.quickstart import AIM, LABELS, LEAST, QuickstartError, choose_budget, report
+from sparse_rl.commands.quickstart import AIM, LABELS, LEAST, QuickstartError, choose_budget, report
 
 
 def test_the_smallest_budget_in_the_aim_is_taken() -> None:

@@ -1,0 +1,76 @@
+"""How every picture looks: lines carry their own names, and no display is needed.
+
+The colours are those of Okabe and Ito, distinct to colour-blind eyes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparse_rl.errors import UserError
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STYLE: Any = {
+    "figure.figsize": (7.2, 4.2),
+    "figure.dpi": 150,
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "lines.linewidth": 2.0,
+}
+
+
+def colours(count: int) -> list[str]:
+    return [COLOURS[i % len(COLOURS)] for i in range(count)]
+
+
+def new_figure() -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(STYLE):
+        return plt.subplots(layout="constrained")
+
+
+def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], size: float = 10) -> None:
+    """A name at the end of each line, moved apart where they would overlap, and no legend."""
+    figure = axes.figure
+    figure.canvas.draw()
+    apart = 1.35 * size * figure.dpi / 72
+    placed = sorted((axes.transData.transform((x, y))[1], y, x, label, colour) for x, y, label, colour in ends)
+    heights = [pixel for pixel, *_ in placed]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + apart)
+    for height, (pixel, y, x, label, colour) in zip(heights, placed, strict=True):
+        shift = (8, (height - pixel) * 72 / figure.dpi)
+        axes.annotate(
+            label,
+            (x, y),
+            shift,
+            textcoords="offset points",
+            color=colour,
+            fontsize=size,
+            va="center",
+            annotation_clip=False,
+        )
+
+
+def save_figure(figure: Any, out: str | Path) -> Path:
+    import matplotlib.pyplot as plt
+
+    out = Path(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out)
+    except (OSError, ValueError) as error:  # not writable, or a suffix that is no picture format
+        raise UserError(f"{out} cannot be written: {error}", "--out") from error
+    finally:
+        plt.close(figure)
+    return out

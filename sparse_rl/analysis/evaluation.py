@@ -1,0 +1,41 @@
+"""The table of an evaluation, from its rows (rollout/evaluation)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def accuracy_table(rows: Sequence[Any]) -> Table:
+    """The rows for people."""
+    from rich.table import Table
+
+    made = Table(title="accuracy: share of completions with reward >= 1; ± one standard error over problems")
+    largest = max((k for row in rows for k in row.pass_at_k), default=1)
+    names = ["task", "cache", "n", "pass@1", *([f"pass@{largest}"] if largest > 1 else [])]
+    for name in (*names, "kept", "kept if right", "peak", "tokens", "cut off", "tok/s"):
+        made.add_column(name, justify="left" if name in ("task", "cache") else "right", no_wrap=True)
+    for row in rows:
+        count = f"{row.problems}×{row.samples}" + (f" (−{row.excluded})" if row.excluded else "")
+        cells = [
+            row.task,
+            row.policy + (f" {row.budget}" if row.budget else ""),
+            count,
+            _percent(row.accuracy, row.standard_error),
+        ]
+        if largest > 1:
+            cells.append(_percent(row.pass_at_k.get(largest), row.pass_at_k_error.get(largest)))
+        cells += [_percent(row.retention), _percent(row.retention_correct), str(row.peak_entries), f"{row.length:.0f}"]
+        made.add_row(*cells, _percent(row.truncated), f"{row.tokens_per_second:.0f}")
+    if any(row.excluded for row in rows):
+        made.caption = "(−m): m problems left out, their gold answers cannot be read"
+    return made
+
+
+def _percent(value: float | None, error: float | None = None) -> str:
+    if value is None:
+        return "–"
+    return f"{100 * value:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")

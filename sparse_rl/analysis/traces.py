@@ -1,0 +1,97 @@
+"""What eviction traces keep: numbers, tables and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparse_rl.analysis.drawing import COLOURS, new_figure, save_figure
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sparse_rl.trace import EvictionTrace
+
+
+def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, str]) -> dict[str, Any]:
+    """What `sparse-rl inspect` says of a file; kept_per_head is [L][Hkv], a mean over traces."""
+    import torch
+
+    kept = torch.stack([t.kept_counts().float() for t in traces]).mean(0)
+    retention = [t.retention() for t in traces]
+    lengths = [len(t) for t in traces]
+
+    def spread(values: Sequence[float]) -> dict[str, float]:
+        return {"min": min(values), "mean": sum(values) / len(values), "max": max(values)}
+
+    return {
+        "traces": len(traces),
+        "layers": traces[0].layers,
+        "kv_heads": traces[0].kv_heads,
+        "length": spread(lengths),
+        "retention": spread(retention),
+        "kept_per_head": [[round(v, 2) for v in row] for row in kept.tolist()],
+        "density": [round(v, 4) for v in mean_density(traces, 20).tolist()],
+        "fingerprint": dict(fingerprint),
+    }
+
+
+def mean_density(traces: Sequence[EvictionTrace], bins: int) -> Any:
+    """`EvictionTrace.density` over traces: float [bins]; a bin that a short trace has no token in takes the others."""
+    import torch
+
+    stacked = torch.stack([t.density(bins) for t in traces])
+    filled = torch.zeros(len(traces), bins, dtype=torch.bool)
+    for row, trace in enumerate(traces):
+        fed = max(len(trace) - 1, 1)
+        filled[row, torch.arange(fed) * bins // fed] = True
+    return (stacked * filled).sum(0) / filled.sum(0).clamp(min=1)
+
+
+def kept_table(kept: Sequence[Sequence[float]], large: int) -> Table:
+    """Entries held at the end per layer and kv head; with more than `large` of either, a summary of some layers."""
+    from rich.table import Table
+
+    table = Table(title="entries held at the end", title_justify="left")
+    summary = len(kept[0]) > large
+    for name in ("layer", *(("min", "mean", "max") if summary else (f"head {h}" for h in range(len(kept[0]))))):
+        table.add_column(name, justify="right")
+    stride = -(-len(kept) // large)
+    for layer in range(0, len(kept), stride):
+        row = kept[layer]
+        table.add_row(
+            str(layer), *(f"{v:.1f}" for v in ((min(row), sum(row) / len(row), max(row)) if summary else row))
+        )
+    if stride > 1:
+        table.caption = f"every {stride} layers of {len(kept)}; --json has all"
+    return table
+
+
+def histogram(shares: Sequence[float], height: int = 6) -> list[str]:
+    """Shares of 1 as lines of text, a column for each, the top line first."""
+    blocks = " ▁▂▃▄▅▆▇█"
+    lines = []
+    for level in reversed(range(height)):
+        eighths = [min(max(round((share * height - level) * 8), 0), 8) for share in shares]
+        mark = "100 % ┤" if level == height - 1 else "  0 % ┤" if level == 0 else "      │"
+        lines.append(mark + "".join(blocks[n] * 2 for n in eighths).rstrip())
+    lines.append("      └" + "──" * len(shares))
+    lines.append("       first token".ljust(7 + 2 * len(shares) - 4) + "last")
+    return lines
+
+
+def plot_density(traces: Sequence[EvictionTrace], out: str | Path, bins: int = 50) -> Path:
+    """Share of tokens still held at the end, by relative position: the mean over traces, and each layer faintly."""
+    figure, axes = new_figure()
+    centres = [(i + 0.5) / bins for i in range(bins)]
+    for layer in range(traces[0].layers):
+        one = [type(t)(t.evict_at[layer : layer + 1], validate=False) for t in traces]
+        axes.plot(centres, mean_density(one, bins), color="#999999", alpha=0.4, linewidth=1)
+    axes.plot(centres, mean_density(traces, bins), color=COLOURS[0])
+    axes.set_ylim(0, 1.02)
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("position in the sequence (0: first token, 1: last)")
+    axes.set_ylabel("share of tokens held at the end")
+    axes.set_title("mean over layers, and each layer in grey", loc="left", fontsize=10, color="#555555")
+    return save_figure(figure, out)

@@ -1,0 +1,76 @@
+"""From the words of a command line to the command that they name, and to its exit status."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from sparse_rl.commands import doctor, eval, inspect, plot, quickstart, rollout, serve, teacher, train
+from sparse_rl.commands.arguments import Parser
+from sparse_rl.commands.console import Session, configure, guarded
+from sparse_rl.recipe import list_recipes
+
+COMMANDS = {
+    "train": train,
+    "teacher": teacher,
+    "rollout": rollout,
+    "eval": eval,
+    "serve": serve,
+    "inspect": inspect,
+    "plot": plot,
+    "doctor": doctor,
+    "quickstart": quickstart,
+}
+
+
+def make_parser() -> Parser:
+    """All commands and their options."""
+    common = Parser(add_help=False)
+    common.add_argument("--verbose", action="store_true", help="show what the libraries say, and tracebacks")
+    top = Parser(
+        prog="sparse-rl",
+        description="Post-train language models that reason under a small KV cache.",
+        epilog="RECIPE is a YAML file or the name of a shipped recipe; KEY=VALUE overrides a key, dotted for blocks "
+        f"(cache.budget=512). Shipped: {', '.join(list_recipes()) or 'none'}.",
+    )
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    for name, module in COMMANDS.items():
+        parser = commands.add_parser(name, help=module.ABOUT, description=module.ABOUT, parents=[common])
+        parser.set_defaults(run=module.run)
+        module.add_arguments(parser)
+    return top
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; overrides may stand anywhere, also after `--resume`. Of `serve`, `further` stands behind `--`."""
+    top = make_parser()
+    words, further = list(arguments), []
+    if words[:1] == ["serve"] and "--" in words:
+        at = words.index("--")
+        words, further = words[:at], words[at + 1 :]
+    options, rest = top.parse_known_args(words)
+    options.further = further
+    if options.command is None:
+        top.print_help()
+        raise SystemExit(2)
+    for word in rest:
+        if word.startswith("-") or "=" not in word or not hasattr(options, "overrides"):
+            top.error(f"unrecognised argument {word!r} of {options.command}")
+        options.overrides.append(word)
+    if options.command == "train":
+        train.separate_override_from_resume(options)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = parse(words)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    options.arguments = words
+    configure(options.verbose)
+    session = Session(options.verbose)
+    return guarded(lambda: options.run(options, session), session)

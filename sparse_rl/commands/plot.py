@@ -1,0 +1,38 @@
+"""`sparse-rl plot`: learning and mismatch curves of runs, or the density of a trace."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sparse_rl.commands.console import Session
+from sparse_rl.errors import UserError
+
+ABOUT = "Learning and mismatch curves of runs; the density of a trace."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUN_DIR|TRACE", nargs="+", type=Path)
+    parser.add_argument("--out", metavar="FILE", type=Path, help="default: plots/ in the first run's directory")
+
+
+def run(options: argparse.Namespace, session: Session) -> int:
+    from sparse_rl.analysis.curves import has_gap, plot_gap, plot_learning, run_labels
+    from sparse_rl.analysis.traces import plot_density
+    from sparse_rl.trace import load_traces
+
+    traces = [path for path in options.runs if path.is_file()]
+    folders = [path for path in options.runs if path not in traces]
+    out = options.out
+    if traces and (folders or len(traces) > 1):
+        raise UserError("draw one trace file at a time, or run directories", str(traces[0]))
+    if traces:
+        print(plot_density(load_traces(traces[0]), out or traces[0].with_suffix(".png")))
+        return 0
+    runs = run_labels(folders)
+    out = out or folders[0] / "plots" / "learning.png"
+    print(plot_learning(runs, out))
+    if has_gap(runs):
+        name = "gap.png" if options.out is None else f"{out.stem}_gap{out.suffix}"
+        print(plot_gap(runs, out.with_name(name)))
+    return 0

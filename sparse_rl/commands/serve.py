@@ -1,0 +1,50 @@
+"""`sparse-rl serve`: vLLM's OpenAI server, with the cache policy that a model carries."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from sparse_rl.commands.arguments import amount, positive
+from sparse_rl.commands.console import Session, quiet_loading
+
+ABOUT = "Serve a model with vLLM (OpenAI API) under the cache policy that it carries."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "What stands behind -- goes to vLLM's own server: sparse-rl serve MODEL -- --tensor-parallel-size 2"
+    parser.add_argument("model", metavar="MODEL", help="a model's directory, with its tokenizer")
+    parser.add_argument(
+        "--cache",
+        metavar="KEY=VALUE,...",
+        action="append",
+        default=[],
+        help="another policy (policy=gkv,budget=512), or another value in the model's own (budget=256); "
+        "default: its cache_policy.json, else a full cache",
+    )
+    parser.add_argument("--host", metavar="HOST", default="127.0.0.1", help="0.0.0.0: for everyone")
+    parser.add_argument("--port", metavar="N", type=positive, default=8000)
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: the model's, as vLLM does"
+    )
+    parser.add_argument("--max-batch", metavar="N", type=positive, default=64, help="sequences at a time")
+    parser.add_argument("--max-model-len", metavar="N", type=positive, help="the longest prompt + completion")
+    parser.add_argument("--kv-cache-gb", metavar="GIB", type=amount, help="default: most of the GPU; 1 on a CPU")
+
+
+def run(options: argparse.Namespace, session: Session) -> NoReturn:
+    from rollout.vllm.serve import serve
+
+    quiet_loading(session.verbose)
+    serve(
+        options.model,
+        options.cache,
+        host=options.host,
+        port=options.port,
+        dtype=options.dtype,
+        max_batch=options.max_batch,
+        max_model_len=options.max_model_len,
+        kv_cache_gb=options.kv_cache_gb,
+        further=options.further,
+        verbose=session.verbose,
+    )

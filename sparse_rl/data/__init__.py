@@ -1,0 +1,7 @@
+"""Problems and texts to train on and to evaluate with.
+
+config.py       the `data:` block of a recipe: where a dataset is, and how a problem becomes a prompt
+problems.py     from that block to rows {prompt, answer, completion}
+tokens.py       from a prompt or a completion to tokens
+running_sum.py  the quickstart's task: its problems, its tokenizer, and an untrained model for it
+"""

@@ -1,0 +1,21 @@
+"""metrics.jsonl, the log of a run: one JSON object per line, each with its step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def read_metrics(folder: str | Path, name: str = METRICS_FILE) -> list[dict[str, Any]]:
+    """The lines of a run's log; a torn last line (a killed run) is left out."""
+    file = Path(folder) / name
+    lines = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return lines

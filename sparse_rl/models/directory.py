@@ -1,0 +1,86 @@
+"""What a model's directory carries beside the model: its cache policy, and the scorers of a learned one.
+
+cache_policy.json says under which cache a model was trained; engines and evaluation use it with no flags.
+cache_scorer.safetensors holds the scorers, which plain transformers ignores. In memory they are the module list
+`model.cache_scorers`, one per layer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sparse_rl.errors import UserError
+from sparse_rl.policies import KVpop, Policy, make_policy
+
+POLICY_FILE = "cache_policy.json"
+POLICY_VERSION = 1
+SCORER_FILE = "cache_scorer.safetensors"
+SCORERS = "cache_scorers"
+
+
+def save_policy(directory: str | Path, policy: Policy) -> None:
+    """Write cache_policy.json."""
+    content = {"format_version": POLICY_VERSION, "policy": policy.name, **policy.parameters()}
+    (Path(directory) / POLICY_FILE).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def saved_policy(directory: str | Path) -> Policy | None:
+    """The policy that a model directory carries, or None.
+
+    Raises UserError where the file is there but cannot be used.
+    """
+    file = Path(directory) / POLICY_FILE
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text())
+        version = content.pop("format_version")
+        if version != POLICY_VERSION:
+            raise ValueError(f"format version {version}, this reads {POLICY_VERSION}")
+        return make_policy(content)
+    except (ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"{file} cannot be used: {error}") from error
+
+
+# ---- scorers ---------------------------------------------------------------------------------------------------------
+
+
+def attach_scorers(model: Any, policy: KVpop) -> None:
+    """Give a model untrained scorers, float32. Saved as a whole it leaves them out: see write_scorers."""
+    from torch import nn
+
+    from sparse_rl.attention import cache_shape
+    from sparse_rl.scorers import make_scorer
+
+    layers, heads, dim = cache_shape(model.config)
+    scorers = nn.ModuleList(make_scorer(policy.scorer, heads=heads, dim=dim) for _ in range(layers))
+    setattr(model, SCORERS, scorers.to(model.device))
+    model._keys_to_ignore_on_save = [f"{SCORERS}.{name}" for name in scorers.state_dict()]
+
+
+def write_scorers(directory: str | Path, weights: Any) -> None:
+    """Write cache_scorer.safetensors from a model's state dict."""
+    from safetensors.torch import save_file
+
+    prefix = f"{SCORERS}."
+    own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    save_file({name: value.detach().cpu().contiguous() for name, value in own.items()}, Path(directory) / SCORER_FILE)
+
+
+def read_scorers(directory: str | Path, model: Any) -> None:
+    """Load cache_scorer.safetensors into a model's scorers.
+
+    Raises UserError where it is missing, unreadable, or of other scorers.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = Path(directory) / SCORER_FILE
+    if not file.is_file():
+        raise UserError(f"{file} is missing: the model carries a learned policy without its scorers", "model")
+    try:
+        getattr(model, SCORERS).load_state_dict(load_file(file))
+    except (SafetensorError, RuntimeError, OSError) as error:
+        raise UserError(f"{file} cannot be used: {' '.join(str(error).split())}", "model") from error

@@ -1,0 +1,98 @@
+"""Loading a model: its configuration, checked before anything is loaded, its tokenizer, and its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from sparse_rl.errors import UserError
+from sparse_rl.models.directory import attach_scorers, read_scorers, saved_policy
+from sparse_rl.policies import KVpop
+
+
+def load_config(model: str) -> Any:
+    """The configuration of a directory or hub name, checked to be of a family that we replay.
+
+    Raises UserError: no such model, not a causal language model of the families, sliding windows, dropout.
+    """
+    from transformers import AutoConfig
+
+    from sparse_rl.attention import FAMILIES
+
+    if Path(model).exists() and not (Path(model) / "config.json").is_file():
+        raise UserError(f"{model} is not a model directory: it has no config.json", "model")
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{model} is neither a model directory nor a hub name that can be read: {first}", "model"
+        ) from error
+    if config.model_type not in FAMILIES:
+        raise UserError(
+            f"{model} is of type {config.model_type!r}; the supported families are {', '.join(FAMILIES)}", "model"
+        )
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
+        raise UserError(f"{model} has sliding-window layers, which evict by themselves; it cannot be replayed", "model")
+    if getattr(config, "attention_dropout", 0.0):
+        raise UserError(f"{model} has attention_dropout, which cannot be replayed; set it to 0 in config.json", "model")
+    return config
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a model, padding on the left, with a pad token."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"{model} has no tokenizer that can be read: {first}", "model") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def model_fingerprint(config: Any) -> str:
+    """A short name of an architecture, for trace files: family, layers, kv heads, head dim and a hash of the rest."""
+    from sparse_rl.attention import cache_shape
+
+    layers, kv_heads, head_dim = cache_shape(config)
+    own = {
+        k: v
+        for k, v in config.to_dict().items()
+        if not k.startswith("_") and k not in ("transformers_version", "dtype")
+    }
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return f"{config.model_type}-L{layers}-H{kv_heads}-D{head_dim}-{digest}"
+
+
+def load_model(directory: str | Path, dtype: str = "float32", key: str = "model") -> Any:
+    """The model of a directory or hub name, with the scorers that it carries; its policy is `saved_policy(directory)`.
+
+    key : the recipe key that names it, for error messages
+
+    Raises UserError where a file is missing or cannot be used.
+    """
+    from sparse_rl.attention import adopt
+
+    model = load_plain_model(directory, dtype, key)
+    policy = saved_policy(directory)
+    if isinstance(policy, KVpop):
+        attach_scorers(model, policy)
+        read_scorers(directory, model)
+    return adopt(model)
+
+
+def load_plain_model(directory: str | Path, dtype: str = "float32", key: str = "model") -> Any:
+    """The same as transformers loads it: without scorers, and under transformers' own attention."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"the weights of {directory} cannot be read: {first}", key) from error
