@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from sparse_rl import engines
 from sparse_rl.attention import flex
 from sparse_rl.attention.parity import Parity, check_parity, random_evictions
-from sparse_rl.commands import doctor, engines
+from sparse_rl.commands import doctor
 from sparse_rl.engines import choose_attention, settle_attention
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import load_recipe
