@@ -205,13 +205,13 @@ def train(options: argparse.Namespace, session: Session) -> int:
 
 def teacher(options: argparse.Namespace, session: Session) -> int:
     from sparse_rl.recipe import TaughtRecipe
-    from trainer.teacher import write_for
+    from trainer.train import write_teacher
 
     recipe = read_recipe(options, session)
     if not isinstance(recipe, TaughtRecipe):
         raise UserError(f"a recipe of kind {recipe.kind} has no teacher; use one of distill or kvpop", "kind")
     quiet_loading(session.verbose)
-    folder, rows, found = write_for(recipe)
+    folder, rows, found = write_teacher(recipe)
     print(f"{folder}: {rows} sequences" + (f"; {found} shards were there already" if found else ""))
     return 0
 

@@ -21,6 +21,11 @@ SCORER_FILE = "cache_scorer.safetensors"
 SCORERS = "cache_scorers"
 
 
+def base_of(model: Any) -> Any:
+    """The transformers model, without PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def load_config(model: str) -> Any:
     """The configuration of a directory or hub name, checked to be of a family that we replay.
 

@@ -22,7 +22,7 @@ from sparse_rl.plots import histogram, run_labels, smooth
 from sparse_rl.policies import Entries, make_policy
 from sparse_rl.running_sum import save_untrained
 from sparse_rl.trace import EvictionTrace, TraceError, save_traces
-from trainer.mismatch import ReplayGapError
+from trainer.grpo.panel import ReplayGapError
 
 RECIPE = """
 kind: grpo

@@ -22,7 +22,7 @@ from sparse_rl.errors import UserError
 from sparse_rl.memory import plan
 from sparse_rl.recipe import EvalRecipe, GRPORecipe, RolloutConfig, make_recipe
 from sparse_rl.running_sum import build_model, save_untrained
-from trainer.grpo import PROBE_PROMPT, PROBE_TOKENS
+from trainer.grpo.probe import PROBE_PROMPT, PROBE_TOKENS
 
 SYNTHETIC = {"synthetic": {"task": "running_sum", "size": 64}}
 
