@@ -28,9 +28,10 @@ from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout import make_engine
-from trainer.distill import DistillConfig, DistillTrainer
-from trainer.rows import Row
-from trainer.teacher import TeacherCache, TeacherFacts, weights_fingerprint, write_teacher_cache
+from trainer.distill.trainer import DistillArguments, DistillTrainer
+from trainer.examples import Example
+from trainer.losses.config import DistillationLossConfig
+from trainer.teacher.cache import TeacherCache, TeacherFacts, weights_fingerprint, write_teacher_cache
 
 VOCAB, ROWS, PROMPT, LENGTH, TOP = 4096, 8, 32, 512, 256
 STUDENT = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
@@ -55,25 +56,26 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     student, teacher = build(STUDENT), build(TEACHER)
-    rows = [Row(*(torch.randint(VOCAB, (n,)).tolist() for n in (PROMPT, LENGTH))) for _ in range(ROWS)]
+    rows = [Example(*(torch.randint(VOCAB, (n,)).tolist() for n in (PROMPT, LENGTH))) for _ in range(ROWS)]
     seconds: dict[str, list[float]] = {"teacher": [], f"teacher, top {TOP}": [], f"teacher cache, top {TOP}": []}
     with tempfile.TemporaryDirectory() as folder:
         facts = TeacherFacts("-", weights_fingerprint(teacher), VOCAB, 1.0, TOP, "float16")
         write_teacher_cache(folder, teacher, rows, facts)
         engine = make_engine("hf", model=student, policy=CACHE)
         rollouts = engine.simulate([r.prompt for r in rows], [r.completion for r in rows])
+        examples = [Example.from_rollout(rollout) for rollout in rollouts]
         trainers = []
         for name in seconds:
-            args = DistillConfig(
+            args = DistillArguments(
                 output_dir=folder, use_cpu=not torch.cuda.is_available(), report_to=[], disable_tqdm=True,
-                gradient_checkpointing=False, top_k=None if name == "teacher" else TOP,
+                gradient_checkpointing=False, loss=DistillationLossConfig(top_k=None if name == "teacher" else TOP),
             )  # fmt: skip
             source: Any = TeacherCache(folder) if "cache" in name else teacher
             trainers.append((name, DistillTrainer(student, source, engine, args, rows)))
         for run in range(options.runs + 1):
             for name, trainer in trainers:
                 start = time.perf_counter()
-                trainer.compute_loss(trainer.model, rollouts).backward()
+                trainer.compute_loss(trainer.model, examples).backward()
                 if run:  # the first is a warm-up
                     seconds[name].append(time.perf_counter() - start)
     base = seconds["teacher"]

@@ -38,9 +38,10 @@ from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_model, load_tokenizer
 from sparse_rl.recipe import load_recipe
 from trainer.batches import Batch
-from trainer.kvpop import as_rollouts
-from trainer.losses import DistillationLoss
-from trainer.rows import Row, load_texts
+from trainer.examples import Example
+from trainer.losses.config import DistillationLossConfig
+from trainer.losses.distillation import DistillationLoss
+from trainer.train import load_texts
 
 LABELS, NOTES, BUDGETS, HELD_OUT = 12, 0.1, (40, 44, 48, 52, 56, 60, 64), 512  # a text is of some 130 tokens
 LEARNING_RATE = 4e-4  # the scorers' is 5e-3
@@ -48,16 +49,16 @@ SCORERS = {"StreamingLLM+": "recency", "KVpop, MLP": "mlp", "KVpop, mLSTM": "mls
 
 
 @torch.no_grad()
-def divergences(folder: Path, teacher: Any, rows: list[Row]) -> torch.Tensor:
+def divergences(folder: Path, teacher: Any, rows: list[Example]) -> torch.Tensor:
     """KL(teacher || student) per token of each row's completion, under the student's own mask: float64 [rows]."""
     student, policy = load_model(folder), saved_policy(folder)
     found = torch.zeros(len(rows), dtype=torch.float64)
     for start in range(0, len(rows), 32):
-        batch = Batch.of(as_rollouts(rows[start : start + 32]), torch.device("cpu"))
-        lengths = torch.tensor([len(row.prompt) + len(row.completion) for row in rows[start : start + 32]])
+        batch = Batch.make(rows[start : start + 32], torch.device("cpu"))
+        lengths = torch.tensor([row.length for row in rows[start : start + 32]])
         hidden = batch.hidden_under(student, LearnedView(student.cache_scorers, policy, lengths))
         said = batch.hidden(teacher, replayed=False)
-        each = DistillationLoss().per_token(
+        each = DistillationLoss(DistillationLossConfig()).per_token(
             student.get_output_embeddings()(hidden), teacher.get_output_embeddings()(said)
         )
         row = start + batch.where[0]

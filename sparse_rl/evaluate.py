@@ -97,7 +97,7 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
     from sparse_rl.data.problems import load_data
     from sparse_rl.engines import settle_engine
     from sparse_rl.models.load import load_config, load_tokenizer
-    from trainer.rundir import prepare
+    from trainer.train import prepare
 
     policies = eval_policies(recipe)
     recipe = settle_engine(recipe, load_config(recipe.model) if model is None else None)

@@ -22,7 +22,7 @@ from sparse_rl.data.running_sum import build_model, save_untrained
 from sparse_rl.engines import CPU_HEAD_SIZES, PROBE, choose_engine, engine_options, settle_engine
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import EvalRecipe, GRPORecipe, RolloutConfig, make_recipe
-from trainer.grpo import PROBE_PROMPT, PROBE_TOKENS
+from trainer.grpo.probe import PROBE_PROMPT, PROBE_TOKENS
 
 SYNTHETIC = {"synthetic": {"task": "running_sum", "size": 64}}
 

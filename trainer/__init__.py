@@ -1,8 +1,15 @@
-"""trainer: training under recorded evictions.
+"""trainer: training under recorded evictions. Values in: only train.py knows recipes.
 
-grpo.py       RL-Sparse: TRL's GRPOTrainer with our rollouts and replayed traces;  mismatch.py  its panel and guard;
-              weights.py  its weights for an engine that has its own
-sft.py        supervised fine-tuning with a full cache
+grpo/         RL-Sparse: TRL's GRPOTrainer with our rollouts and replayed traces
+distill/      a teacher's answers under the student's evictions;  kvpop/  a retrofit with learned evictions;
+              teacher/  what both share: the teacher, in memory or written down, and the trainer that listens to it
+sft/          supervised fine-tuning with a full cache
+losses/       what is minimised against a teacher, and against the future (boundary.py)
+examples.py   the token sequences that a dataset gives;  batches.py  the rows of a forward that they become
+arguments.py  what TRL and transformers are given;  config.py  what every training is told
 resumable.py  what makes any of them resume exactly;  checkpoint.py  a checkpoint on disk, whole or not there
-train.py      from a recipe to a run;  rundir.py  what a run leaves;  launch.py, deepspeed.py  N processes and ZeRO
+rundir.py     what a run leaves;  weights.py  a trainer's weights by their names, for an engine of its own
+launch.py, deepspeed.py  N processes and ZeRO;  train.py  from a recipe to a run
+
+Each folder is the same small set of files: config.py, what it is told (no torch); trainer.py; and what it is made of.
 """

@@ -8,56 +8,64 @@ from typing import Any
 
 import torch
 
-from rollout import Rollout
-from sparse_rl.attention import NO_MASK, KVView, ReplayView, cache_shape
+from sparse_rl.attention.interface import NO_MASK, KVView, cache_shape
+from sparse_rl.attention.replay import ReplayView
+from sparse_rl.models.base import base_of
 from sparse_rl.trace import EvictionTrace, pack_traces
+from trainer.examples import Example
 
 
 @dataclass
 class Batch:
     """Sequences as right-padded rows, several to a row where they are packed.
 
-    rollouts : in the order of `targets`; ids, positions int64 [B, S], positions anew for each sequence
+    examples : in the order of `targets`; ids, positions int64 [B, S], positions anew for each sequence
     where : (row, column) int64 [N] each, of the positions that predict the completion tokens `targets` int64 [N]
     rows : the sequences of each row
-    path : of attention, one of sparse_rl.attention.PATHS
+    attention_kernel : one of the attention's PATHS
     """
 
-    rollouts: list[Rollout]
+    examples: list[Example]
     ids: torch.Tensor
     positions: torch.Tensor
     where: tuple[torch.Tensor, torch.Tensor]
     targets: torch.Tensor
-    rows: list[list[Rollout]]
-    path: str = "sdpa"
+    rows: list[list[Example]]
+    attention_kernel: str = "sdpa"
 
     @classmethod
-    def of(cls, rollouts: Sequence[Rollout], device: torch.device, packing: bool = False, path: str = "sdpa") -> Batch:
-        rows = _packed(rollouts) if packing else [[rollout] for rollout in rollouts]
-        width = max(sum(map(length_of, row)) for row in rows)
+    def make(
+        cls,
+        examples: Sequence[Example],
+        device: torch.device,
+        packing: bool = False,
+        attention_kernel: str = "sdpa",
+    ) -> Batch:
+        rows = _packed(examples) if packing else [[example] for example in examples]
+        width = max(sum(example.length for example in row) for row in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         positions = torch.zeros(len(rows), width, dtype=torch.long)
         places: list[tuple[int, int]] = []
         targets: list[int] = []
         for number, row in enumerate(rows):
             start = 0
-            for rollout in row:
-                tokens = [*rollout.prompt_ids, *rollout.completion_ids]
-                end, first = start + len(tokens), start + len(rollout.prompt_ids)
+            for example in row:
+                tokens = [*example.prompt, *example.completion]
+                end, first = start + len(tokens), start + len(example.prompt)
                 ids[number, start:end] = torch.tensor(tokens)
                 positions[number, start:end] = torch.arange(len(tokens))
                 places += [(number, column) for column in range(first - 1, end - 1)]
-                targets += rollout.completion_ids
+                targets += example.completion
                 start = end
         number, column = torch.tensor(places, device=device).T
         return cls(
-            [rollout for row in rows for rollout in row],
+            [example for row in rows for example in row],
             ids.to(device),
             positions.to(device),
             (number, column),
             torch.tensor(targets, device=device),
             rows,
-            path,
+            attention_kernel,
         )
 
     def hidden(self, model: Any, *, replayed: bool) -> torch.Tensor:
@@ -66,12 +74,12 @@ class Batch:
         replayed : under the traces; else each sequence sees all of itself
         """
         if replayed:
-            traces = [[rollout.trace for rollout in row] for row in self.rows]
+            traces = [[_trace(example) for example in row] for row in self.rows]
         else:
             layers, kv_heads, _ = cache_shape(base_of(model).config)
-            traces = [[EvictionTrace.dense(layers, kv_heads, length_of(r)) for r in row] for row in self.rows]
+            traces = [[EvictionTrace.dense(layers, kv_heads, example.length) for example in row] for row in self.rows]
         packed, starts = [pack_traces(row) for row in traces], [0] * len(traces)
-        view = ReplayView.of(packed, starts, self.ids.shape[1], self.ids.device, self.path)
+        view = ReplayView.of(packed, starts, self.ids.shape[1], self.ids.device, self.attention_kernel)
         return self.hidden_under(model, view)
 
     def hidden_under(self, model: Any, view: KVView) -> torch.Tensor:
@@ -88,26 +96,21 @@ class Batch:
         return out.last_hidden_state[self.where]
 
 
-def _packed(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+def _trace(example: Example) -> EvictionTrace:
+    assert example.trace is not None, "no engine has seen this example: there is nothing to replay"
+    return example.trace
+
+
+def _packed(examples: Sequence[Example]) -> list[list[Example]]:
     """Rows as long as the longest sequence, each filled first-fit, the longest first."""
-    width = max(map(length_of, rollouts))
-    rows: list[list[Rollout]] = []
+    width = max(example.length for example in examples)
+    rows: list[list[Example]] = []
     free: list[int] = []
-    for rollout in sorted(rollouts, key=lambda r: -length_of(r)):
-        length = length_of(rollout)
-        row = next((i for i, space in enumerate(free) if space >= length), len(rows))
+    for example in sorted(examples, key=lambda one: -one.length):
+        row = next((i for i, space in enumerate(free) if space >= example.length), len(rows))
         if row == len(rows):
             rows.append([])
             free.append(width)
-        rows[row].append(rollout)
-        free[row] -= length
+        rows[row].append(example)
+        free[row] -= example.length
     return rows
-
-
-def length_of(rollout: Rollout) -> int:
-    return len(rollout.prompt_ids) + len(rollout.completion_ids)
-
-
-def base_of(model: Any) -> Any:
-    """The transformers model, without PEFT's wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

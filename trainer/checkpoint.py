@@ -21,6 +21,8 @@ from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import Any
 
+from sparse_rl.errors import StoppedError, UserError
+
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 PARTIAL = "_partial"  # the hub's uploads leave out what begins with an underscore
@@ -28,7 +30,7 @@ READERS = 4  # files hashed at a time
 FULL = 16 * 2**20  # bytes free below which a write that failed has filled the disk
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(StoppedError):
     """Something that should have been written was not: what, why, and what is whole."""
 
 
@@ -147,19 +149,19 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises ValueError where it cannot be trusted."""
+    """The manifest of a checkpoint. Raises UserError where it cannot be trusted."""
     file = folder / MANIFEST
     if not file.is_file():
-        raise ValueError(f"{MANIFEST} is missing")
+        raise UserError(f"{MANIFEST} is missing")
     try:
         content = json.loads(file.read_text())
         expected = content.pop("checksum")
     except (ValueError, KeyError, AttributeError):
-        raise ValueError(f"{MANIFEST} is truncated or altered") from None
+        raise UserError(f"{MANIFEST} is truncated or altered") from None
     if expected != _checksum(content):
-        raise ValueError(f"{MANIFEST} has been altered")
+        raise UserError(f"{MANIFEST} has been altered")
     if content["format_version"] != FORMAT_VERSION:
-        raise ValueError(f"it has format version {content['format_version']}, this version reads {FORMAT_VERSION}")
+        raise UserError(f"it has format version {content['format_version']}, this version reads {FORMAT_VERSION}")
     return content
 
 
@@ -170,7 +172,7 @@ def damage(folder: Path, contents: bool = True) -> str | None:
     """
     try:
         files = read_manifest(folder)["files"]
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     for name, noted in files.items():
         file = folder / name

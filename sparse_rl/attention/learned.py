@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.future import attention_lse, future_attention_mass
 from sparse_rl.attention.interface import sdpa
 from sparse_rl.attention.replay import masked_attention
@@ -19,21 +20,15 @@ from sparse_rl.kernels import RunningTopK, recall, running_topk
 from sparse_rl.policies import KVpop
 
 
-@dataclass(frozen=True)
 class FutureTarget:
     """What the scorers are to foresee: r_t = log(floor + m_t), the mass of future attention of a kv head.
 
-    normaliser : the student's sparse attention (p is divided by the sum over what a query sees), or the dense one
-    group : over the queries of a kv head, the largest logarithm or the logarithm of the mean
-    lookahead, normalise : as in future_attention_mass
-    floor : epsilon; ours, the papers do not say
+    The student's attention (p is divided by the sum over what a query sees), or the dense one; lookahead and normalise
+    as in future_attention_mass. The floor, epsilon, is ours: the papers do not say.
     """
 
-    normaliser: Literal["sparse", "dense"] = "sparse"
-    group: Literal["max", "mean"] = "max"
-    lookahead: int | None = None
-    normalise: bool = True
-    floor: float = 1e-6
+    def __init__(self, config: TargetConfig) -> None:
+        self.config = config
 
     def __call__(
         self,
@@ -45,7 +40,7 @@ class FutureTarget:
         evict_at: torch.Tensor,
     ) -> torch.Tensor:
         """float32 [B, Hkv, S]."""
-        sparse = evict_at if self.normaliser == "sparse" else None
+        sparse = evict_at if self.config.normaliser == "sparse" else None
         with torch.autocast(query.device.type, enabled=False):  # in float32, whatever the model computes in
             return future_attention_mass(
                 query,
@@ -54,10 +49,10 @@ class FutureTarget:
                 scaling=scaling,
                 ends=ends,
                 log_sum_exp=attention_lse(query, key, scaling=scaling, ends=ends, evict_at=sparse),
-                lookahead=self.lookahead,
-                normalise=self.normalise,
-                group=self.group,
-                floor=self.floor,
+                lookahead=self.config.lookahead,
+                normalise=self.config.normalise,
+                group=self.config.group,
+                floor=self.config.floor,
             )
 
 

@@ -34,7 +34,8 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     from sparse_rl.engines import choose_attention, choose_engine, settle_engine
     from sparse_rl.models.load import load_config, load_tokenizer
     from sparse_rl.policies import make_policy
-    from trainer.rundir import checkpoint_of, refuse_used
+    from trainer.rundir import refuse_used
+    from trainer.train import checkpoint_to_resume
 
     if not isinstance(recipe, TrainRecipe):
         raise UserError(f"a recipe of kind {recipe.kind} is not trained; use sparse-rl {recipe.kind}", "kind")
@@ -80,9 +81,9 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
         held_out = load_data(source, tokenizer, require=require if taught else ("prompt",), where="validation.data")
         found.append(("validation", f"{len(held_out)} problems every {recipe.validation.every} steps"))
     if resume is None:
-        refuse_used(recipe)
+        refuse_used(recipe.output_dir)
     else:
-        found.append(("resume", str(checkpoint_of(recipe, resume))))
+        found.append(("resume", str(checkpoint_to_resume(recipe, resume))))
     return found
 
 
@@ -119,7 +120,8 @@ def _learned(recipe: KVpopRecipe, config: Any) -> list[tuple[str, str]]:
 
 def _teacher(recipe: TaughtRecipe, config: Any) -> str:
     from sparse_rl.models.load import load_config
-    from trainer.teacher import TeacherCache, expected_facts
+    from trainer.teacher.cache import TeacherCache
+    from trainer.train import expected_facts
 
     if recipe.teacher_cache is not None:
         cache = TeacherCache(recipe.teacher_cache, expected_facts(recipe, config.vocab_size))

@@ -163,7 +163,7 @@ def _report(error: Exception, session: Session) -> int:
     unwritten = _is(error, "trainer.checkpoint", "CheckpointError")
     if mendable(error):
         status, line, needs_traceback = 2, f"sparse-rl: error: {text}", False
-    elif unwritten or _is(error, "trainer.mismatch", "ReplayGapError") or _nan_score(error):
+    elif unwritten or _is(error, "trainer.grpo.panel", "ReplayGapError") or _nan_score(error):
         status, line, needs_traceback = 1, f"sparse-rl: stopped: {text}", False
     elif isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT):
         status, line, needs_traceback = 1, f"sparse-rl: stopped: the disk is full: {text}", False

@@ -17,12 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, session: Session) -> int:
     from sparse_rl.recipe import TaughtRecipe
-    from trainer.teacher import write_for
+    from trainer.train import write_teacher
 
     recipe = read_recipe(options)
     if not isinstance(recipe, TaughtRecipe):
         raise UserError(f"a recipe of kind {recipe.kind} has no teacher; use one of distill or kvpop", "kind")
     quiet_loading(session.verbose)
-    folder, rows, found = write_for(recipe)
+    folder, rows, found = write_teacher(recipe)
     print(f"{folder}: {rows} sequences" + (f"; {found} shards were there already" if found else ""))
     return 0

@@ -6,9 +6,6 @@ kinds.py    what each kind of recipe may say;  load.py  finds a recipe, reads it
 
 from sparse_rl.recipe.blocks import (
     DataConfig,
-    GuardConfig,
-    LaunchConfig,
-    LoraConfig,
     RolloutConfig,
     SweepConfig,
     ValidationConfig,
@@ -28,6 +25,8 @@ from sparse_rl.recipe.kinds import (
     check_cache,
 )
 from sparse_rl.recipe.load import list_recipes, load_recipe, make_recipe
+from trainer.config import LaunchConfig, LoraConfig
+from trainer.grpo.config import GuardConfig
 
 __all__ = [
     "KINDS",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from sparse_rl.attention.config import TargetConfig
 from sparse_rl.config import (
     AtLeastOne,
     BelowOne,
@@ -25,17 +26,15 @@ from sparse_rl.config import (
 )
 from sparse_rl.errors import UserError
 from sparse_rl.recipe.blocks import (
-    BoundaryConfig,
     DataConfig,
-    GuardConfig,
-    LaunchConfig,
-    LoraConfig,
     RolloutConfig,
     SweepConfig,
-    TargetConfig,
     ValidationConfig,
 )
 from sparse_rl.recipe.schema import as_mapping, dump_yaml, parse_yaml
+from trainer.config import LaunchConfig, LoraConfig
+from trainer.grpo.config import GuardConfig
+from trainer.losses.config import BoundaryConfig
 
 Scheduler = Literal[
     "linear",

@@ -18,6 +18,7 @@ from sparse_rl.attention import (
     dense_attention,
     future_attention_mass,
 )
+from sparse_rl.attention.config import TargetConfig
 from sparse_rl.kernels import recall, running_topk
 from sparse_rl.models.directory import attach_scorers
 from sparse_rl.policies import KVpop
@@ -108,7 +109,9 @@ def test_the_target_by_either_normaliser() -> None:
     ends, evict_at = LENGTHS[:, None].expand(-1, S), torch.full((B, HKV, S), 2**30, dtype=torch.int32)
     evict_at[:, :, 3:9] = 15
     common = {"window": 5, "scaling": SCALE, "ends": ends, "group": "max", "floor": 1e-6}
-    found = {n: FutureTarget(normaliser=n)(query, key, SCALE, 5, ends, evict_at) for n in ("sparse", "dense")}
+    found = {
+        n: FutureTarget(TargetConfig(normaliser=n))(query, key, SCALE, 5, ends, evict_at) for n in ("sparse", "dense")
+    }
     lse = attention_lse(query, key, scaling=SCALE, ends=ends, evict_at=evict_at)
     assert torch.equal(found["dense"], future_attention_mass(query, key, **common))
     assert torch.equal(found["sparse"], future_attention_mass(query, key, log_sum_exp=lse, **common))
@@ -120,12 +123,12 @@ def test_the_target_is_of_float32_under_autocast_and_finite_for_any_logits() -> 
     query, key, _ = tensors()
     ends, evict_at = LENGTHS[:, None].expand(-1, S), torch.full((B, HKV, S), 2**30, dtype=torch.int32)
     evict_at[:, :, 3:9] = 15
-    plain = FutureTarget()(query, key, SCALE, 5, ends, evict_at)
+    plain = FutureTarget(TargetConfig())(query, key, SCALE, 5, ends, evict_at)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(plain, FutureTarget()(query, key, SCALE, 5, ends, evict_at))
+        assert torch.equal(plain, FutureTarget(TargetConfig())(query, key, SCALE, 5, ends, evict_at))
     key[:, :, 3:5] *= 100  # evicted, and far above all that is seen
     query[:, :, 20:] = key[:, :, 3:4].repeat_interleave(2, 1)
-    found = FutureTarget()(query, key, SCALE, 5, ends, evict_at)
+    found = FutureTarget(TargetConfig())(query, key, SCALE, 5, ends, evict_at)
     assert found.isfinite().all() and found.max() > 30
 
 
@@ -173,7 +176,7 @@ def test_recomputed_layers_replay_their_decisions(new_model: Callable, scorer: s
             model.cache_scorers,
             cache,
             LENGTHS,
-            target=FutureTarget(),
+            target=FutureTarget(TargetConfig()),
             prepare=lambda target, _: target.scores,
             loss=lambda scores, decay, wanted: (scores - wanted).square().mean() + decay.sum(),
         )

@@ -23,7 +23,7 @@ from sparse_rl.data.running_sum import save_untrained
 from sparse_rl.errors import UserError
 from sparse_rl.policies import Entries, make_policy
 from sparse_rl.trace import EvictionTrace, TraceError, save_traces
-from trainer.mismatch import ReplayGapError
+from trainer.grpo.panel import ReplayGapError
 
 RECIPE = """
 kind: grpo

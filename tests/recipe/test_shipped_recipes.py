@@ -228,7 +228,7 @@ def test_it_trains(
         overrides.append("data.synthetic.size=64")
     if isinstance(recipe, SFTRecipe):
         overrides += ["warmup_steps=1", "stop_check_every=2"]
-        monkeypatch.setattr("trainer.sft.CHECK_PROBLEMS", 8)
+        monkeypatch.setattr("trainer.train.CHECK_PROBLEMS", 8)
     if isinstance(recipe, GRPORecipe):
         overrides += ["num_generations=4", "max_completion_length=16", f"cache={json.dumps(shortened(recipe.cache))}"]
         if recipe.validation is not None:

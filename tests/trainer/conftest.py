@@ -7,13 +7,14 @@ that about half of the completions are truncated.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_runs import SETTINGS, STOP, digits, problems, trained
+from trainer_runs import GKV, SETTINGS, STOP, digits, problems, trained
 
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -47,12 +48,17 @@ def tiny(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Calla
 def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
     """grpo(**settings) -> a SparseGRPOTrainer that is not trained yet, with `output_dir` tmp_path / name.
 
-    family, model, reward, count, held_out, peft_config, trainer_class and callbacks are taken out of the settings; the
-    rest overrides SETTINGS.
+    family, model, reward, count, held_out, peft_config, trainer_class and callbacks are taken out of the settings, and
+    what the engine is made with: policy, own_weights (a directory), sleep; the rest overrides SETTINGS.
     """
+    from rollout import make_engine
     from sparse_rl.models.load import load_tokenizer
-    from trainer.grpo import SparseGRPOConfig, SparseGRPOTrainer
+    from trainer.grpo.arguments import grpo_arguments
+    from trainer.grpo.config import GRPOConfig
+    from trainer.grpo.trainer import SparseGRPOTrainer
     from trainer.rundir import RunLog
+
+    ours = {field.name for field in dataclasses.fields(GRPOConfig)}
 
     def make(
         name: str = "run",
@@ -65,20 +71,27 @@ def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
         peft_config: Any = None,
         trainer_class: type = SparseGRPOTrainer,
         callbacks: tuple = (),
+        policy: Any = GKV,
+        own_weights: str | None = None,
+        sleep: bool = False,
         **settings: Any,
     ) -> SparseGRPOTrainer:
         folder = tmp_path / name
+        options = {**SETTINGS, **settings}
+        sparse = GRPOConfig(**{key: options.pop(key) for key in ours & options.keys()})
         folder.mkdir(exist_ok=True)
         data = problems(count + held_out)
         return trainer_class(
             model=model or tiny(family),
             reward_funcs=reward,
-            args=SparseGRPOConfig(output_dir=str(folder), **{**SETTINGS, **settings}),
+            args=grpo_arguments(sparse, output_dir=str(folder), **options),
             train_dataset=data.select(range(count)),
             eval_dataset=data.select(range(count, count + held_out)) if held_out else None,
             processing_class=load_tokenizer(tiny(family)),
             peft_config=peft_config,
             callbacks=[RunLog(folder), *callbacks],
+            make_engine=lambda live: make_engine("hf", model=own_weights or live, policy=policy),
+            sleep=sleep,
         )
 
     return make

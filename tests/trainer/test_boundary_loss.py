@@ -9,7 +9,8 @@ import torch
 
 from sparse_rl.attention import LayerTarget
 from sparse_rl.kernels import running_topk
-from trainer.losses import BoundaryLoss
+from trainer.losses.boundary import BoundaryLoss
+from trainer.losses.config import BoundaryConfig
 
 B, H, S, SINKS, WINDOW, K = 3, 2, 60, 2, 5, 7
 LENGTHS = torch.tensor([60, 31, 10])
@@ -43,17 +44,20 @@ def loop(loss: BoundaryLoss, scores: Any, target: Any, log_decay: Any, n: int, q
                 if boundary == new:
                     continue
                 weight = torch.tensor(1.0, dtype=torch.float64)
-                if loss.margin:
+                if loss.config.margin:
                     margin = y * (at(target, new) - at(target, boundary)).detach()
                     assert margin >= -1e-12
-                    weight = loss.margin_floor + (1 - loss.margin_floor) * (margin / loss.margin_temperature).sigmoid()
+                    weight = (
+                        loss.config.margin_floor
+                        + (1 - loss.config.margin_floor) * (margin / loss.config.margin_temperature).sigmoid()
+                    )
                 lead = at(scores, new) - at(scores, boundary)
-                found.append((head, y, weight, torch.nn.functional.softplus(-y * lead / loss.temperature)))
+                found.append((head, y, weight, torch.nn.functional.softplus(-y * lead / loss.config.temperature)))
     weights = []
     for head, y, weight, _ in found:
         same = [other[1] for other in found if other[0] == head]
         share = same.count(y) / len(same)
-        weights.append(weight * min(0.5 / share, loss.balance))
+        weights.append(weight * min(0.5 / share, loss.config.balance))
     mean = torch.stack(weights).mean()
     return torch.stack([w / mean * each for w, (*_, each) in zip(weights, found, strict=True)]).mean()
 
@@ -65,7 +69,7 @@ def loop(loss: BoundaryLoss, scores: Any, target: Any, log_decay: Any, n: int, q
     [{}, {"margin": False}, {"temperature": 0.5, "margin_floor": 0.3, "margin_temperature": 2.0}, {"balance": 1.1}],
 )
 def test_equals_the_loop(options: dict, n: int, ties: bool) -> None:
-    loss = BoundaryLoss(queries=None, **options)
+    loss = BoundaryLoss(BoundaryConfig(queries=None, **options))
     scores, target, log_decay = tensors(ties)
     best = running_topk(target, SINKS, window=WINDOW, k=K, log_decay=log_decay, decay_every=n, lengths=LENGTHS)
     queries = loss.draw(LENGTHS, SINKS + WINDOW + K, S)
@@ -87,7 +91,7 @@ def test_equals_the_loop(options: dict, n: int, ties: bool) -> None:
 
 
 def test_it_falls_as_the_scores_become_the_target() -> None:
-    loss = BoundaryLoss(queries=None)
+    loss = BoundaryLoss(BoundaryConfig(queries=None))
     scores, target, log_decay = tensors()
     best = running_topk(target, SINKS, window=WINDOW, k=K, log_decay=log_decay, lengths=LENGTHS)
     queries = loss.draw(LENGTHS, SINKS + WINDOW + K, S)
@@ -98,17 +102,19 @@ def test_it_falls_as_the_scores_become_the_target() -> None:
 
 def test_queries_are_drawn_from_the_right_places() -> None:
     torch.manual_seed(0)
-    drawn = BoundaryLoss(queries=4000, late=0.5).draw(LENGTHS, 14, S)
+    drawn = BoundaryLoss(BoundaryConfig(queries=4000, late=0.5)).draw(LENGTHS, 14, S)
     assert drawn.shape == (B, 4000) and (drawn[2] == -1).all()
     for row in (0, 1):
         assert drawn[row].min() == 14 and drawn[row].max() == LENGTHS[row] - 1
     late, uniform = drawn[0, :2000].float().mean(), drawn[0, 2000:].float().mean()
     assert abs(uniform - (14 + 59) / 2) < 1 and abs(late - (14 + 46 * 2 / 3)) < 1
-    assert torch.equal(BoundaryLoss(late=0.0, queries=None).draw(LENGTHS, 60, S), torch.full((B, S), -1))
+    assert torch.equal(
+        BoundaryLoss(BoundaryConfig(late=0.0, queries=None)).draw(LENGTHS, 60, S), torch.full((B, S), -1)
+    )
 
 
 def test_no_pair_is_no_loss_and_no_nan() -> None:
-    loss = BoundaryLoss(queries=8)
+    loss = BoundaryLoss(BoundaryConfig(queries=8))
     scores, target, log_decay = tensors()
     short = torch.tensor([9, 9, 9])
     best = running_topk(target, SINKS, window=WINDOW, k=K, log_decay=log_decay, lengths=short)

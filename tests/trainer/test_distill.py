@@ -14,16 +14,18 @@ import torch
 from safetensors.torch import load_file
 from trainer_runs import timeless
 
-from rollout import Rollout, make_engine
+from rollout import make_engine
 from sparse_rl.attention import NO_MASK, adopt
 from sparse_rl.attention.reference import DenseView
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import EvictionTrace
-from trainer.distill import DistillConfig, DistillTrainer
-from trainer.losses import DistillationLoss
-from trainer.rows import Row, load_rows
-from trainer.train import train
+from trainer.distill.config import DistillConfig
+from trainer.distill.trainer import DistillArguments, DistillTrainer
+from trainer.examples import Example
+from trainer.losses.config import DistillationLossConfig
+from trainer.losses.distillation import DistillationLoss
+from trainer.train import load_examples, train
 
 LENGTHS = ((5, 20), (12, 9), (3, 31), (20, 2), (1, 12))
 POLICY = {"policy": "gkv", "budget": 10, "window": 3, "period": 4}
@@ -31,36 +33,39 @@ SETTINGS: dict[str, Any] = {"use_cpu": True, "report_to": [], "gradient_checkpoi
 
 
 @pytest.fixture
-def rows() -> list[Row]:
+def rows() -> list[Example]:
     generator = torch.Generator().manual_seed(0)
-    return [Row(*(torch.randint(3, 64, (n,), generator=generator).tolist() for n in pair)) for pair in LENGTHS]
+    return [Example(*(torch.randint(3, 64, (n,), generator=generator).tolist() for n in pair)) for pair in LENGTHS]
 
 
 @pytest.fixture
-def distill(new_model: Callable, rows: list[Row], tmp_path: Path) -> Callable[..., DistillTrainer]:
+def distill(new_model: Callable, rows: list[Example], tmp_path: Path) -> Callable[..., DistillTrainer]:
     """distill(**settings) -> a trainer of a tiny student under evictions, with a deeper teacher."""
 
     def make(student: Any = None, **settings: Any) -> DistillTrainer:
         student = student or new_model("qwen3")
         teacher = new_model("llama", seed=5, num_hidden_layers=3, hidden_size=48)
         engine = make_engine("hf", model=copy.deepcopy(student), policy=POLICY)
-        args = DistillConfig(output_dir=str(tmp_path / "run"), **{**SETTINGS, **settings})
+        ours = {key: settings.pop(key) for key in ("packing",) if key in settings}
+        args = DistillArguments(
+            output_dir=str(tmp_path / "run"), distill=DistillConfig(**ours), **{**SETTINGS, **settings}
+        )
         return DistillTrainer(student, teacher, engine, args, rows)
 
     return make
 
 
-def dense_logits(model: Any, rollout: Rollout, trace: EvictionTrace) -> torch.Tensor:
-    ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+def dense_logits(model: Any, rollout: Example, trace: EvictionTrace) -> torch.Tensor:
+    ids = torch.tensor([rollout.prompt + rollout.completion])
     out = adopt(model)(input_ids=ids, attention_mask=NO_MASK, kv_view=DenseView(trace), use_cache=False).logits
-    return out[0, len(rollout.prompt_ids) - 1 : -1]
+    return out[0, len(rollout.prompt) - 1 : -1]
 
 
-def reference(trainer: DistillTrainer, rollouts: list[Rollout]) -> tuple[float, dict[str, torch.Tensor]]:
+def reference(trainer: DistillTrainer, rollouts: list[Example]) -> tuple[float, dict[str, torch.Tensor]]:
     """The mean loss per token and its gradients: in float64, one sequence at a time, under dense masks."""
     student, teacher = (copy.deepcopy(m).double() for m in (trainer.model, trainer.teacher))
     student.zero_grad()
-    total, tokens, loss, top_k = torch.zeros((), dtype=torch.float64), 0, trainer.args.loss, trainer.args.top_k
+    total, tokens, loss, top_k = torch.zeros((), dtype=torch.float64), 0, trainer.args.loss, trainer.args.loss.top_k
     for rollout in rollouts:
         s = (dense_logits(student, rollout, rollout.trace) / loss.temperature).log_softmax(-1)
         full = EvictionTrace.dense(3, rollout.trace.kv_heads, len(rollout.trace))
@@ -73,7 +78,7 @@ def reference(trainer: DistillTrainer, rollouts: list[Rollout]) -> tuple[float, 
                 for k in (s.gather(1, known), t.gather(1, known))
             )
         total = total + loss.temperature**2 * (t.exp() * (t - s)).sum()
-        tokens += len(rollout.completion_ids)
+        tokens += len(rollout.completion)
     mean = total / tokens
     mean.backward()
     return float(mean.detach()), {name: weight.grad for name, weight in student.named_parameters()}
@@ -84,65 +89,63 @@ def reference(trainer: DistillTrainer, rollouts: list[Rollout]) -> tuple[float, 
     [
         {},
         {"packing": True},
-        {"loss": DistillationLoss(0.7, chunk=7)},
-        {"loss": DistillationLoss(2.0, chunk=16), "top_k": 8, "packing": True},
+        {"loss": DistillationLossConfig(temperature=0.7, chunk=7)},
+        {"loss": DistillationLossConfig(temperature=2.0, chunk=16, top_k=8), "packing": True},
         {"packing": True, "gradient_checkpointing": True},
-        {"packing": True, "gradient_checkpointing": True, "attention": "flex_sorted"},
+        {"packing": True, "gradient_checkpointing": True, "attention_kernel": "flex_sorted"},
     ],
     ids=["padded", "packed", "chunked", "top-k", "checkpointed", "FlexAttention"],
 )
 def test_loss_and_gradients_equal_the_dense_reference(
-    settings: dict, flex_trains: list[bool], distill: Callable, rows: list[Row]
+    settings: dict, flex_trains: list[bool], distill: Callable, rows: list[Example]
 ) -> None:
     trainer = distill(**settings)
-    rollouts = trainer._rollouts(rows)
+    rollouts = trainer._prepared(rows)
     assert sum(r.trace.retention() < 1 for r in rollouts) >= 4
     trainer.model.train()
     loss = trainer.compute_loss(trainer.model, rollouts)
     loss.backward()
-    assert set(flex_trains) == ({True} if "attention" in settings else set())
+    assert set(flex_trains) == ({True} if "attention_kernel" in settings else set())
     wanted, gradients = reference(trainer, rollouts)
     assert float(loss.detach()) == pytest.approx(wanted, abs=1e-5)
     for name, weight in trainer.model.named_parameters():
         torch.testing.assert_close(weight.grad.double(), gradients[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_what_is_wrong_shows(distill: Callable, rows: list[Row]) -> None:
+def test_what_is_wrong_shows(distill: Callable, rows: list[Example]) -> None:
     """Controls: a trace that is off by one or dense, or a temperature that is not squared, is seen in the loss."""
-    trainer = distill(loss=DistillationLoss(2.0))
-    rollouts = trainer._rollouts(rows)
+    trainer = distill(loss=DistillationLossConfig(temperature=2.0))
+    rollouts = trainer._prepared(rows)
     right = float(trainer.compute_loss(trainer.model, rollouts))
     for wrong in (lambda e: torch.where(e < 2**30, e + 1, e), lambda e: torch.full_like(e, 2**30)):
         traces = [EvictionTrace(wrong(r.trace.evict_at), validate=False) for r in rollouts]
-        other = [
-            Rollout(r.prompt_ids, r.completion_ids, [], [], t, "stop") for r, t in zip(rollouts, traces, strict=True)
-        ]
+        other = [Example(r.prompt, r.completion, t) for r, t in zip(rollouts, traces, strict=True)]
         assert abs(float(trainer.compute_loss(trainer.model, other)) - right) > 1e-3
     assert abs(right / 4 - reference(trainer, rollouts)[0]) > 1e-2
 
 
-def test_a_packed_row_holds_no_neighbour(distill: Callable, rows: list[Row]) -> None:
+def test_a_packed_row_holds_no_neighbour(distill: Callable, rows: list[Example]) -> None:
     """Each sequence's sums are its own, whatever stands beside it; and packing leaves less padding."""
     from trainer.batches import Batch
 
     trainer = distill(packing=True)
-    rollouts = trainer._rollouts(rows)
-    packed, padded = Batch.of(rollouts, torch.device("cpu"), True), Batch.of(rollouts, torch.device("cpu"))
+    rollouts = trainer._prepared(rows)
+    packed, padded = Batch.make(rollouts, torch.device("cpu"), True), Batch.make(rollouts, torch.device("cpu"))
     assert packed.ids.shape == (4, 34) and padded.ids.shape == (5, 34)
     student = trainer.model
     with torch.no_grad():
         together = packed.hidden(student, replayed=True)
-        alone = [Batch.of([r], torch.device("cpu")) for r in packed.rollouts]
+        alone = [Batch.make([r], torch.device("cpu")) for r in packed.examples]
         apart = torch.cat([batch.hidden(student, replayed=True) for batch in alone])
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
     assert torch.equal(packed.targets, torch.cat([batch.targets for batch in alone]))
 
 
-def test_top_k_of_the_whole_vocabulary_is_the_whole(distill: Callable, rows: list[Row]) -> None:
+def test_top_k_of_the_whole_vocabulary_is_the_whole(distill: Callable, rows: list[Example]) -> None:
     trainer = distill()
-    rollouts = trainer._rollouts(rows)
+    rollouts = trainer._prepared(rows)
     whole = float(trainer.compute_loss(trainer.model, rollouts))
-    trainer.args.top_k = 64
+    trainer.loss = DistillationLoss(DistillationLossConfig(top_k=64))
     assert float(trainer.compute_loss(trainer.model, rollouts)) == pytest.approx(whole, rel=1e-6)
 
 
@@ -218,8 +221,8 @@ def test_whose_evictions_are_simulated(
     every: int, recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The starting model's in every step; or, every second step, those of the student as it then is."""
-    seen: list[tuple[list[Rollout], Any]] = []
-    rollouts = DistillTrainer._rollouts
+    seen: list[tuple[list[Example], Any]] = []
+    rollouts = DistillTrainer._prepared
 
     def keep(self: DistillTrainer, given: Any) -> Any:
         before = copy.deepcopy(self.accelerator.unwrap_model(self.model))
@@ -227,7 +230,7 @@ def test_whose_evictions_are_simulated(
         seen.append((found, before))
         return found
 
-    monkeypatch.setattr(DistillTrainer, "_rollouts", keep)
+    monkeypatch.setattr(DistillTrainer, "_prepared", keep)
     data = {"synthetic": {"task": "running_sum", "size": 16, "n": 4}}
     made = recipe(data=data, refresh_every=every, learning_rate=0.05, save_steps=0)
     train(made)
@@ -239,7 +242,7 @@ def test_whose_evictions_are_simulated(
         same = []
         for (found, _), model in zip(seen, source, strict=True):
             engine = make_engine("hf", model=copy.deepcopy(model), policy=POLICY)
-            again = engine.simulate([r.prompt_ids for r in found], [r.completion_ids for r in found])
+            again = engine.simulate([r.prompt for r in found], [r.completion for r in found])
             same += [torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in zip(again, found, strict=True)]
         assert all(same) is right
 
@@ -294,13 +297,13 @@ def test_rows_that_are_dropped(recipe: Callable) -> None:
 
     made = recipe()
     tokenizer = load_tokenizer(made.model)
-    rows = load_rows(made, made.data, tokenizer)
+    rows = load_examples(made, made.data, tokenizer)
     longest = max(len(row.completion) for row in rows)
     assert len(rows) == 24 and all(row.completion[-1] == tokenizer.eos_token_id for row in rows)
-    assert 0 < len(load_rows(recipe(max_completion_length=longest - 1), made.data, tokenizer)) < 24
-    assert len(load_rows(recipe(keep="boxed"), made.data, tokenizer)) == 24  # the synthetic answers are right
+    assert 0 < len(load_examples(recipe(max_completion_length=longest - 1), made.data, tokenizer)) < 24
+    assert len(load_examples(recipe(keep="boxed"), made.data, tokenizer)) == 24  # the synthetic answers are right
     with pytest.raises(UserError, match="no sequence is left"):
-        load_rows(recipe(max_completion_length=1), made.data, tokenizer)
+        load_examples(recipe(max_completion_length=1), made.data, tokenizer)
 
 
 def test_only_accepted_answers_are_kept(recipe: Callable, tmp_path: Path) -> None:
@@ -317,8 +320,8 @@ def test_only_accepted_answers_are_kept(recipe: Callable, tmp_path: Path) -> Non
         row["answer"] = row["answer"] if good else str((int(row["answer"]) + 1) % 10)
     (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     kept = recipe(data={"path": str(tmp_path / "said.jsonl")}, keep="boxed")
-    whole = load_rows(made, made.data, tokenizer)
-    assert load_rows(kept, kept.data, tokenizer) == [row for row, good in zip(whole, right, strict=True) if good]
+    whole = load_examples(made, made.data, tokenizer)
+    assert load_examples(kept, kept.data, tokenizer) == [row for row, good in zip(whole, right, strict=True) if good]
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(recipe: Callable, tiny: Callable) -> None:

@@ -10,7 +10,7 @@ import torch
 from trainer_runs import digits, trained
 
 from sparse_rl.attention import replay_logprobs
-from trainer.grpo import RewardError, SparseGRPOTrainer
+from trainer.grpo.trainer import RewardError, SparseGRPOTrainer
 
 
 class Watched(SparseGRPOTrainer):

@@ -26,7 +26,7 @@ def test_every_path_has_the_same_step(checkpointing: bool, flex_trains: list[boo
     found = {}
     for name in ("sdpa", "flex", "flex_sorted", "dense", "full"):
         seen = Gradients()
-        which: dict[str, Any] = {"train_attention": "full"} if name == "full" else {"attention": name}
+        which: dict[str, Any] = {"train_attention": "full"} if name == "full" else {"attention_kernel": name}
         trainer = grpo(
             name, max_steps=1, max_grad_norm=1e9, gradient_checkpointing=checkpointing, callbacks=(seen,), **which
         )
@@ -47,5 +47,5 @@ def test_every_path_has_the_same_step(checkpointing: bool, flex_trains: list[boo
 
 
 def test_another_path_is_refused(grpo: Callable) -> None:
-    with pytest.raises(ValueError, match=r"^attention must be one of \('sdpa', .*\), got 'flash'$"):
-        grpo(attention="flash")
+    with pytest.raises(ValueError, match=r"^attention_kernel: must be one of \('sdpa', .*\), got 'flash'$"):
+        grpo(attention_kernel="flash")

@@ -16,7 +16,8 @@ from trainer_runs import steps, trained
 
 from rollout import Rollout, make_engine
 from sparse_rl.trace import NEVER, EvictionTrace
-from trainer.mismatch import ReplayGapError
+from trainer.grpo.config import GuardConfig
+from trainer.grpo.panel import ReplayGapError
 
 SCHEDULES = {
     "measured in the loss": {},
@@ -49,7 +50,7 @@ def later(evict_at: torch.Tensor, prompt: int) -> torch.Tensor:
 
 def stale(trainer: Any) -> None:
     """The engine samples, after its probe, from a copy of the model that is not the trainer's any more."""
-    engine = make_engine("hf", model=trainer.args.output_dir + "/stale", policy=trainer.policy)
+    engine = make_engine("hf", model=trainer.args.output_dir + "/stale", policy=trainer.engine.policy)
     right = trainer.engine.generate
     trainer.engine.generate = lambda prompts, sampling: (right if len(prompts) == 1 else engine.generate)(
         prompts, sampling
@@ -110,7 +111,7 @@ def test_a_fault_stops_the_run(fault: str, schedule: str, grpo: Callable) -> Non
 @pytest.mark.parametrize("fault", ["stale weights", "one position late"])
 def test_without_the_guard(fault: str, grpo: Callable) -> None:
     """The control: the run goes on, and the panel shows what the guard would have seen."""
-    trainer = grpo(guard=False, max_steps=1)
+    trainer = grpo(replay_guard=GuardConfig(enabled=False), max_steps=1)
     break_it(trainer, fault)
     (line,) = trained(trainer)
     assert line["replay/gap_mean"] > 1e-4 and line["replay/gap_max"] > 1e-2
@@ -132,7 +133,7 @@ def test_the_checkpoint_before_is_untouched(grpo: Callable) -> None:
 
 
 def test_a_floor_of_its_own(grpo: Callable) -> None:
-    """guard_floor raises the limit for those who know better; it never falls below what the probe saw."""
-    trainer = grpo(guard_floor=10.0, max_steps=1)
+    """its floor raises the limit for those who know better; it never falls below what the probe saw."""
+    trainer = grpo(replay_guard=GuardConfig(floor=10.0), max_steps=1)
     break_it(trainer, "one position late")
     assert len(trained(trainer)) == 1

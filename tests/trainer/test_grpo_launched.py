@@ -32,18 +32,20 @@ def digits(completions, trainer_state, **columns):
 """
 OWN_WEIGHTS = """
 import os, sys
-import trainer.grpo
+from trainer.grpo.trainer import SparseGRPOTrainer
 import transformers.integrations.deepspeed as deepspeed
 from rollout import make_engine
 from sparse_rl.cli import main
 
-def own(self):
+def own(live):
     seen, deepspeed._hf_deepspeed_config_weak_ref = deepspeed._hf_deepspeed_config_weak_ref, None  # else partitioned
-    engine = make_engine("hf", model=os.environ["OWN_WEIGHTS"], policy=self.policy)
+    policy = {"policy": "gkv", "budget": 16, "window": 4, "period": 4}  # the recipe's
+    engine = make_engine("hf", model=os.environ["OWN_WEIGHTS"], policy=policy)
     deepspeed._hf_deepspeed_config_weak_ref = seen
     return engine
 
-trainer.grpo.SparseGRPOTrainer._make_engine = own
+plain = SparseGRPOTrainer.__init__
+SparseGRPOTrainer.__init__ = lambda *args, **given: plain(*args, **{**given, "make_engine": own})
 sys.exit(main())
 """
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from sparse_rl.trace import EvictionTrace
-from trainer.grpo import CORRECTIONS, SparseGRPOTrainer
+from trainer.grpo.config import Correction
+from trainer.grpo.trainer import SparseGRPOTrainer
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("correction", get_args(Correction))
 def test_every_correction(correction: str, metrics_of: Callable) -> None:
     """Under replay there is nothing to correct: the ratio is 1."""
     lines = metrics_of(importance_correction=correction)
@@ -86,9 +87,9 @@ def test_reentrant_checkpointing_is_refused(grpo: Callable) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"train_attention": "sparse"}, "train_attention must be replay or full"),
-        ({"importance_correction": "tis"}, "importance_correction must be one of"),
-        ({"uniform_groups": "skip"}, "uniform_groups must be keep or drop"),
+        ({"train_attention": "sparse"}, "train_attention: must be one of replay, full"),
+        ({"importance_correction": "tis"}, "importance_correction: must be one of"),
+        ({"uniform_groups": "skip"}, "uniform_groups: must be one of keep, drop"),
         ({"uniform_groups": "drop", "beta": 0.1}, "needs beta 0"),
         ({"policy": {"policy": "gkv"}}, "needs a budget"),
     ],

@@ -19,7 +19,8 @@ import rollout.hf
 import trainer.train
 from sparse_rl.metrics import read_metrics
 from sparse_rl.recipe import load_recipe, make_recipe
-from trainer.mismatch import CEILING, FLOORS, ReplayGapError, check_sync
+from trainer.grpo.config import GuardConfig
+from trainer.grpo.panel import CEILING, FLOORS, ReplayGapError, check_sync
 from trainer.weights import named_weights
 
 NOISE = 1e-5
@@ -34,7 +35,7 @@ def own(grpo: Callable, tiny: Callable) -> Callable[..., Any]:
 
     def make(name: str = "own", config: dict[str, Any] | None = None, **settings: Any) -> Any:
         model = tiny("qwen3", **(config or {}))
-        return grpo(name, model=model, rollout_model=model, **settings)
+        return grpo(name, model=model, own_weights=model, **settings)
 
     return make
 
@@ -132,7 +133,7 @@ def test_stale_weights_stop_the_run(own: Callable) -> None:
 
 
 def test_without_the_guard_it_is_only_logged(own: Callable) -> None:
-    trainer = own(max_steps=3, guard=False)
+    trainer = own(max_steps=3, replay_guard=GuardConfig(enabled=False))
     trainer.engine.load_weights = lambda weights: None
     lines = trained(trainer)
     assert [line["sync/probe_gap"] > FLOORS[torch.float32] for line in lines] == [False, True, True]
@@ -151,7 +152,7 @@ def test_a_first_probe_cannot_excuse_wrong_weights(shared: bool, own: Callable, 
     """It sets the limit of what follows, and so has one of its own; a limit of the user's above that is obeyed."""
     if shared:
         trainer = grpo()
-        wrong = rollout.hf.HFEngine(tiny("qwen3", tie_word_embeddings=True), trainer.policy)
+        wrong = rollout.hf.HFEngine(tiny("qwen3", tie_word_embeddings=True), trainer.engine.policy)
         trainer.engine.generate = wrong.generate
     else:
         trainer = own()
@@ -159,7 +160,7 @@ def test_a_first_probe_cannot_excuse_wrong_weights(shared: bool, own: Callable, 
         trainer.engine.load_weights = lambda weights: load((name, tensor * 1.05) for name, tensor in weights)
     with pytest.raises(ReplayGapError, match=r"beyond the limit 1\.00e-03"):
         trainer.train()
-    assert trainer.state.global_step == 0 and trainer._gap_limit is None
+    assert trainer.state.global_step == 0 and trainer.probed_engine.limit is None
 
 
 @pytest.mark.parametrize("gap", [0.0, 9e-4])
@@ -235,7 +236,7 @@ def test_an_engine_sleeps_between_samplings(own: Callable, monkeypatch: pytest.M
         monkeypatch.setattr(rollout.hf.HFEngine, name, lambda self, name=name: done.append(name), raising=False)
     own().train()
     assert not done
-    trainer = own("sleeping", rollout_sleep=True)
+    trainer = own("sleeping", sleep=True)
     load, generate = trainer.engine.load_weights, trainer.engine.generate
     trainer.engine.load_weights = lambda weights: (done.append("load"), load(weights))
     trainer.engine.generate = lambda *arguments: (done.append("generate"), generate(*arguments))[1]

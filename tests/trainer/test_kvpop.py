@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import logging
 import shutil
@@ -26,19 +27,20 @@ from sparse_rl.models.load import load_model
 from sparse_rl.policies import KVpop
 from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import EvictionTrace
-from trainer.kvpop import KVpopConfig, KVpopTrainer, _warm_cosine
-from trainer.losses import BoundaryLoss, DistillationLoss
-from trainer.rows import Row, load_texts
-from trainer.train import train
+from trainer.examples import Example
+from trainer.kvpop.config import KVpopConfig
+from trainer.kvpop.trainer import KVpopArguments, KVpopTrainer, _warm_cosine
+from trainer.losses.config import BoundaryConfig, DistillationLossConfig
+from trainer.train import load_texts, train
 
 LENGTHS = ((5, 40), (12, 9), (3, 61), (20, 22))
 CACHE = {"policy": "kvpop", "budget": 14, "sinks": 2, "window": 4}
 SETTINGS: dict[str, Any] = {"use_cpu": True, "report_to": [], "gradient_checkpointing": False, "disable_tqdm": True}
 
 
-def rows() -> list[Row]:
+def rows() -> list[Example]:
     generator = torch.Generator().manual_seed(0)
-    return [Row(*(torch.randint(3, 64, (n,), generator=generator).tolist() for n in pair)) for pair in LENGTHS]
+    return [Example(*(torch.randint(3, 64, (n,), generator=generator).tolist() for n in pair)) for pair in LENGTHS]
 
 
 @pytest.fixture
@@ -53,9 +55,9 @@ def kvpop(new_model: Callable, tmp_path: Path) -> Callable[..., KVpopTrainer]:
         for weight in student.cache_scorers.parameters():
             weight.data += 0.3 * torch.randn_like(weight)
         teacher = new_model("llama", seed=5, num_hidden_layers=3, hidden_size=48)
-        args = KVpopConfig(
-            output_dir=str(tmp_path / "run"), boundary=BoundaryLoss(queries=None), **{**SETTINGS, **settings}
-        )
+        ours = {key: settings.pop(key) for key in ("train_base",) if key in settings}
+        ours["boundary"] = BoundaryConfig(queries=None)
+        args = KVpopArguments(output_dir=str(tmp_path / "run"), kvpop=KVpopConfig(**ours), **{**SETTINGS, **settings})
         return KVpopTrainer(student, teacher, policy, args, rows())
 
     return make
@@ -87,22 +89,24 @@ def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.T
 
 @pytest.mark.parametrize("scorer", ["mlp", "mlstm", "recency"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"gradient_checkpointing": True}, {"weights": (0.1, 0.9)}, {"attention": "flex_sorted"}], ids=str
+    "settings",
+    [{}, {"gradient_checkpointing": True}, {"weights": (0.1, 0.9)}, {"attention_kernel": "flex_sorted"}],
+    ids=str,
 )
 def test_loss_and_gradients(scorer: str, settings: dict, flex_trains: list[bool], kvpop: Callable) -> None:
     """The model's gradients are those of KL and CE alone, the scorers' those of the boundary loss alone."""
     settings = dict(settings)
     kl, ce = settings.pop("weights", (1.0, 0.0))
-    trainer = kvpop(scorer, loss=DistillationLoss(kl_weight=kl, ce_weight=ce, chunk=7), **settings)
+    trainer = kvpop(scorer, loss=DistillationLossConfig(kl_weight=kl, ce_weight=ce, chunk=7), **settings)
     expected, gradients = reference(trainer)
     model = trainer.model.train()
     if settings:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    rollouts = trainer._rollouts(rows())
+    rollouts = trainer._prepared(rows())
     loss, *sums, count = trainer._losses(model, rollouts)
     (loss / count).backward()
     boundary = sums[trainer.summed.index("boundary")] / count
-    assert set(flex_trains) == ({True} if "attention" in settings else set())
+    assert set(flex_trains) == ({True} if "attention_kernel" in settings else set())
     assert float((loss / count - boundary).detach()) == pytest.approx(expected, abs=1e-5)
     for name, weight in model.named_parameters():
         if "cache_scorers" in name:
@@ -115,7 +119,7 @@ def test_loss_and_gradients(scorer: str, settings: dict, flex_trains: list[bool]
         return
     alone = {name: weight.grad.clone() for name, weight in model.named_parameters() if "cache_scorers" in name}
     model.zero_grad()
-    trainer.args.boundary_weight = 0.0
+    trainer.args.kvpop = dataclasses.replace(trainer.args.kvpop, boundary_weight=0.0)
     loss, *_ = trainer._losses(model, rollouts)
     (loss / count).backward()
     for name, weight in model.named_parameters():
@@ -151,7 +155,7 @@ def test_two_learning_rates(kvpop: Callable) -> None:
 
 def test_a_frozen_model_trains_its_scorers_alone(kvpop: Callable) -> None:
     trainer = kvpop("mlp", train_base=False)
-    loss, *_ = trainer._losses(trainer.model.train(), trainer._rollouts(rows()))
+    loss, *_ = trainer._losses(trainer.model.train(), trainer._prepared(rows()))
     loss.backward()
     for name, weight in trainer.model.named_parameters():
         assert (weight.grad is not None) == ("cache_scorers" in name), name

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.losses import DistillationLoss, TopK
+from trainer.losses.config import DistillationLossConfig
+from trainer.losses.distillation import DistillationLoss, TopK
 
 POSITIONS, VOCAB, WIDTH = 23, 40, 12
 KINDS = ("forward", "reverse", "jsd")
@@ -25,7 +26,9 @@ def case() -> dict[str, torch.Tensor]:
     }
 
 
-def reference(case: dict[str, torch.Tensor], loss: DistillationLoss, top_k: int | None) -> tuple[torch.Tensor, ...]:
+def reference(
+    case: dict[str, torch.Tensor], loss: DistillationLossConfig, top_k: int | None
+) -> tuple[torch.Tensor, ...]:
     """The sum, and its gradients of hidden and weight, by the formulas and a loop over positions, in float64."""
     hidden = case["hidden"].double().requires_grad_()
     weight = case["weight"].double().requires_grad_()
@@ -58,14 +61,14 @@ def reference(case: dict[str, torch.Tensor], loss: DistillationLoss, top_k: int 
     return total.detach(), hidden.grad, weight.grad
 
 
-def ours(case: dict[str, torch.Tensor], loss: DistillationLoss, top_k: int | None) -> tuple[torch.Tensor, ...]:
+def ours(case: dict[str, torch.Tensor], loss: DistillationLossConfig, top_k: int | None) -> tuple[torch.Tensor, ...]:
     hidden, weight = case["hidden"].clone().requires_grad_(), case["weight"].clone().requires_grad_()
 
     def teacher(part: slice) -> torch.Tensor | TopK:
         logits = case["teacher"][part]
-        return logits if top_k is None else TopK.of(logits, top_k, loss.temperature)
+        return logits if top_k is None else TopK.of_logits(logits, top_k, loss.temperature)
 
-    total, _, _ = loss(hidden, lambda h: h @ weight.T, teacher, case["targets"])
+    total, _, _ = DistillationLoss(loss)(hidden, lambda h: h @ weight.T, teacher, case["targets"])
     total.backward()
     assert hidden.grad is not None and weight.grad is not None
     return total.detach(), hidden.grad, weight.grad
@@ -75,29 +78,31 @@ def ours(case: dict[str, torch.Tensor], loss: DistillationLoss, top_k: int | Non
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
 @pytest.mark.parametrize("divergence", KINDS)
 def test_equals_the_formulas(divergence: str, temperature: float, top_k: int | None, case: dict) -> None:
-    loss = DistillationLoss(temperature, divergence, jsd_beta=0.3, kl_weight=0.9, ce_weight=0.1, chunk=7)  # type: ignore[arg-type]
+    loss = DistillationLossConfig(
+        temperature=temperature, divergence=divergence, jsd_beta=0.3, kl_weight=0.9, ce_weight=0.1, chunk=7
+    )
     for mine, theirs in zip(ours(case, loss, top_k), reference(case, loss, top_k), strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("divergence", KINDS)
 def test_renormalised(divergence: str, case: dict) -> None:
-    loss = DistillationLoss(1.3, divergence, renormalise=True)  # type: ignore[arg-type]
+    loss = DistillationLossConfig(temperature=1.3, divergence=divergence, top_k=8, renormalise=True)
     for mine, theirs in zip(ours(case, loss, 8), reference(case, loss, 8), strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, POSITIONS, 100])
 def test_the_chunk_changes_nothing(chunk: int, case: dict) -> None:
-    whole = ours(case, DistillationLoss(ce_weight=0.5, chunk=POSITIONS), None)
-    for mine, theirs in zip(ours(case, DistillationLoss(ce_weight=0.5, chunk=chunk), None), whole, strict=True):
+    whole = ours(case, DistillationLossConfig(ce_weight=0.5, chunk=POSITIONS), None)
+    for mine, theirs in zip(ours(case, DistillationLossConfig(ce_weight=0.5, chunk=chunk), None), whole, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_coarsening_never_adds(case: dict) -> None:
     """The divergence of coarsened distributions is a lower bound, and reaches the whole one with k."""
-    values = [float(ours(case, DistillationLoss(), k)[0]) for k in (1, 4, 16, VOCAB - 1, VOCAB)]
-    whole = float(ours(case, DistillationLoss(), None)[0])
+    values = [float(ours(case, DistillationLossConfig(), k)[0]) for k in (1, 4, 16, VOCAB - 1, VOCAB)]
+    whole = float(ours(case, DistillationLossConfig(), None)[0])
     assert values == sorted(values) and values[0] < 0.9 * whole
     assert values[-1] == pytest.approx(whole, rel=1e-6)
 
@@ -105,7 +110,7 @@ def test_coarsening_never_adds(case: dict) -> None:
 def test_a_teacher_equal_to_the_student_costs_nothing(case: dict) -> None:
     same = {**case, "teacher": case["hidden"] @ case["weight"].T}
     for divergence in KINDS:
-        loss, hidden, weight = ours(same, DistillationLoss(2.0, divergence), None)  # type: ignore[arg-type]
+        loss, hidden, weight = ours(same, DistillationLossConfig(temperature=2.0, divergence=divergence), None)
         assert abs(float(loss)) < 1e-5 and float(hidden.abs().max()) < 1e-5 and float(weight.abs().max()) < 1e-5
 
 
@@ -114,7 +119,7 @@ def test_a_certain_teacher_stays_finite(case: dict) -> None:
     sure[:, 0] = 1e4
     for top_k in (None, 4):
         for divergence in ("forward", "jsd"):
-            parts = ours({**case, "teacher": sure}, DistillationLoss(1.0, divergence), top_k)  # type: ignore[arg-type]
+            parts = ours({**case, "teacher": sure}, DistillationLossConfig(divergence=divergence), top_k)
             assert all(bool(part.isfinite().all()) for part in parts), (top_k, divergence)
 
 
@@ -146,7 +151,7 @@ def test_memory_grows_with_the_chunk_not_with_the_sequence(top_k: int | None) ->
 
         def teacher(part: slice) -> torch.Tensor | TopK:
             logits = said[part] @ weight.detach().T
-            return logits if top_k is None else TopK.of(logits, top_k, 1.0)
+            return logits if top_k is None else TopK.of_logits(logits, top_k, 1.0)
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             kept.append(tensor.numel())
@@ -154,7 +159,8 @@ def test_memory_grows_with_the_chunk_not_with_the_sequence(top_k: int | None) ->
 
         with Largest() as largest:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                loss = DistillationLoss(chunk=chunk, ce_weight=0.1)(hidden, lambda h: h @ weight.T, teacher, targets)[0]
+                config = DistillationLossConfig(chunk=chunk, ce_weight=0.1)
+                loss = DistillationLoss(config)(hidden, lambda h: h @ weight.T, teacher, targets)[0]
             loss.backward()
         assert hidden.grad is not None
         return largest.elements, max(kept)

@@ -14,7 +14,8 @@ from sparse_rl.errors import UserError
 from sparse_rl.metrics import read_metrics
 from sparse_rl.recipe import make_recipe
 from trainer.checkpoint import checkpoints, digests, keep_last, publish, write_manifest
-from trainer.rundir import check_world, checkpoint_of, refuse_used, versions
+from trainer.rundir import check_world, refuse_used, versions
+from trainer.train import checkpoint_to_resume
 
 
 def recipe_of(folder: Path, *overrides: str, **more):
@@ -41,16 +42,16 @@ def checkpoint(folder: Path, step: int, of=None, **about) -> Path:
 
 def test_a_used_directory_is_refused_and_a_clean_one_is_not(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
-    refuse_used(recipe)
+    refuse_used(recipe.output_dir)
     (tmp_path / "recipe.yaml").write_text("kind: grpo\n")  # a run that died before its first step
-    refuse_used(recipe)
+    refuse_used(recipe.output_dir)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
     with pytest.raises(UserError, match=r"holds an earlier run; continue it with --resume"):
-        refuse_used(recipe)
+        refuse_used(recipe.output_dir)
     (tmp_path / "metrics.jsonl").unlink()
     checkpoint(tmp_path, 1)
     with pytest.raises(UserError, match=r"output_dir.*holds an earlier run"):
-        refuse_used(recipe)
+        refuse_used(recipe.output_dir)
 
 
 def flip(file: Path) -> None:
@@ -82,16 +83,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(kind, tmp_
     recipe = recipe_of(tmp_path)
     before, last = checkpoint(tmp_path, 8), checkpoint(tmp_path, 9)
     (tmp_path / "checkpoint-best").mkdir()
-    assert checkpoint_of(recipe, "newest") == last == checkpoint_of(recipe, str(last)) and not caplog.messages
+    assert (
+        checkpoint_to_resume(recipe, "newest") == last == checkpoint_to_resume(recipe, str(last))
+        and not caplog.messages
+    )
     damage, says = DAMAGE[kind]
     damage(last)
-    assert checkpoint_of(recipe, "newest") == before
+    assert checkpoint_to_resume(recipe, "newest") == before
     assert len(caplog.messages) == 1 and re.search(f"skipped .*checkpoint-9: {says}", caplog.messages[0])
     with pytest.raises(UserError, match=f"--resume: .*checkpoint-9 is not a whole checkpoint: {says}"):
-        checkpoint_of(recipe, str(last))
+        checkpoint_to_resume(recipe, str(last))
     (before / "progress_0.pt").unlink()
     with pytest.raises(UserError, match="holds no whole checkpoint to resume from"):
-        checkpoint_of(recipe, "newest")
+        checkpoint_to_resume(recipe, "newest")
 
 
 def test_another_number_of_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,17 +103,17 @@ def test_another_number_of_processes_is_refused(tmp_path: Path, monkeypatch: pyt
     checkpoint(tmp_path, 3, two)
     says = r"checkpoint-3 was written under another recipe: launch\.processes is 2 there and 1 here"
     with pytest.raises(UserError, match=says):
-        checkpoint_of(recipe_of(tmp_path), "newest")
-    assert checkpoint_of(two, "newest").name == "checkpoint-3"
+        checkpoint_to_resume(recipe_of(tmp_path), "newest")
+    assert checkpoint_to_resume(two, "newest").name == "checkpoint-3"
     with pytest.raises(UserError, match=r"launch\.processes.*is 2, but 1 processes were started"):
-        check_world(two)
+        check_world(two.launch.processes)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    check_world(two)
+    check_world(two.launch.processes)
     library = tmp_path / "library"
     unknown = checkpoint(library, 4, two, recipe=None)
     with pytest.raises(UserError, match=r"launch\.processes is 2 there and 1 here"):
-        checkpoint_of(recipe_of(library), str(unknown))
-    assert checkpoint_of(recipe_of(library, launch={"processes": 2}), str(unknown)) == unknown
+        checkpoint_to_resume(recipe_of(library), str(unknown))
+    assert checkpoint_to_resume(recipe_of(library, launch={"processes": 2}), str(unknown)) == unknown
 
 
 def test_every_difference_is_named(tmp_path: Path) -> None:
@@ -118,7 +122,7 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
         tmp_path, "learning_rate=2e-6", "launch.zero_stage=3", "cache.budget=16", "cache.sinks=2", "logging_steps=7"
     )
     with pytest.raises(UserError) as error:
-        checkpoint_of(changed, "newest")
+        checkpoint_to_resume(changed, "newest")
     assert str(error.value).endswith(
         "another recipe: cache.budget is 8 there and 16 here; cache.sinks is null there and 2 here; launch.zero_stage "
         "is 0 there and 3 here; learning_rate is 1e-06 there and 2e-06 here. Set the old values, or start a new run"
@@ -138,14 +142,14 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_may_change(word: str, warns: bool, tmp_path: Path, caplog) -> None:
     place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there"))
-    assert checkpoint_of(recipe_of(tmp_path / "here", word), str(place)) == place
+    assert checkpoint_to_resume(recipe_of(tmp_path / "here", word), str(place)) == place
     assert ["may differ in rounding" in message for message in caplog.messages] == [True] * warns
 
 
 def test_an_attention_that_is_still_to_be_chosen(tmp_path: Path, caplog) -> None:
     """A checkpoint holds what was chosen; before the processes start, the recipe still says auto."""
     place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there", "attention=sdpa"))
-    assert checkpoint_of(recipe_of(tmp_path / "here"), str(place)) == place
+    assert checkpoint_to_resume(recipe_of(tmp_path / "here"), str(place)) == place
     assert not caplog.messages
 
 
@@ -158,21 +162,21 @@ def test_the_length_may_change_only_where_the_rate_does_not_depend_on_it(tmp_pat
         place = checkpoint(tmp_path / scheduler / str(warmup), 3, recipe_of(tmp_path, *words, "max_steps=10"))
         longer = recipe_of(tmp_path, *words, "max_steps=20")
         if free:
-            assert checkpoint_of(longer, str(place)) == place
+            assert checkpoint_to_resume(longer, str(place)) == place
         else:
             with pytest.raises(UserError, match="max_steps is 10 there and 20 here"):
-                checkpoint_of(longer, str(place))
+                checkpoint_to_resume(longer, str(place))
     with pytest.raises(UserError, match=r"max_steps: is 2, but .*checkpoint-3 is of step 3"):
-        checkpoint_of(recipe_of(tmp_path, "max_steps=2"), str(place))
+        checkpoint_to_resume(recipe_of(tmp_path, "max_steps=2"), str(place))
 
 
 def test_a_branch_goes_into_a_directory_of_its_own(tmp_path: Path) -> None:
     place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there"))
     checkpoint(tmp_path / "here", 9, recipe_of(tmp_path / "here"))
     with pytest.raises(UserError, match=r"output_dir: .*here holds an earlier run"):
-        checkpoint_of(recipe_of(tmp_path / "here"), str(place))
-    assert checkpoint_of(recipe_of(tmp_path / "new"), str(place)) == place
-    assert checkpoint_of(recipe_of(tmp_path / "there"), str(place)) == place
+        checkpoint_to_resume(recipe_of(tmp_path / "here"), str(place))
+    assert checkpoint_to_resume(recipe_of(tmp_path / "new"), str(place)) == place
+    assert checkpoint_to_resume(recipe_of(tmp_path / "there"), str(place)) == place
 
 
 def test_a_checkpoint_between_two_refreshes_is_refused(tmp_path: Path) -> None:
@@ -182,13 +186,13 @@ def test_a_checkpoint_between_two_refreshes_is_refused(tmp_path: Path) -> None:
     short, longer = (make_recipe(mapping, [f"max_steps={steps}"]) for steps in (6, 8))
     places = [checkpoint(tmp_path, step, short) for step in (4, 6)]
     with pytest.raises(UserError, match=r"refresh_every: .*checkpoint-6 is between two refreshes"):
-        checkpoint_of(longer, "newest")
-    assert checkpoint_of(longer, str(places[0])) == places[0]
+        checkpoint_to_resume(longer, "newest")
+    assert checkpoint_to_resume(longer, str(places[0])) == places[0]
 
 
 def test_other_versions_are_told(tmp_path: Path, caplog) -> None:
     place = checkpoint(tmp_path, 3, versions={**versions(), "torch": "1.0"})
-    assert checkpoint_of(recipe_of(tmp_path), "newest") == place
+    assert checkpoint_to_resume(recipe_of(tmp_path), "newest") == place
     assert re.search(r"torch was 1\.0 and is .*may differ in rounding", caplog.text)
 
 

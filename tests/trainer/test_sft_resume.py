@@ -35,7 +35,7 @@ def sft(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
     from sparse_rl.data.problems import load_data
     from sparse_rl.models.load import load_tokenizer
     from sparse_rl.recipe import DataConfig, SyntheticConfig
-    from trainer.sft import ResumableSFTTrainer
+    from trainer.sft.trainer import ResumableSFTTrainer
 
     def make(name: str, *callbacks: TrainerCallback, **settings: Any) -> Any:
         folder = tmp_path / name

@@ -24,7 +24,6 @@ SETTINGS: dict[str, Any] = {
     "save_strategy": "no",
     "remove_unused_columns": False,
     "importance_correction": "none",
-    "policy": GKV,
     "seed": 7,
     "model_init_kwargs": {"dtype": "float32"},
 }

@@ -10,18 +10,24 @@ With d = log p_trainer - log p_sampler of a sampled token:
 sync/probe_gap, the mean |d| of a probe in which nothing is evicted, tells stale weights from a wrong trace: it is
 measured whenever an engine with its own weights has been given new ones.
 
-It knows tensors only; trainer/grpo.py says when it is fed.
+It knows tensors only; trainer.py says when it is fed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from rollout.engine import Rollout
+from sparse_rl.errors import StoppedError
+from sparse_rl.policies import Policy
 
 FLOORS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}  # mean |d| that is noise in any case
 CEILING = 10.0  # x the floor: beyond what kernels' noise explains; the first probe, which sets the limit, obeys it
 
 
-class ReplayGapError(RuntimeError):
+class ReplayGapError(StoppedError):
     """The trainer does not see what the sampler saw."""
 
 
@@ -42,6 +48,14 @@ def replay_panel(gap: torch.Tensor, ratio: torch.Tensor, clip: float) -> dict[st
         "ratio/max": float(weights.max()),
         "ratio/clipped": float((weights > clip).double().mean()),
     }
+
+
+def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
+    """The most entries that each sequence has held, per layer and kv head; a prompt is held whole while it is read."""
+    peak, fed = policy.peak_entries, [len(rollout.trace) - 1 for rollout in rollouts]
+    if peak is None:
+        return fed
+    return [max(len(r.prompt_ids), min(n, peak)) for n, r in zip(fed, rollouts, strict=True)]
 
 
 def check_gap(gap: torch.Tensor, limit: float) -> None:

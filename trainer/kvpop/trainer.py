@@ -4,11 +4,11 @@ The student runs under the mask that its own scorers induce, over the whole text
 the k tokens that rank best. Per micro-batch of N completion tokens
 
     loss = 1/N sum over tokens of (kl_weight tau^2 KL(teacher || student) + ce_weight CE)
-           + boundary_weight * mean over layers of the boundary loss (trainer/losses.py)
+           + boundary_weight * mean over layers of the boundary loss (trainer/losses/boundary.py)
 
 The scorers see keys and values without their gradient, and a mask has none: so the model learns from KL and CE alone,
-and scorers and gamma from the boundary loss alone. The teacher is dense. Two learning rates: the model's is the
-recipe's; the scorers' rises, and falls along a cosine.
+and scorers and gamma from the boundary loss alone. The teacher is dense. Two learning rates: the model's is that
+of every training; the scorers' rises, and falls along a cosine.
 """
 
 from __future__ import annotations
@@ -25,45 +25,34 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, set_seed
 
-from rollout import Rollout
-from sparse_rl.attention import FutureTarget, LearnedView
+from sparse_rl.attention.learned import FutureTarget, LearnedView
+from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import SCORERS, attach_scorers, read_scorers, save_policy, write_scorers
 from sparse_rl.policies import KVpop
 from sparse_rl.scorers import NOT_DECAYED
-from sparse_rl.trace import EvictionTrace
-from trainer.batches import Batch, base_of, length_of
-from trainer.distill import DistillConfig, DistillTrainer
-from trainer.losses import BoundaryLoss
-from trainer.rows import Row
-from trainer.teacher import TeacherCache
-
-NOTHING = EvictionTrace.dense(1, 1, 0)
+from trainer.batches import Batch
+from trainer.examples import Example
+from trainer.kvpop.config import KVpopConfig
+from trainer.losses.boundary import BoundaryLoss
+from trainer.teacher.arguments import TaughtArguments
+from trainer.teacher.cache import TeacherCache
+from trainer.teacher.trainer import TaughtTrainer
 
 
 @dataclass
-class KVpopConfig(DistillConfig):
-    """DistillConfig and what the retrofit adds. See the recipe keys of the same names."""
+class KVpopArguments(TaughtArguments):
+    """What a KVpopTrainer has: `kvpop` is the recipe's."""
 
-    boundary: BoundaryLoss = field(default_factory=BoundaryLoss)
-    boundary_weight: float = 1.0
-    target: FutureTarget = field(default_factory=FutureTarget)
-    scorer_learning_rate: float = 1e-3
-    scorer_final_learning_rate: float = 8e-5
-    scorer_warmup_steps: int = 100
-    train_base: bool = True
-    prefill: str = "masked"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "boundary": vars(self.boundary), "target": vars(self.target)}
+    kvpop: KVpopConfig = field(default_factory=KVpopConfig)
 
 
-class KVpopTrainer(DistillTrainer):
+class KVpopTrainer(TaughtTrainer):
     """Retrofits a model with scorers, which are attached to it where it has none.
 
-    Parameters: as DistillTrainer's; policy : of the cache, with its scorer
+    Parameters: TaughtTrainer's; policy : of the cache, with its scorer
     """
 
-    args: KVpopConfig
+    args: KVpopArguments
     summed = ("kl", "ce", "boundary", "held", "of", "retention", "sequences")
 
     def __init__(
@@ -71,9 +60,9 @@ class KVpopTrainer(DistillTrainer):
         model: PreTrainedModel,
         teacher: PreTrainedModel | TeacherCache,
         policy: KVpop,
-        args: KVpopConfig,
-        rows: Sequence[Row],
-        validation: Sequence[Row] | None = None,
+        args: KVpopArguments,
+        examples: Sequence[Example],
+        validation: Sequence[Example] | None = None,
         **kwargs: Any,
     ) -> None:
         self.policy = policy
@@ -81,40 +70,34 @@ class KVpopTrainer(DistillTrainer):
             set_seed(args.seed)
             attach_scorers(model, policy)
         getattr(model, SCORERS).to(model.dtype)  # ZeRO-3 wants one dtype; they compute in float32 in any case
-        if not args.train_base:
+        if not args.kvpop.train_base:
             model.requires_grad_(False)
             getattr(model, SCORERS).requires_grad_(True)
-        super().__init__(model, teacher, None, args, rows, validation, **kwargs)
+        super().__init__(model, teacher, args, examples, validation, **kwargs)
+        self.boundary, self.target = BoundaryLoss(args.kvpop.boundary), FutureTarget(args.kvpop.target)
 
     # ---- the loss -------------------------------------------------------------------------------------------------
 
-    def _rollouts(self, rows: Sequence[Row]) -> list[Rollout]:
-        return as_rollouts(rows)
-
-    def _count(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
-        local = torch.tensor([sum(len(r.completion_ids) for r in rollouts)], device=self.accelerator.device)
-        return self.accelerator.gather(local * int(self._weight)).sum()
-
-    def _losses(self, student: Any, rollouts: Sequence[Rollout]) -> tuple[torch.Tensor, ...]:
-        args, policy = self.args, self.policy
-        batch = Batch.of(rollouts, self.accelerator.device)
-        lengths = torch.tensor([length_of(row[0]) for row in batch.rows], device=self.accelerator.device)
+    def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
+        policy = self.policy
+        batch = Batch.make(examples, self.accelerator.device)
+        lengths = torch.tensor([row[0].length for row in batch.rows], device=self.accelerator.device)
         first = policy.sinks + policy.window + policy.k  # the first query at which something is evicted
         scorers = base_of(student).cache_scorers
         decay: dict[str, Any] = {"decay_every": policy.decay_every}
-        queries = args.boundary.draw(lengths, first, batch.ids.shape[1])
+        queries = self.boundary.draw(lengths, first, batch.ids.shape[1])
         learns = any(True for _ in scorers.parameters())
         view = LearnedView(
             scorers,
             policy,
             lengths,
-            prompts=torch.tensor([len(row[0].prompt_ids) for row in batch.rows], device=lengths.device)
-            if args.prefill == "dense"
+            prompts=torch.tensor([len(row[0].prompt) for row in batch.rows], device=lengths.device)
+            if self.args.kvpop.prefill == "dense"
             else None,
-            target=args.target if learns or not student.training else None,
-            prepare=partial(args.boundary.pairs, queries=queries, window=policy.window, **decay) if learns else None,
-            loss=partial(args.boundary, **decay) if learns else None,
-            path=args.attention,
+            target=self.target if learns or not student.training else None,
+            prepare=partial(self.boundary.pairs, queries=queries, window=policy.window, **decay) if learns else None,
+            loss=partial(self.boundary, **decay) if learns else None,
+            path=self.args.attention_kernel,
         )
         with self.accelerator.autocast():
             hidden = batch.hidden_under(student, view)
@@ -125,18 +108,18 @@ class KVpopTrainer(DistillTrainer):
         retention = torch.stack(list(view.retained.values())).mean(0).sum()
         sequences = torch.tensor(float(len(lengths)))
         measured = (x.to(count) for x in (kl, ce, boundary.detach(), held, of, retention, sequences))
-        return loss + args.boundary_weight * boundary, *measured, count
+        return loss + self.args.kvpop.boundary_weight * boundary, *measured, count
 
     def _measured(self) -> dict[str, float]:
         """Also the boundary loss, and how much of what the target would keep is kept."""
         sums = self._sums
-        found = {**super()._measured(), "boundary_loss": sums["boundary"] / sums["tokens"]}
-        return found | ({"recall": sums["held"] / sums["of"]} if sums["of"] else {})
+        measured = {**super()._measured(), "boundary_loss": sums["boundary"] / sums["tokens"]}
+        return measured | ({"recall": sums["held"] / sums["of"]} if sums["of"] else {})
 
     # ---- two learning rates ---------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> Optimizer:
-        """AdamW over the model, at the recipe's learning rate, and the scorers, at their own."""
+        """AdamW over the model, at the training's learning rate, and the scorers, at their own."""
         if self.optimizer is None:
             whole: Any = self.model if model is None else model
             decayed = set(self.get_decay_parameter_names(whole))
@@ -147,7 +130,7 @@ class KVpopTrainer(DistillTrainer):
                     key = scorer, name.split(".")[-1] not in NOT_DECAYED if scorer else name in decayed
                     groups.setdefault(key, []).append(weight)
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
-            rates = self.args.learning_rate, self.args.scorer_learning_rate
+            rates = self.args.learning_rate, self.args.kvpop.scorer_learning_rate
             self.optimizer = kind(
                 [
                     {
@@ -163,12 +146,12 @@ class KVpopTrainer(DistillTrainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The model's rate as the recipe has it; the scorers' rises over the warm-up and falls along a cosine."""
+        """The model's rate as any training has it; the scorers' rises over the warm-up and falls along a cosine."""
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
             base: Any = super().create_scheduler(num_training_steps, optimizer)
             (own,) = set(base.lr_lambdas)
-            args = self.args
+            args = self.args.kvpop
             low = args.scorer_final_learning_rate / args.scorer_learning_rate
             cosine = partial(_warm_cosine, warmup=args.scorer_warmup_steps, steps=num_training_steps, low=low)
             both = [cosine if group["scorer"] else own for group in optimizer.param_groups]
@@ -188,11 +171,6 @@ class KVpopTrainer(DistillTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         read_scorers(resume_from_checkpoint, base_of(self.model))
-
-
-def as_rollouts(rows: Sequence[Row]) -> list[Rollout]:
-    """Sequences that no engine has seen: without log-probs or evictions."""
-    return [Rollout(row.prompt, row.completion, [], [], NOTHING, "stop") for row in rows]
 
 
 def _warm_cosine(step: int, *, warmup: int, steps: int, low: float) -> float:

@@ -26,20 +26,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from rollout import Rollout
-from sparse_rl.attention import adopt, cache_shape
+from sparse_rl.attention.interface import adopt
 from sparse_rl.errors import UserError
-from sparse_rl.recipe import TaughtRecipe
-from sparse_rl.trace import EvictionTrace
-from trainer.batches import Batch, base_of
+from sparse_rl.models.base import base_of
+from trainer.batches import Batch
 from trainer.checkpoint import disk_is_full
-from trainer.losses import TopK
-from trainer.rows import Row
+from trainer.examples import Example
+from trainer.losses.distillation import TopK
 
 INDEX, FORMAT = "teacher.json", 1
 
 
-class TeacherCacheError(ValueError):
+class TeacherCacheError(UserError):
     """A teacher cache that cannot be used: what is wrong, and where."""
 
 
@@ -67,10 +65,10 @@ class _Shard:
     rows: list[tuple[str, int]] = field(default_factory=list)  # (key, completion tokens)
 
 
-def key_of(prompt: Sequence[int], completion: Sequence[int]) -> str:
+def row_key(example: Example) -> str:
     """The name of a row: of its tokens, and of where the completion begins."""
-    text = f"{len(prompt)}|{','.join(map(str, prompt))},{','.join(map(str, completion))}"
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    tokens = f"{','.join(map(str, example.prompt))},{','.join(map(str, example.completion))}"
+    return hashlib.blake2b(f"{len(example.prompt)}|{tokens}".encode(), digest_size=12).hexdigest()
 
 
 def weights_fingerprint(model: torch.nn.Module) -> str:
@@ -80,17 +78,6 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
         digest.update(name.encode())
         digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def expected_facts(recipe: TaughtRecipe, vocab_size: int) -> dict[str, Any]:
-    """What a teacher cache has to be for a recipe, whose student has so many tokens: some of TeacherFacts."""
-    source = recipe.teacher or recipe.model
-    return {
-        "source": source,
-        "temperature": recipe.temperature,
-        "top_k": recipe.top_k,
-        "vocab_size": vocab_size,
-    }
 
 
 class TeacherCache:
@@ -110,8 +97,8 @@ class TeacherCache:
             raise TeacherCacheError(f"{self.folder} is not finished; run sparse-rl teacher again, it goes on")
         self.facts, self.shards = content["facts"], content["shards"]
         for name, value in (expected or {}).items():
-            if (found := getattr(self.facts, name)) != value:
-                raise TeacherCacheError(f"{self.folder} was written with {name} {found}, and {value} is asked for")
+            if (written := getattr(self.facts, name)) != value:
+                raise TeacherCacheError(f"{self.folder} was written with {name} {written}, and {value} is asked for")
         for name, shard in self.shards.items():
             _check_size(self.folder / name, shard)
         self.places: dict[str, tuple[str, int, int]] = {}
@@ -122,14 +109,14 @@ class TeacherCache:
                 start += count
         self.opened: dict[str, Any] = {}
 
-    def __contains__(self, row: Row) -> bool:
-        return key_of(row.prompt, row.completion) in self.places
+    def __contains__(self, example: Example) -> bool:
+        return row_key(example) in self.places
 
-    def read(self, rollouts: Sequence[Rollout], device: torch.device | str) -> TopK:
-        """What the teacher says of the rollouts' completion tokens, one after another."""
+    def read(self, examples: Sequence[Example], device: torch.device | str) -> TopK:
+        """What the teacher says of the examples' completion tokens, one after another."""
         parts = []
-        for rollout in rollouts:
-            place = self.places.get(key_of(rollout.prompt_ids, rollout.completion_ids))
+        for example in examples:
+            place = self.places.get(row_key(example))
             if place is None:
                 raise TeacherCacheError(f"{self.folder} does not know a row of the dataset; write it for this dataset")
             name, start, end = place
@@ -150,7 +137,7 @@ class TeacherCache:
 def write_teacher_cache(
     folder: str | Path,
     teacher: Any,
-    rows: Sequence[Row],
+    examples: Sequence[Example],
     facts: TeacherFacts,
     *,
     batch_size: int = 8,
@@ -158,7 +145,7 @@ def write_teacher_cache(
     chunk: int = 512,
     progress: bool = False,
 ) -> int:
-    """Write what `teacher` says of the rows. Returns how many shards were there already, whole.
+    """Write what `teacher` says of the examples. Returns how many shards were there already, whole.
 
     Raises TeacherCacheError where the folder holds something else.
     """
@@ -172,83 +159,40 @@ def write_teacher_cache(
             raise TeacherCacheError(f"{folder} holds another teacher cache; {_differences(content['facts'], facts)}")
         done = content["shards"]
     shards: dict[str, _Shard] = {}
-    found = 0
-    parts = [rows[start : start + rows_per_shard] for start in range(0, len(rows), rows_per_shard)]
-    with tqdm(total=len(rows), desc="teacher", unit="seq", disable=None if progress else True) as bar:
+    there = 0
+    parts = [examples[start : start + rows_per_shard] for start in range(0, len(examples), rows_per_shard)]
+    with tqdm(total=len(examples), desc="teacher", unit="seq", disable=None if progress else True) as bar:
         for number, part in enumerate(parts):
             name = f"shard-{number:05d}.safetensors"
-            keys = [(key_of(row.prompt, row.completion), len(row.completion)) for row in part]
+            keys = [(row_key(example), len(example.completion)) for example in part]
             old = done.get(name)
             if old is not None and old.rows == keys and _whole(folder / name, old):
-                shards[name], found = old, found + 1
+                shards[name], there = old, there + 1
             else:
-                tensors = _say(teacher, part, facts, batch_size, chunk)
+                tensors = _shard_tensors(teacher, part, facts, batch_size, chunk)
                 shards[name] = _write_shard(folder / name, tensors, keys)
                 _write_index(folder, facts, shards, complete=False)
             bar.update(len(part))
     _write_index(folder, facts, shards, complete=True)
-    return found
+    return there
 
 
 @torch.no_grad()
-def _say(teacher: Any, rows: Sequence[Row], facts: TeacherFacts, batch_size: int, chunk: int) -> dict[str, Any]:
+def _shard_tensors(
+    teacher: Any, examples: Sequence[Example], facts: TeacherFacts, batch_size: int, chunk: int
+) -> dict[str, torch.Tensor]:
+    """The tensors of a shard."""
     device = next(teacher.parameters()).device
-    layers, kv_heads, _ = cache_shape(teacher.config)
     head = base_of(teacher).get_output_embeddings()
-    said: list[TopK] = []
-    for start in range(0, len(rows), batch_size):
-        part = rows[start : start + batch_size]
-        traces = [EvictionTrace.dense(layers, kv_heads, len(row.prompt) + len(row.completion)) for row in part]
-        pairs = zip(part, traces, strict=True)
-        batch = Batch.of([Rollout(row.prompt, row.completion, [], [], trace, "stop") for row, trace in pairs], device)
-        hidden = batch.hidden(teacher, replayed=False)
-        said.append(TopK.of_hidden(hidden, head, facts.top_k, facts.temperature, chunk))
+    known: list[TopK] = []
+    for start in range(0, len(examples), batch_size):
+        hidden = Batch.make(examples[start : start + batch_size], device).hidden(teacher, replayed=False)
+        known.append(TopK.of_hidden(hidden, head, facts.top_k, facts.temperature, chunk))
     return {
-        "ids": torch.cat([part.ids for part in said]).int().cpu(),
-        "logprobs": torch.cat([part.logprobs for part in said]).to(getattr(torch, facts.dtype)).cpu(),
-        "tail": torch.cat([part.tail for part in said]).cpu(),
+        "ids": torch.cat([part.ids for part in known]).int().cpu(),
+        "logprobs": torch.cat([part.logprobs for part in known]).to(getattr(torch, facts.dtype)).cpu(),
+        "tail": torch.cat([part.tail for part in known]).cpu(),
     }
-
-
-def write_for(recipe: TaughtRecipe) -> tuple[Path, int, int]:
-    """What `sparse-rl teacher` does: the folder, its rows, and the shards that were there already.
-
-    Raises UserError for a recipe without teacher_cache, TeacherCacheError where the folder holds something else.
-    """
-    from transformers import AutoModelForCausalLM
-
-    from sparse_rl.models.load import load_config, load_tokenizer
-    from trainer.rows import taught_rows
-
-    if recipe.teacher_cache is None or recipe.top_k is None:
-        raise UserError("name the folder to write, and top_k", "teacher_cache")
-    source = recipe.teacher or recipe.model
-    load_config(source)
-    try:
-        Path(recipe.teacher_cache).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{recipe.teacher_cache} cannot be written: {error}", "teacher_cache") from error
-    tokenizer = load_tokenizer(recipe.model)
-    rows, held_out = taught_rows(recipe, tokenizer)
-    rows += held_out or []
-    try:
-        teacher: Any = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, recipe.dtype))
-    except (OSError, ValueError) as error:
-        raise UserError(f"the weights of {source} cannot be read: {str(error).splitlines()[0]}", "teacher") from error
-    teacher = teacher.to("cuda" if torch.cuda.is_available() else "cpu")
-    facts = TeacherFacts(
-        source,
-        weights_fingerprint(teacher),
-        teacher.config.vocab_size,
-        recipe.temperature,
-        recipe.top_k,
-        recipe.teacher_cache_dtype,
-    )
-    size = recipe.per_device_train_batch_size
-    found = write_teacher_cache(
-        recipe.teacher_cache, teacher, rows, facts, batch_size=size, chunk=recipe.chunk, progress=True
-    )
-    return Path(recipe.teacher_cache), len(rows), found
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

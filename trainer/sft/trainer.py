@@ -2,63 +2,66 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 from typing import Any, cast
 
+import trl
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
 
-from rollout import SamplingConfig, make_engine
-from sparse_rl.attention import adopt
-from sparse_rl.data.problems import load_data
+from rollout import make_engine
+from rollout.engine import SamplingConfig
+from sparse_rl.attention.interface import adopt
 from sparse_rl.data.running_sum import grade
 from sparse_rl.data.tokens import prompt_ids
-from sparse_rl.recipe import SFTRecipe
+from trainer.arguments import refusals
 from trainer.resumable import Resumable
+from trainer.sft.config import SFTConfig
 
-CHECK_PROBLEMS = 256
 
-
-class ResumableSFTTrainer(Resumable, SFTTrainer):
+class ResumableSFTTrainer(Resumable, trl.SFTTrainer):
     """TRL's SFTTrainer, whose runs resume exactly."""
 
 
 def make_trainer(
-    recipe: SFTRecipe, arguments: dict[str, Any], tokenizer: Any, data: Any, lora: Any, callbacks: list[TrainerCallback]
-) -> SFTTrainer:
-    """TRL's trainer on prompt-completion rows; the loss is on the completion."""
-    args = SFTConfig(
-        **{"completion_only_loss": recipe.completion_only_loss, "max_length": recipe.max_length, **arguments}
-    )
+    model: str,
+    config: SFTConfig,
+    options: dict[str, Any],
+    tokenizer: Any,
+    data: Any,
+    lora: Any,
+    callbacks: Sequence[TrainerCallback],
+    problems: Any = None,
+) -> ResumableSFTTrainer:
+    """TRL's trainer on prompt-completion rows; the loss is on the completion.
+
+    options : of TRL and transformers; lora : PEFT's configuration, or None
+    problems : rows with prompt and answer, which `stop_at_accuracy` is measured on
+    """
+    with refusals():
+        args = trl.SFTConfig(
+            **{"completion_only_loss": config.completion_only_loss, "max_length": config.max_length, **options}
+        )
     columns = [name for name in data.column_names if name not in ("prompt", "completion")]
     trainer = ResumableSFTTrainer(
-        model=recipe.model,
+        model=model,
         args=args,
         train_dataset=data.remove_columns(columns),
         processing_class=tokenizer,
         peft_config=lora,
-        callbacks=callbacks,
+        callbacks=list(callbacks),
     )
-    if recipe.stop_at_accuracy is not None:
-        trainer.add_callback(StopAtAccuracy(recipe, trainer, tokenizer))
+    if config.stop_at_accuracy is not None:
+        stop = StopAtAccuracy(config.stop_at_accuracy, config.stop_check_every, trainer, tokenizer, problems)
+        trainer.add_callback(stop)
     return trainer
 
 
 class StopAtAccuracy(TrainerCallback):
-    """Stop once full-cache accuracy on fresh problems of the synthetic task reaches the recipe's `stop_at_accuracy`."""
+    """Stop once full-cache accuracy on `problems` reaches `target`, looked at `every` so many steps."""
 
-    def __init__(self, recipe: SFTRecipe, trainer: SFTTrainer, tokenizer: Any) -> None:
-        self.target, self.every, self.trainer, self.tokenizer = (
-            recipe.stop_at_accuracy or 1.0,
-            recipe.stop_check_every,
-            trainer,
-            tokenizer,
-        )
-        assert recipe.data.synthetic is not None
-        fresh = dataclasses.replace(recipe.data.synthetic, split="calibration", size=CHECK_PROBLEMS)
-        self.rows = load_data(
-            dataclasses.replace(recipe.data, synthetic=fresh), tokenizer, require=("prompt", "answer")
-        )
+    def __init__(self, target: float, every: int, trainer: ResumableSFTTrainer, tokenizer: Any, problems: Any) -> None:
+        self.target, self.every, self.trainer, self.tokenizer = target, every, trainer, tokenizer
+        self.problems = problems
         self.max_tokens = max(map(len, cast(Any, trainer.train_dataset)["input_ids"]))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -71,10 +74,10 @@ class StopAtAccuracy(TrainerCallback):
         engine = make_engine(
             "hf", model=self.trainer.accelerator.unwrap_model(self.trainer.model), policy="full", max_batch=256
         )
-        prompts = [prompt_ids(p, self.tokenizer) for p in self.rows["prompt"]]
+        prompts = [prompt_ids(p, self.tokenizer) for p in self.problems["prompt"]]
         rollouts = engine.generate(prompts, SamplingConfig(self.max_tokens, seed=args.seed))
         texts = self.tokenizer.batch_decode([r.completion_ids for r in rollouts], skip_special_tokens=True)
-        right = [grade(text, answer) for text, answer in zip(texts, self.rows["answer"], strict=True)]
+        right = [grade(text, answer) for text, answer in zip(texts, self.problems["answer"], strict=True)]
         accuracy = sum(right) / len(right)
         due = control.should_log  # which a log resets: this step's loss would be lost
         self.trainer.log({"accuracy_full": accuracy})

@@ -1,0 +1,28 @@
+"""What the learned attention of a retrofit is told. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sparse_rl.config import Positive, PositiveInt, check_choices
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """What KVpop's scorers are to foresee (sparse_rl/attention/learned.py): log(floor + mass of future attention).
+
+    normaliser : of the attention: over what the student's query sees (sparse), or over all before it (dense)
+    group : of the query heads of a kv head, the largest logarithm, or the logarithm of their mean
+    lookahead : count only so many queries after the window; None: all
+    normalise : divide by their number
+    """
+
+    normaliser: Literal["sparse", "dense"] = "sparse"
+    group: Literal["max", "mean"] = "max"
+    lookahead: PositiveInt | None = None
+    normalise: bool = True
+    floor: Positive = 1e-6
+
+    def __post_init__(self) -> None:
+        check_choices(self)

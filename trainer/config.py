@@ -1,0 +1,103 @@
+"""What any training is told: TrainingConfig, and the blocks that several kinds have. No torch, and no component.
+
+A component's own settings are in a config.py beside it: trainer/grpo/, distill/, kvpop/, sft/, losses/, teacher/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from sparse_rl.config import (
+    BelowOne,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Rule,
+    Text,
+)
+from sparse_rl.errors import UserError
+
+Scheduler = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "reduce_lr_on_plateau",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+    "greedy",
+]
+MaxSteps = Annotated[int, Rule(">= 1, or -1 to count epochs", lambda v: v >= 1 or v == -1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """What every training has; the names and, where not restated below, the meanings are those of TRL."""
+
+    learning_rate: Positive = 1e-6
+    lr_scheduler_type: Scheduler = "constant"
+    warmup_steps: NonNegative = 0.0  # below 1: a share of all steps
+    max_steps: MaxSteps = -1  # above num_train_epochs where given
+    num_train_epochs: Positive = 1.0
+    per_device_train_batch_size: PositiveInt = 8
+    gradient_accumulation_steps: PositiveInt = 1
+    gradient_checkpointing: bool = True
+    max_grad_norm: NonNegative = 1.0
+    weight_decay: NonNegative = 0.0
+    adam_beta1: BelowOne = 0.9
+    adam_beta2: BelowOne = 0.999
+    logging_steps: PositiveInt = 1
+    save_steps: NonNegativeInt = 100  # 0: only at the end
+    save_total_limit: PositiveInt | None = 2
+    report_to: list[Literal["wandb", "tensorboard"]] = field(default_factory=list)
+    run_name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """Training under evictions.
+
+    attention_kernel : what computes it. sdpa makes a layer's S x S mask; flex and flex_sorted (FlexAttention, on a GPU)
+        visit the 128 x 128 tiles that hold something, with keys in natural order or sorted by eviction; dense is the
+        reference. auto takes flex_sorted, else flex, where they are exact on this very machine, else sdpa
+    """
+
+    attention_kernel: Literal["auto", "sdpa", "flex", "flex_sorted", "dense"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters. They have no dropout: a dropped weight could not be replayed."""
+
+    r: PositiveInt = 16
+    alpha: PositiveInt = 32
+    target_modules: list[Text] | Text = "all-linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """Processes over all machines, and what DeepSpeed partitions (zero_stage 0: no DeepSpeed)."""
+
+    processes: PositiveInt = 1
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    offload: bool = False
+    machines: PositiveInt = 1
+    machine_rank: NonNegativeInt = 0
+    main_process_ip: str | None = None
+    main_process_port: Annotated[int, Rule("from 1 to 65535", lambda v: 1 <= v <= 65535)] = 29500
+
+    def __post_init__(self) -> None:
+        if self.offload and self.zero_stage == 0:
+            raise UserError("needs DeepSpeed; set zero_stage to 1, 2 or 3", "offload")
+        if self.processes % self.machines:
+            raise UserError(f"{self.processes} processes do not divide among {self.machines} machines", "processes")
+        if self.machine_rank >= self.machines:
+            raise UserError(f"must be below machines ({self.machines}), got {self.machine_rank}", "machine_rank")
+        if self.machines > 1 and not self.main_process_ip:
+            raise UserError("needed with several machines: the address of machine 0", "main_process_ip")

@@ -1,0 +1,1 @@
+"""Distillation under recorded evictions: config.py, what it is told (no torch); trainer.py."""

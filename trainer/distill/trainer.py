@@ -1,0 +1,122 @@
+"""Distillation under recorded evictions (G-KV appendix C): the student learns to say under a small cache what the
+teacher says with a full one.
+
+The completions are those of a dataset (outputs of the teacher, kept where a reward accepts them), whose evictions an
+engine simulates: it decodes the given tokens with the starting model under the policy, and records. Or the student
+samples them itself, under eviction. Either way the student is trained under the recorded trace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+from trl.models import unwrap_model_for_generation
+
+from rollout.engine import Engine, SamplingConfig
+from sparse_rl.models.base import base_of
+from trainer.batches import Batch
+from trainer.distill.config import DistillConfig
+from trainer.examples import Example
+from trainer.teacher.arguments import TaughtArguments
+from trainer.teacher.cache import TeacherCache
+from trainer.teacher.trainer import TaughtTrainer
+from trainer.weights import named_weights
+
+
+@dataclass
+class DistillArguments(TaughtArguments):
+    """What a DistillTrainer has: `distill` is the recipe's."""
+
+    distill: DistillConfig = field(default_factory=DistillConfig)
+
+
+class DistillTrainer(TaughtTrainer):
+    """Distils a teacher into a model under the evictions of an engine.
+
+    Parameters: TaughtTrainer's; and
+
+    engine : records the evictions; its policy is the one that the student is trained under
+    sleep : give the memory of an engine that can back while the student is trained
+    """
+
+    args: DistillArguments
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        teacher: PreTrainedModel | TeacherCache,
+        engine: Engine,
+        args: DistillArguments,
+        examples: Sequence[Example],
+        validation: Sequence[Example] | None = None,
+        *,
+        sleep: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.engine = engine
+        super().__init__(model, teacher, args, examples, validation, **kwargs)
+        self._sleeper = cast(Any, engine) if sleep and hasattr(engine, "sleep") else None
+        self._sampling = None
+        if args.distill.completions == "student":
+            self._sampling = SamplingConfig(args.distill.max_completion_length, args.loss.temperature)
+        self._live = getattr(engine, "model", None) is base_of(self.model)  # it samples from the student as it is
+        self._synced: int | None = None
+
+    def _prepared(self, examples: Sequence[Example]) -> list[Example]:
+        """The examples under eviction: simulated, or sampled by the student."""
+        prompts = [example.prompt for example in examples]
+        with self._engine_weights() as engine:
+            if self._sampling is None:
+                completions = [example.completion for example in examples]
+                rollouts = engine.simulate(prompts, completions, self.args.loss.temperature)
+            else:
+                rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+                seed = ((self.args.seed + 1) * 1_000_003 + self.state.global_step) * ranks + rank
+                rollouts = engine.generate(prompts, dataclasses.replace(self._sampling, seed=seed))
+        return [Example.from_rollout(rollout) for rollout in rollouts]
+
+    def _count(self, examples: Sequence[Example]) -> torch.Tensor:
+        """Also how much of the cache is kept."""
+        tokens = sum(len(one.completion) for one in examples)
+        retention = sum(one.trace.retention() for one in examples if one.trace is not None)
+        local = torch.tensor([[tokens, len(examples), retention]], dtype=torch.float64, device=self.accelerator.device)
+        local *= self._weight
+        tokens, sequences, retention = self.accelerator.gather(local).sum(0).tolist()
+        self._sums["sequences"] += sequences
+        self._sums["retention"] += retention
+        return torch.tensor(tokens, device=self.accelerator.device)
+
+    @contextmanager
+    def _engine_weights(self) -> Iterator[Engine]:
+        """The engine with the weights that it has to have: the starting ones, or from time to time the student's."""
+        every = 1 if self._sampling is not None else self.args.distill.refresh_every
+        with ExitStack() as stack:
+            if self._sleeper is not None:
+                self._sleeper.wake_up()
+                stack.callback(self._sleeper.sleep)
+            if self._live:
+                live = unwrap_model_for_generation(self.model_wrapped, self.accelerator)
+                stack.enter_context(live)
+                stack.enter_context(self.accelerator.autocast())
+            elif every:
+                due = self.state.global_step - self.state.global_step % every
+                if due != self._synced and (due or self._sampling is not None):
+                    self.engine.load_weights(named_weights(self.model, self.accelerator))
+                self._synced = due
+            yield self.engine
+
+    def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
+        args = self.args
+        batch = Batch.make(examples, self.accelerator.device, args.distill.packing, args.attention_kernel)
+        with self.accelerator.autocast():
+            return self._distilled(student, batch, batch.hidden(student, replayed=True))
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        super().load_extra_state(state)
+        self._synced = None

@@ -1,0 +1,41 @@
+"""What sparse training changes of TRL's advantages. It knows tensors only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def varied_groups(rewards: torch.Tensor, weights: torch.Tensor, size: int) -> torch.Tensor:
+    """Which groups of `size` rows have reward variance: bool [groups].
+
+    rewards : float [rows, functions], of all ranks, NaN where a function gave none; weights : float [functions]
+
+    Told from the rewards, not from the advantages: the mean of equal rewards may round to another number.
+    """
+    total = (rewards * weights.to(rewards.device)).nansum(1)
+    scored = ~rewards.isnan().all(1)
+    low = total.masked_fill(~scored, float("inf")).view(-1, size).amin(1)
+    high = total.masked_fill(~scored, float("-inf")).view(-1, size).amax(1)
+    return high > low
+
+
+def over_varied_groups(
+    advantages: torch.Tensor, varied: torch.Tensor, size: int, rank: int, drop: bool
+) -> torch.Tensor:
+    """A rank's advantages [rows], exactly 0 in groups without variance.
+
+    drop : leave these groups out of the loss's mean over rows as well
+    """
+    start = rank * len(advantages)
+    rows = varied.repeat_interleave(size)[start : start + len(advantages)]
+    advantages = advantages.masked_fill(~rows, 0.0)
+    share = float(varied.float().mean())
+    return advantages / share if drop and share > 0 else advantages
+
+
+def without_truncated(advantages: torch.Tensor, finish_reasons: Sequence[str]) -> torch.Tensor:
+    """Advantage 0 for outputs that hit the limit (G-KV); their reward has counted in the group's baseline."""
+    truncated = torch.tensor([reason == "length" for reason in finish_reasons])
+    return advantages.masked_fill(truncated.to(advantages.device), 0.0)

@@ -1,0 +1,43 @@
+"""TRL's GRPOConfig, made from ours in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import trl
+
+from sparse_rl.attention.interface import ATTENTION
+from trainer.arguments import ReplayedArguments
+from trainer.grpo.config import GRPOConfig
+
+
+@dataclass
+class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
+    """TRL's GRPOConfig with our configuration in it; made by `grpo_arguments`, so that both say the same.
+
+    sparse : what is asked for; the trainer reads from here what TRL does not know
+    attention_kernel : one of the attention's PATHS
+    """
+
+    sparse: GRPOConfig = field(default_factory=GRPOConfig)
+    attention_kernel: str = "sdpa"
+
+
+def grpo_arguments(
+    sparse: GRPOConfig, *, model_init_kwargs: dict[str, Any] | None = None, **options: Any
+) -> SparseGRPOArguments:
+    """The arguments of a SparseGRPOTrainer.
+
+    options : further ones of TRL and transformers (see trainer.arguments.training_options), and attention_kernel
+    Raises UserError for what we or they refuse.
+    """
+    theirs = {one.name for one in dataclasses.fields(trl.GRPOConfig)}
+    shared = {one.name: getattr(sparse, one.name) for one in dataclasses.fields(sparse) if one.name in theirs}
+    shared["top_k"] = sparse.top_k or 0
+    if sparse.importance_correction != "none":
+        shared["vllm_importance_sampling_mode"] = sparse.importance_correction
+        shared["vllm_importance_sampling_clip_max"] = sparse.importance_clip
+    shared["model_init_kwargs"] = {**(model_init_kwargs or {}), "attn_implementation": ATTENTION}
+    return SparseGRPOArguments(sparse=sparse, **shared, **options)

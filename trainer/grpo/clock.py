@@ -1,0 +1,62 @@
+"""Where the seconds of a step go: sampling, weights, rewards, log-probs and the update."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+PARTS = ("sync", "generate", "rewards", "logprobs")
+
+
+class StepClock:
+    """Seconds by part and sampled tokens since the last log; what is left over is the update.
+
+    Its owner restarts it after evaluations and checkpoints, which are no part of a step.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.tokens = 0
+        self.logged_step = 0
+        self.start = now()
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        start = now()
+        try:
+            yield
+        finally:
+            self.seconds[part] += now() - start
+
+    def read(self, step: int) -> dict[str, float]:
+        """The panel of the steps since the last one that was read; empty where there is none."""
+        steps = step - self.logged_step
+        if steps <= 0:
+            return {}
+        elapsed = now() - self.start
+        parts = {part: self.seconds.get(part, 0.0) for part in PARTS}
+        parts["update"] = elapsed - sum(parts.values())
+        self.logged_step = step
+        return {
+            **{f"time/{part}": seconds / steps for part, seconds in parts.items()},
+            "time/step": elapsed / steps,
+            "time/tokens_per_second": self.tokens / elapsed,
+        }
+
+    def restart(self) -> None:
+        self.seconds.clear()
+        self.start, self.tokens = now(), 0
+
+    def resume(self, step: int) -> None:
+        """From a checkpoint of that step."""
+        self.logged_step, self.start = step, now()
+
+
+def now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,70 @@
+"""What RL under a sparse cache is told. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from sparse_rl.config import (
+    AtLeastOne,
+    Fraction,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Rule,
+    check_choices,
+)
+from sparse_rl.errors import UserError
+
+Loss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
+Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """The replay guard (DESIGN §2): stop when a batch's mean |Δlogp| exceeds factor × the probe's, or the floor.
+
+    floor : None takes 1e-4 in float32 and 2e-2 in half precision
+    """
+
+    enabled: bool = True
+    factor: AtLeastOne = 10.0
+    floor: Positive | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig:
+    """RL under a sparse cache. The names that TRL has mean what they mean there.
+
+    train_attention : replay the recorded evictions, or attend to everything (a mismatch, for comparison)
+    importance_correction, importance_clip : what the trainer does with the ratio trainer / sampler
+    zero_truncated_advantages : no gradient from outputs that hit max_completion_length
+    uniform_groups : groups without reward variance have advantage 0; `drop` also leaves them out of the loss's mean
+    """
+
+    num_generations: Annotated[int, Rule(">= 2", lambda v: v >= 2)] = 8
+    max_completion_length: PositiveInt = 4096
+    temperature: Positive = 1.0
+    top_p: Fraction = 1.0
+    top_k: PositiveInt | None = None
+    loss_type: Loss = "grpo"
+    epsilon: Positive = 0.2
+    epsilon_high: Positive | None = None
+    beta: NonNegative = 0.0
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    num_iterations: PositiveInt = 1
+    steps_per_generation: PositiveInt | None = None
+    train_attention: Literal["replay", "full"] = "replay"
+    importance_correction: Correction = "token_truncate"
+    importance_clip: AtLeastOne = 2.0
+    zero_truncated_advantages: bool = True
+    uniform_groups: Literal["keep", "drop"] = "keep"
+    replay_guard: GuardConfig = field(default_factory=GuardConfig)
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.loss_type == "vespo" and self.importance_correction.startswith("sequence"):
+            raise UserError("loss_type vespo needs token_truncate, token_mask or none", "importance_correction")
+        if self.uniform_groups == "drop" and (self.beta or self.loss_type not in ("grpo", "sapo")):
+            mend = "drop needs beta 0 and a loss that averages over responses: loss_type grpo or sapo"
+            raise UserError(mend, "uniform_groups")

@@ -1,0 +1,66 @@
+"""What KVpop's retrofit is told. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sparse_rl.attention.config import TargetConfig
+from sparse_rl.config import BelowOne, NonNegative, NonNegativeInt, Positive, PositiveInt, check_choices
+from sparse_rl.errors import UserError
+from trainer.config import TrainingConfig
+from trainer.losses.config import BoundaryConfig, DistillationLossConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVpopTrainingConfig(TrainingConfig):
+    """TrainingConfig with the papers' optimizer. Its rates are the model's; the scorers' are KVpopConfig's."""
+
+    learning_rate: Positive = 8e-5
+    weight_decay: NonNegative = 1e-4
+    adam_beta2: BelowOne = 0.95
+
+    def __post_init__(self) -> None:
+        if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+            raise UserError("depends on a metric; name one that depends on the step alone", "lr_scheduler_type")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVpopLossConfig(DistillationLossConfig):
+    """DistillationLossConfig over the teacher's most probable tokens, as in the paper."""
+
+    top_k: PositiveInt | None = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVpopConfig:
+    """Retrofit of the learned policy `kvpop`: a student under the mask of its own scorers, which are trained beside it.
+
+    max_length : S; longer texts are dropped
+    packing : join texts into rows of S tokens; each sees those before it (the papers' choice). Off: one text to a row,
+        and only its completion is learned
+    prefill : masked, from the first token on; or dense, as in decoding: a prompt sees the whole of itself
+    target : what the scorers are to foresee
+    boundary, boundary_weight : their loss
+    scorer_learning_rate, scorer_final_learning_rate, scorer_warmup_steps : theirs: it rises, and falls along a cosine;
+        learning_rate and lr_scheduler_type are the model's
+    train_base : whether the model learns too, from KL and cross-entropy
+    """
+
+    max_length: PositiveInt = 16384
+    packing: bool = True
+    prefill: Literal["masked", "dense"] = "masked"
+    target: TargetConfig = field(default_factory=TargetConfig)
+    boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
+    boundary_weight: NonNegative = 1.0
+    scorer_learning_rate: Positive = 1e-3
+    scorer_final_learning_rate: Positive = 8e-5
+    scorer_warmup_steps: NonNegativeInt = 100
+    train_base: bool = True
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.packing and self.prefill == "dense":
+            raise UserError("needs packing: false, where it is known what is a prompt", "prefill")
+        if self.scorer_final_learning_rate > self.scorer_learning_rate:
+            raise UserError("must not exceed scorer_learning_rate", "scorer_final_learning_rate")

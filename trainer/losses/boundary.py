@@ -1,0 +1,100 @@
+"""KVpop's boundary loss: which tokens a cache would keep, learned where it decides.
+
+It knows scores and targets; the view (sparse_rl/attention) says when it is asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from sparse_rl.attention.learned import LayerTarget
+from trainer.losses.config import BoundaryConfig
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """At sampled queries q, the token that leaves the window and the worst of those that the target keeps.
+
+    new, boundary int64 [B, Hkv, N]: tokens; label float [B, Hkv, N]: +1 where the target keeps the new one, else -1
+    weight float [B, Hkv, N]: 0 where there is no pair; else with a mean of 1
+    """
+
+    new: torch.Tensor
+    boundary: torch.Tensor
+    label: torch.Tensor
+    weight: torch.Tensor
+
+
+class BoundaryLoss:
+    """KVpop's loss of a layer's scores r, against the target's r*: right where the cache decides.
+
+    The best k by r* are what a cache would hold. At query q the token t_new = q - w becomes eligible; y = +1 if it is
+    among them, else -1; t_bnd is the worst of them. With r_t(q) = r_t + (floor(q/n) - floor(t/n)) log gamma,
+
+        L = E[omega softplus(-y (r_new(q) - r_bnd(q)) / tau)]
+        omega ~ (omega_min + (1 - omega_min) sigmoid(D / tau_omega)) min(1 / (2 rho), c),  D = y (r*_new(q) - r*_bnd(q))
+
+    rho is the share of the pair's kind (kept or dropped) in its head; the weights have a mean of 1. Where the new token
+    is the worst of those kept, the pair says nothing. omega_min, tau_omega, c, and how queries are drawn are ours.
+
+    In the configuration: temperature is tau; margin, margin_floor, margin_temperature are whether D weighs, omega_min,
+    tau_omega; balance is c; queries are drawn with repetition, `late` of them with a density that grows linearly
+    towards the row's end.
+    """
+
+    def __init__(self, config: BoundaryConfig) -> None:
+        self.config = config
+
+    def draw(self, lengths: torch.Tensor, first: int, width: int) -> torch.Tensor:
+        """Queries int64 [B, N] from `first` up to each row's end; -1 in rows that are too short."""
+        count = (lengths - first).clamp(min=0)[:, None]
+        if self.config.queries is None:
+            drawn = torch.arange(width, device=lengths.device).expand(len(lengths), -1) - first
+            return torch.where((drawn >= 0) & (drawn < count), drawn + first, -1)
+        part = torch.rand(len(lengths), self.config.queries)
+        late = round(self.config.late * self.config.queries)
+        part[:, :late] = part[:, :late].sqrt()
+        drawn = (part.to(lengths.device).double() * count).long().clamp(max=count - 1)
+        return torch.where(count > 0, drawn + first, -1)
+
+    @torch.no_grad()
+    def pairs(
+        self, target: LayerTarget, log_decay: torch.Tensor, queries: torch.Tensor, *, window: int, decay_every: int
+    ) -> Pairs:
+        """Of a layer, at int64 [B, N]."""
+        best, heads = target.best, target.scores.shape[1]
+        at = queries.clamp(min=0)[:, None].expand(-1, heads, -1)
+        new = (at - window).clamp(min=0)
+        boundary = best.boundary.gather(-1, at).long()
+        real = (queries >= 0)[:, None] & (boundary >= 0) & (boundary != new)
+        boundary = boundary.clamp(min=0)
+        kept = best.evict_at.gather(-1, new) > at
+        label = torch.where(kept, 1.0, -1.0)
+        weight = real.float()
+        if self.config.margin:
+            lead = label * _lead(target.scores, log_decay, decay_every, new, boundary)
+            sure = (lead.clamp(min=0) / self.config.margin_temperature).sigmoid()
+            weight = weight * (self.config.margin_floor + (1 - self.config.margin_floor) * sure)
+        pairs = real.sum((0, 2)).clamp(min=1)
+        rho = ((real & kept).sum((0, 2)) / pairs)[:, None]
+        weight = weight * (0.5 / torch.where(kept, rho, 1 - rho)).clamp(max=self.config.balance)
+        return Pairs(new, boundary, label, weight * (real.sum() / weight.sum().clamp(min=1e-12)))
+
+    def __call__(
+        self, scores: torch.Tensor, log_decay: torch.Tensor, pairs: Pairs, *, decay_every: int
+    ) -> torch.Tensor:
+        """The mean over the pairs of scores float32 [B, Hkv, S]; gradients reach the scores and gamma."""
+        lead = _lead(scores, log_decay, decay_every, pairs.new, pairs.boundary)
+        each = pairs.weight * F.softplus(-pairs.label * lead / self.config.temperature)
+        return each.sum() / (pairs.weight > 0).sum().clamp(min=1)
+
+
+def _lead(
+    scores: torch.Tensor, log_decay: torch.Tensor, decay_every: int, new: torch.Tensor, boundary: torch.Tensor
+) -> torch.Tensor:
+    """r_new(q) - r_bnd(q), whatever q is: float32 [B, Hkv, N]."""
+    younger = boundary // decay_every - new // decay_every  # <= 0
+    return scores.gather(-1, new) - scores.gather(-1, boundary) + younger * log_decay[:, None]

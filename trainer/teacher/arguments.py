@@ -1,0 +1,27 @@
+"""transformers' arguments with the configuration of the taught trainings in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+from trainer.arguments import ReplayedArguments
+from trainer.losses.config import DistillationLossConfig
+
+
+@dataclass
+class TaughtArguments(ReplayedArguments, TrainingArguments):
+    """What every TaughtTrainer has.
+
+    loss : what is minimised
+    attention_kernel : one of the attention's PATHS
+    """
+
+    loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
+    attention_kernel: str = "sdpa"
+
+    def __post_init__(self) -> None:
+        self.gradient_checkpointing_kwargs = {"use_reentrant": False}
+        self.remove_unused_columns = False
+        super().__post_init__()
