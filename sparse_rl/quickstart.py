@@ -29,8 +29,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rollout.choice import default_engine
 from sparse_rl.console import configure, quiet_loading
-from sparse_rl.engines import default_engine
 
 BUDGETS = (32, 36, 40, 44, 48, 56, 64)
 AIM = (0.25, 0.5)  # accuracy under eviction before RL: room to learn, and something to reinforce

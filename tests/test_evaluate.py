@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from rollout.evaluation.estimators import mean_and_error, pass_at_k
 from sparse_rl.errors import UserError
-from sparse_rl.evaluate import evaluate, mean_and_error, pass_at_k, table
+from sparse_rl.evaluate import evaluate, table
 from sparse_rl.models import load_config, model_fingerprint, save_policy
 from sparse_rl.policies import fingerprint, make_policy
 from sparse_rl.recipe import make_recipe

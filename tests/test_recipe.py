@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+from rollout.config import RolloutConfig
 from sparse_rl import recipe as recipes
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import KINDS, DistillRecipe, EvalRecipe, GRPORecipe, SFTRecipe, load_recipe, make_recipe
@@ -149,7 +150,7 @@ def test_a_misspelt_key_is_refused_with_the_nearest(kind):
 
 @pytest.mark.parametrize("block", ["data", "launch", "rollout", "lora", "replay_guard", "validation.data"])
 def test_a_misspelt_key_of_a_block(block):
-    cls = {"data": recipes.DataConfig, "launch": recipes.LaunchConfig, "rollout": recipes.RolloutConfig}.get(
+    cls = {"data": recipes.DataConfig, "launch": recipes.LaunchConfig, "rollout": RolloutConfig}.get(
         block, {"lora": recipes.LoraConfig, "replay_guard": recipes.GuardConfig}.get(block, recipes.DataConfig)
     )
     for key in yaml_fields(cls):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rollout import Rollout
+from rollout.engine import Rollout
 from sparse_rl.attention import NO_MASK, KVView, ReplayView, cache_shape
 from sparse_rl.trace import EvictionTrace, pack_traces
 

@@ -24,7 +24,8 @@ from transformers import PreTrainedModel, TrainingArguments
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import _ForwardRedirection, prepare_deepspeed
 
-from rollout import Engine, Rollout, SamplingConfig
+from rollout.config import SamplingConfig
+from rollout.engine import Engine, Rollout
 from sparse_rl.attention import adopt, refuse_reentrant_checkpointing
 from trainer.batches import Batch, base_of
 from trainer.losses import DistillationLoss, TopK

@@ -29,7 +29,9 @@ from torch.utils.data import Sampler
 from trl import GRPOConfig, GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
-from rollout import Engine, Rollout, SamplingConfig, make_engine
+from rollout.config import SamplingConfig
+from rollout.engine import Engine, Rollout
+from rollout.make import make_engine
 from sparse_rl.attention import (
     ATTENTION,
     NO_MASK,

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, set_seed
 
-from rollout import Rollout
+from rollout.engine import Rollout
 from sparse_rl.attention import FutureTarget, LearnedView
 from sparse_rl.models import SCORERS, attach_scorers, read_scorers, save_policy, write_scorers
 from sparse_rl.policies import KVpop

@@ -8,7 +8,8 @@ from typing import Any, cast
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from rollout import SamplingConfig, make_engine
+from rollout.config import SamplingConfig
+from rollout.make import make_engine
 from sparse_rl.attention import adopt
 from sparse_rl.data import load_data, prompt_ids
 from sparse_rl.recipe import SFTRecipe

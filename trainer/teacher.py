@@ -26,7 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from rollout import Rollout
+from rollout.engine import Rollout
 from sparse_rl.attention import adopt, cache_shape
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import TaughtRecipe

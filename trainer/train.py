@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from rollout.choice import with_chosen_engine
 from sparse_rl.data import load_data
-from sparse_rl.engines import engine_options, settle_attention, settle_engine
+from sparse_rl.engines import recipe_engine_options, settle_attention
 from sparse_rl.errors import UserError
 from sparse_rl.models import (
     POLICY_FILE,
@@ -74,7 +75,7 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
     rundir.check_world(recipe)
     config = load_config(recipe.model)
     if isinstance(recipe, SampledRecipe):
-        recipe = settle_engine(recipe, config)
+        recipe = dataclasses.replace(recipe, rollout=with_chosen_engine(recipe.rollout, config))
     if isinstance(recipe, ReplayedRecipe):
         recipe = settle_attention(recipe, config)
     checkpoint = None if resume is None else str(rundir.checkpoint_of(recipe, resume))
@@ -163,7 +164,7 @@ def _grpo(recipe: GRPORecipe, folder: Path) -> Any:
             "guard_floor": guard.floor,
             "rollout_engine": recipe.rollout.engine,
             "rollout_model": None if recipe.rollout.engine == "hf" else recipe.model,
-            "rollout_options": {**engine_options(recipe), "progress": recipe.rollout.progress},
+            "rollout_options": {**recipe_engine_options(recipe), "progress": recipe.rollout.progress},
             "rollout_sleep": recipe.rollout.sleep,
             "thinking": recipe.data.thinking,
         }
@@ -192,7 +193,8 @@ def _sft(recipe: SFTRecipe, folder: Path) -> Any:
 
 
 def _distill(recipe: DistillRecipe, folder: Path) -> Any:
-    from rollout import SamplingConfig, make_engine
+    from rollout.config import SamplingConfig
+    from rollout.make import make_engine
     from trainer.distill import DistillConfig, DistillTrainer
     from trainer.rows import taught_rows
 
@@ -223,7 +225,7 @@ def _distill(recipe: DistillRecipe, folder: Path) -> Any:
             recipe.rollout.engine,
             model=starting,
             policy=recipe.cache,
-            **engine_options(recipe),
+            **recipe_engine_options(recipe),
         )
     return DistillTrainer(
         student, teacher, engine, args, rows, held_out,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from rollout.config import RolloutConfig
 from sparse_rl.config import (
     AtLeastOne,
     BelowOne,
@@ -31,7 +32,6 @@ from sparse_rl.recipe.blocks import (
     GuardConfig,
     LaunchConfig,
     LoraConfig,
-    RolloutConfig,
     SweepConfig,
     TargetConfig,
     ValidationConfig,
