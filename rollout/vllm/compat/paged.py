@@ -73,12 +73,6 @@ def model_dtype(vllm_config: Any) -> torch.dtype:
     return vllm_config.model_config.dtype
 
 
-def tensor_parallel_rank() -> int:
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    return get_tensor_model_parallel_rank()
-
-
 def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
     """The mean over tensor-parallel ranks, which hold equally many heads each."""
     from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
