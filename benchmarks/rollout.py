@@ -68,7 +68,7 @@ class Watch:
     """Counts what happens in an in-process engine."""
 
     def __init__(self, engine: Any) -> None:
-        from rollout.vllm import compat
+        from rollout.vllm.compat.paged import live_state
 
         self.core = engine.llm.llm_engine.engine_core.engine_core.scheduler
         self.pool = self.core.kv_cache_manager.block_pool
@@ -85,7 +85,7 @@ class Watch:
             return out
 
         engine.llm.llm_engine.step = step
-        state = compat.live_state()
+        state = live_state()
         if state is not None:
             compact = state.compact
 

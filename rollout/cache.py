@@ -10,12 +10,13 @@ It knows tensors and a policy; it knows neither models nor sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 
 from sparse_rl.attention import sdpa
+from sparse_rl.errors import UserError
 from sparse_rl.policies import Entries, Policy
 from sparse_rl.trace import NEVER
 
@@ -104,6 +105,21 @@ class EvictingCache:
             layer.queries = None if layer.queries is None else layer.queries[index]
         for name in ("prompt_lengths", "seen", "lengths"):
             setattr(self, name, [getattr(self, name)[i] for i in rows])
+
+    def fork(self, rows: Sequence[int]) -> EvictingCache:
+        """A cache of its own with these rows, in this order; see `select`."""
+        forked = EvictingCache(self.policy)
+        forked.layers = {index: replace(layer) for index, layer in self.layers.items()}
+        forked.prompt_lengths, forked.seen, forked.lengths = self.prompt_lengths, self.seen, self.lengths
+        forked.select(rows)
+        return forked
+
+    def queries(self, layer: int) -> torch.Tensor:
+        """The last queries of each row, oldest first: [B, Hq, W, D], W = policy.last_queries."""
+        queries = self.layers[layer].queries
+        if queries is None:
+            raise UserError(f"{self.policy.name} scores by no queries, so none are kept")
+        return _oldest_first(queries, torch.tensor(self.seen, device=queries.device))
 
     def evict_at(self, row: int, length: int) -> torch.Tensor:
         """The record of one row: int32 [L, Hkv, length]."""
@@ -203,11 +219,7 @@ class EvictingCache:
         """What these rows hold, as a policy that reads so much sees it; a slice gives views, an index tensor copies."""
         queries = None
         if layer.queries is not None:
-            window = layer.queries.shape[2]
-            seen = self._seen_tensor[rows]
-            order = (seen[:, None] + torch.arange(window, device=seen.device)) % window  # oldest first
-            picked = layer.queries[rows]
-            queries = picked.gather(2, order[:, None, :, None].expand_as(picked))
+            queries = _oldest_first(layer.queries[rows], self._seen_tensor[rows])
         return Entries(
             keys=layer.keys[rows, :, :held] if "keys" in reads else None,
             values=layer.values[rows, :, :held] if "values" in reads else None,
@@ -246,3 +258,9 @@ class EvictingCache:
             extra = capacity - layer.keys.shape[2]
             grown = {n: F.pad(b, (0, 0, 0, extra) if b.ndim == 4 else (0, extra)) for n, b in layer.slotted().items()}
             layer.replace(grown)
+
+
+def _oldest_first(queries: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Queries [B, Hq, W, D] of rows that have seen int64 [B] tokens, in order of position instead of position % W."""
+    order = (seen[:, None] + torch.arange(queries.shape[2], device=seen.device)) % queries.shape[2]
+    return queries.gather(2, order[:, None, :, None].expand_as(queries))

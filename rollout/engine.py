@@ -11,45 +11,13 @@ from typing import Literal, Protocol
 
 import torch
 
+from rollout.config import SamplingConfig
 from sparse_rl.policies import Policy
 from sparse_rl.trace import EvictionTrace
 
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """How to sample.
-
-    temperature 0 is greedy (log-probs are then those at temperature 1). Sampling is seeded per (seed, prompt, sample
-    index): the place in the batch, the batch's size and its order change nothing. seed None draws a fresh one.
-    stop_token_ids None means the model's own end-of-sequence tokens (with ignore_eos none); a stop token is part of the
-    completion.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    n: int = 1
-    seed: int | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be >= 1, got {self.max_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be >= 1 or null, got {self.top_k}")
-        if self.n < 1:
-            raise ValueError(f"n must be >= 1, got {self.n}")
-
-    @property
-    def truncated_support(self) -> bool:
-        """Whether top-p or top-k cuts the distribution, so that `logprobs` differ from the model's own."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k is not None)
+ENGINES = ("hf", "vllm")
+# A matrix product over 1 to 3 rows takes another kernel on a CPU and rounds otherwise; a trained model amplifies that.
+LEAST_ROWS = 4
 
 
 @dataclass
@@ -70,14 +38,19 @@ class Rollout:
     finish_reason: Literal["stop", "length"]
 
 
-def check_given(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
-    """What `Engine.simulate` refuses."""
-    if len(prompts) != len(completions):
-        raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions; there must be one for each")
-    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        if not len(prompt) or not len(completion):
-            what = "completion" if len(prompt) else "prompt"
-            raise ValueError(f"{what} {i} is empty; it needs at least one token")
+class Prefilled(Protocol):
+    """Prompts in an engine's cache, one row each, after what the policy drops at a prefill's end."""
+
+    def fork(self, rows: Sequence[int]) -> Prefilled:
+        """Copies of these rows, in this order, in a cache of their own; a row may be taken several times."""
+        ...
+
+    def queries(self, layer: int) -> torch.Tensor:
+        """The last queries of each row, oldest first: [B, Hq, W, D], as many as the policy scores by.
+
+        Raises UserError where it scores by none.
+        """
+        ...
 
 
 class Engine(Protocol):
@@ -102,6 +75,10 @@ class Engine(Protocol):
 
         One rollout per prompt, by the very computation of decoding. Raises ValueError on an empty prompt or completion.
         """
+        ...
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
+        """The prompts, prefilled. Raises UserError in an engine that cannot hand its cache out."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -9,11 +9,11 @@ It knows nothing about text, rewards or training.
 
 from __future__ import annotations
 
-import secrets
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -21,28 +21,40 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout.cache import EvictingCache
-from rollout.engine import Rollout, SamplingConfig, check_given
-from rollout.sampling import Uniforms, sample, sequence_seed
+from rollout.config import SamplingConfig
+from rollout.engine import LEAST_ROWS, Rollout
+from rollout.requests import Request, refuse_empty, requests_to_sample, requests_to_simulate, stop_tokens
+from rollout.sampling import Uniforms, sample
 from sparse_rl.attention import NO_MASK, adopt
+from sparse_rl.errors import UserError
 from sparse_rl.policies import Policy
 from sparse_rl.trace import EvictionTrace
 
-# A matrix product over 1 to 3 rows takes another kernel on a CPU and rounds otherwise; a trained model amplifies that.
-LEAST_ROWS = 4
+
+@dataclass
+class PrefilledPrompts:
+    """See `Prefilled` in engine.py. hidden [B, hidden size]: the decoder's, at each prompt's last token."""
+
+    cache: EvictingCache
+    hidden: torch.Tensor
+
+    def fork(self, rows: Sequence[int]) -> PrefilledPrompts:
+        index = torch.tensor(list(rows), device=self.hidden.device)
+        return PrefilledPrompts(self.cache.fork(rows), self.hidden[index])
+
+    def queries(self, layer: int) -> torch.Tensor:
+        return self.cache.queries(layer)
 
 
 @dataclass
-class Sequence_:
-    """One sequence while it is sampled."""
+class Row:
+    """One sequence of a batch while it is sampled."""
 
-    place: int  # in the list that generate returns
-    prompt: list[int]
-    seed: int
-    given: list[int] = field(default_factory=list)  # the completion, where it is not to be sampled
+    request: Request
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     model_logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
+    finish_reason: Literal["stop", "length"] | None = None
 
 
 class HFEngine:
@@ -69,11 +81,11 @@ class HFEngine:
         progress: bool = False,
     ) -> None:
         if max_batch < 1:
-            raise ValueError(f"max_batch must be >= 1, got {max_batch}")
+            raise UserError(f"max_batch must be >= 1, got {max_batch}")
         self.shares_weights = not isinstance(model, (str, Path))
         if isinstance(model, (str, Path)):
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
-                raise ValueError(f"unknown dtype {dtype!r}; for example float32 or bfloat16")
+                raise UserError(f"unknown dtype {dtype!r}; for example float32 or bfloat16")
             loaded = AutoModelForCausalLM.from_pretrained(str(model), dtype=getattr(torch, dtype))
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")
             self.model: PreTrainedModel = nn.Module.to(loaded, device).eval()
@@ -87,51 +99,54 @@ class HFEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Rollout]:
         """See `Engine.generate`."""
-        for i, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise ValueError(f"prompt {i} is empty; a prompt needs at least one token")
-        seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
-        times: Counter[tuple[int, ...]] = Counter()
-        sequences: list[Sequence_] = []
-        for prompt in prompts:
-            key = tuple(prompt)
-            for _ in range(sampling.n):
-                sequences.append(Sequence_(len(sequences), list(prompt), sequence_seed(seed, key, times[key])))
-                times[key] += 1  # the same prompt given twice is sampled anew
-        return self._run(sequences, sampling)
+        return self._run(requests_to_sample(prompts, sampling), sampling)
 
     def simulate(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[Rollout]:
         """See `Engine.simulate`."""
-        check_given(prompts, completions)
-        pairs = enumerate(zip(prompts, completions, strict=True))
-        sequences = [Sequence_(i, list(prompt), 0, list(completion)) for i, (prompt, completion) in pairs]
-        longest = max(map(len, completions), default=1)
-        return self._run(sequences, SamplingConfig(longest, temperature=temperature, ignore_eos=True))
+        return self._run(*requests_to_simulate(prompts, completions, temperature))
 
-    def _run(self, sequences: list[Sequence_], sampling: SamplingConfig) -> list[Rollout]:
-        rollouts: list[Rollout | None] = [None] * len(sequences)
-        self.peak_cache_bytes = 0
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """The module as it is sampled from; it may be one that is being trained."""
         training = self.model.training
         self.model.eval()
-        hidden = None if self.progress else True  # None: hidden where stderr is not a terminal
-        bar = tqdm(total=len(sequences), desc="rollout", unit="seq", leave=False, disable=hidden)
         try:
-            with torch.no_grad(), bar:
-                for start in range(0, len(sequences), self.max_batch):
-                    for sequence, trace in self._wave(sequences[start : start + self.max_batch], sampling, bar):
-                        rollouts[sequence.place] = Rollout(
-                            sequence.prompt,
-                            sequence.tokens,
-                            sequence.logprobs,
-                            sequence.model_logprobs,
-                            trace,
-                            sequence.finish_reason,  # type: ignore[arg-type]
-                        )
-                        bar.update()
+            with torch.no_grad():
+                yield
         finally:
             self.model.train(training)
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> PrefilledPrompts:
+        """See `Engine.prefill`. The prompts are one batch, however many they are."""
+        refuse_empty(prompts)
+        device = next(self.model.parameters()).device
+        lengths = [len(p) for p in prompts]
+        width = max(LEAST_ROWS, *lengths)
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        for i, prompt in enumerate(prompts):
+            ids[i, : len(prompt)] = torch.tensor(prompt)
+        cache = EvictingCache(self.policy)
+        cache.begin_prefill(lengths, device)
+        with self._sampling():
+            hidden = self._hidden(ids.to(device), torch.arange(width, device=device)[None], cache)
+        last = torch.tensor(lengths, device=device) - 1
+        return PrefilledPrompts(cache, hidden[torch.arange(len(prompts), device=device), last])
+
+    def _run(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
+        rollouts: list[Rollout | None] = [None] * len(requests)
+        self.peak_cache_bytes = 0
+        hidden = None if self.progress else True  # None: hidden where stderr is not a terminal
+        bar = tqdm(total=len(requests), desc="rollout", unit="seq", leave=False, disable=hidden)
+        with self._sampling(), bar:
+            for start in range(0, len(requests), self.max_batch):
+                for row, trace in self._wave(requests[start : start + self.max_batch], sampling, bar):
+                    assert row.finish_reason is not None
+                    rollouts[row.request.place] = Rollout(
+                        row.request.prompt, row.tokens, row.logprobs, row.model_logprobs, trace, row.finish_reason
+                    )
+                    bar.update()
         return rollouts  # type: ignore[return-value]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -140,9 +155,9 @@ class HFEngine:
         with torch.no_grad():
             for name, tensor in weights:
                 if name not in own:
-                    raise ValueError(f"the engine's model has no weight {name!r}")
+                    raise UserError(f"the engine's model has no weight {name!r}")
                 if own[name].shape != tensor.shape:
-                    raise ValueError(f"weight {name!r} is {list(own[name].shape)}, got {list(tensor.shape)}")
+                    raise UserError(f"weight {name!r} is {list(own[name].shape)}, got {list(tensor.shape)}")
                 own[name].copy_(tensor)
 
     def close(self) -> None:
@@ -152,25 +167,24 @@ class HFEngine:
     # ---- one wave: at most max_batch sequences, from prefill to the last token --------------------------------------
 
     def _wave(
-        self, rows: list[Sequence_], sampling: SamplingConfig, bar: tqdm
-    ) -> Iterable[tuple[Sequence_, EvictionTrace]]:
+        self, requests: list[Request], sampling: SamplingConfig, bar: tqdm
+    ) -> Iterable[tuple[Row, EvictionTrace]]:
         device = next(self.model.parameters()).device
-        stop = self._stop_tokens(sampling)
-        cache = EvictingCache(self.policy)
-        filler = [Sequence_(-1, rows[0].prompt, 0, tokens=[0], finish_reason="length")] * (LEAST_ROWS - len(rows))
-        rows = [*rows, *filler]
-        logits = self._prefill(rows, cache, device)
-        streams = [Uniforms(row.seed) for row in rows]
+        stop = stop_tokens(sampling, self.model.generation_config, self.model.config)
+        filler = [Row(Request(-1, requests[0].prompt, 1), tokens=[0], finish_reason="length")]
+        rows = [Row(request) for request in requests] + filler * (LEAST_ROWS - len(requests))
+        cache, logits = self._prefill_and_fork([row.request.prompt for row in rows])
+        streams = [Uniforms(row.request.seed) for row in rows]
         for step in range(sampling.max_tokens):
             self.peak_cache_bytes = max(self.peak_cache_bytes, cache.allocated_bytes())
             if step % 32 == 0:
                 bar.set_postfix(tokens=step)
-            uniform = given = None
-            if rows[0].given:
-                given = torch.tensor([row.given[step] if step < len(row.given) else 0 for row in rows], device=device)
+            uniform = forced = None
+            if requests[0].forced is not None:
+                forced = torch.tensor([_forced(row.request, step) for row in rows], device=device)
             elif sampling.temperature > 0:
                 uniform = torch.tensor([s.at(step) for s in streams], dtype=torch.float64, device=device)
-            drawn = sample(logits, sampling, uniform, given)
+            drawn = sample(logits, sampling, uniform, forced)
             tokens, logprobs, model_logprobs = (t.tolist() for t in drawn)
             for i, row in enumerate(rows):
                 if row.finish_reason is not None:
@@ -180,7 +194,7 @@ class HFEngine:
                 row.model_logprobs.append(model_logprobs[i])
                 if tokens[i] in stop:
                     row.finish_reason = "stop"
-                elif len(row.tokens) == (len(row.given) or sampling.max_tokens):
+                elif len(row.tokens) == row.request.max_tokens:
                     row.finish_reason = "length"
                 else:
                     continue
@@ -199,22 +213,14 @@ class HFEngine:
             positions = torch.tensor([[n - 1] for n in cache.seen], device=device)
             logits = self._logits(self._hidden(ids, positions, cache)[:, 0])
 
-    def _prefill(self, rows: list[Sequence_], cache: EvictingCache, device: torch.device) -> torch.Tensor:
-        """Prefill each distinct prompt once, fork the cache to its samples, and return the last logits [B, V]."""
-        prompts = list(dict.fromkeys(tuple(row.prompt) for row in rows))
-        lengths = [len(p) for p in prompts]
-        width = max(LEAST_ROWS, *lengths)
-        ids = torch.zeros(len(prompts), width, dtype=torch.long)
-        for i, prompt in enumerate(prompts):
-            ids[i, : len(prompt)] = torch.tensor(prompt)
-        cache.begin_prefill(lengths, device)
-        hidden = self._hidden(ids.to(device), torch.arange(width, device=device)[None], cache)
-        last = torch.tensor(lengths, device=device) - 1
-        place = {prompt: i for i, prompt in enumerate(prompts)}
-        fork = [place[tuple(row.prompt)] for row in rows]
-        if fork != list(range(len(prompts))):
-            cache.select(fork)
-        return self._logits(hidden[torch.arange(len(prompts), device=device), last][fork])
+    def _prefill_and_fork(self, prompts: list[list[int]]) -> tuple[EvictingCache, torch.Tensor]:
+        """The cache of these prompts, of which each distinct one is prefilled once, and their last logits [B, V]."""
+        distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        prefilled = self.prefill(list(distinct))
+        rows = [distinct[tuple(prompt)] for prompt in prompts]
+        if rows != list(range(len(distinct))):
+            prefilled = prefilled.fork(rows)
+        return prefilled.cache, self._logits(prefilled.hidden)
 
     def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, cache: EvictingCache) -> torch.Tensor:
         """The decoder's last hidden states [B, T, hidden] of ids [B, T]."""
@@ -226,15 +232,11 @@ class HFEngine:
         """Logits [B, V] of one position per row; no others are computed."""
         return self.model.get_output_embeddings()(hidden)
 
-    def _stop_tokens(self, sampling: SamplingConfig) -> set[int]:
-        if sampling.stop_token_ids is not None:
-            return set(sampling.stop_token_ids)
-        if sampling.ignore_eos:
-            return set()
-        eos = self.model.generation_config.eos_token_id
-        eos = self.model.config.eos_token_id if eos is None else eos
-        return set(eos) if isinstance(eos, (list, tuple)) else set() if eos is None else {eos}
-
     @staticmethod
-    def _trace(cache: EvictingCache, row: int, sequence: Sequence_) -> EvictionTrace:
-        return EvictionTrace.recorded(cache.evict_at(row, len(sequence.prompt) + len(sequence.tokens)))
+    def _trace(cache: EvictingCache, place: int, row: Row) -> EvictionTrace:
+        return EvictionTrace.recorded(cache.evict_at(place, len(row.request.prompt) + len(row.tokens)))
+
+
+def _forced(request: Request, step: int) -> int:
+    """The token of a step of a simulated sequence; behind its end, and where it only fills the batch, any."""
+    return request.forced[step] if request.forced is not None and step < len(request.forced) else 0

@@ -6,20 +6,11 @@ float64. So a sequence's tokens depend on nothing but its logits, its seed and i
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-
 import torch
 
-from rollout.engine import SamplingConfig
+from rollout.config import SamplingConfig
 
 BLOCK = 512  # uniforms drawn at a time
-
-
-def sequence_seed(seed: int, prompt: Sequence[int], sample: int) -> int:
-    """The seed of one sequence: of (seed, prompt, sample index), not of its place in a batch."""
-    digest = hashlib.blake2b(f"{seed}|{sample}|{','.join(map(str, prompt))}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 class Uniforms:
@@ -42,17 +33,17 @@ def sample(
     logits: torch.Tensor,
     sampling: SamplingConfig,
     uniform: torch.Tensor | None,
-    given: torch.Tensor | None = None,
+    forced: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One token per row.
 
-    logits [B, V]; uniform float64 [B], None when greedy; given int64 [B]: take these tokens instead. Returns tokens
+    logits [B, V]; uniform float64 [B], None when greedy; forced int64 [B]: take these tokens instead. Returns tokens
     int64 [B], their log-probs float32 [B] under the distribution sampled from, and those before top-p and top-k.
     """
     logprobs = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1)
     processed = logprobs
-    if given is not None:
-        tokens = given
+    if forced is not None:
+        tokens = forced
     elif sampling.temperature == 0:
         tokens = logprobs.argmax(-1)
     else:

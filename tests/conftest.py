@@ -25,9 +25,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-import rollout
+from rollout import choice, make
 from rollout.hf import HFEngine
-from sparse_rl import engines
 from sparse_rl.attention import adopt
 from sparse_rl.attention.flex import flex_attend
 from sparse_rl.policies import POLICIES, Policy, make_policy
@@ -162,6 +161,6 @@ def as_vllm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def close(self) -> None:
             events.append("closed")
 
-    monkeypatch.setattr(rollout, "_engine", lambda kind: {"vllm": Separate, "hf": HFEngine}[kind])
-    monkeypatch.setattr(engines, "_vllm_refusal", lambda config, cuda: "a live module" if config is None else None)
+    monkeypatch.setattr(make, "engine_class", lambda kind: {"vllm": Separate, "hf": HFEngine}[kind])
+    monkeypatch.setattr(choice, "_vllm_refusal", lambda config, cuda: "a live module" if config is None else None)
     return events

@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 
-from rollout import ENGINES, default_engine, make_engine
-from rollout.vllm import compat
+from rollout import ENGINES, RolloutConfig, choice, default_engine, make_engine
+from rollout.choice import CPU_HEAD_SIZES, LEAST_ROOM, choose_engine, with_chosen_engine
 from rollout.vllm.engine import VLLMEngine
-from sparse_rl import engines
 from sparse_rl.commands.checks import check_training
 from sparse_rl.commands.memory import plan
 from sparse_rl.data.running_sum import build_model, save_untrained
-from sparse_rl.engines import CPU_HEAD_SIZES, PROBE, choose_engine, engine_options, settle_engine
+from sparse_rl.engines import recipe_engine_options
 from sparse_rl.errors import UserError
-from sparse_rl.recipe import EvalRecipe, GRPORecipe, RolloutConfig, make_recipe
+from sparse_rl.recipe import EvalRecipe, GRPORecipe, make_recipe
 from trainer.grpo.probe import PROBE_PROMPT, PROBE_TOKENS
 
 SYNTHETIC = {"synthetic": {"task": "running_sum", "size": 64}}
@@ -55,7 +54,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         find = importlib.util.find_spec
         spec = None if vllm is None else object()
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: spec if name == "vllm" else find(name, *a))
-        monkeypatch.setattr(engines, "_is_cpu_build", lambda: vllm == "cpu")
+        monkeypatch.setattr(choice, "_is_cpu_build", lambda: vllm == "cpu")
 
     return make
 
@@ -105,12 +104,12 @@ def test_a_live_module_is_sampled_from_by_hf(machine: Callable) -> None:
         choose_engine(RolloutConfig(engine="vllm"), None)
 
 
-def test_the_choice_is_logged_and_settled_once(machine: Callable, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_choice_is_logged_and_made_once(machine: Callable, caplog: pytest.LogCaptureFixture) -> None:
     machine("cpu")
     with caplog.at_level(logging.INFO, "sparse_rl"):
-        settled = settle_engine(grpo(), config(16))
+        chosen = with_chosen_engine(grpo().rollout, config(16))
         machine(None)  # a later look at the machine changes nothing
-        assert settle_engine(settled, config(32)) == settled and settled.rollout.engine == "hf"
+        assert with_chosen_engine(chosen, config(32)) == chosen and chosen.engine == "hf"
     assert caplog.messages[0] == "rollouts: hf engine (head size 16 is not supported by vllm on this platform)"
     assert caplog.messages[1] == "rollouts: hf engine"
 
@@ -191,13 +190,13 @@ def test_a_dry_run_says_it_all(new_model: Callable, machine: Callable, tmp_path:
 
 def test_an_engine_is_given_what_it_takes() -> None:
     rollout = {"max_batch": 7, "kv_cache_gb": 2.0, "gpu_memory_utilization": 0.5, "engine": "vllm"}
-    given = engine_options(grpo(rollout=rollout, dtype="float32"))
+    given = recipe_engine_options(grpo(rollout=rollout, dtype="float32"))
     assert given.keys() < inspect.signature(VLLMEngine.__init__).parameters.keys()
     assert given == {
         "dtype": "float32", "max_batch": 7, "max_prompt": None, "max_model_len": None, "kv_cache_gb": 2.0,
         "gpu_memory_utilization": 0.5, "tensor_parallel": 1, "sleep_mode": False,
     }  # fmt: skip
-    on_hf = engine_options(grpo(rollout={**rollout, "engine": "hf"}, dtype="bfloat16"))
+    on_hf = recipe_engine_options(grpo(rollout={**rollout, "engine": "hf"}, dtype="bfloat16"))
     assert on_hf == {"dtype": "bfloat16", "max_batch": 7}
 
 
@@ -207,7 +206,7 @@ def test_an_engine_is_given_what_it_takes() -> None:
         (200, None, None, 200, 300),
         (200, 250, None, 250, 350),
         (200, 250, 400, 250, 400),
-        (5, None, None, PROBE, PROBE + 100),  # there is room for the probe
+        (5, None, None, LEAST_ROOM, LEAST_ROOM + 100),  # there is room for the probe
         (None, None, 300, None, 300),
         (200, "unknown", None, None, None),
     ],
@@ -218,14 +217,14 @@ def test_the_longest_sequence(data: Any, held_out: Any, max_model_len: Any, prom
     if held_out is not None:
         bound = {} if held_out == "unknown" else {"max_prompt_tokens": held_out}
         keys["validation"] = {"data": {**SYNTHETIC, **bound}}
-    given = engine_options(grpo(rollout={"engine": "vllm", "max_model_len": max_model_len}, **keys))
+    given = recipe_engine_options(grpo(rollout={"engine": "vllm", "max_model_len": max_model_len}, **keys))
     assert (given["max_prompt"], given["max_model_len"]) == (prompt, length)
 
 
 def test_the_probe_has_room() -> None:
-    assert PROBE == PROBE_PROMPT + PROBE_TOKENS
+    assert LEAST_ROOM == PROBE_PROMPT + PROBE_TOKENS
     tiny = grpo(max_completion_length=4, rollout={"engine": "vllm", "max_model_len": 10})
-    assert engine_options(tiny)["max_model_len"] == PROBE
+    assert recipe_engine_options(tiny)["max_model_len"] == LEAST_ROOM
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
@@ -254,5 +253,4 @@ def test_memory_counts_the_engines_own_weights(machine: Callable) -> None:
 
 
 def test_head_sizes() -> None:
-    assert CPU_HEAD_SIZES == compat.CPU_HEAD_SIZES
     assert min(CPU_HEAD_SIZES) == 32 == build_model(0).config.head_dim  # the quickstart's model

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from rollout.evaluation.estimators import mean_and_error, pass_at_k
 from sparse_rl.analysis.evaluation import accuracy_table
 from sparse_rl.data.running_sum import build_model, save_untrained
 from sparse_rl.errors import UserError
-from sparse_rl.evaluate import evaluate, mean_and_error, pass_at_k
+from sparse_rl.evaluate import evaluate
 from sparse_rl.models.directory import save_policy
 from sparse_rl.models.load import load_config, model_fingerprint
 from sparse_rl.policies import fingerprint, make_policy

@@ -48,7 +48,7 @@ def sample_alone(
     """One rollout of the reference engine, and what it decided on."""
     decisions = Decisions()
 
-    def listen(logits: torch.Tensor, sampling: SamplingConfig, uniform: torch.Tensor | None, given: None) -> tuple:
+    def listen(logits: torch.Tensor, sampling: SamplingConfig, uniform: torch.Tensor | None, forced: None) -> tuple:
         decisions.draws.append((logits[0].clone(), None if uniform is None else float(uniform[0])))
         return sample(logits, sampling, uniform)
 

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from rollout.choice import with_chosen_engine
 from sparse_rl.data.problems import load_data
-from sparse_rl.engines import engine_options, settle_attention, settle_engine
+from sparse_rl.engines import recipe_engine_options, settle_attention
 from sparse_rl.errors import UserError
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import POLICY_FILE, SCORERS, save_policy, saved_policy
@@ -58,7 +59,7 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
     rundir.check_world(recipe.launch.processes)
     config = load_config(recipe.model)
     if isinstance(recipe, SampledRecipe):
-        recipe = settle_engine(recipe, config)
+        recipe = dataclasses.replace(recipe, rollout=with_chosen_engine(recipe.rollout, config))
     if isinstance(recipe, ReplayedRecipe):
         recipe = settle_attention(recipe, config)
     checkpoint = None if resume is None else str(checkpoint_to_resume(recipe, resume))
@@ -143,7 +144,7 @@ def _weights_dtype(recipe: TrainRecipe) -> str:
 
 def _grpo(recipe: GRPORecipe, folder: Path) -> Any:
     from rewards import make_rewards
-    from rollout import make_engine
+    from rollout.make import make_engine
     from trainer.grpo.arguments import grpo_arguments
     from trainer.grpo.config import GRPOConfig
     from trainer.grpo.trainer import SparseGRPOTrainer
@@ -174,7 +175,7 @@ def _grpo(recipe: GRPORecipe, folder: Path) -> Any:
         reward_weights=weights,
         **options,
     )
-    engine: dict[str, Any] = {**engine_options(recipe), "policy": recipe.cache}
+    engine: dict[str, Any] = {**recipe_engine_options(recipe), "policy": recipe.cache}
     engine["progress"] = recipe.rollout.progress and os.environ.get("RANK", "0") == "0"
     kind = recipe.rollout.engine
 
@@ -221,7 +222,7 @@ def _sft(recipe: SFTRecipe, folder: Path) -> Any:
 
 
 def _distill(recipe: DistillRecipe, folder: Path) -> Any:
-    from rollout import make_engine
+    from rollout.make import make_engine
     from trainer.distill.config import DistillConfig
     from trainer.distill.trainer import DistillArguments, DistillTrainer
     from trainer.losses.config import DistillationLossConfig
@@ -251,7 +252,7 @@ def _distill(recipe: DistillRecipe, folder: Path) -> Any:
             recipe.rollout.engine,
             model=starting,
             policy=recipe.cache,
-            **engine_options(recipe),
+            **recipe_engine_options(recipe),
         )
     return DistillTrainer(
         student, teacher, engine, args, examples, held_out, sleep=recipe.rollout.sleep,

@@ -1,12 +1,17 @@
 """rollout.vllm: stock vLLM 0.31 with eviction active, as a plugin. No fork, no patched files.
 
-spec.py       scheduler side: how many blocks a sequence owns; what eviction frees goes back to the pool
-connector.py  the channel between scheduler and worker: who is due to compact, and which tokens were dropped
-state.py      worker side: positions and policy state beside the paged cache, and the compaction itself
-backend.py    the attention backend: physical lengths and slots in, queries out; on backend_cpu.py, backend_cuda.py
 engine.py     VLLMEngine, the Engine of rollout/engine.py
 serve.py      `sparse-rl serve`: vllm serve with the same policy
-compat.py     everything that depends on vLLM's version or on the platform
+
+messages.py   what passes between vLLM's scheduler, its workers and our engine
+spec.py       scheduler side: how many blocks a sequence owns; what eviction frees goes back to the pool
+connector.py  from scheduler to workers: who begins, who ends, and who is due to compact
+state.py      worker side: positions and policy state beside the paged cache, and the compaction itself
+backend.py    the attention backend: physical lengths and slots in, queries out; on backend_cpu.py, backend_cuda.py
+exact.py      attention in float32 on a CPU, as the trainer computes it
+worker.py     what the engine calls on a worker, and the sampler
+record.py     what a worker writes down of a run, and hands to the engine once it is over: evictions and log-probs
+compat/       everything that depends on vLLM's version or on the platform
 
 A request is known to the worker by its first cache block, which is its own from admission to its end: no prefix is
 shared. Its physical length is a pure function of (prompt length, tokens), so scheduler and worker each compute it.
@@ -17,6 +22,6 @@ from __future__ import annotations
 
 def register() -> None:
     """Entry point `vllm.general_plugins`: called in each of vLLM's processes. Inert where no policy is set."""
-    from rollout.vllm import compat
+    from rollout.vllm.compat import plugin
 
-    compat.register()
+    plugin.register()

@@ -13,7 +13,7 @@ from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from rollout.vllm import compat
+from rollout.vllm.compat import arguments, paged, refusals
 from rollout.vllm.spec import EvictingSpec
 from sparse_rl.policies import fingerprint
 
@@ -25,7 +25,7 @@ class EvictingBuilder:
     supports_update_block_table = False  # it would put logical slots into metadata of ours
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        state = compat.live_state()
+        state = paged.live_state()
         if state is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
         common = common_attn_metadata
@@ -45,20 +45,20 @@ class EvictingBuilder:
 class EvictingImpl:
     """Mixed into an implementation: writes at physical slots, and hands the queries out."""
 
-    config: compat.CacheConfig | None = None  # of the engine whose model was built last in this process
+    config: arguments.CacheConfig | None = None  # of the engine whose model was built last in this process
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         vllm_config = get_current_vllm_config()
-        EvictingImpl.config = compat.cache_config(vllm_config)
+        EvictingImpl.config = arguments.cache_config(vllm_config)
         if EvictingImpl.config is not None and EvictingImpl.config.evicts:
-            compat.refuse_unsupported(vllm_config)
-            compat.refuse_layer(self)
+            refusals.refuse_unsupported(vllm_config)
+            refusals.refuse_layer(self)
 
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
         # The slots that vLLM hands over come from the forward context and are logical; those of the metadata are ours.
         metadata: Any = get_forward_context().attn_metadata
-        if compat.live_state() is not None and metadata is not None:
+        if paged.live_state() is not None and metadata is not None:
             slot_mapping = metadata[layer.layer_name].slot_mapping
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
 
@@ -66,7 +66,7 @@ class EvictingImpl:
         self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, *args: Any, **kwargs: Any
     ) -> Any:
         out = super().forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)  # type: ignore[misc]
-        state = compat.live_state()
+        state = paged.live_state()
         if state is not None and attn_metadata is not None:
             state.after_layer(layer.layer_name, query)
         return out
@@ -77,5 +77,5 @@ def evicting_spec(spec: Any) -> Any:
     config = EvictingImpl.config
     if config is None or not config.evicts:
         return spec
-    compat.refuse_spec(spec)
-    return EvictingSpec.of(spec, fingerprint(config.policy), config.max_prompt)
+    refusals.refuse_spec(spec)
+    return EvictingSpec.bounded(spec, fingerprint(config.policy), config.max_prompt)

@@ -10,8 +10,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from rollout.vllm import compat
 from rollout.vllm.backend import EvictingBuilder, EvictingImpl, evicting_spec
+from rollout.vllm.compat.paged import key_value_views
 from rollout.vllm.exact import attend
 
 
@@ -40,7 +40,7 @@ class ExactCPUImpl(CPUAttentionBackendImpl):
         config = EvictingImpl.config
         if config is None or not config.exact or attn_metadata is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **kwargs)
-        keys, values = compat.key_value_views(kv_cache, transposed=True)
+        keys, values = key_value_views(kv_cache, transposed=True)
         tokens, m = attn_metadata.num_actual_tokens, attn_metadata
         out = output.view(query.shape)[:tokens]
         attend(query[:tokens], keys, values, m.block_table, m.seq_lens, m.query_start_loc, self.scale, out)

@@ -9,13 +9,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
-import secrets
 import tempfile
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -23,14 +21,15 @@ from torch import distributed
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from rollout.engine import Rollout, SamplingConfig, check_given
-from rollout.sampling import sequence_seed
+from rollout.config import SamplingConfig
+from rollout.engine import Rollout
+from rollout.requests import Request, requests_to_sample, requests_to_simulate, stop_tokens
 from sparse_rl.attention import cache_shape
+from sparse_rl.errors import UserError
 from sparse_rl.models.load import load_config
 from sparse_rl.policies import Policy
 from sparse_rl.trace import EvictionTrace
 
-Request = tuple[list[int], int | list[int]]  # a prompt, and the seed to sample by or the completion that is given
 ATTEMPTS = 3  # for a request that was preempted after an eviction
 
 
@@ -57,7 +56,7 @@ class VLLMEngine:
 
     Raises
     ------
-    ValueError
+    UserError
         No vLLM, another version, a head size that the platform refuses, or a second engine in this process.
     """
 
@@ -84,29 +83,29 @@ class VLLMEngine:
         sleep_mode: bool = False,
     ) -> None:
         if max_batch < 1:
-            raise ValueError(f"max_batch must be >= 1, got {max_batch}")
-        from rollout.vllm import compat
+            raise UserError(f"max_batch must be >= 1, got {max_batch}")
+        from rollout.vllm.compat import arguments, plugin, refusals
 
-        compat.check_version()
-        compat.prepare_environment()
+        arguments.check_version()
+        arguments.prepare_environment()
         self.separate = multiprocess or tensor_parallel > 1
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.separate else "0"
         import vllm
 
-        compat.register()
+        plugin.register()
         self.config = config = load_config(str(model))
         layers, kv_heads, head_dim = cache_shape(config)
-        compat.refuse_head_size(head_dim)
+        refusals.refuse_head_size(head_dim)
         if kv_heads % tensor_parallel:
-            raise ValueError(f"tensor_parallel {tensor_parallel} does not divide the model's {kv_heads} kv heads")
+            raise UserError(f"tensor_parallel {tensor_parallel} does not divide the model's {kv_heads} kv heads")
         if not self.separate and VLLMEngine.in_process is not None and VLLMEngine.in_process() is not None:
-            raise ValueError("this process has a vllm engine already; close it first")
+            raise UserError("this process has a vllm engine already; close it first")
         self.policy, self.max_batch, self.progress = policy, max_batch, progress
         self.shape = layers, kv_heads
-        sleeping = compat.sleep_arguments(sleep_mode)
+        sleeping = arguments.sleep_arguments(sleep_mode)
         self.can_sleep = bool(sleeping)
-        self.eos = _stop_tokens(model, config)
-        block = block_size or compat.default_block_size()
+        self.generation_config = _generation_config(model)
+        block = block_size or arguments.default_block_size()
         longest = max_model_len or config.max_position_embeddings
         held = longest if policy.peak_entries is None else max(max_prompt or longest, policy.peak_entries)
         entries = max_batch * (held + (block or 0)) + 2 * (block or 0)  # one block more for vLLM itself
@@ -116,7 +115,7 @@ class VLLMEngine:
             "block_size": block,
             "max_num_batched_tokens": max_num_batched_tokens,
         }
-        arguments: dict[str, Any] = {
+        options: dict[str, Any] = {
             "model": str(model),
             "dtype": dtype,
             "max_num_seqs": max_batch,
@@ -128,14 +127,14 @@ class VLLMEngine:
             "seed": 0,
             "worker_extension_cls": "rollout.vllm.worker.WorkerExtension",
             **{name: value for name, value in optional.items() if value is not None},
-            **compat.memory_arguments(kv_cache_gb, gpu_memory_utilization, need),
-            **compat.launch_arguments(self.separate),
+            **arguments.memory_arguments(kv_cache_gb, gpu_memory_utilization, need),
+            **arguments.launch_arguments(self.separate),
             **sleeping,
-            **compat.engine_arguments(policy, dtype=dtype, record=True, max_prompt=max_prompt, exact=exact),
+            **arguments.engine_arguments(policy, dtype=dtype, max_prompt=max_prompt, exact=exact),
         }
         self.had_group = distributed.is_available() and distributed.is_initialized()
-        with compat.undisturbed(self.had_group):
-            self.llm: Any = vllm.LLM(**arguments)
+        with plugin.undisturbed(self.had_group):
+            self.llm: Any = vllm.LLM(**options)
         if not self.separate:
             VLLMEngine.in_process = weakref.ref(self)
         self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
@@ -145,118 +144,113 @@ class VLLMEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Rollout]:
         """See `Engine.generate`. A sequence whose cache was recomputed after a preemption is sampled anew."""
-        self._check(prompts, sampling)
-        seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
-        times: Counter[tuple[int, ...]] = Counter()
-        requests: list[Request] = []
-        for prompt in prompts:
-            key = tuple(prompt)
-            for _ in range(sampling.n):
-                requests.append((list(prompt), sequence_seed(seed, key, times[key])))
-                times[key] += 1  # the same prompt given twice is sampled anew
-        return self._sampled(requests, sampling)
+        return self._rollouts(requests_to_sample(prompts, sampling), sampling)
 
     def simulate(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[Rollout]:
         """See `Engine.simulate`."""
-        check_given(prompts, completions)
-        sampling = SamplingConfig(max(map(len, completions), default=1), temperature=temperature, ignore_eos=True)
-        for prompt, completion in zip(prompts, completions, strict=True):
-            self._check([prompt], SamplingConfig(len(completion)))
-        pairs = zip(prompts, completions, strict=True)
-        return self._sampled([(list(prompt), list(completion)) for prompt, completion in pairs], sampling)
+        return self._rollouts(*requests_to_simulate(prompts, completions, temperature))
 
-    def _sampled(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
-        rollouts: list[Rollout | None] = [None] * len(requests)
-        waiting = list(range(len(requests)))
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> NoReturn:
+        """See `Engine.prefill`."""
+        raise UserError("the vllm engine cannot hand out a prefilled cache; use the engine hf")
+
+    def _rollouts(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
+        self._check_room(requests, sampling)
+        rollouts: dict[int, Rollout] = {}
+        waiting = requests
         hidden = None if self.progress else True  # None: hidden where stderr is not a terminal
         with tqdm(total=len(requests), desc="rollout", unit="seq", leave=False, disable=hidden) as bar:
             for _ in range(ATTEMPTS):
-                for place, output in self._run([(i, *requests[i]) for i in waiting], sampling):
-                    rollouts[place] = self._rollout(requests[place][0], output)
-                    bar.update(rollouts[place] is not None)
-                self._set_logprobs(rollouts)
-                waiting = [i for i in waiting if rollouts[i] is None]
+                rollouts.update(self._run(waiting, sampling, bar))
+                waiting = [request for request in waiting if request.place not in rollouts]
                 if not waiting:
-                    return rollouts  # type: ignore[return-value]
+                    return [rollouts[request.place] for request in requests]
+                bar.update(-len(waiting))
         raise RuntimeError(
             f"{len(waiting)} sequences were preempted {ATTEMPTS} times; lower max_batch or raise kv_cache_gb"
         )
 
-    def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> None:
-        for i, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise ValueError(f"prompt {i} is empty; a prompt needs at least one token")
-            if len(prompt) > self.max_prompt:
-                raise ValueError(f"prompt {i} has {len(prompt)} tokens, and max_prompt is {self.max_prompt}")
-            if len(prompt) + sampling.max_tokens > self.max_model_len:
-                raise ValueError(
-                    f"prompt {i} has {len(prompt)} tokens: with max_tokens {sampling.max_tokens} that is more than "
+    def _check_room(self, requests: list[Request], sampling: SamplingConfig) -> None:
+        for request in requests:
+            length, number = len(request.prompt), request.place // sampling.n
+            if length > self.max_prompt:
+                raise UserError(f"prompt {number} has {length} tokens, and max_prompt is {self.max_prompt}")
+            if length + request.max_tokens > self.max_model_len:
+                raise UserError(
+                    f"prompt {number} has {length} tokens: with max_tokens {request.max_tokens} that is more than "
                     f"max_model_len {self.max_model_len}"
                 )
 
-    def _run(
-        self, requests: list[tuple[int, list[int], int | list[int]]], sampling: SamplingConfig
-    ) -> Iterable[tuple[int, Any]]:
-        """(place, vLLM's output) as sequences finish."""
+    def _run(self, requests: list[Request], sampling: SamplingConfig, bar: tqdm) -> dict[int, Rollout]:
+        """Place -> rollout of each request, but those that were preempted."""
+        self.llm.collective_rpc("begin_run", args=(dataclasses.asdict(sampling),))
+        try:
+            return dict(self._with_records(requests, self._sample(requests, sampling, bar)))
+        finally:
+            self.llm.collective_rpc("end_run")
+
+    def _sample(self, requests: list[Request], sampling: SamplingConfig, bar: tqdm) -> dict[int, Any]:
+        """Place -> vLLM's output of each request."""
         import vllm
 
-        stop = self.eos if sampling.stop_token_ids is None else list(sampling.stop_token_ids)
-        if sampling.stop_token_ids is None and sampling.ignore_eos:
-            stop = []
+        stop = stop_tokens(sampling, self.generation_config, self.config)
         engine = self.llm.llm_engine
-        self.llm.collective_rpc("begin_sampling", args=(dataclasses.asdict(sampling),))
-        for place, prompt, source in requests:
-            count, name = (len(source), "given") if isinstance(source, list) else (sampling.max_tokens, "seed")
+        for request in requests:
+            source = {"seed": request.seed} if request.forced is None else {"forced": request.forced}
             parameters = vllm.SamplingParams(
-                max_tokens=count,
+                max_tokens=request.max_tokens,
                 temperature=1.0,  # the true one, top_p, top_k and the seed are the workers' (worker.SequenceSampler)
-                extra_args={name: source},
+                extra_args={"place": request.place, **source},
                 stop_token_ids=stop,
-                ignore_eos=True,  # which tokens stop is said above
+                ignore_eos=True,  # which tokens stop stands above
                 detokenize=False,
                 output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
             )
-            engine.add_request(str(place), {"prompt_token_ids": prompt}, parameters)
+            engine.add_request(str(request.place), {"prompt_token_ids": request.prompt}, parameters)
+        sampled: dict[int, Any] = {}
         try:
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if output.finished:
-                        yield int(output.request_id), output
+                        sampled[int(output.request_id)] = output.outputs[0]
+                        bar.update()
+            return sampled
         finally:
             if engine.has_unfinished_requests():  # interrupted: leave nothing behind
-                engine.abort_request([str(place) for place, _, _ in requests])
+                engine.abort_request([str(request.place) for request in requests])
 
-    def _rollout(self, prompt: list[int], output: Any) -> Rollout | None:
-        """Still without log-probs. None for a preempted sequence: its record does not tell what it attended to."""
-        sampled = output.outputs[0]
-        completion = list(sampled.token_ids)
-        record = output.kv_transfer_params or {"evict_at": None}
-        if record.get("preempted"):
-            return None
-        length = len(prompt) + len(completion)
-        if record["evict_at"] is None:
-            trace = EvictionTrace.dense(*self.shape, length)
-        else:
-            evict_at = np.frombuffer(record["evict_at"], np.int32).reshape(record["shape"])
-            trace = EvictionTrace.recorded(torch.from_numpy(evict_at.copy()))
-        return Rollout(prompt, completion, [], [], trace, sampled.finish_reason)
-
-    def _set_logprobs(self, rollouts: Sequence[Rollout | None]) -> None:
-        """What the workers have noted, each the same: all of them sample."""
-        for request_id, drawn in self.llm.collective_rpc("logprobs")[0].items():
-            rollout = rollouts[int(request_id.split("-")[0])]  # vLLM appends a suffix to our ids
-            if rollout is not None:
-                pairs = drawn[-len(rollout.completion_ids) :]
-                rollout.logprobs, rollout.model_logprobs = map(list, zip(*pairs, strict=True))
+    def _with_records(self, requests: list[Request], sampled: dict[int, Any]) -> Iterator[tuple[int, Rollout]]:
+        """(place, rollout): what was sampled, with what the workers have recorded of it, some sequences at a time."""
+        layers, _ = self.shape
+        for start in range(0, len(requests), self.max_batch):
+            part = requests[start : start + self.max_batch]
+            lengths = {r.place: len(r.prompt) + len(sampled[r.place].token_ids) for r in part}
+            ranks = self.llm.collective_rpc("take_results", args=(lengths,))
+            for request, *results in zip(part, *ranks, strict=True):
+                first, length = results[0], lengths[request.place]
+                if first["preempted"]:  # its record does not tell what it attended to
+                    continue
+                if first["evict_at"] is None:
+                    trace = EvictionTrace.dense(*self.shape, length)
+                else:
+                    heads = [np.frombuffer(r["evict_at"], np.int32).reshape(layers, -1, length) for r in results]
+                    trace = EvictionTrace.recorded(torch.from_numpy(np.concatenate(heads, axis=1)))
+                logprobs, model_logprobs = np.frombuffer(first["logprobs"], np.float32).reshape(-1, 2).T.tolist()
+                output = sampled[request.place]
+                completion = list(output.token_ids)
+                yield (
+                    request.place,
+                    Rollout(request.prompt, completion, logprobs, model_logprobs, trace, output.finish_reason),
+                )
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights, by the names of the Hugging Face checkpoint.
 
-        ValueError for one left out, an unknown name or a wrong shape; some are then replaced, and some are not.
+        UserError for one left out, an unknown name or a wrong shape; some are then replaced, and some are not.
         """
         checked = self._checked(weights)
         if not self.separate:
@@ -277,14 +271,14 @@ class VLLMEngine:
         missing = {name for name, _ in model.named_parameters()}
         for name, tensor in weights:
             if name not in shapes:
-                raise ValueError(f"the engine cannot take the weights: its model has no {name!r}")
+                raise UserError(f"the engine cannot take the weights: its model has no {name!r}")
             if tensor.shape != shapes[name]:
                 wrong = f"{name!r} is {list(shapes[name])}, got {list(tensor.shape)}"
-                raise ValueError(f"the engine cannot take the weights: {wrong}")
+                raise UserError(f"the engine cannot take the weights: {wrong}")
             missing.discard(name)
             yield name, tensor
         if missing:
-            raise ValueError(f"the engine cannot take the weights: not handed over: {', '.join(sorted(missing)[:3])}")
+            raise UserError(f"the engine cannot take the weights: not handed over: {', '.join(sorted(missing)[:3])}")
 
     def _replace(self, source: Any) -> None:
         self.llm.collective_rpc("replace_weights", args=(source,))
@@ -297,7 +291,7 @@ class VLLMEngine:
         level : 1 keeps the weights in host memory, 2 drops them: `load_weights` before the next `generate`
         """
         if level not in (1, 2):
-            raise ValueError(f"level must be 1 or 2, got {level!r}")
+            raise UserError(f"level must be 1 or 2, got {level!r}")
         if self.can_sleep:
             self.llm.sleep(level=level)
 
@@ -308,10 +302,10 @@ class VLLMEngine:
 
     def close(self) -> None:
         """Let the engine, its cache and its processes go."""
-        from rollout.vllm import compat
+        from rollout.vllm.compat import plugin
 
         if getattr(self, "llm", None) is not None:
-            with compat.undisturbed(self.had_group):
+            with plugin.undisturbed(self.had_group):
                 self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
             if not self.separate:
@@ -319,13 +313,11 @@ class VLLMEngine:
             gc.collect()
 
 
-def _stop_tokens(model: str | Path, config: Any) -> list[int]:
-    """The end-of-sequence tokens that the model's directory names."""
+def _generation_config(model: str | Path) -> Any:
+    """The one in the model's directory; None where it has none."""
     from transformers import GenerationConfig
 
     try:
-        eos = GenerationConfig.from_pretrained(str(model)).eos_token_id
+        return GenerationConfig.from_pretrained(str(model))
     except OSError:
-        eos = None
-    eos = config.eos_token_id if eos is None else eos
-    return list(eos) if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
+        return None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from rollout.vllm import compat
+from rollout.vllm.compat.paged import read_blocks
 from sparse_rl.attention import sdpa
 
 ELEMENTS = 2**18  # of keys, gathered at a time: 2 MiB in float64, so that they stay in a core's cache
@@ -39,7 +39,7 @@ def attend(
         held = lengths[rows]
         longest = int(held.max())
         table, place = blocks[rows, : -(-longest // size)].long(), starts[rows].long()
-        key, value = (compat.read_blocks(paged, table)[:, :, :longest] for paged in (keys, values))
+        key, value = (read_blocks(paged, table)[:, :, :longest] for paged in (keys, values))
         mask = (torch.arange(longest) < held[:, None])[:, None, None]
         grouped = query[place].unflatten(1, (heads, -1))  # the G query heads of a group, as G queries of one head
         out[place] = sdpa(grouped, key, value, scale, mask).flatten(1, 2)
@@ -47,7 +47,7 @@ def attend(
         first, count, length = int(starts[row]), int(counts[row]), int(lengths[row])
         table = blocks[row : row + 1, : -(-length // size)].long()
         # contiguous: for keys as they lie, [D, N], torch leaves its fused kernel and makes [T, N]
-        key, value = (compat.read_blocks(paged, table)[:, :, :length].contiguous() for paged in (keys, values))
+        key, value = (read_blocks(paged, table)[:, :, :length].contiguous() for paged in (keys, values))
         part, whole = query[first : first + count].transpose(0, 1)[None], count == length
         later = None if whole else torch.arange(length) <= torch.arange(length - count, length)[:, None]
         out[first : first + count] = sdpa(part, key, value, scale, later, causal=whole)[0].transpose(0, 1)

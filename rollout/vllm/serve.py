@@ -77,7 +77,7 @@ def serve(
     """
     if importlib.util.find_spec("vllm") is None:
         raise UserError('serving needs vLLM, which is not installed: pip install "sparse-rl[vllm]"')
-    from rollout.vllm import compat
+    from rollout.vllm.compat import arguments
 
     _check_plugin()
     policy, source = choose_policy(model, cache)
@@ -87,7 +87,7 @@ def serve(
     _set_environment(verbose)
     _check_platform(cache_shape(config)[2])
     dtype = _dtype(dtype, config)
-    memory, block = compat.memory_arguments(kv_cache_gb, 0.9), compat.default_block_size()
+    memory, block = arguments.memory_arguments(kv_cache_gb, 0.9), arguments.default_block_size()
     if max_model_len is not None:
         _check_length(max_model_len, policy, config, dtype, memory.get("kv_cache_memory_bytes"))
     _check_address(host, port)
@@ -101,7 +101,7 @@ def serve(
         disable_uvicorn_access_log=not verbose,
         **({} if block is None else {"block_size": block}),
         **memory,
-        **compat.engine_arguments(policy, dtype=dtype, record=False),
+        **arguments.engine_arguments(policy, dtype=dtype),
     )
     shown = f"[{host}]" if ":" in host else host
     print(f"serving {model} on http://{shown}:{port}/v1\ncache: {policy!r}, {source}", flush=True)
@@ -171,13 +171,13 @@ def _check_files(model: str, flags: set[str]) -> None:
 def _check_platform(head_dim: int) -> None:
     import torch
 
-    from rollout.vllm import compat
+    from rollout.vllm.compat import arguments, refusals
 
     try:
-        compat.check_version()
-        if not compat.on_cpu() and not torch.cuda.is_available():
+        arguments.check_version()
+        if not arguments.on_cpu() and not torch.cuda.is_available():
             raise UserError("there is no GPU, and the vLLM that is installed needs one")
-        compat.refuse_head_size(head_dim)
+        refusals.refuse_head_size(head_dim)
     except ValueError as error:
         raise UserError(str(error).partition(";")[0]) from error  # without the advice to take another engine
 
@@ -215,9 +215,9 @@ def _check_address(host: str, port: int) -> None:
 
 
 def _dtype(given: str | None, config: Any) -> str:
-    from rollout.vllm import compat
+    from rollout.vllm.compat import arguments
 
-    if given is None and compat.on_cpu() and str(config.dtype).endswith("float32"):
+    if given is None and arguments.on_cpu() and str(config.dtype).endswith("float32"):
         return "float32"  # vLLM would halve it
     return given or "auto"
 
@@ -226,14 +226,14 @@ def _set_environment(verbose: bool) -> None:
     """What the server's processes inherit, besides what the user has set."""
     import torch
 
-    from rollout.vllm import compat
+    from rollout.vllm.compat import arguments
 
     if verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     else:
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    compat.prepare_environment()
-    if compat.on_cpu():  # vLLM would bind threads to cores, to the same ones for each server, and to all of two
+    arguments.prepare_environment()
+    if arguments.on_cpu():  # vLLM would bind threads to cores, to the same ones for each server, and to all of two
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() - 1)))
     plugins = os.environ.get("VLLM_PLUGINS")
@@ -246,14 +246,14 @@ def _set_environment(verbose: bool) -> None:
 
 def main(words: list[str]) -> int:
     """Serve, by vLLM's arguments: ours, "--", the user's. Returns the exit status."""
-    from rollout.vllm import compat
+    from rollout.vllm.compat import server
 
     def fail(message: str) -> NoReturn:
         raise UserError(message)
 
     at = words.index("--")
     try:
-        compat.run_server(words[:at], words[at + 1 :], fail)
+        server.run_server(words[:at], words[at + 1 :], fail)
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except ValueError as error:

@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from sparse_rl.errors import UserError
 from sparse_rl.policies import make_policy
 
 
@@ -30,9 +31,9 @@ class EvictingSpec(FullAttentionSpec):
     max_prompt: int | None = None
 
     @classmethod
-    def of(cls, spec: FullAttentionSpec, policy: str, max_prompt: int | None) -> EvictingSpec:
-        given = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
-        return cls(**given, policy=policy, max_prompt=max_prompt)
+    def bounded(cls, spec: FullAttentionSpec, policy: str, max_prompt: int | None) -> EvictingSpec:
+        same = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
+        return cls(**same, policy=policy, max_prompt=max_prompt)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """What one sequence may need: its prompt while that is prefilled, and the peak of decoding."""
@@ -45,7 +46,7 @@ class EvictingSpec(FullAttentionSpec):
     @classmethod
     def merge(cls, specs: list[EvictingSpec]) -> EvictingSpec:  # type: ignore[override]
         if any(spec != specs[0] for spec in specs):
-            raise ValueError("all layers must have the same cache: mixed attention layers are not supported")
+            raise UserError("all layers must have the same cache: mixed attention layers are not supported")
         return specs[0]
 
 
@@ -55,7 +56,7 @@ class EvictingManager(FullAttentionManager):
     def __init__(self, kv_cache_spec: EvictingSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
         if self.enable_caching:
-            raise ValueError("prefix caching must be off under eviction (enable_prefix_caching=False)")
+            raise UserError("prefix caching must be off under eviction (enable_prefix_caching=False)")
         peak = make_policy(json.loads(kv_cache_spec.policy)).peak_entries
         assert peak is not None
         self.peak = peak

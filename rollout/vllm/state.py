@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 
-from rollout.vllm import compat
-from rollout.vllm.connector import Dropped, Due
+from rollout.vllm.compat import paged
+from rollout.vllm.compat.arguments import CacheConfig
+from rollout.vllm.messages import Begun, Due
+from rollout.vllm.record import RunRecord
 from sparse_rl.policies import Entries
 
 UNKNOWN = 1 << 40  # the prompt length of no request: nothing of it is ever compacted
@@ -69,11 +71,11 @@ class Plan:
 class CacheState:
     """All layers of one worker."""
 
-    def __init__(self, vllm_config: Any, config: compat.CacheConfig, kv_caches: dict[str, torch.Tensor]) -> None:
+    def __init__(self, vllm_config: Any, config: CacheConfig, kv_caches: dict[str, torch.Tensor]) -> None:
         self.config, self.policy = config, config.policy
-        layers = compat.attention_layers(vllm_config, kv_caches)
+        layers = paged.attention_layers(vllm_config, kv_caches)
         self.index = {name: i for i, name in enumerate(layers)}
-        self.caches = [compat.key_value_views(kv_caches[name], compat.keys_are_transposed()) for name in layers]
+        self.caches = [paged.key_value_views(kv_caches[name], paged.keys_are_transposed()) for name in layers]
         keys = self.caches[0][0]
         blocks, heads, self.block_size, _ = keys.shape
         self.device = keys.device
@@ -86,41 +88,38 @@ class CacheState:
             name: torch.full(shape, start, dtype=torch.float32, device=self.device)
             for name, start in self.policy.initial_state.items()
         }
-        rows = compat.max_running(vllm_config)
+        rows = paged.max_running(vllm_config)
         window = self.policy.last_queries
         self.queries = None
         if window:
             size = (len(layers), rows, window, layer.num_heads, keys.shape[-1])
-            self.queries = torch.zeros(size, dtype=compat.model_dtype(vllm_config), device=self.device)
+            self.queries = torch.zeros(size, dtype=paged.model_dtype(vllm_config), device=self.device)
         self.prompt_length = torch.full((blocks,), UNKNOWN, device=self.device)  # by first block
         self.row = torch.zeros(blocks, dtype=torch.long, device=self.device)  # by first block
         self.free_rows = list(range(rows))
         self.row_of: dict[int, int] = {}
         self.prompts: dict[int, int] = {}  # by first block, in host memory; 0 once they are compacted
         self.plan: Plan | None = None
-        self.record: list[Dropped] = []
-
-    def side_bytes(self) -> int:
-        """Bytes held beside the cache."""
-        tensors = [self.positions, *self.state.values(), *([] if self.queries is None else [self.queries])]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        self.record: RunRecord | None = None  # of the run that is on; a server keeps none
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    def begin(self, ended: Sequence[int], begun: Sequence[tuple[int, int]]) -> None:
-        """Requests, by first block, that have ended and that begin with so many tokens to prefill."""
+    def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
+        """Requests that have ended, by first block, and requests that begin."""
         for block in ended:
             self.free_rows.append(self.row_of.pop(block))
             del self.prompts[block]
         if ended:
             self.prompt_length[torch.tensor(ended, device=self.device)] = UNKNOWN
-        for block, length in begun:
-            self.row_of[block] = self.free_rows.pop()
-            self.prompts[block] = length
+        for each in begun:
+            self.row_of[each.block] = self.free_rows.pop()
+            self.prompts[each.block] = each.prompt
+            if self.record is not None:
+                self.record.begin(each.request_id)
         if begun:
-            first = torch.tensor([block for block, _ in begun], device=self.device)
-            self.prompt_length[first] = torch.tensor([length for _, length in begun], device=self.device)
-            self.row[first] = torch.tensor([self.row_of[block] for block, _ in begun], device=self.device)
+            first = torch.tensor([each.block for each in begun], device=self.device)
+            self.prompt_length[first] = torch.tensor([each.prompt for each in begun], device=self.device)
+            self.row[first] = torch.tensor([self.row_of[each.block] for each in begun], device=self.device)
 
     # ---- before the forward -----------------------------------------------------------------------------------------
 
@@ -232,14 +231,12 @@ class CacheState:
             self.row[first],
         )
         dropped = [self._compact_layer(layer, group) for layer in range(len(self.caches))]
-        if self.config.record:
-            self.record.append(
-                Dropped(
-                    [d.request_id for d in due],
-                    [d.seen for d in due],
-                    [d.held - self.policy.budget for d in due],
-                    torch.stack(dropped).cpu().numpy(),
-                )
+        if self.record is not None:
+            self.record.drop(
+                [d.request_id for d in due],
+                [d.seen for d in due],
+                [d.held - self.policy.budget for d in due],
+                torch.stack(dropped).cpu().numpy(),
             )
 
     def _compact_layer(self, layer: int, group: Group) -> torch.Tensor:
@@ -248,19 +245,15 @@ class CacheState:
         kept, budget = self.policy.compact(layer, entries), self.policy.budget
         self._remember(layer, group, kept.state)
         dropped = torch.empty(0)
-        if self.config.record:
+        if self.record is not None:
             dropped = entries.positions[entries.valid() & ~kept.keep].int()
 
         # Survivors behind the budget go where, before it, something was dropped: of these a head has equally many.
         behind = self._listed(group.blocks, kept.keep[..., budget:], budget)
         freed = self._listed(group.blocks, ~kept.keep[..., :budget], 0)
-        for paged in (*self.caches[layer], self.positions[layer], *(state[layer] for state in self.state.values())):
-            paged[freed] = paged[behind]
+        for buffer in (*self.caches[layer], self.positions[layer], *(s[layer] for s in self.state.values())):
+            buffer[freed] = buffer[behind]
         return dropped
-
-    def take_record(self) -> list[Dropped]:
-        record, self.record = self.record, []
-        return record
 
     # ---- paged access -----------------------------------------------------------------------------------------------
 
@@ -290,15 +283,15 @@ class CacheState:
             queries = self.queries[layer][group.rows[:, None], oldest_first].transpose(1, 2)
         keys, values = self.caches[layer]
         return Entries(
-            keys=compat.read_blocks(keys, group.blocks) if "keys" in reads else None,
-            values=compat.read_blocks(values, group.blocks) if "values" in reads else None,
-            positions=compat.read_blocks(self.positions[layer], group.blocks).long(),
+            keys=paged.read_blocks(keys, group.blocks) if "keys" in reads else None,
+            values=paged.read_blocks(values, group.blocks) if "values" in reads else None,
+            positions=paged.read_blocks(self.positions[layer], group.blocks).long(),
             lengths=group.lengths,
             seen=group.seen,
             queries=queries,
             scaling=self.scaling,
-            state={name: compat.read_blocks(paged[layer], group.blocks) for name, paged in self.state.items()},
-            mean_over_ranks=compat.mean_over_ranks,
+            state={name: paged.read_blocks(state[layer], group.blocks) for name, state in self.state.items()},
+            mean_over_ranks=paged.mean_over_ranks,
         )
 
 

@@ -29,9 +29,10 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     """(what, finding) of everything checked, in order. Raises UserError at the first thing that is wrong."""
     import torch
 
+    from rollout.choice import choose_engine, with_chosen_engine
     from sparse_rl.attention import cache_shape
     from sparse_rl.data.problems import load_data
-    from sparse_rl.engines import choose_attention, choose_engine, settle_engine
+    from sparse_rl.engines import choose_attention
     from sparse_rl.models.load import load_config, load_tokenizer
     from sparse_rl.policies import make_policy
     from trainer.rundir import refuse_used
@@ -49,7 +50,7 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     if isinstance(recipe, SampledRecipe):
         found.append(("cache", repr(make_policy(recipe.cache))))
         found.append(("rollouts", choose_engine(recipe.rollout, config)[1]))
-        recipe = settle_engine(recipe, config)
+        recipe = dataclasses.replace(recipe, rollout=with_chosen_engine(recipe.rollout, config))
     if isinstance(recipe, ReplayedRecipe):
         if torch.cuda.is_available():  # compiling and checking is for the processes that train, each on its GPU
             found.append(("attention", f"{recipe.attention}; flex is checked on the GPU, see sparse-rl doctor"))

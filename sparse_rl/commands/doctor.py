@@ -101,8 +101,9 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     """The table and the verdicts for this machine."""
     import torch
 
+    from rollout.choice import choose_engine
     from sparse_rl.commands.memory import ASSUMED_PROMPT, device_memory, host_memory, plan, verdicts
-    from sparse_rl.engines import BEST_FIRST, attention_checks, choose_attention, choose_engine
+    from sparse_rl.engines import BEST_FIRST, attention_checks, choose_attention
     from sparse_rl.recipe import LaunchConfig, ReplayedRecipe, SampledRecipe
 
     made = plan(recipe, config)

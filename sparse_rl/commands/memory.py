@@ -323,7 +323,7 @@ def _scorer_parameters(recipe: KVpopRecipe, config: Any) -> int:
 
 def _engine_items(recipe: SampledRecipe | EvalRecipe, config: Any, weights: int, cuda: bool) -> list[Item]:
     """What vllm holds: its own weights, and a pool for keys and values. Nothing for hf, which has neither."""
-    from sparse_rl.engines import choose_engine
+    from rollout.choice import choose_engine
 
     rollout = recipe.rollout
     if choose_engine(rollout, config, cuda)[0] == "hf":

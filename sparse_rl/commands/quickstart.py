@@ -29,8 +29,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rollout.choice import default_engine
 from sparse_rl.commands.console import Session, quiet_loading
-from sparse_rl.engines import default_engine
 from sparse_rl.errors import StoppedError
 
 ABOUT = "On a machine without a GPU: show that training under the recorded evictions pays."

@@ -6,7 +6,6 @@ kinds.py    what each kind of recipe may say;  load.py  finds a recipe, reads it
 
 from sparse_rl.recipe.blocks import (
     DataConfig,
-    RolloutConfig,
     SweepConfig,
     ValidationConfig,
 )
@@ -40,7 +39,6 @@ __all__ = [
     "LoraConfig",
     "Recipe",
     "ReplayedRecipe",
-    "RolloutConfig",
     "SFTRecipe",
     "SampledRecipe",
     "SweepConfig",

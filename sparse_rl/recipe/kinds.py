@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from rollout.config import RolloutConfig
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.config import (
     AtLeastOne,
@@ -27,7 +28,6 @@ from sparse_rl.config import (
 from sparse_rl.errors import UserError
 from sparse_rl.recipe.blocks import (
     DataConfig,
-    RolloutConfig,
     SweepConfig,
     ValidationConfig,
 )

@@ -76,9 +76,10 @@ def open_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
     def make(policy: Policy, *, kernels: str = "Flash", eager: bool = False, v2: bool = False, **options: Any) -> Any:
         close()
-        from rollout.vllm import compat, worker
+        from rollout.vllm import worker
+        from rollout.vllm.compat import arguments
 
-        compat.prepare_environment()
+        arguments.prepare_environment()
         from vllm import envs
         from vllm.v1.attention import selector
 
@@ -90,14 +91,12 @@ def open_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
             off = classmethod(lambda cls, **_: ["off for this test"])
             monkeypatch.setattr(backend_cuda.EvictingFlashBackend, "validate_configuration", off)
         if eager:
-            arguments = compat.engine_arguments
-            monkeypatch.setattr(
-                compat, "engine_arguments", lambda *a, **k: arguments(*a, **k) | {"enforce_eager": True}
-            )
+            plain = arguments.engine_arguments
+            monkeypatch.setattr(arguments, "engine_arguments", lambda *a, **k: plain(*a, **k) | {"enforce_eager": True})
         if v2:  # SequenceSampler needs the V1 runner; greedy sampling does without it
-            prepare = compat.prepare_environment
-            monkeypatch.setattr(compat, "prepare_environment", lambda: (prepare(), monkeypatch.setenv(*RUNNER))[0])
-            monkeypatch.setattr(worker.WorkerExtension, "begin_sampling", lambda self, sampling: None)
+            prepare = arguments.prepare_environment
+            monkeypatch.setattr(arguments, "prepare_environment", lambda: (prepare(), monkeypatch.setenv(*RUNNER))[0])
+            monkeypatch.setattr(worker.WorkerExtension, "begin_run", lambda self, sampling: None)
         defaults = {"dtype": "bfloat16", "kv_cache_gb": 0.25, "gpu_memory_utilization": 0.1, "max_model_len": 1024}
         engines.append(make_engine("vllm", model=folder, policy=policy, **{**defaults, **options}))
         return engines[-1]

@@ -8,13 +8,17 @@ from typing import get_args
 import pytest
 import yaml
 
+from rollout.config import RolloutConfig
 from sparse_rl import recipe as recipes
+from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import KINDS, DistillRecipe, EvalRecipe, GRPORecipe, SFTRecipe, load_recipe, make_recipe
 from sparse_rl.recipe import load as recipe_loading
 from sparse_rl.recipe.kinds import Scheduler
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.schema import dump_yaml, parse_yaml, yaml_fields
+from trainer.config import LaunchConfig, LoraConfig
+from trainer.grpo.config import GuardConfig
 
 GRPO = """
 kind: grpo
@@ -151,8 +155,8 @@ def test_a_misspelt_key_is_refused_with_the_nearest(kind):
 
 @pytest.mark.parametrize("block", ["data", "launch", "rollout", "lora", "replay_guard", "validation.data"])
 def test_a_misspelt_key_of_a_block(block):
-    cls = {"data": recipes.DataConfig, "launch": recipes.LaunchConfig, "rollout": recipes.RolloutConfig}.get(
-        block, {"lora": recipes.LoraConfig, "replay_guard": recipes.GuardConfig}.get(block, recipes.DataConfig)
+    cls = {"data": DataConfig, "launch": LaunchConfig, "rollout": RolloutConfig}.get(
+        block, {"lora": LoraConfig, "replay_guard": GuardConfig}.get(block, DataConfig)
     )
     for key in yaml_fields(cls):
         line = refused(f"{block}.{key}x=1")

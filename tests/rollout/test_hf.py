@@ -10,7 +10,7 @@ from judging import same, shortened
 from transformers import PreTrainedModel
 
 from rollout import Rollout, SamplingConfig, make_engine
-from rollout.hf import LEAST_ROWS
+from rollout.engine import LEAST_ROWS
 from sparse_rl.attention import dense_logprobs
 from sparse_rl.policies import POLICIES, Entries, Kept, Policy
 from sparse_rl.policies.tova import Tova

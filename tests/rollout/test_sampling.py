@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rollout import SamplingConfig, make_engine
-from rollout.sampling import BLOCK, Uniforms, sample, sequence_seed
+from rollout.requests import sequence_seed
+from rollout.sampling import BLOCK, Uniforms, sample
 from sparse_rl.attention import NO_MASK, dense_logprobs, replay_logprobs
 from sparse_rl.attention.reference import DenseView
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from rollout import SamplingConfig
-from rollout.vllm import compat
+from rollout.vllm.compat import arguments, paged, plugin, refusals
 
 LENGTHS = (5, 17, 33, 63, 64, 79, 80, 81, 130, 256, 450)
 GREEDY = SamplingConfig(80, temperature=0, ignore_eos=True)
@@ -66,8 +66,8 @@ def use_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
     from vllm.v1.attention.backends import flash_attn, triton_attn
     from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum
 
-    compat.register()
-    monkeypatch.setattr(compat, "keys_are_transposed", lambda: False)
+    plugin.register()
+    monkeypatch.setattr(paged, "keys_are_transposed", lambda: False)
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda **_: 2)
     monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", write, raising=False)
     monkeypatch.setattr(flash_attn, "_FA4_DENSE_ATTENTION_KERNEL", attend)
@@ -101,7 +101,7 @@ def test_all_but_the_kernels(
     rollouts = engine.generate(prompts, GREEDY)
     layers = engine.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     assert {type(layer.impl).__name__ for layer in layers} == {f"Evicting{kernels}Impl"}
-    assert not compat.live_state().caches[0][0].is_contiguous()  # heads inside tokens, as on a GPU
+    assert not paged.live_state().caches[0][0].is_contiguous()  # heads inside tokens, as on a GPU
     agrees_with_hf(policy, prompts, GREEDY, {kernels: rollouts})
 
 
@@ -162,15 +162,15 @@ def test_the_arguments_for_a_gpu(policy_of: Callable, monkeypatch: pytest.Monkey
     """vLLM takes them, and leaves the K/V write out of its graphs; a full cache has vLLM's own backends and graphs."""
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
-    monkeypatch.setattr(compat, "on_cpu", lambda: False)
-    arguments = compat.engine_arguments(policy_of("gkv", budget=64), dtype="bfloat16", record=True)
-    assert arguments["attention_backend"] == "CUSTOM" and not arguments["async_scheduling"]
-    compilation = CompilationConfig(**arguments["compilation_config"])
+    monkeypatch.setattr(arguments, "on_cpu", lambda: False)
+    evicting = arguments.engine_arguments(policy_of("gkv", budget=64), dtype="bfloat16")
+    assert evicting["attention_backend"] == "CUSTOM" and not evicting["async_scheduling"]
+    compilation = CompilationConfig(**evicting["compilation_config"])
     assert compilation.cudagraph_mode is CUDAGraphMode.PIECEWISE and not compilation.pass_config.fuse_rope_kvcache
     compilation.mode = CompilationMode.VLLM_COMPILE
     compilation.set_splitting_ops_for_v1("allgather_reducescatter")
     assert "vllm::unified_kv_cache_update" in compilation.splitting_ops
-    full = compat.engine_arguments(policy_of("full"), dtype="bfloat16", record=True)
+    full = arguments.engine_arguments(policy_of("full"), dtype="bfloat16")
     assert not {"attention_backend", "compilation_config", "kv_transfer_config"} & set(full)
 
 
@@ -195,7 +195,7 @@ def configuration(**changes: Any) -> Any:
             use_ubatching=False,
         ),
         scheduler_config=SimpleNamespace(async_scheduling=False, scheduler_reserve_full_isl=True),
-        kv_transfer_config=SimpleNamespace(kv_connector="TraceConnector"),
+        kv_transfer_config=SimpleNamespace(kv_connector="EvictionConnector"),
         speculative_config=None,
         compilation_config=compilation,
     )
@@ -221,8 +221,8 @@ def configuration(**changes: Any) -> Any:
         ("model_config.use_mla", True, "MLA"),
         ("model_config.is_hybrid", True, "hybrid"),
         ("model_config.is_encoder_decoder", True, "encoder-decoder"),
-        ("kv_transfer_config", None, "TraceConnector"),
-        ("kv_transfer_config.kv_connector", "MultiConnector", "TraceConnector"),
+        ("kv_transfer_config", None, "EvictionConnector"),
+        ("kv_transfer_config.kv_connector", "MultiConnector", "EvictionConnector"),
         ("compilation_config.cudagraph_mode", "FULL_AND_PIECEWISE", "whole forwards"),
         ("compilation_config.splitting_ops", ["vllm::unified_attention_with_output"], "K/V write inside CUDA graphs"),
     ],
@@ -230,10 +230,10 @@ def configuration(**changes: Any) -> Any:
 def test_configurations_that_are_refused(name: str, value: Any, message: str) -> None:
     from vllm.config import CUDAGraphMode
 
-    compat.refuse_unsupported(configuration())
+    refusals.refuse_unsupported(configuration())
     value = CUDAGraphMode[value] if name.endswith("cudagraph_mode") else value
     with pytest.raises(ValueError, match=f"vLLM cannot evict .*{message}"):
-        compat.refuse_unsupported(configuration(**{name: value}))
+        refusals.refuse_unsupported(configuration(**{name: value}))
 
 
 def test_breakable_graphs_are_refused_and_eager_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,9 +242,9 @@ def test_breakable_graphs_are_refused_and_eager_is_not(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", True, raising=False)
     with pytest.raises(ValueError, match="breakable CUDA graphs"):
-        compat.refuse_unsupported(configuration())
+        refusals.refuse_unsupported(configuration())
     eager = {"compilation_config.cudagraph_mode": CUDAGraphMode.NONE, "compilation_config.splitting_ops": []}
-    compat.refuse_unsupported(configuration(**eager))
+    refusals.refuse_unsupported(configuration(**eager))
 
 
 @pytest.mark.parametrize(
@@ -268,9 +268,9 @@ def test_layers_that_are_refused(name: str, value: Any, message: str) -> None:
         "kv_sharing_target_layer_name": None,
         "attn_type": "decoder",
     }
-    compat.refuse_layer(SimpleNamespace(**plain))
+    refusals.refuse_layer(SimpleNamespace(**plain))
     with pytest.raises(ValueError, match=message):
-        compat.refuse_layer(SimpleNamespace(**{**plain, name: value}))
+        refusals.refuse_layer(SimpleNamespace(**{**plain, name: value}))
 
 
 def test_caches_that_are_refused() -> None:
@@ -279,21 +279,21 @@ def test_caches_that_are_refused() -> None:
     from rollout.vllm.spec import EvictingSpec
 
     plain = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
-    compat.refuse_spec(FullAttentionSpec(**plain))
+    refusals.refuse_spec(FullAttentionSpec(**plain))
     for spec, message in (
         (SlidingWindowSpec(**plain, sliding_window=128), "SlidingWindowSpec"),
         (FullAttentionSpec(**plain, head_size_v=32), "FullAttentionSpec"),
         (FullAttentionSpec(**plain, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR), "quantized cache"),
     ):
         with pytest.raises(ValueError, match=message):
-            compat.refuse_spec(spec)
+            refusals.refuse_spec(spec)
 
     ours = SimpleNamespace(kv_cache_spec=EvictingSpec(**plain, policy="{}"))
     theirs = SimpleNamespace(kv_cache_spec=FullAttentionSpec(**plain))
     whole, split = torch.empty(8, 2, 16, 128), torch.empty(16, 2, 8, 128)
-    compat.refuse_cache(SimpleNamespace(kv_cache_groups=[ours], num_blocks=8), {"a": whole})
+    refusals.refuse_cache(SimpleNamespace(kv_cache_groups=[ours], num_blocks=8), {"a": whole})
     with pytest.raises(ValueError, match="split blocks; set block_size to the kernel's 8"):
-        compat.refuse_cache(SimpleNamespace(kv_cache_groups=[ours], num_blocks=8), {"a": split})
+        refusals.refuse_cache(SimpleNamespace(kv_cache_groups=[ours], num_blocks=8), {"a": split})
     for groups in ([theirs], [ours, theirs], []):
         with pytest.raises(ValueError, match="attention backend is not ours"):
-            compat.refuse_cache(SimpleNamespace(kv_cache_groups=groups, num_blocks=8))
+            refusals.refuse_cache(SimpleNamespace(kv_cache_groups=groups, num_blocks=8))

@@ -54,11 +54,11 @@ def stock_views(cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("order", MEMORY_ORDERS)
 def test_keys_and_values_are_where_the_kernels_write_them(order: str) -> None:
-    from rollout.vllm import compat
+    from rollout.vllm.compat import paged
 
     for cache in allocate(order).values():
         stock = stock_views(cache)
-        ours = compat.key_value_views(cache, transposed=False)
+        ours = paged.key_value_views(cache, transposed=False)
         for written, read in zip(stock, ours, strict=True):
             written.copy_(torch.arange(written.numel()).view(written.shape))
             assert read.shape == (BLOCKS, HEADS, SIZE, DIM)
@@ -68,10 +68,10 @@ def test_keys_and_values_are_where_the_kernels_write_them(order: str) -> None:
 
 
 def test_transposed_keys_on_the_cpu() -> None:
-    from rollout.vllm import compat
+    from rollout.vllm.compat import paged
 
     cache = torch.arange(3 * HEADS * SIZE * 2 * DIM).view(3, HEADS, SIZE, 2 * DIM)
-    keys, values = compat.key_value_views(cache, transposed=True)
+    keys, values = paged.key_value_views(cache, transposed=True)
     flat = cache.flatten(2)
     for place in range(SIZE):
         for dim in range(DIM):
@@ -82,21 +82,21 @@ def test_transposed_keys_on_the_cpu() -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_blocks_are_read_whole(transposed: bool) -> None:
     """By the views of key_value_views, and what stands beside them; of blocks that are asked for twice too."""
-    from rollout.vllm import compat
+    from rollout.vllm.compat import paged
 
     two_layers = torch.arange(9 * 2 * HEADS * SIZE * 2 * DIM).view(9, 2, HEADS, SIZE, 2 * DIM)
     cache = two_layers[1:, 1]  # a view whose storage begins earlier, and in which blocks do not follow each other
     beside = torch.arange(8 * HEADS * SIZE, dtype=torch.int32).view(8, HEADS, SIZE)
     blocks = torch.tensor([[5, 0, 7], [2, 2, 6]])
-    for paged in (*compat.key_value_views(cache, transposed), beside):
-        read = compat.read_blocks(paged, blocks)
-        assert read.shape == (2, HEADS, 3 * SIZE, *paged.shape[3:])
+    for buffer in (*paged.key_value_views(cache, transposed), beside):
+        read = paged.read_blocks(buffer, blocks)
+        assert read.shape == (2, HEADS, 3 * SIZE, *buffer.shape[3:])
         for row in range(2):
             for n, block in enumerate(blocks[row].tolist()):
-                assert torch.equal(read[row, :, n * SIZE : (n + 1) * SIZE], paged[block])
-        before = paged.clone()
+                assert torch.equal(read[row, :, n * SIZE : (n + 1) * SIZE], buffer[block])
+        before = buffer.clone()
         read.zero_()
-        assert torch.equal(paged, before), "a view, not a copy"
+        assert torch.equal(buffer, before), "a view, not a copy"
 
 
 # ---- what is compared -----------------------------------------------------------------------------------------------
@@ -201,7 +201,8 @@ class Pool:
     """Requests over one cache. Blocks are shared out as spec.py does, and CacheState does what each step asks of it."""
 
     def __init__(self, order: str, v2_runner: bool, seed: int) -> None:
-        from rollout.vllm.compat import CacheConfig
+        from rollout.vllm.compat.arguments import CacheConfig
+        from rollout.vllm.record import RunRecord
         from rollout.vllm.state import CacheState
 
         rng = self.rng = random.Random(seed)
@@ -211,11 +212,12 @@ class Pool:
         self.policy = Arithmetic(budget, sinks=sinks, window=window, period=period)
         self.peak: int = self.policy.peak_entries  # type: ignore[assignment]
         self.caches = allocate(order)
-        config = CacheConfig(self.policy, record=True, max_prompt=None, exact=False)
+        config = CacheConfig(self.policy, max_prompt=None, exact=False)
         vllm_config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_seqs=ROWS), model_config=SimpleNamespace(dtype=torch.bfloat16)
         )
         self.state = CacheState(vllm_config, config, self.caches)
+        self.state.record = RunRecord()
         for beside in (self.state.positions, self.state.state["history"], self.state.state["mass"]):
             beside.fill_(-77)
         self.free = list(range(1, BLOCKS))
@@ -246,7 +248,9 @@ class Pool:
         others = [b for b in range(BLOCKS) if b not in mine]
         before = self.bits(others)
 
-        requests = [(r.blocks[0], r.prompt) for r in begun]
+        from rollout.vllm.messages import Begun
+
+        requests = [Begun(f"begins {id(r)}", r.blocks[0], r.prompt) for r in begun]
         if not self.v2_runner:
             state.begin(self.ended, requests)
         starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -275,7 +279,7 @@ class Pool:
         self.release(batch)
 
     def compact(self, due: list[Request]) -> None:
-        from rollout.vllm.connector import Due
+        from rollout.vllm.messages import Due
 
         at = {str(i): r for i, r in enumerate(due)}
         peak = self.peak
@@ -284,13 +288,12 @@ class Pool:
         )
         for r in due:
             r.compact(self.policy)
-        recorded = 0
-        for dropped in self.state.take_record():
-            for i, seen, positions in dropped.of_each():
-                assert seen == at[i].seen
-                assert [[sorted(head) for head in layer] for layer in positions.tolist()] == at[i].dropped
-                recorded += 1
-        assert recorded == len(due)
+        record = self.state.record
+        assert record is not None and record.dropped.keys() == at.keys()
+        for i, (dropped,) in record.dropped.items():
+            assert dropped.at == at[i].seen
+            assert [[sorted(head) for head in layer] for layer in dropped.positions.tolist()] == at[i].dropped
+        record.dropped.clear()
         self.compactions += len(due)
 
     def check(self, r: Request, length: int) -> None:
@@ -342,11 +345,11 @@ class Pool:
 
 @pytest.fixture(autouse=True)
 def cuda_layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from rollout.vllm import compat
+    from rollout.vllm.compat import paged
 
     layer = SimpleNamespace(impl=SimpleNamespace(scale=1.0), num_heads=HEADS * GROUP)
-    monkeypatch.setattr(compat, "keys_are_transposed", lambda: False)
-    monkeypatch.setattr(compat, "attention_layers", lambda config, names: {name: layer for name in names})
+    monkeypatch.setattr(paged, "keys_are_transposed", lambda: False)
+    monkeypatch.setattr(paged, "attention_layers", lambda config, names: {name: layer for name in names})
     yield
 
 

@@ -29,11 +29,11 @@ class Largest(TorchDispatchMode):
 
 def attended(counts: list[int], lengths: list[int], largest: Largest) -> tuple[torch.Tensor, torch.Tensor]:
     """By exact.py, under the watch, and by plain softmax: [T, Hq, D] each."""
-    from rollout.vllm import compat
+    from rollout.vllm.compat.paged import key_value_views
     from rollout.vllm.exact import attend
 
     torch.manual_seed(0)
-    keys, values = compat.key_value_views(torch.randn(BLOCKS, HEADS, SIZE, 2 * DIM), transposed=True)
+    keys, values = key_value_views(torch.randn(BLOCKS, HEADS, SIZE, 2 * DIM), transposed=True)
     needed = [-(-length // SIZE) for length in lengths]
     blocks = torch.full((len(lengths), max(needed)), BLOCKS - 1, dtype=torch.int32)
     for row, mine in enumerate(torch.randperm(BLOCKS)[: sum(needed)].split(needed)):

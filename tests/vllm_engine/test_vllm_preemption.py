@@ -113,16 +113,16 @@ def test_after_evictions(
 
 
 def test_unnoticed_it_would_show(
-    policy: Policy, open_engine: Callable, random_prompts: Callable, replay_gap: Callable
+    policy: Policy,
+    open_engine: Callable,
+    random_prompts: Callable,
+    replay_gap: Callable,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The control: taken as it comes, a sequence that was preempted after an eviction has a trace that is wrong."""
-
-    class Forgetful(set):
-        def add(self, _: str) -> None:
-            pass
-
     engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
-    scheduler_of(engine).connector.preempted = Forgetful()
+    forgetful = "rollout.vllm.record.RunRecord.begin"
+    monkeypatch.setattr(forgetful, lambda self, request_id: self.dropped.pop(request_id, None))
     with preempting(engine, lambda step: step == 120):
         rollouts = engine.generate(prompts, SAMPLING)
     assert replay_gap(rollouts) >= 1e-3

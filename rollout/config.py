@@ -1,0 +1,74 @@
+"""How to sample, and on which engine: the two configurations of this package. They are read without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sparse_rl.config import Fraction, Positive, PositiveInt
+from sparse_rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How to sample.
+
+    temperature 0 is greedy (log-probs are then those at temperature 1). Sampling is seeded per (seed, prompt, sample
+    index): the place in the batch, the batch's size and its order change nothing. seed None draws a fresh one.
+    stop_token_ids None means the model's own end-of-sequence tokens (with ignore_eos none); a stop token is part of the
+    completion.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    n: int = 1
+    seed: int | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise UserError(f"max_tokens must be >= 1, got {self.max_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature must be >= 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k must be >= 1 or null, got {self.top_k}")
+        if self.n < 1:
+            raise UserError(f"n must be >= 1, got {self.n}")
+
+    @property
+    def truncated_support(self) -> bool:
+        """Whether top-p or top-k cuts the distribution, so that `logprobs` differ from the model's own."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """The sampling engine: hf, the reference engine; vllm, fast, with its own copy of the weights; auto, which is vllm
+    where it is installed and takes the model, else hf.
+
+    max_batch : sequences sampled at a time
+    progress : show a progress bar
+
+    The rest is for vllm; hf does without.
+
+    kv_cache_gb : GiB for keys and values; None: what gpu_memory_utilization leaves, or 1 on a CPU
+    gpu_memory_utilization : the engine's share of the GPU's memory, its weights included
+    tensor_parallel : GPUs that one engine is spread over; not in training
+    max_model_len : the longest prompt + completion; None: max_prompt_tokens + max_completion_length, or the model's own
+    sleep : in training, give the engine's GPU memory back while the weights are updated
+    """
+
+    engine: Literal["auto", "hf", "vllm"] = "auto"
+    max_batch: PositiveInt = 64
+    progress: bool = True
+    kv_cache_gb: Positive | None = None
+    gpu_memory_utilization: Fraction = 0.3
+    tensor_parallel: PositiveInt = 1
+    max_model_len: PositiveInt | None = None
+    sleep: bool = False

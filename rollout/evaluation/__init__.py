@@ -1,0 +1,9 @@
+"""rollout.evaluation: pass@k over tasks and cache policies, on an engine.
+
+evaluate.py    every task under every policy: one row each
+samples.py     sampling any number of prompts, in parts that fit
+estimators.py  pass@k and standard errors
+
+It is handed prompts as token ids, what scores a completion, policies, and what opens an engine; it knows neither
+recipes nor rewards nor tokenizers, and draws nothing.
+"""

@@ -1,0 +1,42 @@
+"""Sampling any number of prompts: in parts, so that the traces need not all be held at once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rollout.config import SamplingConfig
+from rollout.engine import Engine, Rollout
+
+
+def sample_in_parts(
+    engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingConfig
+) -> Iterator[tuple[list[int], list[Rollout], float]]:
+    """(places of prompts, their rollouts, prompt-major, seconds) in parts of a few full batches.
+
+    Equal prompts stay in one part: the engine tells their samples apart only within one call.
+    """
+    places_of: dict[tuple[int, ...], list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        places_of.setdefault(tuple(prompt), []).append(place)
+    size = math.lcm(sampling.n, engine.max_batch) // sampling.n
+    part: list[int] = []
+    for number, places in enumerate(places_of.values(), start=1):
+        part += places
+        if len(part) >= size or number == len(places_of):
+            start = time.perf_counter()
+            rollouts = engine.generate([list(prompts[place]) for place in part], sampling)
+            yield part, rollouts, time.perf_counter() - start
+            part = []
+
+
+def summary(rollout: Rollout) -> dict[str, Any]:
+    """What a line of a completions file says of a rollout, besides its text."""
+    return {
+        "finish_reason": rollout.finish_reason,
+        "tokens": len(rollout.completion_ids),
+        "retention": rollout.trace.retention(),
+        "mean_logprob": sum(rollout.logprobs) / len(rollout.logprobs),
+    }

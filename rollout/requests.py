@@ -1,0 +1,91 @@
+"""What every engine does alike before it samples: which sequences are asked for, with which seeds and stop tokens.
+
+It knows neither models nor caches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.config import SamplingConfig
+from sparse_rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence that is asked for.
+
+    place : in the list of rollouts that the engine returns
+    seed : of its uniform numbers
+    forced : the completion, where it is not sampled but simulated
+    """
+
+    place: int
+    prompt: list[int]
+    max_tokens: int
+    seed: int = 0
+    forced: list[int] | None = None
+
+
+def requests_to_sample(prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Request]:
+    """Those of `Engine.generate`, prompt-major. A prompt that comes twice is sampled anew."""
+    refuse_empty(prompts)
+    seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
+    times: Counter[tuple[int, ...]] = Counter()
+    requests: list[Request] = []
+    for prompt in prompts:
+        key = tuple(prompt)
+        for _ in range(sampling.n):
+            own = sequence_seed(seed, key, times[key])
+            requests.append(Request(len(requests), list(prompt), sampling.max_tokens, own))
+            times[key] += 1
+    return requests
+
+
+def requests_to_simulate(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
+) -> tuple[list[Request], SamplingConfig]:
+    """Those of `Engine.simulate`, and how they are "sampled": to the last token of the longest."""
+    if len(prompts) != len(completions):
+        raise UserError(f"{len(prompts)} prompts and {len(completions)} completions; there must be one for each")
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        if not len(prompt) or not len(completion):
+            what = "completion" if len(prompt) else "prompt"
+            raise UserError(f"{what} {i} is empty; it needs at least one token")
+    requests = [
+        Request(i, list(prompt), len(completion), forced=list(completion))
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+    ]
+    longest = max(map(len, completions), default=1)
+    return requests, SamplingConfig(longest, temperature=temperature, ignore_eos=True)
+
+
+def refuse_empty(prompts: Sequence[Sequence[int]]) -> None:
+    for i, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise UserError(f"prompt {i} is empty; a prompt needs at least one token")
+
+
+def sequence_seed(seed: int, prompt: Sequence[int], sample: int) -> int:
+    """The seed of one sequence: of (seed, prompt, sample index), not of its place in a batch."""
+    digest = hashlib.blake2b(f"{seed}|{sample}|{','.join(map(str, prompt))}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def stop_tokens(sampling: SamplingConfig, generation_config: Any, config: Any) -> list[int]:
+    """The tokens that end a completion: those asked for, or the end-of-sequence tokens that the model names.
+
+    generation_config : of the model, which goes before its `config`; None where it has none
+    """
+    if sampling.stop_token_ids is not None:
+        return list(sampling.stop_token_ids)
+    if sampling.ignore_eos:
+        return []
+    eos = getattr(generation_config, "eos_token_id", None)
+    eos = config.eos_token_id if eos is None else eos
+    return list(eos) if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]

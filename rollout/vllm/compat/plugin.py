@@ -1,0 +1,100 @@
+"""What is registered with vLLM and replaced in it, in each of its processes; what an engine must not leave behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import distributed
+
+from rollout.engine import LEAST_ROWS
+from rollout.vllm.compat.arguments import on_cpu
+
+_registered = False
+
+
+def register() -> None:
+    """Make the backend, the spec and its manager known to vLLM, in this process."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    from rollout.vllm.spec import EvictingManager, EvictingSpec
+
+    KVCacheSpecRegistry._ensure_registered()  # registering first would hide the built-in ones
+    KVCacheSpecRegistry.register(EvictingSpec, EvictingManager, uniform_type_base_spec=FullAttentionSpec)
+    if on_cpu():
+        # The CPU platform takes no other backend than CPU_ATTN; ours is the stock one where no policy is set.
+        register_backend(AttentionBackendEnum.CPU_ATTN, "rollout.vllm.backend_cpu.EvictingCPUBackend")
+        keep_weights_in_place()
+        run_uncompiled()
+    else:
+        register_backend(AttentionBackendEnum.CUSTOM, "rollout.vllm.backend_cuda.EvictingBackend")
+
+
+def keep_weights_in_place() -> None:
+    """Stop the CPU build from packing Linear weights away: updates would not reach the packed copies, silently."""
+    import vllm._custom_ops as ops
+    from vllm.model_executor.layers import utils
+
+    ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *_: False
+    utils.cpu_unquantized_gemm = _linear
+
+
+def run_uncompiled() -> None:
+    """The rank of each sampled token, which nobody asks for, is worth no 20 seconds of compilation on a CPU."""
+    from vllm.v1.sample import sampler
+
+    compiled = sampler.batched_count_greater_than
+    sampler.batched_count_greater_than = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+
+
+def _linear(layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """What vLLM calls for every Linear on a CPU, over at least LEAST_ROWS rows in float32."""
+    rows = x.shape[0]
+    if x.dtype != torch.float32 or rows >= LEAST_ROWS:
+        return layer.cpu_linear(x, weight, bias)
+    return layer.cpu_linear(F.pad(x, (0, 0, 0, LEAST_ROWS - rows)), weight, bias)[:rows]
+
+
+@contextmanager
+def undisturbed(had_group: bool) -> Iterator[None]:
+    """Starting and closing an in-process engine leaves the caller's process as it was.
+
+    had_group : whether there was a process group before the engine was started
+
+    vLLM seeds every random generator, forbids torch.set_num_threads on a CPU, and at its end destroys the process
+    group, also one that it did not make; where it cannot start, it leaves the one that it made.
+    """
+    states = random.getstate(), np.random.get_state()
+    set_num_threads, destroy = torch.set_num_threads, distributed.destroy_process_group
+
+    def destroy_theirs(group: Any = None) -> None:
+        if group is not None:
+            destroy(group)
+
+    if had_group:
+        distributed.destroy_process_group = destroy_theirs
+    try:
+        with torch.random.fork_rng():
+            yield
+    except BaseException:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+        raise
+    finally:
+        distributed.destroy_process_group = destroy
+        torch.set_num_threads = set_num_threads
+        random.setstate(states[0])
+        np.random.set_state(states[1])

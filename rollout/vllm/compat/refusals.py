@@ -1,0 +1,101 @@
+"""What vLLM can be told, or can do by itself, that would break eviction or its record: each is refused in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rollout.choice import CPU_HEAD_SIZES
+from rollout.vllm.compat.arguments import on_cpu
+from sparse_rl.errors import UserError
+
+
+def refuse_head_size(head_dim: int) -> None:
+    """Raises UserError for a head size that the platform's attention kernel cannot take."""
+    if on_cpu() and head_dim not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        raise UserError(f"vLLM on a CPU cannot run head size {head_dim} (it takes {sizes}); use the hf engine")
+
+
+def refuse_unsupported(vllm_config: Any) -> None:
+    """Raises UserError for what breaks eviction or its record, whoever configured it (`vllm serve`, for example)."""
+    from vllm import envs
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import is_quantized_kv_cache
+
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    scheduler, transfer, compilation = (
+        vllm_config.scheduler_config,
+        vllm_config.kv_transfer_config,
+        vllm_config.compilation_config,
+    )
+    graphs = compilation.cudagraph_mode != CUDAGraphMode.NONE
+    wrong = {
+        "on this platform: NVIDIA GPUs and CPUs only": not (current_platform.is_cuda() or current_platform.is_cpu()),
+        "without its connector (kv_connector EvictionConnector)": getattr(transfer, "kv_connector", "")
+        != "EvictionConnector",
+        "with prefix caching (--no-enable-prefix-caching)": cache.enable_prefix_caching,
+        "with speculative decoding": vllm_config.speculative_config is not None,
+        "with asynchronous scheduling (--no-async-scheduling)": scheduler.async_scheduling,
+        "without --scheduler-reserve-full-isl": not scheduler.scheduler_reserve_full_isl,
+        "with pipeline parallelism (pipeline_parallel_size 1)": parallel.pipeline_parallel_size > 1,
+        "with context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
+        > 1,
+        "with micro-batches (dual batch overlap)": parallel.use_ubatching,
+        "with more tensor-parallel ranks than kv heads, or heads that do not divide among them": (
+            model.get_total_num_kv_heads() % parallel.tensor_parallel_size != 0
+        ),
+        "with latent (MLA), hybrid or encoder-decoder attention": (
+            model.use_mla or model.is_hybrid or model.is_encoder_decoder
+        ),
+        "with a quantized cache (--kv-cache-dtype auto)": is_quantized_kv_cache(cache.cache_dtype),
+        "with CUDA graphs of whole forwards (cudagraph_mode PIECEWISE)": (
+            graphs and compilation.cudagraph_mode.has_full_cudagraphs()
+        ),
+        "with the K/V write inside CUDA graphs (leave splitting_ops and use_inductor_graph_partition alone)": (
+            graphs and "vllm::unified_kv_cache_update" not in (compilation.splitting_ops or ())
+        ),
+        "with breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH=0)": graphs and envs.VLLM_USE_BREAKABLE_CUDAGRAPH,
+    }
+    for what, is_so in wrong.items():
+        if is_so:
+            raise UserError(f"vLLM cannot evict {what}")
+
+
+def refuse_layer(impl: Any) -> None:
+    """Raises UserError for attention that policies do not model, or that goes by a token's place in the cache."""
+    wrong = {
+        "a sliding window": impl.sliding_window not in (-1, (-1, -1)),
+        "ALiBi": impl.alibi_slopes is not None,
+        "attention sinks": impl.sinks is not None,
+        "soft-capped logits": bool(impl.logits_soft_cap),
+        "keys and values of another layer": impl.kv_sharing_target_layer_name is not None,
+        f"{impl.attn_type} attention": impl.attn_type != "decoder",
+    }
+    for what, is_so in wrong.items():
+        if is_so:
+            raise UserError(f"vLLM cannot evict from a layer with {what}; use a full cache")
+
+
+def refuse_spec(spec: Any) -> None:
+    """Raises UserError for a layer whose cache is not the plain one: other specs keep or pack it in their own way."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+
+    if type(spec) is not FullAttentionSpec or spec.head_size_v != spec.head_size:
+        raise UserError(f"vLLM cannot evict from layers with a {type(spec).__name__}; use a full cache")
+    if spec.kv_quant_mode != KVQuantMode.NONE:
+        raise UserError("vLLM cannot evict from a quantized cache; set --kv-cache-dtype auto")
+
+
+def refuse_cache(kv_cache_config: Any, kv_caches: dict[str, torch.Tensor] | None = None) -> None:
+    """Raises UserError for a cache that is not that of EvictingSpec layers alone, or whose blocks a kernel splits."""
+    from rollout.vllm.spec import EvictingSpec
+
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if len(specs) != 1 or not isinstance(specs[0], EvictingSpec):
+        raise UserError("vLLM cannot evict: the attention backend is not ours; set --attention-backend CUSTOM")
+    for cache in (kv_caches or {}).values():
+        if (cache.shape[0], cache.shape[2]) != (kv_cache_config.num_blocks, specs[0].block_size):
+            raise UserError(f"vLLM cannot evict from split blocks; set block_size to the kernel's {cache.shape[2]}")

@@ -1,0 +1,61 @@
+"""What passes between vLLM's scheduler, its workers and our engine.
+
+scheduler -> worker, with every step: `Step`, as the metadata of vLLM's KV connector
+worker -> engine, once a run is over: `Result`, as the answer to `WorkerExtension.take_results`
+
+Nothing of ours goes back from a worker to the scheduler: it knows by counting what a compaction leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A request that was admitted, or, after a preemption, admitted again: all its tokens are prefilled densely.
+
+    block : its first, by which workers know it from here on; prompt: so many tokens are prefilled
+    """
+
+    request_id: str
+    block: int
+    prompt: int
+
+
+@dataclass(frozen=True)
+class Due:
+    """A request that compacts after this forward: its first block, tokens seen, entries held."""
+
+    request_id: str
+    block: int
+    seen: int
+    held: int
+
+
+@dataclass
+class Step(KVConnectorMetadata):
+    """What the worker needs to know of one step.
+
+    ended : first blocks of requests that no longer run; read before `begun`, which may reuse a block
+    """
+
+    ended: list[int] = field(default_factory=list)
+    begun: list[Begun] = field(default_factory=list)
+    due: list[Due] = field(default_factory=list)
+
+
+class Result(TypedDict):
+    """What one tensor-parallel rank has recorded of one request. Arrays travel as bytes: vLLM sends no others untyped.
+
+    preempted : the request lost its cache on the way, and what follows does not tell what it attended to
+    evict_at : int32 [L, Hkv of this rank, tokens]; None: nothing was dropped
+    logprobs : float32 [tokens sampled, 2], as sampled, and before top-k and top-p
+    """
+
+    preempted: bool
+    evict_at: bytes | None
+    logprobs: bytes

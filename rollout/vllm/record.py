@@ -1,0 +1,108 @@
+"""What one worker writes down of a run: what each compaction dropped, and the log-prob of each token drawn.
+
+It stays with the worker until the run is over, and then leaves in one piece per request. So the last step of a request
+is in it like any other, although vLLM's scheduler has by then let the request go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rollout.vllm.messages import Result
+from sparse_rl.trace import NEVER
+
+
+@dataclass
+class Dropped:
+    """What one compaction dropped of one request: positions int32 [L, Hkv, count], unseen from query `at` on."""
+
+    at: int
+    positions: np.ndarray
+
+
+@dataclass
+class Drawn:
+    """One step's tokens: of request i the step-th, with float32 [B, 2] log-probs (see `Result`)."""
+
+    request_ids: list[str]
+    steps: list[int]
+    logprobs: torch.Tensor
+
+
+class RunRecord:
+    """The record of one run, of this worker's kv heads. A new run begins a new one."""
+
+    def __init__(self) -> None:
+        self.place_of: dict[str, int] = {}  # vLLM's name of a request -> the engine's
+        self.begun: set[str] = set()
+        self.preempted: set[str] = set()
+        self.dropped: dict[str, list[Dropped]] = {}
+        self.drawn: list[Drawn] = []
+        self._logprobs: dict[str, dict[int, list[float]]] | None = None  # by request and step
+
+    def begin(self, request_id: str) -> None:
+        """A request was admitted; a second time means that it was preempted, and has lost its cache."""
+        if request_id in self.begun:
+            self.preempted.add(request_id)
+            self.dropped.pop(request_id, None)
+        self.begun.add(request_id)
+
+    def draw(self, request_ids: list[str], places: Sequence[int], steps: list[int], logprobs: torch.Tensor) -> None:
+        """One step's tokens were drawn. Those of an unfinished prefill are void: their step is drawn again."""
+        self.place_of.update(zip(request_ids, places, strict=True))
+        self.drawn.append(Drawn(request_ids, steps, logprobs))
+
+    def drop(self, request_ids: Sequence[str], at: Sequence[int], counts: Sequence[int], positions: np.ndarray) -> None:
+        """A compaction of R requests dropped counts[r] entries of each head of request r.
+
+        positions : int32 [L, the sum of Hkv x counts], request by request, head by head
+        """
+        heads = positions.shape[1] // sum(counts)
+        ends = heads * np.cumsum(counts)
+        for request_id, seen, count, end in zip(request_ids, at, counts, ends, strict=True):
+            mine = positions[:, end - heads * count : end]
+            self.dropped.setdefault(request_id, []).append(Dropped(seen, mine.reshape(len(mine), heads, count)))
+
+    def take(self, lengths: dict[int, int]) -> list[Result]:
+        """The results of these places, each a sequence of so many tokens, in this order; they are forgotten here."""
+        if self._logprobs is None:
+            self._logprobs = _by_step(self.drawn)
+            self.drawn.clear()
+        request_of = {place: request_id for request_id, place in self.place_of.items()}
+        results: list[Result] = []
+        for place, length in lengths.items():
+            request_id = request_of[place]
+            drawn, dropped = self._logprobs.pop(request_id), self.dropped.pop(request_id, None)
+            logprobs = np.array([drawn[step] for step in range(len(drawn))], np.float32)
+            results.append(
+                {
+                    "preempted": request_id in self.preempted,
+                    "evict_at": None if dropped is None else _evict_at(dropped, length).tobytes(),
+                    "logprobs": logprobs.tobytes(),
+                }
+            )
+        return results
+
+
+def _by_step(drawn: list[Drawn]) -> dict[str, dict[int, list[float]]]:
+    """Request -> step -> its log-probs; of a step that was drawn several times, the last."""
+    logprobs: dict[str, dict[int, list[float]]] = {}
+    if drawn:
+        pairs = iter(torch.cat([each.logprobs for each in drawn]).tolist())
+        for each in drawn:
+            for request_id, step in zip(each.request_ids, each.steps, strict=True):
+                logprobs.setdefault(request_id, {})[step] = next(pairs)
+    return logprobs
+
+
+def _evict_at(dropped: list[Dropped], length: int) -> np.ndarray:
+    """int32 [L, Hkv, length] of one request."""
+    positions = np.concatenate([each.positions for each in dropped], axis=-1)
+    at = np.repeat([each.at for each in dropped], [each.positions.shape[-1] for each in dropped]).astype(np.int32)
+    evict_at = np.full((*positions.shape[:2], length), NEVER, dtype=np.int32)
+    np.put_along_axis(evict_at, positions.astype(np.int64), at[None, None], axis=-1)
+    return evict_at

@@ -1,0 +1,81 @@
+"""Prompts are prefilled once and forked: a fork is the rows that it names, and its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rollout import make_engine
+from rollout.cache import EvictingCache
+from rollout.hf import PrefilledPrompts
+from sparse_rl.errors import UserError
+
+LENGTHS = (5, 40, 23, 64)
+ROWS = [2, 2, 0, 3, 1, 2]
+
+
+@pytest.fixture
+def prefill(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> Callable[..., PrefilledPrompts]:
+    def make(rows: list[int], policy_name: str = "gkv") -> PrefilledPrompts:
+        policy = policy_of(policy_name, budget=20, window=4, period=8)
+        engine = make_engine("hf", model=model_of("qwen2"), policy=policy)
+        prompts = prompts_of("qwen2", LENGTHS)
+        return engine.prefill([prompts[row] for row in rows])  # type: ignore[return-value]
+
+    return make
+
+
+def held(cache: EvictingCache, row: int) -> list[torch.Tensor]:
+    """All that a row has in the cache, without its padding."""
+    count, parts = cache.lengths[row], [cache.evict_at(row, cache.seen[row])]
+    for layer in cache.layers.values():
+        parts += [buffer[row, :, :count] for buffer in layer.slotted().values()]
+    return parts
+
+
+@pytest.mark.parametrize("policy_name", ["gkv", "h2o", "full"])
+def test_a_fork_is_the_rows_that_it_names(prefill: Callable, policy_name: str) -> None:
+    whole = prefill([0, 1, 2, 3], policy_name)
+    fork = whole.fork(ROWS)
+    assert torch.equal(fork.hidden, whole.hidden[ROWS])
+    for place, row in enumerate(ROWS):
+        ours, theirs = held(fork.cache, place), held(whole.cache, row)
+        assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+    assert not torch.equal(held(fork.cache, 0)[1], held(fork.cache, 2)[1])  # rows do differ
+
+
+def test_what_happens_to_a_fork_happens_to_it_alone(prefill: Callable) -> None:
+    """It decodes as prompts prefilled under no other name would, and what it was forked from stays as it was."""
+    whole = prefill([0, 1, 2, 3])
+    before = [part.clone() for row in range(4) for part in held(whole.cache, row)]
+    for cache in (whole.fork(ROWS).cache, whole.fork([3, 3]).cache):
+        for layer in cache.layers.values():
+            for buffer in (*layer.slotted().values(), layer.evict_at, layer.queries):
+                buffer.zero_()
+        cache.begin_decode([True] * len(cache.seen), torch.device("cpu"))
+    assert all(map(torch.equal, before, [part for row in range(4) for part in held(whole.cache, row)]))
+    assert whole.cache.seen == list(LENGTHS)
+
+
+def test_queries_are_those_of_the_last_tokens(prefill: Callable) -> None:
+    """Oldest first, also in a fork, whatever stands beside a row; a policy that scores by none has none to hand out."""
+    whole = prefill([0, 1, 2, 3])
+    for layer in range(2):
+        queries = whole.queries(layer)
+        assert queries.shape == (4, 4, 4, 8)  # rows, query heads, the window, head size
+        assert torch.equal(whole.fork(ROWS).queries(layer), queries[ROWS])
+        buffer = whole.cache.layers[layer].queries
+        assert buffer is not None
+        for row, length in enumerate(LENGTHS):
+            for place, position in enumerate(range(length - 4, length)):
+                assert torch.equal(queries[row, :, place], buffer[row, :, position % 4])
+        assert not torch.equal(queries, buffer)
+    with pytest.raises(UserError, match="streaming scores by no queries, so none are kept"):
+        prefill([0], "streaming").queries(0)
+
+
+def test_an_empty_prompt_is_refused(model_of: Callable) -> None:
+    with pytest.raises(UserError, match="prompt 1 is empty"):
+        make_engine("hf", model=model_of("qwen2"), policy="full").prefill([[1], []])

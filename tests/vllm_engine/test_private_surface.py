@@ -1,0 +1,204 @@
+"""What we override, replace or read of vLLM beyond its documented interface is there, and looks as we take it to.
+
+The table stands in docs/internals.md. No engine is started.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TABLE = Path(__file__).parents[2] / "docs/internals.md"
+BACKENDS = "v1.attention.backends"
+BASE = "v1.attention.backend"
+CONNECTOR = "distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1"
+MANAGER = "v1.core.single_type_kv_cache_manager.FullAttentionManager"
+UPDATE = "layer key value kv_cache slot_mapping"
+FORWARD = "layer query key value kv_cache attn_metadata output output_scale output_block_scale"
+
+SIGNATURES = {  # name -> its parameters, all of them, as we override, replace or call it
+    f"{BASE}.AttentionMetadataBuilder.build": "common_prefix_len common_attn_metadata fast_build",
+    f"{BACKENDS}.cpu_attn.CPUAttentionMetadataBuilder.build": "common_prefix_len common_attn_metadata fast_build",
+    f"{BACKENDS}.flash_attn.FlashAttentionMetadataBuilder.build": "common_prefix_len common_attn_metadata fast_build",
+    f"{BACKENDS}.triton_attn.TritonAttentionMetadataBuilder.build": "common_prefix_len common_attn_metadata fast_build",
+    f"{BACKENDS}.cpu_attn.CPUAttentionMetadataBuilder._set_isa_to_layers": "layer_names",
+    f"{BACKENDS}.cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update": UPDATE,
+    f"{BACKENDS}.flash_attn.FlashAttentionImpl.do_kv_cache_update": UPDATE,
+    f"{BACKENDS}.triton_attn.TritonAttentionImpl.do_kv_cache_update": UPDATE,
+    f"{BACKENDS}.cpu_attn.CPUAttentionBackendImpl.forward": FORWARD,
+    f"{BACKENDS}.flash_attn.FlashAttentionImpl.forward": FORWARD,
+    f"{BACKENDS}.triton_attn.TritonAttentionImpl.forward": FORWARD,
+    f"{BASE}.AttentionBackend.customize_spec": "spec",
+    f"{BASE}.AttentionBackend.full_cls_name": "",
+    f"{BASE}.AttentionBackend.supports_compute_capability": "capability",
+    f"{BACKENDS}.registry.register_backend": "backend class_path is_mamba",
+    "v1.kv_cache_spec_registry.KVCacheSpecRegistry._ensure_registered": "vllm_config",
+    "v1.kv_cache_spec_registry.KVCacheSpecRegistry.register": "kvcache_spec_cls manager_class uniform_type_base_spec",
+    "v1.kv_cache_interface.FullAttentionSpec.max_memory_usage_bytes": "vllm_config",
+    "v1.kv_cache_interface.FullAttentionSpec.merge": "specs",
+    f"{MANAGER}.get_num_blocks_to_allocate": "request_id num_tokens new_computed_blocks total_computed_tokens "
+    "num_local_computed_tokens num_tokens_main_model apply_admission_cap prefill_end",
+    f"{MANAGER}.allocate_new_blocks": "request_id num_tokens num_tokens_main_model",
+    f"{MANAGER}.remove_skipped_blocks": "request_id processed_computed_tokens num_prompt_tokens",
+    f"{MANAGER}.pop_blocks_for_free": "request_id",
+    f"{MANAGER}.get_num_common_prefix_blocks": "running_request_id",
+    f"{CONNECTOR}.__init__": "vllm_config role kv_cache_config",
+    f"{CONNECTOR}.register_kv_caches": "kv_caches",
+    f"{CONNECTOR}.handle_preemptions": "kv_connector_metadata",
+    f"{CONNECTOR}.wait_for_save": "",
+    f"{CONNECTOR}.build_connector_meta": "scheduler_output",
+    f"{CONNECTOR}.update_state_after_alloc": "request blocks num_external_tokens",
+    f"{CONNECTOR}.request_finished": "request block_ids",
+    f"{CONNECTOR}.get_num_new_matched_tokens": "request num_computed_tokens",
+    f"{CONNECTOR}.requires_piecewise_for_cudagraph": "extra_config",
+    "v1.sample.sampler.batched_count_greater_than": "x values",
+    "v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_native": "logits generators k p",
+    "v1.engine.input_processor.InputProcessor._validate_model_input": "prompt_input prompt_type",
+    "forward_context.get_forward_context": "",
+    "config.get_current_vllm_config": "",
+    "config.get_layers_from_vllm_config": "vllm_config layer_type layer_names",
+    "distributed.kv_transfer.get_kv_transfer_group": "",
+    "distributed.kv_transfer.has_kv_transfer_group": "",
+    "model_executor.models.utils.extract_layer_index": "layer_name num_attn_module",
+    "v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids": "allow_none group_ids",
+    "entrypoints.launchers.api_server.entry.setup_server": "args reuse_port",
+    "entrypoints.launchers.api_server.entry.build_async_engine_client": "args usage_context client_config",
+    "entrypoints.launchers.api_server.entry.build_and_serve": "engine_client listen_address sock args uvicorn_kwargs",
+    "v1.engine.llm_engine.LLMEngine.step": "",
+    "v1.engine.llm_engine.LLMEngine.abort_request": "request_ids internal",
+    "v1.engine.llm_engine.LLMEngine.has_unfinished_requests": "",
+}
+MEMBERS = {  # class or module -> what it defines: fields, properties, methods, names
+    f"{BASE}.AttentionMetadataBuilder": "use_cascade_attention _cudagraph_support supports_update_block_table",
+    f"{BASE}.AttentionBackend": "get_impl_cls get_builder_cls validate_configuration",
+    f"{BACKENDS}.registry.AttentionBackendEnum": "CPU_ATTN CUSTOM",
+    f"{BASE}.CommonAttentionMetadata": "block_table_tensor seq_lens query_start_loc query_start_loc_cpu slot_mapping "
+    "max_seq_len max_query_len replace",
+    f"{BACKENDS}.cpu_attn.CPUAttentionMetadata": "num_actual_tokens block_table seq_lens query_start_loc slot_mapping",
+    f"{CONNECTOR}": "requires_kv_delivery",
+    "v1.kv_cache_interface.FullAttentionSpec": "block_size page_size_bytes head_size head_size_v kv_quant_mode",
+    "v1.kv_cache_interface.KVQuantMode": "NONE",
+    "v1.core.sched.output.SchedulerOutput": "preempted_req_ids num_scheduled_tokens scheduled_new_reqs "
+    "scheduled_cached_reqs",
+    "v1.core.sched.output.NewRequestData": "req_id num_computed_tokens",
+    "v1.core.sched.output.CachedRequestData": "req_ids num_computed_tokens",
+    "v1.request.Request": "num_tokens",
+    "v1.worker.gpu_input_batch.CachedRequestState": "sampling_params output_token_ids",
+    "v1.worker.gpu_input_batch.InputBatch": "req_ids",
+    "_custom_ops": "_supports_onednn",
+    "model_executor.layers.attention": "Attention",
+    "config.CUDAGraphMode": "NONE has_full_cudagraphs",
+    "config.ModelConfig": "use_mla is_hybrid is_encoder_decoder get_total_num_kv_heads max_model_len dtype "
+    "get_vocab_size",
+    "config.CacheConfig": "enable_prefix_caching cache_dtype",
+    "config.ParallelConfig": "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size "
+    "tensor_parallel_size use_ubatching",
+    "config.SchedulerConfig": "async_scheduling scheduler_reserve_full_isl max_num_seqs",
+    "config.CompilationConfig": "cudagraph_mode splitting_ops use_inductor_graph_partition pass_config custom_ops",
+    "config.KVTransferConfig": "kv_connector kv_connector_module_path kv_role",
+    "config.VllmConfig": "additional_config speculative_config kv_transfer_config compilation_config",
+}
+ASSIGNED = {  # class -> what its objects are given when they are made
+    "v1.worker.gpu_model_runner.GPUModelRunner": "sampler requests",
+    "v1.sample.sampler.Sampler": "topk_topp_sampler",
+    "v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": "enable_caching block_size req_to_blocks "
+    "block_pool",
+    f"{CONNECTOR}": "_vllm_config _kv_cache_config",
+    f"{BACKENDS}.cpu_attn.CPUAttentionMetadataBuilder": "isa",
+    f"{BACKENDS}.cpu_attn.CPUAttentionBackendImpl": "scale sliding_window alibi_slopes sinks logits_soft_cap "
+    "kv_sharing_target_layer_name attn_type",
+    "v1.request.Request": "request_id",
+    "v1.engine.llm_engine.LLMEngine": "engine_core model_config",
+    "entrypoints.llm.LLM": "llm_engine",
+}
+
+
+def of_vllm(name: str) -> Any:
+    """What "v1.module.Class.member" names under vllm."""
+    words = ["vllm", *name.split(".")]
+    for count in range(len(words), 0, -1):
+        try:
+            value = importlib.import_module(".".join(words[:count]))
+        except ModuleNotFoundError:
+            continue
+        for word in words[count:]:
+            value = getattr(value, word)
+        return value
+    raise AssertionError(name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    """As in each of vLLM's processes, our plugin stands in it."""
+    from rollout.vllm import register
+    from rollout.vllm.compat import arguments
+
+    arguments.check_version()
+    register()
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name: str) -> None:
+    parameters = [p for p in inspect.signature(of_vllm(name)).parameters if p != "self"]
+    assert parameters == SIGNATURES[name].split()
+
+
+def test_signatures_of_what_is_replaced_by_now() -> None:
+    """Read from the source."""
+    module = ast.parse(inspect.getsource(of_vllm("model_executor.layers.utils")))
+    parameters = {d.name: [a.arg for a in d.args.args] for d in module.body if isinstance(d, ast.FunctionDef)}
+    assert parameters["check_cpu_sgl_kernel"] == ["n", "k", "dtype"]
+    assert parameters["cpu_unquantized_gemm"] == ["layer", "x", "weight", "bias"]
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_members(name: str) -> None:
+    owner = of_vllm(name)
+    fields = {f.name for f in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else set()
+    slots = set(getattr(owner, "__annotations__", {}))
+    assert [word for word in MEMBERS[name].split() if not hasattr(owner, word) and word not in fields | slots] == []
+
+
+@pytest.mark.parametrize("name", ASSIGNED)
+def test_attributes(name: str) -> None:
+    source = inspect.getsource(of_vllm(name))
+    assert [word for word in ASSIGNED[name].split() if not re.search(rf"self\.{word}\b[^=\n]*=", source)] == []
+
+
+def test_the_plugin_stands_in_vllm() -> None:
+    """What is replaced by assignment reaches those who call it: they look it up in the module, at each call."""
+    from rollout.vllm.compat import plugin
+
+    assert of_vllm("_custom_ops._supports_onednn") is False
+    assert of_vllm("model_executor.layers.utils.cpu_unquantized_gemm") is plugin._linear
+    source = inspect.getsource(of_vllm("v1.sample.sampler"))
+    assert "batched_count_greater_than(" in source and "self.topk_topp_sampler(" in source
+    assert "dummy_shutdown" in inspect.getsource(of_vllm("entrypoints.launchers.launcher"))
+
+
+def test_both_runners_call_the_connector() -> None:
+    for runner in ("v1.worker.gpu_model_runner", "v1.worker.gpu.kv_connector"):
+        assert ".handle_preemptions(" in inspect.getsource(of_vllm(runner))
+
+
+def test_head_sizes_are_those_of_the_cpu_kernel() -> None:
+    from rollout.choice import CPU_HEAD_SIZES
+
+    assert set(CPU_HEAD_SIZES) == set(of_vllm(f"{BACKENDS}.cpu_attn.CPUAttentionBackend.get_supported_head_sizes")())
+
+
+def test_the_table_says_so() -> None:
+    """Every name that is held here stands in docs/internals.md, but for the fields of configurations."""
+    table = TABLE.read_text()
+    names = {name.rpartition(".")[2] for name in SIGNATURES} - {"__init__", "forward_native"}
+    names |= {"check_cpu_sgl_kernel", "cpu_unquantized_gemm"}
+    for owner, members in [*MEMBERS.items(), *ASSIGNED.items()]:
+        names |= set() if owner.startswith("config.") else set(members.split())
+    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", table)] == []
