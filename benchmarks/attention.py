@@ -35,10 +35,11 @@ from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from sparse_rl.attention import flex, masked_attention
-from sparse_rl.attention.flex import flex_attend
+from sparse_rl.attention.kernels import flex
+from sparse_rl.attention.kernels.flex import flex_attend
+from sparse_rl.attention.kernels.masked import masked_attention
+from sparse_rl.attention.kernels.tiles import make_tiles, segment_of, visible_share
 from sparse_rl.attention.parity import check_parity
-from sparse_rl.attention.tiles import make_tiles, segment_of, visible_share
 from sparse_rl.kernels import running_topk
 
 SINKS, WINDOW = 4, 256
@@ -172,9 +173,9 @@ def speed(length: int, budget: int, device: str, runs: int) -> dict[str, Any]:
     return found
 
 
-def parity_row(length: int, heads: int, kv_heads: int, path: str) -> dict[str, Any]:
-    found = check_parity(path, "cuda", torch.bfloat16, heads=heads, kv_heads=kv_heads, head_dim=128, length=length)
-    return {"S": length, "heads": heads, "kv_heads": kv_heads, "path": path, "failure": found.failure,
+def parity_row(length: int, heads: int, kv_heads: int, kernel: str) -> dict[str, Any]:
+    found = check_parity(kernel, "cuda", torch.bfloat16, heads=heads, kv_heads=kv_heads, head_dim=128, length=length)
+    return {"S": length, "heads": heads, "kv_heads": kv_heads, "kernel": kernel, "failure": found.failure,
             "errors": found.errors}  # fmt: skip
 
 
@@ -189,7 +190,7 @@ def main() -> None:
         "machine": {"machine": name, "device": device, "threads": torch.get_num_threads(), "torch": torch.__version__},
         "tiles": [tiles_row(kind, s, b, device) for s, b in TILES for kind in ("uniform", "recency")],
         "building": building(device, options.runs),
-        "parity": [parity_row(*shape, path) for shape in PARITY for path in ("flex", "flex_sorted")]
+        "parity": [parity_row(*shape, kernel) for shape in PARITY for kernel in ("flex", "flex_sorted")]
         if device == "cuda"
         else [],
     }
@@ -236,7 +237,7 @@ def show(content: dict[str, Any], console: Console) -> None:
     console.print(table)
     for row in content["parity"]:
         told = row["failure"] or ", ".join(f"{k} {a:.1e} / {b:.1e}" for k, (a, b) in row["errors"].items())
-        console.print(f"parity {row['path']}, S {row['S']}, {row['heads']}/{row['kv_heads']} heads: {told}")
+        console.print(f"parity {row['kernel']}, S {row['S']}, {row['heads']}/{row['kv_heads']} heads: {told}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from sparse_rl.attention import LearnedView
+from sparse_rl.attention.views.learned import LearnedView
 from sparse_rl.commands.quickstart import AIM, Stages
 from sparse_rl.data.running_sum import save_untrained
 from sparse_rl.metrics import read_metrics

@@ -33,7 +33,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from rollout import SamplingConfig, make_engine
-from sparse_rl.attention import cache_shape
+from sparse_rl.attention.families import cache_shape
 
 REQUESTS, PROMPT, LENGTH, BLOCK = 32, 48, 2048, 32
 TINY = Qwen3Config(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.nn.functional as F
 
-from sparse_rl.attention import sdpa
+from sparse_rl.attention.kernels.sdpa import sdpa
 from sparse_rl.errors import UserError
 from sparse_rl.policies import Entries, Policy
 from sparse_rl.trace import NEVER

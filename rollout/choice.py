@@ -77,7 +77,7 @@ def engine_options(
 
 def _vllm_refusal(config: Any, cuda: bool | None) -> str | None:
     """Why vllm cannot sample here from a model of this configuration; None where it can."""
-    from sparse_rl.attention import cache_shape
+    from sparse_rl.attention.families import cache_shape
 
     if config is None:
         return "vllm keeps its own weights, and a live module was given"

@@ -25,7 +25,7 @@ from rollout.config import SamplingConfig
 from rollout.engine import LEAST_ROWS, Rollout
 from rollout.requests import Request, refuse_empty, requests_to_sample, requests_to_simulate, stop_tokens
 from rollout.sampling import Uniforms, sample
-from sparse_rl.attention import NO_MASK, adopt
+from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.errors import UserError
 from sparse_rl.policies import Policy
 from sparse_rl.trace import EvictionTrace

@@ -27,8 +27,8 @@ from transformers import (
 
 from rollout import choice, make
 from rollout.hf import HFEngine
-from sparse_rl.attention import adopt
-from sparse_rl.attention.flex import flex_attend
+from sparse_rl.attention.interface import adopt
+from sparse_rl.attention.kernels.flex import flex_attend
 from sparse_rl.policies import POLICIES, Policy, make_policy
 
 STORIES = Path(__file__).parents[2] / "shared/models/stories260K"
@@ -127,7 +127,7 @@ def flex_trains(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         calls.append(in_segments)
         return flex_attend(*args, in_segments=in_segments, **kwargs)
 
-    monkeypatch.setattr("sparse_rl.attention.replay.flex_attend", counting)
+    monkeypatch.setattr("sparse_rl.attention.kernels.masked.flex_attend", counting)
     module = importlib.import_module("torch.nn.attention.flex_attention")  # `import` would give the function
     monkeypatch.setattr(module, "_validate_device", lambda *_: None)
     return calls

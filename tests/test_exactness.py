@@ -14,7 +14,7 @@ from judging import gap, wrong_traces
 from transformers import PreTrainedModel
 
 from rollout import SamplingConfig, make_engine
-from sparse_rl.attention import dense_logprobs, replay_logprobs
+from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
 from sparse_rl.policies import POLICIES, Policy
 from sparse_rl.trace import NEVER
 

@@ -126,7 +126,7 @@ def test_layers_are_sliced_without_a_copy() -> None:
 @pytest.mark.parametrize(
     ("evict_at", "says"),
     [
-        (torch.full((2, 2, 4), NEVER), r"must be int32 \[layers, kv_heads, length\], got torch.int64 \[2, 2, 4\]"),
+        (torch.full((2, 2, 4), NEVER), r"must be int32 \[layer, kv_head, token\], got torch.int64 \[2, 2, 4\]"),
         (torch.full((2, 2, 4), 9.0), "got torch.float32"),
         (torch.full((2, 4), NEVER, dtype=torch.int32), r"got torch.int32 \[2, 4\]"),
         (torch.full((1, 2, 2, 4), NEVER, dtype=torch.int32), r"\[1, 2, 2, 4\]"),
@@ -211,7 +211,7 @@ def test_padding_moves_a_row_and_shows_no_pad(rows: list[EvictionTrace], extra: 
     width = max(len(t) for t in rows) + extra
     room = [width - len(t) for t in rows]
     starts = {"left": room, "right": [0] * len(rows), "middle": [r // 2 for r in room]}[side]
-    batch = batch_traces(rows, starts, width)
+    batch = batch_traces(rows, starts, width)["evict_at"]
     assert batch.shape == (2, len(rows), 2, width) and batch.dtype == torch.int32
     assert batch[0].is_contiguous(), "one layer's slice is one block"
     for layer in range(2):
@@ -245,9 +245,9 @@ def test_a_row_that_does_not_fit_is_refused() -> None:
 
 
 @settings(LAW, max_examples=20)
-@given(st.lists(traces(), min_size=1, max_size=4), st.booleans())
-def test_packed_documents_see_themselves_and_others_only_when_asked(docs: list[EvictionTrace], across: bool) -> None:
-    packed = pack_traces(docs, across_documents=across)
+@given(st.lists(traces(), min_size=1, max_size=4))
+def test_packed_documents_see_themselves_alone(docs: list[EvictionTrace]) -> None:
+    packed = pack_traces(docs)
     place = [(d, t) for d, doc in enumerate(docs) for t in range(len(doc))]
     assert len(packed) == len(place) and packed.evict_at.dtype == torch.int32
     for layer in range(2):
@@ -255,18 +255,13 @@ def test_packed_documents_see_themselves_and_others_only_when_asked(docs: list[E
         for head in range(2):
             for query, (query_doc, at) in enumerate(place):
                 for key, (key_doc, token) in enumerate(place):
-                    if query_doc == key_doc:
-                        expected = sees(docs[key_doc], layer, head, at, token)
-                    else:  # an earlier document's token is there for those behind it unless it was evicted
-                        survives = int(docs[key_doc].evict_at[layer, head, token]) == NEVER
-                        expected = across and key_doc < query_doc and survives
+                    expected = query_doc == key_doc and sees(docs[key_doc], layer, head, at, token)
                     assert bool(visible[head, query, key]) == expected, (query, key)
 
 
 def test_packing_caps_at_the_document_end() -> None:
     docs = [EvictionTrace.dense(1, 1, 3), EvictionTrace.dense(1, 1, 2)]
     assert pack_traces(docs).evict_at.tolist() == [[[3, 3, 3, 5, 5]]]
-    assert pack_traces(docs, across_documents=True).evict_at.tolist() == [[[NEVER] * 5]]
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -302,8 +297,11 @@ def test_a_file_is_named_sections_with_a_version(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     save_traces(path, [random_trace(0, length=4), random_trace(1, length=6)], FINGERPRINT)
     with safe_open(str(path), framework="pt") as file:
-        assert set(file.keys()) == {"evict_at", "lengths"}
-        assert file.get_tensor("evict_at").shape == (2, 2, 10) and file.get_tensor("lengths").tolist() == [4, 6]
+        assert set(file.keys()) == {"evict_at", "evict_at.lengths"}
+        assert file.get_tensor("evict_at").shape == (2, 2, 10) and file.get_tensor("evict_at.lengths").tolist() == [
+            4,
+            6,
+        ]
         metadata = file.metadata()
     assert metadata["format_version"] == str(FORMAT_VERSION) and json.loads(metadata["fingerprint"]) == FINGERPRINT
 
@@ -321,7 +319,7 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, str
     """Save two traces, and again with changed sections or metadata."""
     save_traces(path, [random_trace(0, length=4), random_trace(1, length=6)], FINGERPRINT)
     with safe_open(str(path), framework="pt") as file:
-        sections = {name: file.get_tensor(name) for name in ("evict_at", "lengths")}
+        sections = {name: file.get_tensor(name) for name in ("evict_at", "evict_at.lengths")}
         metadata = file.metadata()
     change(sections, metadata)
     save_file(sections, str(path), metadata=metadata)
@@ -338,18 +336,19 @@ def say(**metadata: str) -> Callable[[dict[str, torch.Tensor], dict[str, str]], 
 FULL = torch.full((2, 2, 10), NEVER, dtype=torch.int32)
 
 DAMAGE = {
-    "another version": (say(format_version="2"), "has format version 2, this reads 1"),
+    "another version": (say(format_version="1"), "has format version 1, this reads 2"),
     "no version": (lambda _, m: m.pop("format_version"), "has format version None"),
     "another format": (say(format="weights"), r"is not a trace file \(format 'weights', expected 'sparse_rl.trace'\)"),
     "no format": (lambda _, m: m.clear(), r"is not a trace file \(format None"),
-    "unknown section": (put("bias", torch.zeros(3)), r"has the sections \['bias', 'evict_at', 'lengths'\], expected"),
-    "no lengths": (lambda s, _: s.pop("lengths"), r"has the sections \['evict_at'\], expected"),
-    "no evict_at": (lambda s, _: s.pop("evict_at"), r"has the sections \['lengths'\], expected"),
+    "unknown section": (put("bias", torch.zeros(3)), "holds an unknown section 'bias'; this reads evict_at"),
+    "no lengths": (lambda s, _: s.pop("evict_at.lengths"), r"holds no evict_at\.lengths"),
+    "no evict_at": (lambda s, _: s.pop("evict_at"), "holds no evict_at$"),
+    "nothing": (lambda s, _: s.clear(), "holds no evict_at$"),
     "int64": (put("evict_at", FULL.long()), "must be int32"),
     "float": (put("evict_at", FULL.float()), "must be int32"),
     "rank 2": (put("evict_at", FULL[0].clone()), r"evict_at \[2, 10\] does not hold sequences of 10 tokens in all"),
     "too short": (put("evict_at", FULL[..., :9].clone()), r"\[2, 2, 9\] does not hold sequences of 10 tokens in all"),
-    "lengths too long": (put("lengths", torch.tensor([4, 7])), "does not hold sequences of 11 tokens in all"),
+    "lengths too long": (put("evict_at.lengths", torch.tensor([4, 7])), "does not hold sequences of 11 tokens in all"),
     "too early": (put("evict_at", torch.full_like(FULL, 4)), r"evict_at\[0, 0, 4\] = 4: a token is evicted after"),
     "zero": (put("evict_at", torch.zeros_like(FULL)), r"evict_at\[0, 0, 0\] = 0: a token is evicted after"),
 }
@@ -399,10 +398,10 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 # ---- known gaps: these want a TraceError and get another exception; strict, so that a mend shows up here ------------
 
 GAPS = {
-    "negative length": put("lengths", torch.tensor([-1, 11])),
-    "lengths of floats": put("lengths", torch.tensor([4.0, 6.0])),
-    "lengths of rank 2": put("lengths", torch.tensor([[4, 6]])),
-    "lengths of rank 0": put("lengths", torch.tensor(10)),
+    "negative length": put("evict_at.lengths", torch.tensor([-1, 11])),
+    "lengths of floats": put("evict_at.lengths", torch.tensor([4.0, 6.0])),
+    "lengths of rank 2": put("evict_at.lengths", torch.tensor([[4, 6]])),
+    "lengths of rank 0": put("evict_at.lengths", torch.tensor(10)),
     "fingerprint that is no JSON": say(fingerprint="{"),
     "fingerprint that is no mapping": say(fingerprint="[]"),
 }

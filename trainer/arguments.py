@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from sparse_rl.attention.replay import PATHS
+from sparse_rl.attention.kernels import ATTENTION_KERNELS
 from sparse_rl.errors import UserError, did_you_mean
 from trainer.config import LaunchConfig, LoraConfig, TrainingConfig
 from trainer.deepspeed import deepspeed_config, prepare_deepspeed
@@ -87,9 +87,10 @@ class ReplayedArguments:
     gradient_checkpointing_kwargs: Any
 
     def __post_init__(self) -> None:
-        if self.attention_kernel not in PATHS:
-            close = did_you_mean(self.attention_kernel, PATHS)
-            raise UserError(f"must be one of {PATHS}, got {self.attention_kernel!r}{close}", "attention_kernel")
+        if self.attention_kernel not in ATTENTION_KERNELS:
+            close = did_you_mean(self.attention_kernel, ATTENTION_KERNELS)
+            wrong = f"must be one of {ATTENTION_KERNELS}, got {self.attention_kernel!r}{close}"
+            raise UserError(wrong, "attention_kernel")
         checkpointing = self.gradient_checkpointing_kwargs
         if isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
             raise UserError("reentrant gradient checkpointing is not supported; leave use_reentrant out")

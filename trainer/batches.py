@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from sparse_rl.attention.interface import NO_MASK, KVView, cache_shape
-from sparse_rl.attention.replay import ReplayView
+from sparse_rl.attention.families import cache_shape
+from sparse_rl.attention.interface import NO_MASK, KVView
+from sparse_rl.attention.views.factory import make_view
 from sparse_rl.models.base import base_of
 from sparse_rl.trace import EvictionTrace, pack_traces
 from trainer.examples import Example
@@ -22,7 +23,7 @@ class Batch:
     examples : in the order of `targets`; ids, positions int64 [B, S], positions anew for each sequence
     where : (row, column) int64 [N] each, of the positions that predict the completion tokens `targets` int64 [N]
     rows : the sequences of each row
-    attention_kernel : one of the attention's PATHS
+    attention_kernel : one of ATTENTION_KERNELS
     """
 
     examples: list[Example]
@@ -79,7 +80,7 @@ class Batch:
             layers, kv_heads, _ = cache_shape(base_of(model).config)
             traces = [[EvictionTrace.dense(layers, kv_heads, example.length) for example in row] for row in self.rows]
         packed, starts = [pack_traces(row) for row in traces], [0] * len(traces)
-        view = ReplayView.of(packed, starts, self.ids.shape[1], self.ids.device, self.attention_kernel)
+        view = make_view(packed, starts, self.ids.shape[1], self.ids.device, self.attention_kernel)
         return self.hidden_under(model, view)
 
     def hidden_under(self, model: Any, view: KVView) -> torch.Tensor:

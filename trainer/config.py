@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from sparse_rl.attention.kernels import AttentionKernel
 from sparse_rl.config import (
     BelowOne,
     NonNegative,
@@ -68,7 +69,7 @@ class ReplayConfig:
         reference. auto takes flex_sorted, else flex, where they are exact on this very machine, else sdpa
     """
 
-    attention_kernel: Literal["auto", "sdpa", "flex", "flex_sorted", "dense"] = "auto"
+    attention_kernel: Literal["auto", AttentionKernel] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

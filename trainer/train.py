@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import torch
 
 from rollout.choice import with_chosen_engine
+from sparse_rl.attention.choice import choose_kernel
 from sparse_rl.data.problems import load_data
-from sparse_rl.engines import recipe_engine_options, settle_attention
+from sparse_rl.engines import recipe_engine_options
 from sparse_rl.errors import UserError
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import POLICY_FILE, SCORERS, save_policy, saved_policy
@@ -61,7 +62,10 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
     if isinstance(recipe, SampledRecipe):
         recipe = dataclasses.replace(recipe, rollout=with_chosen_engine(recipe.rollout, config))
     if isinstance(recipe, ReplayedRecipe):
-        recipe = settle_attention(recipe, config)
+        configs = map(load_config, recipe.attending_models)
+        kernel, finding = choose_kernel(recipe.attention_kernel, configs, recipe.dtype)
+        logger.info("attention kernel: %s", finding)
+        recipe = dataclasses.replace(recipe, attention_kernel=kernel)  # type: ignore[arg-type]  # a kernel's name
     checkpoint = None if resume is None else str(checkpoint_to_resume(recipe, resume))
     if checkpoint is None:
         rundir.refuse_used(recipe.output_dir)
@@ -83,9 +87,8 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
 
 def part(config: type[Config], recipe: Any) -> Config:
     """A component's configuration, out of the recipe's keys of the same names."""
-    renamed = {"attention_kernel": "attention"}
     names = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
-    return config(**{name: getattr(recipe, renamed.get(name, name)) for name in names})
+    return config(**{name: getattr(recipe, name) for name in names})
 
 
 # ---- the run directory -----------------------------------------------------------------------------------------------
@@ -98,7 +101,7 @@ MAY_CHANGE = (
 )
 MAY_CHANGE_BUT_FOR_ROUNDING = (
     *("gradient_checkpointing", "rollout.max_batch", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"),
-    *("rollout.max_model_len", "rollout.sleep", "attention"),
+    *("rollout.max_model_len", "rollout.sleep", "attention_kernel"),
 )
 LENGTH = ("max_steps", "num_train_epochs")  # these may change too where the learning rate does not depend on them
 ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
@@ -114,8 +117,8 @@ def checkpoint_to_resume(recipe: TrainRecipe, resume: str) -> Path:
     freely: tuple[str, ...] = MAY_CHANGE
     if recipe.lr_scheduler_type in ENDLESS and (recipe.warmup_steps == 0 or recipe.warmup_steps >= 1):
         freely += LENGTH
-    if isinstance(recipe, ReplayedRecipe) and recipe.attention == "auto":
-        freely += ("attention",)  # not chosen yet: the processes that train will ask again
+    if isinstance(recipe, ReplayedRecipe) and recipe.attention_kernel == "auto":
+        freely += ("attention_kernel",)  # not chosen yet: the processes that train will ask again
     may_change = MayChange(freely, MAY_CHANGE_BUT_FOR_ROUNDING)
     return rundir.checkpoint_of(recipe.output_dir, resume, recipe.resolved(), may_change)
 
@@ -170,7 +173,7 @@ def _grpo(recipe: GRPORecipe, folder: Path) -> Any:
         }
     args = grpo_arguments(
         part(GRPOConfig, recipe),
-        attention_kernel=recipe.attention,
+        attention_kernel=recipe.attention_kernel,
         model_init_kwargs=model_options(_weights_dtype(recipe)),
         reward_weights=weights,
         **options,
@@ -346,7 +349,7 @@ def _taught_options(recipe: Any, held_out: Any) -> dict[str, Any]:
         options |= {"eval_strategy": "steps", "eval_steps": recipe.validation.every}
     return {
         **options,
-        "attention_kernel": recipe.attention,
+        "attention_kernel": recipe.attention_kernel,
         "per_device_eval_batch_size": recipe.per_device_train_batch_size,
     }
 

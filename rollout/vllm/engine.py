@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from rollout.config import SamplingConfig
 from rollout.engine import Rollout
 from rollout.requests import Request, requests_to_sample, requests_to_simulate, stop_tokens
-from sparse_rl.attention import cache_shape
+from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import UserError
 from sparse_rl.models.load import load_config
 from sparse_rl.policies import Policy

@@ -1,8 +1,8 @@
 """Attention over the paged cache in float32 on a CPU: by the very call that the trainer and the reference engine make.
 
 vLLM's CPU kernel is exact to about 1e-7 per layer, but a trained model amplifies that to more than 1e-5 in log-probs,
-where `sparse_rl.attention.sdpa` (float64 inside) leaves engine and trainer equal to the last bit. Other dtypes take
-vLLM's kernel: their own rounding is far coarser.
+where `sparse_rl.attention.kernels.sdpa` (float64 inside) leaves engine and trainer equal to the last bit. Other dtypes
+take vLLM's kernel: their own rounding is far coarser.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from rollout.vllm.compat.paged import read_blocks
-from sparse_rl.attention import sdpa
+from sparse_rl.attention.kernels.sdpa import sdpa
 
 ELEMENTS = 2**18  # of keys, gathered at a time: 2 MiB in float64, so that they stay in a core's cache
 

@@ -23,7 +23,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sparse_rl.attention import cache_shape
+from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_config, load_tokenizer

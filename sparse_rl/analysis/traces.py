@@ -37,11 +37,11 @@ def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, 
     }
 
 
-def mean_density(traces: Sequence[EvictionTrace], bins: int) -> Any:
+def mean_density(traces: Sequence[EvictionTrace], bins: int, layer: int | None = None) -> Any:
     """`EvictionTrace.density` over traces: float [bins]; a bin that a short trace has no token in takes the others."""
     import torch
 
-    stacked = torch.stack([t.density(bins) for t in traces])
+    stacked = torch.stack([t.density(bins, layer) for t in traces])
     filled = torch.zeros(len(traces), bins, dtype=torch.bool)
     for row, trace in enumerate(traces):
         fed = max(len(trace) - 1, 1)
@@ -86,8 +86,7 @@ def plot_density(traces: Sequence[EvictionTrace], out: str | Path, bins: int = 5
     figure, axes = new_figure()
     centres = [(i + 0.5) / bins for i in range(bins)]
     for layer in range(traces[0].layers):
-        one = [type(t)(t.evict_at[layer : layer + 1], validate=False) for t in traces]
-        axes.plot(centres, mean_density(one, bins), color="#999999", alpha=0.4, linewidth=1)
+        axes.plot(centres, mean_density(traces, bins, layer), color="#999999", alpha=0.4, linewidth=1)
     axes.plot(centres, mean_density(traces, bins), color=COLOURS[0])
     axes.set_ylim(0, 1.02)
     axes.set_xlim(0, 1)

@@ -10,7 +10,7 @@ from sparse_rl.config import Positive, PositiveInt, check_choices
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig:
-    """What KVpop's scorers are to foresee (sparse_rl/attention/learned.py): log(floor + mass of future attention).
+    """What KVpop's scorers are to foresee (views/learned.py): log(floor + mass of future attention).
 
     normaliser : of the attention: over what the student's query sees (sparse), or over all before it (dense)
     group : of the query heads of a kv head, the largest logarithm, or the logarithm of their mean

@@ -1,4 +1,4 @@
-"""replay_logprobs: what the trainer's model says of each sampled token, under the recorded evictions."""
+"""What a model says of each sampled token under its recorded trace: replay_logprobs, and the reference beside it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from sparse_rl.attention.interface import NO_MASK, adopt, cache_shape, refuse_reentrant_checkpointing
-from sparse_rl.attention.replay import ReplayView
+from sparse_rl.attention.families import cache_shape
+from sparse_rl.attention.interface import NO_MASK, adopt, refuse_reentrant_checkpointing
+from sparse_rl.attention.views.dense import DenseView
+from sparse_rl.attention.views.factory import make_view
+from sparse_rl.errors import UserError
 from sparse_rl.trace import EvictionTrace
 
 
@@ -26,7 +29,7 @@ def replay_logprobs(
     rollouts: Sequence[Sampled],
     temperature: float = 1.0,
     batch_size: int = 8,
-    attention: str = "sdpa",
+    attention_kernel: str = "sdpa",
 ) -> list[torch.Tensor]:
     """Log-probs of each rollout's completion tokens, at `temperature`, under its trace.
 
@@ -38,7 +41,7 @@ def replay_logprobs(
     rollouts : prompt_ids, completion_ids and trace, with len(trace) = prompt + completion
     temperature : the sampling temperature; 0 (greedy) is scored at 1, as the engines report it
     batch_size : sequences per forward, right-padded
-    attention : the path, one of sparse_rl.attention.PATHS
+    attention_kernel : one of ATTENTION_KERNELS
 
     Returns
     -------
@@ -46,8 +49,9 @@ def replay_logprobs(
 
     Raises
     ------
-    ValueError
-        A trace of another length or shape than the sequence or model, an unsupported model, reentrant checkpointing.
+    UserError
+        A trace of another length or shape than the sequence or model, or with a section that no view replays; an
+        unsupported model; reentrant checkpointing.
     """
     adopt(model)
     refuse_reentrant_checkpointing(model)
@@ -58,17 +62,33 @@ def replay_logprobs(
         batch = rollouts[start : start + batch_size]
         rows = [[*r.prompt_ids, *r.completion_ids] for r in batch]
         for row, rollout in zip(rows, batch, strict=True):
-            if tuple(rollout.trace.evict_at.shape) != (layers, kv_heads, len(row)):
-                raise ValueError(
-                    f"a trace of layers x kv heads x tokens {list(rollout.trace.evict_at.shape)} does not fit "
+            if rollout.trace.shape != (layers, kv_heads, len(row)):
+                raise UserError(
+                    f"a trace of layers x kv heads x tokens {list(rollout.trace.shape)} does not fit "
                     f"a model and sequence of {[layers, kv_heads, len(row)]}"
                 )
         width = max(map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
-        view = ReplayView.of([r.trace for r in batch], [0] * len(batch), width, device, attention)
+        view = make_view([r.trace for r in batch], [0] * len(batch), width, device, attention_kernel)
         logits = model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
         for i, rollout in enumerate(batch):
             first, end = len(rollout.prompt_ids), len(rows[i])
             scaled = logits[i, first - 1 : end - 1].float() / (temperature or 1.0)
             out.append(scaled.log_softmax(-1).gather(-1, ids[i, first:end, None])[:, 0])
     return out
+
+
+def dense_logprobs(
+    model: PreTrainedModel,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    trace: EvictionTrace,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """The reference: one completion's log-probs under its trace, as dense masks of all layers: float [completion]."""
+    device = next(model.parameters()).device
+    ids = torch.tensor([[*prompt_ids, *completion_ids]], device=device)
+    adopt(model)
+    logits = model(input_ids=ids, attention_mask=NO_MASK, kv_view=DenseView(trace, device), use_cache=False).logits
+    logits = logits[0, len(prompt_ids) - 1 : -1].float() / (temperature or 1.0)
+    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt_ids) :, None])[:, 0]

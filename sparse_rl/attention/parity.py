@@ -1,6 +1,6 @@
-"""Which attention path this machine may train with: FlexAttention's, once it has been found exact here.
+"""Which attention kernel this machine may train with: FlexAttention's, once it has been found exact here.
 
-Compiled kernels have given wrong gradients on some GPUs and versions, silently. So before a path is used, its output,
+Compiled kernels have given wrong gradients on some GPUs and versions, silently. So before one is used, its output,
 gradients and log-sum-exp are compared, at the model's numbers of heads and head size, with the float64 reference: its
 error may be twice that of SDPA in the same dtype. What does not pass is not used.
 """
@@ -13,9 +13,9 @@ from functools import partial
 
 import torch
 
-from sparse_rl.attention.flex import flex_attend
-from sparse_rl.attention.reference import dense_attention
-from sparse_rl.attention.replay import masked_attention, visible_mask
+from sparse_rl.attention.kernels.dense import dense_attention
+from sparse_rl.attention.kernels.flex import flex_attend
+from sparse_rl.attention.kernels.masked import masked_attention, visible_mask
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 LENGTH = 2048  # tokens of the check
@@ -26,20 +26,20 @@ LSE = 1e-3  # allowed |error|; it is computed in float32 in any case
 
 @dataclass(frozen=True)
 class Parity:
-    """errors : of out, dq, dk, dv and lse, (the path's, what is allowed); failure: why it may not be used, or None."""
+    """errors : of out, dq, dk, dv and lse, (the kernel's, what is allowed); failure: why it is not used, or None."""
 
-    path: str
+    kernel: str
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     failure: str | None = None
 
     def __str__(self) -> str:
         if self.failure:
-            return f"{self.path} is not used: {self.failure}"
-        return f"{self.path} is exact here (error / allowed: {_ratios(self.errors)})"
+            return f"{self.kernel} is not used: {self.failure}"
+        return f"{self.kernel} is exact here (error / allowed: {_ratios(self.errors)})"
 
 
 def check_parity(
-    path: str,
+    kernel: str,
     device: torch.device | str,
     dtype: torch.dtype,
     *,
@@ -62,15 +62,15 @@ def check_parity(
     try:
         wanted = _reference(evict_at, q, k, v, grad, scaling)
         sdpa = _outcome(lambda q, k, v: masked_attention(lambda: evict_at, q, k, v, scaling), q, k, v, grad)
-        ours = _outcome(lambda q, k, v: masked_attention(lambda: evict_at, q, k, v, scaling, path), q, k, v, grad)
+        ours = _outcome(lambda q, k, v: masked_attention(lambda: evict_at, q, k, v, scaling, kernel), q, k, v, grad)
         with torch.no_grad():
-            sort = path == "flex_sorted"
-            given = {"in_segments": sort, "compiled": q.is_cuda, "want_lse": True}
-            lse = flex_attend(evict_at, q, k, v, scaling, **given)[1]
+            sort = kernel == "flex_sorted"
+            options = {"in_segments": sort, "compiled": q.is_cuda, "want_lse": True}
+            lse = flex_attend(evict_at, q, k, v, scaling, **options)[1]
         assert lse is not None
-    except Exception as error:  # whatever a compiler or kernel raises, it says that the path is not to be had here
-        said = next((line for line in str(error).splitlines() if line.strip()), "")
-        return Parity(path, failure=f"{type(error).__name__}: {said}")
+    except Exception as error:  # whatever a compiler or kernel raises, it says that this kernel is not to be had here
+        first = next((line for line in str(error).splitlines() if line.strip()), "")
+        return Parity(kernel, failure=f"{type(error).__name__}: {first}")
     finally:
         if q.is_cuda:
             torch.cuda.empty_cache()  # an engine beside us counts what is free
@@ -82,8 +82,8 @@ def check_parity(
         errors[name] = _distance(a, right), max(ALLOWED * _distance(b, right), floor)
     errors["lse"] = _distance(lse.where(real[..., 0], 0), wanted[-1].where(real[..., 0], 0)), LSE
     if bad := {name: pair for name, pair in errors.items() if not pair[0] <= pair[1]}:  # NaN is bad, too
-        return Parity(path, errors, f"it is not exact on this machine (error / allowed: {_ratios(bad)})")
-    return Parity(path, errors)
+        return Parity(kernel, errors, f"it is not exact on this machine (error / allowed: {_ratios(bad)})")
+    return Parity(kernel, errors)
 
 
 def random_evictions(rows: int, kv_heads: int, length: int, budget: int, generator: torch.Generator) -> torch.Tensor:
@@ -106,9 +106,9 @@ def _outcome(
     attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """(out, dq, dk, dv)"""
-    given = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = attend(*given)
-    return out.detach(), *torch.autograd.grad((out * grad).sum(), given)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*inputs)
+    return out.detach(), *torch.autograd.grad((out * grad).sum(), inputs)
 
 
 def _reference(
@@ -121,15 +121,15 @@ def _reference(
     for head in range(q.shape[1]):
         kv = head * k.shape[1] // q.shape[1]
         visible = visible_mask(evict_at[:, kv : kv + 1])
-        of = slice(head, head + 1), slice(kv, kv + 1)
-        parts = q[:, of[0]], k[:, of[1]], v[:, of[1]]
+        here, there = slice(head, head + 1), slice(kv, kv + 1)
+        parts = q[:, here], k[:, there], v[:, there]
         attend: Attend = partial(dense_attention, visible=visible, scaling=scaling)
-        one = _outcome(attend, *parts, grad[:, of[0]])
-        out[:, of[0]], dq[:, of[0]] = one[:2]
-        dk[:, of[1]] += one[2]
-        dv[:, of[1]] += one[3]
+        one = _outcome(attend, *parts, grad[:, here])
+        out[:, here], dq[:, here] = one[:2]
+        dk[:, there] += one[2]
+        dv[:, there] += one[3]
         scores = parts[0] @ parts[1].transpose(-1, -2) * scaling
-        lse[:, of[0]] = scores.masked_fill(~visible, float("-inf")).logsumexp(-1)
+        lse[:, here] = scores.masked_fill(~visible, float("-inf")).logsumexp(-1)
     return out, dq, dk, dv, lse
 
 

@@ -30,9 +30,9 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     import torch
 
     from rollout.choice import choose_engine, with_chosen_engine
-    from sparse_rl.attention import cache_shape
+    from sparse_rl.attention.choice import choose_kernel
+    from sparse_rl.attention.families import cache_shape
     from sparse_rl.data.problems import load_data
-    from sparse_rl.engines import choose_attention
     from sparse_rl.models.load import load_config, load_tokenizer
     from sparse_rl.policies import make_policy
     from trainer.rundir import refuse_used
@@ -53,11 +53,13 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
         recipe = dataclasses.replace(recipe, rollout=with_chosen_engine(recipe.rollout, config))
     if isinstance(recipe, ReplayedRecipe):
         if torch.cuda.is_available():  # compiling and checking is for the processes that train, each on its GPU
-            found.append(("attention", f"{recipe.attention}; flex is checked on the GPU, see sparse-rl doctor"))
+            finding = f"{recipe.attention_kernel}; flex is checked on the GPU, see sparse-rl doctor"
+            found.append(("attention kernel", finding))
         else:
-            path, finding = choose_attention(recipe, config)
-            found.append(("attention", finding))
-            recipe = dataclasses.replace(recipe, attention=path)  # type: ignore[arg-type]  # one of PATHS
+            configs = map(load_config, recipe.attending_models)
+            kernel, finding = choose_kernel(recipe.attention_kernel, configs, recipe.dtype)
+            found.append(("attention kernel", finding))
+            recipe = dataclasses.replace(recipe, attention_kernel=kernel)  # type: ignore[arg-type]  # a kernel's name
     if isinstance(recipe, GRPORecipe):
         found.append(("rewards", _rewards(recipe.rewards, "rewards")))
     if isinstance(recipe, KVpopRecipe):
@@ -103,7 +105,7 @@ def _learned(recipe: KVpopRecipe, config: Any) -> list[tuple[str, str]]:
     """The cache that is learned, and the memory that the scorers' state takes from it."""
     import torch
 
-    from sparse_rl.attention import cache_shape
+    from sparse_rl.attention.families import cache_shape
     from sparse_rl.policies import make_policy
     from sparse_rl.scorers import sketch_scorer
 

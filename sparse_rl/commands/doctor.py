@@ -102,8 +102,9 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     import torch
 
     from rollout.choice import choose_engine
+    from sparse_rl.attention import choice
     from sparse_rl.commands.memory import ASSUMED_PROMPT, device_memory, host_memory, plan, verdicts
-    from sparse_rl.engines import BEST_FIRST, attention_checks, choose_attention
+    from sparse_rl.models.load import load_config
     from sparse_rl.recipe import LaunchConfig, ReplayedRecipe, SampledRecipe
 
     made = plan(recipe, config)
@@ -111,10 +112,13 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     lines = verdicts(made, launch, device_memory(), host_memory())
     if isinstance(recipe, SampledRecipe | EvalRecipe):
         lines.append(f"rollouts: {choose_engine(recipe.rollout, config)[1]}")
-    if isinstance(recipe, ReplayedRecipe) and torch.cuda.is_available():
-        lines += [f"attention: {found}" for found in attention_checks(recipe, config, BEST_FIRST)]
-    elif isinstance(recipe, ReplayedRecipe):
-        lines.append(f"attention: {choose_attention(recipe, config)[1]}")
+    if isinstance(recipe, ReplayedRecipe):
+        configs = map(load_config, recipe.attending_models)
+        if torch.cuda.is_available():
+            findings = [str(parity) for parity in choice.check_kernels(choice.BEST_FIRST, configs, recipe.dtype)]
+        else:
+            findings = [choice.choose_kernel(recipe.attention_kernel, configs, recipe.dtype)[1]]
+        lines += [f"attention kernel: {finding}" for finding in findings]
     local, cards = launch.processes // launch.machines, torch.cuda.device_count()
     if cards and local > cards:
         lines.append(f"launch.processes: {local} processes on {cards} GPU{'s' * (cards > 1)}; lower it")

@@ -84,8 +84,8 @@ def sdpa_mask_bytes(sequences: int, kv_heads: int, length: int, itemsize: int) -
 
 def tiles_bytes(sequences: int, kv_heads: int, length: int) -> int:
     """One layer's tiles in FlexAttention: positions and evict_at, the keys' order and back, and four lists of tiles."""
-    from sparse_rl.attention.flex import padded
-    from sparse_rl.attention.tiles import TILE
+    from sparse_rl.attention.kernels.flex import padded
+    from sparse_rl.attention.kernels.tiles import TILE
 
     width = padded(length)
     count = width // TILE
@@ -255,7 +255,7 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     if isinstance(recipe, SFTRecipe):
         return Plan(parameters, items)
 
-    from sparse_rl.attention import cache_shape
+    from sparse_rl.attention.families import cache_shape
 
     layers, kv_heads, _ = cache_shape(config)
     per_rank = size * recipe.gradient_accumulation_steps
@@ -301,17 +301,17 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
 def _mask_item(recipe: ReplayedRecipe, layers: int, kv_heads: int, length: int, cuda: bool) -> Item:
     """What replay attention holds besides q, k and v; a GPU's `auto` is taken to find FlexAttention exact."""
     size = recipe.per_device_train_batch_size
-    if recipe.attention.startswith("flex") or (recipe.attention == "auto" and cuda):
+    if recipe.attention_kernel.startswith("flex") or (recipe.attention_kernel == "auto" and cuda):
         held = 1 if recipe.gradient_checkpointing else layers
         note = "FlexAttention, " + ("one layer at a time" if held == 1 else "of every layer: no checkpointing")
         return Item("tiles", held * tiles_bytes(size, kv_heads, length), when="update", note=note)
-    wide = 8 if recipe.attention == "dense" else attention_itemsize(recipe.dtype, cuda)
+    wide = 8 if recipe.attention_kernel == "dense" else attention_itemsize(recipe.dtype, cuda)
     note = f"replay attention, one layer at a time: 1 byte, and {wide} as SDPA converts it"
     return Item("mask of one layer", sdpa_mask_bytes(size, kv_heads, length, wide), when="update", note=note)
 
 
 def _scorer_parameters(recipe: KVpopRecipe, config: Any) -> int:
-    from sparse_rl.attention import cache_shape
+    from sparse_rl.attention.families import cache_shape
     from sparse_rl.policies import make_policy
     from sparse_rl.scorers import sketch_scorer
 
@@ -343,7 +343,7 @@ def _cache_items(
     recipe: Any, config: Any, block: Any, prompt: int, at_once: int, itemsize: int, pooled: bool
 ) -> list[Item]:
     """The cache of one point; `pooled`: it is part of the engine's pool, and only shown."""
-    from sparse_rl.attention import cache_shape
+    from sparse_rl.attention.families import cache_shape
     from sparse_rl.models.directory import saved_policy
     from sparse_rl.policies import make_policy
 

@@ -51,7 +51,7 @@ def attach_scorers(model: Any, policy: KVpop) -> None:
     """Give a model untrained scorers, float32. Saved as a whole it leaves them out: see write_scorers."""
     from torch import nn
 
-    from sparse_rl.attention import cache_shape
+    from sparse_rl.attention.families import cache_shape
     from sparse_rl.scorers import make_scorer
 
     layers, heads, dim = cache_shape(model.config)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sparse_rl.attention.families import cache_shape, check_replayable
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import attach_scorers, read_scorers, saved_policy
 from sparse_rl.policies import KVpop
@@ -19,8 +20,6 @@ def load_config(model: str) -> Any:
     """
     from transformers import AutoConfig
 
-    from sparse_rl.attention import FAMILIES
-
     if Path(model).exists() and not (Path(model) / "config.json").is_file():
         raise UserError(f"{model} is not a model directory: it has no config.json", "model")
     try:
@@ -30,14 +29,7 @@ def load_config(model: str) -> Any:
         raise UserError(
             f"{model} is neither a model directory nor a hub name that can be read: {first}", "model"
         ) from error
-    if config.model_type not in FAMILIES:
-        raise UserError(
-            f"{model} is of type {config.model_type!r}; the supported families are {', '.join(FAMILIES)}", "model"
-        )
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
-        raise UserError(f"{model} has sliding-window layers, which evict by themselves; it cannot be replayed", "model")
-    if getattr(config, "attention_dropout", 0.0):
-        raise UserError(f"{model} has attention_dropout, which cannot be replayed; set it to 0 in config.json", "model")
+    check_replayable(config, model)
     return config
 
 
@@ -57,8 +49,6 @@ def load_tokenizer(model: str) -> Any:
 
 def model_fingerprint(config: Any) -> str:
     """A short name of an architecture, for trace files: family, layers, kv heads, head dim and a hash of the rest."""
-    from sparse_rl.attention import cache_shape
-
     layers, kv_heads, head_dim = cache_shape(config)
     own = {
         k: v
@@ -76,7 +66,7 @@ def load_model(directory: str | Path, dtype: str = "float32", key: str = "model"
 
     Raises UserError where a file is missing or cannot be used.
     """
-    from sparse_rl.attention import adopt
+    from sparse_rl.attention.interface import adopt
 
     model = load_plain_model(directory, dtype, key)
     policy = saved_policy(directory)

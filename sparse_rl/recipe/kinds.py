@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from rollout.config import RolloutConfig
 from sparse_rl.attention.config import TargetConfig
+from sparse_rl.attention.kernels import AttentionKernel
 from sparse_rl.config import (
     AtLeastOne,
     BelowOne,
@@ -116,12 +117,17 @@ class TrainRecipe(Recipe):
 class ReplayedRecipe(TrainRecipe):
     """Training under evictions.
 
-    attention : what computes it. sdpa makes a layer's S x S mask; flex and flex_sorted (FlexAttention, on a GPU) visit
-        the 128 x 128 tiles that hold something, with keys in natural order or sorted by eviction; dense is the
-        reference. auto takes flex_sorted, else flex, where they are exact on this very machine, else sdpa
+    attention_kernel : what computes attention. sdpa makes a layer's S x S mask; flex and flex_sorted (FlexAttention, on
+        a GPU) visit the 128 x 128 tiles that hold something, with keys in natural order or sorted by eviction; dense is
+        the reference. auto takes flex_sorted, else flex, where they are exact on this very machine, else sdpa
     """
 
-    attention: Literal["auto", "sdpa", "flex", "flex_sorted", "dense"] = "auto"
+    attention_kernel: Literal["auto", AttentionKernel] = "auto"
+
+    @property
+    def attending_models(self) -> list[str]:
+        """The models that attend by this kernel."""
+        return [self.model]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +299,11 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
         if self.refresh_every and self.save_steps % self.refresh_every:
             mend = f"must divide save_steps ({self.save_steps}): a resumed run takes the weights of its checkpoint"
             raise UserError(mend, "refresh_every")
+
+    @property
+    def attending_models(self) -> list[str]:
+        """With packing a teacher of its own attends by the kernel too: no sequence of a row sees another."""
+        return [self.model, *([self.teacher] if self.packing and self.teacher is not None else [])]
 
 
 @dataclass(frozen=True, kw_only=True)

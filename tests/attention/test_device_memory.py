@@ -7,7 +7,7 @@ told to the mode and not counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-import sparse_rl.attention.replay as replay
-from sparse_rl.attention import NO_MASK, ReplayView, adopt
-from sparse_rl.trace import EvictionTrace
+from sparse_rl.attention.interface import NO_MASK, adopt
+from sparse_rl.attention.kernels import masked
+from sparse_rl.attention.views.replay import ReplayView
+from sparse_rl.trace import EvictionTrace, batch_traces
 
 OWNED = (torch.bool, torch.int32)  # what masks and traces are made of; nothing else in these models is
 
@@ -69,9 +70,9 @@ def set_checkpointing(model: PreTrainedModel, on: bool) -> PreTrainedModel:
 class KeepsEveryMask(ReplayView):
     """A control: the masks of all layers at once, as the published code holds them."""
 
-    def __init__(self, evict_at: torch.Tensor, device: torch.device | str) -> None:
-        super().__init__(evict_at, device)
-        self.masks = [replay.visible_mask(layer.clone()) for layer in evict_at]
+    def __init__(self, batch: Mapping[str, torch.Tensor], device: torch.device | str) -> None:
+        super().__init__(batch, device)
+        self.masks = [masked.visible_mask(layer.clone()) for layer in batch["evict_at"]]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -96,7 +97,7 @@ class DoesNotRecompute(ReplayView):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        return replay._attend(lambda: self.layer(layer), query, key, value, scaling)
+        return masked._by_sdpa(lambda: self.layer(layer), query, key, value, scaling)
 
 
 LAYERS, BATCH, KV_HEADS, WIDTH = 6, 3, 2, 37
@@ -114,8 +115,8 @@ def most_alive(
             return "evict_at"
         return None
 
-    batch = replay.batch_traces(list(traces), list(starts), WIDTH)
-    with Alive(kind, batch) as alive:
+    batch = batch_traces(list(traces), list(starts), WIDTH)
+    with Alive(kind, batch["evict_at"]) as alive:
         train_step(model, view_class(batch, "cpu"), BATCH, WIDTH)
     return {name: alive.most.get(name, 0) for name in ("mask", "float mask", "evict_at")}
 
@@ -168,13 +169,13 @@ def test_the_next_layer_is_fetched_ahead(trace_of: Callable) -> None:
 
     Only the first layer and the first after the turn have to wait; a layer that is run again is not fetched again.
     """
-    batch = replay.batch_traces([trace_of(WIDTH, layers=LAYERS)], [0], WIDTH)
-    view, top = ReplayView(batch, "cpu"), LAYERS - 1
+    batch = batch_traces([trace_of(WIDTH, layers=LAYERS)], [0], WIDTH)
+    view, top, evict_at = ReplayView(batch, "cpu"), LAYERS - 1, batch["evict_at"]
     up, down = list(range(LAYERS)), [i for i in reversed(range(LAYERS)) for _ in range(2)]
     fetched = []
     for index in up + down:
-        with Copies(batch) as copies:
-            assert torch.equal(view.layer(index), batch[index])
+        with Copies(evict_at) as copies:
+            assert torch.equal(view.layer(index), evict_at[index])
         fetched += copies.layers
         assert index not in copies.layers or (index, len(fetched)) in {(0, 2), (top - 1, LAYERS + 2)}
     assert sorted(fetched) == sorted([*up, *range(top)])
@@ -182,8 +183,8 @@ def test_the_next_layer_is_fetched_ahead(trace_of: Callable) -> None:
 
 def peak_bytes(model: PreTrainedModel, view_class: type[ReplayView], traces: list[EvictionTrace], width: int) -> int:
     """Peak bytes of all bool and int32 tensors that a training step makes, temporaries included."""
-    batch = replay.batch_traces(traces, [0] * len(traces), width)
-    with Alive(lambda t: str(t.dtype) if t.dtype in OWNED else None, batch) as alive:
+    batch = batch_traces(traces, [0] * len(traces), width)
+    with Alive(lambda t: str(t.dtype) if t.dtype in OWNED else None, batch["evict_at"]) as alive:
         train_step(model, view_class(batch, "cpu"), len(traces), width)
     return alive.peak_bytes
 

@@ -1,4 +1,4 @@
-"""The FlexAttention path against the dense reference.
+"""The FlexAttention kernel against the dense reference.
 
 On a CPU torch has two halves of it: compiled, it honours the lists of tiles but has no backward; the plain operator has
 gradients and the LSE but ignores the lists, and torch refuses it a backward unless asked not to look (the fixture
@@ -14,10 +14,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from sparse_rl.attention import NO_MASK, ReplayView, adopt, dense_attention, flex, visible_mask
-from sparse_rl.attention.flex import flex_attend
-from sparse_rl.attention.interface import attention_forward
-from sparse_rl.attention.tiles import Tiles
+from sparse_rl.attention.interface import NO_MASK, adopt, attention_forward
+from sparse_rl.attention.kernels import flex
+from sparse_rl.attention.kernels.dense import dense_attention
+from sparse_rl.attention.kernels.flex import flex_attend
+from sparse_rl.attention.kernels.masked import visible_mask
+from sparse_rl.attention.kernels.tiles import Tiles
+from sparse_rl.attention.views.factory import make_view
+from sparse_rl.attention.views.replay import ReplayView
 from sparse_rl.trace import EvictionTrace, batch_traces, pack_traces
 
 DIM, KV_HEADS, GROUP, SCALE = 16, 2, 3, 0.4  # not torch's own scaling, 0.25
@@ -43,9 +47,9 @@ def batched(layout: str, trace_of: Callable) -> torch.Tensor:
     """evict_at int32 [B, Hkv, S] of ragged traces, padded or packed."""
     if layout == "packed":
         rows = [pack_traces([trace_of(n, layers=1) for n in row]) for row in DOCUMENTS]
-        return batch_traces(rows, [0] * 3, WIDTH)[0]
+        return batch_traces(rows, [0] * 3, WIDTH)["evict_at"][0]
     traces = [trace_of(n, layers=1) for n in LENGTHS]
-    return batch_traces(traces, [WIDTH - n if layout == "left" else 0 for n in LENGTHS], WIDTH)[0]
+    return batch_traces(traces, [WIDTH - n if layout == "left" else 0 for n in LENGTHS], WIDTH)["evict_at"][0]
 
 
 def log_sum_exp(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
@@ -148,7 +152,7 @@ def test_damaged_tiles_show(damage: Callable, monkeypatch: pytest.MonkeyPatch, t
 
 
 class Compiled(ReplayView):
-    """The compiled operator, which the path takes on a GPU only."""
+    """The compiled operator, which the kernels take on a GPU only."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -167,7 +171,8 @@ def test_one_graph_for_all_layers_and_steps(new_model: Callable, trace_of: Calla
     def step(lengths: tuple[int, ...]) -> None:
         traces = [trace_of(n, layers=layers, seed=lengths[0]) for n in lengths]
         ids = torch.full((len(lengths), max(lengths)), 5)
-        views = [of.of(traces, [0] * len(lengths), max(lengths), "cpu") for of in (Compiled, ReplayView)]
+        batch = batch_traces(traces, [0] * len(lengths), max(lengths))
+        views = [view(batch, "cpu") for view in (Compiled, ReplayView)]
         ours, theirs = (
             model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits for view in views
         )
@@ -185,13 +190,13 @@ def test_one_graph_for_all_layers_and_steps(new_model: Callable, trace_of: Calla
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("path", ["flex", "flex_sorted", "dense"])
-def test_the_path_of_a_view(path: str, flex_trains: list[bool], trace_of: Callable) -> None:
-    """Through transformers' interface: the path that is named, and layers without evictions stay causal."""
+@pytest.mark.parametrize("kernel", ["flex", "flex_sorted", "dense"])
+def test_the_kernel_of_a_view(kernel: str, flex_trains: list[bool], trace_of: Callable) -> None:
+    """Through transformers' interface: the kernel that is named, and layers without evictions stay causal."""
     traces = [trace_of(n, layers=3, causal=[1]) for n in LENGTHS]
     q, k, v = random_qkv(len(LENGTHS), WIDTH)
     real = torch.arange(WIDTH)[:, None] < torch.tensor(LENGTHS)[:, None, None, None]
-    ours, theirs = (ReplayView.of(traces, [0] * 3, WIDTH, "cpu", p) for p in (path, "sdpa"))
+    ours, theirs = (make_view(traces, [0] * 3, WIDTH, "cpu", name) for name in (kernel, "sdpa"))
     for layer in range(3):
         module = torch.nn.Module()
         module.layer_idx = layer  # type: ignore[assignment]
@@ -200,7 +205,7 @@ def test_the_path_of_a_view(path: str, flex_trains: list[bool], trace_of: Callab
         torch.testing.assert_close(outs[0] * real, outs[1] * real, rtol=0, atol=1e-5)
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
-    assert flex_trains == {"flex": [False] * 2, "flex_sorted": [True] * 2, "dense": []}[path]
+    assert flex_trains == {"flex": [False] * 2, "flex_sorted": [True] * 2, "dense": []}[kernel]
 
 
 def test_autocast_and_bfloat16(trace_of: Callable) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_rl.attention import future_attention_mass
+from sparse_rl.attention.future import future_attention_mass
 
 B, HQ, HKV, S, D, SCALE = 2, 4, 2, 37, 8, 0.4
 ENDS = {

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from sparse_rl.attention import NO_MASK, ReplayView, adopt, replay_logprobs
-from sparse_rl.attention.reference import DenseView, dense_logprobs
+from sparse_rl.attention.interface import NO_MASK, adopt
+from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
+from sparse_rl.attention.views.dense import DenseView
+from sparse_rl.attention.views.factory import make_view
 from sparse_rl.trace import EvictionTrace
 
 LENGTHS = (17, 30, 2, 24)
@@ -52,7 +54,7 @@ def replayed(
     for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
         ids[i, start : start + len(row)] = torch.tensor(row)
         positions[i, start : start + len(row)] = torch.arange(len(row))
-    view = ReplayView.of(traces, starts, WIDTH, "cpu")
+    view = make_view(traces, starts, WIDTH, "cpu")
     logits = model(input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
     assert logits.isfinite().all()
     losses = [token_loss(x[s : s + len(r)], r) for x, s, r in zip(logits, starts, rows, strict=True)]

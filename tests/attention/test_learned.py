@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_rl.attention import (
-    NO_MASK,
-    FutureTarget,
-    LearnedView,
-    adopt,
-    attention_lse,
-    dense_attention,
-    future_attention_mass,
-)
 from sparse_rl.attention.config import TargetConfig
+from sparse_rl.attention.future import attention_lse, future_attention_mass
+from sparse_rl.attention.interface import NO_MASK, adopt
+from sparse_rl.attention.kernels.dense import dense_attention
+from sparse_rl.attention.views.learned import FutureTarget, LearnedView
 from sparse_rl.kernels import recall, running_topk
 from sparse_rl.models.directory import attach_scorers
 from sparse_rl.policies import KVpop

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_rl import engines
-from sparse_rl.attention import flex
+from sparse_rl.attention import choice
+from sparse_rl.attention.choice import choose_kernel
+from sparse_rl.attention.kernels import flex
 from sparse_rl.attention.parity import Parity, check_parity, random_evictions
 from sparse_rl.commands import doctor
-from sparse_rl.engines import choose_attention, settle_attention
 from sparse_rl.errors import UserError
+from sparse_rl.models.load import load_config
 from sparse_rl.recipe import load_recipe
 
 SHAPES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "length": 256}
@@ -27,18 +28,14 @@ def plain(flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "segment_of", lambda _: 128)
 
 
-def recipe_with(attention: str) -> Any:
-    return load_recipe("quickstart/grpo", [f"attention={attention}"])
-
-
-@pytest.mark.parametrize("path", ["flex", "flex_sorted"])
+@pytest.mark.parametrize("kernel", ["flex", "flex_sorted"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_exact_passes(path: str, dtype: torch.dtype, plain: None) -> None:
-    found = check_parity(path, "cpu", dtype, **SHAPES)
+def test_what_is_exact_passes(kernel: str, dtype: torch.dtype, plain: None) -> None:
+    found = check_parity(kernel, "cpu", dtype, **SHAPES)
     assert found.failure is None
     assert set(found.errors) == {"out", "dq", "dk", "dv", "lse"}
     assert all(0 <= error <= allowed for error, allowed in found.errors.values())
-    assert str(found).startswith(f"{path} is exact here (error / allowed: out ")
+    assert str(found).startswith(f"{kernel} is exact here (error / allowed: out ")
 
 
 def wrong_dq(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -100,7 +97,7 @@ def test_what_is_wrong_does_not(
 ) -> None:
     attend = flex.flex_attend
     faulty = lambda evict_at, q, *args, **kwargs: fault(*attend(evict_at, q, *args, **kwargs), q)  # noqa: E731
-    monkeypatch.setattr("sparse_rl.attention.replay.flex_attend", faulty)
+    monkeypatch.setattr("sparse_rl.attention.kernels.masked.flex_attend", faulty)
     monkeypatch.setattr("sparse_rl.attention.parity.flex_attend", faulty)
     found = check_parity("flex_sorted", "cpu", dtype, **SHAPES)
     assert found.failure is not None and found.failure.startswith("it is not exact on this machine (error / allowed: ")
@@ -126,23 +123,20 @@ def test_the_traces_of_the_check() -> None:
     assert (evict_at >= 300).any() and not torch.equal(evict_at[0, 0], evict_at[0, 1])
 
 
-def test_without_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_gpu() -> None:
     """auto is sdpa, and says why; flex by name is one line about the key."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert choose_attention(recipe_with("auto"), CONFIG) == (
+    assert choose_kernel("auto", [CONFIG], "float32") == (
         "sdpa", "sdpa (there is no GPU, and on a CPU FlexAttention has no backward)"
     )  # fmt: skip
-    with caplog.at_level("INFO", logger="sparse_rl"):
-        assert settle_attention(recipe_with("auto"), CONFIG).attention == "sdpa"
-    assert "attention: sdpa (there is no GPU" in caplog.text
-    for path in ("sdpa", "dense"):
-        assert choose_attention(recipe_with(path), CONFIG) == (path, path)
-    for path in ("flex", "flex_sorted"):
-        with pytest.raises(UserError, match=r"^attention: there is no GPU, .* use sdpa$"):
-            choose_attention(recipe_with(path), CONFIG)
-    with pytest.raises(UserError, match="attention"):
-        recipe_with("flash")
+    for kernel in ("sdpa", "dense"):
+        assert choose_kernel(kernel, [CONFIG], "float32") == (kernel, kernel)
+    for kernel in ("flex", "flex_sorted"):
+        with pytest.raises(UserError, match=r"^attention_kernel: there is no GPU, .* use sdpa$"):
+            choose_kernel(kernel, [CONFIG], "float32")
+    with pytest.raises(UserError, match="attention_kernel"):
+        load_recipe("quickstart/grpo", ["attention_kernel=flash"])
 
 
 @pytest.mark.parametrize(
@@ -161,23 +155,22 @@ def test_on_a_gpu_only_what_is_exact(
     """The best that passes; by name, it or an error. The checks themselves are those above."""
     done: list[str] = []
 
-    def check(path: str, device: torch.device, dtype: torch.dtype, **shapes: int) -> Parity:
-        done.append(path)
+    def check(kernel: str, device: torch.device, dtype: torch.dtype, **shapes: int) -> Parity:
+        done.append(kernel)
         assert device == torch.device("cuda", 0) and dtype == torch.float32
         assert shapes == {"heads": 4, "kv_heads": 2, "head_dim": 16}
-        return Parity(path, failure=None if path in exact else "it is not exact on this machine")
+        return Parity(kernel, failure=None if kernel in exact else "it is not exact on this machine")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "3")  # of one visible GPU each
     monkeypatch.setattr("sparse_rl.attention.parity.check_parity", check)
-    recipe = recipe_with(asked)
     if chosen is None:
-        with pytest.raises(UserError, match=r"^attention: flex_sorted is not used: .*; use sdpa$"):
-            choose_attention(recipe, CONFIG)
+        with pytest.raises(UserError, match=r"^attention_kernel: flex_sorted is not used: .*; use sdpa$"):
+            choose_kernel(asked, [CONFIG], "float32")
         return
-    path, finding = choose_attention(recipe, CONFIG)
-    assert path == chosen and finding.endswith(
+    kernel, finding = choose_kernel(asked, [CONFIG], "float32")
+    assert kernel == chosen and finding.endswith(
         f"{chosen} is exact here (error / allowed: )" if chosen != "sdpa" else "sdpa"
     )
     wanted = {"flex_sorted": ["flex_sorted"], "flex": ["flex_sorted", "flex"], "sdpa": ["flex_sorted", "flex"]}
@@ -187,36 +180,43 @@ def test_on_a_gpu_only_what_is_exact(
 def test_a_teacher_of_packed_rows_is_checked_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
 ) -> None:
-    """At its own shapes; a path must be exact at both."""
+    """At its own shapes; a kernel must be exact at both."""
     new_model("qwen3", num_attention_heads=8).save_pretrained(tmp_path)
+    new_model("qwen3", num_attention_heads=4).save_pretrained(tmp_path / "student")
     seen: list[tuple[str, int]] = []
 
-    def check(path: str, *_: Any, heads: int, **__: Any) -> Parity:
-        seen.append((path, heads))
-        return Parity(path, failure="no" if (path, heads) == ("flex_sorted", 8) else None)
+    def check(kernel: str, *_: Any, heads: int, **__: Any) -> Parity:
+        seen.append((kernel, heads))
+        return Parity(kernel, failure="no" if (kernel, heads) == ("flex_sorted", 8) else None)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("sparse_rl.attention.parity.check_parity", check)
-    keys = [f"teacher={tmp_path}", "packing=true"]
-    assert choose_attention(load_recipe("quickstart/distill", keys), CONFIG)[0] == "flex"
+
+    def chosen(packing: str) -> str:
+        keys = [f"model={tmp_path / 'student'}", f"teacher={tmp_path}", f"packing={packing}"]
+        recipe = load_recipe("quickstart/distill", keys)
+        return choose_kernel("auto", map(load_config, recipe.attending_models), "float32")[0]
+
+    assert chosen("true") == "flex"
     assert seen == [("flex_sorted", 4), ("flex_sorted", 8), ("flex", 4), ("flex", 8)]
     seen.clear()
-    assert choose_attention(load_recipe("quickstart/distill", [keys[0], "packing=false"]), CONFIG)[0] == "flex_sorted"
+    assert chosen("false") == "flex_sorted"
     assert seen == [("flex_sorted", 4)]
 
 
 def test_doctor_shows_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable) -> None:
     """With a recipe: natural and sorted where there is a GPU, else what is used."""
-    from sparse_rl.models.load import load_config
-
     new_model("qwen3").save_pretrained(tmp_path)
     recipe = load_recipe("quickstart/grpo", [f"model={tmp_path}"])
     config = load_config(str(tmp_path))
     if not torch.cuda.is_available():
-        assert any(line.startswith("attention: sdpa (there is no GPU") for line in doctor.fit(recipe, config)[1])
+        assert any(line.startswith("attention kernel: sdpa (there is no GPU") for line in doctor.fit(recipe, config)[1])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(engines, "attention_checks", lambda *_: [Parity("flex_sorted"), Parity("flex", failure="no")])
+    monkeypatch.setattr(choice, "check_kernels", lambda *_: [Parity("flex_sorted"), Parity("flex", failure="no")])
     monkeypatch.setattr("sparse_rl.commands.memory.device_memory", lambda: None)
-    shown = [line for line in doctor.fit(recipe, config)[1] if line.startswith("attention: ")]
-    assert shown == ["attention: flex_sorted is exact here (error / allowed: )", "attention: flex is not used: no"]
+    shown = [line for line in doctor.fit(recipe, config)[1] if line.startswith("attention kernel: ")]
+    assert shown == [
+        "attention kernel: flex_sorted is exact here (error / allowed: )",
+        "attention kernel: flex is not used: no",
+    ]

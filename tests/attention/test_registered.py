@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from sparse_rl.attention import ATTENTION, ReplayView, adopt, cache_shape
-from sparse_rl.attention.interface import NO_MASK
+from sparse_rl.attention.families import cache_shape
+from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt
+from sparse_rl.attention.views.factory import make_view
 
 LENGTHS = (5, 12, 1, 9)
 WIDTH = max(LENGTHS)
@@ -100,15 +101,18 @@ def small(config_class: type, **settings: object) -> object:
     [
         (
             lambda: MistralForCausalLM(small(MistralConfig)),
-            "model type 'mistral' is not supported.*qwen2, qwen3, llama",
+            "of type 'mistral'; the supported families are qwen2, qwen3, llama",
         ),
         (
             lambda: Qwen2ForCausalLM(
                 small(Qwen2Config, use_sliding_window=True, sliding_window=4, max_window_layers=1)
             ),
-            "sliding-window layers are not supported",
+            "has sliding-window layers, which evict by themselves",
         ),
-        (lambda: Qwen2ForCausalLM(small(Qwen2Config, attention_dropout=0.1)), "attention_dropout must be 0"),
+        (
+            lambda: Qwen2ForCausalLM(small(Qwen2Config, attention_dropout=0.1)),
+            "has attention_dropout, which cannot be replayed",
+        ),
     ],
     ids=["family", "sliding window", "dropout"],
 )
@@ -126,7 +130,7 @@ def test_what_adopt_refuses(build: Callable, message: str) -> None:
 def test_dropout_at_run_time_is_refused(new_model: Callable, trace_of: Callable) -> None:
     """A dropout rate that is set after `adopt` is caught where it would act."""
     model = adopt(new_model("qwen3", num_hidden_layers=1)).train()
-    view = ReplayView.of([trace_of(6, layers=1)], [0], 6, "cpu")
+    view = make_view([trace_of(6, layers=1)], [0], 6, "cpu")
     ids = torch.arange(3, 9)[None]
     model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False)
     model.model.layers[0].self_attn.attention_dropout = 0.1

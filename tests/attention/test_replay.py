@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sparse_rl.attention import ReplayView, dense_attention, visible_mask
+from sparse_rl.attention.kernels.dense import dense_attention
+from sparse_rl.attention.kernels.masked import visible_mask
+from sparse_rl.attention.views.factory import make_view
 from sparse_rl.trace import EvictionTrace, batch_traces
 
 LENGTHS = (13, 29, 1, 21)
@@ -32,7 +34,7 @@ def random_qkv(group: int, kv_heads: int = 2) -> list[torch.Tensor]:
 def test_the_mask_is_the_definition(side: str, trace_of: Callable, starts_of: Callable) -> None:
     """Real queries see what the definition says and no pad key; pad queries see themselves at most of the pads."""
     traces, starts = [trace_of(n) for n in LENGTHS], starts_of(side, LENGTHS)
-    batch = batch_traces(traces, starts, WIDTH)
+    batch = batch_traces(traces, starts, WIDTH)["evict_at"]
     for layer in range(3):
         mask = visible_mask(batch[layer])
         assert mask.dtype == torch.bool and mask.shape == (len(LENGTHS), 2, WIDTH, WIDTH)
@@ -54,7 +56,7 @@ def test_the_mask_is_the_definition(side: str, trace_of: Callable, starts_of: Ca
 def test_attention_and_gradients(side: str, group: int, grad: bool, trace_of: Callable, starts_of: Callable) -> None:
     """Output and the gradients of q, k and v equal the dense reference's, row by row; pad rows have none."""
     traces, starts = [trace_of(n) for n in LENGTHS], starts_of(side, LENGTHS)
-    view = ReplayView.of(traces, starts, WIDTH, "cpu")
+    view = make_view(traces, starts, WIDTH, "cpu")
     q, k, v = random_qkv(group)
     weight = torch.randn_like(q.detach())
     real = torch.zeros(len(LENGTHS), 1, WIDTH, 1, dtype=torch.bool)
@@ -87,7 +89,7 @@ def test_attention_and_gradients(side: str, group: int, grad: bool, trace_of: Ca
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_pad_queries_have_gradients_without_nan(side: str, trace_of: Callable, starts_of: Callable) -> None:
     """Even a loss that (wrongly) counts pad rows is finite, forward and backward, with every layer masked."""
-    view = ReplayView.of([trace_of(n) for n in LENGTHS], starts_of(side, LENGTHS), WIDTH, "cpu")
+    view = make_view([trace_of(n) for n in LENGTHS], starts_of(side, LENGTHS), WIDTH, "cpu")
     q, k, v = random_qkv(2)
     for layer in range(3):
         out = view.attend(layer, q, k, v, DIM**-0.5)
@@ -98,7 +100,7 @@ def test_pad_queries_have_gradients_without_nan(side: str, trace_of: Callable, s
 def test_a_layer_without_evictions_is_causal(trace_of: Callable) -> None:
     """It is recognised, takes the causal path, and equals the masked path, gradients included."""
     traces = [trace_of(n, causal=[1]) for n in LENGTHS]
-    view, masked = (ReplayView.of(traces, [0] * 4, WIDTH, "cpu") for _ in range(2))
+    view, masked = (make_view(traces, [0] * 4, WIDTH, "cpu") for _ in range(2))
     assert view.causal == [False, True, False]
     masked.causal = [False] * 3
     q, k, v = random_qkv(2)
@@ -119,4 +121,4 @@ def test_a_layer_without_evictions_is_causal(trace_of: Callable) -> None:
 def test_which_layers_are_causal(lengths: tuple, starts: tuple, causal: list, trace_of: Callable) -> None:
     """Right padding needs no mask; a pad key before a real one does."""
     traces = [trace_of(n, causal=[1]) for n in lengths]
-    assert ReplayView.of(traces, starts, 9, "cpu").causal == causal
+    assert make_view(traces, starts, 9, "cpu").causal == causal

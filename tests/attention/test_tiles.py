@@ -9,8 +9,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from rollout import make_engine
-from sparse_rl.attention.flex import block_mask, padded
-from sparse_rl.attention.tiles import TILE, Tiles, make_tiles, segment_of, visible_share
+from sparse_rl.attention.kernels.flex import block_mask, padded
+from sparse_rl.attention.kernels.tiles import TILE, Tiles, make_tiles, segment_of, visible_share
 from sparse_rl.kernels import running_topk
 from sparse_rl.policies import POLICIES
 from sparse_rl.trace import EvictionTrace, batch_traces, pack_traces
@@ -26,11 +26,11 @@ def laid_out(traces: Sequence[EvictionTrace], layout: str) -> torch.Tensor:
     lengths = list(map(len, traces))
     width = max(lengths)
     if layout == "packed":
-        return batch_traces([pack_traces(traces)], [0], sum(lengths) + 7)[0].flatten(0, 1)
+        return batch_traces([pack_traces(traces)], [0], sum(lengths) + 7)["evict_at"][0].flatten(0, 1)
     if layout == "alone":
         return traces[0].evict_at[0]
     starts = [width - n if layout == "left" else 0 for n in lengths]
-    return batch_traces(traces, starts, width)[0].flatten(0, 1)
+    return batch_traces(traces, starts, width)["evict_at"][0].flatten(0, 1)
 
 
 def visible(evict_at: torch.Tensor, width: int) -> torch.Tensor:

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout import SamplingConfig, make_engine
 from rollout.cache import GROW
-from sparse_rl.attention import cache_shape
-from sparse_rl.attention.replay import visible_mask
+from sparse_rl.attention.families import cache_shape
+from sparse_rl.attention.kernels.masked import visible_mask
 from sparse_rl.commands.memory import (
     attention_itemsize,
     cache_bytes,
@@ -212,7 +212,7 @@ def test_a_plan_adds_up():
     for keys, layers in (({}, 1), ({"gradient_checkpointing": False}, shape[0])):  # on a GPU FlexAttention
         on_gpu = {item.name: item for item in plan(make_recipe(GRPO | keys), tiny_config(), cuda=True).items}
         assert on_gpu["tiles"].device == layers * tiles_bytes(8, 2, 118)
-    masked = plan(make_recipe(GRPO | {"attention": "sdpa"}), tiny_config(), cuda=True)
+    masked = plan(make_recipe(GRPO | {"attention_kernel": "sdpa"}), tiny_config(), cuda=True)
     assert next(i for i in masked.items if i.name == "mask of one layer").device == 5 * mask_bytes(8, 2, 118)
     always = by["weights"].device + by["gradients"].device + by["optimizer"].device
     assert always == 16 * made.parameters

@@ -6,31 +6,32 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from sparse_rl.attention import NO_MASK, ReplayView, adopt
-from sparse_rl.attention.flex import flex_attend
+from sparse_rl.attention.interface import NO_MASK, adopt
+from sparse_rl.attention.kernels.flex import flex_attend
 from sparse_rl.attention.parity import check_parity, random_evictions
+from sparse_rl.attention.views.factory import make_view
 from sparse_rl.trace import EvictionTrace
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-PATHS = pytest.mark.parametrize("path", ["flex", "flex_sorted"])
+KERNELS = pytest.mark.parametrize("kernel", ["flex", "flex_sorted"])
 
 
-@PATHS
+@KERNELS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "length"),
     [(28, 4, 128, 4096), (32, 8, 128, 4096), (14, 2, 64, 2048), (14, 2, 64, 2000), (4, 4, 32, 300)],
 )
-def test_parity(path: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, length: int) -> None:
-    found = check_parity(path, "cuda", dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, length=length)
+def test_parity(kernel: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, length: int) -> None:
+    found = check_parity(kernel, "cuda", dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, length=length)
     assert found.failure is None
 
 
-@PATHS
+@KERNELS
 @pytest.mark.parametrize(("heads", "kv_heads"), [(28, 4), (32, 8)])
-def test_parity_at_16k(path: str, heads: int, kv_heads: int) -> None:
+def test_parity_at_16k(kernel: str, heads: int, kv_heads: int) -> None:
     shapes = {"heads": heads, "kv_heads": kv_heads, "head_dim": 128, "length": 16384}
-    assert check_parity(path, "cuda", torch.bfloat16, **shapes).failure is None
+    assert check_parity(kernel, "cuda", torch.bfloat16, **shapes).failure is None
 
 
 def test_the_lse_has_a_gradient() -> None:
@@ -49,9 +50,9 @@ def test_the_lse_has_a_gradient() -> None:
             torch.testing.assert_close(a, b.float(), rtol=0, atol=1e-4 * float(b.abs().max()))
 
 
-@PATHS
+@KERNELS
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_model_trains_as_under_sdpa(path: str, checkpointing: bool) -> None:
+def test_a_model_trains_as_under_sdpa(kernel: str, checkpointing: bool) -> None:
     """float32, without TF32; the copies of evict_at come on a stream beside."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -69,9 +70,9 @@ def test_a_model_trains_as_under_sdpa(path: str, checkpointing: bool) -> None:
         each = [random_evictions(1, 2, width, 90, generator) for _ in range(12)]
         traces = [EvictionTrace(torch.cat(each[i::2])) for i in range(2)]
         found = []
-        for which in (path, "sdpa"):
+        for which in (kernel, "sdpa"):
             model.zero_grad()
-            view = ReplayView.of(traces, [0, 0], width, "cuda", which)
+            view = make_view(traces, [0, 0], width, "cuda", which)
             out = model(input_ids=ids, attention_mask=NO_MASK.cuda(), kv_view=view, use_cache=False).logits
             out.log_softmax(-1)[..., 0].mean().backward()
             found.append((out.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))

@@ -24,7 +24,7 @@ from ties import first_difference, same_decisions, sample_alone
 from transformers import AutoModelForCausalLM
 
 from rollout import Rollout, SamplingConfig, make_engine
-from sparse_rl.attention import replay_logprobs
+from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.policies import Policy
 from sparse_rl.trace import NEVER
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rollout.cache import EvictingCache
-from sparse_rl.attention import dense_attention
+from sparse_rl.attention.kernels.dense import dense_attention
 from sparse_rl.policies import POLICIES, Policy, make_policy
 from sparse_rl.trace import EvictionTrace
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM as Auto
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rollout.cache import EvictingCache
-from sparse_rl.attention import NO_MASK, adopt
+from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.policies import Policy, make_policy
 
 PROMPT = 40

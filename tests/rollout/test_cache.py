@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from rollout import SamplingConfig, make_engine
 from rollout.cache import GROW, EvictingCache
-from sparse_rl.attention import NO_MASK, cache_shape
+from sparse_rl.attention.families import cache_shape
+from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.policies import POLICIES, Policy
 
 CPU = torch.device("cpu")

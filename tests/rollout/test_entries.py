@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout import Rollout, SamplingConfig, make_engine
-from sparse_rl.attention import NO_MASK
-from sparse_rl.attention.reference import DenseView
+from sparse_rl.attention.interface import NO_MASK
+from sparse_rl.attention.views.dense import DenseView
 from sparse_rl.policies import Entries, Policy
 from sparse_rl.trace import EvictionTrace
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout import Rollout, SamplingConfig, make_engine
-from sparse_rl.attention import replay_logprobs
+from sparse_rl.attention.logprobs import replay_logprobs
 
 GKV = {"policy": "gkv", "budget": 12, "window": 4, "period": 4}
 SAMPLING = SamplingConfig(16, seed=0, ignore_eos=True)

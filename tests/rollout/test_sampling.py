@@ -11,8 +11,9 @@ import torch
 from rollout import SamplingConfig, make_engine
 from rollout.requests import sequence_seed
 from rollout.sampling import BLOCK, Uniforms, sample
-from sparse_rl.attention import NO_MASK, dense_logprobs, replay_logprobs
-from sparse_rl.attention.reference import DenseView
+from sparse_rl.attention.interface import NO_MASK
+from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
+from sparse_rl.attention.views.dense import DenseView
 
 SETTINGS = [
     {},

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from trainer_runs import timeless
 
 from rollout import make_engine
-from sparse_rl.attention import NO_MASK, adopt
-from sparse_rl.attention.reference import DenseView
+from sparse_rl.attention.interface import NO_MASK, adopt
+from sparse_rl.attention.views.dense import DenseView
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import EvictionTrace

@@ -9,7 +9,7 @@ import pytest
 import torch
 from trainer_runs import digits, trained
 
-from sparse_rl.attention import replay_logprobs
+from sparse_rl.attention.logprobs import replay_logprobs
 from trainer.grpo.trainer import RewardError, SparseGRPOTrainer
 
 

@@ -1,4 +1,4 @@
-"""A step of GRPO has one loss and one gradient, whichever path computes its attention."""
+"""A step of GRPO has one loss and one gradient, whichever kernel computes its attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Gradients(TrainerCallback):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-def test_every_path_has_the_same_step(checkpointing: bool, flex_trains: list[bool], grpo: Callable) -> None:
+def test_every_kernel_has_the_same_step(checkpointing: bool, flex_trains: list[bool], grpo: Callable) -> None:
     """Loss, log-probs and gradients within 1e-5, padded on both sides; full attention, the control, is far off."""
     found = {}
     for name in ("sdpa", "flex", "flex_sorted", "dense", "full"):
@@ -46,6 +46,6 @@ def test_every_path_has_the_same_step(checkpointing: bool, flex_trains: list[boo
     assert distance("full") > 1e-2
 
 
-def test_another_path_is_refused(grpo: Callable) -> None:
+def test_another_kernel_is_refused(grpo: Callable) -> None:
     with pytest.raises(ValueError, match=r"^attention_kernel: must be one of \('sdpa', .*\), got 'flash'$"):
         grpo(attention_kernel="flash")

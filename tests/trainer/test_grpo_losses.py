@@ -8,7 +8,6 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from sparse_rl.trace import EvictionTrace
 from trainer.grpo.config import Correction
 from trainer.grpo.trainer import SparseGRPOTrainer
 
@@ -55,7 +54,7 @@ class DenseReference(SparseGRPOTrainer):
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         kept = self._traces
         if model is self.ref_model:
-            self._traces = [EvictionTrace.dense(*trace.evict_at.shape) for trace in kept]
+            self._traces = [trace.dense_like() for trace in kept]
         try:
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         finally:

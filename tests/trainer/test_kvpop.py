@@ -18,8 +18,9 @@ from trainer_runs import timeless
 from transformers import AutoModelForCausalLM
 
 from rollout import make_engine
-from sparse_rl.attention import NO_MASK, LearnedView, adopt
-from sparse_rl.attention.reference import DenseView
+from sparse_rl.attention.interface import NO_MASK, adopt
+from sparse_rl.attention.views.dense import DenseView
+from sparse_rl.attention.views.learned import LearnedView
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import read_metrics
 from sparse_rl.models.directory import attach_scorers, saved_policy

@@ -136,7 +136,7 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
         *[("save_steps=7", False), ("output_dir=elsewhere", False)],
         *[("save_total_limit=null", False), ("launch.main_process_ip=10.0.0.1", False), ("max_steps=50", False)],
         *[("num_train_epochs=9", False), ("replay_guard.enabled=false", False), ("rollout.progress=false", False)],
-        ("attention=dense", True),
+        ("attention_kernel=dense", True),
         *[("rollout.max_batch=8", True), ("gradient_checkpointing=false", True), ("rollout.sleep=true", True)],
     ],
 )  # fmt: skip
@@ -148,7 +148,7 @@ def test_what_may_change(word: str, warns: bool, tmp_path: Path, caplog) -> None
 
 def test_an_attention_that_is_still_to_be_chosen(tmp_path: Path, caplog) -> None:
     """A checkpoint holds what was chosen; before the processes start, the recipe still says auto."""
-    place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there", "attention=sdpa"))
+    place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there", "attention_kernel=sdpa"))
     assert checkpoint_to_resume(recipe_of(tmp_path / "here"), str(place)) == place
     assert not caplog.messages
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout import Rollout, SamplingConfig, make_engine
 from rollout.engine import Engine
-from sparse_rl.attention import replay_logprobs
+from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.policies import Policy
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}

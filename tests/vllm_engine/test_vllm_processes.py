@@ -13,7 +13,7 @@ import torch
 from judging import gap, wrong_traces
 
 from rollout import SamplingConfig
-from sparse_rl.attention import replay_logprobs
+from sparse_rl.attention.logprobs import replay_logprobs
 
 LENGTHS = (5, 33, 64, 80, 81, 130, 200, 300)
 APART = [{"multiprocess": True}, {"tensor_parallel": 2}]

@@ -14,7 +14,7 @@ from judging import wrong_traces
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout import Rollout, SamplingConfig
-from sparse_rl.attention import replay_logprobs
+from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.data.running_sum import rows, save_untrained
 from sparse_rl.policies import POLICIES, Policy, make_policy
 

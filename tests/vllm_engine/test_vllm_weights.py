@@ -9,7 +9,7 @@ import torch
 from judging import gap, same
 
 from rollout import SamplingConfig
-from sparse_rl.attention import replay_logprobs
+from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.policies import Policy
 
 SAMPLING = SamplingConfig(30, seed=0, ignore_eos=True)

@@ -18,7 +18,7 @@ class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
     """TRL's GRPOConfig with our configuration in it; made by `grpo_arguments`, so that both say the same.
 
     sparse : what is asked for; the trainer reads from here what TRL does not know
-    attention_kernel : one of the attention's PATHS
+    attention_kernel : one of ATTENTION_KERNELS
     """
 
     sparse: GRPOConfig = field(default_factory=GRPOConfig)

@@ -27,8 +27,9 @@ from torch.utils.data import Sampler
 from trl import GRPOTrainer
 
 from rollout.engine import Engine, Rollout, SamplingConfig
-from sparse_rl.attention.interface import NO_MASK, adopt, cache_shape, refuse_reentrant_checkpointing
-from sparse_rl.attention.replay import ReplayView
+from sparse_rl.attention.families import cache_shape
+from sparse_rl.attention.interface import NO_MASK, adopt, refuse_reentrant_checkpointing
+from sparse_rl.attention.views.factory import make_view
 from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.errors import UserError
 from sparse_rl.models.base import base_of
@@ -131,7 +132,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             rollouts = self.engine.generate(prompt_ids, sampling)
         self._rollouts = rollouts
         replayed = self.args.sparse.train_attention == "replay"
-        self._traces = [r.trace if replayed else EvictionTrace.dense(*r.trace.evict_at.shape) for r in rollouts]
+        self._traces = [r.trace if replayed else r.trace.dense_like() for r in rollouts]
         self._log_cache(rollouts)
         return [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
 
@@ -217,7 +218,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         positions = (torch.arange(ids.shape[1], device=ids.device) - starts[:, None]).clamp(min=0)
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, :-keep] = -100
-        view = ReplayView.of(traces, starts.tolist(), ids.shape[1], ids.device, self.args.attention_kernel)
+        view = make_view(traces, starts.tolist(), ids.shape[1], ids.device, self.args.attention_kernel)
         with self.accelerator.autocast():
             return model(
                 input_ids=ids,
@@ -297,7 +298,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             "generations": self._generations,
             **self.probed_engine.state(),
             "gaps": self._gaps,
-            "buffer": [{**batch, "traces": [t.evict_at for t in batch["traces"]]} for batch in buffer],
+            "buffer": [{**batch, "traces": [t.to_state() for t in batch["traces"]]} for batch in buffer],
             "logs": {**logged, "rewards": {name: list(values) for name, values in logs["rewards"].items()}},
         }
 
@@ -315,4 +316,4 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
 
     def _unpacked(self, batch: dict[str, Any]) -> dict[str, Any]:
         tensors = {name: value.to(self.accelerator.device) for name, value in batch.items() if name != "traces"}
-        return {**tensors, "traces": [EvictionTrace(t) for t in batch["traces"]]}
+        return {**tensors, "traces": [EvictionTrace.from_state(t) for t in batch["traces"]]}

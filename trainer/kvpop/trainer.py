@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, set_seed
 
-from sparse_rl.attention.learned import FutureTarget, LearnedView
+from sparse_rl.attention.views.learned import FutureTarget, LearnedView
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import SCORERS, attach_scorers, read_scorers, save_policy, write_scorers
 from sparse_rl.policies import KVpop
@@ -97,7 +97,7 @@ class KVpopTrainer(TaughtTrainer):
             target=self.target if learns or not student.training else None,
             prepare=partial(self.boundary.pairs, queries=queries, window=policy.window, **decay) if learns else None,
             loss=partial(self.boundary, **decay) if learns else None,
-            path=self.args.attention_kernel,
+            kernel=self.args.attention_kernel,
         )
         with self.accelerator.autocast():
             hidden = batch.hidden_under(student, view)

@@ -15,7 +15,7 @@ class TaughtArguments(ReplayedArguments, TrainingArguments):
     """What every TaughtTrainer has.
 
     loss : what is minimised
-    attention_kernel : one of the attention's PATHS
+    attention_kernel : one of ATTENTION_KERNELS
     """
 
     loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)

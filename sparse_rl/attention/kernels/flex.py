@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 
-from sparse_rl.attention.interface import computing_dtype
-from sparse_rl.attention.tiles import TILE, make_tiles, segment_of
+from sparse_rl.attention.kernels.sdpa import computing_dtype
+from sparse_rl.attention.kernels.tiles import TILE, make_tiles, segment_of
 
 # torch's own limits are small, since it would run uncompiled beyond them; with fullgraph=True it raises instead.
 LIMITS = {"recompile_limit": 4096, "accumulated_recompile_limit": 4096}
 # Triton's kernels by name: the choice that torch makes by itself may fall on one whose gradients were found wrong on
 # Hopper (flash-attention #2623). Its masked rows are safe only while ROWS_GUARANTEED_SAFE is never set.
-OPTIONS: Any = {"BACKEND": "TRITON"} if "BACKEND" in FlexKernelOptions.__annotations__ else {}
+KERNEL_OPTIONS: Any = {"BACKEND": "TRITON"} if "BACKEND" in FlexKernelOptions.__annotations__ else {}
 
 
 def padded(length: int) -> int:
@@ -72,12 +72,12 @@ def flex_attend(
         back = tiles.order.argsort(dim=-1)[:, :length]
         key, value = (_Reordered.apply(x, tiles.order.clamp(max=length - 1), back)[:, None] for x in (key, value))
     lists = tiles.partial_count, tiles.partial, tiles.full_count, tiles.full
-    given = query, key, value, tiles.position, tiles.evict_at, *lists, scaling, want_lse
+    inputs = query, key, value, tiles.position, tiles.evict_at, *lists, scaling, want_lse
     if compiled:
         with torch._dynamo.config.patch(LIMITS):
-            out, lse = _compiled()(*given)
+            out, lse = _compiled()(*inputs)
     else:
-        out, lse = _attend(*given)
+        out, lse = _attend(*inputs)
     out = out[:, :, :length].reshape(batch, q_heads, length, dim).to(wanted)
     return out, None if lse is None else lse[:, :, :length].reshape(batch, q_heads, length)
 
@@ -120,10 +120,10 @@ def _attend(
     want_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     mask = block_mask(position, evict_at, partial_count, partial, full_count, full)
-    given: Any = {"block_mask": mask, "scale": scaling, "enable_gqa": True, "kernel_options": dict(OPTIONS)}
+    options: Any = {"block_mask": mask, "scale": scaling, "enable_gqa": True, "kernel_options": dict(KERNEL_OPTIONS)}
     if not want_lse:
-        return flex_attention(query, key, value, **given), None
-    out, aux = flex_attention(query, key, value, **given, return_aux=AuxRequest(lse=True))
+        return flex_attention(query, key, value, **options), None
+    out, aux = flex_attention(query, key, value, **options, return_aux=AuxRequest(lse=True))
     return out, aux.lse
 
 

@@ -14,8 +14,8 @@ import torch
 
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.future import attention_lse, future_attention_mass
-from sparse_rl.attention.interface import sdpa
-from sparse_rl.attention.replay import masked_attention
+from sparse_rl.attention.kernels.masked import masked_attention
+from sparse_rl.attention.kernels.sdpa import sdpa
 from sparse_rl.kernels import RunningTopK, recall, running_topk
 from sparse_rl.policies import KVpop
 
@@ -86,7 +86,7 @@ class LearnedView:
     target : what the scorers are to foresee; None: only attend
     prepare : (target, log gamma) -> what `loss` needs of it; called once in a layer, without gradient
     loss : (scores, log gamma, that) -> a scalar
-    path : one of PATHS
+    kernel : one of ATTENTION_KERNELS
 
     Attributes
     ----------
@@ -105,10 +105,10 @@ class LearnedView:
         target: FutureTarget | None = None,
         prepare: Callable[[LayerTarget, torch.Tensor], Any] | None = None,
         loss: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor] | None = None,
-        path: str = "sdpa",
+        kernel: str = "sdpa",
     ) -> None:
         self.scorers, self.policy, self.lengths, self.prompts = scorers, policy, lengths, prompts
-        self.target, self.prepare, self.loss, self.path = target, prepare, loss, path
+        self.target, self.prepare, self.loss, self.kernel = target, prepare, loss, kernel
         self.losses: dict[int, torch.Tensor] = {}
         self.recalls: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.retained: dict[int, torch.Tensor] = {}
@@ -126,7 +126,7 @@ class LearnedView:
             self.losses.setdefault(layer, found)
         if not decided.evicts:
             return sdpa(query, key, value, scaling, causal=True)
-        return masked_attention(lambda: decided.evict_at, query, key, value, scaling, self.path)
+        return masked_attention(lambda: decided.evict_at, query, key, value, scaling, self.kernel)
 
     def running_topk(self, scores: torch.Tensor, log_decay: torch.Tensor) -> RunningTopK:
         """Under the policy, of scores [B, Hkv, S]."""

@@ -1,0 +1,29 @@
+"""Which models can be replayed, and the shape of their caches: what a model's configuration says, without torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparse_rl.errors import UserError
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+
+
+def check_replayable(config: Any, model: str = "the model") -> None:
+    """Raise UserError about a model whose attention cannot be replayed: another family, sliding windows, dropout.
+
+    config : the model's; model : how to name it
+    """
+    if config.model_type not in FAMILIES:
+        families = ", ".join(FAMILIES)
+        raise UserError(f"{model} is of type {config.model_type!r}; the supported families are {families}", "model")
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
+        raise UserError(f"{model} has sliding-window layers, which evict by themselves; it cannot be replayed", "model")
+    if getattr(config, "attention_dropout", 0.0):
+        raise UserError(f"{model} has attention_dropout, which cannot be replayed; set it to 0 in config.json", "model")
+
+
+def cache_shape(config: Any) -> tuple[int, int, int]:
+    """(layers, kv heads, head dim) of a model's KV cache."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, config.num_key_value_heads, head_dim

@@ -1,0 +1,26 @@
+"""The specification: attention under an explicit S x S boolean mask, plain and slow.
+
+Every fast kernel is compared with this file.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def dense_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """softmax(q K^T scaling) V over the visible keys, one query head at a time, in float64.
+
+    query [B, Hq, S, D]; key, value [B, Hkv, S, D]; visible bool [B, Hkv, S (query), S (key)]. Returns [B, Hq, S, D].
+    """
+    dtype, group = query.dtype, query.shape[1] // key.shape[1]
+    query, key, value = query.double(), key.double(), value.double()
+    heads = []
+    for head in range(query.shape[1]):
+        kv = head // group
+        logits = query[:, head] @ key[:, kv].transpose(-1, -2) * scaling
+        weights = logits.masked_fill(~visible[:, kv], float("-inf")).softmax(-1)
+        heads.append(weights @ value[:, kv])
+    return torch.stack(heads, dim=1).to(dtype)

@@ -1,0 +1,84 @@
+"""Attention under evict_at by any of ATTENTION_KERNELS: the seam between the views and the kernels.
+
+A mask is a function of evict_at alone, so a view hands over how to fetch one layer's evict_at, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from sparse_rl.attention.kernels.dense import dense_attention
+from sparse_rl.attention.kernels.flex import flex_attend
+from sparse_rl.attention.kernels.sdpa import sdpa
+
+
+def masked_attention(
+    evict_at: Callable[[], torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    kernel: str = "sdpa",
+) -> torch.Tensor:
+    """query [B, Hq, S, D] over key, value [B, Hkv, S, D] under int32 [B, Hkv, S]: [B, Hq, S, D].
+
+    evict_at : fetches it, in the forward and again in the backward pass (flex: in the forward)
+    kernel : one of ATTENTION_KERNELS; flex on a CPU is torch's plain operator, which is slow, and whose gradients torch
+        refuses
+    """
+    if kernel.startswith("flex"):  # saves lists of tiles, nothing S x S
+        sort, compiled = kernel == "flex_sorted", query.is_cuda
+        return flex_attend(evict_at(), query, key, value, scaling, in_segments=sort, compiled=compiled)[0]
+    attend = partial(_WITH_MASK[kernel], evict_at)
+    if not torch.is_grad_enabled():
+        return attend(query, key, value, scaling)
+    # Saving the mask for backward would keep every layer's alive: save q, k, v and make it again.
+    return checkpoint(attend, query, key, value, scaling, use_reentrant=False, preserve_rng_state=False)
+
+
+def _by_sdpa(
+    evict_at: Callable[[], torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    batch, q_heads, width, dim = query.shape
+    kv_heads = key.shape[1]
+    group = q_heads // kv_heads
+    # Fold kv heads into the batch: the mask [B * Hkv, 1, S, S] then serves the group without being repeated.
+    mask = visible_mask(evict_at()).view(batch * kv_heads, 1, width, width)
+    grouped = query.reshape(batch * kv_heads, group, width, dim)
+    key = key.reshape(batch * kv_heads, 1, width, dim).expand(-1, group, -1, -1)
+    value = value.reshape(batch * kv_heads, 1, width, dim).expand(-1, group, -1, -1)
+    out = sdpa(grouped, key, value, scaling, mask)
+    return out.reshape(batch, q_heads, width, dim)
+
+
+def _by_reference(
+    evict_at: Callable[[], torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    return dense_attention(query, key, value, visible_mask(evict_at()), scaling)
+
+
+_WITH_MASK = {"sdpa": _by_sdpa, "dense": _by_reference}
+
+
+def visible_mask(evict_at: torch.Tensor) -> torch.Tensor:
+    """t <= q < evict_at[t] as bool [B, Hkv, S (query), S (token)], made in place from int32 [B, Hkv, S].
+
+    A position always sees itself (true of every real token; a pad query would otherwise have an empty softmax).
+    """
+    position = torch.arange(evict_at.shape[-1], device=evict_at.device, dtype=evict_at.dtype)
+    mask = position[:, None] < evict_at[:, :, None, :]
+    mask.logical_and_(position[:, None] >= position)
+    mask.diagonal(dim1=-2, dim2=-1).fill_(True)
+    return mask

@@ -1,0 +1,37 @@
+"""Scaled dot-product attention: the one kernel call that the reference engine and the replay share."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+) -> torch.Tensor:
+    """Attention of [B, Hq, T, D] over [B, Hkv, N, D]; mask bool, False where a query does not see."""
+    dtype = value.dtype
+    wanted = computing_dtype(query, value)
+    query, key, value = query.to(wanted), key.to(wanted), value.to(wanted)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
+    )
+    return out.to(dtype)
+
+
+def computing_dtype(query: torch.Tensor, value: torch.Tensor) -> torch.dtype:
+    """What attention is computed in.
+
+    Autocast's dtype, where it is on: RoPE has left queries and keys in float32. For float32 on a CPU float64: the
+    engine sums over a compacted cache, the trainer over a masked row, and a trained model can amplify the difference of
+    two summation orders a hundredfold.
+    """
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return torch.float64 if value.dtype == torch.float32 and device == "cpu" else value.dtype

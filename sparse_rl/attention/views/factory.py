@@ -1,0 +1,34 @@
+"""The one place where recorded traces become the view that a forward replays them by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sparse_rl.attention.interface import KVView, TraceView
+from sparse_rl.attention.views.replay import ReplayView
+from sparse_rl.trace import EvictionTrace, TraceError, batch_traces
+
+VIEWS: tuple[type[TraceView], ...] = (ReplayView,)
+
+
+def make_view(
+    traces: Sequence[EvictionTrace],
+    starts: Sequence[int],
+    width: int,
+    device: torch.device | str,
+    kernel: str = "sdpa",
+) -> KVView:
+    """The view of ragged traces, one to a row, whose first tokens stand in columns starts[b] of `width`.
+
+    device : where the model runs; kernel : one of ATTENTION_KERNELS
+
+    Raises TraceError where no view replays all sections of the traces, and where `batch_traces` does.
+    """
+    batch = batch_traces(traces, starts, width)
+    for view in VIEWS:
+        if batch.keys() <= view.replays:
+            return view(batch, device, kernel)
+    can = "; ".join(f"{view.__name__} replays {', '.join(sorted(view.replays))}" for view in VIEWS)
+    raise TraceError(f"no view replays traces with the sections {', '.join(batch)} ({can})")

@@ -1,0 +1,87 @@
+"""Eviction replay: train under exactly the attention that the sampler had.
+
+The traces of a micro-batch stay in host memory. A layer's slice of evict_at comes to the device when that layer runs,
+the next layer's is fetched ahead, the layer's mask is made, used and dropped; the same again in the backward pass,
+which recomputes it. So at most one layer's mask and two layers' evict_at are alive on the device. (FlexAttention's
+lists of tiles are small, and kept for the backward pass; with gradient checkpointing those of one layer.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import ClassVar
+
+import torch
+
+from sparse_rl.attention.interface import check_sections
+from sparse_rl.attention.kernels.masked import masked_attention
+from sparse_rl.attention.kernels.sdpa import sdpa
+
+
+class ReplayView:
+    """A `kv_view` for training: B padded sequences and their evictions.
+
+    Parameters
+    ----------
+    batch : from `batch_traces`; of it evict_at, int32 [L, B, Hkv, S] in host memory, and nothing else
+    device : where the model runs
+    kernel : one of ATTENTION_KERNELS
+
+    Raises TraceError where the batch has another section.
+    """
+
+    replays: ClassVar = frozenset({"evict_at"})
+
+    def __init__(self, batch: Mapping[str, torch.Tensor], device: torch.device | str, kernel: str = "sdpa") -> None:
+        check_sections(type(self), batch)
+        evict_at = batch["evict_at"]
+        self.device, self.kernel = torch.device(device), kernel
+        pinned = self.device.type == "cuda" and not evict_at.is_pinned()
+        self.evict_at = evict_at.pin_memory() if pinned else evict_at
+        width = evict_at.shape[-1]
+        # A layer where nothing was evicted and no pad key stands before a real one needs no mask: causal is enough.
+        leading_pad = evict_at[:, :, :, 0] == 0
+        evicted = (evict_at > 0) & (evict_at < width)
+        self.causal = (~(evicted.flatten(1).any(1) | leading_pad.flatten(1).any(1))).tolist()
+        self._fetched: dict[int, torch.Tensor] = {}
+        self._last = -1
+        self._stream = _side_stream(self.device) if self.device.type == "cuda" else None
+        self._arrived: dict[int, torch.cuda.Event] = {}
+
+    def layer(self, index: int) -> torch.Tensor:
+        """One layer's evict_at on the device, int32 [B, Hkv, S]; the next in the running direction is fetched ahead."""
+        step = -1 if index < self._last else 1
+        wanted = [index] if index == self._last else [index, index + step]
+        if index != self._last:
+            self._fetched = {i: t for i, t in self._fetched.items() if i in wanted}
+        for i in wanted:
+            if i not in self._fetched and 0 <= i < len(self.causal) and not self.causal[i]:
+                self._fetched[i] = self._fetch(i)
+        self._last = index
+        if index in self._arrived:
+            torch.cuda.current_stream(self.device).wait_event(self._arrived.pop(index))
+        return self._fetched[index]
+
+    def _fetch(self, index: int) -> torch.Tensor:
+        """On a stream beside the layers', where there is one: the copy takes no time of theirs."""
+        if self._stream is None:
+            return self.evict_at[index].to(self.device, copy=True)
+        with torch.cuda.stream(self._stream):
+            slice_ = self.evict_at[index].to(self.device, non_blocking=True, copy=True)
+            self._arrived[index] = self._stream.record_event()
+        slice_.record_stream(torch.cuda.current_stream(self.device))
+        return slice_
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        if self.causal[layer]:
+            return sdpa(query, key, value, scaling, causal=True)
+        return masked_attention(lambda: self.layer(layer), query, key, value, scaling, self.kernel)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all views: memory that a stream has used is kept for it."""
+    return torch.cuda.Stream(device)

@@ -1,0 +1,110 @@
+"""Trace files: named sections of several sequences in one safetensors file, and what made them.
+
+    NAME            the values of all sequences, joined along the section's joined axis (see sections.py)
+    NAME.lengths    int64 [n], the size of that axis in each sequence
+    metadata        format, format_version, fingerprint (JSON: what made the traces, by name)
+
+Nothing here knows a section by name but `evict_at`, which every file has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from sparse_rl.trace.sections import EVICT_AT, SECTIONS, TraceError
+
+FORMAT = "sparse_rl.trace"
+FORMAT_VERSION = 2
+LENGTHS = ".lengths"
+
+
+def write_sections(
+    path: str | Path, rows: Sequence[Mapping[str, torch.Tensor]], fingerprint: Mapping[str, str] | None
+) -> None:
+    """Write the sections of each sequence; all rows have the same ones."""
+    tensors = {}
+    for name in rows[0]:
+        axis, values = SECTIONS[name].joined_axis, [row[name] for row in rows]
+        tensors[name] = torch.cat(values, dim=axis).contiguous()
+        tensors[name + LENGTHS] = torch.tensor([v.shape[axis] for v in values], dtype=torch.int64)
+    metadata = {
+        "format": FORMAT,
+        "format_version": str(FORMAT_VERSION),
+        "fingerprint": json.dumps(dict(fingerprint or {})),
+    }
+    save_file(tensors, str(path), metadata=metadata)
+
+
+def read_sections(path: str | Path, fingerprint: Mapping[str, str] | None) -> list[dict[str, torch.Tensor]]:
+    """The sections of each sequence of a file; their values are not checked yet.
+
+    Raises TraceError: not a trace file, truncated, another format version, an unknown or missing section, wrong
+    shapes, or a fingerprint entry that differs from the expected one.
+    """
+    tensors, metadata = _read(path)
+    if metadata.get("format_version") != str(FORMAT_VERSION):
+        raise TraceError(f"{path} has format version {metadata.get('format_version')}, this reads {FORMAT_VERSION}")
+    recorded = _fingerprint(path, metadata)
+    for key, value in (fingerprint or {}).items():
+        if recorded.get(key) != value:
+            raise TraceError(f"{path} was recorded with {key} {recorded.get(key)!r}, not {value!r}")
+    names = sorted({tensor.removesuffix(LENGTHS) for tensor in tensors})
+    if unknown := [name for name in names if name not in SECTIONS]:
+        raise TraceError(f"{path} holds an unknown section {unknown[0]!r}; this reads {', '.join(SECTIONS)}")
+    for name in {EVICT_AT.name: None} | dict.fromkeys(names):
+        if missing := [tensor for tensor in (name, name + LENGTHS) if tensor not in tensors]:
+            raise TraceError(f"{path} holds no {missing[0]}")
+    split = {name: _split(path, name, tensors[name], tensors[name + LENGTHS]) for name in names}
+    count = len(split[EVICT_AT.name])
+    for name, values in split.items():
+        if len(values) != count:
+            raise TraceError(f"{path}: {name} is of {len(values)} sequences, {EVICT_AT.name} of {count}")
+    return [{name: values[row].clone() for name, values in split.items()} for row in range(count)]
+
+
+def read_fingerprint(path: str | Path) -> dict[str, str]:
+    """What made the traces of a file."""
+    return _fingerprint(path, _read(path)[1])
+
+
+def _split(path: str | Path, name: str, values: torch.Tensor, lengths: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The values of each sequence."""
+    section = SECTIONS[name]
+    least = 1 if name == EVICT_AT.name else 0  # a sequence has a token; of another section it may have nothing
+    if lengths.dtype != torch.int64 or lengths.ndim != 1 or bool((lengths < least).any()):
+        raise TraceError(f"{path}: {name}{LENGTHS} must be int64 [n] of numbers >= {least}")
+    if values.ndim != len(section.axes) or values.shape[section.joined_axis] != int(lengths.sum()):
+        held = f"{int(lengths.sum())} {section.joined}s in all"
+        raise TraceError(f"{path}: {name} {list(values.shape)} does not hold sequences of {held}")
+    return values.split(lengths.tolist(), dim=section.joined_axis)
+
+
+def _fingerprint(path: str | Path, metadata: Mapping[str, str]) -> dict[str, str]:
+    try:
+        fingerprint = json.loads(metadata.get("fingerprint", "{}"))
+    except json.JSONDecodeError:
+        fingerprint = None
+    if not isinstance(fingerprint, dict):
+        raise TraceError(f"{path}: its fingerprint is not a JSON mapping")
+    return fingerprint
+
+
+def _read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """(tensors, metadata) of a trace file of any version."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+    except FileNotFoundError:
+        raise TraceError(f"{path} does not exist") from None
+    except (SafetensorError, OSError) as error:
+        raise TraceError(f"{path} cannot be read (truncated, or not a safetensors file): {error}") from None
+    if metadata.get("format") != FORMAT:
+        raise TraceError(f"{path} is not a trace file (format {metadata.get('format')!r}, expected {FORMAT!r})")
+    return tensors, metadata

@@ -1,0 +1,96 @@
+"""The kinds of section that a trace may hold: what each is made of, and how it is checked, batched and packed.
+
+A trace is `evict_at` and whatever further decisions its sampler made, a tensor each. All that handles traces (files,
+batches, packing, checkpoints) asks the declarations in SECTIONS and knows no section by name; which sections it can
+replay is said by each view of sparse_rl/attention/views. A section without a declaration, or that a view cannot
+replay, is refused: a trace replayed without one of its sections is silently another attention.
+
+What must be known to read a section (which layers it speaks of, say) is a section beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sparse_rl.errors import UserError
+
+NEVER = 2**30
+
+
+class TraceError(UserError):
+    """A trace or trace file that breaks the contract: what is wrong, and where."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One kind of section; `values` below is its tensor in one trace.
+
+    name : in memory and in files
+    dtype, axes : of values; sizes of axes of one name agree throughout a trace
+    joined : the one of `axes` along which the values of several traces are joined; the others' sizes are the same in
+        all traces that go together
+    check : (values, evict_at) -> what is wrong with the values, in words; None where nothing is
+    batch : (values of each row, the column in which each row starts, columns) -> one tensor for all rows
+    pack : (values of each document, the position at which each starts, and ends) -> the values of their sequence
+    """
+
+    name: str
+    dtype: torch.dtype
+    axes: tuple[str, ...]
+    joined: str
+    check: Callable[[torch.Tensor, torch.Tensor], str | None]
+    batch: Callable[[Sequence[torch.Tensor], Sequence[int], int], torch.Tensor]
+    pack: Callable[[Sequence[torch.Tensor], Sequence[int], Sequence[int]], torch.Tensor]
+
+    @property
+    def joined_axis(self) -> int:
+        return self.axes.index(self.joined)
+
+
+# ---- evict_at: int32 [L, Hkv, S], the first query position that no longer attends to a token -----------------------
+
+
+def _check_evict_at(values: torch.Tensor, _: torch.Tensor) -> str | None:
+    """A token sees itself, so it is evicted after its own position."""
+    early = values <= torch.arange(values.shape[-1], dtype=torch.int32)
+    if not bool(early.any()):
+        return None
+    layer, head, token = (int(i) for i in early.nonzero()[0])
+    at = int(values[layer, head, token])
+    return f"evict_at[{layer}, {head}, {token}] = {at}: a token is evicted after its own position"
+
+
+def _moved(values: torch.Tensor, start: int) -> torch.Tensor:
+    """The values of a sequence whose first token stands at `start`."""
+    return torch.where(values < NEVER, values + start, NEVER)
+
+
+def _batch_evict_at(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
+    """int32 [L, B, Hkv, width], layers first, so that one layer's slice is contiguous; pad keys 0: nobody sees them."""
+    layers, kv_heads, _ = rows[0].shape
+    batch = torch.zeros(layers, len(rows), kv_heads, width, dtype=torch.int32)
+    for row, (values, start) in enumerate(zip(rows, starts, strict=True)):
+        batch[:, row, :, start : start + values.shape[-1]] = _moved(values, start)
+    return batch
+
+
+def _pack_evict_at(documents: Sequence[torch.Tensor], starts: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
+    """A document's end caps its values, so that the next document does not see it."""
+    places = zip(documents, starts, ends, strict=True)
+    return torch.cat([_moved(values, start).clamp(max=end) for values, start, end in places], dim=-1).to(torch.int32)
+
+
+EVICT_AT = Section(
+    name="evict_at",
+    dtype=torch.int32,
+    axes=("layer", "kv_head", "token"),
+    joined="token",
+    check=_check_evict_at,
+    batch=_batch_evict_at,
+    pack=_pack_evict_at,
+)
+
+SECTIONS: dict[str, Section] = {EVICT_AT.name: EVICT_AT}
