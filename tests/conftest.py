@@ -30,6 +30,7 @@ from rollout.hf import HFEngine
 from sparse_rl.attention.interface import adopt
 from sparse_rl.attention.kernels.flex import flex_attend
 from sparse_rl.policies import POLICIES, Policy, make_policy
+from sparse_rl.trace import SECTIONS, EvictionTrace, Section
 
 STORIES = Path(__file__).parents[2] / "shared/models/stories260K"
 FAMILIES = {
@@ -131,6 +132,49 @@ def flex_trains(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     module = importlib.import_module("torch.nn.attention.flex_attention")  # `import` would give the function
     monkeypatch.setattr(module, "_validate_device", lambda *_: None)
     return calls
+
+
+def batch_visits(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
+    """int32 [B, most visits], -1 behind a row's last."""
+    moved = [values + start for values, start in zip(rows, starts, strict=True)]
+    return torch.nn.utils.rnn.pad_sequence(moved, batch_first=True, padding_value=-1)
+
+
+VISITS = Section(
+    name="visits",
+    dtype=torch.int32,
+    axes=("visit",),
+    joined="visit",
+    check=lambda values, _: "visits must be positions" if bool((values < 0).any()) else None,
+    batch=batch_visits,
+    pack=lambda documents, starts, ends: torch.cat([v + start for v, start in zip(documents, starts, strict=True)]),
+)
+GAINS = Section(
+    name="gains",
+    dtype=torch.float32,
+    axes=("layer", "visit"),
+    joined="visit",
+    check=lambda values, _: None,
+    batch=lambda rows, starts, width: batch_visits([values.T for values in rows], [0] * len(rows), width),
+    pack=lambda documents, starts, ends: torch.cat(list(documents), dim=1),
+)
+
+
+@pytest.fixture
+def with_visits(monkeypatch: pytest.MonkeyPatch) -> Callable[[EvictionTrace, Sequence[int]], EvictionTrace]:
+    """with_visits(trace, positions) -> the trace with two more sections, which no view replays.
+
+    visits : positions that something happened at, int32 [V]; gains : a number of each in each layer, float32 [L, V]
+    """
+    for section in (VISITS, GAINS):
+        monkeypatch.setitem(SECTIONS, section.name, section)
+
+    def add(trace: EvictionTrace, positions: Sequence[int]) -> EvictionTrace:
+        visits = torch.tensor(positions, dtype=torch.int32)
+        gains = torch.outer(torch.arange(1, trace.layers + 1), visits) / 3
+        return EvictionTrace(trace.evict_at, {"visits": visits, "gains": gains})
+
+    return add
 
 
 @pytest.fixture

@@ -54,10 +54,11 @@ def read_sections(path: str | Path, fingerprint: Mapping[str, str] | None) -> li
     for key, value in (fingerprint or {}).items():
         if recorded.get(key) != value:
             raise TraceError(f"{path} was recorded with {key} {recorded.get(key)!r}, not {value!r}")
-    names = sorted({tensor.removesuffix(LENGTHS) for tensor in tensors})
-    if unknown := [name for name in names if name not in SECTIONS]:
+    held = {tensor.removesuffix(LENGTHS) for tensor in tensors}
+    if unknown := sorted(held - SECTIONS.keys()):
         raise TraceError(f"{path} holds an unknown section {unknown[0]!r}; this reads {', '.join(SECTIONS)}")
-    for name in {EVICT_AT.name: None} | dict.fromkeys(names):
+    names = [name for name in SECTIONS if name in held or name == EVICT_AT.name]
+    for name in names:
         if missing := [tensor for tensor in (name, name + LENGTHS) if tensor not in tensors]:
             raise TraceError(f"{path} holds no {missing[0]}")
     split = {name: _split(path, name, tensors[name], tensors[name + LENGTHS]) for name in names}

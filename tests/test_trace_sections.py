@@ -1,0 +1,200 @@
+"""What a trace holds beside evict_at goes wherever the trace goes, or is refused by name; with made-up sections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
+from sparse_rl.attention.views import factory
+from sparse_rl.attention.views.dense import DenseView
+from sparse_rl.attention.views.factory import make_view
+from sparse_rl.attention.views.replay import ReplayView
+from sparse_rl.trace import (
+    NEVER,
+    SECTIONS,
+    EvictionTrace,
+    TraceError,
+    batch_traces,
+    load_traces,
+    pack_traces,
+    save_traces,
+)
+
+PLACES = ([1, 4], [], [0, 2, 3])  # of each trace's visits; one has none
+LENGTHS = (6, 3, 5)
+
+
+def equal(one: EvictionTrace, other: EvictionTrace) -> bool:
+    """All sections, bit for bit."""
+    ours, theirs = one.sections, other.sections
+    return list(ours) == list(theirs) and all(
+        ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours
+    )
+
+
+def evictions(length: int, seed: int = 0) -> EvictionTrace:
+    lifetime = torch.randint(1, length + 1, (2, 2, length), generator=torch.Generator().manual_seed(seed))
+    return EvictionTrace.recorded(torch.arange(length) + lifetime)
+
+
+@pytest.fixture
+def traces(with_visits: Callable) -> list[EvictionTrace]:
+    return [with_visits(evictions(n, n), places) for n, places in zip(LENGTHS, PLACES, strict=True)]
+
+
+def test_files_there_and_back(traces: list[EvictionTrace], tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    save_traces(path, traces, {"model": "tiny"})
+    with safe_open(str(path), framework="pt") as file:
+        names = {"evict_at", "visits", "gains"}
+        assert set(file.keys()) == names | {f"{name}.lengths" for name in names}
+        assert file.get_tensor("visits").tolist() == [1, 4, 0, 2, 3]
+        assert file.get_tensor("visits.lengths").tolist() == file.get_tensor("gains.lengths").tolist() == [2, 0, 3]
+    loaded = load_traces(path, {"model": "tiny"})
+    assert all(equal(a, b) for a, b in zip(loaded, traces, strict=True))
+    assert not equal(loaded[0], EvictionTrace(loaded[0].evict_at))  # controls: a section less, another number
+    further = {**loaded[0].further, "gains": loaded[0].further["gains"] + 1e-6}
+    assert not equal(loaded[0], EvictionTrace(loaded[0].evict_at, further))
+
+
+def test_checkpoints_there_and_back(traces: list[EvictionTrace], tmp_path: Path) -> None:
+    """As torch.load reads them with weights_only."""
+    torch.save([trace.to_state() for trace in traces], tmp_path / "state.pt")
+    states = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert all(equal(EvictionTrace.from_state(s), trace) for s, trace in zip(states, traces, strict=True))
+    with pytest.raises(TraceError, match=r"a trace without evict_at: it has visits$"):
+        EvictionTrace.from_state({"visits": torch.zeros(1, dtype=torch.int32)})
+
+
+def test_a_batch_has_every_section(traces: list[EvictionTrace]) -> None:
+    """Positions shift with their rows."""
+    batch = batch_traces(traces, [1, 4, 2], 7)
+    assert list(batch) == ["evict_at", "visits", "gains"]
+    assert batch["visits"].tolist() == [[2, 5, -1], [-1, -1, -1], [2, 4, 5]]
+    assert batch["gains"].shape == (3, 3, 2) and torch.equal(batch["gains"][2].T, traces[2].further["gains"])
+    alone = batch_traces([EvictionTrace(t.evict_at) for t in traces], [1, 4, 2], 7)
+    assert list(alone) == ["evict_at"] and torch.equal(alone["evict_at"], batch["evict_at"])
+
+
+def test_a_packed_sequence_has_every_section(traces: list[EvictionTrace]) -> None:
+    packed = pack_traces(traces)
+    assert packed.further["visits"].tolist() == [1, 4, 9, 11, 12]
+    assert torch.equal(packed.further["gains"], torch.cat([t.further["gains"] for t in traces], dim=1))
+    assert torch.equal(packed.evict_at, pack_traces([EvictionTrace(t.evict_at) for t in traces]).evict_at)
+
+
+def test_a_full_cache_has_evict_at_alone(traces: list[EvictionTrace]) -> None:
+    dense = traces[0].dense_like()
+    assert list(dense.sections) == ["evict_at"] and dense.shape == traces[0].shape == (2, 2, 6)
+    assert bool((dense.evict_at == NEVER).all())
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"other": torch.zeros(3)}, "unknown trace section 'other'; the sections are evict_at, visits, gains"),
+        ({"visits": torch.zeros(3)}, r"visits must be int32 \[visit\], got torch.float32 \[3\]"),
+        ({"visits": torch.zeros(2, 3, dtype=torch.int32)}, r"visits must be int32 \[visit\], got torch.int32 \[2, 3\]"),
+        ({"visits": torch.tensor([-1], dtype=torch.int32)}, "visits must be positions"),
+        ({"gains": torch.zeros(3, 1)}, "gains has 3 layers, where the trace has 2"),
+        ({"visits": torch.zeros(1, dtype=torch.int32), "gains": torch.zeros(2, 2)}, "gains has 2 visits, where the"),
+    ],
+)
+def test_a_wrong_section_is_refused(sections: dict, says: str, with_visits: Callable) -> None:
+    with pytest.raises(TraceError, match=says) as caught:
+        EvictionTrace(evictions(4).evict_at, sections)
+    assert "\n" not in str(caught.value)
+
+
+def test_traces_with_other_sections_do_not_go_together(traces: list[EvictionTrace], tmp_path: Path) -> None:
+    mixed = [traces[0], EvictionTrace(traces[1].evict_at)]
+    says = "trace 1 has the sections evict_at, trace 0 evict_at, visits, gains"
+    with pytest.raises(TraceError, match=says):
+        batch_traces(mixed, [0, 0], 6)
+    with pytest.raises(TraceError, match=says):
+        pack_traces(mixed)
+    with pytest.raises(TraceError, match=says):
+        save_traces(tmp_path / "t.safetensors", mixed)
+
+
+def test_a_file_with_an_unknown_section_is_refused(
+    traces: list[EvictionTrace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that another version knows."""
+    path = tmp_path / "t.safetensors"
+    save_traces(path, traces)
+    monkeypatch.delitem(SECTIONS, "gains")
+    with pytest.raises(TraceError, match=r"t\.safetensors holds an unknown section 'gains'; this reads evict_at"):
+        load_traces(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.pop("visits.lengths"), r"holds no visits\.lengths"),
+        (lambda t: t.pop("visits"), "holds no visits$"),
+        (lambda t: t.update({"visits.lengths": torch.tensor([2, 3])}), "visits is of 2 sequences, evict_at of 3"),
+        (lambda t: t.update({"visits.lengths": torch.tensor([2, 0, 4])}), r"visits \[5\] does not hold sequences of 6"),
+        (lambda t: t.update({"gains.lengths": torch.tensor([1, 1, 3])}), "gains has 1 visits, where the trace has 2"),
+    ],
+)
+def test_a_damaged_section_is_refused_with_its_path(
+    change: Callable, says: str, traces: list[EvictionTrace], tmp_path: Path
+) -> None:
+    path = tmp_path / "t.safetensors"
+    save_traces(path, traces)
+    with safe_open(str(path), framework="pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    save_file(tensors, str(path), metadata=metadata)
+    assert len(load_traces(path)) == 3  # control: rewriting alone is no damage
+    change(tensors)
+    save_file(tensors, str(path), metadata=metadata)
+    with pytest.raises(TraceError, match=says) as caught:
+        load_traces(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_view_that_cannot_replay_a_section_refuses_it(traces: list[EvictionTrace]) -> None:
+    batch = batch_traces(traces, [0, 0, 0], 6)
+    with pytest.raises(TraceError, match=r"^ReplayView cannot replay the section 'visits' of a trace; it replays ev"):
+        ReplayView(batch, "cpu")
+    with pytest.raises(TraceError, match=r"^DenseView cannot replay the section 'visits' of a trace"):
+        DenseView(traces[0])
+    with pytest.raises(TraceError, match=r"^no view replays .* visits, gains \(ReplayView replays evict_at\)$"):
+        make_view(traces, [0, 0, 0], 6, "cpu")
+    evicted = [EvictionTrace(trace.evict_at) for trace in traces]
+    assert type(make_view(evicted, [0, 0, 0], 6, "cpu")) is ReplayView  # control
+
+
+def test_the_factory_takes_the_view_that_replays_all(
+    traces: list[EvictionTrace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Visits(ReplayView):
+        replays = frozenset({"evict_at", "visits", "gains"})
+
+    monkeypatch.setattr(factory, "VIEWS", (ReplayView, Visits))
+    assert type(make_view(traces, [0, 0, 0], 6, "cpu")) is Visits
+    assert type(make_view([EvictionTrace(traces[0].evict_at)], [0], 6, "cpu")) is ReplayView
+
+
+def test_replay_logprobs_refuses_what_no_view_replays(with_visits: Callable, model_of: Callable) -> None:
+    model, trace = model_of("qwen3"), evictions(6)
+    rollout = SimpleNamespace(prompt_ids=[3, 4, 5], completion_ids=[6, 7, 8], trace=trace)
+    assert replay_logprobs(model, [rollout])[0].shape == (3,)  # control
+    rollout.trace = with_visits(trace, [2, 4])
+    with pytest.raises(ValueError, match="no view replays traces with the sections evict_at, visits, gains") as caught:
+        replay_logprobs(model, [rollout])
+    assert "\n" not in str(caught.value)
+    with pytest.raises(TraceError, match="'visits'"):
+        dense_logprobs(model, rollout.prompt_ids, rollout.completion_ids, rollout.trace)
+
+
+def test_a_declaration_says_the_name_that_it_is_under() -> None:
+    assert all(section.name == name and section.joined in section.axes for name, section in SECTIONS.items())

@@ -1,0 +1,93 @@
+"""GRPO carries whole traces: every section goes through its buffer, a checkpoint and a resume, into each forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_runs import KillAt, Killed
+
+from sparse_rl.attention.views import factory
+from sparse_rl.attention.views.replay import ReplayView
+from sparse_rl.trace import EvictionTrace, TraceError
+
+MID_BUFFER = {
+    "max_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+}
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
+    """A view that takes the made-up sections, and attends as if they were not there; returns the batches of each."""
+    batches: list[dict[str, torch.Tensor]] = []
+
+    class Takes(ReplayView):
+        replays = frozenset({"evict_at", "visits", "gains"})
+
+        def __init__(self, batch: Any, *args: Any) -> None:
+            batches.append(dict(batch))
+            super().__init__(batch, *args)
+
+    monkeypatch.setattr(factory, "VIEWS", (ReplayView, Takes))
+    return batches
+
+
+def visiting(trainer: Any, add: Callable) -> Any:
+    """The trainer, whose engine records sections that tell each completion from the others."""
+    generate = trainer.engine.generate
+    trainer.engine.generate = lambda prompts, sampling: [
+        dataclasses.replace(r, trace=add(r.trace, r.completion_ids)) for r in generate(prompts, sampling)
+    ]
+    return trainer
+
+
+def test_every_section_is_there_after_a_resume(
+    grpo: Callable, with_visits: Callable, forwards: list[dict[str, torch.Tensor]]
+) -> None:
+    """The forwards after the checkpoint see bit for bit what those of a run without an interruption see."""
+    visiting(grpo("whole", **MID_BUFFER), with_visits).train()
+    whole = forwards.copy()
+    forwards.clear()
+    with pytest.raises(Killed):
+        visiting(grpo("stopped", callbacks=(KillAt(1),), **MID_BUFFER), with_visits).train()
+    done = len(forwards)
+    forwards.clear()
+    second = grpo("stopped", **MID_BUFFER)
+    checkpoint = Path(second.args.output_dir) / "checkpoint-1"
+    buffer = torch.load(checkpoint / "progress_0.pt", weights_only=True)["buffer"]
+    assert [list(state) for batch in buffer for state in batch["traces"]] == [["evict_at", "visits", "gains"]] * 8
+    for state in (state for batch in buffer for state in batch["traces"]):
+        ids = torch.cat([b["completion_ids"] for b in buffer])
+        assert any(state["visits"].tolist() == row[: len(state["visits"])].tolist() for row in ids)
+        assert EvictionTrace.from_state(state).further.keys() == {"visits", "gains"}
+    visiting(second, with_visits).train(resume_from_checkpoint=str(checkpoint))
+
+    wanted = [batch for batch in whole[done:] if len(batch["visits"]) > 1]  # without the engine's probes, of one row
+    found = [batch for batch in forwards if len(batch["visits"]) > 1]
+    assert len(found) == len(wanted) > 0
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert list(ours) == list(theirs) == ["evict_at", "visits", "gains"]
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_section_that_no_view_replays_stops_the_run(grpo: Callable, with_visits: Callable) -> None:
+    with pytest.raises(TraceError, match=r"^no view replays traces with the sections .*, visits, gains") as caught:
+        visiting(grpo(max_steps=1), with_visits).train()
+    assert "\n" not in str(caught.value)
+
+
+def test_full_attention_replays_no_section(
+    grpo: Callable, with_visits: Callable, forwards: list[dict[str, torch.Tensor]]
+) -> None:
+    visiting(grpo(max_steps=1, train_attention="full", guard=False), with_visits).train()
+    rows = [batch for batch in forwards if len(batch["evict_at"][0]) > 1]
+    assert not rows, "the dense traces go to the view that replays evict_at alone"
