@@ -66,11 +66,11 @@ def future_attention_mass(
         if lookahead is not None:
             last = torch.minimum(last, first + lookahead + 1)
         later = slice(min(start + window, length), None)  # no query before is of any key here
-        of = (queries[later] >= first[:, None]) & (queries[later] < last[..., None])  # [B, keys, queries]
+        counted = (queries[later] >= first[:, None]) & (queries[later] < last[..., None])  # [B, keys, queries]
         scores = key[:, :, None, part].float() @ grouped[..., later, :].transpose(-1, -2)
-        scores = (scores - lse[..., None, later]).masked_fill(~of[:, None, None], float("-inf"))
+        scores = (scores - lse[..., None, later]).masked_fill(~counted[:, None, None], float("-inf"))
         mass[..., part] = scores.clamp(max=LARGEST).exp().sum(-1)
-        count[:, part] = of.sum(-1)
+        count[:, part] = counted.sum(-1)
     if normalise:
         mass = mass / count.clamp(min=1)[:, None, None]
     if group == "mean":

@@ -122,8 +122,8 @@ class LearnedView:
             self._decided[layer] = self._decide(layer, scores, log_decay, query, key, scaling)
         decided = self._decided[layer]
         if self.loss is not None:
-            found = self.loss(scores, log_decay, decided.known)  # made again where the layer is recomputed
-            self.losses.setdefault(layer, found)
+            loss = self.loss(scores, log_decay, decided.known)  # made again where the layer is recomputed
+            self.losses.setdefault(layer, loss)
         if not decided.evicts:
             return sdpa(query, key, value, scaling, causal=True)
         return masked_attention(lambda: decided.evict_at, query, key, value, scaling, self.kernel)
