@@ -88,6 +88,6 @@ def test_a_section_that_no_view_replays_stops_the_run(grpo: Callable, with_visit
 def test_full_attention_replays_no_section(
     grpo: Callable, with_visits: Callable, forwards: list[dict[str, torch.Tensor]]
 ) -> None:
-    visiting(grpo(max_steps=1, train_attention="full", guard=False), with_visits).train()
+    visiting(grpo(max_steps=1, train_attention="full"), with_visits).train()
     rows = [batch for batch in forwards if len(batch["evict_at"][0]) > 1]
     assert not rows, "the dense traces go to the view that replays evict_at alone"
