@@ -155,27 +155,27 @@ def test_a_port_in_use(model: Path, started: list, capfd: pytest.CaptureFixture)
 @pytest.mark.parametrize(
     ("cache", "budget", "says"),
     [
-        ([], 48, "of the model"),
-        (["budget=32"], 32, "as given"),
-        (["budget=32,window=4", "period=8"], 32, "as given"),
-        (["policy=streaming,budget=32"], 32, "as given"),
+        ({}, 48, "of the model"),
+        ({"budget": 32}, 32, "as given"),
+        ({"budget": 32, "window": 4, "period": 8}, 32, "as given"),
+        ({"policy": "streaming", "budget": 32}, 32, "as given"),
     ],
 )
 def test_the_policy_is_the_models_unless_another_is_given(
-    cache: list[str], budget: int, says: str, model: Path
+    cache: dict[str, Any], budget: int, says: str, model: Path
 ) -> None:
     policy, source = serve.choose_policy(str(model), cache)
     assert source == says and policy.budget == budget
-    if len(cache) == 2:
+    if len(cache) == 3:
         assert (policy.name, policy.window, policy.period) == ("gkv", 4, 8)  # type: ignore[attr-defined]
-    elif cache and "policy" in cache[0]:
+    elif "policy" in cache:
         assert policy.name == "streaming"
     else:
         assert policy.parameters() == {**make_policy(POLICY).parameters(), "budget": budget}
 
 
 def test_without_a_policy_the_cache_is_full(tmp_path: Path) -> None:
-    policy, source = serve.choose_policy(str(tmp_path), [])
+    policy, source = serve.choose_policy(str(tmp_path), {})
     assert policy.name == "full" and source == "the model carries no policy"
 
 
