@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,7 +28,6 @@ from sparse_rl.errors import UserError
 from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_config, load_tokenizer
 from sparse_rl.policies import Policy, make_policy, sampled_under
-from sparse_rl.recipe.schema import apply_overrides
 
 PROGRAM = """
 import os, signal, sys
@@ -45,7 +44,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def serve(
     model: str,
-    cache: Sequence[str] = (),
+    cache: Mapping[str, Any],
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -108,23 +107,21 @@ def serve(
     _become([sys.executable, "-P", "-c", PROGRAM, *words, "--", *further])
 
 
-def choose_policy(model: str, cache: Sequence[str]) -> tuple[Policy, str]:
+def choose_policy(model: str, cache: Mapping[str, Any]) -> tuple[Policy, str]:
     """The policy to serve under, and where it comes from.
 
-    cache : texts "key=value,key=value"; with a key `policy` they say all, without it they change the policy that the
-        model carries; nothing: that policy, else a full cache
+    cache : with a key `policy` it says all, without it it changes the policy that the model carries; empty: that
+        policy, else a full cache
     """
     carried = saved_policy(model)
     if not cache:
         return (make_policy("full"), "the model carries no policy") if carried is None else (carried, "of the model")
-    given: dict[str, Any] = {}
-    apply_overrides(given, [pair for text in cache for pair in text.split(",")])
-    if "policy" not in given:
+    if "policy" not in cache:
         if carried is None:
             raise UserError(f"{model} carries no policy to change; name one: policy=gkv,budget=512", "--cache")
-        given = {"policy": carried.name, **carried.parameters(), **given}
+        cache = {"policy": carried.name, **carried.parameters(), **cache}
     try:
-        return make_policy(given), "as given"
+        return make_policy(cache), "as given"
     except ValueError as error:
         raise UserError(str(error), "--cache") from error
 
@@ -214,12 +211,12 @@ def _check_address(host: str, port: int) -> None:
         raise UserError(f"cannot listen on {host}, port {port}: {reason}; choose another --port or --host") from error
 
 
-def _dtype(given: str | None, config: Any) -> str:
+def _dtype(asked: str | None, config: Any) -> str:
     from rollout.vllm.compat import arguments
 
-    if given is None and arguments.on_cpu() and str(config.dtype).endswith("float32"):
+    if asked is None and arguments.on_cpu() and str(config.dtype).endswith("float32"):
         return "float32"  # vLLM would halve it
-    return given or "auto"
+    return asked or "auto"
 
 
 def _set_environment(verbose: bool) -> None:
@@ -276,22 +273,22 @@ def _kill_children() -> None:
     import psutil
 
     own = psutil.Process()
-    found: dict[int, Any] = {}
+    children: dict[int, Any] = {}
     tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
-    while new := [child for child in own.children(recursive=True) if child.pid not in (tracker, *found)]:
+    while new := [child for child in own.children(recursive=True) if child.pid not in (tracker, *children)]:
         for child in new:  # stopped first, so that none starts another unseen
-            found[child.pid] = child
+            children[child.pid] = child
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.suspend()
-    for child in found.values():
+    for child in children.values():
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
 
 
 def _one_line(error: Exception) -> str:
     """An error's message; of pydantic's, which vLLM's configurations raise, what is wrong and no more."""
-    found = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
-    return " ".join(found.removeprefix("Value error, ").split())
+    message = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
+    return " ".join(message.removeprefix("Value error, ").split())
 
 
 def run(words: list[str]) -> NoReturn:

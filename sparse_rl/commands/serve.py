@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sparse_rl.commands.arguments import amount, positive
 from sparse_rl.commands.console import Session, quiet_loading
@@ -34,11 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, session: Session) -> NoReturn:
     from rollout.vllm.serve import serve
+    from sparse_rl.recipe.schema import apply_overrides
 
     quiet_loading(session.verbose)
+    cache: dict[str, Any] = {}
+    apply_overrides(cache, [pair for text in options.cache for pair in text.split(",")])
     serve(
         options.model,
-        options.cache,
+        cache,
         host=options.host,
         port=options.port,
         dtype=options.dtype,

@@ -155,27 +155,27 @@ def test_a_port_in_use(model: Path, started: list, capfd: pytest.CaptureFixture)
 @pytest.mark.parametrize(
     ("cache", "budget", "says"),
     [
-        ([], 48, "of the model"),
-        (["budget=32"], 32, "as given"),
-        (["budget=32,window=4", "period=8"], 32, "as given"),
-        (["policy=streaming,budget=32"], 32, "as given"),
+        ({}, 48, "of the model"),
+        ({"budget": 32}, 32, "as given"),
+        ({"budget": 32, "window": 4, "period": 8}, 32, "as given"),
+        ({"policy": "streaming", "budget": 32}, 32, "as given"),
     ],
 )
 def test_the_policy_is_the_models_unless_another_is_given(
-    cache: list[str], budget: int, says: str, model: Path
+    cache: dict[str, Any], budget: int, says: str, model: Path
 ) -> None:
     policy, source = serve.choose_policy(str(model), cache)
     assert source == says and policy.budget == budget
-    if len(cache) == 2:
+    if len(cache) == 3:
         assert (policy.name, policy.window, policy.period) == ("gkv", 4, 8)  # type: ignore[attr-defined]
-    elif cache and "policy" in cache[0]:
+    elif "policy" in cache:
         assert policy.name == "streaming"
     else:
         assert policy.parameters() == {**make_policy(POLICY).parameters(), "budget": budget}
 
 
 def test_without_a_policy_the_cache_is_full(tmp_path: Path) -> None:
-    policy, source = serve.choose_policy(str(tmp_path), [])
+    policy, source = serve.choose_policy(str(tmp_path), {})
     assert policy.name == "full" and source == "the model carries no policy"
 
 
@@ -209,7 +209,7 @@ def test_vllm_reads_the_arguments_and_eviction_keeps_its_own(
     assert (given.max_num_seqs, given.max_model_len, given.max_num_batched_tokens) == (7, -1, 256)
     assert given.enable_prefix_caching is False and given.async_scheduling is False and given.enforce_eager is True
     assert given.kv_transfer_config.kv_connector == "EvictionConnector"
-    assert given.additional_config["sparse_rl"]["record"] is False
+    assert given.additional_config["sparse_rl"]["max_prompt"] is None
     for further, says in (
         (["--enable-prefix-caching"], "--enable-prefix-caching cannot be chosen where the cache evicts"),
         (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype cannot be chosen where the cache evicts"),

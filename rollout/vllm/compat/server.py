@@ -44,25 +44,25 @@ def run_server(ours: list[str], further: list[str], fail: Callable[[str], NoRetu
 
     cli_env_setup()
     parser = make_arg_parser(Parser(prog="vllm serve"))
-    default, asked, given = (parser.parse_args(words) for words in ([], further, [*ours, *further]))
+    default, asked, together = (parser.parse_args(words) for words in ([], further, [*ours, *further]))
     if asked.model_tag is not None:
         fail(f"{asked.model_tag!r} is not a flag")
     for name in ("model", "dtype"):
         if getattr(asked, name) != getattr(default, name):
             fail(f"--{name} does not stand behind --")
     changed = [name for name in FIXED if getattr(asked, name) != getattr(default, name)]
-    if changed and given.kv_transfer_config is not None:
+    if changed and together.kv_transfer_config is not None:
         fail(f"--{changed[0].replace('_', '-')} cannot be chosen where the cache evicts; leave it out")
-    configure_logging_from_args(given)
-    validate_parsed_serve_args(given)
+    configure_logging_from_args(together)
+    validate_parsed_serve_args(together)
     _refuse_foreign_tokens()
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(_is_news)
-    address, listening = entry.setup_server(given, reuse_port=False)
+    address, listening = entry.setup_server(together, reuse_port=False)
 
     async def serve() -> bool:
-        async with entry.build_async_engine_client(given) as engine:
-            end = await entry.build_and_serve(engine, address, listening, given, timeout_graceful_shutdown=GRACE)
+        async with entry.build_async_engine_client(together) as engine:
+            end = await entry.build_and_serve(engine, address, listening, together, timeout_graceful_shutdown=GRACE)
         await end
         return end.__name__ == "dummy_shutdown"  # type: ignore[attr-defined]  # no signal, but the engine's own end
 

@@ -1,0 +1,95 @@
+"""What a worker writes down of a run: all of it leaves, once, and in one piece per request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sparse_rl.trace import NEVER
+
+LAYERS, HEADS = 2, 2
+
+
+@pytest.fixture
+def record() -> Any:
+    """Requests "a-1" and "b-1" of places 7 and 3, of 6 and 5 tokens, which sampled 3 and 2."""
+    from rollout.vllm.record import RunRecord
+
+    made = RunRecord()
+    for request_id in ("a-1", "b-1"):
+        made.begin(request_id)
+    draw(made, {"a-1": 0, "b-1": 0}, -1.0)  # the prefill of both is not over: void
+    draw(made, {"a-1": 0, "b-1": 0}, -2.0)
+    drop(made, {"a-1": 4}, [[0], [1], [2], [3]])
+    draw(made, {"a-1": 1, "b-1": 1}, -3.0)
+    drop(made, {"a-1": 5, "b-1": 4}, [[1, 2], [0, 2], [0, 1], [0, 1]])
+    draw(made, {"a-1": 2}, -4.0)
+    return made
+
+
+def draw(record: Any, steps: dict[str, int], logprob: float) -> None:
+    places = [{"a-1": 7, "b-1": 3}[request_id] for request_id in steps]
+    values = torch.tensor([[logprob, logprob - 0.5]]) - torch.tensor(places)[:, None] / 8
+    record.draw(list(steps), places, list(steps.values()), values)
+
+
+def drop(record: Any, at: dict[str, int], each: list[list[int]]) -> None:
+    """`each`: of (layer 0 head 0), (0, 1), (1, 0), (1, 1), the entry that each request drops."""
+    positions = np.array(each, np.int32).reshape(LAYERS, HEADS, len(at)).transpose(0, 2, 1).reshape(LAYERS, -1)
+    record.drop(list(at), list(at.values()), [1] * len(at), positions)
+
+
+def evict_at(result: Any, length: int) -> list:
+    return np.frombuffer(result["evict_at"], np.int32).reshape(LAYERS, HEADS, length).tolist()
+
+
+def logprobs(result: Any) -> list:
+    return np.frombuffer(result["logprobs"], np.float32).reshape(-1, 2).tolist()
+
+
+def test_evictions_and_log_probs_leave_together(record: Any) -> None:
+    """In the order of the places that are asked for; a step that was drawn again counts once, as it was drawn last."""
+    b, a = record.take({3: 5, 7: 6})
+    assert not a["preempted"] and not b["preempted"]
+    assert evict_at(a, 6) == [
+        [[4, 5, NEVER, NEVER, NEVER, NEVER], [5, 4, NEVER, NEVER, NEVER, NEVER]],
+        [[5, NEVER, 4, NEVER, NEVER, NEVER], [5, NEVER, NEVER, 4, NEVER, NEVER]],
+    ]
+    assert evict_at(b, 5)[0] == [[NEVER, NEVER, 4, NEVER, NEVER]] * 2
+    assert evict_at(b, 5)[1] == [[NEVER, 4, NEVER, NEVER, NEVER]] * 2
+    assert logprobs(a) == [[v - 0.875, v - 1.375] for v in (-2.0, -3.0, -4.0)]
+    assert logprobs(b) == [[v - 0.375, v - 0.875] for v in (-2.0, -3.0)]
+
+
+def test_in_parts_as_at_once_and_nothing_is_left(record: Any) -> None:
+    (a,) = record.take({7: 6})
+    (b,) = record.take({3: 5})
+    assert len(logprobs(a)) == 3 and len(logprobs(b)) == 2 and a["evict_at"] and b["evict_at"]
+    assert not record.drawn and not record.dropped and not record._logprobs
+
+
+def test_an_eviction_of_the_last_step_is_there(record: Any) -> None:
+    """Nothing is lost when the request ends with the very step that compacts it."""
+    drop(record, {"b-1": 5}, [[3], [3], [3], [3]])
+    (b,) = record.take({3: 6})  # seen by a policy that decides before it attends, in a longer sequence
+    assert [head[3] for layer in evict_at(b, 6) for head in layer] == [5] * 4
+
+
+def test_a_request_that_begins_again_was_preempted(record: Any) -> None:
+    """What it had dropped is forgotten; its neighbour goes on."""
+    record.begin("a-1")
+    a, b = record.take({7: 6, 3: 5})
+    assert a["preempted"] and a["evict_at"] is None
+    assert not b["preempted"] and b["evict_at"] is not None
+
+
+def test_without_a_compaction_there_are_no_evictions() -> None:
+    from rollout.vllm.record import RunRecord
+
+    record = RunRecord()
+    draw(record, {"a-1": 0}, -1.0)  # of a full cache no request is said to begin
+    (a,) = record.take({7: 4})
+    assert a["evict_at"] is None and not a["preempted"] and len(logprobs(a)) == 1
