@@ -38,9 +38,7 @@ POLICIES: dict[str, type[Policy]] = {
     "gkv": GKV,
     "cake": CAKE,
 }
-LEARNED: dict[str, type[Policy]] = {
-    "kvpop": KVpop
-}  # retrofitted to a model (trainer/kvpop.py); no engine samples so yet
+LEARNED: dict[str, type[Policy]] = {"kvpop": KVpop}  # retrofitted to a model (trainer/kvpop/); no engine samples so yet
 
 
 def make_policy(name: str | Policy | Mapping[str, Any], /, **parameters: Any) -> Policy:

@@ -31,7 +31,7 @@ from trainer.weights import named_weights
 
 @dataclass
 class DistillArguments(TaughtArguments):
-    """What a DistillTrainer has: `distill` is the recipe's."""
+    """What a DistillTrainer has: `distill` is what distillation adds."""
 
     distill: DistillConfig = field(default_factory=DistillConfig)
 

@@ -41,7 +41,7 @@ from trainer.teacher.trainer import TaughtTrainer
 
 @dataclass
 class KVpopArguments(TaughtArguments):
-    """What a KVpopTrainer has: `kvpop` is the recipe's."""
+    """What a KVpopTrainer has: `kvpop` is what the retrofit adds."""
 
     kvpop: KVpopConfig = field(default_factory=KVpopConfig)
 

@@ -1,0 +1,46 @@
+"""The configurations: read without torch, and the same values whether a recipe or Python code makes them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from sparse_rl.attention.config import TargetConfig
+from sparse_rl.errors import UserError
+from trainer.distill.config import DistillConfig
+from trainer.grpo.config import GRPOConfig
+from trainer.kvpop.config import KVpopConfig, KVpopTrainingConfig
+from trainer.losses.config import DistillationLossConfig
+
+LIGHT = (
+    *("trainer.config", "trainer.grpo.config", "trainer.losses.config", "trainer.teacher.config"),
+    *("trainer.distill.config", "trainer.kvpop.config", "trainer.sft.config", "sparse_rl.attention.config"),
+)
+
+
+def test_they_are_read_without_torch() -> None:
+    heavy = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "numpy")
+    code = f"import sys, {', '.join(LIGHT)}; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: GRPOConfig(loss_type="gpro"), r"loss_type: must be one of grpo, .* got 'gpro' \(did you mean 'grpo'"),  # type: ignore[arg-type]
+        (lambda: GRPOConfig(loss_type="vespo", importance_correction="sequence_mask"), "importance_correction: loss_"),
+        (lambda: GRPOConfig(uniform_groups="drop", beta=0.1), "uniform_groups: drop needs beta 0"),
+        (lambda: TargetConfig(group="most"), "group: must be one of max, mean"),  # type: ignore[arg-type]
+        (lambda: DistillationLossConfig(kl_weight=0.0), "kl_weight: one of kl_weight and ce_weight"),
+        (lambda: DistillationLossConfig(renormalise=True), "renormalise: is about the teacher's top k"),
+        (lambda: DistillConfig(completions="student", refresh_every=2), "refresh_every: is for the dataset's"),
+        (lambda: KVpopConfig(packing=True, prefill="dense"), "prefill: needs packing: false"),
+        (lambda: KVpopTrainingConfig(lr_scheduler_type="greedy"), "lr_scheduler_type: depends on a metric"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_in_python_too(make, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        make()

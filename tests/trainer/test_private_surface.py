@@ -1,0 +1,132 @@
+"""What we override or read inside TRL and transformers is there, with the signature we rely on (docs/internals.md).
+
+A failure here after an update names what has changed; the table says why we touch it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed.ops
+import pytest
+import transformers
+from transformers.integrations import deepspeed as hf_deepspeed
+from trl import GRPOTrainer
+from trl.models import unwrap_model_for_generation
+from trl.models.utils import _ForwardRedirection, prepare_deepspeed
+from trl.trainer.utils import FusedCausalLMOutput, RepeatSampler, add_fused_lm_head
+
+DOCUMENT = Path(__file__).parents[2] / "docs/internals.md"
+IMAGES = (
+    "pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
+    "mm_token_type_ids image_position_ids"
+)
+METHODS = {
+    GRPOTrainer: {
+        "_get_train_sampler": "dataset",
+        "_tokenize_prompts": "prompts",
+        "_generate_single_turn": "prompt_ids images multimodal_fields num_generations has_tool_images",
+        "_calculate_rewards": "inputs prompts completions completion_ids_list",
+        "_generate_and_score_completions": "inputs",
+        "_compute_loss": "model inputs",
+        "_get_per_token_logps_and_entropies": (
+            f"model input_ids attention_mask logits_to_keep batch_size compute_entropy compute_aux_loss {IMAGES}"
+        ),
+    },
+    RepeatSampler: {
+        "__init__": "data_source mini_repeat_count batch_size repeat_count shuffle seed",
+        "__iter__": "",
+    },
+    transformers.Trainer: {
+        "_get_output_dir": "trial",
+        "_save_checkpoint": "model trial",
+        "_push_from_checkpoint": "checkpoint_folder",
+        "_load_optimizer_and_scheduler": "checkpoint",
+        "_init_training_state": ("max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"),
+        "_run_epoch": (
+            "model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial ignore_keys_for_eval "
+            "start_time resume_from_checkpoint epochs_trained steps_trained_in_current_epoch"
+        ),
+        "_maybe_log_save_evaluate": "tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate",
+        "_load_from_checkpoint": "resume_from_checkpoint model",
+        "_save": "output_dir state_dict",
+        "get_batch_samples": "epoch_iterator num_batches device",
+        "compute_loss": "model inputs return_outputs num_items_in_batch",
+    },
+}
+FUNCTIONS: dict[Callable, str] = {
+    _ForwardRedirection.__call__: "self wrapper_module original_module method args kwargs",
+    prepare_deepspeed: "model accelerator",
+    unwrap_model_for_generation: (
+        "model accelerator gather_deepspeed3_params generation_kwargs gradient_checkpointing_kwargs"
+    ),
+    hf_deepspeed.unset_hf_deepspeed_config: "",
+}
+ATTRIBUTES = {
+    GRPOTrainer: "use_vllm _metrics _logs _step _buffered_inputs _total_train_tokens",
+    transformers.Trainer: "_tr_loss _total_loss_scalar _globalstep_last_logged",
+}
+
+
+@pytest.mark.parametrize("owner", METHODS)
+def test_methods(owner: type) -> None:
+    for name, parameters in METHODS[owner].items():
+        assert list(inspect.signature(getattr(owner, name)).parameters) == ["self", *parameters.split()], name
+
+
+def test_functions() -> None:
+    for function, parameters in FUNCTIONS.items():
+        assert list(inspect.signature(function).parameters) == parameters.split(), function
+    assert {"log_probs", "entropy"} <= {field.name for field in dataclasses.fields(FusedCausalLMOutput)}
+    assert "self, *args, fused_lm_head=False, labels=None," in inspect.getsource(add_fused_lm_head)
+    assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
+
+
+@pytest.mark.parametrize("owner", ATTRIBUTES)
+def test_attributes(owner: type) -> None:
+    source = inspect.getsource(owner)
+    for name in ATTRIBUTES[owner].split():
+        assert re.search(rf"self\.{name}\b.*=", source), name
+
+
+def test_what_asks_for_vllm() -> None:
+    """What reads `use_vllm`, which we set once everything is built: the correction, and what is not reached."""
+    readers = {
+        name
+        for name, function in vars(GRPOTrainer).items()
+        if callable(function) and "self.use_vllm" in inspect.getsource(function)
+    }
+    assert readers == {
+        "__init__",  # before it is set
+        "_generate_single_turn",  # ours
+        "_generate",  # under rollout_func
+        "_tool_call_loop",  # under tools
+        "_generate_and_score_completions",  # the correction
+        "_compute_loss",  # the correction
+    }
+
+
+def test_the_sampler_is_that_of_trl(grpo: Callable[..., Any]) -> None:
+    """In the first epoch; in another, another order."""
+    schedule = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2}
+    trainer = grpo(**schedule)
+    ours, theirs = trainer._get_train_sampler(), GRPOTrainer._get_train_sampler(trainer)
+    order = list(theirs)
+    assert list(ours) == order and len(ours) == len(theirs) == len(order) > 0
+    ours.set_epoch(1)
+    assert list(ours) != order and sorted(ours) == sorted(order)
+
+
+def test_the_table_names_them_all() -> None:
+    """And nothing that is not held here."""
+    held = {f"{owner.__name__}.{name}" for owner, names in METHODS.items() for name in names if name != "__init__"}
+    held |= {f"{owner.__name__}.{name}" for owner, names in ATTRIBUTES.items() for name in names.split()}
+    held |= {"add_fused_lm_head", "_ForwardRedirection", "prepare_deepspeed", "unwrap_model_for_generation"}
+    held |= {"unset_hf_deepspeed_config", "deepspeed.ops.__compatible_ops__"}
+    section = DOCUMENT.read_text().split("## TRL and transformers")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `([^`]+)` \|", section, re.M)) == held
