@@ -54,7 +54,7 @@ def sample(recipe: GRPORecipe | EvalRecipe, folder: Path, problems: int = 8) -> 
         known = [name for name in ("prompt", "answer") if name in source.column_names]
         parts = sampled(engine, source, tokenizer, data, sampling)
         for number, (indices, part, _) in enumerate(parts):
-            if policy.peak_entries is not None:
+            if policy.schedule.evicts:
                 save_traces(folder / f"traces-{number:05d}.safetensors", [r.trace for r in part], made_by)
             texts = tokenizer.batch_decode([r.completion_ids for r in part], skip_special_tokens=True)
             problems_of = [{name: source[i][name] for name in known} for i in indices for _ in range(count)]

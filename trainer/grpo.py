@@ -228,8 +228,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
         floor = FLOORS[dtype] if self.args.guard_floor is None else self.args.guard_floor
         model = _base(self.accelerator.unwrap_model(self.model))
-        prompt, peak = list(range(min(PROBE_PROMPT, model.config.vocab_size))), self.policy.peak_entries
-        count = PROBE_TOKENS if peak is None else max(1, min(PROBE_TOKENS, peak - len(prompt)))
+        prompt = list(range(min(PROBE_PROMPT, model.config.vocab_size)))
+        count = max(1, min(PROBE_TOKENS, self.policy.schedule.first(len(prompt)) - len(prompt)))
         sampling = SamplingConfig(count, temperature=self.temperature, seed=self.args.seed, ignore_eos=True)
         rollout = self.engine.generate([prompt], sampling)[0]
         ids = torch.tensor([[*prompt, *rollout.completion_ids]], device=self.accelerator.device)
@@ -363,8 +363,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         size = 2 if self.args.bf16 or self.args.fp16 else 4
         per_entry = 2 * layers * kv_heads * head_dim * size
         fed = [len(r.trace) - 1 for r in rollouts]
-        peak = self.policy.peak_entries
-        held = [n if peak is None else max(len(r.prompt_ids), min(n, peak)) for n, r in zip(fed, rollouts, strict=True)]
+        most = self.policy.schedule.most_held
+        held = [most(len(r.prompt_ids), n) for n, r in zip(fed, rollouts, strict=True)]
         sampled = sum(len(r.completion_ids) for r in rollouts)
         local = [sum(r.trace.retention() for r in rollouts), len(rollouts), sum(held), sum(fed), sampled]
         gathered = self.accelerator.gather(torch.tensor([local], device=self.accelerator.device))

@@ -22,7 +22,9 @@ import torch.nn.functional as F
 from torch import distributed
 
 from sparse_rl.engines import CPU_HEAD_SIZES
-from sparse_rl.policies import Policy, fingerprint, make_policy
+from sparse_rl.errors import UserError
+from sparse_rl.policies.base import Policy
+from sparse_rl.policies.registry import fingerprint, make_policy
 
 SUPPORTED = "0.31."
 KEY = "sparse_rl"  # in vLLM's additional_config
@@ -56,12 +58,7 @@ class CacheConfig:
 
     @property
     def evicts(self) -> bool:
-        return self.policy.peak_entries is not None
-
-    @property
-    def peak(self) -> int:
-        assert self.policy.peak_entries is not None
-        return self.policy.peak_entries
+        return self.policy.schedule.evicts
 
 
 def check_version() -> None:
@@ -158,8 +155,10 @@ def engine_arguments(
         arguments["enforce_eager"] = True
         if exact:
             arguments["compilation_config"] = {"custom_ops": ["none"]}  # torch's own norms and activations
-    if policy.peak_entries is None:
+    if not policy.schedule.evicts:
         return arguments
+    if policy.schedule.peak is None:
+        raise UserError(f"vLLM cannot sample under {policy.name}: its cache grows with the sequence; use the hf engine")
     if not on_cpu():
         arguments |= {"attention_backend": "CUSTOM", "compilation_config": CUDA_COMPILATION}
     transfer = {

@@ -108,7 +108,7 @@ class VLLMEngine:
         self.eos = _stop_tokens(model, config)
         block = block_size or compat.default_block_size()
         longest = max_model_len or config.max_position_embeddings
-        held = longest if policy.peak_entries is None else max(max_prompt or longest, policy.peak_entries)
+        held = policy.schedule.most_held(max_prompt or longest, longest)
         entries = max_batch * (held + (block or 0)) + 2 * (block or 0)  # one block more for vLLM itself
         need = 2 * layers * kv_heads * head_dim * entries * (4 if dtype == "float32" else 2)
         optional = {

@@ -468,9 +468,10 @@ def check_cache(block: Mapping[str, Any], key: str = "cache", *, learned: bool =
         policy = make_policy(name, **parameters)
     except (ValueError, TypeError) as error:
         raise UserError(str(error), key) from None
-    if policy.decides_first != learned:
+    unsampled = policy.schedule.before_attending
+    if unsampled != learned:
         mend = "no engine samples under it yet; it is trained by recipes of kind kvpop"
-        raise UserError(mend if policy.decides_first else "recipes of kind kvpop train kvpop", f"{key}.policy")
+        raise UserError(mend if unsampled else "recipes of kind kvpop train kvpop", f"{key}.policy")
 
 
 def check_model_len(recipe: SampledRecipe | EvalRecipe) -> None:
