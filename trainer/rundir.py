@@ -14,10 +14,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from sparse_rl.config import show
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import read_metrics
 from sparse_rl.recipe import DistillRecipe, Recipe, TrainRecipe
-from sparse_rl.recipe.schema import show
 from trainer.checkpoint import checkpoints, damage, read_manifest
 
 logger = logging.getLogger("sparse_rl")

@@ -22,6 +22,7 @@ from sparse_rl.config import (
     Probability,
     Rule,
     Text,
+    as_mapping,
 )
 from sparse_rl.errors import UserError
 from sparse_rl.recipe.blocks import (
@@ -35,7 +36,7 @@ from sparse_rl.recipe.blocks import (
     TargetConfig,
     ValidationConfig,
 )
-from sparse_rl.recipe.schema import as_mapping, dump_yaml, parse_yaml
+from sparse_rl.recipe.schema import dump_yaml, parse_yaml
 
 Scheduler = Literal[
     "linear",
