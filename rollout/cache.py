@@ -77,8 +77,9 @@ class EvictingCache:
         self._slots = torch.tensor(before, device=device)
         need = max(before) + 1
         if need > self.capacity:
-            peak = self.policy.peak_entries
-            self._grow(max(need, min(self.capacity + GROW, need + GROW if peak is None else peak)))
+            counts = zip(self.prompt_lengths, self.seen, strict=True)
+            soon = max(self.policy.schedule.most_decoding(p, n + GROW) for p, n in counts)
+            self._grow(max(need, min(self.capacity + GROW, soon)))
         self._due = [due and a for due, a in zip(self._due, active, strict=True)]
         held = torch.arange(max(self._held), device=device) < self._held_tensor[:, None]
         self._mask = None if bool(held.all()) else held[:, None, None]
@@ -92,9 +93,9 @@ class EvictingCache:
         self._held = held
         self._held_tensor = torch.tensor(held, device=device)
         self._seen_tensor = torch.tensor(self.seen, device=device)
-        counts = list(zip(self.prompt_lengths, self.seen, strict=True))
-        self._due = [self.policy.compacts(p, n) for p, n in counts]
-        self.lengths = [self.policy.physical_length(p, n) for p, n in counts]
+        counts, schedule = list(zip(self.prompt_lengths, self.seen, strict=True)), self.policy.schedule
+        self._due = [schedule.due(p, n) for p, n in counts]
+        self.lengths = [schedule.held(p, n) for p, n in counts]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; a row may be taken several times (one prompt, many samples)."""
@@ -214,7 +215,13 @@ class EvictingCache:
         return out
 
     def _entries(
-        self, layer: Layer, rows: slice | torch.Tensor, held: int, scaling: float, reads: tuple[str, ...]
+        self,
+        layer: Layer,
+        rows: slice | torch.Tensor,
+        held: int,
+        scaling: float,
+        reads: tuple[str, ...],
+        left: Sequence[int] = (),
     ) -> Entries:
         """What these rows hold, as a policy that reads so much sees it; a slice gives views, an index tensor copies."""
         queries = None
@@ -229,16 +236,18 @@ class EvictingCache:
             queries=queries,
             scaling=scaling,
             state={name: buffer[rows, :, :held] for name, buffer in layer.state.items()},
+            left=left,
         )
 
     def _compact(self, index: int, layer: Layer, due: list[int], held: int, scaling: float) -> None:
         """Let the policy choose for the rows that are due, record what it drops, and move the rest to the front."""
+        left = [self.lengths[row] for row in due]
         everyone = len(due) == layer.keys.shape[0]
         rows = slice(None) if everyone else torch.tensor(due, device=layer.keys.device)
-        entries = self._entries(layer, rows, held, scaling, self.policy.score_reads)
+        entries = self._entries(layer, rows, held, scaling, self.policy.score_reads, left)
         kept = self.policy.compact(index, entries)
-        count = self.policy.budget
-        keep = kept.keep.nonzero()[:, -1].view(*kept.keep.shape[:2], count)  # ascending: entries stay in order
+        kept.check_counts(entries, self.policy.name)
+        keep, count = kept.slots(max(left)), max(left)
 
         dropped = entries.valid() & ~kept.keep
         at = torch.where(dropped, entries.seen[:, None, None], NEVER).to(torch.int32)

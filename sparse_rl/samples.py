@@ -56,7 +56,7 @@ def sample(recipe: GRPORecipe | EvalRecipe, folder: Path, problems: int = 8) -> 
         known = [name for name in ("prompt", "answer") if name in source.column_names]
         parts = sample_in_parts(engine, prompts, sampling)
         for number, (indices, part, _) in enumerate(parts):
-            if policy.peak_entries is not None:
+            if policy.schedule.evicts:
                 save_traces(folder / f"traces-{number:05d}.safetensors", [r.trace for r in part], made_by)
             texts = tokenizer.batch_decode([r.completion_ids for r in part], skip_special_tokens=True)
             problems_of = [{name: source[i][name] for name in known} for i in indices for _ in range(count)]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from growing import Growing
 from judging import gap, wrong_traces
 from transformers import PreTrainedModel
 
@@ -72,6 +73,16 @@ def test_replay_equals_sampling(
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=period)
     prompts, trained = prompts_of(model_name, LENGTHS), model_name == TRAINED
     check_cell(model_of(model_name), policy, prompts, 1e-3 if trained else 0.0, record_property)
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+@pytest.mark.parametrize("period", [1, 8])
+def test_replay_equals_sampling_under_a_budget_that_grows(
+    period: int, model_name: str, model_of: Callable, prompts_of: Callable, record_property: Callable
+) -> None:
+    """A policy of no registry; a compaction leaves one entry more for every 4 tokens seen: rows of a batch differ."""
+    policy, trained = Growing(BUDGET - 8, window=4, period=period), model_name == TRAINED
+    check_cell(model_of(model_name), policy, prompts_of(model_name, LENGTHS), 1e-3 if trained else 0.0, record_property)
 
 
 def test_kv_heads_evict_differently(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:

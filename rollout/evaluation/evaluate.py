@@ -130,7 +130,6 @@ class Point:
             mine = scores[place * self.samples : (place + 1) * self.samples]
             known = [score for score in mine if score is not None]
             self.correct.append(sum(score >= 1 for score in known) if len(known) == len(mine) else None)
-        limit = self.policy.peak_entries
         for rollout, score in zip(rollouts, scores, strict=True):
             retention = rollout.trace.retention()
             self.kept.append(retention)
@@ -138,9 +137,9 @@ class Point:
                 self.kept_correct.append(retention)
             self.lengths.append(len(rollout.completion_ids))
             self.truncated += rollout.finish_reason == "length"
-            fed = len(rollout.trace) - 1
-            self.peak = max(self.peak, fed if limit is None else min(fed, limit))
-            self.longest_prompt = max(self.longest_prompt, len(rollout.prompt_ids))
+            prompt, fed = len(rollout.prompt_ids), len(rollout.trace) - 1
+            self.peak = max(self.peak, self.policy.schedule.most_decoding(prompt, fed))
+            self.longest_prompt = max(self.longest_prompt, prompt)
         self.seconds += seconds
 
     def lines(

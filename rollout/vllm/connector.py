@@ -42,7 +42,7 @@ class EvictionConnector(KVConnectorBase_V1):
             raise UserError(f"EvictionConnector needs a cache policy in additional_config.{arguments.KEY}")
         refusals.refuse_unsupported(vllm_config)
         refusals.refuse_cache(kv_cache_config)
-        self.config, self.policy = config, config.policy
+        self.config, self.schedule = config, config.policy.schedule
         self.step = Step()
         self.running: dict[str, Running] = {}
         self.admitted: set[str] = set()  # in the step that is being scheduled
@@ -93,7 +93,7 @@ class EvictionConnector(KVConnectorBase_V1):
         first, prompt = blocks.get_block_ids()[0][0], request.num_tokens
         self._end(request.request_id)  # preempted in this very step
         self.admitted.add(request.request_id)
-        self.running[request.request_id] = Running(first, prompt, self.policy.next_compaction(prompt, 0))
+        self.running[request.request_id] = Running(first, prompt, self.schedule.next_due(prompt, 0))
         self.step.begun.append(Begun(request.request_id, first, prompt))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
@@ -108,10 +108,9 @@ class EvictionConnector(KVConnectorBase_V1):
         for request_id, computed in before.items():
             running, seen = self.running[request_id], computed + count[request_id]
             if seen == running.due:
-                # what it holds while attending: the dense prefill, or the peak
-                held = seen if seen <= max(running.prompt, self.config.peak) else self.config.peak
-                self.step.due.append(Due(request_id, running.block, seen, held))
-                running.due = self.policy.next_compaction(running.prompt, seen)
+                held, left = self.schedule.attended(running.prompt, seen), self.schedule.left(running.prompt, seen)
+                self.step.due.append(Due(request_id, running.block, seen, held, left))
+                running.due = self.schedule.next_due(running.prompt, seen)
         step, self.step = self.step, Step()
         return step
 

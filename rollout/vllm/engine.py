@@ -107,7 +107,7 @@ class VLLMEngine:
         self.generation_config = _generation_config(model)
         block = block_size or arguments.default_block_size()
         longest = max_model_len or config.max_position_embeddings
-        held = longest if policy.peak_entries is None else max(max_prompt or longest, policy.peak_entries)
+        held = policy.schedule.most_held(max_prompt or longest, longest)
         entries = max_batch * (held + (block or 0)) + 2 * (block or 0)  # one block more for vLLM itself
         need = 2 * layers * kv_heads * head_dim * entries * (4 if dtype == "float32" else 2)
         optional = {

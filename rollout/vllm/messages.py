@@ -28,12 +28,13 @@ class Begun:
 
 @dataclass(frozen=True)
 class Due:
-    """A request that compacts after this forward: its first block, tokens seen, entries held."""
+    """A request that compacts after this forward: its first block, tokens seen, entries held, and left by that."""
 
     request_id: str
     block: int
     seen: int
     held: int
+    left: int
 
 
 @dataclass

@@ -188,7 +188,7 @@ def _check_length(length: int, policy: Policy, config: Any, dtype: str, memory: 
     if memory is None or dtype not in BYTES:
         return
     layers, kv_heads, head_dim = cache_shape(config)
-    entries = max(length, policy.peak_entries or 0)
+    entries = policy.schedule.most_held(length, length)
     need = entries * layers * kv_heads * head_dim * 2 * BYTES[dtype]
     if need > memory:
         raise UserError(

@@ -1,7 +1,7 @@
 """The scheduler's side of eviction: a sequence owns blocks for its physical length, the others go back to the pool.
 
 A compaction runs right after the forward that made it due (connector.py). So once `n` tokens have been processed, the
-sequence holds policy.physical_length(P, n) entries, and until its end it never needs more than `peak_entries` slots.
+sequence holds schedule.held(P, n) entries, and until its end it never needs more than `schedule.peak` slots.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from sparse_rl.errors import UserError
-from sparse_rl.policies import make_policy
+from sparse_rl.policies.registry import make_policy
+from sparse_rl.policies.schedule import NEVER, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +38,13 @@ class EvictingSpec(FullAttentionSpec):
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """What one sequence may need: its prompt while that is prefilled, and the peak of decoding."""
-        peak = make_policy(json.loads(self.policy)).peak_entries
-        assert peak is not None
         longest = vllm_config.model_config.max_model_len
         prompt = longest if self.max_prompt is None else min(self.max_prompt, longest)
-        return -(-max(prompt, min(peak, longest)) // self.block_size) * self.page_size_bytes
+        return -(-self.schedule.most_held(prompt, longest) // self.block_size) * self.page_size_bytes
+
+    @property
+    def schedule(self) -> Schedule:
+        return make_policy(json.loads(self.policy)).schedule
 
     @classmethod
     def merge(cls, specs: list[EvictingSpec]) -> EvictingSpec:  # type: ignore[override]
@@ -57,14 +60,16 @@ class EvictingManager(FullAttentionManager):
         super().__init__(kv_cache_spec, *args, **kwargs)
         if self.enable_caching:
             raise UserError("prefix caching must be off under eviction (enable_prefix_caching=False)")
-        peak = make_policy(json.loads(kv_cache_spec.policy)).peak_entries
-        assert peak is not None
-        self.peak = peak
+        self.schedule = kv_cache_spec.schedule
         self.prompts: dict[str, int] = {}  # request -> tokens that it prefills densely; 0 once they are compacted
 
     def slots(self, request_id: str, tokens: int) -> int:
         """The slots that a request needs to process `tokens` tokens."""
-        return min(tokens, max(self.prompts[request_id], self.peak))
+        return self.schedule.most_held(self.prompts[request_id], tokens)
+
+    def claim(self, prompt: int) -> int:
+        """The blocks that a sequence may come to need, however long it gets."""
+        return self._blocks(self.schedule.most_held(prompt, NEVER))
 
     def get_num_blocks_to_allocate(
         self,
@@ -79,8 +84,8 @@ class EvictingManager(FullAttentionManager):
             # At admission `num_tokens` is all that will be prefilled (after a preemption, what was sampled too). What
             # the running sequences have yet to claim stays reserved, so that none of them is ever preempted.
             self.prompts[request_id] = num_tokens
-            claims = (self._blocks(max(self.prompts[r], self.peak)) - len(b) for r, b in self._others(request_id))
-            return self._blocks(max(num_tokens, self.peak)) + sum(claims)
+            claims = (self.claim(self.prompts[r]) - len(b) for r, b in self._others(request_id))
+            return self.claim(num_tokens) + sum(claims)
         need = self._blocks(self.slots(request_id, num_tokens))
         return max(0, need - len(self.req_to_blocks.get(request_id, ())))
 
@@ -92,10 +97,10 @@ class EvictingManager(FullAttentionManager):
     ) -> None:
         """Give the blocks beyond the peak back, once the first compaction has run."""
         prompt = self.prompts.get(request_id)
-        if prompt is None or processed_computed_tokens < max(prompt, self.peak):
+        if prompt is None or processed_computed_tokens < self.schedule.first(prompt):
             return
         self.prompts[request_id] = 0
-        blocks, keep = self.req_to_blocks[request_id], self._blocks(self.peak)
+        blocks, keep = self.req_to_blocks[request_id], self.claim(0)
         if len(blocks) > keep:
             tail = blocks[keep:]
             del blocks[keep:]

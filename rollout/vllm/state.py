@@ -4,7 +4,7 @@ Beside every slot of every layer and kv head: the token's logical position, and 
 request: the last queries that the policy scores by. All of it is indexed by block, as the cache is; nothing here loops
 over tokens, heads or requests.
 
-A compaction leaves what it keeps in the first `budget` slots. It moves as little as it can: only the survivors that
+A compaction leaves what it keeps in the first `left` slots. It moves as little as it can: only the survivors that
 stand behind, into the slots of what was dropped before them. So slots are in no order, and neither is what a policy is
 shown: a request's blocks, read whole.
 """
@@ -31,12 +31,14 @@ class Group:
     """Requests of a batch whose entries are shown to the policy together, padded to N entries.
 
     blocks int64 [R, N / block size]; lengths, seen int64 [R]; rows int64 [R], of the query buffer
+    left : of a compaction, the entries that it leaves in each kv head; vLLM takes no policy under which they differ
     """
 
     blocks: torch.Tensor
     lengths: torch.Tensor
     seen: torch.Tensor
     rows: torch.Tensor
+    left: int = 0
 
 
 @dataclass
@@ -137,7 +139,7 @@ class CacheState:
         count = (starts[1:] - starts[:-1]).long()
         seen = seq_lens.long()
         before = seen - count
-        held = self.policy.physical_length(prompt, before)
+        held = self.policy.schedule.held(prompt, before)
         tokens = int(starts_cpu[-1])
         row = torch.arange(len(first), device=self.device)
         slot, logical = held, before
@@ -168,7 +170,8 @@ class CacheState:
 
         logical : no fewer than the tokens that any of them has seen; new : than those that it brings
         """
-        return min(logical, max(self.config.peak, new, *self.prompts.values()))
+        most = self.policy.schedule.most_held
+        return min(logical, max(new, *(most(prompt, logical) for prompt in {0, *self.prompts.values()})))
 
     def _watches(
         self, plan: Plan, seen: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, starts_cpu: torch.Tensor
@@ -214,7 +217,8 @@ class CacheState:
     def compact(self, due: Sequence[Due]) -> None:
         """Compact these requests: those that decode together, those that end their prefill together."""
         self.prompts.update((d.block, 0) for d in due)
-        for group in ([d for d in due if d.held == self.config.peak], [d for d in due if d.held > self.config.peak]):
+        peak = self.policy.schedule.peak
+        for group in ([d for d in due if d.held == peak], [d for d in due if d.held != peak]):
             if group:
                 self._compact(group)
 
@@ -229,28 +233,30 @@ class CacheState:
             torch.tensor([d.held for d in due], device=self.device),
             torch.tensor([d.seen for d in due], device=self.device),
             self.row[first],
+            due[0].left,
         )
         dropped = [self._compact_layer(layer, group) for layer in range(len(self.caches))]
         if self.record is not None:
             self.record.drop(
                 [d.request_id for d in due],
                 [d.seen for d in due],
-                [d.held - self.policy.budget for d in due],
+                [d.held - d.left for d in due],
                 torch.stack(dropped).cpu().numpy(),
             )
 
     def _compact_layer(self, layer: int, group: Group) -> torch.Tensor:
-        """The positions dropped, row by row: int32 [the sum of Hkv x (length - budget)]; none without a record."""
+        """The positions dropped, row by row: int32 [the sum of Hkv x (length - left)]; none without a record."""
         entries = self._entries(layer, group, self.policy.score_reads, recent=True)
-        kept, budget = self.policy.compact(layer, entries), self.policy.budget
+        kept, left = self.policy.compact(layer, entries), group.left
+        kept.check_counts(entries, self.policy.name)
         self._remember(layer, group, kept.state)
         dropped = torch.empty(0)
         if self.record is not None:
             dropped = entries.positions[entries.valid() & ~kept.keep].int()
 
-        # Survivors behind the budget go where, before it, something was dropped: of these a head has equally many.
-        behind = self._listed(group.blocks, kept.keep[..., budget:], budget)
-        freed = self._listed(group.blocks, ~kept.keep[..., :budget], 0)
+        # Survivors behind the first `left` go where, before it, something was dropped: a head has equally many of them.
+        behind = self._listed(group.blocks, kept.keep[..., left:], left)
+        freed = self._listed(group.blocks, ~kept.keep[..., :left], 0)
         for buffer in (*self.caches[layer], self.positions[layer], *(s[layer] for s in self.state.values())):
             buffer[freed] = buffer[behind]
         return dropped
@@ -291,6 +297,7 @@ class CacheState:
             queries=queries,
             scaling=self.scaling,
             state={name: paged.read_blocks(state[layer], group.blocks) for name, state in self.state.items()},
+            left=[group.left] * len(group.lengths),
             mean_over_ranks=paged.mean_over_ranks,
         )
 

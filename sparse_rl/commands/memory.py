@@ -47,16 +47,6 @@ def cache_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsiz
     return 2 * layers * kv_heads * head_dim * entries * itemsize
 
 
-def peak_entries(policy: Policy, prompt: int, total: int) -> int:
-    """The most entries that a kv head holds: max(prompt, budget + period), or all that is fed (the last token is not).
-
-    A prompt is held whole until its prefill ends.
-    """
-    fed = max(total - 1, prompt)
-    peak = policy.peak_entries
-    return fed if peak is None else max(prompt, min(fed, peak))
-
-
 def state_bytes(policy: Policy, entries: int, layers: int, kv_heads: int) -> int:
     """What a policy and its cache remember beside keys and values: int64 positions and float32 scores, per entry."""
     return layers * kv_heads * entries * (8 + 4 * len(policy.initial_state))
@@ -94,7 +84,7 @@ def tiles_bytes(sequences: int, kv_heads: int, length: int) -> int:
 
 def redundancy_bytes(policy: Policy, entries: int, kv_heads: int) -> int:
     """The transient of R-KV's redundancy, where a policy has it: 3 float32 [Hkv, N, N], for one sequence at a time."""
-    from sparse_rl.policies import GKV, RKV
+    from sparse_rl.policies.scored_window import GKV, RKV
 
     has = isinstance(policy, RKV) or (isinstance(policy, GKV) and policy.redundancy)
     return 3 * 4 * kv_heads * entries * entries if has else 0
@@ -349,15 +339,15 @@ def _cache_items(
 
     policy = make_policy(block) if block is not None else saved_policy(recipe.model) or make_policy("full")
     shape, total = cache_shape(config), prompt + recipe.max_completion_length
-    entries = peak_entries(policy, prompt, total)
+    fed = max(total - 1, prompt)  # the last token is not
+    entries = policy.schedule.most_held(prompt, fed)
     one, full = cache_bytes(entries, *shape, itemsize), cache_bytes(total - 1, *shape, itemsize)
     state = state_bytes(policy, entries, *shape[:2])
     name = " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
     note = f"{name}: {entries} entries, {show(one)} a sequence; full {show(full)}"
     when = "avoided" if pooled else "sampling"
     items = [Item(f"KV cache of {at_once}", at_once * (one + state), when=when, note=note)]
-    compacts = policy.peak_entries is not None and entries >= policy.peak_entries
-    if compacts and (transient := redundancy_bytes(policy, entries, shape[1])):
+    if policy.schedule.first(prompt) <= fed and (transient := redundancy_bytes(policy, entries, shape[1])):
         note = f"{name}: similarities of {entries} x {entries} entries, one sequence of one layer at a time"
         items.append(Item("redundancy", transient, when="sampling", note=note))
     return items

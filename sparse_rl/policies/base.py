@@ -2,24 +2,25 @@
 
 A policy is pure tensor code over R sequences and all kv heads of one layer. It never sees prompts, tokens, models or
 engines, and it keeps nothing between calls: what it wants to remember about an entry it leaves in `Entries.state`,
-which the engine moves along with the entry.
-
-Cadence (DESIGN §4): a compaction runs right after a query has attended, when the cache holds budget + period entries,
-or at the end of a prefill that is at least that long; it leaves `budget`. It gives evict_at = q + 1 to what it drops
-after query q. Everything is counted per sequence, so that a trace never depends on the batch.
+which the engine moves along with the entry. When a compaction runs and how many entries it leaves is the schedule's
+business (schedule.py). It gives evict_at = q + 1 to what it drops after query q.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
+from sparse_rl.errors import StoppedError
+from sparse_rl.policies.schedule import Schedule
 
-def _identity(value: torch.Tensor) -> torch.Tensor:
+
+def one_rank(value: torch.Tensor) -> torch.Tensor:
+    """The mean over the tensor-parallel ranks where there is one."""
     return value
 
 
@@ -35,6 +36,7 @@ class Entries:
     queries      : [R, Hq, W, D], the last W queries, oldest first (W = policy.last_queries)
     scaling      : the factor on q . k, usually D ** -0.5
     state        : name -> float32 [R, Hkv, N], the policy's memory per entry
+    left         : in a compaction, how many entries of each row and kv head it leaves (ints: no one waits for a device)
     mean_over_ranks : the mean of a tensor over the tensor-parallel ranks, each of which holds Hkv of the layer's heads
     """
 
@@ -46,7 +48,8 @@ class Entries:
     queries: torch.Tensor | None
     scaling: float
     state: dict[str, torch.Tensor]
-    mean_over_ranks: Callable[[torch.Tensor], torch.Tensor] = _identity
+    left: Sequence[int] = ()
+    mean_over_ranks: Callable[[torch.Tensor], torch.Tensor] = one_rank
 
     def valid(self) -> torch.Tensor:
         """bool [R, 1, N]: not padding."""
@@ -93,12 +96,33 @@ class Entries:
 class Kept:
     """The outcome of a compaction.
 
-    keep  : bool [R, Hkv, N], true for `budget` entries of each head
+    keep  : bool [R, Hkv, N], true for what stays; `Entries.left` says how many should. A policy may leave another
+            count in each kv head; an engine that cannot hold such a cache says so (`check_counts`).
     state : name -> float32 [R, Hkv, N], the policy's memory from here on
     """
 
     keep: torch.Tensor
     state: dict[str, torch.Tensor]
+
+    def counts(self) -> torch.Tensor:
+        """int64 [R, Hkv]: entries that stay."""
+        return self.keep.sum(-1)
+
+    def check_counts(self, entries: Entries, policy: str) -> None:
+        """For engines that hold `Entries.left` entries in every kv head of a row: StoppedError where they differ."""
+        left = torch.tensor(entries.left, device=self.keep.device)[:, None]
+        if bool((counts := self.counts()).ne(left).any()):
+            row = int(counts.ne(left).any(1).nonzero()[0, 0])
+            raise StoppedError(
+                f"{policy}: a compaction left {counts[row].tolist()} entries in the kv heads of a sequence, and the "
+                f"schedule says {entries.left[row]}; this engine holds as many in every head as the schedule says"
+            )
+
+    def slots(self, most: int) -> torch.Tensor:
+        """int64 [R, Hkv, most]: the slots of what stays, ascending; behind them, where fewer than `most` stay, 0."""
+        rank = (self.keep.cumsum(-1) - 1).masked_fill_(~self.keep, most)  # what goes is written behind the others
+        slot = torch.arange(self.keep.shape[-1], device=rank.device).expand_as(rank)
+        return rank.new_zeros(*rank.shape[:2], most + 1).scatter_(-1, rank, slot)[..., :most]
 
 
 class Policy:
@@ -117,7 +141,6 @@ class Policy:
     name: ClassVar[str]
     initial_state: ClassVar[dict[str, float]] = {}  # per-entry memory: name -> value of a new entry
     every_query: ClassVar[bool] = False  # True: `observe` is called after every forward, prefill and decode
-    decides_first: ClassVar[bool] = False  # as a query arrives, before it attends; the engines cannot do that yet
     score_reads: ClassVar[tuple[str, ...]] = ("keys",)  # of "keys" and "values", what `score` looks at
     observe_reads: ClassVar[tuple[str, ...]] = ("keys",)  # and what `observe` does
 
@@ -137,38 +160,14 @@ class Policy:
         self.budget, self.sinks, self.window, self.period = budget, sinks, window, period
 
     @property
+    def schedule(self) -> Schedule:
+        """When it compacts, and how many entries that leaves."""
+        return Schedule(self.budget, self.period)
+
+    @property
     def last_queries(self) -> int:
         """How many of the last queries `score` needs in `Entries.queries`."""
         return 0
-
-    # ---- when and how much: pure functions of counts --------------------------------------------------------------
-
-    # They take ints, or int64 tensors of one shape, and so are written without branches.
-
-    def compacts(self, prompt_length: Any, seen: Any) -> Any:
-        """Whether a compaction runs once `seen` tokens have been seen."""
-        over = seen - self._first(prompt_length)
-        return (over >= 0) & (over % self.period == 0)
-
-    def next_compaction(self, prompt_length: int, seen: int) -> int:
-        """The least count of tokens after `seen` at which a compaction runs."""
-        over = seen - self._first(prompt_length)
-        return seen + (self.period - over % self.period if over >= 0 else -over)
-
-    def physical_length(self, prompt_length: Any, seen: Any, layer: int = 0) -> Any:
-        """Entries held per kv head once `seen` tokens have been seen, compaction included."""
-        over = seen - self._first(prompt_length)
-        return seen + (over >= 0) * (self.budget + over % self.period - seen)
-
-    def _first(self, prompt_length: Any) -> Any:
-        """The tokens seen at the first compaction: max(prompt_length, budget + period)."""
-        peak = self.budget + self.period
-        return peak + (prompt_length > peak) * (prompt_length - peak)
-
-    @property
-    def peak_entries(self) -> int | None:
-        """The most entries a kv head holds while decoding; None where it grows without bound."""
-        return self.budget + self.period
 
     # ---- what ---------------------------------------------------------------------------------------------------
 
@@ -193,8 +192,11 @@ class Policy:
             )
         bounds = torch.iinfo(torch.int64)
         rank = _rank(scores, entries.positions).masked_fill_(~competing, bounds.max)
-        best = rank.masked_fill_(~entries.valid(), bounds.min).topk(self.budget, sorted=False).indices
-        return Kept(torch.zeros_like(competing).scatter_(-1, best, True), entries.state)
+        rank.masked_fill_(~entries.valid(), bounds.min)
+        most, least = max(entries.left), min(entries.left)
+        best = rank.topk(most, sorted=least < most).indices  # sorted where some rows leave fewer than the others
+        stays = torch.arange(most, device=best.device) < torch.tensor(entries.left, device=best.device)[:, None, None]
+        return Kept(torch.zeros_like(competing).scatter_(-1, best, stays.expand_as(best)), entries.state)
 
     # ---- identity -------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sparse_rl.policies.base import Policy
+from sparse_rl.policies.schedule import NeverEvicts, Schedule
 
 
 class Full(Policy):
@@ -13,12 +12,6 @@ class Full(Policy):
     def __init__(self) -> None:
         pass  # no budget: nothing to check
 
-    def compacts(self, prompt_length: Any, seen: Any) -> Any:
-        return False
-
-    def physical_length(self, prompt_length: Any, seen: Any, layer: int = 0) -> Any:
-        return seen
-
     @property
-    def peak_entries(self) -> int | None:
-        return None
+    def schedule(self) -> Schedule:
+        return NeverEvicts()

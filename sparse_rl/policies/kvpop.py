@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparse_rl.policies.base import Policy
+from sparse_rl.policies.schedule import EvictsBeforeAttending, Schedule
 
 
 class KVpop(Policy):
@@ -29,7 +30,6 @@ class KVpop(Policy):
     """
 
     name = "kvpop"
-    decides_first = True
 
     def __init__(
         self,
@@ -61,5 +61,5 @@ class KVpop(Policy):
         return self.budget - self.sinks - self.window - self.state_entries
 
     @property
-    def peak_entries(self) -> int:
-        return self.budget - self.state_entries
+    def schedule(self) -> Schedule:
+        return EvictsBeforeAttending(self.budget - self.state_entries)

@@ -1,6 +1,6 @@
 """A user's words, checked: one flat YAML file becomes one typed dataclass before any model is loaded.
 
-schema.py   from YAML to any dataclass;  refused.py  keys of TRL that are not taken, and why
+schema.py   YAML and overrides;  refused.py  keys of TRL that are not taken, and why
 kinds.py    what each kind of recipe may say;  load.py  finds a recipe, reads it, applies overrides
 """
 

@@ -25,6 +25,7 @@ from sparse_rl.config import (
     Probability,
     Rule,
     Text,
+    as_mapping,
 )
 from sparse_rl.errors import UserError
 from sparse_rl.recipe.blocks import (
@@ -32,7 +33,7 @@ from sparse_rl.recipe.blocks import (
     SweepConfig,
     ValidationConfig,
 )
-from sparse_rl.recipe.schema import as_mapping, dump_yaml, parse_yaml
+from sparse_rl.recipe.schema import dump_yaml, parse_yaml
 from trainer.config import LaunchConfig, LoraConfig
 from trainer.grpo.config import GuardConfig
 from trainer.losses.config import BoundaryConfig
@@ -478,9 +479,10 @@ def check_cache(block: Mapping[str, Any], key: str = "cache", *, learned: bool =
         policy = make_policy(name, **parameters)
     except (ValueError, TypeError) as error:
         raise UserError(str(error), key) from None
-    if policy.decides_first != learned:
+    unsampled = policy.schedule.before_attending
+    if unsampled != learned:
         mend = "no engine samples under it yet; it is trained by recipes of kind kvpop"
-        raise UserError(mend if policy.decides_first else "recipes of kind kvpop train kvpop", f"{key}.policy")
+        raise UserError(mend if unsampled else "recipes of kind kvpop train kvpop", f"{key}.policy")
 
 
 def check_model_len(recipe: SampledRecipe | EvalRecipe) -> None:

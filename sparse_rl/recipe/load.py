@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from sparse_rl.config import Source, build, coerce, show, yaml_fields
 from sparse_rl.errors import UserError, nearest
 from sparse_rl.recipe.kinds import KINDS, Recipe
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.refused import refusal
-from sparse_rl.recipe.schema import Source, apply_overrides, build, coerce, parse_yaml, show, yaml_fields
+from sparse_rl.recipe.schema import apply_overrides, parse_yaml
 
 
 def _shipped() -> dict[str, Any]:

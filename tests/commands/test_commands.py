@@ -228,7 +228,7 @@ def test_a_nan_score_of_a_policy_is_one_line(tmp_path, capsys):
     session.folder = tmp_path
     zeros, lengths = torch.zeros(1, 1, 9, 2), torch.tensor([9])
     entries = Entries(
-        zeros + float("nan"), zeros, torch.arange(9).view(1, 1, 9), lengths, lengths, zeros[:, :, :2], 1.0, {}
+        zeros + float("nan"), zeros, torch.arange(9).view(1, 1, 9), lengths, lengths, zeros[:, :, :2], 1.0, {}, [4]
     )
     policy = make_policy("morphkv", budget=4, window=2, period=2)
     assert guarded(lambda: policy.compact(0, entries) and 0, session) == 1

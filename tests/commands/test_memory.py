@@ -20,7 +20,6 @@ from sparse_rl.commands.memory import (
     lora_parameters,
     mask_bytes,
     meta_model,
-    peak_entries,
     plan,
     redundancy_bytes,
     sdpa_mask_bytes,
@@ -115,10 +114,10 @@ def test_redundancy_is_counted_where_a_policy_has_it():
 
 @pytest.mark.parametrize("name", ["full", "streaming", "tova", "gkv"])
 @pytest.mark.parametrize(("prompt", "total"), [(5, 30), (24, 60), (40, 90), (200, 260), (6, 7)])
-def test_peak_entries_is_the_most_that_is_ever_held(policy_of, name, prompt, total):
+def test_most_held_is_the_most_that_is_ever_held(policy_of, name, prompt, total):
     policy = policy_of(name, budget=24, window=4, period=8, sinks=1)
-    held = [prompt] + [policy.physical_length(prompt, n - 1) + 1 for n in range(prompt + 1, total)]
-    assert peak_entries(policy, prompt, total) == max(held)
+    held = [prompt] + [policy.schedule.held(prompt, n - 1) + 1 for n in range(prompt + 1, total)]
+    assert policy.schedule.most_held(prompt, total - 1) == max(held)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
@@ -129,7 +128,7 @@ def test_cache_bytes_are_those_allocated(new_model, policy_of, family, name):
     engine = make_engine("hf", model=model, policy=policy)
     engine.generate([[5, 6, 7, 8]] * 4, SamplingConfig(120, seed=0, ignore_eos=True))
     shape = cache_shape(model.config)
-    entries = peak_entries(policy, 4, 124)
+    entries = policy.schedule.most_held(4, 123)
     expected = 4 * cache_bytes(entries, *shape, 4)
     if name == "full":
         assert expected <= engine.peak_cache_bytes <= 4 * cache_bytes(entries + GROW, *shape, 4)

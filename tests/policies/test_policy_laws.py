@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,10 @@ class Given(Policy):
     def score(self, layer: int, entries: Entries) -> torch.Tensor:
         return self.worth[entries.positions]
 
+    def choose(self, positions: list[list[int]], seen: list[int]) -> Kept:
+        """What a compaction of one kv head keeps of these entries."""
+        return self.compact(0, replace(entries_at(positions, seen), left=[self.budget] * len(seen)))
+
 
 def held_after(record: torch.Tensor, seen: int) -> list[list[int]]:
     """What each kv head holds once `seen` tokens have been seen and a compaction, if any, has run."""
@@ -42,7 +47,7 @@ def cadence(policy: Policy, prompt: int, until: int) -> dict[int, tuple[bool, in
     rows, held = {}, 0
     for seen in range(1, until + 1):
         held += 1
-        ran = policy.peak_entries is not None and seen >= prompt and held >= policy.budget + policy.period
+        ran = policy.schedule.evicts and seen >= prompt and held >= policy.budget + policy.period
         held = policy.budget if ran else held
         if seen >= prompt:
             rows[seen] = (ran, held)
@@ -54,23 +59,23 @@ def cadence(policy: Policy, prompt: int, until: int) -> dict[int, tuple[bool, in
 
 @pytest.mark.parametrize("period", [1, 2, 8])
 @pytest.mark.parametrize("name", POLICIES)
-def test_compacts_and_physical_length_follow_the_rule(name: str, period: int) -> None:
+def test_compactions_and_entries_held_follow_the_rule(name: str, period: int) -> None:
     policy = make_policy(name, **small(name, period=period))
     for prompt in range(1, 45):
         due = None
         for seen, (ran, held) in cadence(policy, prompt, prompt + 40).items():
-            assert policy.compacts(prompt, seen) == ran, (prompt, seen)
-            assert policy.physical_length(prompt, seen) == held, (prompt, seen)
-            if policy.peak_entries is not None:
-                assert ran == (seen == (due or policy.next_compaction(prompt, 0)))
-                due = policy.next_compaction(prompt, seen)
+            assert policy.schedule.due(prompt, seen) == ran, (prompt, seen)
+            assert policy.schedule.held(prompt, seen) == held, (prompt, seen)
+            if policy.schedule.evicts:
+                assert ran == (seen == (due or policy.schedule.next_due(prompt, 0)))
+                due = policy.schedule.next_due(prompt, seen)
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("period", [1, 8])
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_cache_holds_what_the_policy_says(name: str, period: int, sinks: int) -> None:
-    """After every forward: physical_length entries, in order of position, each with its own key and value."""
+    """After every forward: entries as the schedule says, in order of position, each with its own key and value."""
     policy = make_policy(name, **small(name, period=period, sinks=sinks))
     prompts, totals = lengths_around(12, period)
     batch = ragged_batch(1, prompts, totals)
@@ -80,7 +85,7 @@ def test_the_cache_holds_what_the_policy_says(name: str, period: int, sinks: int
         layer = cache.layers[0]
         snapshots.append((list(cache.seen), layer.positions.clone()))
         for row, seen in enumerate(cache.seen):
-            length = policy.physical_length(prompts[row], seen)
+            length = policy.schedule.held(prompts[row], seen)
             assert cache.lengths[row] == length
             positions = layer.positions[row, :, :length]
             assert bool((positions.diff(dim=-1) > 0).all()), "not in order of position"
@@ -92,7 +97,7 @@ def test_the_cache_holds_what_the_policy_says(name: str, period: int, sinks: int
     fed = feed(policy, batch, look)
     for seens, positions in snapshots:
         for row, seen in enumerate(seens):
-            length = policy.physical_length(prompts[row], seen)
+            length = policy.schedule.held(prompts[row], seen)
             assert positions[row, :, :length].tolist() == held_after(fed.records[row], seen)
 
 
@@ -100,20 +105,20 @@ def test_the_cache_holds_what_the_policy_says(name: str, period: int, sinks: int
 @pytest.mark.parametrize("name", EVICTING)
 def test_the_budget_is_kept_exactly_and_the_peak_is_never_exceeded(name: str, period: int) -> None:
     policy, batch, fed = run_policy(name, period=period)
-    assert policy.peak_entries == 12 + period
+    assert policy.schedule.peak == 12 + period
     peaks = []
     for row, record in enumerate(fed.records):
         prompt, total = batch.prompts[row], batch.totals[row]
         for seen in range(prompt, total + 1):
             held = {len(head) for head in held_after(record, seen)}
             assert len(held) == 1, "the heads hold different counts"
-            if policy.compacts(prompt, seen):
+            if policy.schedule.due(prompt, seen):
                 assert held == {policy.budget}
         attended = [sum(int(at) > q for at in record[0, : q + 1]) for q in range(prompt, total)]
         peaks.append(max(attended, default=0))
         for q in range(prompt):  # a prefill is dense
             assert bool((record[:, : q + 1] > q).all())
-    assert max(peaks) == policy.peak_entries, "the bound is reached and not exceeded"
+    assert max(peaks) == policy.schedule.peak, "the bound is reached and not exceeded"
 
 
 @pytest.mark.parametrize("sinks", [0, 3])
@@ -137,8 +142,8 @@ def test_sinks_and_window_are_never_evicted(name: str, period: int, sinks: int) 
 def test_full_never_evicts() -> None:
     policy, _, fed = run_policy("full")
     assert all(bool((record == NEVER).all()) for record in fed.records)
-    assert policy.peak_entries is None
-    assert policy.physical_length(7, 1000) == 1000 and not policy.compacts(7, 1000)
+    assert policy.schedule.peak is None and not policy.schedule.evicts
+    assert policy.schedule.held(7, 1000) == 1000 and not policy.schedule.due(7, 1000)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -218,7 +223,7 @@ def slots(kept: Kept) -> list[list[list[int]]]:
 def test_equal_scores_keep_the_earliest_with_sinks_and_window_in_order() -> None:
     policy = Given(torch.ones(40), budget=6, sinks=1, window=2, period=4)
     rows = [[0, 3, 4, 7, 8, 20, 21, 29, 30, 31], list(range(10))]
-    kept = policy.compact(0, entries_at(rows, [32, 10]))
+    kept = policy.choose(rows, [32, 10])
     assert slots(kept) == [[[0, 1, 2, 3, 8, 9]], [[0, 1, 2, 3, 8, 9]]]
     assert kept.state["age"][kept.keep].tolist() == [0, 3, 4, 7, 30, 31, 0, 1, 2, 3, 8, 9]
 
@@ -230,7 +235,7 @@ def test_keep_is_the_best_of_the_competing_entries_by_brute_force() -> None:
         sinks, window, budget = seed % 3, seed % 4, 7
         rows = [torch.randperm(30, generator=generator)[: 9 + row].tolist() for row in range(3)]  # in any order
         seen = [max(row) + 1 for row in rows]
-        kept = Given(worth, budget, sinks=sinks, window=window, period=2).compact(0, entries_at(rows, seen))
+        kept = Given(worth, budget, sinks=sinks, window=window, period=2).choose(rows, seen)
         for row, positions in enumerate(rows):
             safe = [j for j in positions if j < sinks or j >= seen[row] - window]
             free = sorted(set(positions) - set(safe), key=lambda j: (-float(worth[j]), j))
@@ -241,21 +246,19 @@ def test_keep_is_the_best_of_the_competing_entries_by_brute_force() -> None:
 def test_padding_is_never_kept() -> None:
     """The padding of a short row names position 0 and would score best."""
     worth = torch.arange(40, 0, -1).float()
-    kept = Given(worth, budget=3, period=1).compact(0, entries_at([[5, 6, 7, 8], list(range(12))], [9, 12]))
+    kept = Given(worth, budget=3, period=1).choose([[5, 6, 7, 8], list(range(12))], [9, 12])
     assert slots(kept) == [[[0, 1, 2]], [[0, 1, 2]]]
 
 
 def test_padding_is_never_kept_where_the_worst_score_is_minus_infinity() -> None:
     worth = torch.full((40,), -torch.inf)
-    kept = Given(worth, budget=4, window=1, period=1).compact(
-        0, entries_at([[5, 6, 7, 8, 9], list(range(12))], [10, 12])
-    )
+    kept = Given(worth, budget=4, window=1, period=1).choose([[5, 6, 7, 8, 9], list(range(12))], [10, 12])
     assert slots(kept) == [[[0, 1, 2, 4]], [[0, 1, 2, 11]]]
 
 
 def test_sinks_and_window_outlive_a_score_of_infinity() -> None:
     worth = torch.full((40,), torch.inf)
-    kept = Given(worth, budget=5, sinks=1, window=2, period=1).compact(0, entries_at([list(range(12))], [12]))
+    kept = Given(worth, budget=5, sinks=1, window=2, period=1).choose([list(range(12))], [12])
     assert slots(kept) == [[[0, 1, 2, 10, 11]]]
 
 
@@ -264,7 +267,7 @@ def test_sinks_and_window_outlive_a_score_of_infinity() -> None:
 def test_any_floats_rank_as_they_compare(scores: list[float]) -> None:
     """Infinities, denormals and both zeros; equal ones, the earlier first."""
     worth = torch.tensor(scores)
-    kept = Given(worth, budget=3, period=1).compact(0, entries_at([list(range(len(scores)))], [len(scores)]))
+    kept = Given(worth, budget=3, period=1).choose([list(range(len(scores)))], [len(scores)])
     assert slots(kept)[0][0] == sorted(sorted(range(len(scores)), key=lambda j: (-scores[j], j))[:3])
 
 
@@ -330,11 +333,10 @@ def test_a_nan_key_is_an_error_while_decoding(name: str) -> None:
 def test_only_the_nan_of_a_competing_entry_counts() -> None:
     worth = torch.ones(10)
     worth[[0, 9]] = float("nan")
-    entries = entries_at([list(range(10))], [10])
-    kept = Given(worth, budget=5, sinks=1, window=1, period=1).compact(0, entries)
+    kept = Given(worth, budget=5, sinks=1, window=1, period=1).choose([list(range(10))], [10])
     assert slots(kept) == [[[0, 1, 2, 3, 9]]]
     with pytest.raises(FloatingPointError):
-        Given(worth, budget=5, sinks=1, period=1).compact(0, entries)
+        Given(worth, budget=5, sinks=1, period=1).choose([list(range(10))], [10])
 
 
 def test_tova_keeps_the_same_tokens_in_every_kv_head() -> None:

@@ -7,10 +7,10 @@ from enum import Enum
 
 import pytest
 
+from sparse_rl.config import yaml_fields
 from sparse_rl.recipe.kinds import KINDS
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.refused import refusal
-from sparse_rl.recipe.schema import yaml_fields
 
 
 def members(hint):

@@ -10,13 +10,14 @@ import yaml
 
 from rollout.config import RolloutConfig
 from sparse_rl import recipe as recipes
+from sparse_rl.config import yaml_fields
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import KINDS, DistillRecipe, EvalRecipe, GRPORecipe, SFTRecipe, load_recipe, make_recipe
 from sparse_rl.recipe import load as recipe_loading
 from sparse_rl.recipe.kinds import Scheduler
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
-from sparse_rl.recipe.schema import dump_yaml, parse_yaml, yaml_fields
+from sparse_rl.recipe.schema import dump_yaml, parse_yaml
 from trainer.config import LaunchConfig, LoraConfig
 from trainer.grpo.config import GuardConfig
 

@@ -68,9 +68,9 @@ def test_decoding_is_bounded(policy_name: str, model_of: Callable, policy_of: Ca
         return engine.peak_cache_bytes
 
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=PERIOD)
-    assert policy.peak_entries is not None
-    bound = len(prompts) * policy.peak_entries * entry_bytes(model)
-    assert policy.peak_entries <= BUDGET + PERIOD
+    assert policy.schedule.peak is not None
+    bound = len(prompts) * policy.schedule.peak * entry_bytes(model)
+    assert policy.schedule.peak <= BUDGET + PERIOD
     assert peak(policy, 25) == peak(policy, 50) == bound
     if policy_name == EVICTING[0]:
         full = policy_of("full")  # the control: it grows, in steps of GROW entries
@@ -87,7 +87,7 @@ def test_the_cache_holds_what_the_record_says(
     cache = driver.cache
     for step in range(30):
         for row, seen in enumerate(cache.seen):
-            assert cache.lengths[row] == policy.physical_length(cache.prompt_lengths[row], seen)
+            assert cache.lengths[row] == policy.schedule.held(cache.prompt_lengths[row], seen)
             record = cache.evict_at(row, seen)
             for index, layer in cache.layers.items():
                 for head, positions in enumerate(layer.positions[row, :, : cache.lengths[row]]):

@@ -101,7 +101,7 @@ def test_a_policy_sees_the_truth(row: int, spy: Spy, model_of: Callable, prompts
             if seen >= len(r.trace) or not close(entries.keys[i, :, :held], k[heads, positions]):
                 continue  # another sequence's row
             checked += 1
-            assert spy.compacts(prompt, seen)
+            assert spy.schedule.due(prompt, seen)
             assert held == (seen if layer not in before and seen <= max(prompt, BUDGET + PERIOD) else BUDGET + PERIOD)
             assert close(entries.values[i, :, :held], v[heads, positions])
             assert (positions.diff(dim=-1) > 0).all() and int(positions[0, -1]) == seen - 1
@@ -113,7 +113,7 @@ def test_a_policy_sees_the_truth(row: int, spy: Spy, model_of: Callable, prompts
             assert torch.equal(entries.state["mark"][i, :, :held], torch.where(survived, positions.float(), first))
             assert torch.equal(entries.state["queries"][i, :, :held], (seen - positions).float())
             before[layer] = seen
-    wanted = [seen for seen in range(prompt, len(r.trace)) if spy.compacts(prompt, seen)]
+    wanted = [seen for seen in range(prompt, len(r.trace)) if spy.schedule.due(prompt, seen)]
     assert checked == len(qkv) * len(wanted) and len(wanted) >= 3
 
 

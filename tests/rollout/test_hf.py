@@ -77,7 +77,9 @@ def test_finished_rows_are_not_compacted(model: PreTrainedModel, prompts: list[l
     rollouts = engine.generate(prompts, SamplingConfig(30, seed=2, stop_token_ids=[tokens[1], tokens[13]]))
     assert {r.finish_reason for r in rollouts} == {"stop", "length"}
     due = sum(
-        policy.compacts(len(r.prompt_ids), seen) for r in rollouts for seen in range(len(r.prompt_ids), len(r.trace))
+        policy.schedule.due(len(r.prompt_ids), seen)
+        for r in rollouts
+        for seen in range(len(r.prompt_ids), len(r.trace))
     )
     assert policy.count == model.config.num_hidden_layers * due
     assert due > 20

@@ -172,7 +172,7 @@ def test_what_is_refused(scorer: Any, said: str) -> None:
 def test_the_policy_knows_its_counts_and_draws_nothing() -> None:
     state = torch.random.get_rng_state()
     policy: Any = make_policy("kvpop", budget=2276, scorer={"name": "mlstm", "value": "full"})
-    assert policy.k == 2016 and policy.peak_entries == 2276 and policy.decides_first
+    assert policy.k == 2016 and policy.schedule.peak == 2276 and policy.schedule.before_attending
     assert torch.equal(state, torch.random.get_rng_state())
     again: Any = make_policy("kvpop", **policy.parameters())
     assert again.parameters() == policy.parameters() and again.scorer == {"name": "mlstm", "value": "full"}

@@ -210,7 +210,7 @@ class Pool:
         window = rng.choice([1, 2, 3])
         budget, sinks, period = rng.randint(window + 2, 14), rng.choice([0, 1]), rng.choice([1, 3, 6])
         self.policy = Arithmetic(budget, sinks=sinks, window=window, period=period)
-        self.peak: int = self.policy.peak_entries  # type: ignore[assignment]
+        self.peak: int = self.policy.schedule.peak  # type: ignore[assignment]
         self.caches = allocate(order)
         config = CacheConfig(self.policy, max_prompt=None, exact=False)
         vllm_config = SimpleNamespace(
@@ -271,9 +271,9 @@ class Pool:
             r.feed(count)
             self.check(r, length)
 
-        self.compact([r for r in batch if self.policy.compacts(r.prompt, r.seen)])
+        self.compact([r for r in batch if self.policy.schedule.due(r.prompt, r.seen)])
         for r in batch:
-            self.check(r, self.policy.physical_length(r.prompt, r.seen))
+            self.check(r, self.policy.schedule.held(r.prompt, r.seen))
         for ours, theirs in zip(before, self.bits(others), strict=True):
             assert torch.equal(ours, theirs), "a block of another request, or of nobody, was written"
         self.release(batch)
@@ -282,9 +282,12 @@ class Pool:
         from rollout.vllm.messages import Due
 
         at = {str(i): r for i, r in enumerate(due)}
-        peak = self.peak
+        peak, left = self.peak, self.policy.budget
         self.state.compact(
-            [Due(i, r.blocks[0], r.seen, r.seen if r.seen <= max(r.prompt, peak) else peak) for i, r in at.items()]
+            [
+                Due(i, r.blocks[0], r.seen, r.seen if r.seen <= max(r.prompt, peak) else peak, left)
+                for i, r in at.items()
+            ]
         )
         for r in due:
             r.compact(self.policy)

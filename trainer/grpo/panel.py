@@ -52,10 +52,7 @@ def replay_panel(gap: torch.Tensor, ratio: torch.Tensor, clip: float) -> dict[st
 
 def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
     """The most entries that each sequence has held, per layer and kv head; a prompt is held whole while it is read."""
-    peak, fed = policy.peak_entries, [len(rollout.trace) - 1 for rollout in rollouts]
-    if peak is None:
-        return fed
-    return [max(len(r.prompt_ids), min(n, peak)) for n, r in zip(fed, rollouts, strict=True)]
+    return [policy.schedule.most_held(len(r.prompt_ids), len(r.trace) - 1) for r in rollouts]
 
 
 def check_gap(gap: torch.Tensor, limit: float) -> None:

@@ -82,8 +82,8 @@ class ProbedEngine:
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
         floor = FLOORS[dtype] if self.guard.floor is None else self.guard.floor
         model = base_of(trainer.accelerator.unwrap_model(trainer.model))
-        prompt, peak = list(range(min(PROBE_PROMPT, model.config.vocab_size))), self.engine.policy.peak_entries
-        count = PROBE_TOKENS if peak is None else max(1, min(PROBE_TOKENS, peak - len(prompt)))
+        prompt = list(range(min(PROBE_PROMPT, model.config.vocab_size)))
+        count = max(1, min(PROBE_TOKENS, self.engine.policy.schedule.first(len(prompt)) - len(prompt)))
         sampling = SamplingConfig(count, temperature=trainer.temperature, seed=args.seed, ignore_eos=True)
         rollout = self.engine.generate([prompt], sampling)[0]
         ids = torch.tensor([[*prompt, *rollout.completion_ids]], device=trainer.accelerator.device)

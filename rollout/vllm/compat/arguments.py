@@ -42,12 +42,7 @@ class CacheConfig:
 
     @property
     def evicts(self) -> bool:
-        return self.policy.peak_entries is not None
-
-    @property
-    def peak(self) -> int:
-        assert self.policy.peak_entries is not None
-        return self.policy.peak_entries
+        return self.policy.schedule.evicts
 
 
 def check_version() -> None:
@@ -87,8 +82,10 @@ def engine_arguments(
         arguments["enforce_eager"] = True
         if exact:
             arguments["compilation_config"] = {"custom_ops": ["none"]}  # torch's own norms and activations
-    if policy.peak_entries is None:
+    if not policy.schedule.evicts:
         return arguments
+    if policy.schedule.peak is None:
+        raise UserError(f"vLLM cannot sample under {policy.name}: its cache grows with the sequence; use the hf engine")
     if not on_cpu():
         arguments |= {"attention_backend": "CUSTOM", "compilation_config": CUDA_COMPILATION}
     transfer = {

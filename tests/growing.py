@@ -1,0 +1,43 @@
+"""A policy for the tests alone, in no registry, whose budget grows with what was seen: two methods of its schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparse_rl.policies.base import Entries, Policy
+from sparse_rl.policies.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class GrowingSchedule(Schedule):
+    """Leaves `budget`, and one entry more for every `share` tokens seen."""
+
+    share: int = 4
+
+    def left(self, prompt: Any, seen: Any) -> Any:
+        return self.budget + seen // self.share
+
+    def first(self, prompt: Any) -> Any:
+        # the least n with n - n // share >= budget + period
+        least = (self.share * (self.budget + self.period) - 1) // (self.share - 1)
+        return least + (prompt > least) * (prompt - least)
+
+
+class Growing(Policy):
+    """Keeps what the last query attends to most, as MorphKV does."""
+
+    name = "growing"
+
+    @property
+    def schedule(self) -> Schedule:
+        return GrowingSchedule(self.budget, self.period)
+
+    @property
+    def last_queries(self) -> int:
+        return 1
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        return entries.window_attention(1).amax(dim=2)[:, :, 0]

@@ -1,0 +1,91 @@
+"""The schedule: counts alone, held against a cache that is counted one token at a time; and a budget that grows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from growing import GrowingSchedule
+
+from sparse_rl.policies.schedule import EvictsBeforeAttending, NeverEvicts, Schedule
+
+SCHEDULES = [
+    *(Schedule(budget, period) for budget in (1, 7, 12) for period in (1, 2, 8)),
+    *(GrowingSchedule(budget, period, share) for budget in (1, 7) for period in (1, 2, 8) for share in (2, 3, 8)),
+    NeverEvicts(),
+]
+PROMPTS, FED = range(1, 40), 40
+
+
+def counted(schedule: Schedule, prompt: int, fed: int) -> list[tuple[int, int, bool, int]]:
+    """(seen, entries attended to, whether a compaction ran, entries held) of each forward, by the rule in words."""
+    rows, held, left = [], 0, None
+    for seen in range(1, prompt + fed):
+        held += 1
+        attended = held
+        ran = False
+        if seen >= prompt and schedule.evicts:
+            since_last = schedule.left(prompt, seen) if left is None else left
+            ran = held >= since_last + schedule.period
+        if ran:
+            held = left = schedule.left(prompt, seen)
+        rows.append((seen, attended, ran, held))
+    return rows
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_a_schedule_is_what_counting_gives(schedule: Schedule) -> None:
+    for prompt in PROMPTS:
+        rows = counted(schedule, prompt, FED)
+        due = schedule.next_due(prompt, 0)
+        decoding, most, before = 0, 0, 0
+        for seen, attended, ran, held in rows:
+            assert schedule.due(prompt, seen) == ran == (seen == due), (prompt, seen)
+            assert schedule.held(prompt, seen) == held and schedule.attended(prompt, seen) == attended
+            due = schedule.next_due(prompt, seen) if ran else due
+            left = schedule.left(prompt, seen)
+            assert left >= before, "it fell"
+            most, before = max(most, attended), left
+            decoding = max(decoding, attended) if seen > prompt else 0
+            assert most <= schedule.most_held(prompt, seen) <= seen
+            assert decoding <= schedule.most_decoding(prompt, seen) <= seen
+            if type(schedule) is not GrowingSchedule:  # where what is left is constant, the bound is the number itself
+                assert most == schedule.most_held(prompt, seen)
+        if schedule.peak is not None:
+            assert schedule.peak == max(a for s, a, _, _ in rows if s > max(prompt, schedule.peak))
+            assert schedule.most_held(prompt, 10**6) == max(prompt, schedule.peak)
+
+
+def test_what_evicts_before_a_query_attends_holds_its_budget() -> None:
+    schedule = EvictsBeforeAttending(9)
+    for prompt in PROMPTS:
+        held, due = 0, schedule.next_due(prompt, 0)
+        for seen in range(1, prompt + FED):
+            attended = held + 1 if seen <= prompt else min(held + 1, 9)
+            held = min(attended, 9) if seen >= prompt else attended
+            assert schedule.attended(prompt, seen) == attended and schedule.held(prompt, seen) == held
+            assert schedule.due(prompt, seen) == (attended > held) == (seen == due)
+            assert schedule.most_held(prompt, seen) == (min(seen, max(prompt, 9)))
+    assert schedule.peak == 9 and schedule.before_attending and not Schedule(9).before_attending
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, EvictsBeforeAttending(9)], ids=str)
+@pytest.mark.parametrize("name", ["due", "held", "attended", "most_held", "most_decoding"])
+def test_tensors_are_counted_as_ints_are(schedule: Schedule, name: str) -> None:
+    count = getattr(schedule, name)
+    grid = torch.cartesian_prod(torch.arange(1, 30), torch.arange(1, 60))
+    prompt, seen = grid[grid[:, 1] >= grid[:, 0]].unbind(1)
+    wanted = torch.tensor([int(count(p, s)) for p, s in zip(prompt.tolist(), seen.tolist(), strict=True)])
+    assert torch.equal(torch.as_tensor(count(prompt, seen)).long().expand_as(wanted), wanted)
+
+
+def test_what_evicts_and_what_grows() -> None:
+    assert Schedule(8).evicts and not NeverEvicts().evicts
+    assert Schedule(8, 3).peak == 11 and NeverEvicts().peak is None and GrowingSchedule(8).peak is None
+
+
+def test_a_schedule_needs_no_torch() -> None:
+    code = "import sys, sparse_rl.policies.schedule; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
