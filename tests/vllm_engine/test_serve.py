@@ -52,7 +52,7 @@ def run(*words: Any) -> int:
         options = parse(["serve", *map(str, words)])
     except SystemExit as stop:
         return int(stop.code or 0)
-    return guarded(lambda: options.work(options, Session()), Session())
+    return guarded(lambda: options.run(options, Session()), Session())
 
 
 @pytest.fixture
