@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sparse_rl.attention.views.learned import LearnedView
+from sparse_rl.commands.examples import load_texts
 from sparse_rl.commands.quickstart import AIM, Stages
 from sparse_rl.data.running_sum import save_untrained
 from sparse_rl.metrics import read_metrics
@@ -41,7 +42,6 @@ from trainer.batches import Batch
 from trainer.examples import Example
 from trainer.losses.config import DistillationLossConfig
 from trainer.losses.distillation import DistillationLoss
-from trainer.train import load_texts
 
 LABELS, NOTES, BUDGETS, HELD_OUT = 12, 0.1, (40, 44, 48, 52, 56, 60, 64), 512  # a text is of some 130 tokens
 LEARNING_RATE = 4e-4  # the scorers' is 5e-3

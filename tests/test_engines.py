@@ -17,8 +17,8 @@ from rollout.choice import CPU_HEAD_SIZES, LEAST_ROOM, choose_engine, with_chose
 from rollout.vllm.engine import VLLMEngine
 from sparse_rl.commands.checks import check_training
 from sparse_rl.commands.memory import plan
+from sparse_rl.commands.sampling import engine_arguments
 from sparse_rl.data.running_sum import build_model, save_untrained
-from sparse_rl.engines import recipe_engine_options
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import EvalRecipe, GRPORecipe, make_recipe
 from trainer.grpo.probe import PROBE_PROMPT, PROBE_TOKENS
@@ -190,13 +190,13 @@ def test_a_dry_run_says_it_all(new_model: Callable, machine: Callable, tmp_path:
 
 def test_an_engine_is_given_what_it_takes() -> None:
     rollout = {"max_batch": 7, "kv_cache_gb": 2.0, "gpu_memory_utilization": 0.5, "engine": "vllm"}
-    given = recipe_engine_options(grpo(rollout=rollout, dtype="float32"))
+    given = engine_arguments(grpo(rollout=rollout, dtype="float32"))
     assert given.keys() < inspect.signature(VLLMEngine.__init__).parameters.keys()
     assert given == {
         "dtype": "float32", "max_batch": 7, "max_prompt": None, "max_model_len": None, "kv_cache_gb": 2.0,
         "gpu_memory_utilization": 0.5, "tensor_parallel": 1, "sleep_mode": False,
     }  # fmt: skip
-    on_hf = recipe_engine_options(grpo(rollout={**rollout, "engine": "hf"}, dtype="bfloat16"))
+    on_hf = engine_arguments(grpo(rollout={**rollout, "engine": "hf"}, dtype="bfloat16"))
     assert on_hf == {"dtype": "bfloat16", "max_batch": 7}
 
 
@@ -217,14 +217,14 @@ def test_the_longest_sequence(data: Any, held_out: Any, max_model_len: Any, prom
     if held_out is not None:
         bound = {} if held_out == "unknown" else {"max_prompt_tokens": held_out}
         keys["validation"] = {"data": {**SYNTHETIC, **bound}}
-    given = recipe_engine_options(grpo(rollout={"engine": "vllm", "max_model_len": max_model_len}, **keys))
+    given = engine_arguments(grpo(rollout={"engine": "vllm", "max_model_len": max_model_len}, **keys))
     assert (given["max_prompt"], given["max_model_len"]) == (prompt, length)
 
 
 def test_the_probe_has_room() -> None:
     assert LEAST_ROOM == PROBE_PROMPT + PROBE_TOKENS
     tiny = grpo(max_completion_length=4, rollout={"engine": "vllm", "max_model_len": 10})
-    assert recipe_engine_options(tiny)["max_model_len"] == LEAST_ROOM
+    assert engine_arguments(tiny)["max_model_len"] == LEAST_ROOM
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------

@@ -11,14 +11,15 @@ import pytest
 
 from rollout.evaluation.estimators import mean_and_error, pass_at_k
 from sparse_rl.analysis.evaluation import accuracy_table
+from sparse_rl.commands.eval import evaluate
+from sparse_rl.commands.rollout import sample
+from sparse_rl.commands.sampling import policies_of
 from sparse_rl.data.running_sum import build_model, save_untrained
 from sparse_rl.errors import UserError
-from sparse_rl.evaluate import evaluate
 from sparse_rl.models.directory import save_policy
 from sparse_rl.models.load import load_config, model_fingerprint
 from sparse_rl.policies import fingerprint, make_policy
 from sparse_rl.recipe import make_recipe
-from sparse_rl.samples import eval_policies, sample
 from sparse_rl.trace import load_traces
 
 ACCURACY = '''
@@ -133,7 +134,7 @@ def test_each_cache_has_one_engine_at_a_time(recipe_of, as_vllm, monkeypatch):
     assert [row.accuracy for row in rows] == [row.accuracy for row in expected]
     assert evaluate(recipe, build_model(0), progress=False)[0].accuracy == rows[0].accuracy
     assert len(as_vllm) == 4  # a live module is sampled from as it is
-    monkeypatch.setattr("sparse_rl.evaluate._score", lambda *_: 1 // 0)
+    monkeypatch.setattr("sparse_rl.commands.eval._score", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         evaluate(recipe, progress=False)
     assert as_vllm[4:] == ["streaming", "closed"]  # also after an error
@@ -188,13 +189,13 @@ def test_the_accuracy_sees_what_a_reward_sees_in_training(recipe_of):
 
 def test_without_a_cache_the_directory_decides(recipe_of, tmp_path):
     recipe = recipe_of(rows_of(1))
-    assert [p.name for p in eval_policies(recipe)] == ["full"]
+    assert [p.name for p in policies_of(recipe)] == ["full"]
     save_untrained(tmp_path / "trained", 0)
     save_policy(tmp_path / "trained", make_policy("streaming", budget=20))
     recipe = recipe_of(rows_of(1), model=str(tmp_path / "trained"))
-    assert [fingerprint(p) for p in eval_policies(recipe)] == [fingerprint(make_policy("streaming", budget=20))]
+    assert [fingerprint(p) for p in policies_of(recipe)] == [fingerprint(make_policy("streaming", budget=20))]
     recipe = recipe_of(rows_of(1), model=str(tmp_path / "trained"), cache="full")
-    assert [p.name for p in eval_policies(recipe)] == ["full"]
+    assert [p.name for p in policies_of(recipe)] == ["full"]
 
 
 @pytest.mark.parametrize(

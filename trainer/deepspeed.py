@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,3 +50,16 @@ def prepare_deepspeed() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled, for minutes
     # use_cpu skips the integration's own call; ZeRO-3 would then see a world of one.
     deepspeed.init_distributed(dist_backend="gloo")
+
+
+@contextmanager
+def outside_deepspeed(args: Any) -> Iterator[None]:
+    """A model that is loaded here is whole, and not partitioned by ZeRO-3."""
+    from transformers.integrations import deepspeed
+
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if getattr(args, "hf_deepspeed_config", None) is not None:
+            deepspeed.set_hf_deepspeed_config(args.hf_deepspeed_config)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_rl.commands.arguments import add_recipe, read_recipe
 from sparse_rl.commands.console import Session
-from sparse_rl.recipe import EvalRecipe, Recipe
+from sparse_rl.recipe import Recipe, TrainRecipe
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,7 +49,7 @@ def environment() -> Iterator[tuple[str, str]]:
     """(what, finding) about this machine."""
     import torch
 
-    from sparse_rl.commands.memory import host_memory, show
+    from sparse_rl.commands.machine import host_memory, show
 
     yield "sparse-rl", _version("sparse-rl") or "run from its sources, not installed"
     yield "python", f"{platform.python_version()} on {platform.machine()}"
@@ -77,7 +77,7 @@ def memory_table(recipe: Recipe, made: Plan) -> Table:
     """The memory plan of one process."""
     from rich.table import Table
 
-    from sparse_rl.commands.memory import show
+    from sparse_rl.commands.machine import show
 
     title = f"{recipe.model}: {made.parameters:,} parameters. Memory of one process"
     table = Table(title=title, title_justify="left")
@@ -102,30 +102,41 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     import torch
 
     from rollout.choice import choose_engine
-    from sparse_rl.attention import choice
-    from sparse_rl.commands.memory import ASSUMED_PROMPT, device_memory, host_memory, plan, verdicts
-    from sparse_rl.models.load import load_config
-    from sparse_rl.recipe import LaunchConfig, ReplayedRecipe, SampledRecipe
+    from sparse_rl.commands.machine import device_memory, host_memory
+    from sparse_rl.commands.memory import ASSUMED_PROMPT, plan, verdicts
+    from trainer.config import LaunchConfig
 
     made = plan(recipe, config)
-    launch = getattr(recipe, "launch", LaunchConfig())
+    launch = recipe.as_training().launch if recipe.trained else LaunchConfig()
     lines = verdicts(made, launch, device_memory(), host_memory())
-    if isinstance(recipe, SampledRecipe | EvalRecipe):
-        lines.append(f"rollouts: {choose_engine(recipe.rollout, config)[1]}")
-    if isinstance(recipe, ReplayedRecipe):
-        configs = map(load_config, recipe.attending_models)
-        if torch.cuda.is_available():
-            findings = [str(parity) for parity in choice.check_kernels(choice.BEST_FIRST, configs, recipe.dtype)]
-        else:
-            findings = [choice.choose_kernel(recipe.attention_kernel, configs, recipe.dtype)[1]]
-        lines += [f"attention kernel: {finding}" for finding in findings]
+    if (rollout := recipe.engine()) is not None:
+        lines.append(f"rollouts: {choose_engine(rollout, config)[1]}")
+    if recipe.trained:
+        lines += _attention_kernels(recipe.as_training())
     local, cards = launch.processes // launch.machines, torch.cuda.device_count()
     if cards and local > cards:
         lines.append(f"launch.processes: {local} processes on {cards} GPU{'s' * (cards > 1)}; lower it")
-    sources = list(recipe.tasks.values()) if isinstance(recipe, EvalRecipe) else [getattr(recipe, "data", None)]
-    if any(s is not None and s.synthetic is None and s.max_prompt_tokens is None for s in sources):
+    sources = recipe.prompt_sources().items()
+    if any(d.synthetic is None and d.max_prompt_tokens is None for key, d in sources if key != "validation.data"):
         lines.append(f"prompts are taken to have up to {ASSUMED_PROMPT} tokens; max_prompt_tokens would bound them")
     return memory_table(recipe, made), lines
+
+
+def _attention_kernels(recipe: TrainRecipe) -> list[str]:
+    """Which attention kernels are exact here, on a GPU; else which one is taken."""
+    import torch
+
+    from sparse_rl.attention import choice
+    from sparse_rl.models.load import load_config
+
+    if (wanted := recipe.attention_kernel()) is None:
+        return []
+    configs = map(load_config, recipe.attending_models())
+    if torch.cuda.is_available():
+        findings = [str(parity) for parity in choice.check_kernels(choice.BEST_FIRST, configs, recipe.dtype)]
+    else:
+        findings = [choice.choose_kernel(wanted, configs, recipe.dtype)[1]]
+    return [f"attention kernel: {finding}" for finding in findings]
 
 
 def _version(package: str) -> str | None:

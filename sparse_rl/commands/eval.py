@@ -1,17 +1,32 @@
-"""`sparse-rl eval`: pass@1 of a model over tasks, cache policies and budgets."""
+"""`sparse-rl eval`: pass@1 of a model over tasks, cache policies and budgets (rollout/evaluation says how).
+
+A completion is correct iff its accuracy reward is at least 1. Writes output_dir/eval.json (recipe, versions, rows) and
+eval_completions.jsonl (every completion, right or wrong).
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import inspect
 import json
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sparse_rl.commands.arguments import add_recipe, read_recipe
 from sparse_rl.commands.console import Session, quiet_loading
 from sparse_rl.errors import UserError
+from sparse_rl.recipe import EvalRecipe
+
+if TYPE_CHECKING:
+    from rollout.engine import Rollout
+    from rollout.evaluation.evaluate import EvalRow
 
 ABOUT = "pass@1 of a model over tasks, cache policies and budgets."
+FORMAT_VERSION = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,12 +38,9 @@ def run(options: argparse.Namespace, session: Session) -> int:
     from rich.console import Console
 
     from sparse_rl.analysis.evaluation import accuracy_table
-    from sparse_rl.evaluate import evaluate
-    from sparse_rl.recipe import EvalRecipe
 
     recipe = read_recipe(options, *([f"model={json.dumps(options.model)}"] if options.model else []))
-    if not isinstance(recipe, EvalRecipe):
-        raise UserError(f"a recipe of kind {recipe.kind} is not evaluated; it needs kind: eval", "kind")
+    recipe = recipe.as_evaluation()
     session.folder = Path(recipe.output_dir)
     quiet_loading(session.verbose)
     rows = evaluate(recipe, progress=recipe.rollout.progress)
@@ -36,3 +48,98 @@ def run(options: argparse.Namespace, session: Session) -> int:
     Console(width=wide).print(accuracy_table(rows))
     print(Path(recipe.output_dir) / "eval.json")
     return 0
+
+
+def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> list[EvalRow]:
+    """One row per task and cache point, tasks first; also written to the recipe's output_dir.
+
+    model : a live module to sample from; by default the recipe's model is loaded
+    Raises UserError for what the user can mend, before the model is loaded where possible.
+    """
+    from rollout.evaluation.evaluate import Task
+    from rollout.evaluation.evaluate import evaluate as evaluate_tasks
+    from sparse_rl.commands import sampling
+    from sparse_rl.data.problems import load_data
+    from sparse_rl.models.load import load_config, load_tokenizer
+    from trainer.rundir import prepare
+
+    policies = sampling.policies_of(recipe)
+    recipe = sampling.with_chosen_engine(recipe, load_config(recipe.model) if model is None else None).as_evaluation()
+    tokenizer = load_tokenizer(recipe.model)
+    reward = _accuracy(recipe)
+    require = ("prompt", "answer") if _needs_answer(recipe) else ("prompt",)
+    tasks = {}
+    for name, data in recipe.tasks.items():
+        problems = load_data(data, tokenizer, require=require, where=f"tasks.{name}")
+        score = partial(_score, reward, problems)
+        tasks[name] = Task(sampling.prompt_tokens(problems, tokenizer, data), score)
+    folder = prepare(recipe.output_dir, recipe.as_yaml())
+    opened = sampling.engines(recipe, model)
+    with (folder / "eval_completions.jsonl").open("w") as log:
+        return evaluate_tasks(
+            tasks,
+            policies,
+            sampling.sampling_config(recipe, recipe.samples),
+            opened,
+            partial(tokenizer.batch_decode, skip_special_tokens=True),
+            on_completion=lambda line: print(json.dumps(line), file=log),
+            on_row=partial(write_results, folder / "eval.json", recipe),
+            progress=progress,
+        )
+
+
+def write_results(file: Path, recipe: EvalRecipe, rows: Sequence[EvalRow]) -> None:
+    """eval.json: {format_version, recipe, versions, seed, correct_if, rows}; written anew after every point."""
+    versions = json.loads((file.parent / "environment.json").read_text())
+    content = {
+        "format_version": FORMAT_VERSION,
+        "recipe": recipe.resolved(),
+        "versions": versions,
+        "seed": recipe.seed,
+        "correct_if": "accuracy reward >= 1",
+        "rows": [{**dataclasses.asdict(row), "budget": row.budget} for row in rows],
+    }
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _accuracy(recipe: EvalRecipe) -> Any:
+    from rewards import make_rewards
+
+    try:
+        return make_rewards([recipe.accuracy])[0][0]
+    except ValueError as error:
+        raise UserError(str(error), "accuracy") from error
+
+
+def _needs_answer(recipe: EvalRecipe) -> bool:
+    name = recipe.accuracy if isinstance(recipe.accuracy, str) else recipe.accuracy.get("name")
+    return name in ("math", "boxed")
+
+
+def _score(
+    reward: Any, dataset: Any, places: Sequence[int], texts: Sequence[str], rollouts: Sequence[Rollout]
+) -> list[float | None]:
+    """The accuracy reward of each completion of the problems at these places of a dataset, called as in training."""
+    problems = [dataset[place] for place in places]
+    chat = not isinstance(problems[0]["prompt"], str)
+    completions = [[{"role": "assistant", "content": text}] for text in texts] if chat else list(texts)
+    columns = {name: [p[name] for p in problems] for name in problems[0] if name not in ("prompt", "completion")}
+    name = getattr(reward, "__name__", type(reward).__name__)
+    try:
+        scores = reward(
+            prompts=[p["prompt"] for p in problems],
+            completions=completions,
+            completion_ids=[r.completion_ids for r in rollouts],
+            trainer_state=None,
+            log_metric=lambda *_: None,
+            log_extra=lambda *_: None,
+            **columns,
+        )
+        if inspect.isawaitable(scores):
+            raise TypeError("it is asynchronous")
+        scores = [None if score is None else float(score) for score in scores]
+    except Exception as error:  # a function of the user's
+        raise UserError(f"{name} raised {type(error).__name__}: {error}", "accuracy") from error
+    if len(scores) != len(texts):
+        raise UserError(f"{name} returned {len(scores)} values for {len(texts)} completions", "accuracy")
+    return scores

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 from sparse_rl.commands.arguments import add_recipe, positive, read_recipe
 from sparse_rl.commands.console import Session, quiet_loading
 from sparse_rl.errors import UserError
+from sparse_rl.recipe import Recipe
 
 ABOUT = "Sample problems of a recipe and keep their completions and traces."
 
@@ -19,12 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
-    from sparse_rl.recipe import EvalRecipe, GRPORecipe
-    from sparse_rl.samples import sample
-
     recipe = read_recipe(options)
-    if not isinstance(recipe, GRPORecipe | EvalRecipe):
-        raise UserError(f"a recipe of kind {recipe.kind} has no cache to sample under; use one of grpo or eval", "kind")
+    recipe.sampled_problems()  # refuses a kind that has none
     folder = options.out or Path(recipe.output_dir) / "rollouts"
     session.folder = folder
     quiet_loading(session.verbose)
@@ -37,3 +36,47 @@ def run(options: argparse.Namespace, session: Session) -> int:
     )
     print("\n".join(str(file) for file in (folder / "completions.jsonl", *sorted(folder.glob("traces-*.safetensors")))))
     return 0
+
+
+def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, Any]]:
+    """Sample the recipe's first problems under its first cache into `folder`; returns the `summary` of each rollout.
+
+    Part by part, so that any number fits: completions.jsonl, and of each part a file traces-00000.safetensors, whose
+    traces follow its lines. A full cache has no evictions, and no files of traces.
+    """
+    from rollout.evaluation.samples import sample_in_parts, summary
+    from sparse_rl.commands import sampling
+    from sparse_rl.data.problems import load_data
+    from sparse_rl.models.load import load_config, load_tokenizer, model_fingerprint
+    from sparse_rl.policies import fingerprint
+    from sparse_rl.trace import save_traces
+
+    asked = recipe.sampled_problems()
+    policy = sampling.policies_of(recipe)[0]
+    config, tokenizer = load_config(recipe.model), load_tokenizer(recipe.model)
+    recipe = sampling.with_chosen_engine(recipe, config)
+    source = load_data(asked.data, tokenizer, where=asked.where)
+    source = source.select(range(min(problems, len(source))))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error}", "--out") from error
+    prompts = sampling.prompt_tokens(source, tokenizer, asked.data)
+    made_by = {"model": model_fingerprint(config), "policy": fingerprint(policy)}
+    summaries: list[dict[str, Any]] = []
+    opened = sampling.engines(recipe, progress=sampling.engine_of(recipe).progress)
+    with opened(policy) as engine, (folder / "completions.jsonl").open("w") as log:
+        for old in folder.glob("traces-*.safetensors"):  # of an earlier call
+            old.unlink()
+        shown = [name for name in ("prompt", "answer") if name in source.column_names]
+        parts = sample_in_parts(engine, prompts, sampling.sampling_config(recipe, asked.samples))
+        for number, (indices, part, _) in enumerate(parts):
+            if policy.schedule.evicts:
+                save_traces(folder / f"traces-{number:05d}.safetensors", [r.trace for r in part], made_by)
+            texts = tokenizer.batch_decode([r.completion_ids for r in part], skip_special_tokens=True)
+            rows = [{name: source[i][name] for name in shown} for i in indices for _ in range(asked.samples)]
+            for row, text, rollout in zip(rows, texts, part, strict=True):
+                summaries.append(summary(rollout))
+                log.write(json.dumps({**row, "completion": text, **summaries[-1]}) + "\n")
+            log.flush()
+    return summaries

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from sparse_rl.commands.arguments import add_recipe, read_recipe
 from sparse_rl.commands.console import Session, quiet_loading
 from sparse_rl.errors import UserError
+from sparse_rl.recipe import TaughtRecipe
 
 ABOUT = "Write down what a distillation's teacher says, once; training then needs none."
 
@@ -16,13 +18,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
-    from sparse_rl.recipe import TaughtRecipe
-    from trainer.train import write_teacher
-
-    recipe = read_recipe(options)
-    if not isinstance(recipe, TaughtRecipe):
-        raise UserError(f"a recipe of kind {recipe.kind} has no teacher; use one of distill or kvpop", "kind")
+    recipe = read_recipe(options).as_taught()
     quiet_loading(session.verbose)
-    folder, rows, found = write_teacher(recipe)
-    print(f"{folder}: {rows} sequences" + (f"; {found} shards were there already" if found else ""))
+    folder, rows, already = write_teacher(recipe)
+    print(f"{folder}: {rows} sequences" + (f"; {already} shards were there already" if already else ""))
     return 0
+
+
+def write_teacher(recipe: TaughtRecipe) -> tuple[Path, int, int]:
+    """The folder, its examples, and the shards that were there already.
+
+    Raises UserError for a recipe without teacher_cache, TeacherCacheError where the folder holds something else.
+    """
+    import torch
+
+    from sparse_rl.commands.examples import taught_examples
+    from sparse_rl.models.load import load_config, load_plain_model, load_tokenizer
+    from trainer.teacher.cache import TeacherFacts, weights_fingerprint, write_teacher_cache
+
+    place, loss = recipe.taught_by.teacher_cache, recipe.loss
+    if place is None or loss.top_k is None:
+        raise UserError("name the folder to write, and top_k", "teacher_cache")
+    load_config(recipe.teacher_model)
+    try:
+        Path(place).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{place} cannot be written: {error}", "teacher_cache") from error
+    examples, held_out = taught_examples(recipe, load_tokenizer(recipe.model))
+    examples += held_out or []
+    teacher = load_plain_model(recipe.teacher_model, recipe.dtype, "teacher")
+    teacher = teacher.to("cuda" if torch.cuda.is_available() else "cpu")
+    facts = TeacherFacts(
+        recipe.teacher_model,
+        weights_fingerprint(teacher),
+        teacher.config.vocab_size,
+        loss.temperature,
+        loss.top_k,
+        recipe.taught_by.teacher_cache_dtype,
+    )
+    rows = recipe.training.per_device_train_batch_size
+    already = write_teacher_cache(place, teacher, examples, facts, batch_size=rows, chunk=loss.chunk, progress=True)
+    return Path(place), len(examples), already

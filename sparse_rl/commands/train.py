@@ -1,14 +1,17 @@
-"""`sparse-rl train`: check a recipe, start its processes, train."""
+"""`sparse-rl train`: check a recipe, start its processes, turn it into model, engine and trainer, and train."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 
 from sparse_rl.commands.arguments import add_recipe, read_recipe
 from sparse_rl.commands.console import Session, quiet_loading, rank, readable_progress
+from sparse_rl.recipe import Recipe, TrainRecipe
 
 ABOUT = "Train as the recipe says; starts its processes itself."
+logger = logging.getLogger("sparse_rl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +31,6 @@ def separate_override_from_resume(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, session: Session) -> int:
     from sparse_rl.commands.checks import NOT_CHECKED, check_training
-    from sparse_rl.recipe import TrainRecipe
     from trainer.launch import launch, launched, needs_launch
 
     recipe = read_recipe(options)
@@ -47,12 +49,58 @@ def run(options: argparse.Namespace, session: Session) -> int:
             options.resume = dict(findings)["resume"]
             words = ["train", options.recipe, *options.overrides, "--resume", options.resume]
             words += ["--verbose"] if options.verbose else []
-        if isinstance(recipe, TrainRecipe) and needs_launch(recipe.launch):
-            return launch(recipe.launch, words)
-    from trainer.train import train
-
+        if needs_launch(recipe.as_training().launch):
+            return launch(recipe.as_training().launch, words)
     with readable_progress():
         model = train(recipe, options.resume)
     if rank() == 0:
         print(f"model: {model}")
     return 0
+
+
+def train(recipe: Recipe, resume: str | None = None) -> Path:
+    """Run a training recipe in this process (one of N, where launched). Returns the directory of the final model.
+
+    resume : a checkpoint directory, or "newest" for the newest in the recipe's output_dir
+    """
+    from sparse_rl.commands.resume import checkpoint_to_resume
+    from sparse_rl.commands.trainers import TRAINERS
+    from trainer import rundir
+    from trainer.export import close_engine, export_model
+
+    training = with_choices(recipe.as_training())
+    checkpoint = None if resume is None else str(checkpoint_to_resume(training, resume))
+    if checkpoint is None:
+        rundir.refuse_used(training.output_dir)
+    folder = rundir.prepare(training.output_dir, training.as_yaml())
+    if "wandb" in training.training.report_to:
+        rundir.wandb_offline_without_key(folder)
+    trainer = TRAINERS[training.kind](training, folder)
+    trainer.recipe = training.resolved()
+    if training.teaches() is not None:
+        trainer.args.eval_on_start = trainer.eval_dataset is not None and checkpoint is None
+    final = folder / "model"
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+        export_model(trainer, final, lora=training.lora is not None, cache=training.exported_cache())
+    finally:
+        close_engine(trainer)  # last: an engine may take the process group down with it
+    return final
+
+
+def with_choices(recipe: TrainRecipe) -> TrainRecipe:
+    """The recipe with what it leaves open chosen for this machine: its engine, and its attention kernel."""
+    from sparse_rl.attention.choice import choose_kernel
+    from sparse_rl.commands.sampling import with_chosen_engine
+    from sparse_rl.models.load import load_config
+    from trainer.rundir import check_world
+
+    check_world(recipe.launch.processes)
+    config = load_config(recipe.model)
+    if recipe.engine() is not None:
+        recipe = with_chosen_engine(recipe, config).as_training()
+    if (wanted := recipe.attention_kernel()) is not None:
+        kernel, finding = choose_kernel(wanted, map(load_config, recipe.attending_models()), recipe.dtype)
+        logger.info("attention kernel: %s", finding)
+        recipe = recipe.with_attention_kernel(kernel)
+    return recipe

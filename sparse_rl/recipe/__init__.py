@@ -1,51 +1,34 @@
 """A user's words, checked: one flat YAML file becomes one typed dataclass before any model is loaded.
 
-schema.py   YAML and overrides;  refused.py  keys of TRL that are not taken, and why
-kinds.py    what each kind of recipe may say;  load.py  finds a recipe, reads it, applies overrides
+load.py       finds a recipe, reads it, applies overrides
+kinds/        what each kind of recipe may say, one file each
+schema.py     YAML, and overrides of its keys
+refused.py    keys of TRL that are not taken, and why;  passed_through.py  those that are handed on as they are
+reference.py  every key with its type and default, as docs/recipes.md has them
+
+The dataclasses themselves stand beside the components that they configure.
 """
 
-from sparse_rl.recipe.blocks import (
-    DataConfig,
-    SweepConfig,
-    ValidationConfig,
-)
-from sparse_rl.recipe.kinds import (
-    KINDS,
-    DistillRecipe,
-    EvalRecipe,
-    GRPORecipe,
-    KVpopRecipe,
-    Recipe,
-    ReplayedRecipe,
-    SampledRecipe,
-    SFTRecipe,
-    TaughtRecipe,
-    TrainRecipe,
-    check_cache,
-)
+from sparse_rl.recipe.kinds import KINDS
+from sparse_rl.recipe.kinds.base import Recipe, TrainRecipe
+from sparse_rl.recipe.kinds.distill import DistillRecipe
+from sparse_rl.recipe.kinds.evaluation import EvalRecipe
+from sparse_rl.recipe.kinds.grpo import GRPORecipe
+from sparse_rl.recipe.kinds.kvpop import KVpopRecipe
+from sparse_rl.recipe.kinds.sft import SFTRecipe
+from sparse_rl.recipe.kinds.taught import TaughtRecipe
 from sparse_rl.recipe.load import list_recipes, load_recipe, make_recipe
-from trainer.config import LaunchConfig, LoraConfig
-from trainer.grpo.config import GuardConfig
 
 __all__ = [
     "KINDS",
-    "DataConfig",
     "DistillRecipe",
     "EvalRecipe",
     "GRPORecipe",
-    "GuardConfig",
     "KVpopRecipe",
-    "LaunchConfig",
-    "LoraConfig",
     "Recipe",
-    "ReplayedRecipe",
     "SFTRecipe",
-    "SampledRecipe",
-    "SweepConfig",
     "TaughtRecipe",
     "TrainRecipe",
-    "ValidationConfig",
-    "check_cache",
     "list_recipes",
     "load_recipe",
     "make_recipe",

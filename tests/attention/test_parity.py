@@ -196,7 +196,7 @@ def test_a_teacher_of_packed_rows_is_checked_too(
     def chosen(packing: str) -> str:
         keys = [f"model={tmp_path / 'student'}", f"teacher={tmp_path}", f"packing={packing}"]
         recipe = load_recipe("quickstart/distill", keys)
-        return choose_kernel("auto", map(load_config, recipe.attending_models), "float32")[0]
+        return choose_kernel("auto", map(load_config, recipe.attending_models()), "float32")[0]
 
     assert chosen("true") == "flex"
     assert seen == [("flex_sorted", 4), ("flex_sorted", 8), ("flex", 4), ("flex", 8)]
@@ -214,7 +214,8 @@ def test_doctor_shows_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_m
         assert any(line.startswith("attention kernel: sdpa (there is no GPU") for line in doctor.fit(recipe, config)[1])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(choice, "check_kernels", lambda *_: [Parity("flex_sorted"), Parity("flex", failure="no")])
-    monkeypatch.setattr("sparse_rl.commands.memory.device_memory", lambda: None)
+    for place in ("machine", "memory"):
+        monkeypatch.setattr(f"sparse_rl.commands.{place}.device_memory", lambda: None)
     shown = [line for line in doctor.fit(recipe, config)[1] if line.startswith("attention kernel: ")]
     assert shown == [
         "attention kernel: flex_sorted is exact here (error / allowed: )",

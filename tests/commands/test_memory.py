@@ -13,29 +13,28 @@ from rollout import SamplingConfig, make_engine
 from rollout.cache import GROW
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.kernels.masked import visible_mask
-from sparse_rl.commands.memory import (
+from sparse_rl.commands.machine import show
+from sparse_rl.commands.memory import plan, verdict, verdicts
+from sparse_rl.commands.sizes import (
     attention_itemsize,
     cache_bytes,
     count_parameters,
     lora_parameters,
     mask_bytes,
     meta_model,
-    plan,
     redundancy_bytes,
     sdpa_mask_bytes,
-    show,
     state_bytes,
     tiles_bytes,
     trace_bytes,
     training_state,
-    verdict,
-    verdicts,
 )
 from sparse_rl.data.running_sum import build_model
 from sparse_rl.policies import Entries, make_policy
 from sparse_rl.policies.scored_window import redundancy
-from sparse_rl.recipe import LaunchConfig, LoraConfig, make_recipe
+from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import EvictionTrace
+from trainer.config import LaunchConfig, LoraConfig
 
 SYNTHETIC = {"synthetic": {"task": "running_sum", "size": 8}}
 GRPO = {

@@ -15,10 +15,9 @@ from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import KINDS, DistillRecipe, EvalRecipe, GRPORecipe, SFTRecipe, load_recipe, make_recipe
 from sparse_rl.recipe import load as recipe_loading
-from sparse_rl.recipe.kinds import Scheduler
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.schema import dump_yaml, parse_yaml
-from trainer.config import LaunchConfig, LoraConfig
+from trainer.config import LaunchConfig, LoraConfig, Scheduler
 from trainer.grpo.config import GuardConfig
 
 GRPO = """
@@ -61,10 +60,10 @@ def refused(*overrides, text=GRPO):
 
 def test_kinds_and_defaults():
     grpo, distill, kvpop, sft, evaluation = (make(text) for text in TEXTS.values())
-    assert (kvpop.top_k, kvpop.learning_rate, kvpop.scorer_learning_rate) == (256, 8e-5, 1e-3)
+    assert (kvpop.loss.top_k, kvpop.training.learning_rate, kvpop.kvpop.scorer_learning_rate) == (256, 8e-5, 1e-3)
     assert isinstance(grpo, GRPORecipe) and isinstance(sft, SFTRecipe) and isinstance(evaluation, EvalRecipe)
-    assert isinstance(distill, DistillRecipe) and (distill.divergence, distill.top_k) == ("forward", None)
-    assert (grpo.kind, grpo.learning_rate, grpo.loss_type, grpo.beta) == ("grpo", 1e-6, "grpo", 0.0)
+    assert isinstance(distill, DistillRecipe) and (distill.loss.divergence, distill.loss.top_k) == ("forward", None)
+    assert (grpo.kind, grpo.training.learning_rate, grpo.grpo.loss_type, grpo.grpo.beta) == ("grpo", 1e-6, "grpo", 0.0)
     assert grpo.data.columns == {"prompt": "problem"} and grpo.rewards[1] == {"name": "format", "weight": 0.1}
     assert sft.data.synthetic.size == 8 and evaluation.tasks["aime"].path == "aime.jsonl"
     assert grpo.warnings == [] == evaluation.warnings
@@ -98,7 +97,7 @@ def test_every_key_is_in_the_resolved_recipe(kind):
 def test_numbers_that_yaml_1_1_misreads(text):
     expected = float(text)
     for recipe in (make(GRPO.replace("1e-6", text)), make(GRPO, [f"learning_rate={text}"])):
-        assert recipe.learning_rate == expected and isinstance(recipe.learning_rate, float)
+        assert recipe.training.learning_rate == expected and isinstance(recipe.training.learning_rate, float)
     assert "got '1e-6'" in refused("learning_rate='1e-6'")  # the control: quoted text stays text
 
 
@@ -123,7 +122,7 @@ def test_overrides_reach_blocks():
     recipe = make(GRPO, overrides)
     assert recipe.cache["budget"] == 64 and recipe.cache["window"] == 16
     assert recipe.data.path == "x.jsonl" and recipe.lora.r == 8 and recipe.lora.alpha == 32
-    assert recipe.launch.processes == 2 and recipe.rewards == ["math"] and recipe.top_k is None
+    assert recipe.launch.processes == 2 and recipe.rewards == ["math"] and recipe.grpo.top_k is None
     assert make(GRPO, ["cache=full"]).cache == {"policy": "full"}
     assert make(GRPO, ["seed=1", "seed=2"]).seed == 2
 
@@ -266,7 +265,7 @@ def test_a_changed_policy_says_how_to_replace_the_block():
 
 def test_stopping_needs_fresh_problems():
     assert "stop_at_accuracy: needs fresh problems" in refused("data={path: a.jsonl}", "stop_at_accuracy=0.9", text=SFT)
-    assert make(SFT, ["stop_at_accuracy=0.9"]).stop_at_accuracy == 0.9
+    assert make(SFT, ["stop_at_accuracy=0.9"]).sft.stop_at_accuracy == 0.9
 
 
 def test_a_sweep_gives_each_policy_the_parameters_it_has():
@@ -386,4 +385,4 @@ def test_recipes_are_frozen():
         make().seed = 3
     assert dataclasses.replace(make(), seed=3).seed == 3
     with pytest.raises(UserError, match="num_generations"):
-        dataclasses.replace(make(), num_generations=3)
+        dataclasses.replace(make(), grpo=dataclasses.replace(make().grpo, num_generations=3))

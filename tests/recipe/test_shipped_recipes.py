@@ -143,11 +143,15 @@ def test_settings_of_the_paper(name: str) -> None:
     """16 prompts x 8 samples, 400 steps, 4096 tokens, T 0.6, lr 1e-6, no KL, budget 2048, 32 held-out problems x 4."""
     recipe = load_recipe(name)
     assert isinstance(recipe, GRPORecipe) and recipe.validation is not None
-    batch = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps * recipe.launch.processes
-    assert (batch, batch // recipe.num_generations, recipe.max_steps) == (128, 16, 400)
-    assert (recipe.max_completion_length, recipe.temperature, recipe.learning_rate) == (4096, 0.6, 1e-6)
-    assert (recipe.loss_type, recipe.beta, recipe.importance_correction) == ("grpo", 0.0, "none")
-    assert recipe.zero_truncated_advantages and recipe.train_attention == "replay"
+    batch, training = recipe.update_rows(), recipe.training
+    assert (batch, batch // recipe.grpo.num_generations, training.max_steps) == (128, 16, 400)
+    assert (recipe.grpo.max_completion_length, recipe.grpo.temperature, training.learning_rate) == (
+        4096,
+        0.6,
+        1e-6,
+    )
+    assert (recipe.grpo.loss_type, recipe.grpo.beta, recipe.grpo.importance_correction) == ("grpo", 0.0, "none")
+    assert recipe.grpo.zero_truncated_advantages and recipe.grpo.train_attention == "replay"
     assert (recipe.validation.problems, recipe.validation.samples) == (32, 4)
     if name.endswith("rl_sparse"):
         lam = 0.9 if "llama" in name else 0.7
@@ -159,10 +163,10 @@ def test_settings_of_the_paper(name: str) -> None:
 def test_distillation_of_the_paper(name: str) -> None:
     """G-KV appendix C: 250 steps, batch 128, lr 1e-6, 4096 tokens, budget 2048, correct outputs, T 0.6."""
     recipe = load_recipe(f"deepseek-r1-distill-qwen-7b/{name}")
-    assert isinstance(recipe, DistillRecipe) and recipe.keep == "math" and recipe.completions == "data"
-    batch = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps * recipe.launch.processes
-    assert (batch, recipe.max_steps, recipe.learning_rate) == (128, 250, 1e-6)
-    assert (recipe.max_completion_length, recipe.temperature, recipe.cache["budget"]) == (4096, 0.6, 2048)
+    assert isinstance(recipe, DistillRecipe) and recipe.distill.keep == "math" and recipe.distill.completions == "data"
+    batch, training = recipe.update_rows(), recipe.training
+    assert (batch, training.max_steps, training.learning_rate) == (128, 250, 1e-6)
+    assert (recipe.distill.max_completion_length, recipe.loss.temperature, recipe.cache["budget"]) == (4096, 0.6, 2048)
     assert differing("deepseek-r1-distill-qwen-7b/distill", "deepseek-r1-distill-qwen-7b/streaming_plus") == {"cache"}
 
 
@@ -172,13 +176,22 @@ def test_the_retrofit_of_the_paper(model: str) -> None:
     for name in ("kvpop_mlp", "kvpop_mlstm", "streaming_plus"):
         for budget, k in ((2276, 2016), (4292, 4032)):
             recipe = load_recipe(f"{model}/{name}", [f"cache.budget={budget}"])
-            assert isinstance(recipe, KVpopRecipe) and recipe.packing
-            batch = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps * recipe.launch.processes
-            assert (batch, recipe.max_steps, recipe.max_length, recipe.top_k) == (128, 2000, 16384, 256)
-            assert (recipe.learning_rate, recipe.scorer_learning_rate) == (8e-5, 1e-3)
-            assert (recipe.scorer_final_learning_rate, recipe.scorer_warmup_steps) == (8e-5, 100)
-            assert (recipe.adam_beta1, recipe.adam_beta2, recipe.weight_decay) == (0.9, 0.95, 1e-4)
-            assert (recipe.kl_weight, recipe.ce_weight, recipe.boundary_weight) == (1, 0, 1)
+            assert isinstance(recipe, KVpopRecipe) and recipe.kvpop.packing
+            batch, training = recipe.update_rows(), recipe.training
+            assert (batch, recipe.training.max_steps, recipe.kvpop.max_length, recipe.loss.top_k) == (
+                128,
+                2000,
+                16384,
+                256,
+            )
+            assert (recipe.training.learning_rate, recipe.kvpop.scorer_learning_rate) == (8e-5, 1e-3)
+            assert (recipe.kvpop.scorer_final_learning_rate, recipe.kvpop.scorer_warmup_steps) == (8e-5, 100)
+            assert (training.adam_beta1, training.adam_beta2, training.weight_decay) == (
+                0.9,
+                0.95,
+                1e-4,
+            )
+            assert (recipe.loss.kl_weight, recipe.loss.ce_weight, recipe.kvpop.boundary_weight) == (1, 0, 1)
             policy = make_policy(recipe.cache)
             assert (policy.sinks, policy.window, policy.k + policy.state_entries) == (4, 256, k)
     assert differing(f"{model}/kvpop_mlp", f"{model}/streaming_plus") == {"cache"}
@@ -203,8 +216,8 @@ def test_it_trains(
     name: str, tiny_model: Callable, problems_for: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps of everything that the recipe says, at a hundredth of its size: finite, replayed, exported."""
+    from sparse_rl.commands.train import train
     from sparse_rl.metrics import read_metrics
-    from trainer.train import train
 
     monkeypatch.setenv("WANDB_MODE", "disabled")
     recipe = load_recipe(name)
@@ -228,7 +241,7 @@ def test_it_trains(
         overrides.append("data.synthetic.size=64")
     if isinstance(recipe, SFTRecipe):
         overrides += ["warmup_steps=1", "stop_check_every=2"]
-        monkeypatch.setattr("trainer.train.CHECK_PROBLEMS", 8)
+        monkeypatch.setattr("sparse_rl.commands.trainers.CHECK_PROBLEMS", 8)
     if isinstance(recipe, GRPORecipe):
         overrides += ["num_generations=4", "max_completion_length=16", f"cache={json.dumps(shortened(recipe.cache))}"]
         if recipe.validation is not None:
@@ -252,7 +265,7 @@ def test_it_trains(
     assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in lines)
     assert (folder / "recipe.yaml").is_file() and (model / "model.safetensors").is_file()
     if isinstance(recipe, GRPORecipe):
-        replayed = recipe.train_attention == "replay"
+        replayed = recipe.grpo.train_attention == "replay"
         limit = 0.05 if name == BFLOAT16 else 1e-5
         assert all((line["replay/gap_max"] <= limit) is replayed for line in lines)
         evicts = recipe.cache["policy"] != "full"
@@ -272,7 +285,7 @@ def test_it_trains(
 @pytest.mark.parametrize("name", EVALUATED)
 def test_it_evaluates(name: str, tiny_model: Callable, problems_for: Callable, tmp_path: Path) -> None:
     """Every task of the recipe, under its caches scaled down, on two problems."""
-    from sparse_rl.evaluate import evaluate
+    from sparse_rl.commands.eval import evaluate
 
     recipe = load_recipe(name)
     assert isinstance(recipe, EvalRecipe)

@@ -70,7 +70,7 @@ def child(job: dict[str, Any]) -> int:
 
 
 def serve() -> None:
-    for name in ("trainer.grpo.trainer", "trainer.sft.trainer", "trainer.train"):
+    for name in ("trainer.grpo.trainer", "trainer.sft.trainer", "sparse_rl.commands.trainers"):
         importlib.import_module(name)
 
     for line in sys.stdin:

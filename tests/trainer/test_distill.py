@@ -17,6 +17,8 @@ from trainer_runs import timeless
 from rollout import make_engine
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.views.dense import DenseView
+from sparse_rl.commands.examples import load_examples
+from sparse_rl.commands.train import train
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import EvictionTrace
@@ -25,7 +27,6 @@ from trainer.distill.trainer import DistillArguments, DistillTrainer
 from trainer.examples import Example
 from trainer.losses.config import DistillationLossConfig
 from trainer.losses.distillation import DistillationLoss
-from trainer.train import load_examples, train
 
 LENGTHS = ((5, 20), (12, 9), (3, 31), (20, 2), (1, 12))
 POLICY = {"policy": "gkv", "budget": 10, "window": 3, "period": 4}
@@ -210,9 +211,9 @@ def test_a_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
     held_out = [line["eval_kl"] for line in lines(tmp_path / "run") if "eval_kl" in line]
     assert len(steps) == 4 and len(held_out) == 3
     assert all(line["kl"] >= 0 and 0 < line["cache/retention"] < 1 for line in steps)
-    if made.ce_weight == 0:
+    if made.loss.ce_weight == 0:
         assert steps[0]["loss"] == pytest.approx(steps[0]["kl"], rel=1e-5)
-        assert held_out[2] < held_out[0] or made.teacher is None  # which starts at its teacher
+        assert held_out[2] < held_out[0] or made.taught_by.teacher is None  # which starts at its teacher
     assert (final / "cache_policy.json").is_file() and (final / "model.safetensors").is_file()
 
 

@@ -13,8 +13,8 @@ from trainer_runs import steps, trained
 from transformers import AutoModelForCausalLM
 
 from rollout import SamplingConfig, make_engine
+from sparse_rl.commands.train import train
 from sparse_rl.recipe import make_recipe
-from trainer.train import train
 
 
 def test_only_the_adapter_learns(grpo: Callable) -> None:

@@ -16,7 +16,8 @@ from peft import LoraConfig, get_peft_model
 from trainer_runs import GKV, steps, timeless, trained
 
 import rollout.hf
-import trainer.train
+import trainer.export
+from sparse_rl.commands.train import train
 from sparse_rl.metrics import read_metrics
 from sparse_rl.recipe import load_recipe, make_recipe
 from trainer.grpo.config import GuardConfig
@@ -249,25 +250,25 @@ def test_from_a_recipe_to_the_end(
     reward: str, as_vllm: list[str], tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One engine, opened once and closed last, also where the run fails; the choice is part of the saved recipe."""
-    monkeypatch.setattr(trainer.train, "_export", lambda *_: as_vllm.append("exported"))
+    monkeypatch.setattr(trainer.export, "export_model", lambda *_, **__: as_vllm.append("exported"))
     mapping = {
         "kind": "grpo", "model": tiny(), "output_dir": str(tmp_path), "dtype": "float32",
         "data": {"synthetic": {"task": "running_sum", "size": 64}}, "cache": GKV, "rewards": [f"trainer_runs:{reward}"],
         "max_steps": 2, "max_completion_length": 16, "save_steps": 0,
     }  # fmt: skip
     if reward == "digits":
-        trainer.train.train(make_recipe(mapping))
+        train(make_recipe(mapping))
         assert all(line["sync/probe_gap"] <= NOISE for line in steps(tmp_path))
         assert as_vllm == ["gkv", "exported", "closed"]
     else:
         with pytest.raises(ValueError, match="a reward function raised"):
-            trainer.train.train(make_recipe(mapping))
+            train(make_recipe(mapping))
         assert as_vllm == ["gkv", "closed"]
     assert load_recipe(tmp_path / "recipe.yaml").rollout.engine == "vllm"
 
 
 def test_closing_hides_no_error(caplog: pytest.LogCaptureFixture) -> None:
     """What goes wrong with it is logged; a trainer without an engine has none to close."""
-    trainer.train._close_engine(SimpleNamespace(engine=SimpleNamespace(close=lambda: 1 // 0)))
+    trainer.export.close_engine(SimpleNamespace(engine=SimpleNamespace(close=lambda: 1 // 0)))
     assert "the engine did not close" in caplog.text and "ZeroDivisionError" in caplog.text
-    trainer.train._close_engine(SimpleNamespace())
+    trainer.export.close_engine(SimpleNamespace())

@@ -21,6 +21,8 @@ from rollout import make_engine
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.views.dense import DenseView
 from sparse_rl.attention.views.learned import LearnedView
+from sparse_rl.commands.examples import load_texts
+from sparse_rl.commands.train import train
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import read_metrics
 from sparse_rl.models.directory import attach_scorers, saved_policy
@@ -32,7 +34,6 @@ from trainer.examples import Example
 from trainer.kvpop.config import KVpopConfig
 from trainer.kvpop.trainer import KVpopArguments, KVpopTrainer, _warm_cosine
 from trainer.losses.config import BoundaryConfig, DistillationLossConfig
-from trainer.train import load_texts, train
 
 LENGTHS = ((5, 40), (12, 9), (3, 61), (20, 22))
 CACHE = {"policy": "kvpop", "budget": 14, "sinks": 2, "window": 4}
@@ -218,7 +219,7 @@ def test_a_run(keys: dict, recipe: Callable, tmp_path: Path, tiny: Callable) -> 
     assert len(steps) == 4 and len(held_out) == 3
     for line in steps:
         assert line["kl"] >= 0 and 0 < line["cache/retention"] < 1
-        if made.ce_weight == 0:
+        if made.loss.ce_weight == 0:
             assert line["loss"] == pytest.approx(line["kl"] + line["boundary_loss"], rel=1e-5)
     assert all(0 < line["eval_recall"] <= 1 for line in held_out)
     learned = made.cache.get("scorer") != "recency"

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from sparse_rl.commands.resume import checkpoint_to_resume
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import read_metrics
 from sparse_rl.recipe import make_recipe
 from trainer.checkpoint import checkpoints, digests, keep_last, publish, write_manifest
 from trainer.rundir import check_world, refuse_used, versions
-from trainer.train import checkpoint_to_resume
 
 
 def recipe_of(folder: Path, *overrides: str, **more):

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from sparse_rl.commands.trainers import training_arguments
 from sparse_rl.data.problems import load_data
 from sparse_rl.data.running_sum import EOS_ID
 from sparse_rl.models.load import load_tokenizer
 from sparse_rl.recipe import make_recipe
 from trainer.arguments import model_options
-from trainer.sft.config import SFTConfig
 from trainer.sft.trainer import make_trainer
-from trainer.train import options_of, part
 
 
 @pytest.fixture
@@ -33,8 +32,8 @@ def packed(tiny: Callable, tmp_path: Path) -> Callable[[str], tuple[Any, dict[st
         recipe: Any = make_recipe(content)
         tokenizer = load_tokenizer(recipe.model)
         data = load_data(recipe.data, tokenizer, require=("prompt", "completion"))
-        options = {"model_init_kwargs": model_options("float32"), **options_of(recipe)}
-        trainer = make_trainer(recipe.model, part(SFTConfig, recipe), options, tokenizer, data, None, [])
+        options = {"model_init_kwargs": model_options("float32"), **training_arguments(recipe)}
+        trainer = make_trainer(recipe.model, recipe.sft, options, tokenizer, data, None, [])
         return trainer.model.eval(), next(iter(trainer.get_train_dataloader()))
 
     return make

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from trainer_runs import KillAt, Killed, timeless
 from transformers import TrainerCallback
 
+from sparse_rl.commands.train import train
 from sparse_rl.metrics import read_metrics
 from sparse_rl.recipe import make_recipe
 from trainer.rundir import RunLog
-from trainer.train import train
 
 
 class StopAt(TrainerCallback):
@@ -32,9 +32,9 @@ def sft(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
     """sft(name, *callbacks, **settings) -> a trainer on 24 problems, 6 steps an epoch."""
     from trl import SFTConfig
 
+    from sparse_rl.data.config import DataConfig, SyntheticConfig
     from sparse_rl.data.problems import load_data
     from sparse_rl.models.load import load_tokenizer
-    from sparse_rl.recipe import DataConfig, SyntheticConfig
     from trainer.sft.trainer import ResumableSFTTrainer
 
     def make(name: str, *callbacks: TrainerCallback, **settings: Any) -> Any:

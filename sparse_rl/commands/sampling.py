@@ -1,0 +1,110 @@
+"""From a recipe to sampling: its caches, its engines, its prompts in tokens. `train`, `eval` and `rollout` share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rollout.config import RolloutConfig, SamplingConfig
+from sparse_rl.data.config import DataConfig
+from sparse_rl.errors import UserError
+from sparse_rl.recipe import Recipe
+
+if TYPE_CHECKING:
+    from rollout.engine import Engine
+    from sparse_rl.policies import Policy
+
+
+def engine_of(recipe: Recipe) -> RolloutConfig:
+    """The sampling engine of a recipe that has one."""
+    rollout = recipe.engine()
+    assert rollout is not None
+    return rollout
+
+
+def with_chosen_engine(recipe: Recipe, config: Any) -> Recipe:
+    """The recipe with its engine chosen for a model of this configuration; None: for a live module."""
+    from rollout import choice
+
+    return recipe.with_engine(choice.with_chosen_engine(engine_of(recipe), config))
+
+
+def engine_arguments(recipe: Recipe) -> dict[str, Any]:
+    """What `make_engine` takes of a recipe whose engine is chosen, besides model, policy and progress."""
+    from rollout.choice import engine_options
+
+    return engine_options(
+        engine_of(recipe),
+        dtype=recipe.dtype,
+        prompt_bounds=[data.max_prompt_tokens for data in recipe.prompt_sources().values()],
+        max_completion_length=recipe.sampling_keys().max_completion_length,
+    )
+
+
+def policies_of(recipe: Recipe) -> list[Policy]:
+    """The caches of a recipe; where it names none, the one that the model's directory carries, or the full cache."""
+    from sparse_rl.models.directory import saved_policy
+    from sparse_rl.models.load import load_config
+    from sparse_rl.policies import make_policy
+
+    load_config(recipe.model)
+    blocks = recipe.caches()
+    return [make_policy(saved_policy(recipe.model) or "full" if block is None else block) for block in blocks]
+
+
+def sampling_config(recipe: Recipe, samples: int) -> SamplingConfig:
+    """How a recipe samples, so many times each prompt."""
+    keys = recipe.sampling_keys()
+    return SamplingConfig(
+        max_tokens=keys.max_completion_length,
+        temperature=keys.temperature,
+        top_p=keys.top_p,
+        top_k=keys.top_k,
+        n=samples,
+        seed=recipe.seed,
+    )
+
+
+def engines(
+    recipe: Recipe, model: Any = None, progress: bool = False
+) -> Callable[[Policy], AbstractContextManager[Engine]]:
+    """policy -> a context with the engine of a recipe (whose engine is chosen) under it, closed at its end.
+
+    hf samples from one module for all policies: `model`, or the recipe's, loaded here. vllm loads its own for each.
+    """
+    from rollout.make import make_engine
+
+    kind = engine_of(recipe).engine
+    if kind == "hf" and model is None:
+        model = _load_model(recipe)
+    source = recipe.model if model is None else model
+
+    @contextmanager
+    def opened(policy: Policy) -> Iterator[Engine]:
+        engine = make_engine(kind, model=source, policy=policy, **{**engine_arguments(recipe), "progress": progress})
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+    return opened
+
+
+def _load_model(recipe: Recipe) -> Any:
+    import torch
+
+    from sparse_rl.models.load import load_plain_model
+
+    return load_plain_model(recipe.model, recipe.dtype).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def prompt_tokens(data: Any, tokenizer: Any, config: DataConfig) -> list[list[int]]:
+    """The prompts of a dataset as the model is given them."""
+    from sparse_rl.data.tokens import prompt_ids
+
+    prompts = [prompt_ids(prompt, tokenizer, config.thinking) for prompt in data["prompt"]]
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise UserError(f"the prompt of problem {i + 1} has no tokens; drop it")
+    return prompts

@@ -1,0 +1,145 @@
+"""Bytes that a run takes, as pure functions of shapes and policies. memory.py says which of them a recipe needs.
+
+Caches, traces, masks, weights and the optimizer's state are counted exactly; activations are an estimate. Legend: B
+sequences, S tokens, L layers, Hkv kv heads.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import LaunchConfig, LoraConfig
+
+if TYPE_CHECKING:
+    from sparse_rl.policies import Policy
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+# ---- caches, traces, masks -----------------------------------------------------------------------------------------
+
+
+def cache_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """Keys and values of one sequence that holds `entries` per kv head."""
+    return 2 * layers * kv_heads * head_dim * entries * itemsize
+
+
+def state_bytes(policy: Policy, entries: int, layers: int, kv_heads: int) -> int:
+    """What a policy and its cache remember beside keys and values: int64 positions and float32 scores, per entry."""
+    return layers * kv_heads * entries * (8 + 4 * len(policy.initial_state))
+
+
+def trace_bytes(layers: int, kv_heads: int, length: int, sequences: int = 1) -> int:
+    """Recorded evictions: one int32 per layer, kv head and token, in host memory."""
+    return 4 * layers * kv_heads * length * sequences
+
+
+def mask_bytes(sequences: int, kv_heads: int, length: int, layers: int = 1) -> int:
+    """Boolean masks [B, Hkv, S, S]: of one layer, as replay attention makes them, or of all, as dense traces would."""
+    return sequences * layers * kv_heads * length * length
+
+
+def attention_itemsize(dtype: str, cuda: bool) -> int:
+    """Bytes of a number in the attention: the dtype's, but on a CPU float32 is computed in float64."""
+    return 8 if dtype == "float32" and not cuda else ITEMSIZE[dtype]
+
+
+def sdpa_mask_bytes(sequences: int, kv_heads: int, length: int, itemsize: int) -> int:
+    """One layer's mask in replay attention: the boolean one, and what SDPA makes of it, a bias in its own dtype."""
+    return mask_bytes(sequences, kv_heads, length) * (1 + itemsize)
+
+
+def tiles_bytes(sequences: int, kv_heads: int, length: int) -> int:
+    """One layer's tiles in FlexAttention: positions and evict_at, the keys' order and back, and four lists of tiles."""
+    from sparse_rl.attention.kernels.flex import padded
+    from sparse_rl.attention.kernels.tiles import TILE
+
+    width = padded(length)
+    count = width // TILE
+    return sequences * kv_heads * (width * (4 + 4 + 8) + length * 8 + 4 * 4 * (count + count**2))
+
+
+def redundancy_bytes(policy: Policy, entries: int, kv_heads: int) -> int:
+    """The transient of R-KV's redundancy, where a policy has it: 3 float32 [Hkv, N, N], for one sequence at a time."""
+    from sparse_rl.policies.scored_window import GKV, RKV
+
+    has = isinstance(policy, RKV) or (isinstance(policy, GKV) and policy.redundancy)
+    return 3 * 4 * kv_heads * entries * entries if has else 0
+
+
+# ---- weights and training state ------------------------------------------------------------------------------------
+
+
+def meta_model(config: Any) -> Any:
+    """The model of a configuration without its memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def count_parameters(model: Any) -> int:
+    """Parameters of a model, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def lora_parameters(model: Any, lora: LoraConfig) -> int:
+    """Parameters of rank-r adapters: r (in + out) for every adapted linear layer.
+
+    As PEFT has it: `all-linear` leaves out the head, other text is a pattern for whole names, a list holds last names.
+    """
+    from torch.nn import Linear
+
+    def adapted(name: str, module: Any) -> bool:
+        if isinstance(lora.target_modules, list):
+            return any(name == target or name.endswith(f".{target}") for target in lora.target_modules)
+        if lora.target_modules == "all-linear":
+            return module is not model.get_output_embeddings()
+        return re.fullmatch(lora.target_modules, name) is not None
+
+    linear = [module for name, module in model.named_modules() if isinstance(module, Linear) and adapted(name, module)]
+    return sum(lora.r * (module.in_features + module.out_features) for module in linear)
+
+
+def training_state(
+    parameters: int, trainable: int, *, itemsize: int, adapters: bool, launch: LaunchConfig
+) -> dict[str, tuple[int, int]]:
+    """Weights, gradients and AdamW's state of one process: name -> (bytes on the device, bytes in host memory).
+
+    Without DeepSpeed: AdamW keeps two float32 moments, on weights of `itemsize`; adapters are float32 beside frozen
+    weights; several processes hold their gradients again as buckets. With it: a float32 master copy and two moments,
+    partitioned over the processes from stage 1, gradients from stage 2, weights from stage 3 (the ZeRO paper's table).
+    """
+    if not launch.zero_stage:
+        weights = parameters * itemsize + (4 * trainable if adapters else 0)
+        gradients = (4 if adapters else itemsize) * trainable * (1 if launch.processes == 1 else 2)
+        return {"weights": (weights, 0), "gradients": (gradients, 0), "optimizer": (8 * trainable, 0)}
+
+    def share(size: int, stage: int) -> int:
+        return -(-size // launch.processes) if launch.zero_stage >= stage else size
+
+    weights = share((parameters + (trainable if adapters else 0)) * itemsize, 3)
+    optimizer = share(12 * trainable, 1)
+    moved = launch.offload and launch.zero_stage == 3
+    return {
+        "weights": (0, weights) if moved else (weights, 0),
+        "gradients": (share(itemsize * trainable, 2), 0),
+        "optimizer": (0, optimizer) if launch.offload else (optimizer, 0),
+    }
+
+
+def activation_bytes(config: Any, tokens: int, itemsize: int, checkpointing: bool, logits: bool) -> int:
+    """A rough estimate of what forward and backward keep of `tokens` tokens.
+
+    Per layer its input; and per token about 6 hidden vectors (norms, residuals), queries, keys and values twice
+    (RoPE), the attention's output, 4 intermediate vectors: of one layer at a time with checkpointing, else of all.
+    `logits`: the whole [tokens, vocabulary] at itemsize and twice in float32 (GRPO's fused head holds tiles only).
+    """
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    layer = 6 * config.hidden_size + dim * (3 * heads + 4 * config.num_key_value_heads) + 4 * config.intermediate_size
+    layers = config.num_hidden_layers
+    kept = layers * config.hidden_size + layer if checkpointing else layers * layer
+    return tokens * (kept * itemsize + (config.vocab_size * (itemsize + 8) if logits else 0))

@@ -1,0 +1,203 @@
+"""From a recipe, whose engine and attention kernel are chosen, to its trainer: one function for each kind.
+
+A component's configuration is handed on as the recipe holds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rollout.make import make_engine
+from sparse_rl.commands.examples import taught_examples
+from sparse_rl.commands.sampling import engine_arguments
+from sparse_rl.data.problems import load_data
+from sparse_rl.errors import UserError
+from sparse_rl.models.base import base_of
+from sparse_rl.models.directory import POLICY_FILE, SCORERS, saved_policy
+from sparse_rl.models.load import load_model, load_plain_model, load_tokenizer
+from sparse_rl.policies import make_policy
+from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, SFTRecipe, TaughtRecipe, TrainRecipe
+from trainer import rundir
+from trainer.arguments import adapters, model_options, training_options, weights_dtype
+from trainer.deepspeed import outside_deepspeed
+
+logger = logging.getLogger("sparse_rl")
+CHECK_PROBLEMS = 256  # that stop_at_accuracy looks at
+
+
+def training_arguments(recipe: TrainRecipe) -> dict[str, Any]:
+    """What transformers' TrainingArguments and TRL's share."""
+    return training_options(
+        recipe.training,
+        recipe.launch,
+        output_dir=recipe.output_dir,
+        seed=recipe.seed,
+        dtype=recipe.dtype,
+        more=recipe.trainer_options,
+    )
+
+
+def _weights_dtype(recipe: TrainRecipe) -> str:
+    return weights_dtype(recipe.dtype, recipe.launch, recipe.lora)
+
+
+def grpo(recipe: GRPORecipe, folder: Path) -> Any:
+    from rewards import make_rewards
+    from trainer.grpo.arguments import grpo_arguments
+    from trainer.grpo.trainer import SparseGRPOTrainer
+
+    try:
+        functions, weights = make_rewards(recipe.rewards)
+    except ValueError as error:
+        raise UserError(str(error), "rewards") from error
+    tokenizer = load_tokenizer(recipe.model)
+    data = load_data(recipe.data, tokenizer)
+    recipe.check_prompts(len(data))
+    options = training_arguments(recipe)
+    validation = recipe.validation
+    held_out = None
+    if validation is not None:
+        held_out = load_data(validation.limited_data(), tokenizer, where="validation.data")
+        groups = -(-recipe.training.per_device_train_batch_size // validation.samples)
+        options |= {
+            "eval_strategy": "steps",
+            "eval_steps": validation.every,
+            "num_generations_eval": validation.samples,
+            "per_device_eval_batch_size": groups * validation.samples,
+        }
+    args = grpo_arguments(
+        recipe.grpo,
+        attention_kernel=recipe.replay.attention_kernel,
+        model_init_kwargs=model_options(_weights_dtype(recipe)),
+        reward_weights=weights,
+        **options,
+    )
+    engine: dict[str, Any] = {**engine_arguments(recipe), "policy": recipe.cache}
+    engine["progress"] = recipe.rollout.progress and os.environ.get("RANK", "0") == "0"
+    kind = recipe.rollout.engine
+
+    completions = rundir.CompletionLog(folder)
+    trainer = SparseGRPOTrainer(
+        model=recipe.model,
+        reward_funcs=functions,
+        args=args,
+        train_dataset=data,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        peft_config=adapters(recipe.lora),
+        callbacks=[rundir.RunLog(folder), completions],
+        make_engine=lambda live: make_engine(kind, model=live if kind == "hf" else recipe.model, **engine),
+        sleep=recipe.rollout.sleep,
+        thinking=recipe.data.thinking,
+    )
+    completions.trainer = trainer
+    return trainer
+
+
+def sft(recipe: SFTRecipe, folder: Path) -> Any:
+    from trainer.sft.trainer import make_trainer
+
+    tokenizer = load_tokenizer(recipe.model)
+    data = load_data(recipe.data, tokenizer, require=recipe.columns())
+    problems = None
+    if recipe.sft.stop_at_accuracy is not None:
+        assert recipe.data.synthetic is not None
+        fresh = dataclasses.replace(recipe.data.synthetic, split="calibration", size=CHECK_PROBLEMS)
+        source = dataclasses.replace(recipe.data, synthetic=fresh)
+        problems = load_data(source, tokenizer, require=("prompt", "answer"))
+    return make_trainer(
+        recipe.model,
+        recipe.sft,
+        {"model_init_kwargs": model_options(_weights_dtype(recipe)), **training_arguments(recipe)},
+        tokenizer,
+        data,
+        adapters(recipe.lora),
+        [rundir.RunLog(folder)],
+        problems,
+    )
+
+
+def distill(recipe: DistillRecipe, folder: Path) -> Any:
+    from trainer.distill.trainer import DistillArguments, DistillTrainer
+
+    tokenizer = load_tokenizer(recipe.model)
+    examples, held_out = taught_examples(recipe, tokenizer)
+    args = DistillArguments(**_taught_options(recipe, held_out), loss=recipe.loss, distill=recipe.distill)
+    student = load_plain_model(recipe.model, _weights_dtype(recipe))
+    teacher = _teacher(recipe, student, [*examples, *(held_out or [])])
+    if recipe.lora is not None:
+        from peft import get_peft_model
+
+        student = get_peft_model(student, adapters(recipe.lora))
+    starting: Any = recipe.model
+    if recipe.rollout.engine == "hf" and recipe.distill.completions == "student":
+        starting = base_of(student)
+    elif recipe.rollout.engine == "hf" and not recipe.distill.refresh_every and recipe.launch.zero_stage < 3:
+        # a teacher that is the starting model, and stays it, serves both
+        starting = teacher if recipe.own_teacher else recipe.model
+    with outside_deepspeed(args):
+        engine = make_engine(recipe.rollout.engine, model=starting, policy=recipe.cache, **engine_arguments(recipe))
+    return DistillTrainer(
+        student, teacher, engine, args, examples, held_out, sleep=recipe.rollout.sleep,
+        processing_class=tokenizer, callbacks=[rundir.RunLog(folder)],
+    )  # fmt: skip
+
+
+def kvpop(recipe: KVpopRecipe, folder: Path) -> Any:
+    from trainer.kvpop.trainer import KVpopArguments, KVpopTrainer
+
+    tokenizer = load_tokenizer(recipe.model)
+    examples, held_out = taught_examples(recipe, tokenizer)
+    args = KVpopArguments(**_taught_options(recipe, held_out), loss=recipe.loss, kvpop=recipe.kvpop)
+    student = load_model(recipe.model, _weights_dtype(recipe))
+    policy: Any = make_policy(recipe.cache)
+    if hasattr(student, SCORERS):
+        carried: Any = saved_policy(recipe.model)
+        if carried.scorer != policy.scorer:
+            wrong = f"the model carries scorers {carried.scorer}; name these, or remove its {POLICY_FILE}"
+            raise UserError(wrong, "cache.scorer")
+        logger.warning("the scorers of %s are trained further", recipe.model)
+    teacher = _teacher(recipe, student, [*examples, *(held_out or [])])
+    return KVpopTrainer(
+        student, teacher, policy, args, examples, held_out,
+        processing_class=tokenizer, callbacks=[rundir.RunLog(folder)],
+    )  # fmt: skip
+
+
+TRAINERS: dict[str, Callable[[Any, Path], Any]] = {"grpo": grpo, "distill": distill, "kvpop": kvpop, "sft": sft}
+
+
+def _taught_options(recipe: TaughtRecipe, held_out: Any) -> dict[str, Any]:
+    """What DistillArguments and KVpopArguments take alike."""
+    options = training_arguments(recipe)
+    if held_out is not None:
+        assert recipe.validation is not None
+        options |= {"eval_strategy": "steps", "eval_steps": recipe.validation.every}
+    return {
+        **options,
+        "attention_kernel": recipe.replay.attention_kernel,
+        "per_device_eval_batch_size": recipe.training.per_device_train_batch_size,
+    }
+
+
+def _teacher(recipe: TaughtRecipe, student: Any, examples: Any) -> Any:
+    """In memory, or what one has written down of all these examples."""
+    from trainer.teacher.cache import TeacherCache
+
+    folder = recipe.taught_by.teacher_cache
+    if folder is not None:
+        cache = TeacherCache(folder, recipe.expected_teacher_facts(student.config.vocab_size))
+        if unknown := sum(example not in cache for example in examples):
+            wrong = f"{folder} does not know {unknown} sequences of this dataset; write it for this recipe"
+            raise UserError(wrong, "teacher_cache")
+        return cache
+    teacher = load_plain_model(recipe.teacher_model, recipe.dtype, "model" if recipe.own_teacher else "teacher")
+    if teacher.config.vocab_size != student.config.vocab_size:
+        sizes = f"{teacher.config.vocab_size} tokens, the student's {student.config.vocab_size}"
+        raise UserError(f"the vocabulary has {sizes}; it must be the same", "teacher")
+    return teacher

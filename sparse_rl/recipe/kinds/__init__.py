@@ -1,0 +1,24 @@
+"""The kinds of recipe, one file each: what its YAML may say, and what it answers about itself.
+
+A kind nests the configurations of the components that it sets up (trainer/*/config.py, rollout/config.py, ...). Where
+it holds one `flat`, its keys stand at the top level of the YAML. So a new key of a component is one edit, there.
+
+To add a kind: a file here with a subclass of Recipe, one entry in KINDS, and what builds it in sparse_rl/commands.
+"""
+
+from __future__ import annotations
+
+from sparse_rl.recipe.kinds.base import Recipe
+from sparse_rl.recipe.kinds.distill import DistillRecipe
+from sparse_rl.recipe.kinds.evaluation import EvalRecipe
+from sparse_rl.recipe.kinds.grpo import GRPORecipe
+from sparse_rl.recipe.kinds.kvpop import KVpopRecipe
+from sparse_rl.recipe.kinds.sft import SFTRecipe
+
+KINDS: dict[str, type[Recipe]] = {
+    "grpo": GRPORecipe,
+    "distill": DistillRecipe,
+    "kvpop": KVpopRecipe,
+    "sft": SFTRecipe,
+    "eval": EvalRecipe,
+}

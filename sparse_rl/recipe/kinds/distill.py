@@ -1,0 +1,57 @@
+"""kind: distill, KL distillation under recorded evictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sparse_rl.config import flat
+from sparse_rl.errors import UserError
+from sparse_rl.recipe.kinds.base import SamplingKeys
+from sparse_rl.recipe.kinds.sampled import SampledRecipe
+from sparse_rl.recipe.kinds.taught import TaughtRecipe
+from trainer.distill.config import DistillConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillRecipe(SampledRecipe, TaughtRecipe):
+    """KL distillation under recorded evictions (G-KV appendix C)."""
+
+    kind: ClassVar[str] = "distill"
+    distill: DistillConfig = flat(DistillConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.distill.completions == "student" and self.taught_by.teacher_cache is not None:
+            wrong = "holds what the teacher says of the dataset's completions; the student's own are new each time"
+            raise UserError(wrong, "teacher_cache")
+        if self.distill.refresh_every and self.training.save_steps % self.distill.refresh_every:
+            every = self.training.save_steps
+            wrong = f"must divide save_steps ({every}): a resumed run takes the weights of its checkpoint"
+            raise UserError(wrong, "refresh_every")
+
+    def sampling_keys(self) -> SamplingKeys:
+        return SamplingKeys(self.distill.max_completion_length, self.loss.temperature, 1.0, None)
+
+    def columns(self) -> tuple[str, ...]:
+        if self.distill.completions == "student":
+            return ("prompt",)
+        return ("prompt", "completion") if self.distill.keep is None else ("prompt", "completion", "answer")
+
+    def rewards_by_key(self) -> Mapping[str, list[Any]]:
+        return {} if self.distill.keep is None else {"keep": [self.distill.keep]}
+
+    def attending_models(self) -> list[str]:
+        """With packing a teacher of its own attends by the kernel too: no sequence of a row sees another."""
+        teacher = self.taught_by.teacher
+        return [self.model, *([teacher] if self.distill.packing and teacher is not None else [])]
+
+    def refresh_every(self) -> int:
+        return self.distill.refresh_every
+
+    def further_models(self, own_engine: bool) -> list[tuple[str, str]]:
+        shared = self.own_teacher and self.launch.zero_stage < 3 and not self.distill.refresh_every
+        if own_engine or self.distill.completions == "student" or shared:
+            return []
+        return [("simulating model", self.dtype)]

@@ -1,0 +1,109 @@
+"""kind: eval, pass@1 over tasks × policies × budgets."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+from rollout.config import RolloutConfig
+from sparse_rl.config import Fraction, NonNegative, PositiveInt, Text
+from sparse_rl.data.config import DataConfig
+from sparse_rl.errors import UserError
+from sparse_rl.recipe.kinds.base import Recipe, SampledProblems, SamplingKeys
+from sparse_rl.recipe.kinds.caches import check_cache, check_model_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """Evaluate every policy at every budget; an empty list keeps what the cache block says."""
+
+    policy: list[Text] = field(default_factory=list)
+    budget: list[PositiveInt] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecipe(Recipe):
+    """pass@1 over tasks × policies × budgets.
+
+    cache : the policy, and the base parameters of a sweep; without it the model's own cache_policy.json, if any
+    """
+
+    kind: ClassVar[str] = "eval"
+    tasks: dict[str, DataConfig]
+    samples: PositiveInt = 32
+    temperature: NonNegative = 0.6
+    top_p: Fraction = 0.95
+    top_k: PositiveInt | None = None
+    max_completion_length: PositiveInt = 32768
+    cache: dict[str, Any] | None = None
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    accuracy: Text | dict[str, Any] = "math"
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise UserError("name at least one, for example tasks: {aime24: {path: aime24.jsonl}}", "tasks")
+        self.caches()
+        check_model_len(self.rollout, self.prompt_sources(), self.max_completion_length)
+        if self.temperature == 0 and self.samples > 1:
+            self.warnings.append(
+                f"temperature 0 gives {self.samples} equal samples per problem; samples: 1 says as much"
+            )
+
+    def as_evaluation(self) -> EvalRecipe:
+        return self
+
+    def engine(self) -> RolloutConfig | None:
+        return self.rollout
+
+    def with_engine(self, rollout: RolloutConfig) -> Self:
+        return dataclasses.replace(self, rollout=rollout)
+
+    def sampling_keys(self) -> SamplingKeys:
+        return SamplingKeys(self.max_completion_length, self.temperature, self.top_p, self.top_k)
+
+    def prompt_sources(self) -> dict[str, DataConfig]:
+        return {f"tasks.{name}": data for name, data in self.tasks.items()}
+
+    def sampled_problems(self) -> SampledProblems:
+        where, data = next(iter(self.prompt_sources().items()))
+        return SampledProblems(data, where, self.samples)
+
+    def caches(self) -> list[dict[str, Any] | None]:
+        """The cache block of every point of the sweep; [None] leaves it to the model's directory.
+
+        A parameter of the cache block goes to each swept policy that has it; one that none of them has is an error.
+        """
+        base = dict(self.cache or {})
+        if not self.sweep.policy and not self.sweep.budget:
+            if self.cache is not None:
+                check_cache(base)
+            return [self.cache]
+        from sparse_rl.policies import POLICIES
+
+        own = base.pop("policy", None)
+        names = self.sweep.policy or ([own] if own is not None else [])
+        if not names:
+            raise UserError("name the policies too, here or as cache.policy", "sweep.budget")
+        blocks: list[dict[str, Any] | None] = []
+        used: set[str] = set()
+        for name in names:
+            if name not in POLICIES:
+                check_cache({"policy": name}, "sweep.policy")
+            accepted = inspect.signature(POLICIES[name].__init__).parameters
+            mine = {key: value for key, value in base.items() if key in accepted}
+            used |= mine.keys()
+            sweeps_budget = self.sweep.budget and "budget" in accepted
+            for budget in self.sweep.budget if sweeps_budget else [None]:
+                block = {"policy": name, **mine, **({"budget": budget} if budget is not None else {})}
+                check_cache(block, "sweep")
+                if block not in blocks:
+                    blocks.append(block)
+        for key in base:
+            if key not in used and key != "budget":
+                raise UserError(
+                    f"none of the policies {', '.join(names)} has this parameter; remove it", f"cache.{key}"
+                )
+        return blocks

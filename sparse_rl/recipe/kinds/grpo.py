@@ -1,0 +1,92 @@
+"""kind: grpo, RL under a sparse cache; {policy: full} is RL with a full cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sparse_rl.config import Text, flat
+from sparse_rl.errors import UserError
+from sparse_rl.recipe.kinds.base import SampledProblems, SamplingKeys
+from sparse_rl.recipe.kinds.sampled import SampledRecipe
+from trainer.grpo.config import GRPOConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPORecipe(SampledRecipe):
+    """RL under a sparse cache; {policy: full} is RL with a full cache.
+
+    rewards : names of rewards, or mappings {name: ..., weight: ..., its parameters}
+    """
+
+    kind: ClassVar[str] = "grpo"
+    rewards: list[dict[str, Any] | Text]
+    grpo: GRPOConfig = flat(GRPOConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.rewards or not all(self.rewards):
+            raise UserError("name at least one reward, for example [math]", "rewards")
+        if self.completions_per_generation % self.grpo.num_generations:
+            name = "steps_per_generation" if self.grpo.steps_per_generation else "gradient_accumulation_steps"
+            batch = self.completions_per_generation
+            raise UserError(
+                f"{self.grpo.num_generations} does not divide the global batch {batch} (per_device_train_batch_size "
+                f"{self.training.per_device_train_batch_size} × launch.processes {self.processes} × {name} "
+                f"{self.steps_per_generation}); groups must be whole",
+                "num_generations",
+            )
+        if self.validation is not None and self.validation.data.thinking != self.data.thinking:
+            raise UserError("must be as in data.thinking", "validation.data.thinking")
+        if self.grpo.top_p < 1 or self.grpo.top_k is not None:
+            self.warnings.append(
+                "top_p < 1 or top_k truncates the sampler's support, which biases the policy ratio; "
+                "train with top_p: 1.0 and top_k: null, and use them in evaluation"
+            )
+
+    @property
+    def steps_per_generation(self) -> int:
+        return self.grpo.steps_per_generation or self.training.gradient_accumulation_steps
+
+    @property
+    def completions_per_generation(self) -> int:
+        """Over all processes."""
+        return self.training.per_device_train_batch_size * self.processes * self.steps_per_generation
+
+    def check_prompts(self, count: int) -> int:
+        """The prompts of one generation. Raises UserError where the data hold fewer: TRL would train on nothing."""
+        need = self.completions_per_generation // self.grpo.num_generations
+        if count < need:
+            raise UserError(
+                f"holds {count} prompts, but one generation takes {need} (per_device_train_batch_size × processes × "
+                "steps / num_generations); lower the batch, or add data",
+                "data",
+            )
+        return need
+
+    def sampled_problems(self) -> SampledProblems:
+        return SampledProblems(self.data, "data", self.grpo.num_generations)
+
+    def sampling_keys(self) -> SamplingKeys:
+        grpo = self.grpo
+        return SamplingKeys(grpo.max_completion_length, grpo.temperature, grpo.top_p, grpo.top_k)
+
+    def rewards_by_key(self) -> Mapping[str, list[Any]]:
+        return {"rewards": self.rewards}
+
+    def describe_batches(self, rows: int) -> str:
+        prompts = self.check_prompts(rows)
+        completions = (rows // prompts) * self.completions_per_generation * self.grpo.num_iterations
+        steps = self.count_steps(completions // self.update_rows())
+        samples = f"{prompts} prompts × {self.grpo.num_generations} samples a generation"
+        return f"{samples}, {self.update_rows()} completions a step, {steps} steps"
+
+    def keeps_traces(self) -> bool:
+        return self.evicts() and self.grpo.train_attention == "replay"
+
+    def sequences_sampled(self) -> int:
+        return self.training.per_device_train_batch_size * self.steps_per_generation
+
+    def further_models(self, own_engine: bool) -> list[tuple[str, str]]:
+        return [("reference model", "beta > 0")] if self.grpo.beta and self.lora is None else []

@@ -1,0 +1,55 @@
+"""kind: kvpop, the retrofit of the learned policy `kvpop`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sparse_rl.config import flat
+from sparse_rl.errors import UserError
+from sparse_rl.recipe.kinds.caches import check_cache
+from sparse_rl.recipe.kinds.taught import TaughtRecipe
+from trainer.config import TrainingConfig
+from trainer.kvpop.config import KVpopConfig, KVpopLossConfig, KVpopTrainingConfig
+from trainer.losses.config import DistillationLossConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVpopRecipe(TaughtRecipe):
+    """Retrofit of the learned policy `kvpop`, whose scorers are trained beside the model."""
+
+    kind: ClassVar[str] = "kvpop"
+    cache: dict[str, Any]
+    training: TrainingConfig = flat(KVpopTrainingConfig)
+    loss: DistillationLossConfig = flat(KVpopLossConfig)
+    kvpop: KVpopConfig = flat(KVpopConfig)
+
+    def __post_init__(self) -> None:
+        from sparse_rl.policies import make_policy
+
+        super().__post_init__()
+        check_cache(self.cache, learned=True)
+        if self.lora is not None:
+            raise UserError("the whole model is trained, or with train_base: false the scorers alone", "lora")
+        policy: Any = make_policy(self.cache)
+        if policy.scorer["name"] == "recency" and not self.kvpop.train_base:
+            raise UserError("the scorer recency has no parameters, so nothing would be trained", "train_base")
+        if self.kvpop.max_length <= policy.sinks + policy.window + policy.k:
+            self.warnings.append(
+                f"rows of at most {self.kvpop.max_length} tokens never exceed the budget: nothing is evicted"
+            )
+
+    def learned_cache(self) -> dict[str, Any] | None:
+        return self.cache
+
+    def trains_model(self) -> bool:
+        return self.kvpop.train_base
+
+    def describe_batches(self, rows: int) -> str:
+        if not self.kvpop.packing:
+            return super().describe_batches(rows)
+        length = self.kvpop.max_length
+        return f"{self.update_rows()} rows of {length} tokens a step; how many the texts fill is not known before"
+
+    def longest_row(self, prompt: int) -> int | None:
+        return self.kvpop.max_length

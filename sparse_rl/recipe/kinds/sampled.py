@@ -1,0 +1,70 @@
+"""Training under evictions, and training on sequences that an engine samples, or simulates, under a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from rollout.config import RolloutConfig
+from sparse_rl.config import flat
+from sparse_rl.errors import UserError
+from sparse_rl.recipe.kinds.base import TrainRecipe, ValidationConfig
+from sparse_rl.recipe.kinds.caches import check_cache, check_model_len
+from trainer.config import ReplayConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedRecipe(TrainRecipe):
+    """Training under evictions."""
+
+    replay: ReplayConfig = flat(ReplayConfig)
+    validation: ValidationConfig | None = None
+
+    def held_out(self) -> ValidationConfig | None:
+        return self.validation
+
+    def attention_kernel(self) -> str | None:
+        return self.replay.attention_kernel
+
+    def with_attention_kernel(self, kernel: str) -> Self:
+        replay = dataclasses.replace(self.replay, attention_kernel=kernel)  # type: ignore[arg-type]  # a kernel's name
+        return dataclasses.replace(self, replay=replay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledRecipe(ReplayedRecipe):
+    """Training on sequences that an engine samples, or simulates, under `cache`: {policy: name, **its parameters}."""
+
+    cache: dict[str, Any]
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_cache(self.cache)
+        if self.rollout.tensor_parallel > 1:
+            wrong = "in training each process has an engine of its own; set it to 1, and use launch.processes"
+            raise UserError(wrong, "rollout.tensor_parallel")
+        check_model_len(self.rollout, self.prompt_sources(), self.sampling_keys().max_completion_length)
+
+    def engine(self) -> RolloutConfig | None:
+        return self.rollout
+
+    def with_engine(self, rollout: RolloutConfig) -> Self:
+        return dataclasses.replace(self, rollout=rollout)
+
+    def caches(self) -> list[dict[str, Any] | None]:
+        return [self.cache]
+
+    def exported_cache(self) -> dict[str, Any] | None:
+        return self.cache
+
+    def evicts(self) -> bool:
+        """Whether its cache evicts at all."""
+        return self.cache.get("policy") != "full"
+
+    def longest_row(self, prompt: int) -> int | None:
+        return prompt + self.sampling_keys().max_completion_length
+
+    def keeps_traces(self) -> bool:
+        return self.evicts()

@@ -1,0 +1,35 @@
+"""kind: sft, supervised fine-tuning with a full cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sparse_rl.config import flat
+from sparse_rl.errors import UserError
+from sparse_rl.recipe.kinds.base import TrainRecipe
+from trainer.config import TrainingConfig
+from trainer.sft.config import SFTConfig, SFTTrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTRecipe(TrainRecipe):
+    """Supervised fine-tuning with a full cache: the start of the quickstart, of cold starts, and uptraining."""
+
+    kind: ClassVar[str] = "sft"
+    training: TrainingConfig = flat(SFTTrainingConfig)
+    sft: SFTConfig = flat(SFTConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sft.stop_at_accuracy is not None and self.data.synthetic is None:
+            raise UserError("needs fresh problems, so a data.synthetic dataset; remove it", "stop_at_accuracy")
+
+    def columns(self) -> tuple[str, ...]:
+        return ("prompt", "completion")
+
+    def longest_row(self, prompt: int) -> int | None:
+        return self.sft.max_length
+
+    def keeps_logits(self) -> bool:
+        return True

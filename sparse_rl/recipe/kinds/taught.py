@@ -1,0 +1,56 @@
+"""Training on what a dense teacher says of a text: what distill and kvpop share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sparse_rl.config import flat
+from sparse_rl.errors import UserError
+from sparse_rl.recipe.kinds.sampled import ReplayedRecipe
+from trainer.losses.config import DistillationLossConfig
+from trainer.teacher.config import TeacherConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaughtRecipe(ReplayedRecipe):
+    """Training on what a dense teacher says of a text."""
+
+    taught_by: TeacherConfig = flat(TeacherConfig)
+    loss: DistillationLossConfig = flat(DistillationLossConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.taught_by.teacher_cache is not None and self.loss.top_k is None:
+            raise UserError("needs top_k: that many log-probs are kept, for example 256", "teacher_cache")
+
+    def as_taught(self) -> TaughtRecipe:
+        return self
+
+    def teaches(self) -> TaughtRecipe | None:
+        return self
+
+    def columns(self) -> tuple[str, ...]:
+        return ("prompt", "completion")
+
+    @property
+    def teacher_model(self) -> str:
+        """The directory or hub name of the teacher."""
+        return self.taught_by.teacher or self.model
+
+    @property
+    def own_teacher(self) -> bool:
+        """Whether the starting model itself is the teacher, in memory."""
+        return self.taught_by.teacher is None and self.taught_by.teacher_cache is None
+
+    def expected_teacher_facts(self, vocab_size: int) -> dict[str, Any]:
+        """What a teacher cache has to be for this recipe: fields of trainer.teacher.cache.TeacherFacts.
+
+        vocab_size : of the student
+        """
+        return {
+            "source": self.teacher_model,
+            "temperature": self.loss.temperature,
+            "top_k": self.loss.top_k,
+            "vocab_size": vocab_size,
+        }
