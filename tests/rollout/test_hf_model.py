@@ -129,7 +129,7 @@ def test_what_make_engine_refuses(options: dict, message: str, new_model: Callab
 
 def test_an_unsupported_model_is_refused(new_model: Callable) -> None:
     model = new_model("llama", attention_dropout=0.1)
-    with pytest.raises(ValueError, match="attention_dropout must be 0"):
+    with pytest.raises(ValueError, match="attention_dropout, which cannot be replayed; set it to 0"):
         make_engine("hf", model=model, policy=GKV)
 
 
