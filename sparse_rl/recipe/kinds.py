@@ -5,7 +5,6 @@ To add a kind: a subclass of Recipe with a `kind` and a docstring for its keys, 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from sparse_rl.config import (
     as_mapping,
 )
 from sparse_rl.errors import UserError
+from sparse_rl.policies.config import CONFIGS, accepted_parameters, cache_config
 from sparse_rl.recipe.blocks import (
     DataConfig,
     SweepConfig,
@@ -340,16 +340,14 @@ class KVpopRecipe(TaughtRecipe):
     train_base: bool = True
 
     def __post_init__(self) -> None:
-        from sparse_rl.policies import make_policy
-
         super().__post_init__()
         check_cache(self.cache, learned=True)
         if self.packing and self.prefill == "dense":
             raise UserError("needs packing: false, where it is known what is a prompt", "prefill")
         if self.lora is not None:
             raise UserError("the whole model is trained, or with train_base: false the scorers alone", "lora")
-        policy: Any = make_policy(self.cache)
-        if policy.scorer["name"] == "recency" and not self.train_base:
+        policy: Any = cache_config(self.cache)
+        if policy.scorer.name == "recency" and not self.train_base:
             raise UserError("the scorer recency has no parameters, so nothing would be trained", "train_base")
         if self.max_length <= policy.sinks + policy.window + policy.k:
             self.warnings.append(
@@ -428,8 +426,6 @@ class EvalRecipe(Recipe):
             if self.cache is not None:
                 check_cache(base)
             return [self.cache]
-        from sparse_rl.policies import POLICIES
-
         own = base.pop("policy", None)
         names = self.sweep.policy or ([own] if own is not None else [])
         if not names:
@@ -437,9 +433,9 @@ class EvalRecipe(Recipe):
         blocks: list[dict[str, Any] | None] = []
         used: set[str] = set()
         for name in names:
-            if name not in POLICIES:
+            if name not in CONFIGS:
                 check_cache({"policy": name}, "sweep.policy")
-            accepted = inspect.signature(POLICIES[name].__init__).parameters
+            accepted = accepted_parameters(name)
             mine = {key: value for key, value in base.items() if key in accepted}
             used |= mine.keys()
             sweeps_budget = self.sweep.budget and "budget" in accepted
@@ -470,14 +466,11 @@ def check_cache(block: Mapping[str, Any], key: str = "cache", *, learned: bool =
 
     learned : of a policy that is retrofitted to a model, instead of one that engines sample under
     """
-    from sparse_rl.policies import make_policy  # brings torch: only when there is a cache to check
-
-    parameters = dict(block)
-    if not isinstance(name := parameters.pop("policy", None), str):
+    if not isinstance(block.get("policy"), str):
         raise UserError("missing; name a cache policy, for example full, streaming or gkv", f"{key}.policy")
     try:
-        policy = make_policy(name, **parameters)
-    except (ValueError, TypeError) as error:
+        policy = cache_config(block)
+    except UserError as error:
         raise UserError(str(error), key) from None
     unsampled = policy.schedule.before_attending
     if unsampled != learned:

@@ -16,7 +16,7 @@ from sparse_rl.data.problems import load_data
 from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_tokenizer
-from sparse_rl.policies import make_policy
+from sparse_rl.policies import cache_config, make_policy
 from sparse_rl.recipe import (
     DistillRecipe,
     EvalRecipe,
@@ -179,8 +179,12 @@ def test_the_retrofit_of_the_paper(model: str) -> None:
             assert (recipe.scorer_final_learning_rate, recipe.scorer_warmup_steps) == (8e-5, 100)
             assert (recipe.adam_beta1, recipe.adam_beta2, recipe.weight_decay) == (0.9, 0.95, 1e-4)
             assert (recipe.kl_weight, recipe.ce_weight, recipe.boundary_weight) == (1, 0, 1)
-            policy = make_policy(recipe.cache)
-            assert (policy.sinks, policy.window, policy.k + policy.state_entries) == (4, 256, k)
+            policy = cache_config(recipe.cache)
+            assert (policy.sinks, policy.window, policy.k + policy.state_entries) == (
+                4,
+                256,
+                k,
+            )
     assert differing(f"{model}/kvpop_mlp", f"{model}/streaming_plus") == {"cache"}
 
 

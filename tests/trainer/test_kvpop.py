@@ -25,7 +25,8 @@ from sparse_rl.errors import UserError
 from sparse_rl.metrics import read_metrics
 from sparse_rl.models.directory import attach_scorers, saved_policy
 from sparse_rl.models.load import load_model
-from sparse_rl.policies import KVpop
+from sparse_rl.policies.kvpop import KVpop
+from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import EvictionTrace
 from trainer.examples import Example
@@ -50,7 +51,7 @@ def kvpop(new_model: Callable, tmp_path: Path) -> Callable[..., KVpopTrainer]:
 
     def make(scorer: Any = "mlp", **settings: Any) -> KVpopTrainer:
         student = new_model("qwen3")
-        policy = KVpop(**{**{k: v for k, v in CACHE.items() if k != "policy"}, "scorer": scorer})
+        policy: Any = make_policy({**CACHE, "scorer": scorer})
         torch.manual_seed(1)
         attach_scorers(student, policy)
         for weight in student.cache_scorers.parameters():
@@ -71,7 +72,7 @@ def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.T
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for row in rows():
         ids = torch.tensor([row.prompt + row.completion])
-        view = LearnedView(model.cache_scorers, trainer.policy, torch.tensor([ids.shape[1]]))
+        view = LearnedView(model.cache_scorers, trainer.policy.config, torch.tensor([ids.shape[1]]))
         with torch.no_grad():
             adopt(model)(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False)
         trace = EvictionTrace(torch.cat([view._decided[layer].evict_at for layer in range(2)]))

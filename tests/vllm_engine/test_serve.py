@@ -165,9 +165,9 @@ def test_the_policy_is_the_models_unless_another_is_given(
     cache: dict[str, Any], budget: int, says: str, model: Path
 ) -> None:
     policy, source = serve.choose_policy(str(model), cache)
-    assert source == says and policy.budget == budget
+    assert source == says and policy.config.budget == budget
     if len(cache) == 3:
-        assert (policy.name, policy.window, policy.period) == ("gkv", 4, 8)  # type: ignore[attr-defined]
+        assert (policy.name, policy.config.window, policy.config.period) == ("gkv", 4, 8)  # type: ignore[attr-defined]
     elif "policy" in cache:
         assert policy.name == "streaming"
     else:
