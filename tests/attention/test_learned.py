@@ -17,6 +17,7 @@ from sparse_rl.attention.views.learned import FutureTarget, LearnedView
 from sparse_rl.kernels import recall, running_topk
 from sparse_rl.models.directory import attach_scorers
 from sparse_rl.policies.config import KVpopConfig
+from sparse_rl.policies.kvpop import KVpop
 
 B, HQ, HKV, S, D, SCALE = 2, 4, 2, 50, 8, 0.35
 LENGTHS = torch.tensor([50, 33])
@@ -161,7 +162,7 @@ def test_recomputed_layers_replay_their_decisions(new_model: Callable, scorer: s
     for checkpointing in (False, True):
         model = adopt(new_model("qwen3", num_hidden_layers=3))
         torch.manual_seed(4)
-        attach_scorers(model, cache)
+        attach_scorers(model, KVpop(cache))
         for weight in model.cache_scorers.parameters():
             weight.data += 0.2 * torch.randn_like(weight)
         model.train()

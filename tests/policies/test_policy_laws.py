@@ -16,6 +16,7 @@ from references import NEVER
 from test_policy_exactness import check
 
 from rollout.cache import EvictingCache
+from sparse_rl.errors import StoppedError
 from sparse_rl.policies import POLICIES, Entries, Kept, Policy, fingerprint, make_policy
 from sparse_rl.policies.config import CONFIGS, EvictingConfig
 
@@ -168,6 +169,63 @@ def test_a_trace_does_not_depend_on_the_batch(name: str) -> None:
             batch.totals[row : row + 1],
         )
         assert torch.equal(feed(policy, alone).records[0], fed.records[row])
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_several_layers_in_one_call_keep_what_each_keeps_alone(name: str) -> None:
+    """Of a policy without parameters of its own per layer, layers may be stacked along R."""
+    policy = make_policy(name, **small(name, period=3))
+    assert not policy.layered_parameters and make_policy("kvpop", budget=600).layered_parameters
+    shown: list[Entries] = []
+
+    class Listening(type(policy)):  # type: ignore[misc]
+        def compact(self, layer: int, entries: Entries) -> Kept:
+            state = {key: value.clone() for key, value in entries.state.items()}
+            tensors = {key: value.clone() for key, value in vars(entries).items() if isinstance(value, torch.Tensor)}
+            shown.append(Entries(**{**vars(entries), **tensors, "state": state}))
+            return super().compact(layer, entries)
+
+    for seed in (1, 2):  # two layers, each alone
+        feed(Listening(policy.config), ragged_batch(seed, [5, 17, 15], [24, 30, 26]))
+    assert len(shown) % 2 == 0 and len(shown) > 6
+    for one, other in zip(shown[: len(shown) // 2], shown[len(shown) // 2 :], strict=True):
+        alone = [policy.compact(layer, copied(entries)) for layer, entries in enumerate((one, other))]
+        together = policy.compact(0, stacked(one, other))
+        assert torch.equal(together.keep, torch.cat([kept.keep for kept in alone]))
+        for key, value in together.state.items():
+            assert torch.equal(value, torch.cat([kept.state[key] for kept in alone]))
+
+
+def copied(entries: Entries) -> Entries:
+    return replace(entries, state={key: value.clone() for key, value in entries.state.items()})
+
+
+def stacked(one: Entries, other: Entries) -> Entries:
+    """The rows of both."""
+    joined = {key: torch.cat([value, vars(other)[key]]) for key, value in vars(one).items() if torch.is_tensor(value)}
+    state = {key: torch.cat([value, other.state[key]]) for key, value in one.state.items()}
+    return replace(one, **joined, state=state, left=[*one.left, *other.left])
+
+
+class Lopsided(Given):
+    """Leaves one entry less in the last kv head."""
+
+    def compact(self, layer: int, entries: Entries) -> Kept:
+        kept = super().compact(layer, entries)
+        first = kept.keep[:, -1].int().argmax(-1)
+        kept.keep[torch.arange(len(first)), -1, first] = False
+        return kept
+
+
+def test_counts_that_differ_between_heads_are_refused_in_one_line() -> None:
+    """An engine whose caches are of one length says so; the control leaves as many in every head."""
+    batch = ragged_batch(0, [5, 9], [20, 20])
+    feed(Given(torch.arange(40.0), budget=8, period=2), batch)
+    wrong = (
+        r"^given: a compaction left \[8, 7\] entries in the kv heads of a sequence, and the schedule says 8; [^\n]*$"
+    )
+    with pytest.raises(StoppedError, match=wrong):
+        feed(Lopsided(torch.arange(40.0), budget=8, period=2), batch)
 
 
 @pytest.mark.parametrize("name", SAMPLED)

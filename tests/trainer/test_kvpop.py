@@ -301,8 +301,8 @@ def test_texts_as_rows(recipe: Callable) -> None:
     ("keys", "says"),
     [
         ({"cache": {"policy": "gkv", "budget": 64}}, "cache.policy: recipes of kind kvpop train kvpop"),
-        ({"cache": {**CACHE, "scorer": "mpl"}}, "cache: unknown scorer 'mpl' (did you mean 'mlp'?)"),
-        ({"cache": {**CACHE, "budget": 6}}, "cache: kvpop: budget 6 must exceed window 4 + sinks 2"),
+        ({"cache": {**CACHE, "scorer": "mpl"}}, "cache: kvpop: scorer: unknown scorer 'mpl' (did you mean 'mlp'?)"),
+        ({"cache": {**CACHE, "budget": 6}}, "cache: kvpop: budget: 6 must exceed window 4 + sinks 2"),
         ({"lora": {"r": 4}}, "lora: the whole model is trained"),
         ({"boundary": {"late": 2}}, "boundary.late: "),
         ({"target": {"floor": 0}}, "target.floor: "),

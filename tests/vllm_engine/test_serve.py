@@ -84,7 +84,7 @@ def free_port() -> int:
         (["MODEL", "--cache", "policy=gvk,budget=48"], "--cache: unknown cache policy 'gvk' (did you mean 'gkv'?)"),
         (["MODEL", "--cache", "budgte=48"], "--cache: cache policy 'gkv' has no parameter 'budgte' (did you mean"),
         (["MODEL", "--cache", "policy=gkv"], "--cache: cache policy 'gkv' needs a budget"),
-        (["MODEL", "--cache", "budget=4"], "--cache: gkv: budget 4 must exceed window 8"),
+        (["MODEL", "--cache", "budget=4"], "--cache: gkv: budget: 4 must exceed window 8"),
         (["MODEL", "--cache", "budget"], "'budget' is not of the form key=value"),
         (["bare", "--cache", "budget=48"], "--cache: bare carries no policy to change; name one"),
         (["broken"], "cache_policy.json cannot be used"),
