@@ -56,7 +56,7 @@ def divergences(folder: Path, teacher: Any, rows: list[Example]) -> torch.Tensor
     for start in range(0, len(rows), 32):
         batch = Batch.make(rows[start : start + 32], torch.device("cpu"))
         lengths = torch.tensor([row.length for row in rows[start : start + 32]])
-        hidden = batch.hidden_under(student, LearnedView(student.cache_scorers, policy, lengths))
+        hidden = batch.hidden_under(student, LearnedView(student.cache_scorers, policy.config, lengths))
         said = batch.hidden(teacher, replayed=False)
         each = DistillationLoss(DistillationLossConfig()).per_token(
             student.get_output_embeddings()(hidden), teacher.get_output_embeddings()(said)

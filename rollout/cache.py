@@ -156,7 +156,7 @@ class EvictingCache:
         evict_at = torch.full((batch, kv_heads, width), NEVER, dtype=torch.int32, device=key.device)
         state = {
             name: torch.full((batch, kv_heads, width), start, dtype=torch.float32, device=key.device)
-            for name, start in self.policy.initial_state.items()
+            for name, start in self.policy.entry_memory.items()
         }
         key, value = key.to(value.dtype, copy=True), value.clone()  # ours from here on: a compaction writes into them
         layer = Layer(key, value, positions, self._last_queries(query), evict_at, state)
@@ -194,7 +194,7 @@ class EvictingCache:
         layer.keys[rows, :, self._slots] = key[:, :, 0].to(layer.keys.dtype)
         layer.values[rows, :, self._slots] = value[:, :, 0]
         layer.positions[rows, :, self._slots] = now[:, None]
-        for name, start in self.policy.initial_state.items():
+        for name, start in self.policy.entry_memory.items():
             layer.state[name][rows, :, self._slots] = start
         if layer.queries is not None:
             layer.queries[rows, :, now % layer.queries.shape[2]] = query[:, :, 0]

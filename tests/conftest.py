@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -29,7 +28,8 @@ from rollout import choice, make
 from rollout.hf import HFEngine
 from sparse_rl.attention.interface import adopt
 from sparse_rl.attention.kernels.flex import flex_attend
-from sparse_rl.policies import POLICIES, Policy, make_policy
+from sparse_rl.policies import Policy, make_policy
+from sparse_rl.policies.config import accepted_parameters
 from sparse_rl.trace import SECTIONS, EvictionTrace, Section
 
 STORIES = Path(__file__).parents[2] / "shared/models/stories260K"
@@ -92,7 +92,7 @@ def policy_of() -> Callable[..., Policy]:
     """policy_of(name, budget=..., ...) -> that policy with the parameters that it takes."""
 
     def make(name: str, **parameters: Any) -> Policy:
-        accepted = inspect.signature(POLICIES[name].__init__).parameters
+        accepted = accepted_parameters(name)
         return make_policy(name, **{key: value for key, value in parameters.items() if key in accepted})
 
     return make

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sparse_rl.policies.base import Entries, Policy
+from sparse_rl.policies.config import EvictingConfig
 from sparse_rl.policies.schedule import Schedule
 
 
@@ -26,14 +27,16 @@ class GrowingSchedule(Schedule):
         return least + (prompt > least) * (prompt - least)
 
 
-class Growing(Policy):
-    """Keeps what the last query attends to most, as MorphKV does."""
-
+class GrowingConfig(EvictingConfig):
     name = "growing"
 
     @property
     def schedule(self) -> Schedule:
         return GrowingSchedule(self.budget, self.period)
+
+
+class Growing(Policy):
+    """Keeps what the last query attends to most, as MorphKV does."""
 
     @property
     def last_queries(self) -> int:

@@ -5,26 +5,25 @@ One matrix over policies, periods and models. Wrong traces are the controls: eac
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 
 import pytest
 import torch
-from growing import Growing
+from growing import Growing, GrowingConfig
 from judging import gap, wrong_traces
+from policy_cases import SAMPLED
 from transformers import PreTrainedModel
 
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
-from sparse_rl.policies import POLICIES, Policy
+from sparse_rl.policies import Policy
+from sparse_rl.policies.config import accepted_parameters
 from sparse_rl.trace import NEVER
 
 TRAINED = "stories260K"
 MODELS = ("qwen2", "qwen3", "llama", TRAINED)
 CELLS = [
-    (policy, period)
-    for policy in POLICIES
-    for period in ((1, 8) if "period" in inspect.signature(POLICIES[policy].__init__).parameters else (1,))
+    (policy, period) for policy in SAMPLED for period in ((1, 8) if "period" in accepted_parameters(policy) else (1,))
 ]
 BUDGET = 20
 LENGTHS = (1, 4, 11, 19, 20, 28, 41, 66)  # shorter and longer than the budget; budget, and budget + period
@@ -81,7 +80,7 @@ def test_replay_equals_sampling_under_a_budget_that_grows(
     period: int, model_name: str, model_of: Callable, prompts_of: Callable, record_property: Callable
 ) -> None:
     """A policy of no registry; a compaction leaves one entry more for every 4 tokens seen: rows of a batch differ."""
-    policy, trained = Growing(BUDGET - 8, window=4, period=period), model_name == TRAINED
+    policy, trained = Growing(GrowingConfig(budget=BUDGET - 8, window=4, period=period)), model_name == TRAINED
     check_cell(model_of(model_name), policy, prompts_of(model_name, LENGTHS), 1e-3 if trained else 0.0, record_property)
 
 

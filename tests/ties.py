@@ -39,7 +39,7 @@ def listening(policy: Policy, decisions: Decisions) -> Policy:
             decisions.scores[int(entries.seen[0]), layer] = (entries.positions[0].clone(), scores[0].clone())
             return scores
 
-    return Listening(**policy.parameters())
+    return Listening(policy.config)
 
 
 def sample_alone(

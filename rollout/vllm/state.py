@@ -88,7 +88,7 @@ class CacheState:
         self.positions = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.state = {
             name: torch.full(shape, start, dtype=torch.float32, device=self.device)
-            for name, start in self.policy.initial_state.items()
+            for name, start in self.policy.entry_memory.items()
         }
         rows = paged.max_running(vllm_config)
         window = self.policy.last_queries
@@ -150,7 +150,7 @@ class CacheState:
         block, place = blocks[row, slot // self.block_size], slot % self.block_size
         where = slice(None), block[:, None], self.heads, place[:, None]
         self.positions[where] = logical[:, None].int()
-        for name, start in self.policy.initial_state.items():
+        for name, start in self.policy.entry_memory.items():
             self.state[name][where] = start
 
         recent = None

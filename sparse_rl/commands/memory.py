@@ -205,7 +205,7 @@ def _scorer_parameters(cache: Any, model: Model) -> int:
 
     policy: Any = make_policy(cache)
     layers, heads, dim = model.cache_shape
-    scorer = sketch_scorer(policy.scorer, heads=heads, dim=dim)
+    scorer = sketch_scorer(policy.config.scorer, heads=heads, dim=dim)
     return layers * sum(weight.numel() for weight in scorer.parameters())
 
 

@@ -27,7 +27,7 @@ def cache_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsiz
 
 def state_bytes(policy: Policy, entries: int, layers: int, kv_heads: int) -> int:
     """What a policy and its cache remember beside keys and values: int64 positions and float32 scores, per entry."""
-    return layers * kv_heads * entries * (8 + 4 * len(policy.initial_state))
+    return layers * kv_heads * entries * (8 + 4 * len(policy.entry_memory))
 
 
 def trace_bytes(layers: int, kv_heads: int, length: int, sequences: int = 1) -> int:
@@ -64,7 +64,7 @@ def redundancy_bytes(policy: Policy, entries: int, kv_heads: int) -> int:
     """The transient of R-KV's redundancy, where a policy has it: 3 float32 [Hkv, N, N], for one sequence at a time."""
     from sparse_rl.policies.scored_window import GKV, RKV
 
-    has = isinstance(policy, RKV) or (isinstance(policy, GKV) and policy.redundancy)
+    has = isinstance(policy, RKV) or (isinstance(policy, GKV) and policy.config.redundancy)
     return 3 * 4 * kv_heads * entries * entries if has else 0
 
 

@@ -158,8 +158,9 @@ def kvpop(recipe: KVpopRecipe, folder: Path) -> Any:
     policy: Any = make_policy(recipe.cache)
     if hasattr(student, SCORERS):
         carried: Any = saved_policy(recipe.model)
-        if carried.scorer != policy.scorer:
-            wrong = f"the model carries scorers {carried.scorer}; name these, or remove its {POLICY_FILE}"
+        if carried.config.scorer != policy.config.scorer:
+            scorers = carried.config.scorer.parameters()
+            wrong = f"the model carries scorers {scorers}; name these, or remove its {POLICY_FILE}"
             raise UserError(wrong, "cache.scorer")
         logger.warning("the scorers of %s are trained further", recipe.model)
     teacher = _teacher(recipe, student, [*examples, *(held_out or [])])

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl.errors import UserError
-from sparse_rl.policies import KVpop, Policy, make_policy
+from sparse_rl.policies.base import Policy
+from sparse_rl.policies.kvpop import KVpop
+from sparse_rl.policies.registry import make_policy
 
 POLICY_FILE = "cache_policy.json"
 POLICY_VERSION = 1
@@ -55,7 +57,7 @@ def attach_scorers(model: Any, policy: KVpop) -> None:
     from sparse_rl.scorers import make_scorer
 
     layers, heads, dim = cache_shape(model.config)
-    scorers = nn.ModuleList(make_scorer(policy.scorer, heads=heads, dim=dim) for _ in range(layers))
+    scorers = nn.ModuleList(make_scorer(policy.config.scorer, heads=heads, dim=dim) for _ in range(layers))
     setattr(model, SCORERS, scorers.to(model.device))
     model._keys_to_ignore_on_save = [f"{SCORERS}.{name}" for name in scorers.state_dict()]
 

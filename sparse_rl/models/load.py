@@ -10,7 +10,7 @@ from typing import Any
 from sparse_rl.attention.families import cache_shape, check_replayable
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import attach_scorers, read_scorers, saved_policy
-from sparse_rl.policies import KVpop
+from sparse_rl.policies.kvpop import KVpop
 
 
 def load_config(model: str) -> Any:

@@ -2,13 +2,20 @@
 
     policy = make_policy("gkv", budget=512, window=16, period=128)
 
+schedule.py   when a cache is compacted and how many entries it holds, for everyone who asks
+config.py     the settings of each policy, with defaults and rules; both of these without torch
+base.py       the contract with an engine: what a policy sees, and what a compaction returns
+registry.py   the policies by name
+
 To add one:
-1. write a file here with a subclass of `Policy` that sets `name` and writes `score` (base.py says what it sees);
-2. cite the paper and the equation at its top;
-3. declare `last_queries`, `every_query` or `initial_state` if it needs the last queries, all, or memory per entry, and
+1. its settings: a dataclass in config.py and one line in CONFIGS; the recipe, the command line and the errors follow.
+   A budget that grows is a subclass of `Schedule` (schedule.py) with a `left`, and a `first`, of its own;
+2. a file here with a subclass of `Policy` that says `config: ItsConfig` and writes `score` (base.py says what it sees);
+   at its top the paper and the equation;
+3. declare `last_queries`, `every_query` or `entry_memory` if it needs the last queries, all, or memory per entry, and
    `score_reads` or `observe_reads` if it looks at other than keys;
-4. add one line to POLICIES: the replay-exactness matrix and the invariance tests then cover it;
-5. add a slow per-token reference of its equation to tests/policies/.
+4. one line in POLICIES (registry.py): the replay-exactness matrix and the invariance tests then cover it;
+5. a slow per-token reference of its equation in tests/policies/.
 """
 
 from __future__ import annotations
@@ -19,30 +26,32 @@ from sparse_rl.lazy import public_names
 
 if TYPE_CHECKING:
     from sparse_rl.policies.base import Entries, Kept, Policy
-    from sparse_rl.policies.kvpop import KVpop
-    from sparse_rl.policies.registry import LEARNED, POLICIES, fingerprint, make_policy, sampled_under
+    from sparse_rl.policies.config import cache_config
+    from sparse_rl.policies.registry import POLICIES, fingerprint, make_policy, sampled_under
     from sparse_rl.policies.schedule import Schedule
 
 __getattr__ = public_names(
     __name__,
     {
-        **dict.fromkeys(("Entries", "Kept", "Policy"), "sparse_rl.policies.base"),
-        **dict.fromkeys(
-            ("LEARNED", "POLICIES", "fingerprint", "make_policy", "sampled_under"), "sparse_rl.policies.registry"
-        ),
-        "KVpop": "sparse_rl.policies.kvpop",
+        "POLICIES": "sparse_rl.policies.registry",
+        "Entries": "sparse_rl.policies.base",
+        "Kept": "sparse_rl.policies.base",
+        "Policy": "sparse_rl.policies.base",
         "Schedule": "sparse_rl.policies.schedule",
+        "cache_config": "sparse_rl.policies.config",
+        "fingerprint": "sparse_rl.policies.registry",
+        "make_policy": "sparse_rl.policies.registry",
+        "sampled_under": "sparse_rl.policies.registry",
     },
 )
 
 __all__ = [
-    "LEARNED",
     "POLICIES",
     "Entries",
-    "KVpop",
     "Kept",
     "Policy",
     "Schedule",
+    "cache_config",
     "fingerprint",
     "make_policy",
     "sampled_under",

@@ -8,7 +8,6 @@ business (schedule.py). It gives evict_at = q + 1 to what it drops after query q
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -126,50 +125,56 @@ class Kept:
 
 
 class Policy:
-    """A cache policy: keep the sinks, the window, and the best-scored of the rest, `budget` entries per kv head in all.
+    """A cache policy: keep the sinks, the window, and the best-scored of the rest, `Entries.left` per kv head in all.
 
-    A new policy is one file with a subclass that writes `score`, and one line in `sparse_rl.policies.POLICIES`.
+    A new policy is one file with a subclass that writes `score`; the package's docstring says what else.
 
-    Parameters
-    ----------
-    budget : entries kept per kv head, sinks and window included
-    sinks : the first tokens, never evicted
-    window : the most recent tokens, never evicted
-    period : entries that gather between two compactions; the peak in decoding is budget + period
+    Without parameters of its own for each layer a policy does not ask which layer it works on: `layer` then only names
+    the place in an error, and several layers may be stacked along R in one call. One with such parameters
+    (`layered_parameters`) is called layer by layer.
+
+    config : its settings, a `sparse_rl.policies.config.PolicyConfig`
     """
 
-    name: ClassVar[str]
-    initial_state: ClassVar[dict[str, float]] = {}  # per-entry memory: name -> value of a new entry
+    config: Any  # a subclass says which
+    entry_memory: ClassVar[dict[str, float]] = {}  # memory per entry: name -> value of a new entry
     every_query: ClassVar[bool] = False  # True: `observe` is called after every forward, prefill and decode
     score_reads: ClassVar[tuple[str, ...]] = ("keys",)  # of "keys" and "values", what `score` looks at
     observe_reads: ClassVar[tuple[str, ...]] = ("keys",)  # and what `observe` does
+    layered_parameters: ClassVar[bool] = False
 
-    def __init__(self, budget: int, *, sinks: int = 0, window: int = 0, period: int = 1) -> None:
-        for key, value, least in (
-            ("budget", budget, 1),
-            ("sinks", sinks, 0),
-            ("window", window, 0),
-            ("period", period, 1),
-        ):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{self.name}: {key} must be a whole number >= {least}, got {value!r}")
-        if budget <= window + sinks:
-            raise ValueError(
-                f"{self.name}: budget {budget} must exceed window {window} + sinks {sinks}; raise it or lower them"
-            )
-        self.budget, self.sinks, self.window, self.period = budget, sinks, window, period
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.schedule: Schedule = config.schedule
 
     @property
-    def schedule(self) -> Schedule:
-        """When it compacts, and how many entries that leaves."""
-        return Schedule(self.budget, self.period)
+    def name(self) -> str:
+        return self.config.name
 
     @property
     def last_queries(self) -> int:
         """How many of the last queries `score` needs in `Entries.queries`."""
         return 0
 
+    def sequence_memory(self, kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+        """Memory per sequence and layer: name -> shape of a float32 tensor that begins as zeros.
+
+        It is to be forked, selected and released with its sequence. No engine holds such memory yet, and each refuses a
+        policy that declares some (`sampled_under`).
+        """
+        return {}
+
     # ---- what ---------------------------------------------------------------------------------------------------
+
+    def before_attending(self, layer: int, entries: Entries) -> Kept:
+        """Choose, as the query at q = entries.seen - 1 arrives and before it attends, what it no longer sees.
+
+        Called for each query of decoding where `schedule.before_attending` is true. `entries` holds what the query
+        before saw, and the arriving token itself: its key and value, and its entry in every memory. It must stay. What
+        is dropped gets evict_at = q, and gives its slot to the arriving token. Prompts are prefilled densely: `compact`
+        then runs at the end of one that is longer than the budget. No engine calls this yet (`sampled_under`).
+        """
+        raise NotImplementedError
 
     def observe(self, layer: int, entries: Entries, queries: torch.Tensor, query_positions: torch.Tensor) -> None:
         """See every query [R, Hq, T, D] at int64 [R, T] (>= seen: padding) and update `entries.state` in place."""
@@ -185,7 +190,7 @@ class Policy:
     def compact(self, layer: int, entries: Entries) -> Kept:
         """Choose what to keep. Ties go to the earlier position. A NaN score is an error."""
         scores = self.score(layer, entries).float()
-        competing = entries.competing(self.sinks, self.window)
+        competing = entries.competing(self.config.sinks, self.config.window)
         if bool((scores.isnan() & competing).any()):
             raise FloatingPointError(
                 f"{self.name}: a NaN score in layer {layer}; the model's keys or queries are not finite"
@@ -201,9 +206,8 @@ class Policy:
     # ---- identity -------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Any]:
-        """The constructor's parameters, so that make_policy(name, **parameters) is the same policy."""
-        names = inspect.signature(type(self).__init__).parameters
-        return {name: getattr(self, name) for name in names if name != "self"}
+        """What the settings hold, as plain values: make_policy(name, **parameters) is the same policy."""
+        return self.config.parameters()
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{k}={v}' for k, v in self.parameters().items())})"

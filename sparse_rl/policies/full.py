@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.schedule import NeverEvicts, Schedule
+from sparse_rl.policies.config import FullConfig
 
 
 class Full(Policy):
-    name = "full"
-
-    def __init__(self) -> None:
-        pass  # no budget: nothing to check
-
-    @property
-    def schedule(self) -> Schedule:
-        return NeverEvicts()
+    config: FullConfig

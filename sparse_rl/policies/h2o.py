@@ -10,18 +10,16 @@ from __future__ import annotations
 import torch
 
 from sparse_rl.policies.base import Entries, Policy
+from sparse_rl.policies.config import H2OConfig
 
 CHUNK = 256  # prompt queries at a time: [R, Hkv, G, CHUNK, N] floats are alive
 
 
 class H2O(Policy):
-    name = "h2o"
-    initial_state = {"mass": 0.0}
+    config: H2OConfig
+    entry_memory = {"mass": 0.0}
     every_query = True
     score_reads = ()
-
-    def __init__(self, budget: int, *, sinks: int = 0, window: int | None = None, period: int = 1) -> None:
-        super().__init__(budget, sinks=sinks, window=budget // 2 if window is None else window, period=period)
 
     def observe(self, layer: int, entries: Entries, queries: torch.Tensor, query_positions: torch.Tensor) -> None:
         for start in range(0, queries.shape[2], CHUNK):

@@ -1,14 +1,14 @@
-"""The policies by name, and what is done with one as a whole: make it, tell it apart, ask whether engines take it."""
+"""The policies by name; how one is made, told apart, and whether engines take it."""
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from sparse_rl.errors import did_you_mean
+from sparse_rl.errors import UserError
 from sparse_rl.policies.base import Policy
+from sparse_rl.policies.config import PolicyConfig, cache_config, refuse_unsampled
 from sparse_rl.policies.full import Full
 from sparse_rl.policies.h2o import H2O
 from sparse_rl.policies.kvpop import KVpop
@@ -26,43 +26,31 @@ POLICIES: dict[str, type[Policy]] = {
     "rkv": RKV,
     "gkv": GKV,
     "cake": CAKE,
+    "kvpop": KVpop,  # retrofitted to a model (trainer/kvpop.py); no engine samples so yet
 }
-LEARNED: dict[str, type[Policy]] = {
-    "kvpop": KVpop
-}  # retrofitted to a model (trainer/kvpop.py); no engine samples so yet
 
 
-def make_policy(name: str | Policy | Mapping[str, Any], /, **parameters: Any) -> Policy:
-    """A policy from its name and parameters, or from a mapping {"policy": name, ...}; a policy is returned as it is.
+def make_policy(policy: str | Policy | PolicyConfig | Mapping[str, Any], /, **parameters: Any) -> Policy:
+    """A policy from its name and parameters, a mapping {"policy": name, ...}, or its settings; a policy as it is.
 
     Raises
     ------
-    ValueError
-        Unknown name or parameter (with the nearest valid one), missing budget, or a value out of range: one line.
+    UserError
+        See `cache_config`.
     """
-    if isinstance(name, Policy):
-        return name
-    if isinstance(name, Mapping):
-        block = {**name, **parameters}
-        return make_policy(block.pop("policy", "full"), **block)
-    known = {**POLICIES, **LEARNED}
-    if not isinstance(name, str) or name not in known:
-        raise ValueError(f"unknown cache policy {name!r}{did_you_mean(str(name), known)}; known: {', '.join(known)}")
-    accepted = [p for p in inspect.signature(known[name].__init__).parameters if p != "self"]
-    for key in parameters:
-        if key not in accepted:
-            takes = f"takes {', '.join(accepted)}" if accepted else "takes no parameters"
-            raise ValueError(f"cache policy {name!r} has no parameter {key!r}{did_you_mean(key, accepted)}; it {takes}")
-    if "budget" in accepted and "budget" not in parameters:
-        raise ValueError(f"cache policy {name!r} needs a budget: the entries to keep per kv head")
-    return known[name](**parameters)
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, PolicyConfig):
+        block = policy if isinstance(policy, Mapping) else {"policy": policy}
+        policy = cache_config({**block, **parameters})
+    return POLICIES[policy.name](policy)
 
 
 def sampled_under(policy: Policy) -> Policy:
-    """The policy, if engines can sample under it; else ValueError, in one line."""
-    if policy.schedule.before_attending:
-        mend = "it decides before a query attends; name another policy, for example full"
-        raise ValueError(f"no engine samples under {policy.name} yet: {mend}")
+    """The policy, if engines can sample under it; else UserError, in one line."""
+    refuse_unsampled(policy.config)
+    if type(policy).sequence_memory is not Policy.sequence_memory:
+        raise UserError(f"no engine samples under {policy.name} yet: it needs memory per sequence; name another policy")
     return policy
 
 

@@ -25,32 +25,35 @@ gamma = 200 is what CAKE's own code runs with; pooling over competing entries on
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 
 from sparse_rl.policies.base import Entries, Policy
+from sparse_rl.policies.config import (
+    CAKEConfig,
+    GKVConfig,
+    MorphKVConfig,
+    RKVConfig,
+    ScoredWindowConfig,
+    SnapKVConfig,
+)
 
 NO_HISTORY = -1.0
 UNDER = 0.5 - 2**-25  # the float32 before 0.5: what exceeds it is similar
 
 
 class ScoredWindow(Policy):
-    """What the family shares: parameters, the window's queries, and the parts of the score."""
+    """What the family shares: the window's queries, and the parts of the score."""
 
-    def __init__(self, budget: int, *, sinks: int = 0, window: int = 16, period: int = 128) -> None:
-        super().__init__(budget, sinks=sinks, window=window, period=period)
-        if window < 1:
-            raise ValueError(f"{self.name}: window must be >= 1, the window's queries are what scores the rest")
+    config: ScoredWindowConfig
 
     @property
     def last_queries(self) -> int:
-        return self.window
+        return self.config.window
 
     def window_scores(self, entries: Entries) -> torch.Tensor:
         """max_g A: float32 [R, Hkv, W, N]."""
-        return entries.window_attention(self.window).amax(dim=2)
+        return entries.window_attention(self.config.window).amax(dim=2)
 
     def local_score(self, entries: Entries) -> torch.Tensor:
         """S: float32 [R, Hkv, N]."""
@@ -59,122 +62,63 @@ class ScoredWindow(Policy):
     def _max_pool(self, scores: torch.Tensor, entries: Entries, kernel: int) -> torch.Tensor:
         """Maximum over `kernel` neighbouring entries, of those that compete: [R, Hkv, N]."""
         order = entries.by_position()
-        competing = entries.competing(self.sinks, self.window)
+        competing = entries.competing(self.config.sinks, self.config.window)
         in_order = scores.masked_fill(~competing, 0.0).gather(-1, order)
         pooled = F.max_pool1d(in_order, kernel, stride=1, padding=kernel // 2)
         return torch.empty_like(pooled).scatter_(-1, order, pooled)
 
-    def _fraction(self, **values: float) -> None:
-        for key, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-                raise ValueError(f"{self.name}: {key} must be a number in [0, 1], got {value!r}")
-
-    def _kernel(self, pooling: int) -> None:
-        if isinstance(pooling, bool) or not isinstance(pooling, int) or pooling < 1 or pooling % 2 == 0:
-            raise ValueError(f"{self.name}: pooling must be an odd kernel size >= 1 (1 is off), got {pooling!r}")
-
 
 class SnapKV(ScoredWindow):
-    name = "snapkv"
-
-    def __init__(self, budget: int, *, sinks: int = 0, window: int = 16, period: int = 128, pooling: int = 7) -> None:
-        super().__init__(budget, sinks=sinks, window=window, period=period)
-        self._kernel(pooling)
-        self.pooling = pooling
+    config: SnapKVConfig
 
     def score(self, layer: int, entries: Entries) -> torch.Tensor:
-        return self._max_pool(self.local_score(entries), entries, self.pooling)
+        return self._max_pool(self.local_score(entries), entries, self.config.pooling)
 
 
 class MorphKV(ScoredWindow):
-    name = "morphkv"
+    config: MorphKVConfig
 
     def score(self, layer: int, entries: Entries) -> torch.Tensor:
         return self.local_score(entries)
 
 
 class RKV(ScoredWindow):
-    name = "rkv"
-
-    def __init__(
-        self,
-        budget: int,
-        *,
-        sinks: int = 0,
-        window: int = 16,
-        period: int = 128,
-        lam: float = 0.1,
-        pooling: int = 7,
-    ) -> None:
-        super().__init__(budget, sinks=sinks, window=window, period=period)
-        self._fraction(lam=lam)
-        self._kernel(pooling)
-        self.lam, self.pooling = lam, pooling
+    config: RKVConfig
 
     def score(self, layer: int, entries: Entries) -> torch.Tensor:
-        importance = self._max_pool(self.local_score(entries), entries, self.pooling)
-        return self.lam * importance - (1 - self.lam) * redundancy(entries)
+        importance = self._max_pool(self.local_score(entries), entries, self.config.pooling)
+        return self.config.lam * importance - (1 - self.config.lam) * redundancy(entries)
 
 
 class GKV(ScoredWindow):
-    name = "gkv"
-    initial_state = {"history": NO_HISTORY}
-
-    def __init__(
-        self,
-        budget: int,
-        *,
-        sinks: int = 0,
-        window: int = 16,
-        period: int = 128,
-        form: Literal["max", "mean", "sum"] = "max",
-        alpha: float = 0.8,
-        redundancy: bool = True,
-        lam: float = 0.7,
-        pooling: int = 1,
-    ) -> None:
-        super().__init__(budget, sinks=sinks, window=window, period=period)
-        self._fraction(alpha=alpha, lam=lam)
-        self._kernel(pooling)
-        if form not in ("max", "mean", "sum"):
-            raise ValueError(f"gkv: form must be max, mean or sum, got {form!r}")
-        if not isinstance(redundancy, bool):
-            raise ValueError(f"gkv: redundancy must be true or false, got {redundancy!r}")
-        self.form, self.alpha, self.redundancy, self.lam, self.pooling = form, alpha, redundancy, lam, pooling
+    config: GKVConfig
+    entry_memory = {"history": NO_HISTORY}
 
     def score(self, layer: int, entries: Entries) -> torch.Tensor:
-        competing = entries.competing(self.sinks, self.window)
+        competing = entries.competing(self.config.sinks, self.config.window)
         local = _over_max(self.local_score(entries), competing)
         history = entries.state["history"]
-        if self.form == "max":
-            merged = torch.maximum(self.alpha * history, local)
-        elif self.form == "mean":
-            merged = self.alpha * history + (1 - self.alpha) * local
+        if self.config.form == "max":
+            merged = torch.maximum(self.config.alpha * history, local)
+        elif self.config.form == "mean":
+            merged = self.config.alpha * history + (1 - self.config.alpha) * local
         else:
-            merged = self.alpha * history + local
+            merged = self.config.alpha * history + local
         global_score = torch.where(history >= 0, merged, local)
         entries.state["history"] = global_score.masked_fill(~competing, NO_HISTORY)
 
-        score = self._max_pool(global_score, entries, self.pooling) if self.pooling > 1 else global_score
-        if self.redundancy:
-            score = self.lam * score - (1 - self.lam) * _over_max(redundancy(entries), competing)
+        score = self._max_pool(global_score, entries, self.config.pooling) if self.config.pooling > 1 else global_score
+        if self.config.redundancy:
+            score = self.config.lam * score - (1 - self.config.lam) * _over_max(redundancy(entries), competing)
         return score
 
 
 class CAKE(ScoredWindow):
-    name = "cake"
-
-    def __init__(
-        self, budget: int, *, sinks: int = 0, window: int = 16, period: int = 128, gamma: float = 200.0
-    ) -> None:
-        super().__init__(budget, sinks=sinks, window=window, period=period)
-        if isinstance(gamma, bool) or not isinstance(gamma, (int, float)) or not 0 <= gamma < float("inf"):
-            raise ValueError(f"cake: gamma must be a finite number >= 0, got {gamma!r}")
-        self.gamma = gamma
+    config: CAKEConfig
 
     def score(self, layer: int, entries: Entries) -> torch.Tensor:
         scores = self.window_scores(entries)
-        return scores.mean(dim=2) + self.gamma * scores.var(dim=2, correction=0)
+        return scores.mean(dim=2) + self.config.gamma * scores.var(dim=2, correction=0)
 
 
 def _over_max(scores: torch.Tensor, competing: torch.Tensor) -> torch.Tensor:

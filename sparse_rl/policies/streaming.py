@@ -9,14 +9,12 @@ from __future__ import annotations
 import torch
 
 from sparse_rl.policies.base import Entries, Policy
+from sparse_rl.policies.config import StreamingConfig
 
 
 class Streaming(Policy):
-    name = "streaming"
+    config: StreamingConfig
     score_reads = ()
-
-    def __init__(self, budget: int, *, sinks: int = 4, period: int = 1) -> None:
-        super().__init__(budget, sinks=sinks, period=period)
 
     def score(self, layer: int, entries: Entries) -> torch.Tensor:
         return entries.positions.float()

@@ -10,13 +10,11 @@ from __future__ import annotations
 import torch
 
 from sparse_rl.policies.base import Entries, Policy
+from sparse_rl.policies.config import TovaConfig
 
 
 class Tova(Policy):
-    name = "tova"
-
-    def __init__(self, budget: int, *, sinks: int = 0, window: int = 0, period: int = 1) -> None:
-        super().__init__(budget, sinks=sinks, window=window, period=period)
+    config: TovaConfig
 
     @property
     def last_queries(self) -> int:

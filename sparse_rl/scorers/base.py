@@ -10,12 +10,12 @@ and gets its gradient from the boundary loss, in which two tokens of different a
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import nn
 
-GAMMA = (0.999, 0.999999)  # the bounds
+from sparse_rl.scorers.config import GAMMA, DecayingConfig, ScorerConfig
+
 NOT_DECAYED = ("alpha", "bias", "forget_bias", "scale")  # by weight decay
 
 
@@ -24,21 +24,17 @@ class Scorer(nn.Module):
 
     Parameters
     ----------
+    config : its settings (config.py)
     heads : kv heads
     dim : of a key, and of a value
-    gamma : where gamma starts, between its bounds; None: log gamma half way (ours, the papers do not say)
     """
 
-    decays = True
-
-    def __init__(self, *, heads: int, dim: int, gamma: float | None = None) -> None:
+    def __init__(self, config: ScorerConfig, *, heads: int, dim: int) -> None:
         super().__init__()
         self.heads, self.dim = heads, dim
-        if gamma is not None and (isinstance(gamma, bool) or not isinstance(gamma, float) or not _inside(gamma)):
-            raise ValueError(f"scorer: gamma must be a number between {GAMMA[0]} and {GAMMA[1]}, got {gamma!r}")
-        if self.decays:
+        if isinstance(config, DecayingConfig):
             low, high = map(math.log, GAMMA)
-            share = 0.5 if gamma is None else (math.log(gamma) - low) / (high - low)
+            share = 0.5 if config.gamma is None else (math.log(config.gamma) - low) / (high - low)
             self.alpha = nn.Parameter(torch.full((heads,), math.log(share / (1 - share))))
 
     def forward(self, key: torch.Tensor, value: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,31 +60,15 @@ class Scorer(nn.Module):
         """Of one sequence in decoding, beside the scores of the entries held."""
         return 0
 
-    @staticmethod
-    def option(name: str, **given: tuple[Any, tuple[Any, ...]]) -> None:
-        """Raise ValueError where a parameter is none of its choices."""
-        for key, (value, choices) in given.items():
-            if not any(value is c if isinstance(c, bool) else value == c for c in choices):
-                raise ValueError(f"scorer {name!r}: {key} must be one of {', '.join(map(str, choices))}, got {value!r}")
-
 
 class Recency(Scorer):
     """No parameters: the most recent tokens rank best, which is StreamingLLM. Trained so, it is StreamingLLM+."""
-
-    decays = False
-
-    def __init__(self, *, heads: int, dim: int) -> None:
-        super().__init__(heads=heads, dim=dim)
 
     def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
         return torch.arange(x.shape[2], device=x.device, dtype=torch.float32).expand(x.shape[:3])
 
     def log_decay(self) -> torch.Tensor:
         return torch.zeros(self.heads)
-
-
-def _inside(gamma: float) -> bool:
-    return GAMMA[0] < gamma < GAMMA[1]
 
 
 def per_head(*shape: int, scale: float = 0.0) -> nn.Parameter:

@@ -19,13 +19,14 @@ gates soft-capped at 15; Norm is an RMS norm; the skip connection adds W_s x_u t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sparse_rl.errors import UserError
 from sparse_rl.scorers.base import Scorer, per_head, project
+from sparse_rl.scorers.config import MLSTMConfig
 
 CAP = 15.0
 NOISE = 0.02
@@ -33,51 +34,22 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class MLSTM(Scorer):
-    """
-    Parameters
-    ----------
-    features : hedgehog (d / 2 numbers, d features) or softmax (d numbers, d features) of queries and keys
-    value : half or full, the width of W_v x relative to d; or cached, the value itself
-    readout : delayed, at q = u + w; or immediate, at q = u (ablation)
-    norm, skip : see the module
-    chunk : tokens taken at once in training
-    """
+    """See the module, and its settings, MLSTMConfig."""
 
-    def __init__(
-        self,
-        *,
-        heads: int,
-        dim: int,
-        features: Literal["hedgehog", "softmax"] = "hedgehog",
-        value: Literal["half", "full", "cached"] = "half",
-        readout: Literal["delayed", "immediate"] = "delayed",
-        norm: bool = True,
-        skip: bool = False,
-        chunk: int = 64,
-        gamma: float | None = None,
-    ) -> None:
-        super().__init__(heads=heads, dim=dim, gamma=gamma)
-        self.option(
-            "mlstm",
-            features=(features, ("hedgehog", "softmax")),
-            value=(value, ("half", "full", "cached")),
-            readout=(readout, ("delayed", "immediate")),
-            norm=(norm, (True, False)),
-            skip=(skip, (True, False)),
-        )
-        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-            raise ValueError(f"scorer 'mlstm': chunk must be a whole number >= 1, got {chunk!r}")
+    def __init__(self, config: MLSTMConfig, *, heads: int, dim: int) -> None:
+        super().__init__(config, heads=heads, dim=dim)
         if dim % 2:
-            raise ValueError(f"scorer 'mlstm': keys must have an even number of dimensions, got {dim}")
-        self.hedgehog, self.delayed, self.chunk = features == "hedgehog", readout == "delayed", chunk
+            raise UserError(f"scorer 'mlstm': keys must have an even number of dimensions, got {dim}")
+        self.hedgehog, self.delayed = config.features == "hedgehog", config.readout == "delayed"
+        self.chunk = config.chunk
         narrow = dim // 2 if self.hedgehog else dim
-        self.width = dim // 2 if value == "half" else dim
+        self.width = dim // 2 if config.value == "half" else dim
         self.query, self.key = _reads(heads, dim, narrow, 0), _reads(heads, dim, narrow, 0)
-        self.value = None if value == "cached" else _reads(heads, dim, self.width, dim)
+        self.value = None if config.value == "cached" else _reads(heads, dim, self.width, dim)
         self.gates = per_head(heads, 2 * dim, 2)
         self.forget_bias = nn.Parameter(torch.linspace(3.0, 6.0, heads))
-        self.scale = nn.Parameter(torch.ones(heads, 1, self.width)) if norm else None
-        self.skip = per_head(heads, 2 * dim, self.width) if skip else None
+        self.scale = nn.Parameter(torch.ones(heads, 1, self.width)) if config.norm else None
+        self.skip = per_head(heads, 2 * dim, self.width) if config.skip else None
         self.out = per_head(heads, self.width, 1)
 
     def state_bytes(self) -> int:

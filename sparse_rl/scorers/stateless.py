@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 
 from sparse_rl.scorers.base import Scorer, per_head, project
+from sparse_rl.scorers.config import LinearConfig, MLPConfig
 
 
 class Linear(Scorer):
     """r = a . [k; v]. A constant would cancel in every comparison, so there is none."""
 
-    def __init__(self, *, heads: int, dim: int, gamma: float | None = None) -> None:
-        super().__init__(heads=heads, dim=dim, gamma=gamma)
+    def __init__(self, config: LinearConfig, *, heads: int, dim: int) -> None:
+        super().__init__(config, heads=heads, dim=dim)
         self.out = per_head(heads, 2 * dim, 1)
 
     def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
@@ -20,13 +21,11 @@ class Linear(Scorer):
 
 
 class MLP(Scorer):
-    """r = a . SiLU(W [k; v] + b), `hidden` units per kv head; 2 dim by default, ours."""
+    """r = a . SiLU(W [k; v] + b), `hidden` units per kv head."""
 
-    def __init__(self, *, heads: int, dim: int, hidden: int | None = None, gamma: float | None = None) -> None:
-        super().__init__(heads=heads, dim=dim, gamma=gamma)
-        if hidden is not None and (isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1):
-            raise ValueError(f"scorer 'mlp': hidden must be a whole number >= 1, got {hidden!r}")
-        width = hidden or 2 * dim
+    def __init__(self, config: MLPConfig, *, heads: int, dim: int) -> None:
+        super().__init__(config, heads=heads, dim=dim)
+        width = config.hidden or 2 * dim
         self.inner = per_head(heads, 2 * dim, width, scale=(2 * dim) ** -0.5)
         self.bias = per_head(heads, 1, width)
         self.out = per_head(heads, width, 1)

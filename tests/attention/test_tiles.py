@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from policy_cases import SAMPLED
 from torch.nn.attention.flex_attention import create_block_mask
 
 from rollout import make_engine
 from sparse_rl.attention.kernels.flex import block_mask, padded
 from sparse_rl.attention.kernels.tiles import TILE, Tiles, make_tiles, segment_of, visible_share
 from sparse_rl.kernels import running_topk
-from sparse_rl.policies import POLICIES
 from sparse_rl.trace import EvictionTrace, batch_traces, pack_traces
 
 LAYOUTS = ("alone", "right", "left", "packed")
@@ -129,7 +129,7 @@ def test_at_the_edge_of_a_tile(end: int) -> None:
     check_sorted(evict_at, 128)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SAMPLED)
 def test_under_every_policy(
     policy: str, model_of: Callable, policy_of: Callable, prompts_of: Callable, record_property: Callable
 ) -> None:

@@ -124,7 +124,7 @@ def metrics(folder, values, name="reward"):
         (["train", "grpo.yaml", "--epochs=2"], "unrecognised argument '--epochs=2'"),
         (["inspect", "a.safetensors", "b=1"], "unrecognised argument 'b=1'"),
         (["train", "grpo.yaml", "cache.policy=gvk"], "did you mean 'gkv'?"),
-        (["train", "grpo.yaml", "cache.budget=4", "cache.sinks=4"], "budget 4 must exceed"),
+        (["train", "grpo.yaml", "cache.budget=4", "cache.sinks=4"], "budget: 4 must exceed"),
         (["train", "grpo.yaml", "num_generations=3"], "groups must be whole"),
         (["train", "grpo.yaml", "model=nobody"], "nobody is not a model directory"),
         (["train", "grpo.yaml", "model=gpt2"], "is of type 'gpt2'; the supported families are"),

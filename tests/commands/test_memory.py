@@ -149,7 +149,7 @@ def test_cache_bytes_under_autocast(new_model, policy_of, family, weights, compu
 def test_state_is_counted_per_entry():
     assert state_bytes(make_policy("full"), 10, 2, 3) == 2 * 3 * 10 * 8
     h2o = make_policy("h2o", budget=8)
-    assert state_bytes(h2o, 10, 2, 3) == 2 * 3 * 10 * (8 + 4 * len(h2o.initial_state)) > 2 * 3 * 10 * 8
+    assert state_bytes(h2o, 10, 2, 3) == 2 * 3 * 10 * (8 + 4 * len(h2o.entry_memory)) > 2 * 3 * 10 * 8
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])

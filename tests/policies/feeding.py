@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,8 @@ import torch
 
 from rollout.cache import EvictingCache
 from sparse_rl.attention.kernels.dense import dense_attention
-from sparse_rl.policies import POLICIES, Policy, make_policy
+from sparse_rl.policies import Policy, make_policy
+from sparse_rl.policies.config import accepted_parameters
 from sparse_rl.trace import EvictionTrace
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def lengths_around(budget: int, period: int) -> tuple[list[int], list[int]]:
 
 def takes(name: str) -> list[str]:
     """The parameters of a policy."""
-    return [p for p in inspect.signature(POLICIES[name].__init__).parameters if p != "self"]
+    return accepted_parameters(name)
 
 
 def small(name: str, **parameters: Any) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def feed(
 def run_policy(name: str, seed: int = 0, **parameters: Any) -> tuple[Policy, Batch, Fed]:
     """`small` parameters, lengths around every bound, random tokens."""
     policy = make_policy(name, **small(name, **parameters))
-    prompts, totals = lengths_around(getattr(policy, "budget", 12), getattr(policy, "period", 1))
+    prompts, totals = lengths_around(getattr(policy.config, "budget", 12), getattr(policy.config, "period", 1))
     batch = ragged_batch(seed, prompts, totals)
     return policy, batch, feed(policy, batch)
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from feeding import Batch, Fed, dense, feed, lengths_around, ragged_batch, run_policy, small
+from policy_cases import EVICTING, SAMPLED
 from references import GKV, NEVER, REFERENCES, Disagreement, over_max
 
-from sparse_rl.policies import POLICIES, make_policy
+from sparse_rl.policies import make_policy
 
 
 def check(name: str, parameters: dict[str, Any], batch: Batch, fed: Fed, flips_allowed: int = 1) -> list[torch.Tensor]:
@@ -33,7 +34,7 @@ def evicts(fed: Fed) -> bool:
 
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("period", [1, 8])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_policy_equals_its_reference(name: str, period: int, sinks: int) -> None:
     policy, batch, fed = run_policy(name, seed=period + sinks, period=period, sinks=sinks)
     check(name, small(name, period=period, sinks=sinks), batch, fed)
@@ -41,7 +42,7 @@ def test_policy_equals_its_reference(name: str, period: int, sinks: int) -> None
 
 
 def test_every_policy_has_a_reference() -> None:
-    assert set(REFERENCES) == set(POLICIES), "a policy and its reference come together"
+    assert set(REFERENCES) == set(SAMPLED), "a policy and its reference come together"
 
 
 @pytest.mark.parametrize("pooling", [1, 7])
@@ -87,16 +88,16 @@ def test_the_corners_of_the_parameters(name: str, changed: dict[str, Any], perio
     check(name, small(name, period=period, **changed), batch, fed)
 
 
-@pytest.mark.parametrize("name", [n for n in POLICIES if n != "full"])
+@pytest.mark.parametrize("name", EVICTING)
 def test_the_defaults_are_the_methods_own(name: str) -> None:
     """Only the budget is given: what the reference takes as the method's default is the policy's default."""
     policy = make_policy(name, budget=24)
-    batch = ragged_batch(5, [4, 24 + policy.period + 3], [26, 24 + policy.period + 8])
+    batch = ragged_batch(5, [4, 24 + policy.config.period + 3], [26, 24 + policy.config.period + 8])
     check(name, {"budget": 24}, batch, feed(policy, batch))
 
 
 @pytest.mark.parametrize("period", [1, 8])
-@pytest.mark.parametrize("name", [n for n in POLICIES if n != "full"])
+@pytest.mark.parametrize("name", EVICTING)
 def test_exact_ties_go_to_the_earlier_position(name: str, period: int) -> None:
     parameters = small(name, period=period, sinks=1)
     prompts, totals = lengths_around(12, period)
@@ -144,7 +145,7 @@ def test_gkv_divides_redundancy_by_the_maximum_of_the_competing_tokens() -> None
 # ---- controls: the comparison above can fail ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in POLICIES if n != "full"])
+@pytest.mark.parametrize("name", EVICTING)
 def test_control_one_exchanged_eviction_is_noticed(name: str) -> None:
     """One dropped entry and one kept entry change places in one row: the reference objects."""
     parameters = small(name, period=8)
@@ -160,7 +161,7 @@ def test_control_one_exchanged_eviction_is_noticed(name: str) -> None:
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
-@pytest.mark.parametrize("name", [n for n in POLICIES if n != "full"])
+@pytest.mark.parametrize("name", EVICTING)
 def test_control_a_record_off_by_one_is_noticed(name: str, shift: int) -> None:
     parameters = small(name, period=8)
     _, batch, fed = run_policy(name, period=8)
@@ -197,7 +198,7 @@ def test_control_every_parameter_changes_the_trace(name: str, one: dict[str, Any
 
 
 @pytest.mark.parametrize("period", [1, 8])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_the_output_is_dense_attention_under_the_record(name: str, period: int) -> None:
     _, batch, fed = run_policy(name, seed=11, period=period, sinks=1)
     tested = 0

@@ -104,9 +104,9 @@ def assert_same_entries(model: torch.nn.Module, press: Any, policy: Policy) -> N
     kept, everything = pressed(model, press)
     cache = ours(model, policy)
     for index, layer in cache.layers.items():
-        assert kept[index].shape[2] == policy.budget
+        assert kept[index].shape[2] == policy.config.budget
         theirs = positions(kept[index], everything[index])
-        assert layer.positions[:, :, : policy.budget].tolist() == theirs, f"layer {index}"
+        assert layer.positions[:, :, : policy.config.budget].tolist() == theirs, f"layer {index}"
 
 
 def ratio(budget: int) -> float:

@@ -11,22 +11,25 @@ import torch
 from feeding import CPU, dense, feed, lengths_around, ragged_batch, run_policy, small, takes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_cases import EVICTING, SAMPLED
 from references import NEVER
 from test_policy_exactness import check
 
 from rollout.cache import EvictingCache
+from sparse_rl.errors import StoppedError
 from sparse_rl.policies import POLICIES, Entries, Kept, Policy, fingerprint, make_policy
+from sparse_rl.policies.config import CONFIGS, EvictingConfig
 
-EVICTING = [name for name in POLICIES if name != "full"]
+
+class GivenConfig(EvictingConfig):
+    name = "given"
 
 
 class Given(Policy):
     """A policy whose scores the test gives, by position."""
 
-    name = "given"
-
     def __init__(self, worth: torch.Tensor, budget: int, **parameters: Any) -> None:
-        super().__init__(budget, **parameters)
+        super().__init__(GivenConfig(budget=budget, **parameters))
         self.worth = worth
 
     def score(self, layer: int, entries: Entries) -> torch.Tensor:
@@ -34,7 +37,7 @@ class Given(Policy):
 
     def choose(self, positions: list[list[int]], seen: list[int]) -> Kept:
         """What a compaction of one kv head keeps of these entries."""
-        return self.compact(0, replace(entries_at(positions, seen), left=[self.budget] * len(seen)))
+        return self.compact(0, replace(entries_at(positions, seen), left=[self.config.budget] * len(seen)))
 
 
 def held_after(record: torch.Tensor, seen: int) -> list[list[int]]:
@@ -47,8 +50,8 @@ def cadence(policy: Policy, prompt: int, until: int) -> dict[int, tuple[bool, in
     rows, held = {}, 0
     for seen in range(1, until + 1):
         held += 1
-        ran = policy.schedule.evicts and seen >= prompt and held >= policy.budget + policy.period
-        held = policy.budget if ran else held
+        ran = policy.schedule.evicts and seen >= prompt and held >= policy.config.budget + policy.config.period
+        held = policy.config.budget if ran else held
         if seen >= prompt:
             rows[seen] = (ran, held)
     return rows
@@ -58,7 +61,7 @@ def cadence(policy: Policy, prompt: int, until: int) -> dict[int, tuple[bool, in
 
 
 @pytest.mark.parametrize("period", [1, 2, 8])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_compactions_and_entries_held_follow_the_rule(name: str, period: int) -> None:
     policy = make_policy(name, **small(name, period=period))
     for prompt in range(1, 45):
@@ -73,7 +76,7 @@ def test_compactions_and_entries_held_follow_the_rule(name: str, period: int) ->
 
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("period", [1, 8])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_the_cache_holds_what_the_policy_says(name: str, period: int, sinks: int) -> None:
     """After every forward: entries as the schedule says, in order of position, each with its own key and value."""
     policy = make_policy(name, **small(name, period=period, sinks=sinks))
@@ -113,7 +116,7 @@ def test_the_budget_is_kept_exactly_and_the_peak_is_never_exceeded(name: str, pe
             held = {len(head) for head in held_after(record, seen)}
             assert len(held) == 1, "the heads hold different counts"
             if policy.schedule.due(prompt, seen):
-                assert held == {policy.budget}
+                assert held == {policy.config.budget}
         attended = [sum(int(at) > q for at in record[0, : q + 1]) for q in range(prompt, total)]
         peaks.append(max(attended, default=0))
         for q in range(prompt):  # a prefill is dense
@@ -126,13 +129,13 @@ def test_the_budget_is_kept_exactly_and_the_peak_is_never_exceeded(name: str, pe
 @pytest.mark.parametrize("name", EVICTING)
 def test_sinks_and_window_are_never_evicted(name: str, period: int, sinks: int) -> None:
     policy, batch, fed = run_policy(name, seed=2, period=period, sinks=sinks)
-    assert policy.sinks == (sinks if "sinks" in takes(name) else 0)
+    assert policy.config.sinks == sinks
     unprotected_sinks = 0
     for record, prompt in zip(fed.records, batch.prompts, strict=True):
-        assert bool((record[:, : policy.sinks] == NEVER).all())
+        assert bool((record[:, : policy.config.sinks] == NEVER).all())
         evicted = (record < NEVER).nonzero()
         at = record[record < NEVER]
-        assert bool((evicted[:, 1] < at - policy.window).all()), "a token of the window was evicted"
+        assert bool((evicted[:, 1] < at - policy.config.window).all()), "a token of the window was evicted"
         unprotected_sinks += int((record[:, :3] < NEVER).sum())
         assert bool((at >= max(prompt, 13)).all()), "evicted before the first compaction"
     if not sinks and name != "h2o":  # the first tokens gather the most attention: H2O keeps them by itself
@@ -146,7 +149,7 @@ def test_full_never_evicts() -> None:
     assert policy.schedule.held(7, 1000) == 1000 and not policy.schedule.due(7, 1000)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_a_sequence_within_the_budget_is_untouched(name: str) -> None:
     policy = make_policy(name, **small(name, period=3))
     batch = ragged_batch(4, [2, 12], [12, 14])  # the first compaction would be at 15
@@ -156,7 +159,7 @@ def test_a_sequence_within_the_budget_is_untouched(name: str) -> None:
         torch.testing.assert_close(fed.outputs[row], dense(batch, row, record), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_a_trace_does_not_depend_on_the_batch(name: str) -> None:
     policy, batch, fed = run_policy(name, period=8, sinks=1)
     for row in (0, 4):
@@ -168,7 +171,64 @@ def test_a_trace_does_not_depend_on_the_batch(name: str) -> None:
         assert torch.equal(feed(policy, alone).records[0], fed.records[row])
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", EVICTING)
+def test_several_layers_in_one_call_keep_what_each_keeps_alone(name: str) -> None:
+    """Of a policy without parameters of its own per layer, layers may be stacked along R."""
+    policy = make_policy(name, **small(name, period=3))
+    assert not policy.layered_parameters and make_policy("kvpop", budget=600).layered_parameters
+    shown: list[Entries] = []
+
+    class Listening(type(policy)):  # type: ignore[misc]
+        def compact(self, layer: int, entries: Entries) -> Kept:
+            state = {key: value.clone() for key, value in entries.state.items()}
+            tensors = {key: value.clone() for key, value in vars(entries).items() if isinstance(value, torch.Tensor)}
+            shown.append(Entries(**{**vars(entries), **tensors, "state": state}))
+            return super().compact(layer, entries)
+
+    for seed in (1, 2):  # two layers, each alone
+        feed(Listening(policy.config), ragged_batch(seed, [5, 17, 15], [24, 30, 26]))
+    assert len(shown) % 2 == 0 and len(shown) > 6
+    for one, other in zip(shown[: len(shown) // 2], shown[len(shown) // 2 :], strict=True):
+        alone = [policy.compact(layer, copied(entries)) for layer, entries in enumerate((one, other))]
+        together = policy.compact(0, stacked(one, other))
+        assert torch.equal(together.keep, torch.cat([kept.keep for kept in alone]))
+        for key, value in together.state.items():
+            assert torch.equal(value, torch.cat([kept.state[key] for kept in alone]))
+
+
+def copied(entries: Entries) -> Entries:
+    return replace(entries, state={key: value.clone() for key, value in entries.state.items()})
+
+
+def stacked(one: Entries, other: Entries) -> Entries:
+    """The rows of both."""
+    joined = {key: torch.cat([value, vars(other)[key]]) for key, value in vars(one).items() if torch.is_tensor(value)}
+    state = {key: torch.cat([value, other.state[key]]) for key, value in one.state.items()}
+    return replace(one, **joined, state=state, left=[*one.left, *other.left])
+
+
+class Lopsided(Given):
+    """Leaves one entry less in the last kv head."""
+
+    def compact(self, layer: int, entries: Entries) -> Kept:
+        kept = super().compact(layer, entries)
+        first = kept.keep[:, -1].int().argmax(-1)
+        kept.keep[torch.arange(len(first)), -1, first] = False
+        return kept
+
+
+def test_counts_that_differ_between_heads_are_refused_in_one_line() -> None:
+    """An engine whose caches are of one length says so; the control leaves as many in every head."""
+    batch = ragged_batch(0, [5, 9], [20, 20])
+    feed(Given(torch.arange(40.0), budget=8, period=2), batch)
+    wrong = (
+        r"^given: a compaction left \[8, 7\] entries in the kv heads of a sequence, and the schedule says 8; [^\n]*$"
+    )
+    with pytest.raises(StoppedError, match=wrong):
+        feed(Lopsided(torch.arange(40.0), budget=8, period=2), batch)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
 def test_layers_do_not_mix(name: str) -> None:
     """Two layers that are fed in one life record what each records alone."""
     policy = make_policy(name, **small(name, period=2))
@@ -356,14 +416,14 @@ def test_streaming_keeps_the_first_and_the_last() -> None:
 
 
 def test_h2o_protects_half_of_the_budget_unless_told_otherwise() -> None:
-    assert make_policy("h2o", budget=13).window == 6
-    assert make_policy("h2o", budget=13, window=0).window == 0
+    assert make_policy("h2o", budget=13).config.window == 6
+    assert make_policy("h2o", budget=13, window=0).config.window == 0
 
 
 # ---- identity -------------------------------------------------------------------------------------------------------
 
 VARIANTS = [
-    *((name, {}) for name in POLICIES),
+    *((name, {}) for name in SAMPLED),
     *((name, {"budget": 40, "window": 3, "sinks": 2, "period": 5}) for name in EVICTING if name != "streaming"),
     ("streaming", {"budget": 516, "sinks": 4, "period": 128}),
     ("h2o", {"window": 0}),
@@ -380,7 +440,8 @@ def test_parameters_make_the_same_policy_again(name: str, given_parameters: dict
     parameters = policy.parameters()
     assert set(parameters) == set(takes(name))
     assert {key: parameters[key] for key in given_parameters} == given_parameters
-    for again in (make_policy(name, **parameters), make_policy({"policy": name, **parameters})):
+    named, block = make_policy(name, **parameters), make_policy({"policy": name, **parameters})
+    for again in (named, block, make_policy(policy.config)):
         assert type(again) is POLICIES[name] and again.parameters() == parameters
         assert fingerprint(again) == fingerprint(policy)
     assert make_policy(policy) is policy
@@ -398,9 +459,10 @@ def test_the_fingerprint_tells_every_parameter_apart() -> None:
 
 
 def test_names_and_mappings() -> None:
-    for name, cls in POLICIES.items():
+    assert list(CONFIGS) == list(POLICIES)
+    for name, cls in CONFIGS.items():
         assert cls.name == name
-    assert make_policy({"policy": "streaming", "budget": 20}, budget=30).budget == 30
+    assert make_policy({"policy": "streaming", "budget": 20}, budget=30).config.budget == 30
     assert make_policy({}).name == "full"
     block = {"policy": "gkv", "budget": 64}
     make_policy(block)
@@ -418,32 +480,44 @@ def test_names_and_mappings() -> None:
         ("streaming", {"budget": 64, "name": "x"}, r"'streaming' has no parameter 'name'; it takes budget, sinks, p"),
         ("full", {"budget": 64}, r"'full' has no parameter 'budget'; it takes no parameters"),
         ("morphkv", {}, r"'morphkv' needs a budget: the entries to keep per kv head"),
-        ("morphkv", {"budget": True}, r"morphkv: budget must be a whole number >= 1, got True"),
-        ("morphkv", {"budget": 0}, r"morphkv: budget must be a whole number >= 1, got 0"),
-        ("morphkv", {"budget": 64.0}, r"morphkv: budget must be a whole number >= 1, got 64.0"),
-        ("morphkv", {"budget": "64"}, r"morphkv: budget must be a whole number >= 1, got '64'"),
-        ("morphkv", {"budget": None}, r"morphkv: budget must be a whole number >= 1, got None"),
-        ("tova", {"budget": 8, "sinks": -1}, r"tova: sinks must be a whole number >= 0, got -1"),
-        ("tova", {"budget": 8, "sinks": True}, r"tova: sinks must be a whole number >= 0, got True"),
-        ("tova", {"budget": 8, "window": -2}, r"tova: window must be a whole number >= 0, got -2"),
-        ("h2o", {"budget": 8, "window": False}, r"h2o: window must be a whole number >= 0, got False"),
-        ("tova", {"budget": 8, "period": 0}, r"tova: period must be a whole number >= 1, got 0"),
-        ("tova", {"budget": 8, "period": True}, r"tova: period must be a whole number >= 1, got True"),
-        ("gkv", {"budget": 16}, r"gkv: budget 16 must exceed window 16 \+ sinks 0; raise it or lower them"),
-        ("rkv", {"budget": 18, "sinks": 2}, r"rkv: budget 18 must exceed window 16 \+ sinks 2"),
-        ("streaming", {"budget": 4}, r"streaming: budget 4 must exceed window 0 \+ sinks 4"),
-        ("snapkv", {"budget": 64, "window": 0}, r"snapkv: window must be >= 1"),
-        ("snapkv", {"budget": 64, "pooling": 4}, r"snapkv: pooling must be an odd kernel size >= 1 .*got 4"),
-        ("snapkv", {"budget": 64, "pooling": True}, r"snapkv: pooling must be an odd kernel size >= 1 .*got True"),
-        ("snapkv", {"budget": 64, "pooling": -1}, r"snapkv: pooling must be an odd kernel size >= 1 .*got -1"),
-        ("rkv", {"budget": 64, "lam": 1.5}, r"rkv: lam must be a number in \[0, 1\], got 1.5"),
-        ("rkv", {"budget": 64, "lam": True}, r"rkv: lam must be a number in \[0, 1\], got True"),
-        ("gkv", {"budget": 64, "alpha": -0.1}, r"gkv: alpha must be a number in \[0, 1\], got -0.1"),
-        ("gkv", {"budget": 64, "alpha": float("nan")}, r"gkv: alpha must be a number in \[0, 1\], got nan"),
-        ("gkv", {"budget": 64, "form": "maximum"}, r"gkv: form must be max, mean or sum, got 'maximum'"),
-        ("gkv", {"budget": 64, "redundancy": 1}, r"gkv: redundancy must be true or false, got 1"),
-        ("cake", {"budget": 64, "gamma": -1}, r"cake: gamma must be a finite number >= 0, got -1"),
-        ("cake", {"budget": 64, "gamma": True}, r"cake: gamma must be a finite number >= 0, got True"),
+        ("morphkv", {"budget": True}, r"morphkv: budget: expected a whole number >= 1, got true"),
+        ("morphkv", {"budget": 0}, r"morphkv: budget: expected a whole number >= 1, got 0"),
+        ("morphkv", {"budget": 64.0}, r"morphkv: budget: expected a whole number >= 1, got 64.0"),
+        ("morphkv", {"budget": "64"}, r"morphkv: budget: expected a whole number >= 1, got '64'"),
+        ("morphkv", {"budget": None}, r"morphkv: budget: expected a whole number >= 1, got null"),
+        ("tova", {"budget": 8, "sinks": -1}, r"tova: sinks: expected a whole number >= 0, got -1"),
+        ("tova", {"budget": 8, "sinks": True}, r"tova: sinks: expected a whole number >= 0, got true"),
+        ("tova", {"budget": 8, "window": -2}, r"tova: window: expected a whole number >= 0, got -2"),
+        ("h2o", {"budget": 8, "window": False}, r"h2o: window: expected a whole number >= 0 or null, got false"),
+        ("tova", {"budget": 8, "period": 0}, r"tova: period: expected a whole number >= 1, got 0"),
+        ("tova", {"budget": 8, "period": True}, r"tova: period: expected a whole number >= 1, got true"),
+        ("gkv", {"budget": 16}, r"gkv: budget: 16 must exceed window 16 \+ sinks 0; raise it or lower them"),
+        ("rkv", {"budget": 18, "sinks": 2}, r"rkv: budget: 18 must exceed window 16 \+ sinks 2"),
+        ("streaming", {"budget": 4}, r"streaming: budget: 4 must exceed window 0 \+ sinks 4"),
+        ("snapkv", {"budget": 64, "window": 0}, r"snapkv: window: expected a whole number >= 1, got 0"),
+        (
+            "snapkv",
+            {"budget": 64, "pooling": 4},
+            r"snapkv: pooling: expected .* >= 1 and odd \(1 is off\), got 4",
+        ),
+        (
+            "snapkv",
+            {"budget": 64, "pooling": True},
+            r"snapkv: pooling: expected .* >= 1 and odd \(1 is off\), got true",
+        ),
+        (
+            "snapkv",
+            {"budget": 64, "pooling": -1},
+            r"snapkv: pooling: expected .* >= 1 and odd \(1 is off\), got -1",
+        ),
+        ("rkv", {"budget": 64, "lam": 1.5}, r"rkv: lam: expected a number between 0 and 1, got 1.5"),
+        ("rkv", {"budget": 64, "lam": True}, r"rkv: lam: expected a number between 0 and 1, got true"),
+        ("gkv", {"budget": 64, "alpha": -0.1}, r"gkv: alpha: expected a number between 0 and 1, got -0.1"),
+        ("gkv", {"budget": 64, "alpha": float("nan")}, r"gkv: alpha: expected a number between 0 and 1, got nan"),
+        ("gkv", {"budget": 64, "form": "maximum"}, r"gkv: form: expected one of max, mean, sum, got 'maximum'"),
+        ("gkv", {"budget": 64, "redundancy": 1}, r"gkv: redundancy: expected true or false, got 1"),
+        ("cake", {"budget": 64, "gamma": -1}, r"cake: gamma: expected a number >= 0, got -1"),
+        ("cake", {"budget": 64, "gamma": True}, r"cake: gamma: expected a number >= 0, got true"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(name: str, parameters: dict[str, Any], says: str) -> None:

@@ -208,7 +208,7 @@ def test_a_key_at_the_wrong_level():
         ("cache.budge=3", "did you mean 'budget'?"),
         ("cache.policy=gkw", "unknown cache policy 'gkw'"),
         ("cache={budget: 3}", "cache.policy: missing"),
-        ("cache.budget=3", "budget 3 must exceed window 16"),
+        ("cache.budget=3", "budget: 3 must exceed window 16"),
         ("num_generations=3", "3 does not divide the global batch 8"),
         ("validation.every=2", "validation.data: missing; give a mapping"),
         ("kind=grop", "unknown kind 'grop'; one of grpo, distill, kvpop, sft, eval (did you mean grpo?)"),

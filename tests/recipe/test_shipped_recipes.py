@@ -16,7 +16,7 @@ from sparse_rl.data.problems import load_data
 from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_tokenizer
-from sparse_rl.policies import make_policy
+from sparse_rl.policies import cache_config, make_policy
 from sparse_rl.recipe import (
     DistillRecipe,
     EvalRecipe,
@@ -192,7 +192,7 @@ def test_the_retrofit_of_the_paper(model: str) -> None:
                 1e-4,
             )
             assert (recipe.loss.kl_weight, recipe.loss.ce_weight, recipe.kvpop.boundary_weight) == (1, 0, 1)
-            policy = make_policy(recipe.cache)
+            policy: Any = cache_config(recipe.cache)
             assert (policy.sinks, policy.window, policy.k + policy.state_entries) == (4, 256, k)
     assert differing(f"{model}/kvpop_mlp", f"{model}/streaming_plus") == {"cache"}
 

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from policy_cases import EVICTING, SAMPLED
 from transformers import PreTrainedModel
 
 from rollout import SamplingConfig, make_engine
 from rollout.cache import GROW, EvictingCache
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK
-from sparse_rl.policies import POLICIES, Policy
+from sparse_rl.policies import Policy
 
 CPU = torch.device("cpu")
 BUDGET, PERIOD = 16, 5
-EVICTING = [name for name in POLICIES if name != "full"]
 
 
 def entry_bytes(model: PreTrainedModel) -> int:
@@ -45,7 +45,7 @@ class Driver:
             )
 
 
-@pytest.mark.parametrize("policy_name", POLICIES)
+@pytest.mark.parametrize("policy_name", SAMPLED)
 def test_a_long_prompt_is_let_go(
     policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
@@ -77,7 +77,7 @@ def test_decoding_is_bounded(policy_name: str, model_of: Callable, policy_of: Ca
         assert peak(full, 25 + GROW) > peak(full, 25) > len(prompts) * 90 * entry_bytes(model) > 4 * bound
 
 
-@pytest.mark.parametrize("policy_name", POLICIES)
+@pytest.mark.parametrize("policy_name", SAMPLED)
 def test_the_cache_holds_what_the_record_says(
     policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:

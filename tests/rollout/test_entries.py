@@ -15,6 +15,7 @@ from rollout import Rollout, SamplingConfig, make_engine
 from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.views.dense import DenseView
 from sparse_rl.policies import Entries, Policy
+from sparse_rl.policies.config import EvictingConfig
 from sparse_rl.trace import EvictionTrace
 
 BUDGET, WINDOW, PERIOD = 14, 5, 3
@@ -22,16 +23,19 @@ LENGTHS = (2, 14, 17, 23, 40)
 FRESH = -7.0
 
 
+class SpyConfig(EvictingConfig):
+    name = "spy"
+
+
 class Spy(Policy):
     """Keeps pseudo-random entries, writes down what it is shown, and marks each entry with its position."""
 
-    name = "spy"
-    initial_state = {"mark": FRESH, "queries": 0.0}
+    entry_memory = {"mark": FRESH, "queries": 0.0}
     every_query = True
     score_reads = ("keys", "values")
 
     def __init__(self) -> None:
-        super().__init__(BUDGET, window=2, period=PERIOD)
+        super().__init__(SpyConfig(budget=BUDGET, window=2, period=PERIOD))
         self.shown: list[tuple[int, Entries]] = []
         self.observed: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
 

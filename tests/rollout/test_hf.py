@@ -7,12 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from judging import same, shortened
+from policy_cases import SAMPLED
 from transformers import PreTrainedModel
 
 from rollout import Rollout, SamplingConfig, make_engine
 from rollout.engine import LEAST_ROWS
 from sparse_rl.attention.logprobs import dense_logprobs
-from sparse_rl.policies import POLICIES, Entries, Kept, Policy
+from sparse_rl.policies import Entries, Kept, Policy
+from sparse_rl.policies.config import TovaConfig
 from sparse_rl.policies.tova import Tova
 from sparse_rl.trace import NEVER
 
@@ -38,7 +40,7 @@ def prompts(prompts_of: Callable) -> list[list[int]]:
 # ---- how a sequence ends ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy_name", POLICIES)
+@pytest.mark.parametrize("policy_name", SAMPLED)
 def test_a_row_that_stops_keeps_what_it_had(
     policy_name: str, model: PreTrainedModel, policy_of: Callable, prompts: list[list[int]]
 ) -> None:
@@ -70,7 +72,7 @@ class CountingTova(Tova):
 
 def test_finished_rows_are_not_compacted(model: PreTrainedModel, prompts: list[list[int]]) -> None:
     """As many compactions as the tokens that were really fed call for, though others of the batch go on."""
-    policy = CountingTova(BUDGET, period=3)
+    policy = CountingTova(TovaConfig(budget=BUDGET, period=3))
     engine = make_engine("hf", model=model, policy=policy)
     tokens = engine.generate(prompts, SamplingConfig(30, seed=2, ignore_eos=True))[0].completion_ids
     policy.count = 0
@@ -132,7 +134,7 @@ def test_a_budget_beyond_the_sequence_is_the_full_cache(
 ) -> None:
     sampling = SamplingConfig(20, seed=0, ignore_eos=True)
     full = make_engine("hf", model=model, policy="full").generate(prompts, sampling)
-    for name in POLICIES:
+    for name in SAMPLED:
         wide = make_engine("hf", model=model, policy=policy_of(name, budget=64, window=4, period=4))
         assert same(wide.generate(prompts, sampling), full)
     narrow = make_engine("hf", model=model, policy=policy_of("morphkv", budget=BUDGET, window=4, period=4))

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from policy_cases import SAMPLED
 from ties import TIE, Decisions, check_same, relative, sample_alone
 
 from rollout import Rollout, SamplingConfig, make_engine
-from sparse_rl.policies import POLICIES
 from sparse_rl.trace import NEVER, EvictionTrace
 
 LENGTHS = (1, 7, 16, 19, 33, 45)
@@ -21,7 +21,7 @@ BUDGET = 16
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("model_name", ["qwen3", "stories260K"])
-@pytest.mark.parametrize("policy_name", POLICIES)
+@pytest.mark.parametrize("policy_name", SAMPLED)
 def test_company_changes_nothing(
     policy_name: str,
     model_name: str,

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from policy_cases import SAMPLED
 
 from rollout import Rollout, SamplingConfig, make_engine
-from sparse_rl.policies import POLICIES
 
 LENGTHS = (3, 9, 30, 17, 1, 12)
 
@@ -18,7 +18,7 @@ def sampled(engine: object, prompts: list[list[int]], tokens: int = 40) -> list[
 
 
 @pytest.mark.parametrize("period", [1, 4])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_bit_for_bit_what_sampling_records(
     name: str, period: int, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:

@@ -152,15 +152,18 @@ def test_half_precision_inputs_are_scored_in_float32() -> None:
         ("mpl", "unknown scorer 'mpl' (did you mean 'mlp'?); known: recency, linear, mlp, mlstm"),
         (
             {"name": "mlp", "hiden": 3},
-            "scorer 'mlp' has no parameter 'hiden' (did you mean 'hidden'?); it takes hidden, gamma",
+            "scorer 'mlp' has no parameter 'hiden' (did you mean 'hidden'?); it takes gamma, hidden",
         ),
         ({"name": "recency", "hidden": 3}, "it takes no parameters"),
         (None, "a scorer is a name or {name: ..., its parameters}, got None"),
-        ({"name": "mlp", "gamma": 0.9}, "gamma must be a number between 0.999 and 0.999999, got 0.9"),
-        ({"name": "mlp", "hidden": 0}, "hidden must be a whole number >= 1, got 0"),
-        ({"name": "mlstm", "value": "third"}, "value must be one of half, full, cached, got 'third'"),
-        ({"name": "mlstm", "norm": 1}, "norm must be one of True, False, got 1"),
-        ({"name": "mlstm", "chunk": True}, "chunk must be a whole number >= 1, got True"),
+        (
+            {"name": "mlp", "gamma": 0.9},
+            "scorer.gamma: expected a number between 0.999 and 0.999999 or null, got 0.9",
+        ),
+        ({"name": "mlp", "hidden": 0}, "hidden: expected a whole number >= 1 or null, got 0"),
+        ({"name": "mlstm", "value": "third"}, "value: expected one of half, full, cached, got 'third'"),
+        ({"name": "mlstm", "norm": 1}, "norm: expected true or false, got 1"),
+        ({"name": "mlstm", "chunk": True}, "chunk: expected a whole number >= 1, got true"),
     ],
 )
 def test_what_is_refused(scorer: Any, said: str) -> None:
@@ -172,11 +175,12 @@ def test_what_is_refused(scorer: Any, said: str) -> None:
 def test_the_policy_knows_its_counts_and_draws_nothing() -> None:
     state = torch.random.get_rng_state()
     policy: Any = make_policy("kvpop", budget=2276, scorer={"name": "mlstm", "value": "full"})
-    assert policy.k == 2016 and policy.schedule.peak == 2276 and policy.schedule.before_attending
+    assert policy.config.k == 2016 and policy.schedule.peak == 2276 and policy.schedule.before_attending
     assert torch.equal(state, torch.random.get_rng_state())
     again: Any = make_policy("kvpop", **policy.parameters())
-    assert again.parameters() == policy.parameters() and again.scorer == {"name": "mlstm", "value": "full"}
+    assert again.parameters() == policy.parameters() and again.config == policy.config
+    assert policy.parameters()["scorer"] == {"name": "mlstm", "value": "full"}
     smaller: Any = make_policy("kvpop", budget=2276, state_entries=65)
-    assert smaller.k == 1951
+    assert smaller.config.k == 1951
     with pytest.raises(ValueError, match="leaves no entry"):
         make_policy("kvpop", budget=300, window=256, state_entries=40)

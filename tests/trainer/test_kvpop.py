@@ -27,7 +27,8 @@ from sparse_rl.errors import UserError
 from sparse_rl.metrics import read_metrics
 from sparse_rl.models.directory import attach_scorers, saved_policy
 from sparse_rl.models.load import load_model
-from sparse_rl.policies import KVpop
+from sparse_rl.policies.kvpop import KVpop
+from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import EvictionTrace
 from trainer.examples import Example
@@ -51,7 +52,7 @@ def kvpop(new_model: Callable, tmp_path: Path) -> Callable[..., KVpopTrainer]:
 
     def make(scorer: Any = "mlp", **settings: Any) -> KVpopTrainer:
         student = new_model("qwen3")
-        policy = KVpop(**{**{k: v for k, v in CACHE.items() if k != "policy"}, "scorer": scorer})
+        policy: Any = make_policy({**CACHE, "scorer": scorer})
         torch.manual_seed(1)
         attach_scorers(student, policy)
         for weight in student.cache_scorers.parameters():
@@ -72,7 +73,7 @@ def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.T
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for row in rows():
         ids = torch.tensor([row.prompt + row.completion])
-        view = LearnedView(model.cache_scorers, trainer.policy, torch.tensor([ids.shape[1]]))
+        view = LearnedView(model.cache_scorers, trainer.policy.config, torch.tensor([ids.shape[1]]))
         with torch.no_grad():
             adopt(model)(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False)
         trace = EvictionTrace(torch.cat([view._decided[layer].evict_at for layer in range(2)]))
@@ -301,8 +302,8 @@ def test_texts_as_rows(recipe: Callable) -> None:
     ("keys", "says"),
     [
         ({"cache": {"policy": "gkv", "budget": 64}}, "cache.policy: recipes of kind kvpop train kvpop"),
-        ({"cache": {**CACHE, "scorer": "mpl"}}, "cache: unknown scorer 'mpl' (did you mean 'mlp'?)"),
-        ({"cache": {**CACHE, "budget": 6}}, "cache: kvpop: budget 6 must exceed window 4 + sinks 2"),
+        ({"cache": {**CACHE, "scorer": "mpl"}}, "cache: kvpop: scorer: unknown scorer 'mpl' (did you mean 'mlp'?)"),
+        ({"cache": {**CACHE, "budget": 6}}, "cache: kvpop: budget: 6 must exceed window 4 + sinks 2"),
         ({"lora": {"r": 4}}, "lora: the whole model is trained"),
         ({"boundary": {"late": 2}}, "boundary.late: "),
         ({"target": {"floor": 0}}, "target.floor: "),

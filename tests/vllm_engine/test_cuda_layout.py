@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from sparse_rl.policies import Entries, Policy
+from sparse_rl.policies.config import EvictingConfig
 
 LAYERS, HEADS, GROUP, DIM, SIZE, BLOCKS, ROWS = 2, 2, 2, 4, 4, 40, 5
 NAMES = [f"model.layers.{i}.attn" for i in range(LAYERS)]
@@ -102,17 +103,20 @@ def test_blocks_are_read_whole(transposed: bool) -> None:
 # ---- what is compared -----------------------------------------------------------------------------------------------
 
 
+class ArithmeticConfig(EvictingConfig):
+    name = "arithmetic"
+
+
 class Arithmetic(Policy):
     """All that a policy may look at counts, in whole numbers: ties are common, and nothing is ever rounded."""
 
-    name = "arithmetic"
-    initial_state = {"history": -1.0, "mass": 0.0}
+    entry_memory = {"history": -1.0, "mass": 0.0}
     every_query = True
     score_reads = ("keys", "values")
 
     @property
     def last_queries(self) -> int:
-        return self.window
+        return self.config.window
 
     def observe(self, layer: int, entries: Entries, queries: torch.Tensor, query_positions: torch.Tensor) -> None:
         assert entries.keys is not None
@@ -126,7 +130,7 @@ class Arithmetic(Policy):
         total = entries.queries.float().unflatten(1, (HEADS, GROUP)).sum((2, 3))
         score = (entries.keys.float() * total[:, :, None]).sum(-1) + entries.values.float().sum(-1)
         score = score + entries.state["mass"] + 3 * entries.state["history"].clamp(min=0)
-        competing = entries.competing(self.sinks, self.window)
+        competing = entries.competing(self.config.sinks, self.config.window)
         entries.state["history"] = torch.where(competing, score.remainder(7), -1.0)
         return score.remainder(5)
 
@@ -180,8 +184,8 @@ class Request:
             self.dropped.append([])
             for head, entries in enumerate(heads):
                 group = slice(head * GROUP, (head + 1) * GROUP)
-                query = self.queries[layer, self.seen - policy.window : self.seen, group].sum((0, 1)).tolist()
-                competing = [t for t in sorted(entries) if policy.sinks <= t < self.seen - policy.window]
+                query = self.queries[layer, self.seen - policy.config.window : self.seen, group].sum((0, 1)).tolist()
+                competing = [t for t in sorted(entries) if policy.config.sinks <= t < self.seen - policy.config.window]
                 worth = {}
                 for t in competing:
                     entry = entries[t]
@@ -191,7 +195,7 @@ class Request:
                 for t in set(entries) - set(competing):
                     entries[t].history = -1
                 best = sorted(competing, key=lambda t: (-worth[t], t))
-                room = policy.budget - (len(entries) - len(competing))
+                room = policy.config.budget - (len(entries) - len(competing))
                 self.dropped[-1].append(sorted(best[room:]))
                 for t in best[room:]:
                     del entries[t]
@@ -209,7 +213,7 @@ class Pool:
         self.v2_runner = v2_runner
         window = rng.choice([1, 2, 3])
         budget, sinks, period = rng.randint(window + 2, 14), rng.choice([0, 1]), rng.choice([1, 3, 6])
-        self.policy = Arithmetic(budget, sinks=sinks, window=window, period=period)
+        self.policy = Arithmetic(ArithmeticConfig(budget=budget, sinks=sinks, window=window, period=period))
         self.peak: int = self.policy.schedule.peak  # type: ignore[assignment]
         self.caches = allocate(order)
         config = CacheConfig(self.policy, max_prompt=None, exact=False)
@@ -282,7 +286,7 @@ class Pool:
         from rollout.vllm.messages import Due
 
         at = {str(i): r for i, r in enumerate(due)}
-        peak, left = self.peak, self.policy.budget
+        peak, left = self.peak, self.policy.config.budget
         self.state.compact(
             [
                 Due(i, r.blocks[0], r.seen, r.seen if r.seen <= max(r.prompt, peak) else peak, left)

@@ -84,7 +84,7 @@ def free_port() -> int:
         (["MODEL", "--cache", "policy=gvk,budget=48"], "--cache: unknown cache policy 'gvk' (did you mean 'gkv'?)"),
         (["MODEL", "--cache", "budgte=48"], "--cache: cache policy 'gkv' has no parameter 'budgte' (did you mean"),
         (["MODEL", "--cache", "policy=gkv"], "--cache: cache policy 'gkv' needs a budget"),
-        (["MODEL", "--cache", "budget=4"], "--cache: gkv: budget 4 must exceed window 8"),
+        (["MODEL", "--cache", "budget=4"], "--cache: gkv: budget: 4 must exceed window 8"),
         (["MODEL", "--cache", "budget"], "'budget' is not of the form key=value"),
         (["bare", "--cache", "budget=48"], "--cache: bare carries no policy to change; name one"),
         (["broken"], "cache_policy.json cannot be used"),
@@ -165,9 +165,9 @@ def test_the_policy_is_the_models_unless_another_is_given(
     cache: dict[str, Any], budget: int, says: str, model: Path
 ) -> None:
     policy, source = serve.choose_policy(str(model), cache)
-    assert source == says and policy.budget == budget
+    assert source == says and policy.config.budget == budget
     if len(cache) == 3:
-        assert (policy.name, policy.window, policy.period) == ("gkv", 4, 8)  # type: ignore[attr-defined]
+        assert (policy.name, policy.config.window, policy.config.period) == ("gkv", 4, 8)  # type: ignore[attr-defined]
     elif "policy" in cache:
         assert policy.name == "streaming"
     else:

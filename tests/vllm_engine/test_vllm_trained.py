@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from judging import wrong_traces
+from policy_cases import EVICTING, SAMPLED
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout import Rollout, SamplingConfig
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.data.running_sum import rows, save_untrained
-from sparse_rl.policies import POLICIES, Policy, make_policy
+from sparse_rl.policies import Policy, make_policy
 
 pytestmark = pytest.mark.slow
 SAMPLING = SamplingConfig(100, seed=0)
@@ -41,7 +42,7 @@ def problems(trained: Path) -> list[list[int]]:
     return [tokenizer(row["prompt"])["input_ids"] for row in rows("calibration", 192, seed=0)]
 
 
-@pytest.mark.parametrize("policy_name", POLICIES)
+@pytest.mark.parametrize("policy_name", SAMPLED)
 def test_float32(
     policy_name: str,
     trained: Path,
@@ -84,7 +85,7 @@ def test_bfloat16(
         return gap, gap / noise, rollouts
 
     full_gap, full_units, _ = measure(make_policy("full"))
-    for name in (name for name in POLICIES if name != "full"):
+    for name in EVICTING:
         gap, _, _ = measure(policy_of(name, budget=72, window=8, period=8))
         assert gap <= 1.5 * full_gap, f"{name}: {gap:.3f} against {full_gap:.3f}"
         gap, units, rollouts = measure(policy_of(name, budget=40, window=8, period=8))

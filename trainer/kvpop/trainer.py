@@ -28,8 +28,8 @@ from transformers import PreTrainedModel, set_seed
 from sparse_rl.attention.views.learned import FutureTarget, LearnedView
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import SCORERS, attach_scorers, read_scorers, save_policy, write_scorers
-from sparse_rl.policies import KVpop
-from sparse_rl.scorers import NOT_DECAYED
+from sparse_rl.policies.kvpop import KVpop
+from sparse_rl.scorers.base import NOT_DECAYED
 from trainer.batches import Batch
 from trainer.examples import Example
 from trainer.kvpop.config import KVpopConfig
@@ -79,7 +79,7 @@ class KVpopTrainer(TaughtTrainer):
     # ---- the loss -------------------------------------------------------------------------------------------------
 
     def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
-        policy = self.policy
+        policy = self.policy.config
         batch = Batch.make(examples, self.accelerator.device)
         lengths = torch.tensor([row[0].length for row in batch.rows], device=self.accelerator.device)
         first = policy.sinks + policy.window + policy.k  # the first query at which something is evicted

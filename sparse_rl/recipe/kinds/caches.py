@@ -8,6 +8,7 @@ from typing import Any
 from rollout.config import RolloutConfig
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
+from sparse_rl.policies.config import cache_config
 
 
 def check_cache(block: Mapping[str, Any], key: str = "cache", *, learned: bool = False) -> None:
@@ -15,18 +16,15 @@ def check_cache(block: Mapping[str, Any], key: str = "cache", *, learned: bool =
 
     learned : of a policy that is retrofitted to a model, instead of one that engines sample under
     """
-    from sparse_rl.policies import make_policy  # brings torch: only when there is a cache to check
-
-    parameters = dict(block)
-    if not isinstance(name := parameters.pop("policy", None), str):
+    if not isinstance(block.get("policy"), str):
         raise UserError("missing; name a cache policy, for example full, streaming or gkv", f"{key}.policy")
     try:
-        policy = make_policy(name, **parameters)
-    except (ValueError, TypeError) as error:
+        policy = cache_config(block)
+    except UserError as error:
         raise UserError(str(error), key) from None
     if policy.schedule.before_attending != learned:
         wrong = "no engine samples under it yet; it is trained by recipes of kind kvpop"
-        raise UserError(wrong if not learned else "recipes of kind kvpop train kvpop", f"{key}.policy")
+        raise UserError("recipes of kind kvpop train kvpop" if learned else wrong, f"{key}.policy")
 
 
 def check_model_len(rollout: RolloutConfig, sources: Mapping[str, DataConfig], max_completion_length: int) -> None:

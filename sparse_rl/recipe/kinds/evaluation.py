@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -11,6 +10,7 @@ from rollout.config import RolloutConfig
 from sparse_rl.config import Fraction, NonNegative, PositiveInt, Text
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
+from sparse_rl.policies.config import CONFIGS, accepted_parameters
 from sparse_rl.recipe.kinds.base import Recipe, SampledProblems, SamplingKeys
 from sparse_rl.recipe.kinds.caches import check_cache, check_model_len
 
@@ -81,8 +81,6 @@ class EvalRecipe(Recipe):
             if self.cache is not None:
                 check_cache(base)
             return [self.cache]
-        from sparse_rl.policies import POLICIES
-
         own = base.pop("policy", None)
         names = self.sweep.policy or ([own] if own is not None else [])
         if not names:
@@ -90,9 +88,9 @@ class EvalRecipe(Recipe):
         blocks: list[dict[str, Any] | None] = []
         used: set[str] = set()
         for name in names:
-            if name not in POLICIES:
+            if name not in CONFIGS:
                 check_cache({"policy": name}, "sweep.policy")
-            accepted = inspect.signature(POLICIES[name].__init__).parameters
+            accepted = accepted_parameters(name)
             mine = {key: value for key, value in base.items() if key in accepted}
             used |= mine.keys()
             sweeps_budget = self.sweep.budget and "budget" in accepted

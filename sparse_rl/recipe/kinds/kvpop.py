@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from sparse_rl.config import flat
 from sparse_rl.errors import UserError
+from sparse_rl.policies.config import cache_config
 from sparse_rl.recipe.kinds.caches import check_cache
 from sparse_rl.recipe.kinds.taught import TaughtRecipe
 from trainer.config import TrainingConfig
@@ -25,14 +26,12 @@ class KVpopRecipe(TaughtRecipe):
     kvpop: KVpopConfig = flat(KVpopConfig)
 
     def __post_init__(self) -> None:
-        from sparse_rl.policies import make_policy
-
         super().__post_init__()
         check_cache(self.cache, learned=True)
         if self.lora is not None:
             raise UserError("the whole model is trained, or with train_base: false the scorers alone", "lora")
-        policy: Any = make_policy(self.cache)
-        if policy.scorer["name"] == "recency" and not self.kvpop.train_base:
+        policy: Any = cache_config(self.cache)
+        if policy.scorer.name == "recency" and not self.kvpop.train_base:
             raise UserError("the scorer recency has no parameters, so nothing would be trained", "train_base")
         if self.kvpop.max_length <= policy.sinks + policy.window + policy.k:
             self.warnings.append(

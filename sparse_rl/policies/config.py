@@ -1,0 +1,246 @@
+"""The settings of every cache policy, each one dataclass; to be read without torch.
+
+    config = cache_config({"policy": "gkv", "budget": 512, "alpha": 0.7})
+    config.schedule.peak            # entries; see schedule.py
+
+Here, and here alone, a parameter has its default and the rule that its value must keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from sparse_rl.config import (
+    NonNegative,
+    NonNegativeInt,
+    PositiveInt,
+    Probability,
+    Rule,
+    Source,
+    as_mapping,
+    build,
+    yaml_fields,
+)
+from sparse_rl.errors import UserError, did_you_mean
+from sparse_rl.policies.schedule import EvictsBeforeAttending, NeverEvicts, Schedule
+from sparse_rl.scorers.config import ScorerConfig, scorer_config
+
+Pooling = Annotated[int, Rule(">= 1 and odd (1 is off)", lambda v: v >= 1 and v % 2 == 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """What all have: the policy's name, and its schedule."""
+
+    name: ClassVar[str]
+
+    @property
+    def schedule(self) -> Schedule:
+        """When the policy compacts, and how many entries that leaves."""
+        raise NotImplementedError
+
+    def parameters(self) -> dict[str, Any]:
+        """Plain values, so that cache_config({"policy": name, **parameters}) is the same again."""
+        return as_mapping(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullConfig(PolicyConfig):
+    name: ClassVar[str] = "full"
+
+    @property
+    def schedule(self) -> Schedule:
+        return NeverEvicts()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictingConfig(PolicyConfig):
+    """
+    budget : entries kept per kv head, sinks and window included
+    sinks : the first tokens, never evicted
+    window : the most recent tokens, never evicted
+    period : entries that gather between two compactions; the peak in decoding is budget + period
+    """
+
+    budget: PositiveInt
+    sinks: NonNegativeInt = 0
+    window: NonNegativeInt = 0
+    period: PositiveInt = 1
+
+    def __post_init__(self) -> None:
+        if self.budget <= self.window + self.sinks:
+            mend = f"{self.budget} must exceed window {self.window} + sinks {self.sinks}; raise it or lower them"
+            raise UserError(mend, "budget")
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.budget, self.period)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingConfig(EvictingConfig):
+    """The window is what the sinks leave of the budget."""
+
+    name: ClassVar[str] = "streaming"
+    sinks: NonNegativeInt = 4
+    window: int = field(default=0, init=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2OConfig(EvictingConfig):
+    """window : None: half of the budget"""
+
+    name: ClassVar[str] = "h2o"
+    window: NonNegativeInt | None = None  # type: ignore[assignment]  # a number from here on
+
+    def __post_init__(self) -> None:
+        if self.window is None:
+            object.__setattr__(self, "window", self.budget // 2)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TovaConfig(EvictingConfig):
+    name: ClassVar[str] = "tova"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredWindowConfig(EvictingConfig):
+    """window : its queries are what scores the rest"""
+
+    window: PositiveInt = 16
+    period: PositiveInt = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKVConfig(ScoredWindowConfig):
+    """pooling : entries over which the score's maximum is taken"""
+
+    name: ClassVar[str] = "snapkv"
+    pooling: Pooling = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class MorphKVConfig(ScoredWindowConfig):
+    name: ClassVar[str] = "morphkv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RKVConfig(ScoredWindowConfig):
+    """lam : lambda, the weight of importance against redundancy; pooling : as for snapkv"""
+
+    name: ClassVar[str] = "rkv"
+    lam: Probability = 0.1
+    pooling: Pooling = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class GKVConfig(ScoredWindowConfig):
+    """
+    form, alpha : of the global score, and how much it keeps of the last
+    redundancy, lam : whether repeated keys lose, and lambda, the weight of the score against that
+    pooling : as for snapkv
+    """
+
+    name: ClassVar[str] = "gkv"
+    form: Literal["max", "mean", "sum"] = "max"
+    alpha: Probability = 0.8
+    redundancy: bool = True
+    lam: Probability = 0.7
+    pooling: Pooling = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CAKEConfig(ScoredWindowConfig):
+    """gamma : the weight of the variance of attention over the window"""
+
+    name: ClassVar[str] = "cake"
+    gamma: NonNegative = 200.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVpopConfig(EvictingConfig):
+    """
+    budget : B = sinks + window + k (+ state_entries)
+    scorer : the settings of a scorer, or {"name": ..., its parameters}, or the name alone
+    decay_every : n
+    state_entries : so many entries of the budget give way to the scorer's state, which takes their memory
+    """
+
+    name: ClassVar[str] = "kvpop"
+    sinks: NonNegativeInt = 4
+    window: PositiveInt = 256
+    period: int = field(default=1, init=False)
+    scorer: Any = "mlp"  # a ScorerConfig from here on
+    decay_every: PositiveInt = 1
+    state_entries: NonNegativeInt = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            object.__setattr__(self, "scorer", scorer_config(self.scorer))
+        except UserError as error:
+            raise UserError(error.message, f"scorer.{error.key}" if error.key else "scorer") from None
+        if self.k < 1:
+            raise UserError(f"{self.budget} leaves no entry beside sinks, window and state_entries; raise it", "budget")
+
+    @property
+    def k(self) -> int:
+        """Long-range entries per kv head."""
+        return self.budget - self.sinks - self.window - self.state_entries
+
+    @property
+    def schedule(self) -> Schedule:
+        return EvictsBeforeAttending(self.budget - self.state_entries)
+
+    def parameters(self) -> dict[str, Any]:
+        scorer: ScorerConfig = self.scorer
+        return {**super().parameters(), "scorer": scorer.parameters()}
+
+
+CONFIGS: dict[str, type[PolicyConfig]] = {
+    "full": FullConfig,
+    "streaming": StreamingConfig,
+    "h2o": H2OConfig,
+    "tova": TovaConfig,
+    "snapkv": SnapKVConfig,
+    "morphkv": MorphKVConfig,
+    "rkv": RKVConfig,
+    "gkv": GKVConfig,
+    "cake": CAKEConfig,
+    "kvpop": KVpopConfig,
+}
+
+
+def accepted_parameters(policy: str) -> list[str]:
+    """The parameters that a policy of this name takes."""
+    return list(yaml_fields(CONFIGS[policy]))
+
+
+def cache_config(block: Mapping[str, Any]) -> PolicyConfig:
+    """The settings that {"policy": name, its parameters} says; without a name, those of the full cache.
+
+    Raises UserError, in one line: an unknown name or parameter (with the nearest valid one), a missing budget, or a
+    value out of range.
+    """
+    parameters = dict(block)
+    name = parameters.pop("policy", "full")
+    if not isinstance(name, str) or name not in CONFIGS:
+        raise UserError(f"unknown cache policy {name!r}{did_you_mean(name, CONFIGS)}; known: {', '.join(CONFIGS)}")
+    accepted = accepted_parameters(name)
+    for key in parameters:
+        if key not in accepted:
+            takes = f"takes {', '.join(accepted)}" if accepted else "takes no parameters"
+            raise UserError(f"cache policy {name!r} has no parameter {key!r}{did_you_mean(key, accepted)}; it {takes}")
+    if "budget" in accepted and "budget" not in parameters:
+        raise UserError(f"cache policy {name!r} needs a budget: the entries to keep per kv head")
+    return build(CONFIGS[name], parameters, "", Source(name))
+
+
+def refuse_unsampled(config: PolicyConfig) -> None:
+    """Raise a UserError, in one line, where no engine can sample under a policy yet."""
+    if config.schedule.before_attending:
+        mend = "it decides before a query attends; name another policy, for example full"
+        raise UserError(f"no engine samples under {config.name} yet: {mend}")
