@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from sparse_rl.attention.kernels import ATTENTION_KERNELS
+from sparse_rl.attention.config import ATTENTION_KERNELS
 from sparse_rl.errors import UserError, did_you_mean
 from trainer.config import LaunchConfig, LoraConfig, TrainingConfig
 from trainer.deepspeed import deepspeed_config, prepare_deepspeed

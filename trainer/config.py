@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from sparse_rl.attention.kernels import AttentionKernel
+from sparse_rl.attention.config import AttentionKernel
 from sparse_rl.config import (
     BelowOne,
     NonNegative,

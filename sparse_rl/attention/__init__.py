@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from sparse_rl.lazy import public_names
 
 if TYPE_CHECKING:
+    from sparse_rl.attention.config import ATTENTION_KERNELS
     from sparse_rl.attention.families import cache_shape
     from sparse_rl.attention.future import future_attention_mass
     from sparse_rl.attention.interface import NO_MASK, adopt
-    from sparse_rl.attention.kernels import ATTENTION_KERNELS
     from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
     from sparse_rl.attention.views.factory import make_view
 
@@ -33,7 +33,7 @@ __all__ = [
 __getattr__ = public_names(
     __name__,
     {
-        "ATTENTION_KERNELS": "sparse_rl.attention.kernels",
+        "ATTENTION_KERNELS": "sparse_rl.attention.config",
         "NO_MASK": "sparse_rl.attention.interface",
         "adopt": "sparse_rl.attention.interface",
         "cache_shape": "sparse_rl.attention.families",

@@ -1,11 +1,14 @@
-"""What the learned attention of a retrofit is told. No torch."""
+"""The attention kernels by name, and what the learned attention of a retrofit is told. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from sparse_rl.config import Positive, PositiveInt, check_choices
+
+AttentionKernel = Literal["sdpa", "flex", "flex_sorted", "dense"]  # see kernels/
+ATTENTION_KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
 
 
 @dataclass(frozen=True, kw_only=True)

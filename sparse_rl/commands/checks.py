@@ -46,7 +46,7 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
         findings.append((key, _rewards(rewards, key)))
     if (learned := training.learned_cache()) is not None:
         findings += _learned(learned, config, training.dtype)
-    if (taught := training.teaches()) is not None:
+    if (taught := training.taught()) is not None:
         findings.append(("teacher", _teacher(taught, config)))
     findings += _data(training, load_tokenizer(training.model))
     if resume is None:

@@ -130,7 +130,7 @@ def _training_plan(recipe: TrainRecipe, model: Model, skeleton: Any, engine: lis
     )
     note = f"estimate, {rows} x {length} tokens, {with_or_without} checkpointing"
     items.append(Item("activations", held, when="update", note=note))
-    if (taught := recipe.teaches()) is not None:
+    if (taught := recipe.taught()) is not None:
         items += _teacher_items(taught, replace(model, parameters=parameters))
     if learned is not None:
         items += [_mask_item(recipe, model, length, cuda), _future_attention_item(rows, length, model)]

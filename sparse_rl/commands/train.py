@@ -77,7 +77,7 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
         rundir.wandb_offline_without_key(folder)
     trainer = TRAINERS[training.kind](training, folder)
     trainer.recipe = training.resolved()
-    if training.teaches() is not None:
+    if training.taught() is not None:
         trainer.args.eval_on_start = trainer.eval_dataset is not None and checkpoint is None
     final = folder / "model"
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from trl.models import unwrap_model_for_generation
@@ -16,9 +16,6 @@ from rollout.engine import Engine, SamplingConfig
 from sparse_rl.models.base import base_of
 from trainer.grpo.panel import CEILING, FLOORS, check_gap, check_sync
 from trainer.weights import named_weights
-
-if TYPE_CHECKING:
-    from trainer.grpo.trainer import SparseGRPOTrainer
 
 PROBE_PROMPT, PROBE_TOKENS = 8, 32
 
@@ -35,7 +32,7 @@ class ProbedEngine:
     probed : the step at which they were last probed
     """
 
-    def __init__(self, engine: Engine, trainer: SparseGRPOTrainer, sleep: bool) -> None:
+    def __init__(self, engine: Engine, trainer: Any, sleep: bool) -> None:
         self.engine, self.trainer = engine, trainer
         self.guard = trainer.args.sparse.replay_guard
         self.sleeper = cast(Any, engine) if sleep and hasattr(engine, "sleep") else None

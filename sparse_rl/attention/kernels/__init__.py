@@ -5,8 +5,3 @@ flex          FlexAttention over 128 x 128 tiles that hold something, keys in na
 flex_sorted   the same with keys sorted by evict_at in segments: fewer tiles
 dense         the reference, in float64 (dense.py)
 """
-
-from typing import Literal, get_args
-
-AttentionKernel = Literal["sdpa", "flex", "flex_sorted", "dense"]
-ATTENTION_KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)

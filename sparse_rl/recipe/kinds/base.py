@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 from rollout.config import RolloutConfig
 from sparse_rl.config import NonNegativeInt, PositiveInt, Text, as_mapping, flat
@@ -18,10 +18,6 @@ from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
 from sparse_rl.recipe.schema import dump_yaml, parse_yaml
 from trainer.config import LaunchConfig, LoraConfig, TrainingConfig
-
-if TYPE_CHECKING:
-    from sparse_rl.recipe.kinds.evaluation import EvalRecipe
-    from sparse_rl.recipe.kinds.taught import TaughtRecipe
 
 NOT_YAML = {"yaml": False}
 
@@ -91,12 +87,12 @@ class Recipe:
         """Itself, where it is trained. Raises UserError otherwise."""
         self._refuse(f"is not trained; use sparse-rl {self.kind}")
 
-    def as_taught(self) -> TaughtRecipe:
-        """Itself, where it has a teacher. Raises UserError otherwise."""
+    def as_taught(self) -> Any:
+        """Itself (a TaughtRecipe), where it has a teacher. Raises UserError otherwise."""
         self._refuse("has no teacher; use one of distill or kvpop")
 
-    def as_evaluation(self) -> EvalRecipe:
-        """Itself, where it is an evaluation. Raises UserError otherwise."""
+    def as_evaluation(self) -> Any:
+        """Itself (an EvalRecipe), where it is an evaluation. Raises UserError otherwise."""
         self._refuse("is not evaluated; it needs kind: eval")
 
     def sampled_problems(self) -> SampledProblems:
@@ -170,8 +166,8 @@ class TrainRecipe(Recipe):
         """The rewards that it names, by the key that names them."""
         return {}
 
-    def teaches(self) -> TaughtRecipe | None:
-        """Itself, where a teacher is asked; else None."""
+    def taught(self) -> Any:
+        """Itself (a TaughtRecipe), where a teacher is asked; else None."""
         return None
 
     def exported_cache(self) -> dict[str, Any] | None:

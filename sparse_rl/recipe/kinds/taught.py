@@ -27,7 +27,7 @@ class TaughtRecipe(ReplayedRecipe):
     def as_taught(self) -> TaughtRecipe:
         return self
 
-    def teaches(self) -> TaughtRecipe | None:
+    def taught(self) -> TaughtRecipe | None:
         return self
 
     def columns(self) -> tuple[str, ...]:

@@ -1,0 +1,154 @@
+"""The house: which part may import which, that no two files import each other, and that files stay small.
+
+An import counts wherever it stands: at the top of a file, inside a function, or for type checkers alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("sparse_rl", "rollout", "trainer", "rewards")
+CORE = ("trace", "policies", "scorers", "kernels", "attention", "models", "data")
+BASE = ("errors", "config", "lazy", "metrics")  # each stands on nothing, or on another of these
+
+# Part -> the parts that it may import, besides itself and BASE. "configurations" are the modules named `config`, which
+# hold a component's settings, and the schedule of a cache policy: they import nothing but one another and BASE.
+MAY_IMPORT = {
+    "configurations": (),
+    "trace": (),
+    "kernels": ("trace",),
+    "data": ("configurations",),
+    "scorers": ("configurations",),
+    "policies": ("configurations", "scorers", "trace"),
+    "attention": ("configurations", "trace", "kernels", "policies", "scorers"),
+    "models": ("configurations", "policies", "scorers", "attention"),
+    "analysis": ("trace",),
+    "recipe": ("configurations",),
+    "rollout": ("configurations", *CORE),
+    "trainer": ("configurations", *CORE, "rollout"),
+    "rewards": (),
+    "commands": ("configurations", *CORE, "analysis", "recipe", "rollout", "trainer", "rewards"),
+    "cli": ("commands",),
+}
+# Library -> the only parts that may import it.
+LIBRARIES = {
+    "vllm": ("rollout",),
+    "trl": ("trainer", "rewards"),
+    "deepspeed": ("trainer",),
+    "torch": (*CORE, "rollout", "trainer", "commands", "analysis"),
+    "transformers": (*CORE, "rollout", "trainer", "commands"),
+}
+LONGEST = 400
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Module -> file."""
+    found = {}
+    for package in PACKAGES:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def imported(file: Path) -> Iterator[str]:
+    """The modules that a file names in its imports: for `from a import b`, a.b where that is a module, else a."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in sources() else node.module
+
+
+def part_of(module: str) -> str:
+    """The part of the house that a module belongs to."""
+    package, *rest = module.split(".")
+    if package == "sparse_rl" and rest and rest[0] in BASE:
+        return "base"
+    if rest and rest[-1] in ("config", "schedule"):
+        return "configurations"
+    if package != "sparse_rl":
+        return package
+    return rest[0] if rest else "base"
+
+
+def arrows() -> Iterator[tuple[str, str]]:
+    """(module, module that it imports), of ours."""
+    for module, file in sources().items():
+        for name in imported(file):
+            if name in sources() and name != module:
+                yield module, name
+
+
+def test_parts_import_only_what_stands_below_them() -> None:
+    wrong = []
+    for module, name in arrows():
+        mine, theirs = part_of(module), part_of(name)
+        if theirs not in ("base", mine) and (mine == "base" or theirs not in MAY_IMPORT[mine]):
+            wrong.append(f"{module} imports {name}: {mine} may not import {theirs}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_libraries_are_imported_only_where_they_belong() -> None:
+    wrong = []
+    for module, file in sources().items():
+        for name in imported(file):
+            library = name.partition(".")[0]
+            if part_of(module) not in LIBRARIES.get(library, (part_of(module),)):
+                wrong.append(f"{module} imports {name}")
+            if library == "vllm" and not module.startswith("rollout.vllm"):
+                wrong.append(f"{module} imports {name}: only rollout/vllm may")
+    assert not wrong, "\n".join(wrong)
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected parts of a graph that hold more than one node."""
+    reach: dict[str, set[str]] = {}
+    for node in edges:
+        seen, waiting = set(), [node]
+        while waiting:
+            for following in edges.get(waiting.pop(), ()):
+                if following not in seen:
+                    seen.add(following)
+                    waiting.append(following)
+        reach[node] = seen
+    groups = {frozenset(b for b in reach[a] if a in reach.get(b, ())) for a in edges if a in reach[a]}
+    return [sorted(group) for group in groups]
+
+
+def test_no_two_files_import_each_other() -> None:
+    edges: dict[str, set[str]] = {module: set() for module in sources()}
+    for module, name in arrows():
+        if sources()[name].name != "__init__.py":  # a package's face only hands names on
+            edges[module].add(name)
+    assert not circles(edges)
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]  # the control
+
+
+def test_files_stay_small() -> None:
+    """None is longer than 400 lines without saying why at its top."""
+    for module, file in sources().items():
+        text = file.read_text()
+        if len(text.splitlines()) > LONGEST:
+            assert "This file is long because" in (ast.get_docstring(ast.parse(text)) or ""), module
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in sources() if part_of(name) in ("configurations", "recipe", "base")]
+)
+def test_configurations_and_recipes_import_no_heavy_library(module: str) -> None:
+    heavy = ("torch", "transformers", "trl", "vllm", "datasets", "numpy")
+    code = f"import sys, {module}; sys.exit([name for name in {heavy} if name in sys.modules] or None)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
