@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rollout.cache import EvictingCache
 from rollout.config import SamplingConfig
@@ -27,6 +27,7 @@ from rollout.requests import Request, refuse_empty, requests_to_sample, requests
 from rollout.sampling import Uniforms, sample
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.errors import UserError
+from sparse_rl.models.load import load_plain_model
 from sparse_rl.policies import Policy
 from sparse_rl.trace import EvictionTrace
 
@@ -86,7 +87,7 @@ class HFEngine:
         if isinstance(model, (str, Path)):
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
                 raise UserError(f"unknown dtype {dtype!r}; for example float32 or bfloat16")
-            loaded = AutoModelForCausalLM.from_pretrained(str(model), dtype=getattr(torch, dtype))
+            loaded = load_plain_model(model, dtype)
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")
             self.model: PreTrainedModel = nn.Module.to(loaded, device).eval()
         else:

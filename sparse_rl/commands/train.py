@@ -41,8 +41,8 @@ def run(options: argparse.Namespace, session: Session) -> int:
         findings = check_training(recipe, options.resume)
         if options.dry_run:
             for what, finding in findings:
-                print(f"{what:<11} {finding}")
-            print(f"not checked {NOT_CHECKED}")
+                print(f"{what:<17} {finding}")
+            print(f"{'not checked':<17} {NOT_CHECKED}")
             return 0
         words = options.arguments
         if options.resume is not None:  # the processes resume what was found here, and say no more about it
