@@ -29,7 +29,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rollout import SamplingConfig
 from rollout.cache import EvictingCache
 from rollout.hf import HFEngine
-from sparse_rl.policies import make_policy
+from sparse_rl.policies.registry import make_policy
 
 BATCH, PROMPT, GENERATED = 8, 16, 2048
 SHAPE = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from sparse_rl.attention.kernels.sdpa import sdpa
 from sparse_rl.errors import UserError
-from sparse_rl.policies import Entries, Policy
+from sparse_rl.policies.base import Entries, Policy
 from sparse_rl.trace import NEVER
 
 GROW = 128  # slots, or positions of the record, added at a time

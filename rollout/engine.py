@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 
 from rollout.config import SamplingConfig
-from sparse_rl.policies import Policy
+from sparse_rl.policies.base import Policy
 from sparse_rl.trace import EvictionTrace
 
 ENGINES = ("hf", "vllm")

@@ -28,7 +28,7 @@ from rollout.sampling import Uniforms, sample
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.errors import UserError
 from sparse_rl.models.load import load_plain_model
-from sparse_rl.policies import Policy
+from sparse_rl.policies.base import Policy
 from sparse_rl.trace import EvictionTrace
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from rollout.engine import ENGINES, Engine
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import saved_policy
-from sparse_rl.policies import Policy, make_policy, sampled_under
+from sparse_rl.policies.base import Policy
+from sparse_rl.policies.registry import make_policy, sampled_under
 
 
 def make_engine(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl.models.directory import save_policy
-from sparse_rl.policies import make_policy
+from sparse_rl.policies.registry import make_policy
 from trainer.checkpoint import PARTIAL, clear_partial, failure, publish
 
 logger = logging.getLogger("sparse_rl")

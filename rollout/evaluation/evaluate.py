@@ -19,7 +19,7 @@ from rollout.config import SamplingConfig
 from rollout.engine import Engine, Rollout
 from rollout.evaluation.estimators import mean_and_error, pass_at_k
 from rollout.evaluation.samples import sample_in_parts, summary
-from sparse_rl.policies import Policy
+from sparse_rl.policies.base import Policy
 
 
 @dataclass(frozen=True)

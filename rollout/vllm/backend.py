@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from rollout.vllm.compat import arguments, paged, refusals
 from rollout.vllm.spec import EvictingSpec
-from sparse_rl.policies import fingerprint
+from sparse_rl.policies.registry import fingerprint
 
 
 class EvictingBuilder:

@@ -27,7 +27,7 @@ from rollout.requests import Request, requests_to_sample, requests_to_simulate, 
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import UserError
 from sparse_rl.models.load import load_config
-from sparse_rl.policies import Policy
+from sparse_rl.policies.base import Policy
 from sparse_rl.trace import EvictionTrace
 
 ATTEMPTS = 3  # for a request that was preempted after an eviction

@@ -27,7 +27,8 @@ from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_config, load_tokenizer
-from sparse_rl.policies import Policy, make_policy, sampled_under
+from sparse_rl.policies.base import Policy
+from sparse_rl.policies.registry import make_policy, sampled_under
 
 PROGRAM = """
 import os, signal, sys

@@ -21,7 +21,7 @@ from rollout.vllm.compat import paged
 from rollout.vllm.compat.arguments import CacheConfig
 from rollout.vllm.messages import Begun, Due
 from rollout.vllm.record import RunRecord
-from sparse_rl.policies import Entries
+from sparse_rl.policies.base import Entries
 
 UNKNOWN = 1 << 40  # the prompt length of no request: nothing of it is ever compacted
 

@@ -20,7 +20,7 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     from sparse_rl.commands.resume import checkpoint_to_resume
     from sparse_rl.commands.sampling import engine_of, with_chosen_engine
     from sparse_rl.models.load import load_config, load_tokenizer
-    from sparse_rl.policies import make_policy
+    from sparse_rl.policies.registry import make_policy
     from trainer.rundir import refuse_used
 
     training = recipe.as_training()
@@ -101,8 +101,8 @@ def _learned(cache: Any, config: Any, dtype: str) -> list[tuple[str, str]]:
     import torch
 
     from sparse_rl.attention.families import cache_shape
-    from sparse_rl.policies import make_policy
-    from sparse_rl.scorers import sketch_scorer
+    from sparse_rl.policies.registry import make_policy
+    from sparse_rl.scorers.registry import sketch_scorer
 
     _, heads, dim = cache_shape(config)
     policy: Any = make_policy(cache)

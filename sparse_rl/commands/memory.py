@@ -200,8 +200,8 @@ def _mask_item(recipe: TrainRecipe, model: Model, length: int, cuda: bool) -> It
 
 
 def _scorer_parameters(cache: Any, model: Model) -> int:
-    from sparse_rl.policies import make_policy
-    from sparse_rl.scorers import sketch_scorer
+    from sparse_rl.policies.registry import make_policy
+    from sparse_rl.scorers.registry import sketch_scorer
 
     policy: Any = make_policy(cache)
     layers, heads, dim = model.cache_shape
@@ -230,7 +230,7 @@ def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
 def _cache_items(recipe: Recipe, model: Model, block: Any, prompt: int, at_once: int, pooled: bool) -> list[Item]:
     """The cache of one point; `pooled`: it is part of the engine's pool, and only shown."""
     from sparse_rl.models.directory import saved_policy
-    from sparse_rl.policies import make_policy
+    from sparse_rl.policies.registry import make_policy
 
     policy = make_policy(block) if block is not None else saved_policy(recipe.model) or make_policy("full")
     shape, total = model.cache_shape, prompt + recipe.sampling_keys().max_completion_length

@@ -48,7 +48,7 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
     from sparse_rl.commands import sampling
     from sparse_rl.data.problems import load_data
     from sparse_rl.models.load import load_config, load_tokenizer, model_fingerprint
-    from sparse_rl.policies import fingerprint
+    from sparse_rl.policies.registry import fingerprint
     from sparse_rl.trace import save_traces
 
     asked = recipe.sampled_problems()

@@ -13,7 +13,7 @@ from sparse_rl.recipe import Recipe
 
 if TYPE_CHECKING:
     from rollout.engine import Engine
-    from sparse_rl.policies import Policy
+    from sparse_rl.policies.base import Policy
 
 
 def engine_of(recipe: Recipe) -> RolloutConfig:
@@ -46,7 +46,7 @@ def policies_of(recipe: Recipe) -> list[Policy]:
     """The caches of a recipe; where it names none, the one that the model's directory carries, or the full cache."""
     from sparse_rl.models.directory import saved_policy
     from sparse_rl.models.load import load_config
-    from sparse_rl.policies import make_policy
+    from sparse_rl.policies.registry import make_policy
 
     load_config(recipe.model)
     blocks = recipe.caches()

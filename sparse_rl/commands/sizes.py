@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import LaunchConfig, LoraConfig
 
 if TYPE_CHECKING:
-    from sparse_rl.policies import Policy
+    from sparse_rl.policies.base import Policy
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -20,7 +20,7 @@ from sparse_rl.errors import UserError
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import POLICY_FILE, SCORERS, saved_policy
 from sparse_rl.models.load import load_model, load_plain_model, load_tokenizer
-from sparse_rl.policies import make_policy
+from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, SFTRecipe, TaughtRecipe, TrainRecipe
 from trainer import rundir
 from trainer.arguments import adapters, model_options, training_options, weights_dtype

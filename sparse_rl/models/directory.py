@@ -54,7 +54,7 @@ def attach_scorers(model: Any, policy: KVpop) -> None:
     from torch import nn
 
     from sparse_rl.attention.families import cache_shape
-    from sparse_rl.scorers import make_scorer
+    from sparse_rl.scorers.registry import make_scorer
 
     layers, heads, dim = cache_shape(model.config)
     scorers = nn.ModuleList(make_scorer(policy.config.scorer, heads=heads, dim=dim) for _ in range(layers))

@@ -161,7 +161,7 @@ class CAKEConfig(ScoredWindowConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVpopConfig(EvictingConfig):
+class KVpopPolicyConfig(EvictingConfig):
     """
     budget : B = sinks + window + k (+ state_entries)
     scorer : the settings of a scorer, or {"name": ..., its parameters}, or the name alone
@@ -210,7 +210,7 @@ CONFIGS: dict[str, type[PolicyConfig]] = {
     "rkv": RKVConfig,
     "gkv": GKVConfig,
     "cake": CAKEConfig,
-    "kvpop": KVpopConfig,
+    "kvpop": KVpopPolicyConfig,
 }
 
 

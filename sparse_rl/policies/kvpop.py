@@ -12,11 +12,11 @@ Training decides with `sparse_rl.kernels.running_topk`, all queries at once.
 from __future__ import annotations
 
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.config import KVpopConfig
+from sparse_rl.policies.config import KVpopPolicyConfig
 
 
 class KVpop(Policy):
     """Decides before the query attends, so that a kv head decodes with exactly `budget` entries."""
 
-    config: KVpopConfig
+    config: KVpopPolicyConfig
     layered_parameters = True

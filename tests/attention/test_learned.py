@@ -16,15 +16,15 @@ from sparse_rl.attention.kernels.dense import dense_attention
 from sparse_rl.attention.views.learned import FutureTarget, LearnedView
 from sparse_rl.kernels import recall, running_topk
 from sparse_rl.models.directory import attach_scorers
-from sparse_rl.policies.config import KVpopConfig
+from sparse_rl.policies.config import KVpopPolicyConfig
 from sparse_rl.policies.kvpop import KVpop
 
 B, HQ, HKV, S, D, SCALE = 2, 4, 2, 50, 8, 0.35
 LENGTHS = torch.tensor([50, 33])
 
 
-def policy(scorer: Any = "mlp", **keys: Any) -> KVpopConfig:
-    return KVpopConfig(**{"budget": 14, "sinks": 2, "window": 5, "scorer": scorer, **keys})
+def policy(scorer: Any = "mlp", **keys: Any) -> KVpopPolicyConfig:
+    return KVpopPolicyConfig(**{"budget": 14, "sinks": 2, "window": 5, "scorer": scorer, **keys})
 
 
 def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -34,7 +34,7 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return query, key, value
 
 
-def papers_mask(scores: torch.Tensor, log_decay: torch.Tensor, cache: KVpopConfig) -> torch.Tensor:
+def papers_mask(scores: torch.Tensor, log_decay: torch.Tensor, cache: KVpopPolicyConfig) -> torch.Tensor:
     """bool [B, Hkv, S, S], query by query: sinks, window, and the k best of those that left it, by their score then."""
     mask = torch.zeros(B, HKV, S, S, dtype=torch.bool)
     n = cache.decay_every

@@ -31,7 +31,7 @@ def test_settings_are_read_without_torch(module: str) -> None:
 def test_a_cache_block_is_checked_without_torch() -> None:
     code = (
         "import sys\n"
-        "from sparse_rl.recipe import check_cache\n"
+        "from sparse_rl.recipe.kinds.caches import check_cache\n"
         "check_cache({'policy': 'gkv', 'budget': 64})\n"
         "check_cache({'policy': 'kvpop', 'budget': 600, 'scorer': {'name': 'mlstm', 'skip': True}}, learned=True)\n"
         "try:\n"

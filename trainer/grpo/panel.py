@@ -21,7 +21,7 @@ import torch
 
 from rollout.engine import Rollout
 from sparse_rl.errors import StoppedError
-from sparse_rl.policies import Policy
+from sparse_rl.policies.base import Policy
 
 FLOORS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}  # mean |d| that is noise in any case
 CEILING = 10.0  # x the floor: beyond what kernels' noise explains; the first probe, which sets the limit, obeys it

@@ -11,7 +11,8 @@ from typing import Any
 from torch import distributed
 
 from sparse_rl.errors import UserError
-from sparse_rl.policies import Policy, fingerprint, make_policy
+from sparse_rl.policies.base import Policy
+from sparse_rl.policies.registry import fingerprint, make_policy
 
 SUPPORTED = "0.31."
 KEY = "sparse_rl"  # in vLLM's additional_config

@@ -17,7 +17,7 @@ from sparse_rl.attention.future import attention_lse, future_attention_mass
 from sparse_rl.attention.kernels.masked import masked_attention
 from sparse_rl.attention.kernels.sdpa import sdpa
 from sparse_rl.kernels import RunningTopK, recall, running_topk
-from sparse_rl.policies.config import KVpopConfig
+from sparse_rl.policies.config import KVpopPolicyConfig
 
 
 class FutureTarget:
@@ -98,7 +98,7 @@ class LearnedView:
     def __init__(
         self,
         scorers: Sequence[Callable[..., tuple[torch.Tensor, torch.Tensor]]],
-        policy: KVpopConfig,
+        policy: KVpopPolicyConfig,
         lengths: torch.Tensor,
         *,
         prompts: torch.Tensor | None = None,
