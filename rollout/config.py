@@ -50,13 +50,10 @@ class SamplingConfig:
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """The sampling engine: hf, the reference engine; vllm, fast, with its own copy of the weights; auto, which is vllm
-    where it is installed and takes the model, else hf.
+    where it is installed and takes the model, else hf. kv_cache_gb and the keys after it are for vllm; hf does without.
 
     max_batch : sequences sampled at a time
     progress : show a progress bar
-
-    The rest is for vllm; hf does without.
-
     kv_cache_gb : GiB for keys and values; None: what gpu_memory_utilization leaves, or 1 on a CPU
     gpu_memory_utilization : the engine's share of the GPU's memory, its weights included
     tensor_parallel : GPUs that one engine is spread over; not in training

@@ -69,6 +69,8 @@ def show(value: Any) -> str:
 def describe(hint: Any) -> str:
     """A type in the words of an error message."""
     origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return "anything"
     if origin is Annotated:
         return " ".join([describe(args[0]), *(rule.says for rule in args[1:])])
     if origin in (Union, types.UnionType):

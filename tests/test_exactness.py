@@ -1,4 +1,4 @@
-"""The invariant (DESIGN §2): replayed under its trace, every sampled token has the log-prob that the sampler saw.
+"""The invariant (docs/architecture.md): replayed, every sampled token has the log-prob that the sampler saw.
 
 One matrix over policies, periods and models. Wrong traces are the controls: each must be far from the sampler.
 """

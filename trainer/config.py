@@ -39,12 +39,17 @@ MaxSteps = Annotated[int, Rule(">= 1, or -1 to count epochs", lambda v: v >= 1 o
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """What every training has; the names and, where not restated below, the meanings are those of TRL."""
+    """What every training has; the names and, where not restated here, the meanings are those of TRL.
+
+    warmup_steps : below 1: a share of all steps
+    max_steps : counts instead of num_train_epochs, where it is given
+    save_steps : 0: only at the end
+    """
 
     learning_rate: Positive = 1e-6
     lr_scheduler_type: Scheduler = "constant"
-    warmup_steps: NonNegative = 0.0  # below 1: a share of all steps
-    max_steps: MaxSteps = -1  # above num_train_epochs where given
+    warmup_steps: NonNegative = 0.0
+    max_steps: MaxSteps = -1
     num_train_epochs: Positive = 1.0
     per_device_train_batch_size: PositiveInt = 8
     gradient_accumulation_steps: PositiveInt = 1
@@ -54,7 +59,7 @@ class TrainingConfig:
     adam_beta1: BelowOne = 0.9
     adam_beta2: BelowOne = 0.999
     logging_steps: PositiveInt = 1
-    save_steps: NonNegativeInt = 100  # 0: only at the end
+    save_steps: NonNegativeInt = 100
     save_total_limit: PositiveInt | None = 2
     report_to: list[Literal["wandb", "tensorboard"]] = field(default_factory=list)
     run_name: str | None = None

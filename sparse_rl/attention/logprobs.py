@@ -33,7 +33,8 @@ def replay_logprobs(
 ) -> list[torch.Tensor]:
     """Log-probs of each rollout's completion tokens, at `temperature`, under its trace.
 
-    The invariant (DESIGN §2): with the sampler's weights these equal `Rollout.logprobs` to floating-point noise.
+    The invariant (docs/architecture.md): with the sampler's weights these equal `Rollout.logprobs` to floating-point
+    noise.
 
     Parameters
     ----------

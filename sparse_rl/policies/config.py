@@ -129,7 +129,10 @@ class MorphKVConfig(ScoredWindowConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RKVConfig(ScoredWindowConfig):
-    """lam : lambda, the weight of importance against redundancy; pooling : as for snapkv"""
+    """
+    lam : lambda, the weight of importance against redundancy
+    pooling : as for snapkv
+    """
 
     name: ClassVar[str] = "rkv"
     lam: Probability = 0.1
@@ -139,8 +142,10 @@ class RKVConfig(ScoredWindowConfig):
 @dataclass(frozen=True, kw_only=True)
 class GKVConfig(ScoredWindowConfig):
     """
-    form, alpha : of the global score, and how much it keeps of the last
-    redundancy, lam : whether repeated keys lose, and lambda, the weight of the score against that
+    form : of the global score
+    alpha : how much the global score keeps of the last
+    redundancy : whether repeated keys lose
+    lam : lambda, the weight of the score against redundancy
     pooling : as for snapkv
     """
 

@@ -3,7 +3,7 @@
 `prompt` is the length of the prompt, `seen` (or `fed`) the tokens of prompt and completion that the cache has seen.
 All of them take ints, or int64 tensors of one shape, and so are written without branches; without torch too.
 
-Cadence (DESIGN §4): a compaction runs right after a query has attended, when the cache holds `period` entries more than
+Cadence: a compaction runs right after a query has attended, when the cache holds `period` entries more than
 a compaction leaves, or at the end of a prefill that is at least that long. A prompt is held whole until its prefill
 ends. Everything is counted per sequence, so that a trace never depends on the batch.
 

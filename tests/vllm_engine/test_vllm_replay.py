@@ -1,4 +1,4 @@
-"""The invariant (DESIGN §2) for the vLLM engine: replayed under its trace, a token has the log-prob that vLLM saw.
+"""The invariant (docs/architecture.md) for the vLLM engine: replayed, a token has the log-prob that vLLM saw.
 
 With greedy and with sampled rollouts. Wrong traces are the controls: each must be 100 tolerances away.
 """

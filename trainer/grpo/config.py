@@ -22,7 +22,7 @@ Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate"
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """The replay guard (DESIGN §2): stop when a batch's mean |Δlogp| exceeds factor × the probe's, or the floor.
+    """The replay guard: stop when a batch's mean |Δlogp| exceeds factor × the probe's, or the floor.
 
     floor : None takes 1e-4 in float32 and 2e-2 in half precision
     """
@@ -37,7 +37,8 @@ class GRPOConfig:
     """RL under a sparse cache. The names that TRL has mean what they mean there.
 
     train_attention : replay the recorded evictions, or attend to everything (a mismatch, for comparison)
-    importance_correction, importance_clip : what the trainer does with the ratio trainer / sampler
+    importance_correction : what the trainer does with the ratio trainer / sampler; none: its own log-probs are the old
+    importance_clip : the ratio at which importance_correction truncates or masks
     zero_truncated_advantages : no gradient from outputs that hit max_completion_length
     uniform_groups : groups without reward variance have advantage 0; `drop` also leaves them out of the loss's mean
     """

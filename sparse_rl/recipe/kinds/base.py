@@ -59,7 +59,12 @@ class SamplingKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What every kind of recipe has. `model` is a directory or a name on the hub."""
+    """What every kind of recipe has.
+
+    model : a directory, or a name on the hub
+    output_dir : the folder of the run
+    dtype : of the computation
+    """
 
     kind: ClassVar[str]
     trained: ClassVar[bool] = False

@@ -27,6 +27,8 @@ class SweepConfig:
 class EvalRecipe(Recipe):
     """pass@1 over tasks × policies × budgets.
 
+    samples : of each problem
+    accuracy : the reward that says whether an answer is right
     cache : the policy, and the base parameters of a sweep; without it the model's own cache_policy.json, if any
     """
 

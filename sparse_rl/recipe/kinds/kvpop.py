@@ -17,7 +17,10 @@ from trainer.losses.config import DistillationLossConfig
 
 @dataclass(frozen=True, kw_only=True)
 class KVpopRecipe(TaughtRecipe):
-    """Retrofit of the learned policy `kvpop`, whose scorers are trained beside the model."""
+    """Retrofit of the learned policy `kvpop`, whose scorers are trained beside the model.
+
+    cache : {policy: kvpop, its parameters}; see sparse_rl/policies/config.py
+    """
 
     kind: ClassVar[str] = "kvpop"
     cache: dict[str, Any]

@@ -34,7 +34,10 @@ class ReplayedRecipe(TrainRecipe):
 
 @dataclass(frozen=True, kw_only=True)
 class SampledRecipe(ReplayedRecipe):
-    """Training on sequences that an engine samples, or simulates, under `cache`: {policy: name, **its parameters}."""
+    """Training on sequences that an engine samples, or simulates, under a cache.
+
+    cache : {policy: a name, its parameters}; see sparse_rl/policies/config.py
+    """
 
     cache: dict[str, Any]
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -1,0 +1,124 @@
+"""docs/recipes.md says of every key what the dataclasses say, and a new key of a component is one edit."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sparse_rl.config import flat, flat_fields, own_fields, yaml_fields
+from sparse_rl.errors import UserError
+from sparse_rl.policies.config import CONFIGS as POLICIES
+from sparse_rl.recipe import KINDS, GRPORecipe, make_recipe
+from sparse_rl.recipe.reference import read_docstring, reference
+from sparse_rl.scorers.config import CONFIGS as SCORERS
+from trainer.grpo.config import GRPOConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+GRPO = {
+    "kind": "grpo",
+    "model": "some/model",
+    "output_dir": "runs/x",
+    "data": {"path": "problems.jsonl"},
+    "cache": {"policy": "full"},
+    "rewards": ["math"],
+}
+
+
+def test_the_page_is_current():
+    mend = "make it anew: python -m sparse_rl.recipe.reference > docs/recipes.md"
+    assert PAGE.read_text(encoding="utf-8") == reference(), mend
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_key_of_a_kind_has_a_row(kind):
+    page = reference({kind: KINDS[kind]})
+    listed = {line.split("`")[1].removesuffix(".NAME") for line in page.splitlines() if line.startswith("| `")}
+    assert not yaml_fields(KINDS[kind]).keys() - listed
+
+
+def configurations(cls):
+    """A dataclass, those that it holds flat, and those of its blocks."""
+    yield cls
+    for held in flat_fields(cls).values():
+        yield from configurations(held)
+    for hint in own_fields(cls).values():
+        for member in (hint, *getattr(hint, "__args__", ())):
+            if dataclasses.is_dataclass(member):
+                yield from configurations(member)
+
+
+@pytest.mark.parametrize("cls", [*KINDS.values(), *POLICIES.values(), *SCORERS.values()], ids=lambda cls: cls.__name__)
+def test_docstrings_speak_of_keys_that_there_are(cls):
+    for configuration in configurations(cls):
+        for base in configuration.__mro__[:-1]:
+            names = read_docstring(base)[1].keys()
+            assert names <= yaml_fields(base).keys(), base
+
+
+def test_defaults_are_those_of_the_kind():
+    """kvpop nests the papers' optimizer, and its learning rate is the one that its recipe takes."""
+    rates = {"kvpop": "8e-05", "grpo": "1e-06", "sft": "2e-05"}
+    for kind, rate in rates.items():
+        assert f"| `learning_rate` | a number > 0 | `{rate}` |" in reference({kind: KINDS[kind]})
+
+
+def test_docstrings_are_read_entry_by_entry():
+    @dataclass
+    class Example:
+        """What it is.
+
+        one : of these
+            two lines
+        two, three : together | apart
+        Further prose.
+        """
+
+    together = "together | apart"
+    assert read_docstring(Example) == (
+        "What it is. Further prose.",
+        {"one": "of these two lines", "two": together, "three": together},
+    )
+
+    @dataclass
+    class Silent:
+        one: int
+
+    assert read_docstring(Silent) == ("", {})
+
+
+# ---- a key added to a component --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongerGRPOConfig(GRPOConfig):
+    """RL with one key more.
+
+    patience : how long it waits
+    """
+
+    patience: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongerGRPORecipe(GRPORecipe):
+    grpo: LongerGRPOConfig = flat(LongerGRPOConfig)
+
+
+def test_a_key_added_to_a_component_is_one_edit(monkeypatch):
+    """It is in the recipe, in what the recipe resolves to, in the list of valid keys, and in the reference."""
+    with pytest.raises(UserError, match="patience: unknown key"):  # the control: without it
+        make_recipe(GRPO, ["patience=5"])
+    monkeypatch.setitem(KINDS, "grpo", LongerGRPORecipe)
+
+    recipe = make_recipe(GRPO, ["patience=5"])
+    assert recipe.grpo.patience == 5
+    assert recipe.resolved()["patience"] == 5 and make_recipe(recipe.resolved()) == recipe
+    assert make_recipe(GRPO).resolved()["patience"] == 3
+    with pytest.raises(UserError, match="command line: patience: expected a whole number, got 'long'"):
+        make_recipe(GRPO, ["patience=long"])
+    with pytest.raises(UserError, match=r"valid keys: .*\bpatience\b"):
+        make_recipe(GRPO, ["zzzzzzzz=1"])
+    with pytest.raises(UserError, match="did you mean patience"):
+        make_recipe(GRPO, ["pateince=1"])
+    assert "| `patience` | a whole number | `3` | how long it waits |" in reference(KINDS)
