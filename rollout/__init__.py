@@ -11,7 +11,8 @@ hf.py        the reference engine on plain transformers;  cache.py  its caches
 vllm/        the fast engine, which keeps its own copy of the weights
 evaluation/  pass@k over tasks and caches
 
-To add an engine: a class with the methods of `Engine`, a line in `make.engine_class`, and one in `engine.ENGINES`.
+To add an engine: a class with the methods of `Engine`, a line in `make.engine_class`, its name in `engine.ENGINES`
+and in `config.RolloutConfig.engine`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
 """sparse_rl: what an eviction is, independent of engine and trainer.
 
-trace.py      one integer per (layer, kv head, token): the first query that no longer attends to it
-policies/     which entries a cache keeps (one file per family)
-attention/    training attention under a recorded trace (eviction replay)
-recipe.py     YAML -> typed, validated recipes;  data.py  prompts and answers;  engines.py  which engine samples
-cli.py        the front door; it and what only it uses (checks, evaluate, quickstart, samples) are the only places that
-              import rollout/, trainer/ and rewards/
+The core, in reading order:
+
+trace/        the record: one integer per (layer, kv head, token), the first query that no longer attends to it
+policies/     which entries a cache keeps, and when;  scorers/  what KVpop's learned policy ranks them by
+attention/    a model's forward under a recorded trace (eviction replay);  kernels/  the running top-k
+models/       models on disk and in memory;  data/  problems, texts, the quickstart's task
+
+Around it: recipe/, a user's YAML, checked; commands/, the front door (cli.py), which alone imports rollout/, trainer/
+and rewards/ (recipe/ knows their configurations); analysis/, what runs and traces say. Below all: errors.py, config.py
+(what every configuration is made of), lazy.py, metrics.py. docs/architecture.md has the whole house on a page.
 
 Shapes throughout: B batch, S sequence, L layer, Hq query heads, Hkv kv heads, G = Hq / Hkv, D head dim,
 W window, N entries in a cache, K entries kept.

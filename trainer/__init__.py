@@ -1,4 +1,4 @@
-"""trainer: training under recorded evictions. Values in: only train.py knows recipes.
+"""trainer: training under recorded evictions. Values in: it knows no recipe (sparse_rl/commands/trainers.py does).
 
 grpo/         RL-Sparse: TRL's GRPOTrainer with our rollouts and replayed traces
 distill/      a teacher's answers under the student's evictions;  kvpop/  a retrofit with learned evictions;
@@ -9,7 +9,7 @@ examples.py   the token sequences that a dataset gives;  batches.py  the rows of
 arguments.py  what TRL and transformers are given;  config.py  what every training is told
 resumable.py  what makes any of them resume exactly;  checkpoint.py  a checkpoint on disk, whole or not there
 rundir.py     what a run leaves;  weights.py  a trainer's weights by their names, for an engine of its own
-launch.py, deepspeed.py  N processes and ZeRO;  train.py  from a recipe to a run
+launch.py, deepspeed.py  N processes and ZeRO;  export.py  the model that a run ends with
 
 Each folder is the same small set of files: config.py, what it is told (no torch); trainer.py; and what it is made of.
 """

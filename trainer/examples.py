@@ -1,6 +1,6 @@
 """The token sequences that taught trainings train on: a dataset's prompts, and its completions where those count.
 
-It knows datasets with prompts and completions (sparse_rl/data.py), and no recipe: lengths, and the reward that
+It knows datasets with prompts and completions (sparse_rl/data/), and no recipe: lengths, and the reward that
 completions must earn, are handed in.
 """
 

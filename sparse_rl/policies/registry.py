@@ -26,7 +26,7 @@ POLICIES: dict[str, type[Policy]] = {
     "rkv": RKV,
     "gkv": GKV,
     "cake": CAKE,
-    "kvpop": KVpop,  # retrofitted to a model (trainer/kvpop.py); no engine samples so yet
+    "kvpop": KVpop,  # retrofitted to a model (trainer/kvpop/); no engine samples so yet
 }
 
 

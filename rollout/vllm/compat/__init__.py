@@ -7,5 +7,5 @@ paged.py      how a layer's cache lies in memory, and what else a worker reads o
 server.py     vLLM's OpenAI server
 
 Read from, and tested on, vLLM 0.31 (its CPU build). The CUDA facts are read from its source and have not been run.
-docs/internals.md lists every private name of vLLM that we use, and tests/vllm_engine/test_private_surface.py holds it.
+docs/internals.md lists every private name of vLLM that we use, and tests/vllm_engine/test_vllm_surface.py holds it.
 """

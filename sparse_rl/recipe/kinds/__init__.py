@@ -3,7 +3,8 @@
 A kind nests the configurations of the components that it sets up (trainer/*/config.py, rollout/config.py, ...). Where
 it holds one `flat`, its keys stand at the top level of the YAML. So a new key of a component is one edit, there.
 
-To add a kind: a file here with a subclass of Recipe, one entry in KINDS, and what builds it in sparse_rl/commands.
+To add a kind: a file here with a subclass of Recipe, one entry in KINDS, and what makes its trainer in TRAINERS of
+sparse_rl/commands/trainers.py. Then make docs/recipes.md anew (reference.py).
 """
 
 from __future__ import annotations
