@@ -12,7 +12,7 @@ vllm/        the fast engine, which keeps its own copy of the weights
 evaluation/  pass@k over tasks and caches
 
 To add an engine: a class with the methods of `Engine`, a line in `make.engine_class`, its name in `engine.ENGINES`
-and in `config.RolloutConfig.engine`.
+and in `config.RolloutConfig.engine`, and what chooses it in choice.py.
 """
 
 from __future__ import annotations
