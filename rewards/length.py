@@ -31,12 +31,13 @@ class SoftOverlongReward:
                 f"soft_punish_cache must be a whole number from 0 to max_completion_len ({max_completion_len}), "
                 f"not {soft_punish_cache!r}"
             )
-        from trl.rewards import get_soft_overlong_punishment
-
-        self._punishment = get_soft_overlong_punishment(max_completion_len, soft_punish_cache)
+        self.max_completion_len, self.soft_punish_cache = max_completion_len, soft_punish_cache
 
     def __call__(
         self, completions: Sequence[Any], completion_ids: Sequence[Any] | None = None, **columns: Any
     ) -> list[float | None]:
         require_column("soft_overlong", "completion_ids", completion_ids, completions, list(columns))
-        return self._punishment(completion_ids=completion_ids)
+        from trl.rewards import get_soft_overlong_punishment
+
+        punishment = get_soft_overlong_punishment(self.max_completion_len, self.soft_punish_cache)
+        return punishment(completion_ids=completion_ids)

@@ -28,9 +28,7 @@ class RepetitionReward:
             or not -float("inf") < max_penalty <= 0
         ):
             raise ValueError(f"max_penalty must be a number from 0 down, not {max_penalty!r}")
-        from trl.rewards import get_repetition_penalty_reward
-
-        self._penalty = get_repetition_penalty_reward(ngram_size, max_penalty)
+        self.ngram_size, self.max_penalty = ngram_size, max_penalty
 
     def __call__(
         self, completions: Sequence[Any], completion_ids: Sequence[Any] | None = None, **columns: Any
@@ -39,4 +37,6 @@ class RepetitionReward:
         assert completion_ids is not None
         # Tensors hash by identity: no n-gram of theirs would ever repeat.
         ids = [row.tolist() if hasattr(row, "tolist") else list(row) for row in completion_ids]
-        return self._penalty(completion_ids=ids)
+        from trl.rewards import get_repetition_penalty_reward
+
+        return get_repetition_penalty_reward(self.ngram_size, self.max_penalty)(completion_ids=ids)

@@ -3,7 +3,8 @@
     UserError      what a user can mend: one line that says what is wrong, where, and how to mend it; exit status 2
     StoppedError   what stops a run that was asked for well: one line, exit status 1
 
-Whatever else escapes is a fault of ours, and is shown with its traceback.
+Whatever else escapes is a fault of ours, and is shown with its traceback: so who calls a library, or a function of the
+user's, turns the errors of it that a user can mend into a UserError there.
 """
 
 from __future__ import annotations
@@ -28,6 +29,18 @@ class UserError(ValueError):
 
 class StoppedError(RuntimeError):
     """A run cannot go on, although what was asked for is well formed; its message says why, and what is whole."""
+
+
+class NotFiniteError(StoppedError, FloatingPointError):
+    """A score is NaN: no order of entries follows from it."""
+
+
+class NotWrittenError(StoppedError):
+    """`what` should have been written and was not; why, and what is whole."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what} could not be written: {why}")
+        self.what = what
 
 
 def nearest(word: Any, valid: Iterable[str]) -> str | None:

@@ -21,17 +21,13 @@ from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.errors import StoppedError, UserError
+from sparse_rl.errors import NotWrittenError, UserError
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 PARTIAL = "_partial"  # the hub's uploads leave out what begins with an underscore
 READERS = 4  # files hashed at a time
 FULL = 16 * 2**20  # bytes free below which a write that failed has filled the disk
-
-
-class CheckpointError(StoppedError):
-    """Something that should have been written was not: what, why, and what is whole."""
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -92,13 +88,13 @@ def disk_is_full(error: Exception, folder: Path) -> bool:
     return full
 
 
-def failure(what: str, folder: Path, error: Exception) -> CheckpointError:
+def failure(what: str, folder: Path, error: Exception) -> NotWrittenError:
     """The error of a write that failed, in a run directory, which may have filled the disk."""
     full = disk_is_full(error, folder)
     why = "the disk is full" if full else f"{type(error).__name__}: {' '.join(str(error).split())}"
     whole = whole_checkpoints(folder)
     kept = f"{whole[-1].name} is whole, --resume continues from it" if whole else "there is no checkpoint before it"
-    return CheckpointError(f"{what} could not be written: {why}; in {folder} {kept}")
+    return NotWrittenError(what, f"{why}; in {folder} {kept}")
 
 
 # ---- the checkpoints of a run ----------------------------------------------------------------------------------------

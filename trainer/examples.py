@@ -46,12 +46,19 @@ def prompt_examples(data: Any, tokenizer: Any, thinking: bool | None) -> list[Ex
 
 
 def accepted(data: Any, reward: Callable[..., Any], least: float, where: str) -> Any:
-    """The rows whose completion scores at least so much; how many is logged."""
+    """The rows whose completion scores at least so much; how many is logged.
+
+    where : the recipe key of the data, for errors. Raises UserError where the reward raises.
+    """
     kept: list[int] = []
     for start in range(0, len(data), 256):
         part = data[start : start + 256]
         columns = {name: values for name, values in part.items() if name not in ("prompt", "completion")}
-        scores = reward(prompts=part["prompt"], completions=part["completion"], **columns)
+        try:
+            scores = reward(prompts=part["prompt"], completions=part["completion"], **columns)
+        except Exception as error:  # it may be a function of the user's, which raises what it likes
+            name = getattr(reward, "__name__", type(reward).__name__)
+            raise UserError(f"the reward {name} raised {type(error).__name__}: {error}", where) from error
         kept += [start + i for i, score in enumerate(scores) if score is not None and score >= least]
     logger.warning("%s: %d of %d completions score >= %s", where, len(kept), len(data), least)
     return data.select(kept)
@@ -102,7 +109,5 @@ def _in_tokens(data: Any, tokenizer: Any, thinking: bool | None, where: str) -> 
     try:
         pairs = zip(data["prompt"], data["completion"], strict=True)
         return [Example(prompt_ids(p, tokenizer, thinking), completion_ids(c, tokenizer)) for p, c in pairs]
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(str(error), where) from error
+    except UserError as error:
+        raise UserError(error.message, where) from error

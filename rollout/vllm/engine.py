@@ -25,11 +25,12 @@ from rollout.config import SamplingConfig
 from rollout.engine import Rollout
 from rollout.requests import Request, requests_to_sample, requests_to_simulate, stop_tokens
 from sparse_rl.attention.families import cache_shape
-from sparse_rl.errors import UserError
+from sparse_rl.errors import StoppedError, UserError
 from sparse_rl.models.load import load_config
 from sparse_rl.policies.base import Policy
 from sparse_rl.trace import EvictionTrace
 
+OTHERWISE = "; or use the hf engine"
 ATTEMPTS = 3  # for a request that was preempted after an eviction
 
 
@@ -86,7 +87,7 @@ class VLLMEngine:
             raise UserError(f"max_batch must be >= 1, got {max_batch}")
         from rollout.vllm.compat import arguments, plugin, refusals
 
-        arguments.check_version()
+        arguments.check_version(OTHERWISE)
         arguments.prepare_environment()
         self.separate = multiprocess or tensor_parallel > 1
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.separate else "0"
@@ -95,7 +96,7 @@ class VLLMEngine:
         plugin.register()
         self.config = config = load_config(str(model))
         layers, kv_heads, head_dim = cache_shape(config)
-        refusals.refuse_head_size(head_dim)
+        refusals.refuse_head_size(head_dim, OTHERWISE)
         if kv_heads % tensor_parallel:
             raise UserError(f"tensor_parallel {tensor_parallel} does not divide the model's {kv_heads} kv heads")
         if not self.separate and VLLMEngine.in_process is not None and VLLMEngine.in_process() is not None:
@@ -168,7 +169,7 @@ class VLLMEngine:
                 if not waiting:
                     return [rollouts[request.place] for request in requests]
                 bar.update(-len(waiting))
-        raise RuntimeError(
+        raise StoppedError(
             f"{len(waiting)} sequences were preempted {ATTEMPTS} times; lower max_batch or raise kv_cache_gb"
         )
 

@@ -123,7 +123,7 @@ def choose_policy(model: str, cache: Mapping[str, Any]) -> tuple[Policy, str]:
         cache = {"policy": carried.name, **carried.parameters(), **cache}
     try:
         return make_policy(cache), "as given"
-    except ValueError as error:
+    except UserError as error:
         raise UserError(str(error), "--cache") from error
 
 
@@ -171,13 +171,10 @@ def _check_platform(head_dim: int) -> None:
 
     from rollout.vllm.compat import arguments, refusals
 
-    try:
-        arguments.check_version()
-        if not arguments.on_cpu() and not torch.cuda.is_available():
-            raise UserError("there is no GPU, and the vLLM that is installed needs one")
-        refusals.refuse_head_size(head_dim)
-    except ValueError as error:
-        raise UserError(str(error).partition(";")[0]) from error  # without the advice to take another engine
+    arguments.check_version()
+    if not arguments.on_cpu() and not torch.cuda.is_available():
+        raise UserError("there is no GPU, and the vLLM that is installed needs one")
+    refusals.refuse_head_size(head_dim)
 
 
 def _check_length(length: int, policy: Policy, config: Any, dtype: str, memory: int | None) -> None:

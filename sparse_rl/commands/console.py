@@ -17,8 +17,10 @@ from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import Any
 
+from sparse_rl.errors import NotWrittenError, StoppedError, UserError
+
 OURS = ("sparse_rl", "rollout", "trainer", "rewards")
-CHECKING = ("trl", "transformers", "peft", "accelerate")  # whose constructors refuse options with a ValueError
+STOPPED = "sparse-rl: stopped: "
 QUIET = {
     "TRL_EXPERIMENTAL_SILENCE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -159,63 +161,43 @@ def guarded(work: Callable[[], int], session: Session) -> int:
 
 
 def _report(error: Exception, session: Session) -> int:
-    text = " ".join(str(error).split())
-    unwritten = _is(error, "trainer.checkpoint", "CheckpointError")
-    if mendable(error):
-        status, line, needs_traceback = 2, f"sparse-rl: error: {text}", False
-    elif unwritten or _is(error, "trainer.grpo.panel", "ReplayGapError") or _nan_score(error):
-        status, line, needs_traceback = 1, f"sparse-rl: stopped: {text}", False
-    elif isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT):
-        status, line, needs_traceback = 1, f"sparse-rl: stopped: the disk is full: {text}", False
-    elif _is(error, "torch", "OutOfMemoryError"):
-        mend = "`sparse-rl doctor RECIPE` says what takes how much; lower rollout.max_batch or the batch size"
-        status, line, needs_traceback = 1, f"sparse-rl: out of GPU memory: {mend}", False
-    else:
-        status, line, needs_traceback = 1, f"sparse-rl: unexpected {type(error).__name__}: {text}", True
+    """Say what has happened, once per launch; the exit status. The traceback goes to the log, or where there is none
+    and nobody foresaw the error, to stderr.
+    """
+    status, line, foreseen = _describe(error)
     trace = "".join(traceback.format_exception(error))
     log = session.folder / "error.log" if session.folder is not None else None
     first = rank() == 0
     if log is not None:
+        # Processes that cannot write give a reason each, of which one is enough; and may not be able to write here.
+        unwritten = error.what if isinstance(error, NotWrittenError) else None
         try:
-            first = _append(log, line, trace, line.partition(" could not be written")[0] if unwritten else line)
+            first = _append(log, line, trace, line if unwritten is None else f"{STOPPED}{unwritten} ")
         except OSError:
-            log, first = None, first or unwritten
-    if needs_traceback and log is not None:
+            log, first = None, first or unwritten is not None
+    if not foreseen and log is not None:
         line += f" (traceback in {log})"
     if first:
-        if session.verbose or (needs_traceback and log is None):
+        if session.verbose or (not foreseen and log is None):
             print(trace, end="", file=sys.stderr)
         print(line, file=sys.stderr)
     return status
 
 
-def mendable(error: BaseException) -> bool:
-    """Whether the user can mend it: a ValueError that our code raised itself, or a library's check of its options.
-
-    In this code base ValueError is for users and assert for invariants; one that escapes from a library is a bug.
-    """
-    if not isinstance(error, ValueError):
-        return False
-    if isinstance(error, UnicodeError) or error.__traceback__ is None:
-        return False
-    frames = list(traceback.walk_tb(error.__traceback__))
-    frame, number = frames[-1]
-    source = traceback.FrameSummary(frame.f_code.co_filename, number, frame.f_code.co_name).line or ""
-    module = frame.f_globals.get("__name__", "").partition(".")[0]
-    checks = module in CHECKING and frame.f_code.co_name in ("__post_init__", "__init__")
-    return (module in OURS or checks) and source.startswith("raise")
-
-
-def _nan_score(error: Exception) -> bool:
-    """Whether it is the FloatingPointError of a cache policy: its score is NaN."""
-    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return isinstance(error, FloatingPointError) and bool(names) and names[-1].startswith("sparse_rl.policies")
-
-
-def _is(error: Exception, module: str, name: str) -> bool:
-    """Whether an error is of a class whose module may not have been imported."""
-    found = getattr(sys.modules.get(module), name, None)
-    return found is not None and isinstance(error, found)
+def _describe(error: Exception) -> tuple[int, str, bool]:
+    """(exit status, the one line to show, whether it was foreseen and needs no traceback)"""
+    text = " ".join(str(error).split())
+    if isinstance(error, UserError):
+        return 2, f"sparse-rl: error: {text}", True
+    if isinstance(error, StoppedError):
+        return 1, f"{STOPPED}{text}", True
+    if isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT):
+        return 1, f"{STOPPED}the disk is full: {text}", True
+    torch = sys.modules.get("torch")  # where it was never imported, its errors were not raised
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        mend = "`sparse-rl doctor RECIPE` says what takes how much; lower rollout.max_batch or the batch size"
+        return 1, f"sparse-rl: out of GPU memory: {mend}", True
+    return 1, f"sparse-rl: unexpected {type(error).__name__}: {text}", False
 
 
 def _append(log: Path, line: str, trace: str, begins: str) -> bool:

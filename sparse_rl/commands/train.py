@@ -30,10 +30,11 @@ def separate_override_from_resume(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
+    recipe = read_recipe(options)  # a mistake in it is answered before anything heavy is imported
+
     from sparse_rl.commands.checks import NOT_CHECKED, check_training
     from trainer.launch import launch, launched, needs_launch
 
-    recipe = read_recipe(options)
     if not options.dry_run:
         session.folder = Path(recipe.output_dir)
     quiet_loading(session.verbose)

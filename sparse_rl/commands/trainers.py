@@ -23,7 +23,7 @@ from sparse_rl.models.load import load_model, load_plain_model, load_tokenizer
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, SFTRecipe, TaughtRecipe, TrainRecipe
 from trainer import rundir
-from trainer.arguments import adapters, model_options, training_options, weights_dtype
+from trainer.arguments import adapters, model_options, refusals, training_options, weights_dtype
 from trainer.deepspeed import outside_deepspeed
 
 logger = logging.getLogger("sparse_rl")
@@ -133,7 +133,8 @@ def distill(recipe: DistillRecipe, folder: Path) -> Any:
     if recipe.lora is not None:
         from peft import get_peft_model
 
-        student = get_peft_model(student, adapters(recipe.lora))
+        with refusals():
+            student = get_peft_model(student, adapters(recipe.lora))
     starting: Any = recipe.model
     if recipe.rollout.engine == "hf" and recipe.distill.completions == "student":
         starting = base_of(student)

@@ -120,8 +120,8 @@ def _synthetic(config: DataConfig, with_response: bool) -> Dataset:
     task = RunningSum(n=made.n, digits=made.digits, note_probability=made.note_probability)
     try:
         return datasets.Dataset.from_list(rows(made.split, made.size, made.seed, with_response, task))
-    except ValueError as error:
-        raise UserError(str(error), "synthetic") from None
+    except UserError as error:
+        raise UserError(error.message, "synthetic") from None
 
 
 def _read(config: DataConfig) -> Dataset:

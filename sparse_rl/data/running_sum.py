@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_rl.errors import UserError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
@@ -42,7 +44,7 @@ class RunningSum:
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= 12 or not 2 <= self.digits <= 10 or not 0 <= self.note_probability <= 1:
-            raise ValueError(f"running sum: n 1 to 12, digits 2 to 10 and note_probability 0 to 1, got {self}")
+            raise UserError(f"running sum: n 1 to 12, digits 2 to 10 and note_probability 0 to 1, got {self}")
 
     def problem(self, rng: random.Random) -> Problem:
         return tuple(rng.randrange(self.digits) for _ in range(self.n))
@@ -113,16 +115,16 @@ def generate_problems(
 ) -> list[Problem]:
     """`size` distinct problems of a split, none of them in `exclude`.
 
-    Two splits never share a problem; two seeds of one split may. Raises ValueError where there are too few.
+    Two splits never share a problem; two seeds of one split may. Raises UserError where there are too few.
     """
     if split not in SPLITS:
-        raise ValueError(f"running sum: unknown split {split!r}; one of {', '.join(SPLITS)}")
+        raise UserError(f"running sum: unknown split {split!r}; one of {', '.join(SPLITS)}")
     stream = _stream(task or RunningSum(), split, seed, set(exclude))
     problems = []
     for found in range(size):
         problem = next(stream, None)
         if problem is None:
-            raise ValueError(
+            raise UserError(
                 f"running sum: only {found} distinct {split} problems found, {size} wanted; raise n or digits"
             )
         problems.append(problem)

@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 
+from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.trace import NEVER
 
 
@@ -62,9 +63,9 @@ def running_topk(
 
     Raises
     ------
-    ValueError
+    UserError
         A window, k or decay_every below 1.
-    FloatingPointError
+    NotFiniteError
         A competing score that is NaN: it would be kept for ever.
     """
     rows = Rows.of(scores, sinks, window, k, log_decay, decay_every, lengths)
@@ -108,7 +109,7 @@ class Rows:
     ) -> Rows:
         for name, value in (("window", window), ("k", k), ("decay_every", decay_every)):
             if value < 1:
-                raise ValueError(f"running_topk: {name} must be at least 1, got {value}")
+                raise UserError(f"running_topk: {name} must be at least 1, got {value}")
         batch, heads, length = scores.shape
         device = scores.device
         start = torch.as_tensor(sinks, device=device).expand(batch)
@@ -125,7 +126,7 @@ class Rows:
         real = slots < counts[:, None]
         priorities = wide.reshape(batch * heads, length).gather(-1, where)
         if bool((priorities.isnan() & real).any()):
-            raise FloatingPointError("running_topk: a score is NaN, and would be kept for ever")
+            raise NotFiniteError("running_topk: a score is NaN, and would be kept for ever")
         return cls(priorities.masked_fill(~real, float("-inf")), counts, first, window, k, scores.shape)
 
     def ranks(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,7 +40,7 @@ def saved_policy(directory: str | Path) -> Policy | None:
         content = json.loads(file.read_text())
         version = content.pop("format_version")
         if version != POLICY_VERSION:
-            raise ValueError(f"format version {version}, this reads {POLICY_VERSION}")
+            raise UserError(f"format version {version}, this reads {POLICY_VERSION}")
         return make_policy(content)
     except (ValueError, KeyError, AttributeError) as error:
         raise UserError(f"{file} cannot be used: {error}") from error

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from sparse_rl.errors import StoppedError
+from sparse_rl.errors import NotFiniteError, StoppedError
 from sparse_rl.policies.schedule import Schedule
 
 
@@ -192,7 +192,7 @@ class Policy:
         scores = self.score(layer, entries).float()
         competing = entries.competing(self.config.sinks, self.config.window)
         if bool((scores.isnan() & competing).any()):
-            raise FloatingPointError(
+            raise NotFiniteError(
                 f"{self.name}: a NaN score in layer {layer}; the model's keys or queries are not finite"
             )
         bounds = torch.iinfo(torch.int64)

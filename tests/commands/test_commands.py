@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -10,19 +11,23 @@ import signal
 import subprocess
 import sys
 import warnings
+from errno import ENOSPC
+from functools import partial
 
 import pytest
 import torch
+import transformers
 
 from sparse_rl.analysis.curves import run_labels, smooth
 from sparse_rl.analysis.traces import histogram
 from sparse_rl.commands import console
-from sparse_rl.commands.console import Session, guarded, mendable, training_line
+from sparse_rl.commands.console import Session, guarded, training_line
 from sparse_rl.commands.main import main, parse
 from sparse_rl.data.running_sum import save_untrained
-from sparse_rl.errors import UserError
+from sparse_rl.errors import NotFiniteError, NotWrittenError, StoppedError, UserError
 from sparse_rl.policies import Entries, make_policy
 from sparse_rl.trace import EvictionTrace, TraceError, save_traces
+from trainer.arguments import refusals
 from trainer.grpo.panel import ReplayGapError
 
 RECIPE = """
@@ -61,6 +66,10 @@ dtype: float32
 data: {{synthetic: {{task: running_sum, size: 8}}}}
 max_steps: 1
 """
+OUT_OF_MEMORY = (
+    "sparse-rl: out of GPU memory: `sparse-rl doctor RECIPE` says what takes how much; lower rollout.max_batch or the "
+    "batch size"
+)
 DISTILL = SFT.replace("kind: sft", "kind: distill\ncache: {{policy: streaming, budget: 16, period: 4}}")
 
 
@@ -203,15 +212,20 @@ def test_errors_leave_their_traceback_in_the_run_directory(here, capsys):
         (UserError("no\nsuch thing", "key"), 2, "sparse-rl: error: key: no such thing"),
         (TraceError("bad trace"), 2, "sparse-rl: error: bad trace"),
         (ReplayGapError("too far"), 1, "sparse-rl: stopped: too far"),
+        (StoppedError("no way on"), 1, "sparse-rl: stopped: no way on"),
+        (NotFiniteError("a NaN score"), 1, "sparse-rl: stopped: a NaN score"),
+        (NotWrittenError("it", "why"), 1, "sparse-rl: stopped: it could not be written: why"),
+        (OSError(ENOSPC, "no room"), 1, "sparse-rl: stopped: the disk is full: [Errno 28] no room"),
+        (torch.OutOfMemoryError("CUDA"), 1, OUT_OF_MEMORY),
+        (ValueError("not ours"), 1, "sparse-rl: unexpected ValueError: not ours (traceback in "),
         (FloatingPointError("a NaN score"), 1, "sparse-rl: unexpected FloatingPointError: a NaN score (traceback in "),
         (KeyError("x"), 1, "sparse-rl: unexpected KeyError: 'x' (traceback in "),
         (KeyboardInterrupt(), 130, "sparse-rl: interrupted"),
     ],
 )
-def test_exit_statuses(tmp_path, capsys, monkeypatch, error, status, says):
+def test_exit_statuses(tmp_path, capsys, error, status, says):
     session = Session()
     session.folder = tmp_path / "run"
-    monkeypatch.setitem(globals(), "__name__", "trainer.example")  # as if raised by our own code
 
     def work():
         raise error
@@ -243,20 +257,35 @@ def test_an_unexpected_error_without_a_run_directory_shows_its_traceback(capsys)
     assert "Traceback" in err and err.splitlines()[-1].startswith("sparse-rl: unexpected ZeroDivisionError")
 
 
-def test_only_errors_that_our_code_raises_are_the_users(tmp_path):
-    def raised(work):
-        with pytest.raises(ValueError) as caught:
-            work()
-        return mendable(caught.value)
+def asked_of_ours(work):
+    """Whether a mistake is answered as the user's: one line, status 2; else it is a fault, with its traceback."""
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err):
+        status = guarded(work, Session())
+    lines = err.getvalue().splitlines()
+    assert ("Traceback" in err.getvalue()) == (status == 1) and (status == 1 or len(lines) == 1), lines
+    assert lines[-1].startswith("sparse-rl: error: " if status == 2 else "sparse-rl: unexpected ")
+    return status == 2
 
+
+def test_only_errors_of_our_class_are_the_users():
+    """A library's ValueError is a fault of ours, however it came about, and whoever raised it."""
     from rollout import SamplingConfig, make_engine
+    from sparse_rl.data.running_sum import RunningSum
+    from sparse_rl.kernels import running_topk
 
-    assert raised(lambda: make_policy("nothing"))
-    assert raised(lambda: SamplingConfig(0))
-    assert raised(lambda: make_engine("no", model=None))
-    assert not raised(lambda: json.loads("{"))
-    assert not raised(lambda: int("x"))
-    assert not raised(lambda: dict(zip([1], [], strict=True)))
+    assert asked_of_ours(lambda: make_policy("nothing"))
+    assert asked_of_ours(lambda: SamplingConfig(0))
+    assert asked_of_ours(lambda: make_engine("no", model=None))
+    assert asked_of_ours(lambda: RunningSum(n=0))
+    assert asked_of_ours(lambda: running_topk(torch.zeros(1, 1, 4), sinks=0, window=0, k=1))
+    assert not asked_of_ours(lambda: json.loads("{"))
+    assert not asked_of_ours(lambda: int("x"))
+    assert not asked_of_ours(lambda: dict(zip([1], [], strict=True)))
+    assert not asked_of_ours(lambda: b"\xff".decode())
+    refused = partial(transformers.TrainingArguments, output_dir="out", logging_strategy="never")
+    assert not asked_of_ours(refused)
+    assert asked_of_ours(refusals()(refused))  # where the options that it is given are the user's
 
 
 def test_a_message_is_said_once_per_launch(tmp_path, capsys, monkeypatch):
@@ -270,6 +299,23 @@ def test_a_message_is_said_once_per_launch(tmp_path, capsys, monkeypatch):
         console._report(ReplayGapError(text), session)
         said.append(capsys.readouterr().err.strip())
     assert said == ["sparse-rl: stopped: a", "", "sparse-rl: stopped: b", "sparse-rl: stopped: a"]
+
+
+def test_what_could_not_be_written_is_said_once_whatever_the_reasons(tmp_path, capsys, monkeypatch):
+    """The processes of a launch may each have one; checkpoint-1 is not checkpoint-10. Without a log each says it."""
+    session = Session()
+    session.folder = tmp_path
+    monkeypatch.setenv("MASTER_PORT", "1")
+    said = []
+    for rank, what, why in ((1, "checkpoint-10", "a"), (0, "checkpoint-10", "b"), (2, "checkpoint-1", "a")):
+        monkeypatch.setenv("RANK", str(rank))
+        console._report(NotWrittenError(what, why), session)
+        said.append(capsys.readouterr().err.strip().removeprefix("sparse-rl: stopped: "))
+    assert said == ["checkpoint-10 could not be written: a", "", "checkpoint-1 could not be written: a"]
+    session.folder = tmp_path / "error.log"  # a file: nothing can be written into it
+    for error, says in ((NotWrittenError("it", "a"), True), (ReplayGapError("a"), False)):
+        console._report(error, session)
+        assert bool(capsys.readouterr().err) == says
 
 
 # ---- commands ------------------------------------------------------------------------------------------------------

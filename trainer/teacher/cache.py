@@ -230,7 +230,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads((folder / INDEX).read_text())
         if content.pop("format_version") != FORMAT:
-            raise ValueError(f"this reads format version {FORMAT}")
+            raise UserError(f"this reads format version {FORMAT}")
         shards = {
             name: _Shard(s["size"], s["sha256"], [(key, count) for key, count in s["rows"]])
             for name, s in content.pop("shards").items()

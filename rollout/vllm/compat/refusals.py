@@ -11,11 +11,14 @@ from rollout.vllm.compat.arguments import on_cpu
 from sparse_rl.errors import UserError
 
 
-def refuse_head_size(head_dim: int) -> None:
-    """Raises UserError for a head size that the platform's attention kernel cannot take."""
+def refuse_head_size(head_dim: int, otherwise: str = "") -> None:
+    """Raises UserError for a head size that the platform's attention kernel cannot take.
+
+    otherwise : what else the user can do, as the end of the message
+    """
     if on_cpu() and head_dim not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        raise UserError(f"vLLM on a CPU cannot run head size {head_dim} (it takes {sizes}); use the hf engine")
+        raise UserError(f"vLLM on a CPU cannot run head size {head_dim} (it takes {sizes}){otherwise}")
 
 
 def refuse_unsupported(vllm_config: Any) -> None:

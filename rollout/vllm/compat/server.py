@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from sparse_rl.errors import StoppedError
+
 FIXED = (  # vLLM's arguments that eviction needs as they are
     "additional_config",
     "async_scheduling",
@@ -67,7 +69,7 @@ def run_server(ours: list[str], further: list[str], fail: Callable[[str], NoRetu
         return end.__name__ == "dummy_shutdown"  # type: ignore[attr-defined]  # no signal, but the engine's own end
 
     if uvloop.run(serve()):
-        raise RuntimeError("vLLM's engine died; what it said stands above")
+        raise StoppedError("vLLM's engine died; what it said stands above")
 
 
 def _refuse_foreign_tokens() -> None:

@@ -64,8 +64,7 @@ def make_tiles(evict_at: torch.Tensor, width: int, segment: int | None = None) -
     segment : sort the keys of so many tokens by evict_at, the longest-lived first; None: natural order
     """
     rows, length = evict_at.shape
-    if width % TILE or width < length:
-        raise ValueError(f"width {width} is not a multiple of {TILE}, or is below the {length} tokens")
+    assert width % TILE == 0 and width >= length, f"width {width}: not a multiple of {TILE}, or below {length} tokens"
     position = torch.arange(width, dtype=torch.int32, device=evict_at.device).expand(rows, -1)
     evict_at = torch.nn.functional.pad(evict_at, (0, width - length))
     # No query stands behind a row's last real token: what is never evicted ends there, and padding visits no tile.

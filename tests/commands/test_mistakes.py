@@ -1,0 +1,106 @@
+"""A mistake in a recipe is answered at once, before a heavy library is imported; a dry run needs no TRL.
+
+What has been imported is seen in fresh processes, one for all recipes: this one has imported everything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparse_rl.data.running_sum import save_untrained
+from sparse_rl.recipe import list_recipes, load_recipe
+
+HEAVY = ("torch", "transformers", "trl", "datasets", "numpy")
+ANSWER = """
+import contextlib, io, json, sys, time
+from sparse_rl.commands.main import main
+answers = []
+for words in json.loads(sys.argv[1]):
+    err = io.StringIO()
+    before = time.process_time() if answers else 0.0  # the first pays for the start of the process
+    with contextlib.redirect_stderr(err):
+        status = main(words)
+    heavy = [name for name in json.loads(sys.argv[2]) if name in sys.modules]
+    answers.append([status, err.getvalue(), heavy, time.process_time() - before])
+print(json.dumps(answers))
+"""
+DRY_RUNS = """
+import json, sys
+sys.modules["trl"] = None  # whoever imports it fails
+from sparse_rl.commands.main import main
+sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
+"""
+TRAINED = ("sft", "distill", "grpo", "kvpop")
+OVERLONG = "{name: soft_overlong, max_completion_len: 152, soft_punish_cache: 16}"
+
+
+def in_a_fresh_process(code: str, *arguments: object) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *map(json.dumps, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def mistakes() -> list[tuple[list[str], str]]:
+    """(words of a command, what it must say): a wrong key and a wrong value of every shipped recipe."""
+    made = []
+    for number, name in enumerate(list_recipes()):
+        recipe = load_recipe(name)
+        block = "rollout" if recipe.kind == "eval" else "launch"
+        keys = [
+            ("no_such_key=1", "no_such_key: unknown key"),
+            (f"{block}.no_such_key=1", f"{block}.no_such_key: unknown key"),
+        ]
+        values = [
+            ("seed=many", "seed: expected a whole number >= 0, got 'many'"),
+            ("dtype=float31", "dtype: expected one of"),
+            ("output_dir=' '", "output_dir: expected text that is not empty"),
+        ]
+        if recipe.caches() and recipe.caches()[0] is not None:
+            values += [
+                ("cache.policy=gvk", "unknown cache policy 'gvk'"),
+                ("cache={policy: gkv, budget: 4, window: 4}", "budget: 4 must exceed window"),
+            ]
+        for override, says in (keys[number % len(keys)], values[number % len(values)]):
+            made.append((["eval" if recipe.kind == "eval" else "train", name, override], says))
+    return made
+
+
+def test_a_mistake_in_a_shipped_recipe_is_answered_without_the_heavy_libraries(tmp_path: Path) -> None:
+    cases = mistakes()
+    control = ["train", "quickstart/grpo", "--dry-run", f"model={tmp_path}"]  # nothing is wrong in the recipe itself
+    done = in_a_fresh_process(ANSWER, [*(words for words, _ in cases), control], HEAVY)
+    assert done.returncode == 0, done.stderr
+    *answers, (status, err, heavy, _) = json.loads(done.stdout)
+    assert status == 2 and "is not a model directory" in err and {"torch", "transformers"} <= {*heavy}
+    assert len(answers) == len(cases) == 2 * len(list_recipes())
+    for (words, says), (status, err, heavy, seconds) in zip(cases, answers, strict=True):
+        assert status == 2 and err.startswith("sparse-rl: error: ") and says in err and err.count("\n") == 1, words
+        assert heavy == [] and seconds < 1, (words, heavy, seconds)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_untrained(folder, 0)
+    return folder
+
+
+def test_a_dry_run_needs_no_trl(model: Path, tmp_path: Path) -> None:
+    """Of every kind that is trained, also with TRL's own rewards, which are not called."""
+    assert {recipe.kind for recipe in map(load_recipe, list_recipes())} == {*TRAINED, "eval"}
+    common = ["--dry-run", f"model={model}", f"output_dir={tmp_path / 'out'}", "data.synthetic.size=256"]
+    runs = [["train", f"quickstart/{kind}", *common] for kind in TRAINED]
+    runs.append([*runs[TRAINED.index("grpo")], "rewards=[repetition, {name: format, style: think}, " + OVERLONG + "]"])
+    done = in_a_fresh_process(DRY_RUNS, runs)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("recipe ")] == [
+        *(f"{kind}," for kind in (*TRAINED, "grpo"))
+    ]
+    blocked = in_a_fresh_process(DRY_RUNS.replace("main(words)", "__import__(words)"), ["trl"])
+    assert blocked.returncode and "import of trl halted" in blocked.stderr  # the control
