@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sparse_rl.config import Fraction, Positive, PositiveInt
-from sparse_rl.errors import UserError
+from sparse_rl.config import Configuration, Fraction, NonNegative, Positive, PositiveInt
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
+class SamplingConfig(Configuration):
     """How to sample.
 
     temperature 0 is greedy (log-probs are then those at temperature 1). Sampling is seeded per (seed, prompt, sample
@@ -20,26 +19,14 @@ class SamplingConfig:
     completion.
     """
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    n: int = 1
+    max_tokens: PositiveInt
+    temperature: NonNegative = 1.0
+    top_p: Fraction = 1.0
+    top_k: PositiveInt | None = None
+    n: PositiveInt = 1
     seed: int | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise UserError(f"max_tokens must be >= 1, got {self.max_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature must be >= 0, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k must be >= 1 or null, got {self.top_k}")
-        if self.n < 1:
-            raise UserError(f"n must be >= 1, got {self.n}")
 
     @property
     def truncated_support(self) -> bool:
@@ -48,7 +35,7 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
+class RolloutConfig(Configuration):
     """The sampling engine: hf, the reference engine; vllm, fast, with its own copy of the weights; auto, which is vllm
     where it is installed and takes the model, else hf. kv_cache_gb and the keys after it are for vllm; hf does without.
 

@@ -12,11 +12,12 @@ from rollout.engine import ENGINES, Engine
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import saved_policy
 from sparse_rl.policies.base import Policy
+from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.policies.registry import make_policy, sampled_under
 
 
 def make_engine(
-    kind: str, *, model: Any, policy: Policy | Mapping[str, Any] | str | None = None, **options: Any
+    kind: str, *, model: Any, policy: Policy | PolicyConfig | Mapping[str, Any] | str | None = None, **options: Any
 ) -> Engine:
     """An engine by name.
 
@@ -24,8 +25,8 @@ def make_engine(
     ----------
     kind : "hf" or "vllm"; `default_engine()` is the one to take where there is no reason for the other
     model : a directory, or for hf also a live module
-    policy : a policy, a mapping {"policy": name, parameters...} or a name; None takes the one that the model's
-        directory carries (cache_policy.json), else a full cache
+    policy : a policy, its configuration, a mapping {"policy": name, parameters...} or a name; None takes the one that
+        the model's directory carries (cache_policy.json), else a full cache
     options : dtype="float32", max_batch, progress, and what else the engine takes (see HFEngine, VLLMEngine)
 
     Raises

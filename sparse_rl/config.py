@@ -1,8 +1,11 @@
 """What every configuration is made of: frozen dataclasses whose annotations say which values are valid.
 
 Each component declares its settings once, in a dataclass of its own beside it, without torch: a recipe nests that
-dataclass, and the component is given it as it is. `Annotated[int, Rule(...)]` adds a condition to a type, and `build`
-makes the dataclass of a mapping, checking every value against its annotation, with one-line errors.
+dataclass, and the component is given it as it is. `Annotated[int, Rule(...)]` adds a condition to a type.
+
+    Configuration        holds every value against its annotation as it is made, in YAML and in Python alike
+    NamedConfiguration   one of a family, chosen by a name in its block: {policy: gkv, budget: 512}
+    build                makes one of a mapping, with one-line errors that say where the wrong value stands
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ import dataclasses
 import math
 import types
 import typing
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, cast, get_args, get_origin
 
 from sparse_rl.errors import UserError, did_you_mean, nearest
 
@@ -41,15 +46,15 @@ BelowOne = Annotated[float, Rule(">= 0 and < 1", lambda v: 0 <= v < 1)]
 
 @dataclass(frozen=True)
 class Source:
-    """Where values came from, so that an error can say so."""
+    """Where values came from, so that an error can say so; nothing, for what is made in Python."""
 
-    name: str
+    name: str = ""
     overridden: frozenset[str] = frozenset()  # dotted keys given on the command line
     places: Mapping[str, str] = field(default_factory=dict)  # a key's name -> its dotted place, for suggestions
 
     def error(self, path: str, message: str) -> UserError:
         given = any(path == key or path.startswith((f"{key}.", f"{key}[")) for key in self.overridden)
-        error = UserError(f"{'command line' if given else self.name}: {path}: {message}")
+        error = UserError(": ".join(filter(None, ("command line" if given else self.name, path, message))))
         error.key, error.message = path, message
         return error
 
@@ -108,14 +113,18 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
             close = f"; did you mean {near!r}?" if (near := nearest(value, map(str, args))) else ""
             raise source.error(path, f"{wrong.message}{close}")
         return value
+    if isinstance(hint, type) and issubclass(hint, NamedConfiguration):
+        return hint.from_block(value, path, source)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, hint):
+            return value
         if not isinstance(value, dict):
             raise wrong
         return build(hint, value, path, source, default=default)
     if origin is list or hint is list:
-        if not isinstance(value, list) and (value is None or not promote):
+        if not isinstance(value, list | tuple) and (value is None or not promote):
             raise wrong
-        items = value if isinstance(value, list) else [value]
+        items = value if isinstance(value, list | tuple) else [value]
         return [coerce(item, args[0] if args else Any, f"{path}[{i}]", source) for i, item in enumerate(items)]
     if origin is dict or hint is dict:
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
@@ -146,6 +155,89 @@ def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source,
 # ---- dataclasses -------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Configuration:
+    """A component's settings: a frozen dataclass, made only where each value is as its annotation says.
+
+    A subclass that checks one value against another calls `super().__post_init__()` first.
+    """
+
+    def __post_init__(self) -> None:
+        """Raises UserError, with the field as its key. A value is kept as YAML would give it (a whole number as a
+        float, a mapping as the configuration that it describes).
+        """
+        cls: Any = type(self)
+        for f in dataclasses.fields(self):
+            try:
+                value = coerce(getattr(self, f.name), _hints(cls)[f.name], f.name, Source())
+            except UserError as error:
+                raise UserError(error.message, error.key) from None
+            object.__setattr__(self, f.name, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedConfiguration(Configuration):
+    """One of a family of configurations, which a block chooses by name: {policy: gkv, budget: 512}, or the name alone.
+
+    The family is a direct subclass, which says what its members are called in errors ("cache policy"), under which key
+    a block has the name ("policy"), and what members there are.
+    """
+
+    family: ClassVar[str]
+    name_key: ClassVar[str]
+    name: ClassVar[str]  # of a member
+
+    @classmethod
+    @abstractmethod
+    def members(cls) -> Mapping[str, type[Any]]:
+        """Name -> class."""
+
+    @classmethod
+    def chosen(cls, block: Mapping[str, Any]) -> type[Any]:
+        """The member that a block names. Raises UserError where there is none, or one without the block's keys."""
+        members = cls.members()
+        if cls.name_key not in block:
+            raise UserError(f"missing; name a {cls.family}, one of {', '.join(members)}", cls.name_key)
+        name = block[cls.name_key]
+        if not isinstance(name, str) or name not in members:
+            known = f"known: {', '.join(members)}"
+            raise UserError(f"unknown {cls.family} {name!r}{did_you_mean(name, members)}; {known}")
+        accepted = list(yaml_fields(members[name]))
+        for key in block:
+            if key not in (cls.name_key, *accepted):
+                takes = f"takes {', '.join(accepted)}" if accepted else "takes no parameters"
+                close = did_you_mean(key, accepted)
+                raise UserError(f"{cls.family} {name!r} has no parameter {key!r}{close}; it {takes}")
+        return members[name]
+
+    @classmethod
+    def from_block(cls, block: Any, path: str = "", source: Source | None = None) -> Self:
+        """The configuration that a block describes; one is returned as it is.
+
+        path, source : where the block stands; by default nowhere, and its name comes first in errors
+
+        Raises UserError, in one line: no name or an unknown one, an unknown parameter (with the nearest valid one), a
+        missing parameter, or a value out of range.
+        """
+        if isinstance(block, cls):
+            return block
+        here = source or Source()
+        if not isinstance(block, str | Mapping):
+            wrong = f"a {cls.family} is a name or {{{cls.name_key}: ..., its parameters}}, got {show(block)}"
+            raise here.error(path, wrong)
+        block = {cls.name_key: block} if isinstance(block, str) else block
+        try:
+            member = cls.chosen(block)
+        except UserError as error:
+            raise here.error(".".join(filter(None, (path, error.key))), error.message) from None
+        parameters = {key: value for key, value in block.items() if key != cls.name_key}
+        return build(member, parameters, path, source or Source(member.name))
+
+    def as_block(self) -> dict[str, Any]:
+        """Plain values: from_block(block) == self."""
+        return {self.name_key: self.name, **as_mapping(self)}
+
+
 def flat(default_factory: Any = dataclasses.MISSING) -> Any:
     """A field that holds a component's configuration, whose keys stand in YAML beside those of the dataclass itself.
 
@@ -156,15 +248,18 @@ def flat(default_factory: Any = dataclasses.MISSING) -> Any:
 
 def flat_fields(cls: type) -> dict[str, type]:
     """Name -> dataclass of the `flat` fields of a dataclass."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.metadata.get("flat")}
+    return {f.name: _hints(cls)[f.name] for f in dataclasses.fields(cls) if f.metadata.get("flat")}
 
 
 def own_fields(cls: type) -> dict[str, Any]:
     """Key -> type of what YAML may set in a dataclass, without what its `flat` fields hold."""
-    hints = typing.get_type_hints(cls, include_extras=True)
     settable = (f for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True))
-    return {f.name: hints[f.name] for f in settable if not f.metadata.get("flat")}
+    return {f.name: _hints(cls)[f.name] for f in settable if not f.metadata.get("flat")}
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def yaml_fields(cls: type) -> dict[str, Any]:
@@ -190,6 +285,8 @@ def as_mapping(configuration: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, NamedConfiguration):
+        return value.as_block()
     if dataclasses.is_dataclass(value):
         return as_mapping(value)
     if isinstance(value, dict):
@@ -256,18 +353,3 @@ def build(
 
 def _default(f: dataclasses.Field) -> Any:
     return f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-
-
-def check_choices(config: Any) -> None:
-    """Raise UserError where a field with a list of values (a Literal) holds another one.
-
-    For who makes a configuration in Python, where no schema has looked at it: code that asks for one value would take
-    any other for the second.
-    """
-    hints = typing.get_type_hints(type(config))
-    for f in dataclasses.fields(config):
-        choices, value = get_args(hints[f.name]), getattr(config, f.name)
-        if get_origin(hints[f.name]) is Literal and value not in choices:
-            named = ", ".join(map(str, choices))
-            close = did_you_mean(value, map(str, choices))
-            raise UserError(f"must be one of {named}, got {value!r}{close}", f.name)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import CONFIGS, accepted_parameters, cache_config, refuse_unsampled
+from sparse_rl.policies.config import CONFIGS, PolicyConfig, accepted_parameters, refuse_unsampled
 
 
 def _is_sampled(name: str) -> bool:
     size = {"budget": 999} if "budget" in accepted_parameters(name) else {}
     try:
-        refuse_unsampled(cache_config({"policy": name, **size}))
+        refuse_unsampled(PolicyConfig.from_block({"policy": name, **size}))
     except UserError:
         return False
     return True

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from sparse_rl.attention.config import AttentionKernel
 from sparse_rl.config import (
     BelowOne,
+    Configuration,
     NonNegative,
     NonNegativeInt,
     Positive,
@@ -38,7 +39,7 @@ MaxSteps = Annotated[int, Rule(">= 1, or -1 to count epochs", lambda v: v >= 1 o
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(Configuration):
     """What every training has; the names and, where not restated here, the meanings are those of TRL.
 
     warmup_steps : below 1: a share of all steps
@@ -66,7 +67,7 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayConfig:
+class ReplayConfig(Configuration):
     """Training under evictions.
 
     attention_kernel : what computes it. sdpa makes a layer's S x S mask; flex and flex_sorted (FlexAttention, on a GPU)
@@ -78,7 +79,7 @@ class ReplayConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(Configuration):
     """Low-rank adapters. They have no dropout: a dropped weight could not be replayed."""
 
     r: PositiveInt = 16
@@ -87,7 +88,7 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
+class LaunchConfig(Configuration):
     """Processes over all machines, and what DeepSpeed partitions (zero_stage 0: no DeepSpeed)."""
 
     processes: PositiveInt = 1
@@ -99,6 +100,7 @@ class LaunchConfig:
     main_process_port: Annotated[int, Rule("from 1 to 65535", lambda v: 1 <= v <= 65535)] = 29500
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.offload and self.zero_stage == 0:
             raise UserError("needs DeepSpeed; set zero_stage to 1, 2 or 3", "offload")
         if self.processes % self.machines:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sparse_rl.models.directory import save_policy
+from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.policies.registry import make_policy
 from trainer.checkpoint import PARTIAL, clear_partial, failure, publish
 
 logger = logging.getLogger("sparse_rl")
 
 
-def export_model(trainer: Any, place: Path, *, lora: bool, cache: Mapping[str, Any] | None) -> None:
+def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig | None) -> None:
     """The final model as a plain Hugging Face directory, whole or not there.
 
     lora : merge the adapter into it, and write the adapter beside it
@@ -33,7 +33,7 @@ def export_model(trainer: Any, place: Path, *, lora: bool, cache: Mapping[str, A
     trainer.accelerator.wait_for_everyone()
 
 
-def _write_model(trainer: Any, folder: Path, lora: bool, cache: Mapping[str, Any] | None) -> None:
+def _write_model(trainer: Any, folder: Path, lora: bool, cache: PolicyConfig | None) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model)
     if lora:
         trainer.save_model(str(folder.with_name("adapter")))

@@ -120,7 +120,7 @@ def choose_policy(model: str, cache: Mapping[str, Any]) -> tuple[Policy, str]:
     if "policy" not in cache:
         if carried is None:
             raise UserError(f"{model} carries no policy to change; name one: policy=gkv,budget=512", "--cache")
-        cache = {"policy": carried.name, **carried.parameters(), **cache}
+        cache = {**carried.config.as_block(), **cache}
     try:
         return make_policy(cache), "as given"
     except UserError as error:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from sparse_rl.config import Positive, PositiveInt, check_choices
+from sparse_rl.config import Configuration, Positive, PositiveInt
 
 AttentionKernel = Literal["sdpa", "flex", "flex_sorted", "dense"]  # see kernels/
 ATTENTION_KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetConfig:
+class TargetConfig(Configuration):
     """What KVpop's scorers are to foresee (views/learned.py): log(floor + mass of future attention).
 
     normaliser : of the attention: over what the student's query sees (sparse), or over all before it (dense)
@@ -26,6 +26,3 @@ class TargetConfig:
     lookahead: PositiveInt | None = None
     normalise: bool = True
     floor: Positive = 1e-6
-
-    def __post_init__(self) -> None:
-        check_choices(self)

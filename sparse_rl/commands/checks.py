@@ -105,15 +105,14 @@ def _learned(cache: Any, config: Any, dtype: str) -> list[tuple[str, str]]:
     from sparse_rl.scorers.registry import sketch_scorer
 
     _, heads, dim = cache_shape(config)
-    policy: Any = make_policy(cache)
-    scorer = sketch_scorer(policy.config.scorer, heads=heads, dim=dim)
+    scorer = sketch_scorer(cache.scorer, heads=heads, dim=dim)
     parameters = sum(weight.numel() for weight in scorer.parameters())
     entry = 2 * heads * dim * torch.finfo(getattr(torch, dtype)).bits // 8
     state = -(-scorer.state_bytes() // entry)
     size = f"{parameters:,} parameters a layer"
     if state:
-        size += f"; its state is as large as {state} entries, cache.state_entries is {policy.config.state_entries}"
-    return [("cache", repr(policy)), ("scorer", size)]
+        size += f"; its state is as large as {state} entries, cache.state_entries is {cache.state_entries}"
+    return [("cache", repr(make_policy(cache))), ("scorer", size)]
 
 
 def _teacher(recipe: TaughtRecipe, config: Any) -> str:

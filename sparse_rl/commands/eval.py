@@ -79,7 +79,7 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
         return evaluate_tasks(
             tasks,
             policies,
-            sampling.sampling_config(recipe, recipe.samples),
+            recipe.sampling(recipe.samples),
             opened,
             partial(tokenizer.batch_decode, skip_special_tokens=True),
             on_completion=lambda line: print(json.dumps(line), file=log),

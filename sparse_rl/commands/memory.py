@@ -27,6 +27,7 @@ from sparse_rl.commands.sizes import (
 )
 from sparse_rl.data.config import DataConfig
 from sparse_rl.models.load import load_config
+from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.recipe import EvalRecipe, Recipe, TaughtRecipe, TrainRecipe
 from trainer.config import LaunchConfig
 
@@ -100,7 +101,7 @@ def _evaluation_items(recipe: EvalRecipe, model: Model, engine: list[Item]) -> l
     items = engine or [Item("weights", model.bytes, note=recipe.dtype)]
     prompt = max(map(_prompt_tokens, recipe.tasks.values()))
     at_once = min(recipe.rollout.max_batch, _problems(recipe) * recipe.samples)
-    points = [_cache_items(recipe, model, block, prompt, at_once, bool(engine)) for block in recipe.caches()]
+    points = [_cache_items(recipe, model, cache, prompt, at_once, bool(engine)) for cache in recipe.caches()]
     largest = max(points, key=lambda point: sum(item.device for item in point))
     for point in points:
         items += point if point is largest else [replace(item, when="avoided") for item in point]
@@ -153,8 +154,8 @@ def _sampling_items(
     assert rollout is not None
     at_once = min(rollout.max_batch, sequences)
     items += engine
-    for block in recipe.caches():
-        items += _cache_items(recipe, model, block, prompt, at_once, bool(engine))
+    for cache in recipe.caches():
+        items += _cache_items(recipe, model, cache, prompt, at_once, bool(engine))
     if recipe.keeps_traces():
         layers, kv_heads, _ = model.cache_shape
         traces, dense = (
@@ -200,12 +201,10 @@ def _mask_item(recipe: TrainRecipe, model: Model, length: int, cuda: bool) -> It
 
 
 def _scorer_parameters(cache: Any, model: Model) -> int:
-    from sparse_rl.policies.registry import make_policy
     from sparse_rl.scorers.registry import sketch_scorer
 
-    policy: Any = make_policy(cache)
     layers, heads, dim = model.cache_shape
-    scorer = sketch_scorer(policy.config.scorer, heads=heads, dim=dim)
+    scorer = sketch_scorer(cache.scorer, heads=heads, dim=dim)
     return layers * sum(weight.numel() for weight in scorer.parameters())
 
 
@@ -227,13 +226,15 @@ def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
     return [Item("vllm: weights", own, when=when, note=note), Item("vllm: KV pool", pool, when=when, note=source)]
 
 
-def _cache_items(recipe: Recipe, model: Model, block: Any, prompt: int, at_once: int, pooled: bool) -> list[Item]:
+def _cache_items(
+    recipe: Recipe, model: Model, cache: PolicyConfig | None, prompt: int, at_once: int, pooled: bool
+) -> list[Item]:
     """The cache of one point; `pooled`: it is part of the engine's pool, and only shown."""
     from sparse_rl.models.directory import saved_policy
     from sparse_rl.policies.registry import make_policy
 
-    policy = make_policy(block) if block is not None else saved_policy(recipe.model) or make_policy("full")
-    shape, total = model.cache_shape, prompt + recipe.sampling_keys().max_completion_length
+    policy = make_policy(cache) if cache is not None else saved_policy(recipe.model) or make_policy("full")
+    shape, total = model.cache_shape, prompt + recipe.sampling().max_tokens
     fed = max(total - 1, prompt)  # the last token is not
     entries = policy.schedule.most_held(prompt, fed)
     one, full = cache_bytes(entries, *shape, model.itemsize), cache_bytes(total - 1, *shape, model.itemsize)

@@ -69,7 +69,7 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
         for old in folder.glob("traces-*.safetensors"):  # of an earlier call
             old.unlink()
         shown = [name for name in ("prompt", "answer") if name in source.column_names]
-        parts = sample_in_parts(engine, prompts, sampling.sampling_config(recipe, asked.samples))
+        parts = sample_in_parts(engine, prompts, recipe.sampling(asked.samples))
         for number, (indices, part, _) in enumerate(parts):
             if policy.schedule.evicts:
                 save_traces(folder / f"traces-{number:05d}.safetensors", [r.trace for r in part], made_by)

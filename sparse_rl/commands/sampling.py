@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rollout.config import RolloutConfig, SamplingConfig
+from rollout.config import RolloutConfig
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import Recipe
@@ -38,7 +38,7 @@ def engine_arguments(recipe: Recipe) -> dict[str, Any]:
         engine_of(recipe),
         dtype=recipe.dtype,
         prompt_bounds=[data.max_prompt_tokens for data in recipe.prompt_sources().values()],
-        max_completion_length=recipe.sampling_keys().max_completion_length,
+        max_completion_length=recipe.sampling().max_tokens,
     )
 
 
@@ -49,21 +49,8 @@ def policies_of(recipe: Recipe) -> list[Policy]:
     from sparse_rl.policies.registry import make_policy
 
     load_config(recipe.model)
-    blocks = recipe.caches()
-    return [make_policy(saved_policy(recipe.model) or "full" if block is None else block) for block in blocks]
-
-
-def sampling_config(recipe: Recipe, samples: int) -> SamplingConfig:
-    """How a recipe samples, so many times each prompt."""
-    keys = recipe.sampling_keys()
-    return SamplingConfig(
-        max_tokens=keys.max_completion_length,
-        temperature=keys.temperature,
-        top_p=keys.top_p,
-        top_k=keys.top_k,
-        n=samples,
-        seed=recipe.seed,
-    )
+    caches = recipe.caches()
+    return [make_policy(saved_policy(recipe.model) or "full" if cache is None else cache) for cache in caches]
 
 
 def engines(

@@ -160,7 +160,7 @@ def kvpop(recipe: KVpopRecipe, folder: Path) -> Any:
     if hasattr(student, SCORERS):
         carried: Any = saved_policy(recipe.model)
         if carried.config.scorer != policy.config.scorer:
-            scorers = carried.config.scorer.parameters()
+            scorers = carried.config.scorer.as_block()
             wrong = f"the model carries scorers {scorers}; name these, or remove its {POLICY_FILE}"
             raise UserError(wrong, "cache.scorer")
         logger.warning("the scorers of %s are trained further", recipe.model)

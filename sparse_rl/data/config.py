@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from sparse_rl.config import NonNegativeInt, PositiveInt, Probability, Rule, Text
+from sparse_rl.config import Configuration, NonNegativeInt, PositiveInt, Probability, Rule, Text
 from sparse_rl.errors import UserError, nearest
 
 LOCAL_FILES = (".jsonl", ".json", ".parquet", ".csv")
@@ -13,7 +13,7 @@ COLUMNS = ("prompt", "answer", "completion")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticConfig:
+class SyntheticConfig(Configuration):
     """Problems made on the spot (running_sum.py). The three splits never share a problem."""
 
     task: Literal["running_sum"]
@@ -26,7 +26,7 @@ class SyntheticConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Configuration):
     """One dataset: where it is, which columns to use, and how a problem becomes a prompt.
 
     path : a .jsonl, .json, .parquet or .csv file, or a dataset on the hub (with `subset` and `split`)
@@ -55,6 +55,7 @@ class DataConfig:
     shuffle_seed: NonNegativeInt | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.path is None) == (self.synthetic is None):
             raise UserError("give exactly one of: a file or hub name as path, or a synthetic block", "path")
         for name in self.columns:

@@ -24,7 +24,7 @@ SCORERS = "cache_scorers"
 
 def save_policy(directory: str | Path, policy: Policy) -> None:
     """Write cache_policy.json."""
-    content = {"format_version": POLICY_VERSION, "policy": policy.name, **policy.parameters()}
+    content = {"format_version": POLICY_VERSION, **policy.config.as_block()}
     (Path(directory) / POLICY_FILE).write_text(json.dumps(content, indent=2) + "\n")
 
 

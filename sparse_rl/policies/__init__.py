@@ -26,7 +26,7 @@ from sparse_rl.lazy import public_names
 
 if TYPE_CHECKING:
     from sparse_rl.policies.base import Entries, Kept, Policy
-    from sparse_rl.policies.config import cache_config
+    from sparse_rl.policies.config import PolicyConfig
     from sparse_rl.policies.registry import POLICIES, fingerprint, make_policy, sampled_under
     from sparse_rl.policies.schedule import Schedule
 
@@ -37,8 +37,8 @@ __getattr__ = public_names(
         "Entries": "sparse_rl.policies.base",
         "Kept": "sparse_rl.policies.base",
         "Policy": "sparse_rl.policies.base",
+        "PolicyConfig": "sparse_rl.policies.config",
         "Schedule": "sparse_rl.policies.schedule",
-        "cache_config": "sparse_rl.policies.config",
         "fingerprint": "sparse_rl.policies.registry",
         "make_policy": "sparse_rl.policies.registry",
         "sampled_under": "sparse_rl.policies.registry",
@@ -50,8 +50,8 @@ __all__ = [
     "Entries",
     "Kept",
     "Policy",
+    "PolicyConfig",
     "Schedule",
-    "cache_config",
     "fingerprint",
     "make_policy",
     "sampled_under",

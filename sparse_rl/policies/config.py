@@ -1,6 +1,6 @@
 """The settings of every cache policy, each one dataclass; to be read without torch.
 
-    config = cache_config({"policy": "gkv", "budget": 512, "alpha": 0.7})
+    config = PolicyConfig.from_block({"policy": "gkv", "budget": 512, "alpha": 0.7})
     config.schedule.peak            # entries; see schedule.py
 
 Here, and here alone, a parameter has its default and the rule that its value must keep.
@@ -13,28 +13,39 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from sparse_rl.config import (
+    NamedConfiguration,
     NonNegative,
     NonNegativeInt,
     PositiveInt,
     Probability,
     Rule,
-    Source,
     as_mapping,
-    build,
     yaml_fields,
 )
-from sparse_rl.errors import UserError, did_you_mean
+from sparse_rl.errors import UserError
 from sparse_rl.policies.schedule import EvictsBeforeAttending, NeverEvicts, Schedule
-from sparse_rl.scorers.config import ScorerConfig, scorer_config
+from sparse_rl.scorers.config import MLPConfig, ScorerConfig
 
 Pooling = Annotated[int, Rule(">= 1 and odd (1 is off)", lambda v: v >= 1 and v % 2 == 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyConfig:
+class PolicyConfig(NamedConfiguration):
     """What all have: the policy's name, and its schedule."""
 
-    name: ClassVar[str]
+    family: ClassVar[str] = "cache policy"
+    name_key: ClassVar[str] = "policy"
+
+    @classmethod
+    def members(cls) -> Mapping[str, type[PolicyConfig]]:
+        return CONFIGS
+
+    @classmethod
+    def chosen(cls, block: Mapping[str, Any]) -> type[PolicyConfig]:
+        member: type[PolicyConfig] = super().chosen(block)
+        if "budget" in yaml_fields(member) and "budget" not in block:
+            raise UserError(f"cache policy {member.name!r} needs a budget: the entries to keep per kv head")
+        return member
 
     @property
     def schedule(self) -> Schedule:
@@ -42,7 +53,7 @@ class PolicyConfig:
         raise NotImplementedError
 
     def parameters(self) -> dict[str, Any]:
-        """Plain values, so that cache_config({"policy": name, **parameters}) is the same again."""
+        """Plain values: those of `as_block` without the policy's name."""
         return as_mapping(self)
 
 
@@ -70,6 +81,7 @@ class EvictingConfig(PolicyConfig):
     period: PositiveInt = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.budget <= self.window + self.sinks:
             mend = f"{self.budget} must exceed window {self.window} + sinks {self.sinks}; raise it or lower them"
             raise UserError(mend, "budget")
@@ -96,6 +108,7 @@ class H2OConfig(EvictingConfig):
     window: NonNegativeInt | None = None  # type: ignore[assignment]  # a number from here on
 
     def __post_init__(self) -> None:
+        PolicyConfig.__post_init__(self)  # what is halved must be a number
         if self.window is None:
             object.__setattr__(self, "window", self.budget // 2)
         super().__post_init__()
@@ -169,7 +182,7 @@ class CAKEConfig(ScoredWindowConfig):
 class KVpopPolicyConfig(EvictingConfig):
     """
     budget : B = sinks + window + k (+ state_entries)
-    scorer : the settings of a scorer, or {"name": ..., its parameters}, or the name alone
+    scorer : in YAML a scorer's name, or {name: ..., its parameters}
     decay_every : n
     state_entries : so many entries of the budget give way to the scorer's state, which takes their memory
     """
@@ -178,16 +191,12 @@ class KVpopPolicyConfig(EvictingConfig):
     sinks: NonNegativeInt = 4
     window: PositiveInt = 256
     period: int = field(default=1, init=False)
-    scorer: Any = "mlp"  # a ScorerConfig from here on
+    scorer: ScorerConfig = field(default_factory=MLPConfig)
     decay_every: PositiveInt = 1
     state_entries: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
-            object.__setattr__(self, "scorer", scorer_config(self.scorer))
-        except UserError as error:
-            raise UserError(error.message, f"scorer.{error.key}" if error.key else "scorer") from None
         if self.k < 1:
             raise UserError(f"{self.budget} leaves no entry beside sinks, window and state_entries; raise it", "budget")
 
@@ -199,10 +208,6 @@ class KVpopPolicyConfig(EvictingConfig):
     @property
     def schedule(self) -> Schedule:
         return EvictsBeforeAttending(self.budget - self.state_entries)
-
-    def parameters(self) -> dict[str, Any]:
-        scorer: ScorerConfig = self.scorer
-        return {**super().parameters(), "scorer": scorer.parameters()}
 
 
 CONFIGS: dict[str, type[PolicyConfig]] = {
@@ -222,26 +227,6 @@ CONFIGS: dict[str, type[PolicyConfig]] = {
 def accepted_parameters(policy: str) -> list[str]:
     """The parameters that a policy of this name takes."""
     return list(yaml_fields(CONFIGS[policy]))
-
-
-def cache_config(block: Mapping[str, Any]) -> PolicyConfig:
-    """The settings that {"policy": name, its parameters} says; without a name, those of the full cache.
-
-    Raises UserError, in one line: an unknown name or parameter (with the nearest valid one), a missing budget, or a
-    value out of range.
-    """
-    parameters = dict(block)
-    name = parameters.pop("policy", "full")
-    if not isinstance(name, str) or name not in CONFIGS:
-        raise UserError(f"unknown cache policy {name!r}{did_you_mean(name, CONFIGS)}; known: {', '.join(CONFIGS)}")
-    accepted = accepted_parameters(name)
-    for key in parameters:
-        if key not in accepted:
-            takes = f"takes {', '.join(accepted)}" if accepted else "takes no parameters"
-            raise UserError(f"cache policy {name!r} has no parameter {key!r}{did_you_mean(key, accepted)}; it {takes}")
-    if "budget" in accepted and "budget" not in parameters:
-        raise UserError(f"cache policy {name!r} needs a budget: the entries to keep per kv head")
-    return build(CONFIGS[name], parameters, "", Source(name))
 
 
 def refuse_unsampled(config: PolicyConfig) -> None:

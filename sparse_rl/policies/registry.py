@@ -8,7 +8,7 @@ from typing import Any
 
 from sparse_rl.errors import UserError
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.config import PolicyConfig, cache_config, refuse_unsampled
+from sparse_rl.policies.config import PolicyConfig, refuse_unsampled
 from sparse_rl.policies.full import Full
 from sparse_rl.policies.h2o import H2O
 from sparse_rl.policies.kvpop import KVpop
@@ -33,16 +33,18 @@ POLICIES: dict[str, type[Policy]] = {
 def make_policy(policy: str | Policy | PolicyConfig | Mapping[str, Any], /, **parameters: Any) -> Policy:
     """A policy from its name and parameters, a mapping {"policy": name, ...}, or its settings; a policy as it is.
 
+    A mapping without a name is a full cache.
+
     Raises
     ------
     UserError
-        See `cache_config`.
+        See `PolicyConfig.from_block`.
     """
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, PolicyConfig):
         block = policy if isinstance(policy, Mapping) else {"policy": policy}
-        policy = cache_config({**block, **parameters})
+        policy = PolicyConfig.from_block({"policy": "full", **block, **parameters})
     return POLICIES[policy.name](policy)
 
 
@@ -56,4 +58,4 @@ def sampled_under(policy: Policy) -> Policy:
 
 def fingerprint(policy: Policy) -> str:
     """The policy as one canonical JSON line, for trace files and checkpoints."""
-    return json.dumps({"policy": policy.name, **policy.parameters()}, sort_keys=True)
+    return json.dumps(policy.config.as_block(), sort_keys=True)

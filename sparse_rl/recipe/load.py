@@ -85,8 +85,6 @@ def make_recipe(mapping: Any, overrides: Sequence[str] = (), name: str = "recipe
         )
     cls = KINDS[kind]
     source = Source(name, overridden, _places(cls))
-    if isinstance(mapping.get("cache"), str):
-        mapping["cache"] = {"policy": mapping["cache"]}
     own, passed_through = yaml_fields(cls), PASSED_THROUGH.get(kind, {})
     options = {}
     for key in [key for key in mapping if key not in own]:

@@ -15,7 +15,7 @@ from sparse_rl.lazy import public_names
 
 if TYPE_CHECKING:
     from sparse_rl.scorers.base import Scorer
-    from sparse_rl.scorers.config import scorer_config
+    from sparse_rl.scorers.config import ScorerConfig
     from sparse_rl.scorers.registry import SCORERS, make_scorer, sketch_scorer
 
 __getattr__ = public_names(
@@ -24,9 +24,9 @@ __getattr__ = public_names(
         "SCORERS": "sparse_rl.scorers.registry",
         "Scorer": "sparse_rl.scorers.base",
         "make_scorer": "sparse_rl.scorers.registry",
-        "scorer_config": "sparse_rl.scorers.config",
+        "ScorerConfig": "sparse_rl.scorers.config",
         "sketch_scorer": "sparse_rl.scorers.registry",
     },
 )
 
-__all__ = ["SCORERS", "Scorer", "make_scorer", "scorer_config", "sketch_scorer"]
+__all__ = ["SCORERS", "Scorer", "ScorerConfig", "make_scorer", "sketch_scorer"]

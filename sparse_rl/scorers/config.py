@@ -7,21 +7,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from sparse_rl.config import PositiveInt, Rule, Source, build, yaml_fields
-from sparse_rl.errors import UserError, did_you_mean
+from sparse_rl.config import NamedConfiguration, PositiveInt, Rule
 
 GAMMA = (0.999, 0.999999)  # the bounds between which a kv head's decay is learned
 Gamma = Annotated[float, Rule(f"between {GAMMA[0]} and {GAMMA[1]}", lambda v: GAMMA[0] < v < GAMMA[1])]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScorerConfig:
+class ScorerConfig(NamedConfiguration):
     """What every scorer's settings have. A subclass has a `name`, and one field for each parameter."""
 
-    name: ClassVar[str]
+    family: ClassVar[str] = "scorer"
+    name_key: ClassVar[str] = "name"
 
-    def parameters(self) -> dict[str, Any]:
-        """{"name": ..., and what is not as usual}: scorer_config(parameters) == self."""
+    @classmethod
+    def members(cls) -> Mapping[str, type[ScorerConfig]]:
+        return CONFIGS
+
+    def as_block(self) -> dict[str, Any]:
+        """The name, and what is not as usual."""
         changed = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {"name": self.name, **{k: v for k, v in changed.items() if v != getattr(type(self), k)}}
 
@@ -76,24 +80,3 @@ CONFIGS: dict[str, type[ScorerConfig]] = {
     "mlp": MLPConfig,
     "mlstm": MLSTMConfig,
 }
-
-
-def scorer_config(scorer: Any) -> ScorerConfig:
-    """The settings that a name says, or {"name": ..., its parameters}; settings are returned as they are.
-
-    Raises UserError, in one line, for an unknown name or parameter (with the nearest one), or a value out of range.
-    """
-    if isinstance(scorer, ScorerConfig):
-        return scorer
-    if not isinstance(scorer, str | Mapping):
-        raise UserError(f"a scorer is a name or {{name: ..., its parameters}}, got {scorer!r}")
-    block = {"name": scorer} if isinstance(scorer, str) else dict(scorer)
-    name = block.pop("name", None)
-    if not isinstance(name, str) or name not in CONFIGS:
-        raise UserError(f"unknown scorer {name!r}{did_you_mean(name, CONFIGS)}; known: {', '.join(CONFIGS)}")
-    accepted = list(yaml_fields(CONFIGS[name]))
-    for key in block:
-        if key not in accepted:
-            takes = f"takes {', '.join(accepted)}" if accepted else "takes no parameters"
-            raise UserError(f"scorer {name!r} has no parameter {key!r}{did_you_mean(key, accepted)}; it {takes}")
-    return build(CONFIGS[name], block, "", Source(f"scorer {name!r}"))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sparse_rl.scorers.base import Recency, Scorer
-from sparse_rl.scorers.config import scorer_config
+from sparse_rl.scorers.config import ScorerConfig
 from sparse_rl.scorers.mlstm import MLSTM
 from sparse_rl.scorers.stateless import MLP, Linear
 
@@ -17,9 +17,9 @@ SCORERS: dict[str, type[Scorer]] = {"recency": Recency, "linear": Linear, "mlp":
 def make_scorer(scorer: Any, *, heads: int, dim: int) -> Scorer:
     """The scorer of one layer with `heads` kv heads, whose keys and values have `dim` numbers.
 
-    scorer : its settings, or what `scorer_config` makes settings of
+    scorer : its settings; or a name, or {name: ..., its parameters}
     """
-    config = scorer_config(scorer)
+    config = ScorerConfig.from_block(scorer)
     return SCORERS[config.name](config, heads=heads, dim=dim)
 
 

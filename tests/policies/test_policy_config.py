@@ -9,11 +9,11 @@ import pytest
 
 from sparse_rl.errors import UserError
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.config import CONFIGS, EvictingConfig, accepted_parameters, cache_config
+from sparse_rl.policies.config import CONFIGS, EvictingConfig, PolicyConfig, accepted_parameters
 from sparse_rl.policies.registry import POLICIES, make_policy, sampled_under
 from sparse_rl.policies.schedule import Schedule
 from sparse_rl.scorers.config import CONFIGS as SCORER_CONFIGS
-from sparse_rl.scorers.config import scorer_config
+from sparse_rl.scorers.config import ScorerConfig
 from sparse_rl.scorers.registry import SCORERS
 
 LIGHT = ("sparse_rl.policies.config", "sparse_rl.policies.schedule", "sparse_rl.scorers.config")
@@ -31,11 +31,12 @@ def test_settings_are_read_without_torch(module: str) -> None:
 def test_a_cache_block_is_checked_without_torch() -> None:
     code = (
         "import sys\n"
-        "from sparse_rl.recipe.kinds.caches import check_cache\n"
-        "check_cache({'policy': 'gkv', 'budget': 64})\n"
-        "check_cache({'policy': 'kvpop', 'budget': 600, 'scorer': {'name': 'mlstm', 'skip': True}}, learned=True)\n"
+        "from sparse_rl.policies.config import PolicyConfig\n"
+        "PolicyConfig.from_block({'policy': 'gkv', 'budget': 64})\n"
+        "scorer = {'name': 'mlstm', 'skip': True}\n"
+        "PolicyConfig.from_block({'policy': 'kvpop', 'budget': 600, 'scorer': scorer})\n"
         "try:\n"
-        "    check_cache({'policy': 'gkv', 'budget': 64, 'aplha': 1})\n"
+        "    PolicyConfig.from_block({'policy': 'gkv', 'budget': 64, 'aplha': 1})\n"
         "except ValueError as error:\n"
         "    assert 'alpha' in str(error)\n"
         f"sys.exit(any(name in sys.modules for name in {HEAVY}))"
@@ -52,21 +53,22 @@ def test_the_registries_name_the_same() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_settings_are_those_that_their_parameters_make(name: str) -> None:
     size = {"budget": 600} if "budget" in accepted_parameters(name) else {}
-    config = cache_config({"policy": name, **size})
-    assert cache_config({"policy": name, **config.parameters()}) == config == make_policy(config).config
+    config = PolicyConfig.from_block({"policy": name, **size})
+    assert PolicyConfig.from_block(config.as_block()) == config == make_policy(config).config
     assert list(config.parameters()) == accepted_parameters(name)
     for key in size:
-        assert cache_config({"policy": name, "budget": 601}) != config, key
+        assert PolicyConfig.from_block({"policy": name, "budget": 601}) != config, key
 
 
 def test_a_scorer_is_a_name_a_mapping_or_settings() -> None:
-    plain = scorer_config("mlp")
-    assert scorer_config({"name": "mlp"}) == scorer_config(plain) == plain
-    assert plain != scorer_config({"name": "mlp", "hidden": 3})
-    assert plain.parameters() == {"name": "mlp"}
-    changed = scorer_config({"name": "mlstm", "value": "full", "norm": False})
-    assert changed.parameters() == {"name": "mlstm", "value": "full", "norm": False}
-    by_name, by_settings = (cache_config({"policy": "kvpop", "budget": 600, "scorer": s}) for s in ("mlp", plain))
+    plain = ScorerConfig.from_block("mlp")
+    assert ScorerConfig.from_block({"name": "mlp"}) == ScorerConfig.from_block(plain) == plain
+    assert plain != ScorerConfig.from_block({"name": "mlp", "hidden": 3})
+    assert plain.as_block() == {"name": "mlp"}
+    changed = ScorerConfig.from_block({"name": "mlstm", "value": "full", "norm": False})
+    assert changed.as_block() == {"name": "mlstm", "value": "full", "norm": False}
+    blocks = ({"policy": "kvpop", "budget": 600, "scorer": scorer} for scorer in ("mlp", plain))
+    by_name, by_settings = map(PolicyConfig.from_block, blocks)
     assert by_name == by_settings
 
 

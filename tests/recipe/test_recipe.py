@@ -13,6 +13,7 @@ from sparse_rl import recipe as recipes
 from sparse_rl.config import yaml_fields
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
+from sparse_rl.policies.config import FullConfig, SnapKVConfig, StreamingConfig
 from sparse_rl.recipe import KINDS, DistillRecipe, EvalRecipe, GRPORecipe, SFTRecipe, load_recipe, make_recipe
 from sparse_rl.recipe import load as recipe_loading
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
@@ -93,6 +94,15 @@ def test_every_key_is_in_the_resolved_recipe(kind):
     assert set(make(TEXTS[kind]).resolved()) == {"kind", *yaml_fields(KINDS[kind])}
 
 
+def test_a_cache_is_resolved_with_every_parameter():
+    cache = make().resolved()["cache"]
+    assert cache == {"policy": "gkv", "budget": 512, "window": 16, "period": 128, "sinks": 0, "form": "max"} | {
+        "alpha": 0.8, "redundancy": True, "lam": 0.7, "pooling": 1
+    }  # fmt: skip
+    assert make(KVPOP).resolved()["cache"]["scorer"] == {"name": "mlp"}
+    assert make(EVAL, ["cache=full"]).resolved()["cache"] == {"policy": "full"}
+
+
 @pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.0e-6", "1e+3", "5", ".5"])
 def test_numbers_that_yaml_1_1_misreads(text):
     expected = float(text)
@@ -120,10 +130,10 @@ def test_plain_words_and_dates_are_text():
 def test_overrides_reach_blocks():
     overrides = ["cache.budget=64", "data.path=x.jsonl", "lora.r=8", "launch.processes=2", "rewards=math", "top_k=null"]
     recipe = make(GRPO, overrides)
-    assert recipe.cache["budget"] == 64 and recipe.cache["window"] == 16
+    assert recipe.cache.budget == 64 and recipe.cache.window == 16
     assert recipe.data.path == "x.jsonl" and recipe.lora.r == 8 and recipe.lora.alpha == 32
     assert recipe.launch.processes == 2 and recipe.rewards == ["math"] and recipe.grpo.top_k is None
-    assert make(GRPO, ["cache=full"]).cache == {"policy": "full"}
+    assert make(GRPO, ["cache=full"]).cache == FullConfig()
     assert make(GRPO, ["seed=1", "seed=2"]).seed == 2
 
 
@@ -208,7 +218,9 @@ def test_a_key_at_the_wrong_level():
         ("cache.budge=3", "did you mean 'budget'?"),
         ("cache.policy=gkw", "unknown cache policy 'gkw'"),
         ("cache={budget: 3}", "cache.policy: missing"),
-        ("cache.budget=3", "budget: 3 must exceed window 16"),
+        ("cache.budget=3", "command line: cache.budget: 3 must exceed window 16"),
+        ("cache=3", "cache: a cache policy is a name or {policy: ..., its parameters}, got 3"),
+        ("cache={policy: kvpop, budget: 600}", "cache.policy: no engine samples under it yet"),
         ("num_generations=3", "3 does not divide the global batch 8"),
         ("validation.every=2", "validation.data: missing; give a mapping"),
         ("kind=grop", "unknown kind 'grop'; one of grpo, distill, kvpop, sft, eval (did you mean grpo?)"),
@@ -260,7 +272,7 @@ def test_a_truncated_support_is_warned_about():
 def test_a_changed_policy_says_how_to_replace_the_block():
     assert "cache={policy: ...} replaces the whole block" in refused("cache.policy=full")
     assert "replaces" not in refused(text=GRPO.replace("gkv", "full"))
-    assert make(GRPO, ["cache={policy: full}"]).cache == {"policy": "full"}
+    assert make(GRPO, ["cache={policy: full}"]).cache == FullConfig()
 
 
 def test_stopping_needs_fresh_problems():
@@ -272,18 +284,16 @@ def test_a_sweep_gives_each_policy_the_parameters_it_has():
     cache = "cache={window: 8, period: 4, sinks: 2}"
     recipe = make(EVAL, [cache, "sweep={policy: [full, streaming, snapkv], budget: [32, 64]}"])
     assert recipe.caches() == [
-        {"policy": "full"},
-        {"policy": "streaming", "period": 4, "sinks": 2, "budget": 32},
-        {"policy": "streaming", "period": 4, "sinks": 2, "budget": 64},
-        {"policy": "snapkv", "window": 8, "period": 4, "sinks": 2, "budget": 32},
-        {"policy": "snapkv", "window": 8, "period": 4, "sinks": 2, "budget": 64},
+        FullConfig(),
+        StreamingConfig(period=4, sinks=2, budget=32),
+        StreamingConfig(period=4, sinks=2, budget=64),
+        SnapKVConfig(window=8, period=4, sinks=2, budget=32),
+        SnapKVConfig(window=8, period=4, sinks=2, budget=64),
     ]
     assert make(EVAL).caches() == [None]
-    assert make(EVAL, ["cache=full"]).caches() == [{"policy": "full"}]
-    assert [c["budget"] for c in make(EVAL, ["cache={policy: tova, budget: 9}", "sweep.budget=[4, 5]"]).caches()] == [
-        4,
-        5,
-    ]
+    assert make(EVAL, ["cache=full"]).caches() == [FullConfig()]
+    swept = make(EVAL, ["cache={policy: tova, budget: 9}", "sweep.budget=[4, 5]"]).caches()
+    assert [cache.budget for cache in swept] == [4, 5]
     assert "cache.windo: none of the policies" in refused("cache={windo: 8}", "sweep={policy: full}", text=EVAL)
     assert "sweep.budget: name the policies" in refused("sweep.budget=4", text=EVAL)
     assert "sweep.policy: unknown cache policy 'x'" in refused("sweep={policy: x, budget: 4}", text=EVAL)

@@ -16,12 +16,14 @@ from sparse_rl.data.problems import load_data
 from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_tokenizer
-from sparse_rl.policies import cache_config, make_policy
+from sparse_rl.policies import make_policy
+from sparse_rl.policies.config import GKVConfig
 from sparse_rl.recipe import (
     DistillRecipe,
     EvalRecipe,
     GRPORecipe,
     KVpopRecipe,
+    Recipe,
     SFTRecipe,
     TaughtRecipe,
     list_recipes,
@@ -90,10 +92,13 @@ def problems_for(tmp_path: Path) -> Callable[[Any], str]:
     return make
 
 
-def shortened(cache: dict[str, Any]) -> dict[str, Any]:
-    """The same policy and parameters, scaled down so that a dozen tokens are evicted from."""
-    small = {"budget": 12, "window": 4, "period": 4}
-    return {**cache, **{key: value for key, value in small.items() if key in cache}}
+def shortened(recipe: Recipe) -> str:
+    """Its cache, scaled down so that a dozen tokens are evicted from: as an override."""
+    cache = recipe.resolved()["cache"]
+    small = {
+        key: min(value, cache[key]) for key, value in {"budget": 12, "window": 4, "period": 4}.items() if key in cache
+    }
+    return f"cache={json.dumps(cache | small)}"
 
 
 # ---- what is written -----------------------------------------------------------------------------------------------
@@ -155,8 +160,7 @@ def test_settings_of_the_paper(name: str) -> None:
     assert (recipe.validation.problems, recipe.validation.samples) == (32, 4)
     if name.endswith("rl_sparse"):
         lam = 0.9 if "llama" in name else 0.7
-        gkv = {"policy": "gkv", "budget": 2048, "window": 16, "period": 128, "alpha": 0.8, "lam": lam}
-        assert recipe.cache == gkv
+        assert recipe.cache == GKVConfig(budget=2048, window=16, period=128, alpha=0.8, lam=lam)
 
 
 @pytest.mark.parametrize("name", ["distill", "streaming_plus"])
@@ -166,7 +170,8 @@ def test_distillation_of_the_paper(name: str) -> None:
     assert isinstance(recipe, DistillRecipe) and recipe.distill.keep == "math" and recipe.distill.completions == "data"
     batch, training = recipe.update_rows(), recipe.training
     assert (batch, training.max_steps, training.learning_rate) == (128, 250, 1e-6)
-    assert (recipe.distill.max_completion_length, recipe.loss.temperature, recipe.cache["budget"]) == (4096, 0.6, 2048)
+    cache: Any = recipe.cache
+    assert (recipe.distill.max_completion_length, recipe.loss.temperature, cache.budget) == (4096, 0.6, 2048)
     assert differing("deepseek-r1-distill-qwen-7b/distill", "deepseek-r1-distill-qwen-7b/streaming_plus") == {"cache"}
 
 
@@ -192,7 +197,7 @@ def test_the_retrofit_of_the_paper(model: str) -> None:
                 1e-4,
             )
             assert (recipe.loss.kl_weight, recipe.loss.ce_weight, recipe.kvpop.boundary_weight) == (1, 0, 1)
-            policy: Any = cache_config(recipe.cache)
+            policy: Any = recipe.cache
             assert (policy.sinks, policy.window, policy.k + policy.state_entries) == (4, 256, k)
     assert differing(f"{model}/kvpop_mlp", f"{model}/streaming_plus") == {"cache"}
 
@@ -243,17 +248,17 @@ def test_it_trains(
         overrides += ["warmup_steps=1", "stop_check_every=2"]
         monkeypatch.setattr("sparse_rl.commands.trainers.CHECK_PROBLEMS", 8)
     if isinstance(recipe, GRPORecipe):
-        overrides += ["num_generations=4", "max_completion_length=16", f"cache={json.dumps(shortened(recipe.cache))}"]
+        overrides += ["num_generations=4", "max_completion_length=16", shortened(recipe)]
         if recipe.validation is not None:
             file = problems_for(recipe.validation.data)
             overrides += [f"validation.data.path={file}", "validation.data.split=train", "validation.data.subset=null"]
             overrides += ["validation.every=1", "validation.problems=2", "validation.samples=2"]
     if isinstance(recipe, DistillRecipe):
-        overrides += [f"cache={json.dumps(shortened(recipe.cache))}"]
+        overrides += [shortened(recipe)]
         if recipe.validation is not None:
             overrides += ["validation.every=1", "validation.problems=2"]
     if isinstance(recipe, KVpopRecipe):
-        small = {**recipe.cache, "sinks": 2, "window": 4, "budget": 12, "state_entries": 0}
+        small = {**recipe.cache.as_block(), "sinks": 2, "window": 4, "budget": 12, "state_entries": 0}
         overrides += [f"cache={json.dumps(small)}", "max_length=128"]
         if recipe.validation is not None:
             overrides += ["validation.every=1", "validation.problems=2"]
@@ -268,16 +273,16 @@ def test_it_trains(
         replayed = recipe.grpo.train_attention == "replay"
         limit = 0.05 if name == BFLOAT16 else 1e-5
         assert all((line["replay/gap_max"] <= limit) is replayed for line in lines)
-        evicts = recipe.cache["policy"] != "full"
+        evicts = recipe.cache.name != "full"
         assert all((line["cache/retention"] < 1) is evicts for line in lines)
         saved = saved_policy(model)
-        assert saved is not None and saved.name == recipe.cache["policy"]
+        assert saved is not None and saved.name == recipe.cache.name
         validated = [line["step"] for line in metrics if "eval_reward" in line]
         assert validated == ([1, 2] if recipe.validation is not None else [])
     elif isinstance(recipe, TaughtRecipe):
         assert all(line["cache/retention"] < 1 and line["kl"] > 0 for line in lines)
         assert [line["step"] for line in metrics if "eval_kl" in line] == ([0, 1, 2] if recipe.validation else [])
-        assert (saved := saved_policy(model)) is not None and saved.name == recipe.cache["policy"]
+        assert (saved := saved_policy(model)) is not None and saved.name == recipe.cache.name
     else:
         assert any("accuracy_full" in line for line in metrics)
 
@@ -290,7 +295,7 @@ def test_it_evaluates(name: str, tiny_model: Callable, problems_for: Callable, t
     recipe = load_recipe(name)
     assert isinstance(recipe, EvalRecipe)
     for cache in recipe.caches():
-        assert cache is None or make_policy(cache).name == cache["policy"]
+        assert cache is None or make_policy(cache).config == cache
     overrides = [
         f"model={tiny_model(family(name), name != 'quickstart/eval')}",
         f"output_dir={tmp_path / 'run'}",
@@ -306,7 +311,7 @@ def test_it_evaluates(name: str, tiny_model: Callable, problems_for: Callable, t
     if recipe.sweep.policy:
         overrides += ["cache={window: 4, period: 4}", "sweep.budget=[12]"]
     elif recipe.cache is not None:
-        overrides.append(f"cache={json.dumps(shortened(recipe.cache))}")
+        overrides.append(shortened(recipe))
     rows = evaluate(load_recipe(name, overrides), progress=False)
     points = len(recipe.sweep.policy) or 1
     assert len(rows) == points * len(recipe.tasks)

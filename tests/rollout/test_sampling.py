@@ -106,7 +106,7 @@ def test_seeds_are_of_seed_prompt_and_sample() -> None:
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.01}, "top_p"),
         ({"top_k": 0}, "top_k"),
-        ({"n": 0}, "n must"),
+        ({"n": 0}, "^n: expected"),
     ],
 )
 def test_bad_settings_are_refused(setting: dict, message: str) -> None:

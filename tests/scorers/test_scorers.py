@@ -155,7 +155,7 @@ def test_half_precision_inputs_are_scored_in_float32() -> None:
             "scorer 'mlp' has no parameter 'hiden' (did you mean 'hidden'?); it takes gamma, hidden",
         ),
         ({"name": "recency", "hidden": 3}, "it takes no parameters"),
-        (None, "a scorer is a name or {name: ..., its parameters}, got None"),
+        (None, "a scorer is a name or {name: ..., its parameters}, got null"),
         (
             {"name": "mlp", "gamma": 0.9},
             "scorer.gamma: expected a number between 0.999 and 0.999999 or null, got 0.9",

@@ -86,9 +86,9 @@ def test_reentrant_checkpointing_is_refused(grpo: Callable) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"train_attention": "sparse"}, "train_attention: must be one of replay, full"),
-        ({"importance_correction": "tis"}, "importance_correction: must be one of"),
-        ({"uniform_groups": "skip"}, "uniform_groups: must be one of keep, drop"),
+        ({"train_attention": "sparse"}, "train_attention: expected one of replay, full"),
+        ({"importance_correction": "tis"}, "importance_correction: expected one of"),
+        ({"uniform_groups": "skip"}, "uniform_groups: expected one of keep, drop"),
         ({"uniform_groups": "drop", "beta": 0.1}, "needs beta 0"),
         ({"policy": {"policy": "gkv"}}, "needs a budget"),
     ],

@@ -223,7 +223,7 @@ def test_a_run(keys: dict, recipe: Callable, tmp_path: Path, tiny: Callable) -> 
         if made.loss.ce_weight == 0:
             assert line["loss"] == pytest.approx(line["kl"] + line["boundary_loss"], rel=1e-5)
     assert all(0 < line["eval_recall"] <= 1 for line in held_out)
-    learned = made.cache.get("scorer") != "recency"
+    learned = made.cache.scorer.name != "recency"
     assert all((line["boundary_loss"] > 0) == learned for line in steps)
     # The directory: a model as any other, the scorers and the policy beside it.
     assert not any("cache_scorer" in name for name in load_file(final / "model.safetensors"))
@@ -302,8 +302,8 @@ def test_texts_as_rows(recipe: Callable) -> None:
     ("keys", "says"),
     [
         ({"cache": {"policy": "gkv", "budget": 64}}, "cache.policy: recipes of kind kvpop train kvpop"),
-        ({"cache": {**CACHE, "scorer": "mpl"}}, "cache: kvpop: scorer: unknown scorer 'mpl' (did you mean 'mlp'?)"),
-        ({"cache": {**CACHE, "budget": 6}}, "cache: kvpop: budget: 6 must exceed window 4 + sinks 2"),
+        ({"cache": {**CACHE, "scorer": "mpl"}}, "cache.scorer: unknown scorer 'mpl' (did you mean 'mlp'?)"),
+        ({"cache": {**CACHE, "budget": 6}}, "cache.budget: 6 must exceed window 4 + sinks 2"),
         ({"lora": {"r": 4}}, "lora: the whole model is trained"),
         ({"boundary": {"late": 2}}, "boundary.late: "),
         ({"target": {"floor": 0}}, "target.floor: "),

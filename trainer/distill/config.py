@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sparse_rl.config import NonNegativeInt, Positive, PositiveInt, Text, check_choices
+from sparse_rl.config import Configuration, NonNegativeInt, Positive, PositiveInt, Text
 from sparse_rl.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillConfig:
+class DistillConfig(Configuration):
     """KL distillation under recorded evictions: a teacher with a full cache, a student with `cache` (G-KV appendix C).
 
     completions : those of the dataset, whose evictions are simulated; or the student's own, sampled under eviction
@@ -30,7 +30,7 @@ class DistillConfig:
     packing: bool = False
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        super().__post_init__()
         if self.completions == "student" and (self.keep is not None or self.refresh_every):
             key = "keep" if self.keep is not None else "refresh_every"
             raise UserError("is for the dataset's completions; remove it", key)

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 from sparse_rl.config import (
     AtLeastOne,
+    Configuration,
     Fraction,
     NonNegative,
     Positive,
     PositiveInt,
     Rule,
-    check_choices,
 )
 from sparse_rl.errors import UserError
 
@@ -21,7 +21,7 @@ Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuardConfig:
+class GuardConfig(Configuration):
     """The replay guard: stop when a batch's mean |Δlogp| exceeds factor × the probe's, or the floor.
 
     floor : None takes 1e-4 in float32 and 2e-2 in half precision
@@ -33,7 +33,7 @@ class GuardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOConfig:
+class GRPOConfig(Configuration):
     """RL under a sparse cache. The names that TRL has mean what they mean there.
 
     train_attention : replay the recorded evictions, or attend to everything (a mismatch, for comparison)
@@ -63,7 +63,7 @@ class GRPOConfig:
     replay_guard: GuardConfig = field(default_factory=GuardConfig)
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        super().__post_init__()
         if self.loss_type == "vespo" and self.importance_correction.startswith("sequence"):
             raise UserError("loss_type vespo needs token_truncate, token_mask or none", "importance_correction")
         if self.uniform_groups == "drop" and (self.beta or self.loss_type not in ("grpo", "sapo")):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sparse_rl.attention.config import TargetConfig
-from sparse_rl.config import BelowOne, NonNegative, NonNegativeInt, Positive, PositiveInt, check_choices
+from sparse_rl.config import BelowOne, Configuration, NonNegative, NonNegativeInt, Positive, PositiveInt
 from sparse_rl.errors import UserError
 from trainer.config import TrainingConfig
 from trainer.losses.config import BoundaryConfig, DistillationLossConfig
@@ -21,6 +21,7 @@ class KVpopTrainingConfig(TrainingConfig):
     adam_beta2: BelowOne = 0.95
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
             raise UserError("depends on a metric; name one that depends on the step alone", "lr_scheduler_type")
 
@@ -33,7 +34,7 @@ class KVpopLossConfig(DistillationLossConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVpopConfig:
+class KVpopConfig(Configuration):
     """Retrofit of the learned policy `kvpop`: a student under the mask of its own scorers, which are trained beside it.
 
     max_length : S; longer texts are dropped
@@ -59,7 +60,7 @@ class KVpopConfig:
     train_base: bool = True
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        super().__post_init__()
         if self.packing and self.prefill == "dense":
             raise UserError("needs packing: false, where it is known what is a prompt", "prefill")
         if self.scorer_final_learning_rate > self.scorer_learning_rate:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from sparse_rl.config import AtLeastOne, NonNegative, Positive, PositiveInt, Probability, check_choices
+from sparse_rl.config import AtLeastOne, Configuration, NonNegative, Positive, PositiveInt, Probability
 from sparse_rl.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillationLossConfig:
+class DistillationLossConfig(Configuration):
     """The loss of one token against a teacher (trainer/losses/distillation.py), and how it is computed.
 
     temperature : tau, of both distributions, and of sampling
@@ -31,7 +31,7 @@ class DistillationLossConfig:
     chunk: PositiveInt = 512
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        super().__post_init__()
         if self.kl_weight == 0 and self.ce_weight == 0:
             raise UserError("one of kl_weight and ce_weight must be above 0", "kl_weight")
         if self.divergence == "jsd" and not 0 < self.jsd_beta < 1:
@@ -41,7 +41,7 @@ class DistillationLossConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundaryConfig:
+class BoundaryConfig(Configuration):
     """The scorers' loss (trainer/losses/boundary.py).
 
     temperature : tau

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparse_rl.config import Fraction, Positive, PositiveInt
+from sparse_rl.config import Configuration, Fraction, Positive, PositiveInt
 from trainer.config import Scheduler, TrainingConfig
 
 
@@ -17,7 +17,7 @@ class SFTTrainingConfig(TrainingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig:
+class SFTConfig(Configuration):
     """Supervised fine-tuning with a full cache: the start of the quickstart, of cold starts, and uptraining.
 
     Packing is TRL's: packing: true keeps documents apart, with packing_strategy: wrapped they see each other.

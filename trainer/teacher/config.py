@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from sparse_rl.config import Text
+from sparse_rl.config import Configuration, Text
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherConfig:
+class TeacherConfig(Configuration):
     """Training on what a dense teacher says of a text.
 
     teacher : a model with the student's vocabulary; None: the starting model itself

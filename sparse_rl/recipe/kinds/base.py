@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
-from rollout.config import RolloutConfig
-from sparse_rl.config import NonNegativeInt, PositiveInt, Text, as_mapping, flat
+from rollout.config import RolloutConfig, SamplingConfig
+from sparse_rl.config import Configuration, NonNegativeInt, PositiveInt, Text, as_mapping, flat
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
+from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.recipe.schema import dump_yaml, parse_yaml
 from trainer.config import LaunchConfig, LoraConfig, TrainingConfig
 
@@ -23,7 +24,7 @@ NOT_YAML = {"yaml": False}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidationConfig:
+class ValidationConfig(Configuration):
     """What GRPO measures on held-out problems every so many steps (rewards and entropy of samples), and distillation
     and KVpop also before their first step (KL and cross-entropy; `samples` does not count there).
     """
@@ -47,18 +48,8 @@ class SampledProblems:
     samples: int
 
 
-@dataclass(frozen=True)
-class SamplingKeys:
-    """How a recipe samples; see rollout.config.SamplingConfig."""
-
-    max_completion_length: int
-    temperature: float
-    top_p: float
-    top_k: int | None
-
-
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Configuration):
     """What every kind of recipe has.
 
     model : a directory, or a name on the hub
@@ -117,11 +108,11 @@ class Recipe:
         """The same recipe with another engine."""
         raise NotImplementedError
 
-    def sampling_keys(self) -> SamplingKeys:
-        """How its engine samples."""
+    def sampling(self, samples: int = 1) -> SamplingConfig:
+        """How its engine samples, so many times each prompt."""
         raise NotImplementedError
 
-    def caches(self) -> list[dict[str, Any] | None]:
+    def caches(self) -> list[PolicyConfig | None]:
         """The caches that its engine samples under, in turn; None: the one that the model's directory names."""
         return []
 
@@ -141,6 +132,7 @@ class TrainRecipe(Recipe):
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         options = self.trainer_options.get("gradient_checkpointing_kwargs")
         options = parse_yaml(options, "gradient_checkpointing_kwargs") if isinstance(options, str) else options
         if isinstance(options, dict) and options.get("use_reentrant"):
@@ -175,7 +167,7 @@ class TrainRecipe(Recipe):
         """Itself (a TaughtRecipe), where a teacher is asked; else None."""
         return None
 
-    def exported_cache(self) -> dict[str, Any] | None:
+    def exported_cache(self) -> PolicyConfig | None:
         """The cache policy that the trained model carries; None: none, or the trainer writes it."""
         return None
 
@@ -193,7 +185,7 @@ class TrainRecipe(Recipe):
         """The models that attend by this kernel."""
         return [self.model]
 
-    def learned_cache(self) -> dict[str, Any] | None:
+    def learned_cache(self) -> PolicyConfig | None:
         """The cache whose policy is learned in this training; None where none is."""
         return None
 

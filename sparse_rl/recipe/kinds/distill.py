@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rollout.config import SamplingConfig
 from sparse_rl.config import flat
 from sparse_rl.errors import UserError
-from sparse_rl.recipe.kinds.base import SamplingKeys
 from sparse_rl.recipe.kinds.sampled import SampledRecipe
 from sparse_rl.recipe.kinds.taught import TaughtRecipe
 from trainer.distill.config import DistillConfig
@@ -31,8 +31,8 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
             wrong = f"must divide save_steps ({every}): a resumed run takes the weights of its checkpoint"
             raise UserError(wrong, "refresh_every")
 
-    def sampling_keys(self) -> SamplingKeys:
-        return SamplingKeys(self.distill.max_completion_length, self.loss.temperature, 1.0, None)
+    def sampling(self, samples: int = 1) -> SamplingConfig:
+        return SamplingConfig(self.distill.max_completion_length, self.loss.temperature, n=samples, seed=self.seed)
 
     def columns(self) -> tuple[str, ...]:
         if self.distill.completions == "student":

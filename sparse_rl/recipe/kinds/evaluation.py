@@ -6,17 +6,17 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from rollout.config import RolloutConfig
-from sparse_rl.config import Fraction, NonNegative, PositiveInt, Text
+from rollout.config import RolloutConfig, SamplingConfig
+from sparse_rl.config import Configuration, Fraction, NonNegative, PositiveInt, Source, Text
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import CONFIGS, accepted_parameters
-from sparse_rl.recipe.kinds.base import Recipe, SampledProblems, SamplingKeys
-from sparse_rl.recipe.kinds.caches import check_cache, check_model_len
+from sparse_rl.policies.config import CONFIGS, PolicyConfig, accepted_parameters
+from sparse_rl.recipe.kinds.base import Recipe, SampledProblems
+from sparse_rl.recipe.kinds.caches import check_model_len, check_sampled
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepConfig:
+class SweepConfig(Configuration):
     """Evaluate every policy at every budget; an empty list keeps what the cache block says."""
 
     policy: list[Text] = field(default_factory=list)
@@ -39,12 +39,15 @@ class EvalRecipe(Recipe):
     top_p: Fraction = 0.95
     top_k: PositiveInt | None = None
     max_completion_length: PositiveInt = 32768
-    cache: dict[str, Any] | None = None
+    cache: dict[str, Any] | Text | None = None
     sweep: SweepConfig = field(default_factory=SweepConfig)
     accuracy: Text | dict[str, Any] = "math"
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.cache, str):
+            object.__setattr__(self, "cache", {"policy": self.cache})
         if not self.tasks:
             raise UserError("name at least one, for example tasks: {aime24: {path: aime24.jsonl}}", "tasks")
         self.caches()
@@ -63,8 +66,10 @@ class EvalRecipe(Recipe):
     def with_engine(self, rollout: RolloutConfig) -> Self:
         return dataclasses.replace(self, rollout=rollout)
 
-    def sampling_keys(self) -> SamplingKeys:
-        return SamplingKeys(self.max_completion_length, self.temperature, self.top_p, self.top_k)
+    def sampling(self, samples: int = 1) -> SamplingConfig:
+        return SamplingConfig(
+            self.max_completion_length, self.temperature, self.top_p, self.top_k, n=samples, seed=self.seed
+        )
 
     def prompt_sources(self) -> dict[str, DataConfig]:
         return {f"tasks.{name}": data for name, data in self.tasks.items()}
@@ -73,37 +78,41 @@ class EvalRecipe(Recipe):
         where, data = next(iter(self.prompt_sources().items()))
         return SampledProblems(data, where, self.samples)
 
-    def caches(self) -> list[dict[str, Any] | None]:
-        """The cache block of every point of the sweep; [None] leaves it to the model's directory.
+    def caches(self) -> list[PolicyConfig | None]:
+        """The cache of every point of the sweep; [None] leaves it to the model's directory.
 
         A parameter of the cache block goes to each swept policy that has it; one that none of them has is an error.
         """
-        base = dict(self.cache or {})
         if not self.sweep.policy and not self.sweep.budget:
-            if self.cache is not None:
-                check_cache(base)
-            return [self.cache]
+            if self.cache is None:
+                return [None]
+            cache = PolicyConfig.from_block(self.cache, "cache", Source())
+            check_sampled(cache)
+            return [cache]
+        base = dict(self.cache) if isinstance(self.cache, dict) else {}
         own = base.pop("policy", None)
         names = self.sweep.policy or ([own] if own is not None else [])
         if not names:
             raise UserError("name the policies too, here or as cache.policy", "sweep.budget")
-        blocks: list[dict[str, Any] | None] = []
+        points: list[PolicyConfig | None] = []
         used: set[str] = set()
         for name in names:
-            if name not in CONFIGS:
-                check_cache({"policy": name}, "sweep.policy")
-            accepted = accepted_parameters(name)
+            accepted = accepted_parameters(name) if name in CONFIGS else []
             mine = {key: value for key, value in base.items() if key in accepted}
             used |= mine.keys()
             sweeps_budget = self.sweep.budget and "budget" in accepted
             for budget in self.sweep.budget if sweeps_budget else [None]:
                 block = {"policy": name, **mine, **({"budget": budget} if budget is not None else {})}
-                check_cache(block, "sweep")
-                if block not in blocks:
-                    blocks.append(block)
+                try:
+                    point = PolicyConfig.from_block(block)
+                except UserError as error:
+                    raise UserError(str(error), "sweep" if name in CONFIGS else "sweep.policy") from None
+                check_sampled(point, "sweep")
+                if point not in points:
+                    points.append(point)
         for key in base:
             if key not in used and key != "budget":
                 raise UserError(
                     f"none of the policies {', '.join(names)} has this parameter; remove it", f"cache.{key}"
                 )
-        return blocks
+        return points

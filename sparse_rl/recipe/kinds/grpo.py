@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rollout.config import SamplingConfig
 from sparse_rl.config import Text, flat
 from sparse_rl.errors import UserError
-from sparse_rl.recipe.kinds.base import SampledProblems, SamplingKeys
+from sparse_rl.recipe.kinds.base import SampledProblems
 from sparse_rl.recipe.kinds.sampled import SampledRecipe
 from trainer.grpo.config import GRPOConfig
 
@@ -68,9 +69,11 @@ class GRPORecipe(SampledRecipe):
     def sampled_problems(self) -> SampledProblems:
         return SampledProblems(self.data, "data", self.grpo.num_generations)
 
-    def sampling_keys(self) -> SamplingKeys:
+    def sampling(self, samples: int = 1) -> SamplingConfig:
         grpo = self.grpo
-        return SamplingKeys(grpo.max_completion_length, grpo.temperature, grpo.top_p, grpo.top_k)
+        return SamplingConfig(
+            grpo.max_completion_length, grpo.temperature, grpo.top_p, grpo.top_k, n=samples, seed=self.seed
+        )
 
     def rewards_by_key(self) -> Mapping[str, list[Any]]:
         return {"rewards": self.rewards}

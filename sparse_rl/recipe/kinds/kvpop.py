@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 from sparse_rl.config import flat
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import cache_config
-from sparse_rl.recipe.kinds.caches import check_cache
+from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.recipe.kinds.taught import TaughtRecipe
 from trainer.config import TrainingConfig
 from trainer.kvpop.config import KVpopConfig, KVpopLossConfig, KVpopTrainingConfig
@@ -23,17 +22,18 @@ class KVpopRecipe(TaughtRecipe):
     """
 
     kind: ClassVar[str] = "kvpop"
-    cache: dict[str, Any]
+    cache: PolicyConfig
     training: TrainingConfig = flat(KVpopTrainingConfig)
     loss: DistillationLossConfig = flat(KVpopLossConfig)
     kvpop: KVpopConfig = flat(KVpopConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_cache(self.cache, learned=True)
+        if not self.cache.schedule.before_attending:
+            raise UserError("recipes of kind kvpop train kvpop", "cache.policy")
         if self.lora is not None:
             raise UserError("the whole model is trained, or with train_base: false the scorers alone", "lora")
-        policy: Any = cache_config(self.cache)
+        policy: Any = self.cache
         if policy.scorer.name == "recency" and not self.kvpop.train_base:
             raise UserError("the scorer recency has no parameters, so nothing would be trained", "train_base")
         if self.kvpop.max_length <= policy.sinks + policy.window + policy.k:
@@ -41,7 +41,7 @@ class KVpopRecipe(TaughtRecipe):
                 f"rows of at most {self.kvpop.max_length} tokens never exceed the budget: nothing is evicted"
             )
 
-    def learned_cache(self) -> dict[str, Any] | None:
+    def learned_cache(self) -> PolicyConfig | None:
         return self.cache
 
     def trains_model(self) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from rollout.config import RolloutConfig
 from sparse_rl.config import flat
 from sparse_rl.errors import UserError
+from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.recipe.kinds.base import TrainRecipe, ValidationConfig
-from sparse_rl.recipe.kinds.caches import check_cache, check_model_len
+from sparse_rl.recipe.kinds.caches import check_model_len, check_sampled
 from trainer.config import ReplayConfig
 
 
@@ -39,16 +40,16 @@ class SampledRecipe(ReplayedRecipe):
     cache : {policy: a name, its parameters}; see sparse_rl/policies/config.py
     """
 
-    cache: dict[str, Any]
+    cache: PolicyConfig
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_cache(self.cache)
+        check_sampled(self.cache)
         if self.rollout.tensor_parallel > 1:
             wrong = "in training each process has an engine of its own; set it to 1, and use launch.processes"
             raise UserError(wrong, "rollout.tensor_parallel")
-        check_model_len(self.rollout, self.prompt_sources(), self.sampling_keys().max_completion_length)
+        check_model_len(self.rollout, self.prompt_sources(), self.sampling().max_tokens)
 
     def engine(self) -> RolloutConfig | None:
         return self.rollout
@@ -56,18 +57,18 @@ class SampledRecipe(ReplayedRecipe):
     def with_engine(self, rollout: RolloutConfig) -> Self:
         return dataclasses.replace(self, rollout=rollout)
 
-    def caches(self) -> list[dict[str, Any] | None]:
+    def caches(self) -> list[PolicyConfig | None]:
         return [self.cache]
 
-    def exported_cache(self) -> dict[str, Any] | None:
+    def exported_cache(self) -> PolicyConfig | None:
         return self.cache
 
     def evicts(self) -> bool:
         """Whether its cache evicts at all."""
-        return self.cache.get("policy") != "full"
+        return self.cache.schedule.evicts
 
     def longest_row(self, prompt: int) -> int | None:
-        return prompt + self.sampling_keys().max_completion_length
+        return prompt + self.sampling().max_tokens
 
     def keeps_traces(self) -> bool:
         return self.evicts()
