@@ -124,9 +124,14 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         checkpoint_to_resume(changed, "newest")
     assert str(error.value).endswith(
-        "another recipe: cache.budget is 8 there and 16 here; cache.sinks is null there and 2 here; launch.zero_stage "
+        "another recipe: cache.budget is 8 there and 16 here; cache.sinks is 4 there and 2 here; launch.zero_stage "
         "is 0 there and 3 here; learning_rate is 1e-06 there and 2e-06 here. Set the old values, or start a new run"
     )
+
+
+def test_a_default_that_is_written_out_is_no_difference(tmp_path: Path) -> None:
+    place = checkpoint(tmp_path, 3)
+    assert checkpoint_to_resume(recipe_of(tmp_path, "cache.sinks=4", "cache.period=1"), "newest") == place
 
 
 @pytest.mark.parametrize(
