@@ -84,6 +84,8 @@ def describe(hint: Any) -> str:
         return "one of " + ", ".join([*map(str, args[:MOST_SHOWN]), *(["..."] if len(args) > MOST_SHOWN else [])])
     if origin is list or hint is list:
         return f"a list of: {describe(args[0])}" if args and args[0] is not Any else "a list"
+    if isinstance(hint, type) and issubclass(hint, NamedConfiguration):
+        return "a name or a mapping"
     if origin is dict or hint is dict or dataclasses.is_dataclass(hint):
         return "a mapping"
     return _NAMES.get(hint, getattr(hint, "__name__", str(hint)))

@@ -182,7 +182,7 @@ class CAKEConfig(ScoredWindowConfig):
 class KVpopPolicyConfig(EvictingConfig):
     """
     budget : B = sinks + window + k (+ state_entries)
-    scorer : in YAML a scorer's name, or {name: ..., its parameters}
+    scorer : a scorer, {name: ..., its parameters} or the name alone
     decay_every : n
     state_entries : so many entries of the budget give way to the scorer's state, which takes their memory
     """

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from sparse_rl.config import describe, flat_fields, own_fields
+from sparse_rl.config import NamedConfiguration, describe, flat_fields, own_fields
 from sparse_rl.policies.config import CONFIGS as POLICIES
 from sparse_rl.recipe.kinds import KINDS, Recipe
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
@@ -98,6 +98,8 @@ def _default(f: dataclasses.Field, holder: Any) -> Any:
 def _show(value: Any) -> str:
     if value is dataclasses.MISSING:
         return REQUIRED
+    if isinstance(value, NamedConfiguration):
+        value = value.name
     if dataclasses.is_dataclass(value):
         return ""
     return f"`{value if isinstance(value, str) and value else json.dumps(value)}`"

@@ -39,7 +39,7 @@ class EvalRecipe(Recipe):
     top_p: Fraction = 0.95
     top_k: PositiveInt | None = None
     max_completion_length: PositiveInt = 32768
-    cache: dict[str, Any] | Text | None = None
+    cache: Text | dict[str, Any] | None = None
     sweep: SweepConfig = field(default_factory=SweepConfig)
     accuracy: Text | dict[str, Any] = "math"
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -18,7 +18,7 @@ from trainer.losses.config import DistillationLossConfig
 class KVpopRecipe(TaughtRecipe):
     """Retrofit of the learned policy `kvpop`, whose scorers are trained beside the model.
 
-    cache : {policy: kvpop, its parameters}; see sparse_rl/policies/config.py
+    cache : {policy: kvpop, its parameters}
     """
 
     kind: ClassVar[str] = "kvpop"

@@ -37,7 +37,7 @@ class ReplayedRecipe(TrainRecipe):
 class SampledRecipe(ReplayedRecipe):
     """Training on sequences that an engine samples, or simulates, under a cache.
 
-    cache : {policy: a name, its parameters}; see sparse_rl/policies/config.py
+    cache : {policy: a name, its parameters}, or the name alone
     """
 
     cache: PolicyConfig
