@@ -1,0 +1,41 @@
+"""What we rely on in transformers outside trainer/, name by name: docs/internals.md says where and why."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+
+import transformers.trainer
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt
+
+
+def test_attention_is_registered_and_taken(new_model: Callable) -> None:
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        assert list(inspect.signature(interface.register).parameters) == ["key", "value"]
+        assert ATTENTION in interface().valid_keys()
+    assert AttentionMaskInterface()[ATTENTION] is sdpa_mask
+    model = new_model("qwen3")
+    assert model.config._attn_implementation != ATTENTION
+    adopt(model)
+    assert model.config._attn_implementation == ATTENTION
+    assert NO_MASK.ndim == 4  # a mask that transformers takes as prepared
+
+
+def test_checkpointing_is_seen(new_model: Callable) -> None:
+    model = new_model("qwen3")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    functions = [m._gradient_checkpointing_func for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    assert functions and all(
+        isinstance(f, functools.partial) and f.keywords["use_reentrant"] is False for f in functions
+    )
+
+
+def test_other_names_exist() -> None:
+    assert hasattr(PreTrainedModel, "_keys_to_ignore_on_save")
+    source = inspect.getsource(transformers.trainer)
+    uses = [line.strip() for line in source.splitlines() if "DEFAULT_PROGRESS_CALLBACK" in line]
+    assert len(uses) == 3 and uses[-1].endswith("else DEFAULT_PROGRESS_CALLBACK)")  # defined (twice), looked up once
