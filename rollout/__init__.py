@@ -7,11 +7,11 @@ config.py    SamplingConfig, and RolloutConfig, a recipe's `rollout:` block
 engine.py    the Engine protocol and the Rollout record
 make.py      make_engine, an engine by its name;  choice.py  which engine this machine and this model are best served by
 requests.py  what engines do alike before they sample: prompt checks, seeds, stop tokens;  sampling.py  the sampler
-hf.py        the reference engine on plain transformers;  cache.py  its caches
+hf.py        the reference engine on plain transformers;  cache.py  its caches, which record the evictions
 vllm/        the fast engine, which keeps its own copy of the weights
 evaluation/  pass@k over tasks and caches
 
-To add an engine: a class with the methods of `Engine`, a line in `make.engine_class`, its name in `engine.ENGINES`
+To add an engine: a class with the methods of `Engine`, a line in `make.engine_class`, its name in `config.EngineName`
 and in `config.RolloutConfig.engine`, and what chooses it in choice.py.
 """
 
@@ -23,14 +23,14 @@ from sparse_rl.lazy import public_names
 
 if TYPE_CHECKING:
     from rollout.choice import default_engine
-    from rollout.config import RolloutConfig, SamplingConfig
-    from rollout.engine import ENGINES, Engine, Rollout
+    from rollout.config import ENGINES, RolloutConfig, SamplingConfig
+    from rollout.engine import Engine, Rollout
     from rollout.make import make_engine
 
 __getattr__ = public_names(
     __name__,
     {
-        "ENGINES": "rollout.engine",
+        "ENGINES": "rollout.config",
         "Engine": "rollout.engine",
         "Rollout": "rollout.engine",
         "RolloutConfig": "rollout.config",

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Any
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineName, RolloutConfig
 from sparse_rl.errors import UserError
 
 logger = logging.getLogger("sparse_rl")
@@ -21,12 +21,12 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLL
 LEAST_ROOM = 40  # tokens that an engine holds, however short the prompts: the trainer probes it with so many
 
 
-def default_engine() -> Literal["hf", "vllm"]:
+def default_engine() -> EngineName:
     """What `auto` stands for, unless the model or the machine speaks against it: vllm where it is installed."""
     return "hf" if importlib.util.find_spec("vllm") is None else "vllm"
 
 
-def choose_engine(rollout: RolloutConfig, config: Any, cuda: bool | None = None) -> tuple[Literal["hf", "vllm"], str]:
+def choose_engine(rollout: RolloutConfig, config: Any, cuda: bool | None = None) -> tuple[EngineName, str]:
     """(the engine's name for `make_engine`, why it is this one).
 
     config : of the model; None where a live module is to be sampled from

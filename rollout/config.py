@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from sparse_rl.config import Configuration, Fraction, NonNegative, Positive, PositiveInt
+
+EngineName = Literal["hf", "vllm"]
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+SAMPLE_LIVE: tuple[EngineName, ...] = ("hf",)  # engines that can sample from a live module; the others load weights
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class RolloutConfig(Configuration):
     sleep : in training, give the engine's GPU memory back while the weights are updated
     """
 
-    engine: Literal["auto", "hf", "vllm"] = "auto"
+    engine: Literal["auto", EngineName] = "auto"
     max_batch: PositiveInt = 64
     progress: bool = True
     kv_cache_gb: Positive | None = None

@@ -15,7 +15,6 @@ from rollout.config import SamplingConfig
 from sparse_rl.policies.base import Policy
 from sparse_rl.trace import EvictionTrace
 
-ENGINES = ("hf", "vllm")
 # A matrix product over 1 to 3 rows takes another kernel on a CPU and rounds otherwise; a trained model amplifies that.
 LEAST_ROWS = 4
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollout.engine import ENGINES, Engine
+from rollout.config import ENGINES, SAMPLE_LIVE
+from rollout.engine import Engine
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import saved_policy
 from sparse_rl.policies.base import Policy
@@ -36,8 +37,8 @@ def make_engine(
     """
     if kind not in ENGINES:
         raise UserError(f"unknown engine {kind!r}; known: {', '.join(ENGINES)}")
-    if kind == "vllm" and not isinstance(model, (str, Path)):
-        raise UserError("engine 'vllm' keeps its own weights: give it a model's directory, or use the engine hf")
+    if kind not in SAMPLE_LIVE and not isinstance(model, (str, Path)):
+        raise UserError(f"engine {kind!r} keeps its own weights: give it a model's directory, or use the engine hf")
     engine = engine_class(kind)
     accepted = set(inspect.signature(engine.__init__).parameters) - {"self", "model", "policy"}
     if unknown := set(options) - accepted:

@@ -79,7 +79,8 @@ def describe(hint: Any) -> str:
     if origin is Annotated:
         return " ".join([describe(args[0]), *(rule.says for rule in args[1:])])
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(describe(member) for member in args))
+        # sorted: of two unions of the same types Python may give either for both
+        return " or ".join(sorted({describe(member) for member in args}, key=lambda text: (text == "null", text)))
     if origin is Literal:
         return "one of " + ", ".join([*map(str, args[:MOST_SHOWN]), *(["..."] if len(args) > MOST_SHOWN else [])])
     if origin is list or hint is list:

@@ -8,8 +8,11 @@ losses/       what is minimised against a teacher, and against the future (bound
 examples.py   the token sequences that a dataset gives;  batches.py  the rows of a forward that they become
 arguments.py  what TRL and transformers are given;  config.py  what every training is told
 resumable.py  what makes any of them resume exactly;  checkpoint.py  a checkpoint on disk, whole or not there
+              (which keys may differ in a resumed run: sparse_rl/commands/resume.py)
 rundir.py     what a run leaves;  weights.py  a trainer's weights by their names, for an engine of its own
 launch.py, deepspeed.py  N processes and ZeRO;  export.py  the model that a run ends with
+
+What is overridden or read of TRL and transformers is in docs/internals.md, held by tests/trainer/test_trl_surface.py.
 
 Each folder is the same small set of files: config.py, what it is told (no torch); trainer.py; and what it is made of.
 """

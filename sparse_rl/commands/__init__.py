@@ -4,7 +4,9 @@ main.py       the parser, and from words to the command that they name
 arguments.py  what several commands take: a recipe with its overrides, counts, amounts
 console.py    what a command shows: quiet libraries, a line per training log, a line per error, the exit status
 checks.py     what can be checked of a training recipe before a model is loaded
-memory.py     what a run will take
+trainers.py   from a recipe to its trainer, a function per kind;  examples.py  the tokens that it trains on
+sampling.py   from a recipe to its engine and its prompts;  resume.py  which keys may differ in a resumed run
+memory.py     what a run will take;  sizes.py  the arithmetic;  machine.py  what this machine has
 
 To add a command: a file here with ABOUT, `add_arguments(parser)` and `run(options, session)`, which returns the exit
 status, and one line in COMMANDS of main.py. The file imports nothing heavy: `run` does, so that a wrong word is

@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.choice import default_engine
+from rollout.config import ENGINES
 from sparse_rl.commands.console import Session, quiet_loading
 from sparse_rl.errors import StoppedError
 
@@ -205,9 +206,7 @@ def report(rows: list[dict[str, Any]], out: Path, seconds: float, engine: str) -
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument(
-        "--engine", choices=("auto", "hf", "vllm"), default="auto", help="that samples in stages 2 to 4"
-    )
+    parser.add_argument("--engine", choices=("auto", *ENGINES), default="auto", help="that samples in stages 2 to 4")
     parser.add_argument("--slots", type=int, default=min(2, os.cpu_count() or 1), help="stages run at a time")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rollout.config import RolloutConfig
+from rollout.config import SAMPLE_LIVE, RolloutConfig
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import Recipe
@@ -63,7 +63,7 @@ def engines(
     from rollout.make import make_engine
 
     kind = engine_of(recipe).engine
-    if kind == "hf" and model is None:
+    if kind in SAMPLE_LIVE and model is None:
         model = _load_model(recipe)
     source = recipe.model if model is None else model
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rollout.config import SAMPLE_LIVE
 from rollout.make import make_engine
 from sparse_rl.commands.examples import taught_examples
 from sparse_rl.commands.sampling import engine_arguments
@@ -91,7 +92,7 @@ def grpo(recipe: GRPORecipe, folder: Path) -> Any:
         processing_class=tokenizer,
         peft_config=adapters(recipe.lora),
         callbacks=[rundir.RunLog(folder), completions],
-        make_engine=lambda live: make_engine(kind, model=live if kind == "hf" else recipe.model, **engine),
+        make_engine=lambda live: make_engine(kind, model=live if kind in SAMPLE_LIVE else recipe.model, **engine),
         sleep=recipe.rollout.sleep,
         thinking=recipe.data.thinking,
     )
@@ -136,9 +137,10 @@ def distill(recipe: DistillRecipe, folder: Path) -> Any:
         with refusals():
             student = get_peft_model(student, adapters(recipe.lora))
     starting: Any = recipe.model
-    if recipe.rollout.engine == "hf" and recipe.distill.completions == "student":
+    live = recipe.rollout.engine in SAMPLE_LIVE
+    if live and recipe.distill.completions == "student":
         starting = base_of(student)
-    elif recipe.rollout.engine == "hf" and not recipe.distill.refresh_every and recipe.launch.zero_stage < 3:
+    elif live and not recipe.distill.refresh_every and recipe.launch.zero_stage < 3:
         # a teacher that is the starting model, and stays it, serves both
         starting = teacher if recipe.own_teacher else recipe.model
     with outside_deepspeed(args):

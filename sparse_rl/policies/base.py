@@ -3,7 +3,7 @@
 A policy is pure tensor code over R sequences and all kv heads of one layer. It never sees prompts, tokens, models or
 engines, and it keeps nothing between calls: what it wants to remember about an entry it leaves in `Entries.state`,
 which the engine moves along with the entry. When a compaction runs and how many entries it leaves is the schedule's
-business (schedule.py). It gives evict_at = q + 1 to what it drops after query q.
+business (schedule.py). What a compaction drops after query q, the engine records with evict_at = q + 1.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from sparse_rl.policies.config import CONFIGS as POLICIES
 from sparse_rl.recipe import KINDS, GRPORecipe, make_recipe
 from sparse_rl.recipe.reference import read_docstring, reference
 from sparse_rl.scorers.config import CONFIGS as SCORERS
-from trainer.grpo.config import GRPOConfig
+from trainer.grpo.config import SparseGRPOConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 GRPO = {
@@ -91,7 +91,7 @@ def test_docstrings_are_read_entry_by_entry():
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongerGRPOConfig(GRPOConfig):
+class LongerGRPOConfig(SparseGRPOConfig):
     """RL with one key more.
 
     patience : how long it waits

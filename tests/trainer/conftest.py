@@ -54,11 +54,11 @@ def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
     from rollout import make_engine
     from sparse_rl.models.load import load_tokenizer
     from trainer.grpo.arguments import grpo_arguments
-    from trainer.grpo.config import GRPOConfig
+    from trainer.grpo.config import SparseGRPOConfig
     from trainer.grpo.trainer import SparseGRPOTrainer
     from trainer.rundir import RunLog
 
-    ours = {field.name for field in dataclasses.fields(GRPOConfig)}
+    ours = {field.name for field in dataclasses.fields(SparseGRPOConfig)}
 
     def make(
         name: str = "run",
@@ -78,7 +78,7 @@ def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
     ) -> SparseGRPOTrainer:
         folder = tmp_path / name
         options = {**SETTINGS, **settings}
-        sparse = GRPOConfig(**{key: options.pop(key) for key in ours & options.keys()})
+        sparse = SparseGRPOConfig(**{key: options.pop(key) for key in ours & options.keys()})
         folder.mkdir(exist_ok=True)
         data = problems(count + held_out)
         return trainer_class(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from sparse_rl.attention.config import TargetConfig
 from sparse_rl.errors import UserError
 from sparse_rl.policies.config import GKVConfig, H2OConfig
 from trainer.distill.config import DistillConfig
-from trainer.grpo.config import GRPOConfig, GuardConfig
+from trainer.grpo.config import GuardConfig, SparseGRPOConfig
 from trainer.kvpop.config import KVpopConfig, KVpopTrainingConfig
 from trainer.losses.config import DistillationLossConfig
 
@@ -29,19 +30,28 @@ def test_they_are_read_without_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+grpo: Any = SparseGRPOConfig
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: GRPOConfig(loss_type="gpro"), r"^loss_type: expected one of grpo, .* got 'gpro'; did you mean 'grpo'"),  # type: ignore[arg-type]
-        (lambda: GRPOConfig(beta=-1), "^beta: expected a number >= 0, got -1"),
-        (lambda: GRPOConfig(replay_guard=GuardConfig(factor=True)), "^factor: expected a number >= 1, got true"),
-        (lambda: GRPOConfig(replay_guard={"factor": 0}), "^replay_guard.factor: expected a number >= 1, got 0"),  # type: ignore[arg-type]
+        (
+            lambda: SparseGRPOConfig(loss_type="gpro"),
+            r"^loss_type: expected one of grpo, .* got 'gpro'; did you mean 'grpo'",
+        ),  # type: ignore[arg-type]
+        (lambda: grpo(beta=-1), "^beta: expected a number >= 0, got -1"),
+        (lambda: grpo(replay_guard=GuardConfig(factor=True)), "^factor: expected a number >= 1, got true"),
+        (lambda: grpo(replay_guard={"factor": 0}), "^replay_guard.factor: expected a number >= 1, got 0"),  # type: ignore[arg-type]
         (lambda: GKVConfig(budget=2.5), "^budget: expected a whole number >= 1, got 2.5"),  # type: ignore[arg-type]
         (lambda: H2OConfig(budget="8"), "^budget: expected a whole number >= 1, got '8'"),  # type: ignore[arg-type]
         (lambda: SamplingConfig(4, float("inf")), "^temperature: expected a number >= 0, got inf"),
         (lambda: SamplingConfig(4, top_k=0), "^top_k: expected a whole number >= 1 or null, got 0"),
-        (lambda: GRPOConfig(loss_type="vespo", importance_correction="sequence_mask"), "importance_correction: loss_"),
-        (lambda: GRPOConfig(uniform_groups="drop", beta=0.1), "uniform_groups: drop needs beta 0"),
+        (
+            lambda: SparseGRPOConfig(loss_type="vespo", importance_correction="sequence_mask"),
+            "importance_correction: loss_",
+        ),
+        (lambda: grpo(uniform_groups="drop", beta=0.1), "uniform_groups: drop needs beta 0"),
         (lambda: TargetConfig(group="most"), "group: expected one of max, mean"),  # type: ignore[arg-type]
         (lambda: DistillationLossConfig(kl_weight=0.0), "kl_weight: one of kl_weight and ce_weight"),
         (lambda: DistillationLossConfig(renormalise=True), "renormalise: is about the teacher's top k"),
@@ -56,6 +66,6 @@ def test_what_contradicts_itself_is_refused_in_python_too(make, says: str) -> No
 
 
 def test_a_value_is_kept_as_yaml_gives_it() -> None:
-    made = GRPOConfig(beta=1, replay_guard={"factor": 3})  # type: ignore[arg-type]
-    assert made == GRPOConfig(beta=1.0, replay_guard=GuardConfig(factor=3.0)) and type(made.beta) is float
-    assert made != GRPOConfig(beta=2)  # the control
+    made = SparseGRPOConfig(beta=1, replay_guard={"factor": 3})  # type: ignore[arg-type]
+    assert made == SparseGRPOConfig(beta=1.0, replay_guard=GuardConfig(factor=3.0)) and type(made.beta) is float
+    assert made != SparseGRPOConfig(beta=2)  # the control

@@ -10,7 +10,7 @@ import trl
 
 from sparse_rl.attention.interface import ATTENTION
 from trainer.arguments import ReplayedArguments
-from trainer.grpo.config import GRPOConfig
+from trainer.grpo.config import SparseGRPOConfig
 
 
 @dataclass
@@ -21,12 +21,12 @@ class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
     attention_kernel : one of ATTENTION_KERNELS
     """
 
-    sparse: GRPOConfig = field(default_factory=GRPOConfig)
+    sparse: SparseGRPOConfig = field(default_factory=SparseGRPOConfig)
     attention_kernel: str = "sdpa"
 
 
 def grpo_arguments(
-    sparse: GRPOConfig, *, model_init_kwargs: dict[str, Any] | None = None, **options: Any
+    sparse: SparseGRPOConfig, *, model_init_kwargs: dict[str, Any] | None = None, **options: Any
 ) -> SparseGRPOArguments:
     """The arguments of a SparseGRPOTrainer.
 

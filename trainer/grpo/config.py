@@ -33,7 +33,7 @@ class GuardConfig(Configuration):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOConfig(Configuration):
+class SparseGRPOConfig(Configuration):
     """RL under a sparse cache. The names that TRL has mean what they mean there.
 
     train_attention : replay the recorded evictions, or attend to everything (a mismatch, for comparison)

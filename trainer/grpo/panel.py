@@ -10,7 +10,7 @@ With d = log p_trainer - log p_sampler of a sampled token:
 sync/probe_gap, the mean |d| of a probe in which nothing is evicted, tells stale weights from a wrong trace: it is
 measured whenever an engine with its own weights has been given new ones.
 
-It knows tensors only; trainer.py says when it is fed.
+It knows tensors and rollouts, not trainers; trainer.py says when it is fed.
 """
 
 from __future__ import annotations

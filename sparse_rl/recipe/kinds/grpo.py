@@ -11,7 +11,7 @@ from sparse_rl.config import Text, flat
 from sparse_rl.errors import UserError
 from sparse_rl.recipe.kinds.base import SampledProblems
 from sparse_rl.recipe.kinds.sampled import SampledRecipe
-from trainer.grpo.config import GRPOConfig
+from trainer.grpo.config import SparseGRPOConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class GRPORecipe(SampledRecipe):
 
     kind: ClassVar[str] = "grpo"
     rewards: list[dict[str, Any] | Text]
-    grpo: GRPOConfig = flat(GRPOConfig)
+    grpo: SparseGRPOConfig = flat(SparseGRPOConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
