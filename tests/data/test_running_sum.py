@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from sparse_rl import running_sum
+from sparse_rl.data import running_sum
 from sparse_rl.data.running_sum import (
     RunningSum,
     build_model,
