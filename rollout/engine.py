@@ -64,7 +64,7 @@ class Engine(Protocol):
     shares_weights: bool
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Rollout]:
-        """len(prompts) * n rollouts, prompt-major. Raises ValueError on an empty prompt."""
+        """len(prompts) * n rollouts, prompt-major. Raises UserError on an empty prompt."""
         ...
 
     def simulate(
@@ -72,7 +72,7 @@ class Engine(Protocol):
     ) -> list[Rollout]:
         """What `generate` would have recorded, had it sampled these completions: their log-probs and evictions.
 
-        One rollout per prompt, by the very computation of decoding. Raises ValueError on an empty prompt or completion.
+        One rollout per prompt, by the very computation of decoding. Raises UserError on an empty prompt or completion.
         """
         ...
 

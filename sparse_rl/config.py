@@ -14,7 +14,6 @@ import dataclasses
 import math
 import types
 import typing
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -191,9 +190,9 @@ class NamedConfiguration(Configuration):
     name: ClassVar[str]  # of a member
 
     @classmethod
-    @abstractmethod
     def members(cls) -> Mapping[str, type[Any]]:
         """Name -> class."""
+        raise NotImplementedError
 
     @classmethod
     def chosen(cls, block: Mapping[str, Any]) -> type[Any]:

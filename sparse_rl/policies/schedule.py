@@ -22,7 +22,8 @@ NEVER = 1 << 30  # more tokens than any sequence has
 class Schedule:
     """A compaction leaves `budget` entries, and the next one runs `period` tokens later.
 
-    For a budget that grows, override `left`, and `first` with it; everything else follows from these two.
+    For a budget that grows, override `left`, and `first` with it (this one holds for a constant budget alone);
+    everything else follows from these two.
 
     budget : entries per kv head that a compaction leaves
     period : tokens between two compactions

@@ -216,11 +216,6 @@ class TrainRecipe(Recipe):
         training = self.training
         return training.max_steps if training.max_steps > 0 else max(1, round(per_epoch * training.num_train_epochs))
 
-    def refresh_every(self) -> int:
-        """Steps after which an engine's weights are refreshed, so that a checkpoint between two cannot be resumed; 0:
-        any can."""
-        return 0
-
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def longest_row(self, prompt: int) -> int | None:

@@ -47,9 +47,6 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
         teacher = self.taught_by.teacher
         return [self.model, *([teacher] if self.distill.packing and teacher is not None else [])]
 
-    def refresh_every(self) -> int:
-        return self.distill.refresh_every
-
     def further_models(self, own_engine: bool) -> list[tuple[str, str]]:
         shared = self.own_teacher and self.launch.zero_stage < 3 and not self.distill.refresh_every
         if own_engine or self.distill.completions == "student" or shared:
