@@ -28,7 +28,7 @@ from sparse_rl.errors import UserError
 from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_config, load_tokenizer
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.registry import make_policy, sampled_under
+from sparse_rl.policies.registry import for_sampling, make_policy
 
 PROGRAM = """
 import os, signal, sys
@@ -81,7 +81,7 @@ def serve(
 
     _check_plugin()
     policy, source = choose_policy(model, cache)
-    sampled_under(policy)
+    for_sampling(policy)
     config = load_config(model)
     _check_files(model, {word.partition("=")[0] for word in further})
     _set_environment(verbose)

@@ -109,7 +109,7 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     made = plan(recipe, config)
     launch = recipe.as_training().launch if recipe.trained else LaunchConfig()
     lines = verdicts(made, launch, device_memory(), host_memory())
-    if (rollout := recipe.engine()) is not None:
+    if (rollout := recipe.engine_config()) is not None:
         lines.append(f"rollouts: {choose_engine(rollout, config)[1]}")
     if recipe.trained:
         lines += _attention_kernels(recipe.as_training())

@@ -64,7 +64,7 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
     from trainer.rundir import prepare
 
     policies = sampling.policies_of(recipe)
-    recipe = sampling.with_chosen_engine(recipe, load_config(recipe.model) if model is None else None).as_evaluation()
+    recipe = sampling.choose_recipe_engine(recipe, load_config(recipe.model) if model is None else None).as_evaluation()
     tokenizer = load_tokenizer(recipe.model)
     reward = _accuracy(recipe)
     require = ("prompt", "answer") if _needs_answer(recipe) else ("prompt",)

@@ -137,7 +137,7 @@ def _training_plan(recipe: TrainRecipe, model: Model, skeleton: Any, engine: lis
         items += [_mask_item(recipe, model, length, cuda), _future_attention_item(rows, length, model)]
     copy = parameters * model.itemsize
     items += [Item(name, copy, note=note) for name, note in recipe.further_models(bool(engine))]
-    if recipe.engine() is not None:
+    if recipe.engine_config() is not None:
         items += _sampling_items(recipe, model, engine, prompt, length, cuda)
     return Plan(parameters, items)
 
@@ -150,7 +150,7 @@ def _sampling_items(
     if recipe.launch.zero_stage == 3 and not engine:
         note = "ZeRO-3 samples from whole weights"
         items.append(Item("gathered weights", model.bytes, when="sampling", note=note))
-    rollout, sequences = recipe.engine(), recipe.sequences_sampled()
+    rollout, sequences = recipe.engine_config(), recipe.sequences_sampled()
     assert rollout is not None
     at_once = min(rollout.max_batch, sequences)
     items += engine
@@ -212,7 +212,7 @@ def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
     """What vllm holds: its own weights, and a pool for keys and values. Nothing for hf, which has neither."""
     from rollout.choice import choose_engine
 
-    rollout = recipe.engine()
+    rollout = recipe.engine_config()
     if rollout is None or choose_engine(rollout, model.config, cuda)[0] == "hf":
         return []
     own = -(-model.bytes // rollout.tensor_parallel)

@@ -54,7 +54,7 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
     asked = recipe.sampled_problems()
     policy = sampling.policies_of(recipe)[0]
     config, tokenizer = load_config(recipe.model), load_tokenizer(recipe.model)
-    recipe = sampling.with_chosen_engine(recipe, config)
+    recipe = sampling.choose_recipe_engine(recipe, config)
     source = load_data(asked.data, tokenizer, where=asked.where)
     source = source.select(range(min(problems, len(source))))
     try:
@@ -64,7 +64,7 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
     prompts = sampling.prompt_tokens(source, tokenizer, asked.data)
     made_by = {"model": model_fingerprint(config), "policy": fingerprint(policy)}
     summaries: list[dict[str, Any]] = []
-    opened = sampling.engines(recipe, progress=sampling.engine_of(recipe).progress)
+    opened = sampling.engines(recipe, progress=sampling.engine_config_of(recipe).progress)
     with opened(policy) as engine, (folder / "completions.jsonl").open("w") as log:
         for old in folder.glob("traces-*.safetensors"):  # of an earlier call
             old.unlink()

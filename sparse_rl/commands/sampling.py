@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from sparse_rl.policies.base import Policy
 
 
-def engine_of(recipe: Recipe) -> RolloutConfig:
+def engine_config_of(recipe: Recipe) -> RolloutConfig:
     """The sampling engine of a recipe that has one."""
-    rollout = recipe.engine()
+    rollout = recipe.engine_config()
     assert rollout is not None
     return rollout
 
 
-def with_chosen_engine(recipe: Recipe, config: Any) -> Recipe:
+def choose_recipe_engine(recipe: Recipe, config: Any) -> Recipe:
     """The recipe with its engine chosen for a model of this configuration; None: for a live module."""
     from rollout import choice
 
-    return recipe.with_engine(choice.with_chosen_engine(engine_of(recipe), config))
+    return recipe.with_engine_config(choice.with_chosen_engine(engine_config_of(recipe), config))
 
 
 def engine_arguments(recipe: Recipe) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def engine_arguments(recipe: Recipe) -> dict[str, Any]:
     from rollout.choice import engine_options
 
     return engine_options(
-        engine_of(recipe),
+        engine_config_of(recipe),
         dtype=recipe.dtype,
         prompt_bounds=[data.max_prompt_tokens for data in recipe.prompt_sources().values()],
         max_completion_length=recipe.sampling().max_tokens,
@@ -62,7 +62,7 @@ def engines(
     """
     from rollout.make import make_engine
 
-    kind = engine_of(recipe).engine
+    kind = engine_config_of(recipe).engine
     if kind in SAMPLE_LIVE and model is None:
         model = _load_model(recipe)
     source = recipe.model if model is None else model

@@ -92,14 +92,14 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
 def with_choices(recipe: TrainRecipe) -> TrainRecipe:
     """The recipe with what it leaves open chosen for this machine: its engine, and its attention kernel."""
     from sparse_rl.attention.choice import choose_kernel
-    from sparse_rl.commands.sampling import with_chosen_engine
+    from sparse_rl.commands.sampling import choose_recipe_engine
     from sparse_rl.models.load import load_config
     from trainer.rundir import check_world
 
     check_world(recipe.launch.processes)
     config = load_config(recipe.model)
-    if recipe.engine() is not None:
-        recipe = with_chosen_engine(recipe, config).as_training()
+    if recipe.engine_config() is not None:
+        recipe = choose_recipe_engine(recipe, config).as_training()
     if (wanted := recipe.attention_kernel()) is not None:
         kernel, finding = choose_kernel(wanted, map(load_config, recipe.attending_models()), recipe.dtype)
         logger.info("attention kernel: %s", finding)

@@ -27,7 +27,7 @@ from sparse_rl.lazy import public_names
 if TYPE_CHECKING:
     from sparse_rl.policies.base import Entries, Kept, Policy
     from sparse_rl.policies.config import PolicyConfig
-    from sparse_rl.policies.registry import POLICIES, fingerprint, make_policy, sampled_under
+    from sparse_rl.policies.registry import POLICIES, fingerprint, for_sampling, make_policy
     from sparse_rl.policies.schedule import Schedule
 
 __getattr__ = public_names(
@@ -41,7 +41,7 @@ __getattr__ = public_names(
         "Schedule": "sparse_rl.policies.schedule",
         "fingerprint": "sparse_rl.policies.registry",
         "make_policy": "sparse_rl.policies.registry",
-        "sampled_under": "sparse_rl.policies.registry",
+        "for_sampling": "sparse_rl.policies.registry",
     },
 )
 
@@ -53,6 +53,6 @@ __all__ = [
     "PolicyConfig",
     "Schedule",
     "fingerprint",
+    "for_sampling",
     "make_policy",
-    "sampled_under",
 ]

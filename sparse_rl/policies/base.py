@@ -160,7 +160,7 @@ class Policy:
         """Memory per sequence and layer: name -> shape of a float32 tensor that begins as zeros.
 
         It is to be forked, selected and released with its sequence. No engine holds such memory yet, and each refuses a
-        policy that declares some (`sampled_under`).
+        policy that declares some (`for_sampling`).
         """
         return {}
 
@@ -172,7 +172,7 @@ class Policy:
         Called for each query of decoding where `schedule.before_attending` is true. `entries` holds what the query
         before saw, and the arriving token itself: its key and value, and its entry in every memory. It must stay. What
         is dropped gets evict_at = q, and gives its slot to the arriving token. Prompts are prefilled densely: `compact`
-        then runs at the end of one that is longer than the budget. No engine calls this yet (`sampled_under`).
+        then runs at the end of one that is longer than the budget. No engine calls this yet (`for_sampling`).
         """
         raise NotImplementedError
 

@@ -229,8 +229,8 @@ def accepted_parameters(policy: str) -> list[str]:
     return list(yaml_fields(CONFIGS[policy]))
 
 
-def refuse_unsampled(config: PolicyConfig) -> None:
-    """Raise a UserError, in one line, where no engine can sample under a policy yet."""
+def refuse_unsampled(config: PolicyConfig, key: str = "") -> None:
+    """Raise a UserError, in one line, where no engine can sample under a policy yet; `key` is where it was named."""
     if config.schedule.before_attending:
         mend = "it decides before a query attends; name another policy, for example full"
-        raise UserError(f"no engine samples under {config.name} yet: {mend}")
+        raise UserError(f"no engine samples under {config.name} yet: {mend}", key)

@@ -48,7 +48,7 @@ def make_policy(policy: str | Policy | PolicyConfig | Mapping[str, Any], /, **pa
     return POLICIES[policy.name](policy)
 
 
-def sampled_under(policy: Policy) -> Policy:
+def for_sampling(policy: Policy) -> Policy:
     """The policy, if engines can sample under it; else UserError, in one line."""
     refuse_unsampled(policy.config)
     if type(policy).sequence_memory is not Policy.sequence_memory:

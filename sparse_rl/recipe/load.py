@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin
 
 from sparse_rl.config import Source, build, coerce, show, yaml_fields
 from sparse_rl.errors import UserError, nearest
+from sparse_rl.policies.config import EvictingConfig
 from sparse_rl.recipe.kinds import KINDS, Recipe
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.refused import refusal
@@ -103,7 +104,7 @@ def make_recipe(mapping: Any, overrides: Sequence[str] = (), name: str = "recipe
 
 def _places(cls: type[Recipe]) -> dict[str, str]:
     """A key's name -> where it belongs, for a key that was put at another level."""
-    places = {key: f"cache.{key}" for key in ("policy", "budget", "sinks", "window", "period")}
+    places = {key: f"cache.{key}" for key in ("policy", *yaml_fields(EvictingConfig))}
     for key, hint in yaml_fields(cls).items():
         for block in () if get_origin(hint) is dict else (hint, *get_args(hint)):
             if isinstance(block, type) and dataclasses.is_dataclass(block):

@@ -10,7 +10,7 @@ import pytest
 from sparse_rl.errors import UserError
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.config import CONFIGS, EvictingConfig, PolicyConfig, accepted_parameters
-from sparse_rl.policies.registry import POLICIES, make_policy, sampled_under
+from sparse_rl.policies.registry import POLICIES, for_sampling, make_policy
 from sparse_rl.policies.schedule import Schedule
 from sparse_rl.scorers.config import CONFIGS as SCORER_CONFIGS
 from sparse_rl.scorers.config import ScorerConfig
@@ -83,8 +83,8 @@ class Remembers(Policy):
 
 def test_what_no_engine_samples_is_said_in_one_line() -> None:
     config = ByPosition(budget=8)
-    assert config.schedule == Schedule(8) and sampled_under(Policy(config)).name == "test"
+    assert config.schedule == Schedule(8) and for_sampling(Policy(config)).name == "test"
     with pytest.raises(UserError, match=r"^no engine samples under test yet: it needs memory per sequence; [^\n]*$"):
-        sampled_under(Remembers(config))
+        for_sampling(Remembers(config))
     with pytest.raises(UserError, match=r"^no engine samples under kvpop yet: it decides before a query[^\n]*$"):
-        sampled_under(make_policy("kvpop", budget=600))
+        for_sampling(make_policy("kvpop", budget=600))

@@ -338,7 +338,7 @@ def test_the_seed_says_how_scorers_start(recipe: Callable, tmp_path: Path) -> No
 
 
 def test_other_kinds_do_not_take_it(tiny: Callable, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no engine samples under it yet"):
+    with pytest.raises(UserError, match="no engine samples under kvpop yet"):
         make_recipe({"kind": "distill", "model": tiny(), "output_dir": str(tmp_path), "cache": CACHE,
                      "data": {"synthetic": {"task": "running_sum", "size": 8}}})  # fmt: skip
 

@@ -100,11 +100,11 @@ class Recipe(Configuration):
 
     # ---- sampling -----------------------------------------------------------------------------------------------
 
-    def engine(self) -> RolloutConfig | None:
+    def engine_config(self) -> RolloutConfig | None:
         """The sampling engine; None where none is used."""
         return None
 
-    def with_engine(self, rollout: RolloutConfig) -> Self:
+    def with_engine_config(self, rollout: RolloutConfig) -> Self:
         """The same recipe with another engine."""
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Checks of the cache that a recipe names, and of the sequences that its engine must hold."""
+"""A check of the sequences that a recipe asks its engine to hold."""
 
 from __future__ import annotations
 
@@ -7,13 +7,6 @@ from collections.abc import Mapping
 from rollout.config import RolloutConfig
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import PolicyConfig
-
-
-def check_sampled(cache: PolicyConfig, key: str = "cache") -> None:
-    """Raise a UserError where no engine can sample under a cache."""
-    if cache.schedule.before_attending:
-        raise UserError("no engine samples under it yet; it is trained by recipes of kind kvpop", f"{key}.policy")
 
 
 def check_model_len(rollout: RolloutConfig, sources: Mapping[str, DataConfig], max_completion_length: int) -> None:

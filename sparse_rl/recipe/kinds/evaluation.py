@@ -10,9 +10,9 @@ from rollout.config import RolloutConfig, SamplingConfig
 from sparse_rl.config import Configuration, Fraction, NonNegative, PositiveInt, Source, Text
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import CONFIGS, PolicyConfig, accepted_parameters
+from sparse_rl.policies.config import CONFIGS, PolicyConfig, accepted_parameters, refuse_unsampled
 from sparse_rl.recipe.kinds.base import Recipe, SampledProblems
-from sparse_rl.recipe.kinds.caches import check_model_len, check_sampled
+from sparse_rl.recipe.kinds.caches import check_model_len
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,10 @@ class EvalRecipe(Recipe):
     def as_evaluation(self) -> EvalRecipe:
         return self
 
-    def engine(self) -> RolloutConfig | None:
+    def engine_config(self) -> RolloutConfig | None:
         return self.rollout
 
-    def with_engine(self, rollout: RolloutConfig) -> Self:
+    def with_engine_config(self, rollout: RolloutConfig) -> Self:
         return dataclasses.replace(self, rollout=rollout)
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
@@ -87,7 +87,7 @@ class EvalRecipe(Recipe):
             if self.cache is None:
                 return [None]
             cache = PolicyConfig.from_block(self.cache, "cache", Source())
-            check_sampled(cache)
+            refuse_unsampled(cache, "cache.policy")
             return [cache]
         base = dict(self.cache) if isinstance(self.cache, dict) else {}
         own = base.pop("policy", None)
@@ -107,7 +107,7 @@ class EvalRecipe(Recipe):
                     point = PolicyConfig.from_block(block)
                 except UserError as error:
                     raise UserError(str(error), "sweep" if name in CONFIGS else "sweep.policy") from None
-                check_sampled(point, "sweep")
+                refuse_unsampled(point, "sweep.policy")
                 if point not in points:
                     points.append(point)
         for key in base:

@@ -9,9 +9,9 @@ from typing import Self
 from rollout.config import RolloutConfig
 from sparse_rl.config import flat
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import PolicyConfig
+from sparse_rl.policies.config import PolicyConfig, refuse_unsampled
 from sparse_rl.recipe.kinds.base import TrainRecipe, ValidationConfig
-from sparse_rl.recipe.kinds.caches import check_model_len, check_sampled
+from sparse_rl.recipe.kinds.caches import check_model_len
 from trainer.config import ReplayConfig
 
 
@@ -45,16 +45,16 @@ class SampledRecipe(ReplayedRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sampled(self.cache)
+        refuse_unsampled(self.cache, "cache.policy")
         if self.rollout.tensor_parallel > 1:
             wrong = "in training each process has an engine of its own; set it to 1, and use launch.processes"
             raise UserError(wrong, "rollout.tensor_parallel")
         check_model_len(self.rollout, self.prompt_sources(), self.sampling().max_tokens)
 
-    def engine(self) -> RolloutConfig | None:
+    def engine_config(self) -> RolloutConfig | None:
         return self.rollout
 
-    def with_engine(self, rollout: RolloutConfig) -> Self:
+    def with_engine_config(self, rollout: RolloutConfig) -> Self:
         return dataclasses.replace(self, rollout=rollout)
 
     def caches(self) -> list[PolicyConfig | None]:
