@@ -34,7 +34,7 @@ def run_seed(seed: int, budget: int, source: Path, out: Path, stages: Stages, en
     folder = out / f"seed{seed}"
     common = [f"seed={seed}", f"rollout.engine={engine}"]
 
-    def train(name: str, recipe: str, model: Path, *more: str) -> None:
+    def train(name: str, recipe: str, model: str | Path, *more: str) -> None:
         keys = [
             f"model={model}",
             f"output_dir={folder / name}",
@@ -53,14 +53,14 @@ def run_seed(seed: int, budget: int, source: Path, out: Path, stages: Stages, en
         (row,) = json.loads((folder / f"eval_{name}" / "eval.json").read_text())["rows"]
         return {key: row[key] for key in ("accuracy", "standard_error", "problems")}
 
-    train("distill", "quickstart/distill", source / f"seed{seed}" / "sft" / "model", f"validation.every={STEPS}")
+    train("distill", "quickstart/distill", "quickstart/model", f"validation.every={STEPS}")
     train("distill_grpo", "quickstart/grpo", folder / "distill" / "model")
     kl = [line["eval_kl"] for line in read_metrics(folder / "distill") if "eval_kl" in line]
     early = {
         name: statistics.mean(
             line["reward"] for line in read_metrics(run) if 0 < line["step"] <= FIRST and "reward" in line
         )
-        for name, run in (("grpo", source / f"seed{seed}" / "rl_sparse"), ("distill_grpo", folder / "distill_grpo"))
+        for name, run in (("grpo", source / f"seed{seed}" / "grpo"), ("distill_grpo", folder / "distill_grpo"))
     }
     return {
         "seed": seed, "budget": budget, "kl_before": kl[0], "kl_after": kl[-1], "early_reward": early,

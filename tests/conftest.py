@@ -1,4 +1,6 @@
-"""Shared fixtures: tiny random models of every family, the trained stories260K where it is present, and policies.
+"""Shared fixtures: tiny random models of every family, trained ones, and policies.
+
+Trained are the quickstart's model, which is shipped, and stories260K where it is present.
 
 `new_model` builds a model that the test may change; `model_of` lends one that it must leave as it is.
 """
@@ -28,11 +30,14 @@ from rollout import choice, make
 from rollout.hf import HFEngine
 from sparse_rl.attention.interface import adopt
 from sparse_rl.attention.kernels.flex import flex_attend
+from sparse_rl.data.running_sum import SYMBOLS
 from sparse_rl.policies import Policy, make_policy
 from sparse_rl.policies.config import accepted_parameters
 from sparse_rl.trace import SECTIONS, EvictionTrace, Section
 
 STORIES = Path(__file__).parents[2] / "shared/models/stories260K"
+QUICKSTART = Path(__file__).parents[1] / "recipes/quickstart/model"
+TRAINED = {"quickstart": (QUICKSTART, SYMBOLS.index("Q")), "stories260K": (STORIES, 1)}  # and how a text begins
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -68,11 +73,12 @@ def build(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 
 @cache
 def lend(name: str) -> PreTrainedModel:
-    if name != "stories260K":
+    if name not in TRAINED:
         return build(name)
-    if not (STORIES / "model.safetensors").exists():
+    folder, _ = TRAINED[name]
+    if name == "stories260K" and not (folder / "model.safetensors").exists():
         pytest.skip("the trained model stories260K is not here")
-    return AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +89,7 @@ def new_model() -> Callable[..., PreTrainedModel]:
 
 @pytest.fixture(scope="session")
 def model_of() -> Callable[[str], PreTrainedModel]:
-    """model_of("qwen2" | "qwen3" | "llama" | "stories260K") -> a shared model, adopted; not to be changed."""
+    """model_of(a key of FAMILIES or TRAINED) -> a shared model, adopted; not to be changed."""
     return lambda name: adopt(lend(name))
 
 
@@ -100,13 +106,13 @@ def policy_of() -> Callable[..., Policy]:
 
 @pytest.fixture(scope="session")
 def prompts_of(model_of: Callable[[str], PreTrainedModel]) -> Callable[..., list[list[int]]]:
-    """prompts_of(name, lengths, seed=0) -> prompts: random tokens, or stories told by the trained model itself."""
+    """prompts_of(name, lengths, seed=0) -> prompts: random tokens, or texts told by the trained model itself."""
 
     def make(name: str, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
         generator = torch.Generator().manual_seed(seed)
-        if name != "stories260K":
+        if name not in TRAINED:
             return [torch.randint(3, 64, (n,), generator=generator).tolist() for n in lengths]
-        model, ids = model_of(name), torch.ones(len(lengths), 1, dtype=torch.long)
+        model, ids = model_of(name), torch.full((len(lengths), 1), TRAINED[name][1])
         with torch.no_grad():
             while ids.shape[1] < max(lengths):
                 chances = model(input_ids=ids, use_cache=False).logits[:, -1].softmax(-1)

@@ -1,6 +1,7 @@
 """What files say: curves of runs, traces, tables of evaluations. It knows no engine and no trainer.
 
-curves.py      learning and mismatch curves, from metrics.jsonl
+curves.py      any metric against the step, and mismatch curves, from metrics.jsonl
+accuracy.py    accuracy per method, under the small cache and with a full one
 traces.py      what traces keep: statistics, tables, density
 evaluation.py  the table of an evaluation
 drawing.py     how every picture looks

@@ -1,6 +1,6 @@
-"""Curves of runs, drawn from their metrics.jsonl: how they learn, and how far trainer and sampler are apart.
+"""Curves of runs, drawn from their metrics.jsonl: any metric against the step, and the gap from trainer to sampler.
 
-plot_learning({"sparse": Path("runs/a"), "full": Path("runs/b")}, "learning.png")
+plot_metric({"sparse": Path("runs/a"), "full": Path("runs/b")}, "learning.png")
 """
 
 from __future__ import annotations
@@ -9,39 +9,52 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sparse_rl.analysis.drawing import colours, label_ends, new_figure, save_figure
-from sparse_rl.errors import UserError
+from sparse_rl.errors import UserError, nearest
 from sparse_rl.metrics import METRICS_FILE, read_metrics
 
 SMOOTHING = 0.15  # of the steps: the span of the moving average
+METRICS = {  # a short name -> (the metric's key, the axis' label, with its unit)
+    "reward": ("reward", "mean reward of the sampled completions"),
+    "loss": ("loss", "loss"),
+    "length": ("completions/mean_length", "mean length of a completion (tokens)"),
+    "retention": ("cache/retention", "share of the tokens held at the end"),
+    "entropy": ("entropy", "entropy of the next token (nats)"),
+    "tokens_per_second": ("time/tokens_per_second", "sampled tokens per second"),
+}
 
 
-def plot_learning(runs: Mapping[str, Path], out: str | Path, metric: str = "reward") -> Path:
-    """`metric` against step, one line per run: faint as it was logged, bold as a moving average over 15 % of it.
+def plot_metric(runs: Mapping[str, Path], out: str | Path, metric: str = "reward", title: str = "") -> Path:
+    """A metric against the step, one line per run: faint as it was logged, bold as a moving average over 15 % of it.
 
-    Where no run has the metric, its loss is drawn instead. Raises UserError where there is nothing to draw.
+    metric : a name of METRICS, or a key of metrics.jsonl
+
+    Raises UserError where no run has logged it; the line names those that were.
     """
-    drawn = {label: _series(folder, metric) for label, folder in runs.items()}
-    if not any(drawn.values()):
-        metric, drawn = "loss", {label: _series(folder, "loss") for label, folder in runs.items()}
-    drawn = {label: points for label, points in drawn.items() if points}
+    key, label = METRICS.get(metric, (metric, metric))
+    drawn = {run: points for run, folder in runs.items() if (points := _series(folder, key))}
     if not drawn:
-        raise UserError(f"no reward and no loss in the metrics of {', '.join(map(str, runs.values()))}")
+        logged = sorted({name for folder in runs.values() for name in logged_metrics(folder)})
+        near = nearest(metric, [*METRICS, *logged])
+        mend = f"did you mean {near}?" if near else f"logged are {', '.join(logged) or 'none'}"
+        raise UserError(f"no {metric} in the metrics of {', '.join(map(str, runs.values()))}; {mend}", "--metric")
     figure, axes = new_figure()
     ends = []
-    for colour, (label, points) in zip(colours(len(drawn)), drawn.items(), strict=True):
+    longest = 0
+    for colour, (run, points) in zip(colours(len(drawn)), drawn.items(), strict=True):
         steps, values = zip(*points, strict=True)
-        span = max(1, round(SMOOTHING * len(values)))
-        mean = smooth(values, span)
+        longest = max(longest, len(values))
+        mean = smooth(values, max(1, round(SMOOTHING * len(values))))
         axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
         axes.plot(steps, mean, color=colour, marker="o" if len(values) == 1 else None)
-        ends.append((steps[-1], mean[-1], label, colour))
+        ends.append((steps[-1], mean[-1], run, colour))
     label_ends(axes, ends)
-    axes.set_xlabel("step")
-    axes.set_ylabel(metric)
+    axes.set_xlabel("training step" + (f"  (bold: mean over {SMOOTHING:.0%} of the run)" if longest > 1 else ""))
+    axes.set_ylabel(label)
+    axes.set_title(title, loc="left", fontsize=12)
     return save_figure(figure, out)
 
 
-def plot_gap(runs: Mapping[str, Path], out: str | Path) -> Path:
+def plot_gap(runs: Mapping[str, Path], out: str | Path, title: str = "") -> Path:
     """|log p_trainer - log p_sampler| of sampled tokens against step, log scale: solid its mean, dotted its maximum.
 
     Raises UserError where no run has logged it.
@@ -59,11 +72,12 @@ def plot_gap(runs: Mapping[str, Path], out: str | Path) -> Path:
                 steps, values = zip(*points, strict=True)
                 shown = [max(value, least) for value in values]  # a gap of exactly 0 has no place on a log scale
                 axes.plot(steps, shown, style, color=colour, marker="o" if len(shown) == 1 else None)
-                ends.append((steps[-1], shown[-1], f"{label} {which}", colour))
+                ends.append((steps[-1], shown[-1], f"{label}, {which}", colour))
     axes.set_yscale("log")
     label_ends(axes, ends)
-    axes.set_xlabel("step")
-    axes.set_ylabel("|Δ log p|, trainer − sampler")
+    axes.set_xlabel("training step")
+    axes.set_ylabel("|Δ log-prob| per token,\ntrainer − sampler (nats)")
+    axes.set_title(title, loc="left", fontsize=12)
     return save_figure(figure, out)
 
 
@@ -88,9 +102,10 @@ def run_labels(folders: Sequence[Path]) -> dict[str, Path]:
     raise AssertionError("distinct paths have distinct names")
 
 
-def has_gap(runs: Mapping[str, Path]) -> bool:
-    """Whether `plot_gap` has something to draw."""
-    return any(_series(folder, "replay/gap_mean") for folder in runs.values())
+def logged_metrics(folder: Path) -> set[str]:
+    """The keys of a run's metrics.jsonl that hold numbers; empty where there is none."""
+    lines = read_metrics(folder) if (Path(folder) / METRICS_FILE).is_file() else []
+    return {key for line in lines for key, value in line.items() if key != "step" and isinstance(value, int | float)}
 
 
 def _series(folder: Path, key: str) -> list[tuple[int, float]]:

@@ -5,6 +5,7 @@ The colours are those of Okabe and Ito, distinct to colour-blind eyes.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from sparse_rl.errors import UserError
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LABEL_WIDTH = 20  # characters of a line's name before it is wrapped
 STYLE: Any = {
     "figure.figsize": (7.2, 4.2),
     "figure.dpi": 150,
@@ -40,14 +42,16 @@ def new_figure() -> tuple[Any, Any]:
 
 
 def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], size: float = 10) -> None:
-    """A name at the end of each line, moved apart where they would overlap, and no legend."""
+    """A name at the end of each line, wrapped, moved apart where they would overlap, and no legend."""
+    ends = [(x, y, textwrap.fill(label, LABEL_WIDTH), colour) for x, y, label, colour in ends]
     figure = axes.figure
     figure.canvas.draw()
-    apart = 1.35 * size * figure.dpi / 72
+    line = 1.35 * size * figure.dpi / 72
     placed = sorted((axes.transData.transform((x, y))[1], y, x, label, colour) for x, y, label, colour in ends)
     heights = [pixel for pixel, *_ in placed]
+    lines = [label.count("\n") + 1 for *_, label, _ in placed]
     for i in range(1, len(heights)):
-        heights[i] = max(heights[i], heights[i - 1] + apart)
+        heights[i] = max(heights[i], heights[i - 1] + line * (lines[i - 1] + lines[i]) / 2)
     for height, (pixel, y, x, label, colour) in zip(heights, placed, strict=True):
         shift = (8, (height - pixel) * 72 / figure.dpi)
         axes.annotate(

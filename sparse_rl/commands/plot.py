@@ -1,4 +1,4 @@
-"""`sparse-rl plot`: learning and mismatch curves of runs, or the density of a trace."""
+"""`sparse-rl plot`: learning and mismatch curves of runs, any metric that they logged, or the density of a trace."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from pathlib import Path
 from sparse_rl.commands.console import Session
 from sparse_rl.errors import UserError
 
-ABOUT = "Learning and mismatch curves of runs; the density of a trace."
+ABOUT = "Learning and mismatch curves of runs, or any metric of theirs; the density of a trace."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN_DIR|TRACE", nargs="+", type=Path)
+    known = "reward, loss, length, retention, entropy, tokens_per_second"
+    parser.add_argument("--metric", help=f"what to draw against the step: {known}, or any key of metrics.jsonl")
     parser.add_argument("--out", metavar="FILE", type=Path, help="default: plots/ in the first run's directory")
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
-    from sparse_rl.analysis.curves import has_gap, plot_gap, plot_learning, run_labels
+    from sparse_rl.analysis.curves import logged_metrics, plot_gap, plot_metric, run_labels
     from sparse_rl.analysis.traces import plot_density
     from sparse_rl.trace import load_traces
 
@@ -30,9 +32,12 @@ def run(options: argparse.Namespace, session: Session) -> int:
         print(plot_density(load_traces(traces[0]), out or traces[0].with_suffix(".png")))
         return 0
     runs = run_labels(folders)
-    out = out or folders[0] / "plots" / "learning.png"
-    print(plot_learning(runs, out))
-    if has_gap(runs):
+    logged = {name for folder in runs.values() for name in logged_metrics(folder)}
+    metric = options.metric or ("reward" if "reward" in logged or "loss" not in logged else "loss")
+    name = "learning" if options.metric is None else metric.replace("/", "_")
+    out = out or folders[0] / "plots" / f"{name}.png"
+    print(plot_metric(runs, out, metric))
+    if options.metric is None and "replay/gap_mean" in logged:
         name = "gap.png" if options.out is None else f"{out.stem}_gap{out.suffix}"
         print(plot_gap(runs, out.with_name(name)))
     return 0

@@ -1,13 +1,14 @@
 """The quickstart: on a machine without a GPU, show that training under the recorded evictions pays.
 
-Per seed, through the very same command, recipes, engine and trainer that a 7B run uses:
+Through the very same command, recipes, engine and trainer that a 7B run uses:
 
-1. train a tiny model from scratch on the running-sum task (recipes/quickstart/sft.yaml);
-2. calibrate the cache budget: the smallest at which that model is hurt but not lost;
-3. run RL-Sparse, RL-Full, and the mismatched control (sparse rollouts, full attention in training) under that budget;
-4. evaluate all under eviction and with a full cache, on problems that were neither trained nor calibrated on.
+1. start from the tiny model that is shipped (recipes/quickstart/model), which solves the running-sum task with a full
+   cache, and seldom under a cache of the budget that recipes/quickstart/grpo.yaml names;
+2. per seed, run RL-Sparse, RL-Full, and the mismatched control (sparse rollouts, full attention in training);
+3. evaluate all under eviction and with a full cache, on problems that were neither trained nor calibrated on.
 
-Writes results.json, learning_curves.png and replay_gap.png, and prints one table.
+`--scratch` trains a tiny model of each seed's own first (recipes/quickstart/sft.yaml), and calibrates its budget: the
+smallest at which it is hurt but not lost. Writes results.json and three pictures, and prints one table.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +35,41 @@ from rollout.choice import default_engine
 from rollout.config import ENGINES
 from sparse_rl.commands.console import Session, quiet_loading
 from sparse_rl.errors import StoppedError
+from sparse_rl.metrics import read_metrics
+from sparse_rl.policies.config import EvictingConfig
+from sparse_rl.recipe import load_recipe
 
 ABOUT = "On a machine without a GPU: show that training under the recorded evictions pays."
 BUDGETS = (32, 36, 40, 44, 48, 56, 64)
 AIM = (0.25, 0.5)  # accuracy under eviction before RL: room to learn, and something to reinforce
 LEAST = 0.18  # runs that start nearer to chance (0.10) often stay there
-RUNS = {"rl_sparse": "quickstart/grpo", "rl_full": "quickstart/grpo_full", "rl_mismatch": "quickstart/grpo_mismatch"}
-LABELS = {"sft": "before RL", "rl_sparse": "RL-Sparse", "rl_full": "RL-Full", "rl_mismatch": "RL, mismatched masks"}
-console = Console(highlight=False)
+METHODS = {"rl_sparse": "grpo", "rl_full": "grpo_full", "rl_mismatch": "grpo_mismatch"}  # name -> recipe, and folder
+START = "sft"  # the row of results.json that says where RL began
+LABELS = {
+    START: "before RL",
+    "rl_sparse": "RL-Sparse",
+    "rl_full": "RL-Full",
+    "rl_mismatch": "RL, mismatched masks",
+}
+NEWS_SECONDS = 20  # between two lines about a stage that is under way
+console = Console(highlight=False, soft_wrap=True)
 
 
 class QuickstartError(StoppedError):
     """A stage that failed: one line, and where its log is."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What RL begins with. model : its directory, or None for the recipes' own; folder : of its evaluation"""
+
+    model: Path | None
+    budget: int
+    folder: Path
+
+    @property
+    def overrides(self) -> list[str]:
+        return [] if self.model is None else [f"model={self.model}"]
 
 
 class Stages:
@@ -53,83 +78,119 @@ class Stages:
     def __init__(self, slots: int) -> None:
         self.slots = threading.Semaphore(slots)
 
-    def run(self, label: str, folder: Path, arguments: Sequence[str]) -> float:
-        """One stage; its output goes to folder/log.txt. Returns its wall seconds."""
+    def run(self, label: str, folder: Path, arguments: Sequence[str]) -> None:
+        """One stage; its output goes to folder/log.txt. How far it is, is said now and then."""
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "log.txt"
-        with self.slots:
-            start = time.monotonic()
+        with self.slots, log.open("w") as file:
+            start = told = time.monotonic()
             console.print(f"  [dim]start[/]  {label}")
-            with log.open("w") as file:
-                command = [sys.executable, "-m", "sparse_rl.cli", *arguments]
-                done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-            seconds = time.monotonic() - start
-            if done.returncode:
-                lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-                raise QuickstartError(f"{label} failed (log: {log}): {lines[-1] if lines else 'no output'}")
-            console.print(f"  [green]done[/]   {label}  [dim]{seconds:.0f} s[/]")
-        return seconds
+            command = [sys.executable, "-m", "sparse_rl.cli", *arguments]
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            try:
+                while process.poll() is None:
+                    time.sleep(0.2)
+                    if time.monotonic() - told >= NEWS_SECONDS and (news := progress(folder)):
+                        console.print(f"         {label}  [dim]{news}[/]")
+                        told = time.monotonic()
+            finally:
+                process.kill()
+        if process.returncode:
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            raise QuickstartError(f"{label} failed (log: {log}): {lines[-1] if lines else 'no output'}")
+        done = "  ".join(filter(None, (progress(folder), f"{time.monotonic() - start:.0f} s")))
+        console.print(f"  [green]done[/]   {label}  [dim]{done}[/]")
 
 
-def run_seed(seed: int, out: Path, stages: Stages, engine: str) -> list[dict[str, Any]]:
-    """All stages of one seed after `prepare`; returns its rows of results.json."""
-    folder = out / f"seed{seed}"
-    common, sampling = [f"seed={seed}"], [f"rollout.engine={engine}"]
+def progress(folder: Path) -> str:
+    """The last step that a training has logged, with its reward or accuracy; empty where there is none."""
+    lines = [line for line in read_metrics(folder) if "step" in line]
+    values = {key: value for line in lines for key, value in line.items()}  # the last of each
+    shown = [f"{label} {values[key]:.2f}" for key, label in SHOWN.items() if key in values]
+    return "  ".join([f"step {values['step']}", *shown]) if lines else ""
 
-    def train(name: str, recipe: str, *more: str) -> None:
-        overrides = [*common, f"output_dir={folder / name}", f"data.synthetic.seed={seed}", *more]
-        stages.run(f"seed {seed}: {LABELS[name] if name != 'sft' else 'training the tiny model'}", folder / name, [
-            "train", recipe, *overrides
-        ])  # fmt: skip
 
-    def evaluate(label: str, name: str, model: str, *more: str) -> list[dict[str, Any]]:
-        overrides = [*common, *sampling, f"model={folder / model / 'model'}", f"output_dir={folder / name}", *more]
-        stages.run(f"seed {seed}: {label}", folder / name, ["eval", "quickstart/eval", *overrides])
-        return json.loads((folder / name / "eval.json").read_text())["rows"]
+SHOWN = {"reward": "reward", "accuracy_full": "accuracy"}  # metric -> how it is called
 
-    train("sft", "quickstart/sft", f"model={folder / 'untrained'}")
-    sweep = f"sweep.budget=[{','.join(map(str, BUDGETS))}]"
-    calibration = evaluate(
-        "calibrating the budget", "calibration", "sft", sweep, "tasks.running_sum.synthetic.split=calibration",
-        "tasks.running_sum.synthetic.size=512", f"tasks.running_sum.synthetic.seed={1000 + seed}",
-    )  # fmt: skip
-    budget = choose_budget({row["budget"]: row["accuracy"] for row in calibration})
-    tried = ", ".join(f"{r['budget']}: {r['accuracy']:.2f}" for r in calibration)
-    console.print(f"  seed {seed}: budget {budget} (accuracy under eviction {tried})")
 
-    start = [f"model={folder / 'sft' / 'model'}", *sampling]
-    with ThreadPoolExecutor(len(RUNS)) as pool:
-        jobs = [
-            pool.submit(train, name, recipe, *start, *([] if name == "rl_full" else [f"cache.budget={budget}"]))
-            for name, recipe in RUNS.items()
-        ]
-        for job in jobs:
-            job.result()
+class Quickstart:
+    """The stages of some seeds, and where their results lie.
 
-    def row(name: str) -> dict[str, Any]:
-        points = evaluate(
-            f"evaluating {LABELS[name]}", f"eval_{name}", name,
-            "sweep.policy=[streaming,full]", f"sweep.budget=[{budget}]",
+    out : the folder of all; engine : that samples
+    """
+
+    def __init__(self, out: Path, stages: Stages, engine: str) -> None:
+        self.out, self.stages, self.engine = out, stages, engine
+
+    def train(self, label: str, folder: Path, recipe: str, seed: int, *more: str) -> None:
+        overrides = [f"seed={seed}", f"output_dir={folder}", f"data.synthetic.seed={seed}", *more]
+        self.stages.run(label, folder, ["train", f"quickstart/{recipe}", *overrides])
+
+    def evaluate(self, label: str, folder: Path, seed: int, *more: str) -> list[dict[str, Any]]:
+        """The rows of an evaluation; `more` says of which model."""
+        overrides = [f"seed={seed}", f"rollout.engine={self.engine}", f"output_dir={folder}", *more]
+        self.stages.run(label, folder, ["eval", "quickstart/eval", *overrides])
+        return json.loads((folder / "eval.json").read_text())["rows"]
+
+    def from_scratch(self, seed: int) -> Start:
+        """A tiny model of this seed's own, and the budget that hurts it."""
+        folder = self.out / f"seed{seed}"
+        self.train(f"seed {seed}: training the tiny model", folder / "sft", "sft", seed)
+        model = folder / "sft/model"
+        rows = self.evaluate(
+            f"seed {seed}: calibrating the budget", folder / "calibration", seed, f"model={model}",
+            f"sweep.budget=[{','.join(map(str, BUDGETS))}]", "tasks.running_sum.synthetic.split=calibration",
+            "tasks.running_sum.synthetic.size=512", f"tasks.running_sum.synthetic.seed={1000 + seed}",
         )  # fmt: skip
+        budget = choose_budget({row["budget"]: row["accuracy"] for row in rows})
+        tried = ", ".join(f"{row['budget']}: {row['accuracy']:.2f}" for row in rows)
+        console.print(f"  seed {seed}: budget {budget} (accuracy under eviction {tried})")
+        return Start(model, budget, folder / "eval_before_rl")
+
+    def row(self, name: str, seed: int, start: Start, run: Path | None) -> dict[str, Any]:
+        """One row of results.json: a method's model (run: its directory; None: the start) under both caches."""
+        model = start.overrides if run is None else [f"model={run / 'model'}"]
+        folder = start.folder if run is None else run.with_name(f"eval_{run.name}")
+        sweep = ["sweep.policy=[streaming,full]", f"sweep.budget=[{start.budget}]"]
+        points = self.evaluate(f"seed {seed}: evaluating {LABELS[name]}", folder, seed, *model, *sweep)
         evicted, full = (next(p for p in points if (p["policy"] == "full") == is_full) for is_full in (False, True))
         return {
-            "name": name, "seed": seed, "policy": evicted["policy"], "budget": budget, "n": evicted["problems"],
+            "name": name, "seed": seed, "policy": evicted["policy"], "budget": start.budget, "n": evicted["problems"],
             "accuracy_evicted": evicted["accuracy"], "accuracy_full": full["accuracy"],
             "standard_error_evicted": evicted["standard_error"], "standard_error_full": full["standard_error"],
-            "retention": evicted["retention"], "max_abs_dlogp": largest_gap(folder / name),
+            "retention": evicted["retention"], "max_abs_dlogp": None if run is None else largest_gap(run),
         }  # fmt: skip
 
-    with ThreadPoolExecutor(len(LABELS)) as pool:
-        return list(pool.map(row, LABELS))
+    def method(self, name: str, seed: int, start: Start) -> dict[str, Any]:
+        """Train by one method from a start, and evaluate what it made."""
+        recipe = METHODS[name]
+        folder = self.out / f"seed{seed}" / recipe
+        budget = [] if name == "rl_full" else [f"cache.budget={start.budget}"]
+        engine = f"rollout.engine={self.engine}"
+        self.train(f"seed {seed}: {LABELS[name]}", folder, recipe, seed, engine, *start.overrides, *budget)
+        return self.row(name, seed, start, folder)
+
+    def run(self, seeds: Sequence[int], scratch: bool) -> list[dict[str, Any]]:
+        """All stages; returns the rows of results.json. Without `scratch` all seeds share one start, and its row."""
+        with ThreadPoolExecutor(len(seeds) * (len(METHODS) + 1)) as pool:
+            if scratch:
+                starts = dict(zip(seeds, pool.map(self.from_scratch, seeds), strict=True))
+                begun = [pool.submit(self.row, START, seed, starts[seed], None) for seed in seeds]
+            else:
+                shared = Start(None, shipped_budget(), self.out / "eval_before_rl")
+                starts = dict.fromkeys(seeds, shared)
+                begun = [pool.submit(self.row, START, seeds[0], shared, None)]
+            trained = [pool.submit(self.method, name, seed, starts[seed]) for seed in seeds for name in METHODS]
+            before = [job.result() for job in begun]
+            rows = [job.result() for job in trained]
+        return [*(before if scratch else ({**before[0], "seed": seed} for seed in seeds)), *rows]
 
 
-def prepare(seed: int, out: Path) -> None:
-    """A clean folder with the untrained model. Not for threads: it draws from torch's global generator."""
-    from sparse_rl.data.running_sum import save_untrained
-
-    folder = out / f"seed{seed}"
-    shutil.rmtree(folder, ignore_errors=True)
-    save_untrained(folder / "untrained", seed)
+def shipped_budget() -> int:
+    """The budget of quickstart/grpo, which was calibrated on the shipped model as `from_scratch` does it."""
+    cache = load_recipe("quickstart/grpo").as_training().exported_cache()
+    assert isinstance(cache, EvictingConfig)
+    return cache.budget
 
 
 def choose_budget(accuracy: dict[int, float]) -> int:
@@ -148,18 +209,13 @@ def choose_budget(accuracy: dict[int, float]) -> int:
 
 def largest_gap(run: Path) -> float | None:
     """The largest |log p_trainer - log p_sampler| of a run, over all its steps and tokens; None for SFT."""
-    from sparse_rl.metrics import read_metrics
-
     gaps = [line["replay/gap_max"] for line in read_metrics(run) if "replay/gap_max" in line]
     return max(gaps, default=None)
 
 
 def report(rows: list[dict[str, Any]], out: Path, seconds: float, engine: str) -> None:
-    """results.json, the two pictures, and the table."""
-    from sparse_rl.analysis.curves import plot_gap, plot_learning
-
-    seeds = sorted({row["seed"] for row in rows})
-    gaps = {name: max(r["max_abs_dlogp"] for r in rows if r["name"] == name) for name in RUNS}
+    """results.json, the three pictures, and the table."""
+    gaps = {name: max(r["max_abs_dlogp"] for r in rows if r["name"] == name) for name in METHODS}
     results = {
         "rows": rows,
         "max_abs_dlogp": gaps["rl_sparse"],
@@ -168,11 +224,43 @@ def report(rows: list[dict[str, Any]], out: Path, seconds: float, engine: str) -
         "seconds": round(seconds, 1),
     }
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    runs = {name: [out / f"seed{seed}" / name for seed in seeds] for name in RUNS}
-    sampled = {"rl_full": f"{LABELS['rl_full']} (samples with a full cache)"}
-    plot_learning({sampled.get(n, LABELS[n]): paths[0] for n, paths in runs.items()}, out / "learning_curves.png")
-    plot_gap({LABELS[n]: runs[n][0] for n in ("rl_sparse", "rl_mismatch")}, out / "replay_gap.png")
+    draw(rows, out)
+    show(rows, gaps)
+    console.print(
+        f"{seconds / 60:.1f} minutes. In {out}: results.json, accuracy.png, learning_curves.png, replay_gap.png"
+    )
+    runs = " ".join(str(out / f"seed{min(r['seed'] for r in rows)}" / METHODS[n]) for n in ("rl_sparse", "rl_full"))
+    console.print("Next, for example:")
+    console.print(f"  sparse-rl plot {runs} --metric retention")
+    console.print("  sparse-rl train quickstart/grpo cache.policy=h2o output_dir=runs/quickstart/h2o")
 
+
+def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
+    """accuracy.png over all seeds; learning_curves.png and replay_gap.png of the first."""
+    from sparse_rl.analysis.accuracy import plot_accuracy
+    from sparse_rl.analysis.curves import plot_gap, plot_metric
+
+    seed = min(row["seed"] for row in rows)
+    first = {LABELS[name]: out / f"seed{seed}" / recipe for name, recipe in METHODS.items()}
+    budgets = sorted({row["budget"] for row in rows})
+    small = f"the small cache holds {' or '.join(map(str, budgets))} entries, a worked problem has some 100"
+    accuracies = {
+        label: (
+            [row["accuracy_evicted"] for row in rows if row["name"] == name],
+            [row["accuracy_full"] for row in rows if row["name"] == name],
+        )
+        for name, label in LABELS.items()
+    }
+    plot_accuracy(accuracies, out / "accuracy.png", f"Accuracy on {rows[0]['n']:,} held-out problems;\n{small}")
+    curves = {f"{label} (samples with a full cache)" if label == "RL-Full" else label: f for label, f in first.items()}
+    plot_metric(curves, out / "learning_curves.png", title=f"Reward while training, seed {seed}: each as it samples")
+    compared = {LABELS[name]: first[LABELS[name]] for name in ("rl_sparse", "rl_mismatch")}
+    plot_gap(compared, out / "replay_gap.png", title=f"Does the trainer see what the sampler saw? Seed {seed}")
+
+
+def show(rows: Sequence[dict[str, Any]], gaps: Mapping[str, float]) -> None:
+    """The table, and what it says."""
+    seeds = sorted({row["seed"] for row in rows})
     table = Table(title="Running sums, held-out problems: accuracy (± standard error)", title_justify="left")
     for column in ("", "seed", "budget", "under eviction", "full cache", "max |Δlogp|"):
         table.add_column(column, justify="left" if not column else "right")
@@ -187,7 +275,7 @@ def report(rows: list[dict[str, Any]], out: Path, seconds: float, engine: str) -
     console.print()
     console.print(table)
     by = {(r["name"], r["seed"]): r["accuracy_evicted"] for r in rows}
-    rise = [by["rl_sparse", s] - by["sft", s] for s in seeds]
+    rise = [by["rl_sparse", s] - by[START, s] for s in seeds]
     ahead = [by["rl_sparse", s] - by["rl_full", s] for s in seeds]
     control = [by["rl_sparse", s] - by["rl_mismatch", s] for s in seeds]
     middle = statistics.median
@@ -197,9 +285,7 @@ def report(rows: list[dict[str, Any]], out: Path, seconds: float, engine: str) -
         f"worst {min(rise):+.2f}, {min(ahead):+.2f}, {min(control):+.2f})"
     )
     console.print(
-        f"Sampler against trainer, max |Δlogp|: {gaps['rl_sparse']:.1e} replayed, "
-        f"{gaps['rl_mismatch']:.1e} mismatched. "
-        f"{seconds / 60:.1f} minutes. {out / 'results.json'}, learning_curves.png, replay_gap.png"
+        f"Sampler against trainer, max |Δlogp|: {gaps['rl_sparse']:.1e} replayed, {gaps['rl_mismatch']:.1e} mismatched."
     )
 
 
@@ -207,6 +293,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--engine", choices=("auto", *ENGINES), default="auto", help="that samples in stages 2 to 4")
+    parser.add_argument("--scratch", action="store_true", help="train the tiny model too, one for each seed")
     parser.add_argument("--slots", type=int, default=min(2, os.cpu_count() or 1), help="stages run at a time")
 
 
@@ -217,11 +304,9 @@ def run(options: argparse.Namespace, session: Session) -> int:
     engine = default_engine() if options.engine == "auto" else options.engine
     slots = f"{engine} engine, {options.slots} stages at a time"
     console.print(f"sparse-rl quickstart: seeds {options.seeds}, {slots}, in {options.out}")
-    stages = Stages(options.slots)
-    for seed in options.seeds:
-        prepare(seed, options.out)
-    with ThreadPoolExecutor(len(options.seeds)) as pool:
-        parts = pool.map(lambda seed: run_seed(seed, options.out, stages, engine), options.seeds)
-        rows = [row for part in parts for row in part]
+    seeds = list(dict.fromkeys(options.seeds))
+    for folder in [options.out / "eval_before_rl", *(options.out / f"seed{seed}" for seed in seeds)]:
+        shutil.rmtree(folder, ignore_errors=True)
+    rows = Quickstart(options.out, Stages(options.slots), engine).run(seeds, options.scratch)
     report(rows, options.out, time.monotonic() - start, engine)
     return 0

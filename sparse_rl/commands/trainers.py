@@ -20,7 +20,7 @@ from sparse_rl.data.problems import load_data
 from sparse_rl.errors import UserError
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import POLICY_FILE, SCORERS, saved_policy
-from sparse_rl.models.load import load_model, load_plain_model, load_tokenizer
+from sparse_rl.models.load import load_model, load_plain_model, load_tokenizer, untrained_model
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, SFTRecipe, TaughtRecipe, TrainRecipe
 from trainer import rundir
@@ -111,10 +111,15 @@ def sft(recipe: SFTRecipe, folder: Path) -> Any:
         fresh = dataclasses.replace(recipe.data.synthetic, split="calibration", size=CHECK_PROBLEMS)
         source = dataclasses.replace(recipe.data, synthetic=fresh)
         problems = load_data(source, tokenizer, require=("prompt", "answer"))
+    options = training_arguments(recipe)
+    if recipe.sft.from_scratch:
+        model = untrained_model(recipe.model, recipe.seed, _weights_dtype(recipe))
+    else:
+        model, options["model_init_kwargs"] = recipe.model, model_options(_weights_dtype(recipe))
     return make_trainer(
-        recipe.model,
+        model,
         recipe.sft,
-        {"model_init_kwargs": model_options(_weights_dtype(recipe)), **training_arguments(recipe)},
+        options,
         tokenizer,
         data,
         adapters(recipe.lora),

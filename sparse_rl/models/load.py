@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -74,6 +75,23 @@ def load_model(directory: str | Path, dtype: str = "float32", key: str = "model"
         attach_scorers(model, policy)
         read_scorers(directory, model)
     return adopt(model)
+
+
+def untrained_model(directory: str | Path, seed: int, dtype: str = "float32") -> Any:
+    """A model of the configuration of a directory or hub name, its weights drawn from `seed`.
+
+    The weights are drawn in float32 on the CPU, and the global generator is left as it was.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    config = load_config(str(directory))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with contextlib.suppress(OSError):  # a model need not have one
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model.to(getattr(torch, dtype))
 
 
 def load_plain_model(directory: str | Path, dtype: str = "float32", key: str = "model") -> Any:

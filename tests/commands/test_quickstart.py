@@ -7,7 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from sparse_rl.commands.quickstart import AIM, LABELS, LEAST, QuickstartError, choose_budget, report
+from sparse_rl.commands import quickstart
+from sparse_rl.commands.quickstart import (
+    AIM,
+    LABELS,
+    LEAST,
+    METHODS,
+    START,
+    QuickstartError,
+    Stages,
+    choose_budget,
+    progress,
+    report,
+    shipped_budget,
+)
+from sparse_rl.recipe import load_recipe
 
 
 def test_the_smallest_budget_in_the_aim_is_taken() -> None:
@@ -30,7 +44,7 @@ def test_results_name_the_largest_gap_of_the_replayed_runs(tmp_path: Path) -> No
     rows = []
     for seed in (0, 1):
         for name in LABELS:
-            folder = tmp_path / f"seed{seed}" / name
+            folder = tmp_path / f"seed{seed}" / METHODS.get(name, name)
             folder.mkdir(parents=True)
             lines = [{"step": s, "reward": 0.1 * s, "replay/gap_mean": 1e-7, "replay/gap_max": 1e-6} for s in (1, 2)]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -44,4 +58,53 @@ def test_results_name_the_largest_gap_of_the_replayed_runs(tmp_path: Path) -> No
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["max_abs_dlogp"] == 2e-6
     assert len(results["rows"]) == 8
-    assert {p.name for p in tmp_path.glob("*.png")} == {"learning_curves.png", "replay_gap.png"}
+    assert {p.name for p in tmp_path.glob("*.png")} == {"accuracy.png", "learning_curves.png", "replay_gap.png"}
+
+
+def test_runs_lie_where_their_recipes_are_called() -> None:
+    """The stages are the shipped recipes, and all start from the shipped model under one budget."""
+    for name in METHODS.values():
+        recipe = load_recipe(f"quickstart/{name}")
+        assert Path(recipe.output_dir).name == name and recipe.model == "quickstart/model"
+    assert shipped_budget() == load_recipe("quickstart/grpo_mismatch").as_training().exported_cache().budget == 40
+    assert list(LABELS) == [START, *METHODS]
+
+
+WORKS = """
+import json, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+for step in (1, 2):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "reward": 0.25 * step}) + "\\n")
+    time.sleep(0.7)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    """A stage whose command is WORKS, with news as often as there are any."""
+    script = tmp_path / "works.py"
+    script.write_text(WORKS)
+    popen = quickstart.subprocess.Popen
+    own = lambda command, **keys: popen([command[0], str(script), str(tmp_path / "run"), str(status)], **keys)  # noqa: E731
+    monkeypatch.setattr(quickstart.subprocess, "Popen", own)
+    monkeypatch.setattr(quickstart, "NEWS_SECONDS", 0.5)
+    Stages(1).run("seed 0: RL-Sparse", tmp_path / "run", ["train"])
+
+
+def test_a_stage_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    stage(tmp_path, monkeypatch, 0)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["start", "seed", "0:", "RL-Sparse"]
+    assert any(line.endswith("RL-Sparse  step 1  reward 0.25") for line in lines[1:-1])
+    assert "step 2  reward 0.50" in lines[-1] and lines[-1].split()[0] == "done"
+
+
+def test_a_stage_that_fails_stops_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(QuickstartError, match=r"seed 0: RL-Sparse failed \(log: .*log.txt\): no output"):
+        stage(tmp_path, monkeypatch, 3)
+
+
+def test_no_progress_is_said_before_the_first_log(tmp_path: Path) -> None:
+    assert progress(tmp_path) == ""

@@ -20,7 +20,7 @@ BUDGET = 16
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("model_name", ["qwen3", "stories260K"])
+@pytest.mark.parametrize("model_name", ["qwen3", "quickstart", "stories260K"])
 @pytest.mark.parametrize("policy_name", SAMPLED)
 def test_company_changes_nothing(
     policy_name: str,

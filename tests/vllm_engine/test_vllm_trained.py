@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,36 +13,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout import Rollout, SamplingConfig
 from sparse_rl.attention.logprobs import replay_logprobs
-from sparse_rl.data.running_sum import rows, save_untrained
+from sparse_rl.data.running_sum import rows
 from sparse_rl.policies import Policy, make_policy
 
 pytestmark = pytest.mark.slow
 SAMPLING = SamplingConfig(100, seed=0)
+TRAINED = Path(__file__).parents[2] / "recipes/quickstart/model"
 BUDGET = {"budget": 40, "window": 8, "period": 8}
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model after its first stage: about two minutes."""
-    folder = tmp_path_factory.mktemp("quickstart")
-    save_untrained(folder / "untrained", 0)
-    command = [sys.executable, "-m", "sparse_rl.cli", "train", "quickstart/sft"]
-    command += [f"model={folder / 'untrained'}", f"output_dir={folder / 'sft'}"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    return folder / "sft" / "model"
-
-
-@pytest.fixture(scope="session")
-def problems(trained: Path) -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(trained)
+def problems() -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(TRAINED)
     return [tokenizer(row["prompt"])["input_ids"] for row in rows("calibration", 192, seed=0)]
 
 
 @pytest.mark.parametrize("policy_name", SAMPLED)
 def test_float32(
     policy_name: str,
-    trained: Path,
     problems: list[list[int]],
     open_engine: Callable,
     policy_of: Callable,
@@ -54,15 +39,15 @@ def test_float32(
 ) -> None:
     """The reference engine's tokens and traces, and a gap within 1e-5, though the model amplifies rounding."""
     policy, prompts = policy_of(policy_name, **BUDGET), problems[:32]
-    rollouts = open_engine(policy, trained, max_batch=32).generate(prompts, SAMPLING)
-    agrees_with_hf(policy, prompts, SAMPLING, {"trained": rollouts}, trained)
+    rollouts = open_engine(policy, TRAINED, max_batch=32).generate(prompts, SAMPLING)
+    agrees_with_hf(policy, prompts, SAMPLING, {"trained": rollouts}, TRAINED)
     if policy_name != "full":
         for name, wrong in wrong_traces(rollouts).items():
-            assert replay_gap(wrong, trained) >= 1e-2, name
+            assert replay_gap(wrong, TRAINED) >= 1e-2, name
 
 
 def test_bfloat16(
-    trained: Path, problems: list[list[int]], open_engine: Callable, policy_of: Callable, record_property: Callable
+    problems: list[list[int]], open_engine: Callable, policy_of: Callable, record_property: Callable
 ) -> None:
     """Eviction adds nothing to what bfloat16 costs anyway, by the 99th percentile over 10,000 tokens.
 
@@ -70,11 +55,11 @@ def test_bfloat16(
     it does, the model is less sure and its log-probs more sensitive to rounding; then the gap is measured in units of
     the trainer's own rounding on these tokens, |bfloat16 - float32|.
     """
-    models = [AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16).eval() for _ in range(2)]
+    models = [AutoModelForCausalLM.from_pretrained(TRAINED, dtype=torch.bfloat16).eval() for _ in range(2)]
     models[1].float()  # the very same weights
 
     def measure(policy: Policy) -> tuple[float, float, list[Rollout]]:
-        rollouts = open_engine(policy, trained, dtype="bfloat16", max_batch=64).generate(problems, SAMPLING)
+        rollouts = open_engine(policy, TRAINED, dtype="bfloat16", max_batch=64).generate(problems, SAMPLING)
         with torch.no_grad():
             ours, exact = (torch.cat(replay_logprobs(model, rollouts, batch_size=16)) for model in models)
         theirs = torch.cat([torch.tensor(r.model_logprobs) for r in rollouts])

@@ -22,10 +22,12 @@ class SFTConfig(Configuration):
 
     Packing is TRL's: packing: true keeps documents apart, with packing_strategy: wrapped they see each other.
 
+    from_scratch : draw new weights, from the recipe's seed; the model gives its configuration and tokenizer only
     stop_at_accuracy : stop once full-cache accuracy on fresh problems reaches it, looked at every stop_check_every
     """
 
     max_length: PositiveInt | None = 4096
     completion_only_loss: bool = True
+    from_scratch: bool = False
     stop_at_accuracy: Fraction | None = None
     stop_check_every: PositiveInt = 50

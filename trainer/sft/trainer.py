@@ -23,7 +23,7 @@ class ResumableSFTTrainer(Resumable, trl.SFTTrainer):
 
 
 def make_trainer(
-    model: str,
+    model: Any,
     config: SFTConfig,
     options: dict[str, Any],
     tokenizer: Any,
@@ -34,6 +34,7 @@ def make_trainer(
 ) -> ResumableSFTTrainer:
     """TRL's trainer on prompt-completion rows; the loss is on the completion.
 
+    model : a directory or hub name, or the model itself
     options : of TRL and transformers; lora : PEFT's configuration, or None
     problems : rows with prompt and answer, which `stop_at_accuracy` is measured on
     """

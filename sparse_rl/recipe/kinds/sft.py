@@ -25,6 +25,9 @@ class SFTRecipe(TrainRecipe):
         if self.sft.stop_at_accuracy is not None and self.data.synthetic is None:
             raise UserError("needs fresh problems, so a data.synthetic dataset; remove it", "stop_at_accuracy")
 
+        if self.sft.from_scratch and self.lora is not None:
+            raise UserError("adapters on random weights learn nothing of use; remove from_scratch or lora", "lora")
+
     def columns(self) -> tuple[str, ...]:
         return ("prompt", "completion")
 

@@ -1,0 +1,45 @@
+"""The picture that answers the first question: how accurate is each method under the small cache, and with a full one.
+
+plot_accuracy({"before RL": ([0.24], [0.97]), "RL-Sparse": ([0.93, 0.92], [0.73, 0.89])}, "accuracy.png")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+
+from sparse_rl.analysis.drawing import COLOURS, new_figure, save_figure
+
+Accuracies = tuple[Sequence[float], Sequence[float]]
+
+
+def plot_accuracy(methods: Mapping[str, Accuracies], out: str | Path, title: str = "") -> Path:
+    """Per method two bars, its mean accuracy under the small cache and with a full one; a dot per seed.
+
+    methods : name -> (accuracies under the small cache, accuracies with a full one), a value per seed, in [0, 1]
+    """
+    figure, axes = new_figure()
+    height = 0.38
+    for place, both in enumerate(methods.values()):
+        pairs = ((both[0], COLOURS[0], -height / 2), (both[1], "#bbbbbb", height / 2))
+        for values, colour, shift in pairs:
+            at = place + shift
+            axes.barh(at, mean(values), height * 0.92, color=colour)
+            if len(values) > 1:
+                axes.plot(values, [at] * len(values), "o", color="black", markersize=3)
+            axes.annotate(f"{mean(values):.2f}", (max(values), at), (5, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(methods)), list(methods))
+    axes.invert_yaxis()  # the first method on top
+    axes.grid(axis="y", visible=False)
+    axes.set_xlim(0, 1.08)
+    axes.set_xlabel("share of problems solved" + ("; dots: one seed each" if _seeds(methods) > 1 else ""))
+    axes.set_title(title, loc="left", fontsize=12)
+    handles = [axes.patches[0], axes.patches[1]]
+    names = ["under the small cache", "with a full cache"]
+    figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False, fontsize=10)
+    return save_figure(figure, out)
+
+
+def _seeds(methods: Mapping[str, Accuracies]) -> int:
+    return max(len(values) for both in methods.values() for values in both)
