@@ -108,6 +108,7 @@ def _find(name: str) -> Any:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"unknown reward {name!r}: {hint}there are {', '.join(REWARDS)}, and dotted paths")
     module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    module = module.removesuffix(".py")  # the file, for the module
     if os.getcwd() not in sys.path:  # as for a script; a console command does not look there
         sys.path.append(os.getcwd())
     try:

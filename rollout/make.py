@@ -11,7 +11,7 @@ from typing import Any
 from rollout.config import ENGINES, SAMPLE_LIVE
 from rollout.engine import Engine
 from sparse_rl.errors import UserError
-from sparse_rl.models.directory import saved_policy
+from sparse_rl.models.directory import model_directory, saved_policy
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.policies.registry import for_sampling, make_policy
@@ -25,7 +25,7 @@ def make_engine(
     Parameters
     ----------
     kind : "hf" or "vllm"; `default_engine()` is the one to take where there is no reason for the other
-    model : a directory, or for hf also a live module
+    model : the directory of a model or of a run, or for hf also a live module
     policy : a policy, its configuration, a mapping {"policy": name, parameters...} or a name; None takes the one that
         the model's directory carries (cache_policy.json), else a full cache
     options : dtype="float32", max_batch, progress, and what else the engine takes (see HFEngine, VLLMEngine)
@@ -39,6 +39,8 @@ def make_engine(
         raise UserError(f"unknown engine {kind!r}; known: {', '.join(ENGINES)}")
     if kind not in SAMPLE_LIVE and not isinstance(model, (str, Path)):
         raise UserError(f"engine {kind!r} keeps its own weights: give it a model's directory, or use the engine hf")
+    if isinstance(model, (str, Path)):
+        model = model_directory(str(model))
     engine = engine_class(kind)
     accepted = set(inspect.signature(engine.__init__).parameters) - {"self", "model", "policy"}
     if unknown := set(options) - accepted:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
+RECIPE_FILE = "recipe.yaml"  # beside it in the directory of a run: what was asked for, every key written out
 
 
 def read_metrics(folder: str | Path, name: str = METRICS_FILE) -> list[dict[str, Any]]:

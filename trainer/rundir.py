@@ -20,7 +20,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from sparse_rl.errors import UserError
-from sparse_rl.metrics import read_metrics
+from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, read_metrics
 from trainer.checkpoint import checkpoints, damage, read_manifest
 
 logger = logging.getLogger("sparse_rl")
@@ -45,7 +45,7 @@ def prepare(output_dir: str, recipe: str) -> Path:
     folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
+        (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error}", "output_dir") from error
     (folder / "environment.json").write_text(json.dumps(versions(), indent=2) + "\n")
@@ -180,7 +180,7 @@ class RunLog(TrainerCallback):
     """metrics.jsonl: one line per log, with its step. A resumed run continues it after the step it resumes from."""
 
     def __init__(self, folder: Path) -> None:
-        self.file = folder / "metrics.jsonl"
+        self.file = folder / METRICS_FILE
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:

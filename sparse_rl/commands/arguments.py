@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NoReturn
 
 from sparse_rl.commands.console import rank
+from sparse_rl.errors import UserError
+from sparse_rl.metrics import METRICS_FILE
+from sparse_rl.models.directory import model_directory
 from sparse_rl.recipe import Recipe, load_recipe
 
 
@@ -18,18 +23,43 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def add_recipe(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+def add_recipe(
+    parser: argparse.ArgumentParser, about: str = "a YAML file or a name", *, optional: bool = False
+) -> None:
     """RECIPE [KEY=VALUE ...]"""
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?" if optional else None, help="a YAML file or a name")
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?" if optional else None, help=about)
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[])
 
 
-def read_recipe(options: argparse.Namespace, *more_overrides: str) -> Recipe:
-    """The recipe that the options name, with its overrides; its warnings are printed."""
-    recipe = load_recipe(options.recipe, [*options.overrides, *more_overrides])
+def read_recipe(
+    options: argparse.Namespace, *more_overrides: str, load: Callable[[str, list[str]], Recipe] = load_recipe
+) -> Recipe:
+    """The recipe that the options name, with its overrides, and the directory of each model; its warnings are printed.
+
+    load : makes a recipe of what is named and of the overrides
+    """
+    recipe = load(options.recipe, [*options.overrides, *more_overrides]).with_models(model_directory)
     for warning in recipe.warnings if rank() == 0 else ():
         print(f"sparse-rl: warning: {warning}", file=sys.stderr)
     return recipe
+
+
+def add_overwrite(parser: argparse.ArgumentParser) -> None:
+    """--overwrite; `refuse_used` is held against it."""
+    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier call has written there")
+
+
+def refuse_used(folder: Path, patterns: Iterable[str], key: str, overwrite: bool) -> None:
+    """Raise UserError where a folder holds files of an earlier call that would be lost, unless these may be.
+
+    patterns : of the files' names; the directory of a training is refused whatever it holds
+    key : the option or recipe key that names the folder
+    """
+    if (folder / METRICS_FILE).is_file():
+        raise UserError(f"{folder} is the directory of a training, whose files would be overwritten; name another", key)
+    found = sorted(file.name for pattern in patterns for file in folder.glob(pattern))
+    if found and not overwrite:
+        raise UserError(f"{folder} already holds {found[0]}; --overwrite replaces it, or name another folder", key)
 
 
 def positive(text: str) -> int:

@@ -10,16 +10,18 @@ import argparse
 import dataclasses
 import inspect
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.commands.arguments import add_recipe, read_recipe
+from sparse_rl.commands.arguments import add_overwrite, add_recipe, read_recipe, refuse_used
 from sparse_rl.commands.console import Session, quiet_loading
 from sparse_rl.errors import UserError
-from sparse_rl.recipe import EvalRecipe
+from sparse_rl.metrics import RECIPE_FILE
+from sparse_rl.recipe import EvalRecipe, Recipe, list_recipes, load_recipe, make_recipe
 
 if TYPE_CHECKING:
     from rollout.engine import Rollout
@@ -27,11 +29,13 @@ if TYPE_CHECKING:
 
 ABOUT = "pass@1 of a model over tasks, cache policies and budgets."
 FORMAT_VERSION = 1
+RESULTS, COMPLETIONS = "eval.json", "eval_completions.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe(parser)
+    add_recipe(parser, "a YAML file or a name; or the directory of a run, whose held-out problems are then taken")
     parser.add_argument("--model", metavar="DIR", help="the same as model=DIR")
+    add_overwrite(parser)
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
@@ -39,15 +43,29 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
     from sparse_rl.analysis.evaluation import accuracy_table
 
-    recipe = read_recipe(options, *([f"model={json.dumps(options.model)}"] if options.model else []))
-    recipe = recipe.as_evaluation()
+    model = [f"model={json.dumps(options.model)}"] if options.model else []
+    recipe = read_recipe(options, *model, load=load_evaluation).as_evaluation()
+    refuse_used(Path(recipe.output_dir), (RESULTS, COMPLETIONS), "output_dir", options.overwrite)
     session.folder = Path(recipe.output_dir)
     quiet_loading(session.verbose)
     rows = evaluate(recipe, progress=recipe.rollout.progress)
     wide = None if sys.stdout.isatty() else 200
     Console(width=wide).print(accuracy_table(rows))
-    print(Path(recipe.output_dir) / "eval.json")
+    print(Path(recipe.output_dir) / RESULTS)
     return 0
+
+
+def load_evaluation(name: str, overrides: list[str]) -> Recipe:
+    """As load_recipe; the directory of a run stands for what its own recipe would have evaluated."""
+    folder = Path(name)
+    if name in list_recipes() or not folder.is_dir():
+        return load_recipe(name, overrides)
+    saved = folder / RECIPE_FILE
+    asked = load_recipe(saved).evaluation(name) if saved.is_file() else None
+    if asked is None:
+        write = f"sparse-rl eval RECIPE model={shlex.quote(name)}"
+        raise UserError(f"{name} does not say which problems to evaluate; name them by a recipe of kind eval: {write}")
+    return make_recipe(asked, overrides, name)
 
 
 def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> list[EvalRow]:
@@ -75,7 +93,7 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
         tasks[name] = Task(sampling.prompt_tokens(problems, tokenizer, data), score)
     folder = prepare(recipe.output_dir, recipe.as_yaml())
     opened = sampling.engines(recipe, model)
-    with (folder / "eval_completions.jsonl").open("w") as log:
+    with (folder / COMPLETIONS).open("w") as log:
         return evaluate_tasks(
             tasks,
             policies,
@@ -83,7 +101,7 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
             opened,
             partial(tokenizer.batch_decode, skip_special_tokens=True),
             on_completion=lambda line: print(json.dumps(line), file=log),
-            on_row=partial(write_results, folder / "eval.json", recipe),
+            on_row=partial(write_results, folder / RESULTS, recipe),
             progress=progress,
         )
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from sparse_rl import __version__
 from sparse_rl.commands import doctor, eval, inspect, plot, quickstart, rollout, serve, teacher, train
 from sparse_rl.commands.arguments import Parser
 from sparse_rl.commands.console import Session, configure, guarded
@@ -34,6 +35,7 @@ def make_parser() -> Parser:
         epilog="RECIPE is a YAML file or the name of a shipped recipe; KEY=VALUE overrides a key, dotted for blocks "
         f"(cache.budget=512). Shipped: {', '.join(list_recipes()) or 'none'}.",
     )
+    top.add_argument("--version", action="version", version=f"sparse-rl {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name, module in COMMANDS.items():
         parser = commands.add_parser(name, help=module.ABOUT, description=module.ABOUT, parents=[common])

@@ -7,24 +7,27 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.commands.arguments import add_recipe, positive, read_recipe
+from sparse_rl.commands.arguments import add_overwrite, add_recipe, positive, read_recipe, refuse_used
 from sparse_rl.commands.console import Session, quiet_loading
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import Recipe
 
 ABOUT = "Sample problems of a recipe and keep their completions and traces."
+COMPLETIONS, TRACES = "completions.jsonl", "traces-*.safetensors"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     parser.add_argument("--out", metavar="DIR", type=Path, help="default: OUTPUT_DIR/rollouts")
     parser.add_argument("--problems", metavar="N", type=positive, default=8)
+    add_overwrite(parser)
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
     recipe = read_recipe(options)
     recipe.sampled_problems()  # refuses a kind that has none
     folder = options.out or Path(recipe.output_dir) / "rollouts"
+    refuse_used(folder, (COMPLETIONS, TRACES), "--out", options.overwrite)
     session.folder = folder
     quiet_loading(session.verbose)
     rollouts = sample(recipe, folder, options.problems)
@@ -34,7 +37,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
         f"{len(rollouts)} completions, {sum(lengths) / len(lengths):.0f} tokens on average ({min(lengths)} to "
         f"{max(lengths)}), {cut} cut off; kept at the end {sum(kept) / len(kept):.1%} of the cache"
     )
-    print("\n".join(str(file) for file in (folder / "completions.jsonl", *sorted(folder.glob("traces-*.safetensors")))))
+    print("\n".join(str(file) for file in (folder / COMPLETIONS, *sorted(folder.glob(TRACES)))))
     return 0
 
 
@@ -65,8 +68,8 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
     made_by = {"model": model_fingerprint(config), "policy": fingerprint(policy)}
     summaries: list[dict[str, Any]] = []
     opened = sampling.engines(recipe, progress=sampling.engine_config_of(recipe).progress)
-    with opened(policy) as engine, (folder / "completions.jsonl").open("w") as log:
-        for old in folder.glob("traces-*.safetensors"):  # of an earlier call
+    with opened(policy) as engine, (folder / COMPLETIONS).open("w") as log:
+        for old in folder.glob(TRACES):  # of an earlier call
             old.unlink()
         shown = [name for name in ("prompt", "answer") if name in source.column_names]
         parts = sample_in_parts(engine, prompts, recipe.sampling(asked.samples))

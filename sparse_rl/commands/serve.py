@@ -13,7 +13,7 @@ ABOUT = "Serve a model with vLLM (OpenAI API) under the cache policy that it car
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "What stands behind -- goes to vLLM's own server: sparse-rl serve MODEL -- --tensor-parallel-size 2"
-    parser.add_argument("model", metavar="MODEL", help="a model's directory, with its tokenizer")
+    parser.add_argument("model", metavar="MODEL", help="the directory of a model (with its tokenizer) or of a run")
     parser.add_argument(
         "--cache",
         metavar="KEY=VALUE,...",
@@ -34,13 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, session: Session) -> NoReturn:
     from rollout.vllm.serve import serve
+    from sparse_rl.models.directory import model_directory
     from sparse_rl.recipe.schema import apply_overrides
 
     quiet_loading(session.verbose)
     cache: dict[str, Any] = {}
     apply_overrides(cache, [pair for text in options.cache for pair in text.split(",")])
     serve(
-        options.model,
+        model_directory(options.model),
         cache,
         host=options.host,
         port=options.port,

@@ -66,6 +66,7 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
     """
     from sparse_rl.commands.resume import checkpoint_to_resume
     from sparse_rl.commands.trainers import TRAINERS
+    from sparse_rl.models.directory import RUN_MODEL
     from trainer import rundir
     from trainer.export import close_engine, export_model
 
@@ -80,7 +81,7 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
     trainer.recipe = training.resolved()
     if training.taught() is not None:
         trainer.args.eval_on_start = trainer.eval_dataset is not None and checkpoint is None
-    final = folder / "model"
+    final = folder / RUN_MODEL
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
         export_model(trainer, final, lora=training.lora is not None, cache=training.exported_cache())

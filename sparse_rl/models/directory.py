@@ -1,4 +1,4 @@
-"""What a model's directory carries beside the model: its cache policy, and the scorers of a learned one.
+"""Which directory holds a model, and what it carries beside it: its cache policy, and the scorers of a learned one.
 
 cache_policy.json says under which cache a model was trained; engines and evaluation use it with no flags.
 cache_scorer.safetensors holds the scorers, which plain transformers ignores. In memory they are the module list
@@ -9,17 +9,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparse_rl.errors import UserError
-from sparse_rl.policies.base import Policy
-from sparse_rl.policies.kvpop import KVpop
-from sparse_rl.policies.registry import make_policy
 
+if TYPE_CHECKING:  # so that a path is answered before torch is imported
+    from sparse_rl.policies.base import Policy
+    from sparse_rl.policies.kvpop import KVpop
+
+CONFIG_FILE = "config.json"
+RUN_MODEL = "model"  # where a training leaves its model, in the directory of the run
 POLICY_FILE = "cache_policy.json"
 POLICY_VERSION = 1
 SCORER_FILE = "cache_scorer.safetensors"
 SCORERS = "cache_scorers"
+
+
+def model_directory(name: str) -> str:
+    """`name`, or where it is the directory of a run, that of the model that the run has left there."""
+    inner = Path(name) / RUN_MODEL
+    own = (Path(name) / CONFIG_FILE).is_file()
+    return str(inner) if not own and (inner / CONFIG_FILE).is_file() else name
 
 
 def save_policy(directory: str | Path, policy: Policy) -> None:
@@ -33,6 +43,8 @@ def saved_policy(directory: str | Path) -> Policy | None:
 
     Raises UserError where the file is there but cannot be used.
     """
+    from sparse_rl.policies.registry import make_policy
+
     file = Path(directory) / POLICY_FILE
     if not file.is_file():
         return None

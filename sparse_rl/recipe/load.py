@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin
 
 from sparse_rl.config import Source, build, coerce, show, yaml_fields
 from sparse_rl.errors import UserError, nearest
+from sparse_rl.metrics import RECIPE_FILE
 from sparse_rl.policies.config import EvictingConfig
 from sparse_rl.recipe.kinds import KINDS, Recipe
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
@@ -57,6 +58,8 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{name}: cannot be read: {error}") from None
+    elif (path / RECIPE_FILE).is_file():
+        raise UserError(f"{name}: the directory of a run, not a recipe; its recipe is {path / RECIPE_FILE}")
     elif path.with_name(path.name + ".yaml").is_file():
         raise UserError(f"{name}: no shipped recipe has this name; for the file write {name}.yaml")
     else:

@@ -74,7 +74,7 @@ def test_the_same_reward_twice_gets_two_names():
     assert make_rewards(["format"])[0][0].__name__ == "format"
 
 
-@pytest.mark.parametrize("path", ["own_rewards:length", "own_rewards.length"])
+@pytest.mark.parametrize("path", ["own_rewards:length", "own_rewards.py:length", "own_rewards.length"])
 def test_dotted_paths(own, path):
     (plain, scaled), weights = make_rewards([path, {"name": path.replace("length", "Constant"), "value": 3.0}])
     assert plain(["ab"]) == [2.0] and plain.__name__ == "length"

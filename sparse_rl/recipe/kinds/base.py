@@ -7,7 +7,7 @@ teacher), it refuses in one line, which the user reads.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Self
@@ -52,7 +52,7 @@ class SampledProblems:
 class Recipe(Configuration):
     """What every kind of recipe has.
 
-    model : a directory, or a name on the hub
+    model : the directory of a model, or of a run that has left one, or a name on the hub
     output_dir : the folder of the run
     dtype : of the computation
     """
@@ -77,6 +77,10 @@ class Recipe(Configuration):
     def save_resolved(self, path: str | Path) -> None:
         Path(path).write_text(self.as_yaml(), encoding="utf-8")
 
+    def with_models(self, directory_of: Callable[[str], str]) -> Self:
+        """The same recipe with each model that it names replaced by what `directory_of` says of it."""
+        return dataclasses.replace(self, model=directory_of(self.model))
+
     # ---- what it is for -----------------------------------------------------------------------------------------
 
     def as_training(self) -> TrainRecipe:
@@ -90,6 +94,12 @@ class Recipe(Configuration):
     def as_evaluation(self) -> Any:
         """Itself (an EvalRecipe), where it is an evaluation. Raises UserError otherwise."""
         self._refuse("is not evaluated; it needs kind: eval")
+
+    def evaluation(self, run: str) -> dict[str, Any] | None:
+        """The mapping of a recipe of kind eval for the model that a training by this recipe has left in the directory
+        `run`; None where it does not say which problems tell how good that model is.
+        """
+        return None
 
     def sampled_problems(self) -> SampledProblems:
         """What `sparse-rl rollout` samples. Raises UserError where the kind has no cache to sample under."""

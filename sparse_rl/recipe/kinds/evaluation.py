@@ -60,6 +60,9 @@ class EvalRecipe(Recipe):
     def as_evaluation(self) -> EvalRecipe:
         return self
 
+    def evaluation(self, run: str) -> dict[str, Any]:
+        return self.resolved()
+
     def engine_config(self) -> RolloutConfig | None:
         return self.rollout
 

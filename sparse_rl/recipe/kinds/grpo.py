@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rollout.config import SamplingConfig
-from sparse_rl.config import Text, flat
+from sparse_rl.config import Text, as_mapping, flat
 from sparse_rl.errors import UserError
 from sparse_rl.recipe.kinds.base import SampledProblems
 from sparse_rl.recipe.kinds.sampled import SampledRecipe
@@ -68,6 +68,28 @@ class GRPORecipe(SampledRecipe):
 
     def sampled_problems(self) -> SampledProblems:
         return SampledProblems(self.data, "data", self.grpo.num_generations)
+
+    def evaluation(self, run: str) -> dict[str, Any] | None:
+        """Its held-out problems, sampled as in training, under the cache that the model carries; right is what its
+        first reward calls so.
+        """
+        if self.validation is None:
+            return None
+        sampling = self.sampling(self.validation.samples)
+        return {
+            "kind": "eval",
+            "model": run,
+            "output_dir": f"{run}/eval",
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "tasks": {"validation": as_mapping(self.validation.limited_data())},
+            "accuracy": self.rewards[0],
+            "samples": sampling.n,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_completion_length": sampling.max_tokens,
+        }
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
         grpo = self.grpo

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from sparse_rl.config import flat
 from sparse_rl.errors import UserError
@@ -23,6 +25,12 @@ class TaughtRecipe(ReplayedRecipe):
         super().__post_init__()
         if self.taught_by.teacher_cache is not None and self.loss.top_k is None:
             raise UserError("needs top_k: that many log-probs are kept, for example 256", "teacher_cache")
+
+    def with_models(self, directory_of: Callable[[str], str]) -> Self:
+        recipe, teacher = super().with_models(directory_of), self.taught_by.teacher
+        if teacher is None:
+            return recipe
+        return dataclasses.replace(recipe, taught_by=dataclasses.replace(self.taught_by, teacher=directory_of(teacher)))
 
     def as_taught(self) -> TaughtRecipe:
         return self

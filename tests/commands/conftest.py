@@ -1,0 +1,80 @@
+"""Tests of the commands: each in an empty working directory, its process put back as it was."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+
+from sparse_rl.commands import console
+from sparse_rl.data.running_sum import save_untrained
+
+RECIPE = """
+kind: grpo
+model: {model}
+output_dir: {out}
+dtype: float32
+data: {{synthetic: {{task: running_sum, size: 64}}}}
+rewards: [boxed]
+cache: {{policy: streaming, budget: 16, period: 4}}
+rollout: {{engine: hf}}
+max_steps: 1
+per_device_train_batch_size: 4
+num_generations: 2
+max_completion_length: 24
+gradient_checkpointing: false
+save_steps: 0
+"""
+EVAL = """
+kind: eval
+model: {model}
+output_dir: {out}
+dtype: float32
+tasks: {{sums: {{synthetic: {{task: running_sum, size: 4, split: evaluation}}}}}}
+accuracy: boxed
+rollout: {{engine: hf}}
+samples: 2
+max_completion_length: 20
+sweep: {{policy: [streaming, full], budget: [16]}}
+"""
+SFT = """
+kind: sft
+model: {model}
+output_dir: {out}
+dtype: float32
+data: {{synthetic: {{task: running_sum, size: 8}}}}
+max_steps: 1
+"""
+DISTILL = SFT.replace("kind: sft", "kind: distill\ncache: {{policy: streaming, budget: 16, period: 4}}")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_untrained(folder, 0)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch):
+    """A command sets up its process: environment, loggers, warnings. Undone, so that other tests see none of it."""
+    loggers = {name: logging.getLogger(name) for name in console.OURS}
+    before = {name: (logger.level, list(logger.handlers)) for name, logger in loggers.items()}
+    for key in (*console.QUIET, "TOKENIZERS_PARALLELISM", "DS_ACCELERATOR", "RANK", "WANDB_MODE"):
+        monkeypatch.setenv(key, "")  # so that it is put back
+        monkeypatch.delenv(key)
+    with warnings.catch_warnings():
+        yield
+    for name, (level, handlers) in before.items():
+        loggers[name].setLevel(level)
+        loggers[name].handlers[:] = handlers
+
+
+@pytest.fixture
+def here(tmp_path, model, monkeypatch):
+    """An empty working directory with grpo.yaml, eval.yaml, sft.yaml and distill.yaml; their output_dir is out/."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("grpo", RECIPE), ("eval", EVAL), ("sft", SFT), ("distill", DISTILL)):
+        (tmp_path / f"{name}.yaml").write_text(text.format(model=model, out=tmp_path / "out"))
+    return tmp_path
