@@ -7,6 +7,7 @@ cache_scorer.safetensors holds the scorers, which plain transformers ignores. In
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,25 @@ SCORERS = "cache_scorers"
 
 
 def model_directory(name: str) -> str:
-    """`name`, or where it is the directory of a run, that of the model that the run has left there."""
-    inner = Path(name) / RUN_MODEL
-    own = (Path(name) / CONFIG_FILE).is_file()
-    return str(inner) if not own and (inner / CONFIG_FILE).is_file() else name
+    """The directory that a user means by `name`: of a run, that of the model which it has left; of a shipped model, such
+    as "quickstart/model", where it is installed. Any other name stands for itself.
+    """
+    path = Path(name)
+    if (path / CONFIG_FILE).is_file():
+        return name
+    if (path / RUN_MODEL / CONFIG_FILE).is_file():
+        return str(path / RUN_MODEL)
+    shipped = _shipped_model(name)
+    return name if path.exists() or shipped is None else str(shipped)
+
+
+def _shipped_model(name: str) -> Path | None:
+    """The directory of a model in the package `recipes`, beside the recipes that use it; None where there is none."""
+    try:
+        folder = Path(str(importlib.resources.files("recipes"))) / name
+    except ModuleNotFoundError:  # the package alone ships none
+        return None
+    return folder if (folder / CONFIG_FILE).is_file() else None
 
 
 def save_policy(directory: str | Path, policy: Policy) -> None:

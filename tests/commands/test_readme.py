@@ -1,0 +1,114 @@
+"""The README: short, its links lead somewhere, and its commands work in its order."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sparse_rl.recipe.load import make_recipe
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN = "runs/my-run"
+
+# What stands in for models and data of the hub, and makes a run short: the beginning of a command -> overrides.
+TRAINED = [
+    "model=quickstart/model", "data={synthetic: {task: running_sum, size: 64}}", "rewards=[boxed]", "dtype=float32",
+    "rollout.engine=hf", "per_device_train_batch_size=4", "gradient_accumulation_steps=1", "num_generations=2",
+    "max_completion_length=24", "validation=null", "max_steps=2", "save_steps=1", f"output_dir={RUN}",
+]  # fmt: skip
+TAUGHT = [
+    "model=quickstart/model", "data={synthetic: {task: running_sum, size: 64}}", "keep=null", "dtype=float32",
+    "rollout={engine: hf}", "per_device_train_batch_size=4", "gradient_accumulation_steps=1", "max_steps=2",
+    "launch.processes=1", "launch.zero_stage=0", "cache.budget=40", "report_to=none", "output_dir=runs/distill",
+]  # fmt: skip
+INSTEAD = {
+    "make quickstart": [sys.executable, "-m", "sparse_rl.cli", "quickstart", "--engine", "hf"],
+    "sparse-rl doctor qwen2.5-1.5b/grpo": TRAINED,
+    "sparse-rl train qwen2.5-1.5b/grpo": TRAINED,
+    "sparse-rl eval eval/math500": [
+        "tasks={sums: {synthetic: {task: running_sum, size: 8, split: evaluation}}}", "accuracy=boxed", "samples=1",
+        "dtype=float32", "rollout.engine=hf", "max_completion_length=24",
+    ],
+    "sparse-rl train quickstart/distill": ["max_steps=2", "validation=null", "rollout.engine=hf"],
+    "sparse-rl train deepseek-r1-distill-qwen-7b/distill": TAUGHT,
+    "sparse-rl train RECIPE --resume": [],
+    "sparse-rl serve": None,  # tests/vllm_engine/test_serve.py
+    "sparse-rl plot": [],
+    "sparse-rl rollout RECIPE": [],
+}  # fmt: skip
+
+
+def commands() -> list[str]:
+    """The README's commands, in its order, without their comments."""
+    lines = re.findall(r"^    ((?:sparse-rl|make quickstart).*)$", README, re.M)
+    words = [" ".join(line.split("#")[0].split()) for line in lines]
+    return list(dict.fromkeys(words))
+
+
+def test_it_is_read_in_minutes() -> None:
+    assert len(README.split()) <= 1200
+
+
+def test_every_link_leads_to_a_file() -> None:
+    links = {page: re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")) for page in PAGES}
+    assert sum(map(len, links.values())) > 10
+    missing = [
+        f"{page.name}: {link}" for page, found in links.items() for link in found if not (page.parent / link).exists()
+    ]
+    assert not missing
+
+
+def test_every_command_is_tried_below() -> None:
+    known = [word for word in INSTEAD if any(command.startswith(word) for command in commands())]
+    assert known == list(INSTEAD), "a command that the README no longer names"
+    unknown = [command for command in commands() if not any(command.startswith(word) for word in INSTEAD)]
+    assert not unknown
+
+
+def test_its_recipe_is_one() -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", README, re.S)
+    recipe = make_recipe(yaml.safe_load(text), ["rewards=[math]"])
+    assert recipe.kind == "grpo" and recipe.launch.processes == 8
+
+
+@pytest.mark.slow
+def test_its_commands_work_in_its_order(tmp_path: Path) -> None:
+    recipe = "kind: grpo\n" + "\n".join(word.replace("=", ": ", 1) for word in TRAINED)
+    recipe += "\ncache: {policy: streaming, budget: 40}\ngradient_checkpointing: false\n"
+    (tmp_path / "mine.yaml").write_text(
+        recipe.replace(RUN, "runs/mine").replace("rollout.engine: hf", "rollout: {engine: hf}")
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def run(words: list[str]) -> None:
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
+
+    program = [sys.executable, "-m", "sparse_rl.cli"]
+    for command in commands():
+        beginning, more = next((word, more) for word, more in INSTEAD.items() if command.startswith(word))
+        if more is None:
+            continue
+        if command.startswith("make"):
+            run(more)
+            continue
+        if beginning == "sparse-rl train RECIPE --resume":  # what is resumed is a run that was stopped
+            run([*program, "train", "mine.yaml", "max_steps=1"])
+        words = [word.replace("RECIPE", "mine.yaml") for word in command.split()[1:]]
+        if beginning == "sparse-rl train RECIPE --resume":
+            words.append("max_steps=2")
+        run([*program, *words, *more])
+    for written in ("runs/quickstart/results.json", f"{RUN}/model/config.json", f"{RUN}/plots/learning.png"):
+        assert (tmp_path / written).is_file(), written
+    assert sorted(path.name for path in (tmp_path / "runs/mine").glob("checkpoint-*")) == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ]

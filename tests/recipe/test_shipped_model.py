@@ -1,0 +1,69 @@
+"""The model that is shipped: what its recipe makes, found by name, and hurt by its recipes' budget."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout import SamplingConfig, make_engine
+from sparse_rl.data.running_sum import build_model, build_tokenizer, grade, rows
+from sparse_rl.data.tokens import prompt_ids
+from sparse_rl.models.directory import model_directory
+from sparse_rl.models.load import load_config, load_model, load_tokenizer, untrained_model
+from sparse_rl.recipe import load_recipe
+
+SHIPPED = Path(__file__).parents[2] / "recipes/quickstart/model"
+
+
+def accuracy(folder: str, problems: int, **policy: object) -> float:
+    """Of a model on calibration problems, sampled under a policy."""
+    tokenizer, data = load_tokenizer(folder), rows("calibration", problems, seed=1000)
+    engine = make_engine("hf", model=load_model(folder), policy=policy, max_batch=problems)
+    rollouts = engine.generate([prompt_ids(row["prompt"], tokenizer) for row in data], SamplingConfig(152, seed=0))
+    texts = tokenizer.batch_decode([r.completion_ids for r in rollouts], skip_special_tokens=True)
+    return sum(grade(text, row["answer"]) for text, row in zip(texts, data, strict=True)) / problems
+
+
+def test_it_is_found_by_its_name_wherever_the_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Path(model_directory("quickstart/model")).samefile(SHIPPED)
+    own = tmp_path / "quickstart/model"
+    own.mkdir(parents=True)
+    assert model_directory("quickstart/model") == "quickstart/model", "a folder of the user's own comes first"
+    assert model_directory("quickstart/grpo") == "quickstart/grpo" and model_directory("a/b") == "a/b"
+
+
+def test_it_solves_the_task_and_its_recipes_budget_hurts_it() -> None:
+    """So that there is something to learn: nearly right with a full cache, seldom under grpo's, but not by chance."""
+    cache = load_recipe("quickstart/grpo").as_training().exported_cache()
+    assert accuracy(str(SHIPPED), 64, policy="full") > 0.9
+    assert 0.1 < accuracy(str(SHIPPED), 64, **cache.as_block()) < 0.5
+
+
+def test_from_scratch_draws_new_weights_from_the_seed() -> None:
+    """The configuration and tokenizer of the shipped model are those of the task's file; weights are the seed's own."""
+    for seed in (0, 3):
+        made, known = untrained_model(str(SHIPPED), seed).state_dict(), build_model(seed).state_dict()
+        assert made.keys() == known.keys() and all(torch.equal(made[name], known[name]) for name in made)
+    other, text = untrained_model(str(SHIPPED), 1).state_dict(), rows("train", 1, seed=0)[0]["prompt"]
+    assert not torch.equal(other["model.norm.weight"], load_model(str(SHIPPED)).state_dict()["model.norm.weight"])
+    assert load_tokenizer(str(SHIPPED))(text)["input_ids"] == build_tokenizer()(text)["input_ids"]
+
+
+@pytest.mark.slow
+def test_its_recipe_makes_it_again(tmp_path: Path) -> None:
+    """Bit for bit on a machine with the same arithmetic; elsewhere a model as good, made in the same way."""
+    command = [sys.executable, "-m", "sparse_rl.cli", "train", "quickstart/sft", f"output_dir={tmp_path / 'sft'}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    made = tmp_path / "sft/model"
+    assert load_config(str(made)).to_dict() == load_config(str(SHIPPED)).to_dict() | {"_name_or_path": str(made)}
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (made / name).read_text() == (SHIPPED / name).read_text(), name
+    ours, theirs = (load_model(str(folder)).state_dict() for folder in (made, SHIPPED))
+    if not all(torch.equal(ours[name], theirs[name]) for name in theirs):
+        assert min(accuracy(str(made), 256, policy="full"), accuracy(str(SHIPPED), 256, policy="full")) > 0.9
