@@ -7,13 +7,14 @@ from pathlib import Path
 
 from sparse_rl.commands.console import Session
 from sparse_rl.errors import UserError
+from sparse_rl.metrics import METRICS_FILE, runs_below
 
 ABOUT = "Learning and mismatch curves of runs; the density of a trace."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN_DIR|TRACE", nargs="+", type=Path)
-    parser.add_argument("--out", metavar="FILE", type=Path, help="default: plots/ in the first run's directory")
+    parser.add_argument("runs", metavar="RUN_DIR|TRACE", nargs="+", type=Path, help="or a folder of runs")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="default: plots/ in the first of these folders")
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
@@ -29,7 +30,10 @@ def run(options: argparse.Namespace, session: Session) -> int:
     if traces:
         print(plot_density(load_traces(traces[0]), out or traces[0].with_suffix(".png")))
         return 0
-    runs = run_labels(folders)
+    for folder in folders:
+        if not runs_below(folder):
+            raise UserError(f"{folder} is not the directory of a run, and holds none: there is no {METRICS_FILE}")
+    runs = run_labels([run for folder in folders for run in runs_below(folder)])
     out = out or folders[0] / "plots" / "learning.png"
     print(plot_learning(runs, out))
     if has_gap(runs):
