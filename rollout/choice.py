@@ -6,16 +6,12 @@ It knows configurations of a rollout and of a model, never recipes; torch and vL
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections.abc import Iterable
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rollout.config import EngineName, RolloutConfig
 from sparse_rl.errors import UserError
-
-logger = logging.getLogger("sparse_rl")
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLLM's CPU attention takes
 LEAST_ROOM = 40  # tokens that an engine holds, however short the prompts: the trainer probes it with so many
@@ -42,13 +38,6 @@ def choose_engine(rollout: RolloutConfig, config: Any, cuda: bool | None = None)
     if rollout.tensor_parallel > 1:
         raise UserError("only the vllm engine is spread over GPUs; set it to 1", "rollout.tensor_parallel")
     return "hf", "hf engine" + (f" ({refusal})" if refusal else "")
-
-
-def with_chosen_engine(rollout: RolloutConfig, config: Any) -> RolloutConfig:
-    """The same with `engine` hf or vllm, as `choose_engine` has it; the choice is logged."""
-    kind, reason = choose_engine(rollout, config)
-    logger.info("rollouts: %s", reason)
-    return replace(rollout, engine=kind)
 
 
 def engine_options(

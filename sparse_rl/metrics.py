@@ -10,6 +10,13 @@ METRICS_FILE = "metrics.jsonl"
 RECIPE_FILE = "recipe.yaml"  # beside it in the directory of a run: what was asked for, every key written out
 
 
+def runs_below(folder: Path) -> list[Path]:
+    """The folder, where it is that of a run; else those of the runs below it, in the order of their names."""
+    if (folder / METRICS_FILE).is_file():
+        return [folder]
+    return sorted(file.parent for file in folder.rglob(METRICS_FILE))
+
+
 def read_metrics(folder: str | Path, name: str = METRICS_FILE) -> list[dict[str, Any]]:
     """The lines of a run's log; a torn last line (a killed run) is left out."""
     file = Path(folder) / name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +12,11 @@ from typing import Any
 import pytest
 
 from rollout import ENGINES, RolloutConfig, choice, default_engine, make_engine
-from rollout.choice import CPU_HEAD_SIZES, LEAST_ROOM, choose_engine, with_chosen_engine
+from rollout.choice import CPU_HEAD_SIZES, LEAST_ROOM, choose_engine
 from rollout.vllm.engine import VLLMEngine
 from sparse_rl.commands.checks import check_training
 from sparse_rl.commands.memory import plan
-from sparse_rl.commands.sampling import engine_arguments
+from sparse_rl.commands.sampling import choose_recipe_engine, engine_arguments, engine_config_of
 from sparse_rl.data.running_sum import build_model, save_untrained
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import EvalRecipe, GRPORecipe, make_recipe
@@ -104,14 +103,13 @@ def test_a_live_module_is_sampled_from_by_hf(machine: Callable) -> None:
         choose_engine(RolloutConfig(engine="vllm"), None)
 
 
-def test_the_choice_is_logged_and_made_once(machine: Callable, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_choice_is_made_once(machine: Callable) -> None:
     machine("cpu")
-    with caplog.at_level(logging.INFO, "sparse_rl"):
-        chosen = with_chosen_engine(grpo().rollout, config(16))
-        machine(None)  # a later look at the machine changes nothing
-        assert with_chosen_engine(chosen, config(32)) == chosen and chosen.engine == "hf"
-    assert caplog.messages[0] == "rollouts: hf engine (head size 16 is not supported by vllm on this platform)"
-    assert caplog.messages[1] == "rollouts: hf engine"
+    chosen, reason = choose_recipe_engine(grpo(), config(16))
+    assert reason == "hf engine (head size 16 is not supported by vllm on this platform)"
+    machine(None)  # a later look at the machine changes nothing
+    assert choose_recipe_engine(chosen, config(32)) == (chosen, "hf engine")
+    assert engine_config_of(chosen).engine == "hf"
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

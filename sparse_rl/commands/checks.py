@@ -18,7 +18,7 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     """(what, finding) of everything checked, in order. Raises UserError at the first thing that is wrong."""
     from sparse_rl.attention.families import cache_shape
     from sparse_rl.commands.resume import checkpoint_to_resume
-    from sparse_rl.commands.sampling import choose_recipe_engine, engine_config_of
+    from sparse_rl.commands.sampling import choose_recipe_engine
     from sparse_rl.models.load import load_config, load_tokenizer
     from sparse_rl.policies.registry import make_policy
     from trainer.rundir import refuse_used
@@ -35,10 +35,9 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     for cache in training.caches():
         findings.append(("cache", repr(make_policy(cache or "full"))))
     if training.engine_config() is not None:
-        from rollout.choice import choose_engine
-
-        findings.append(("rollouts", choose_engine(engine_config_of(training), config)[1]))
-        training = choose_recipe_engine(training, config).as_training()
+        chosen, finding = choose_recipe_engine(training, config)
+        findings.append(("rollouts", finding))
+        training = chosen.as_training()
     if training.attention_kernel() is not None:
         training, finding = _attention_kernel(training)
         findings.append(("attention kernel", finding))

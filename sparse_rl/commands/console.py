@@ -10,6 +10,8 @@ import fcntl
 import logging
 import os
 import sys
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -71,11 +73,19 @@ def quiet_loading(verbose: bool) -> None:
         enable_progress_bars()
 
 
+def say(what: str, finding: str) -> None:
+    """One line about how this command goes about its work; of a launch the first process says it."""
+    if rank() == 0:
+        print(f"{what}: {finding}", flush=True)
+
+
 # ---- training ------------------------------------------------------------------------------------------------------
 
+FIRST_SIGN = 20.0  # seconds without a word, then twice as many, and so on
 SHOWN = (  # metric, label, format
     ("reward", "reward", "{:.3f}"),
     ("accuracy_full", "accuracy", "{:.3f}"),
+    ("grad_norm", "grad norm", "{:.2g}"),
     ("loss", "loss", "{:.4f}"),
     ("kl", "KL", "{:.4f}"),
     ("boundary_loss", "boundary", "{:.4f}"),
@@ -90,26 +100,61 @@ SHOWN = (  # metric, label, format
 
 
 def training_line(step: int, steps: int, logs: Mapping[str, Any]) -> str | None:
-    """One log of a trainer as a line to read; None where it has nothing to show."""
+    """One log of a trainer as a line to read; None where it has nothing to show.
+
+    Where there is a reward, the norm of the gradient stands for the loss: as advantages are centred within a group, the
+    loss of GRPO is 0 up to rounding as long as the policy is the one that sampled, however much is learned.
+    """
     if "train_runtime" in logs:
-        return f"{step} steps in {logs['train_runtime']:.0f} s, mean loss {logs.get('train_loss', float('nan')):.4f}"
+        return f"{step} steps in {logs['train_runtime']:.0f} s"
     held_out = any(key.startswith("eval_") for key in logs)
+    hidden = "loss" if "reward" in logs or "eval_reward" in logs else "grad_norm"
     found = [
         f"{label} {form.format(float(logs[key]))}"
         for name, label, form in SHOWN
-        if (key := f"eval_{name}" if held_out else name) in logs
+        if (key := f"eval_{name}" if held_out else name) in logs and name != hidden
     ]
     return f"step {step}/{steps}{'  held out' if held_out else ''}  " + "  ".join(found) if found else None
 
 
 @contextlib.contextmanager
+def signs_of_life(doing: Callable[[], str], heard: threading.Event) -> Iterator[None]:
+    """Without a terminal, where no bar is shown: a line after 20 s, 60 s, 140 s, ... until a log is `heard`."""
+
+    def speak() -> None:
+        start, wait = time.monotonic(), FIRST_SIGN
+        while not heard.wait(wait):
+            print(f"{doing()}, {time.monotonic() - start:.0f} s after the start", flush=True)
+            wait *= 2
+
+    thread = threading.Thread(target=speak, daemon=True)
+    if rank() == 0 and not sys.stderr.isatty():
+        thread.start()
+    try:
+        yield
+    finally:
+        heard.set()
+        if thread.ident is not None:
+            thread.join()
+
+
+@contextlib.contextmanager
 def readable_progress() -> Iterator[None]:
-    """transformers' default progress callback, replaced by one that writes `training_line` above its bar."""
+    """transformers' default progress callback, replaced by one that writes `training_line` above its bar.
+
+    Until the first such line there are `signs_of_life`.
+    """
     import transformers.trainer as hf_trainer
     from tqdm import tqdm
     from transformers.trainer_callback import ProgressCallback
 
+    at, heard = "loading", threading.Event()
+
     class Progress(ProgressCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            nonlocal at
+            at = f"in step {state.global_step + 1}/{state.max_steps}"
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.is_world_process_zero:
                 self.training_bar = tqdm(
@@ -123,13 +168,15 @@ def readable_progress() -> Iterator[None]:
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             line = training_line(state.global_step, state.max_steps, logs or {})
             if state.is_world_process_zero and line:
+                heard.set()
                 tqdm.write(line)
                 sys.stdout.flush()
 
     before = hf_trainer.DEFAULT_PROGRESS_CALLBACK
     hf_trainer.DEFAULT_PROGRESS_CALLBACK = Progress  # the one place where Trainer looks it up
     try:
-        yield
+        with signs_of_life(lambda: at, heard):
+            yield
     finally:
         hf_trainer.DEFAULT_PROGRESS_CALLBACK = before
 

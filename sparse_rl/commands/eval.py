@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.commands.arguments import add_overwrite, add_recipe, read_recipe, refuse_used
-from sparse_rl.commands.console import Session, quiet_loading
+from sparse_rl.commands.console import Session, quiet_loading, say
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import RECIPE_FILE
 from sparse_rl.recipe import EvalRecipe, Recipe, list_recipes, load_recipe, make_recipe
@@ -82,7 +82,9 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
     from trainer.rundir import prepare
 
     policies = sampling.policies_of(recipe)
-    recipe = sampling.choose_recipe_engine(recipe, load_config(recipe.model) if model is None else None).as_evaluation()
+    chosen, finding = sampling.choose_recipe_engine(recipe, load_config(recipe.model) if model is None else None)
+    say("rollouts", finding)
+    recipe = chosen.as_evaluation()
     tokenizer = load_tokenizer(recipe.model)
     reward = _accuracy(recipe)
     require = ("prompt", "answer") if _needs_answer(recipe) else ("prompt",)

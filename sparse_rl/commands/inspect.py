@@ -1,23 +1,34 @@
-"""`sparse-rl inspect`: what a file of eviction traces holds."""
+"""`sparse-rl inspect`: what a file of eviction traces holds; of whatever else, in one line what it is."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
+from sparse_rl.commands import eval, rollout
 from sparse_rl.commands.console import Session
+from sparse_rl.errors import UserError
+from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, read_metrics, runs_below
+from sparse_rl.models.directory import CONFIG_FILE, POLICY_FILE, model_directory
+from sparse_rl.recipe.schema import parse_yaml
 
-ABOUT = "What a file of eviction traces holds."
+ABOUT = "What a file of eviction traces holds; or what another file or folder is."
 LARGE = 16  # layers or heads above which the table is a summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", type=Path)
+    parser.add_argument("trace", metavar="TRACE", type=Path, help="or any other file, or a folder")
     parser.add_argument("--json", action="store_true", help="for machines")
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
+    if (other := what_is(options.trace)) is not None:
+        if options.json:
+            raise UserError(f"{options.trace} is no file of traces: {other}", "--json")
+        print(f"{options.trace}: {other}")
+        return 0
     from rich.console import Console
 
     from sparse_rl.analysis.traces import histogram, kept_table, trace_statistics
@@ -38,3 +49,72 @@ def run(options: argparse.Namespace, session: Session) -> int:
     print("tokens held at the end, by position in the sequence")
     print("\n".join(histogram(statistics["density"])))
     return 0
+
+
+def what_is(path: Path) -> str | None:
+    """A folder or a file in words; None for what has the name of a file of traces, and for what is not there."""
+    weights = (path.parent / CONFIG_FILE).is_file()
+    if not path.exists() or (path.suffix == ".safetensors" and not weights):
+        return None
+    try:
+        return _folder(path) if path.is_dir() else _file(path)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "damaged, or not what its name says"
+
+
+def _folder(path: Path) -> str:
+    runs, traces = runs_below(path), sorted(path.glob(rollout.TRACES))
+    if (path / CONFIG_FILE).is_file():
+        return f"a model ({_json(path / CONFIG_FILE).get('model_type')}){_carried(path)}"
+    left = model_directory(str(path))
+    if runs == [path] or left != str(path):
+        model = "no model yet" if left == str(path) else f"the model in {left}{_carried(Path(left))}"
+        return f"a run{_kind(path)}, {_steps(path)}, with {model}; sparse-rl plot {path} draws it"
+    if (path / eval.RESULTS).is_file():
+        return f"{_file(path / eval.RESULTS)} in {path / eval.RESULTS}"
+    if traces:
+        files = f"{len(traces)} file{'s' * (len(traces) > 1)} of traces"
+        return f"{files}; sparse-rl inspect {traces[0]} says what the first holds"
+    if runs:
+        return f"a folder of {len(runs)} run{'s' * (len(runs) > 1)}; sparse-rl plot {path} draws what is there"
+    return "a folder without a run, a model or traces"
+
+
+def _file(path: Path) -> str:
+    if path.suffix in (".yaml", ".yml"):
+        kind = parse_yaml(path.read_text(), str(path)).get("kind")
+        if kind is None:
+            return "YAML, but no recipe: it has no kind"
+        command = "eval" if kind == "eval" else "train"
+        return f"a recipe of kind {kind}; sparse-rl {command} {path} runs it"
+    if path.suffix == ".safetensors":
+        return f"weights of the model in {path.parent}"
+    if path.name == METRICS_FILE:
+        return f"the metrics of a run, {_steps(path.parent)}; sparse-rl plot {path.parent} draws them"
+    if path.name == POLICY_FILE:
+        return f"the cache policy that a model carries, {_json(path).get('policy')}"
+    if path.name == eval.RESULTS:
+        return f"the results of an evaluation, {len(_json(path)['rows'])} rows"
+    if path.suffix == ".jsonl":
+        lines = path.read_text().splitlines()
+        return f"{len(lines)} lines of JSON" + (f", each with {', '.join(json.loads(lines[0]))}" if lines else "")
+    return f"a file {path.suffix or 'without a suffix'} that sparse-rl does not read"
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text())
+
+
+def _kind(run: Path) -> str:
+    recipe = run / RECIPE_FILE
+    return f" of kind {parse_yaml(recipe.read_text(), str(recipe)).get('kind')}" if recipe.is_file() else ""
+
+
+def _steps(run: Path) -> str:
+    steps = [line["step"] for line in read_metrics(run)]
+    return f"logged to step {max(steps)}" if steps else "nothing logged yet"
+
+
+def _carried(model: Path) -> str:
+    file = model / POLICY_FILE
+    return f", which carries the cache policy {_json(file).get('policy')}" if file.is_file() else ""

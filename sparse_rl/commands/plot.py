@@ -7,15 +7,16 @@ from pathlib import Path
 
 from sparse_rl.commands.console import Session
 from sparse_rl.errors import UserError
+from sparse_rl.metrics import METRICS_FILE, runs_below
 
 ABOUT = "Learning and mismatch curves of runs, or any metric of theirs; the density of a trace."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN_DIR|TRACE", nargs="+", type=Path)
+    parser.add_argument("runs", metavar="RUN_DIR|TRACE", nargs="+", type=Path, help="or a folder of runs")
     known = "reward, loss, length, retention, entropy, tokens_per_second"
     parser.add_argument("--metric", help=f"what to draw against the step: {known}, or any key of metrics.jsonl")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="default: plots/ in the first run's directory")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="default: plots/ in the first of these folders")
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
@@ -31,7 +32,10 @@ def run(options: argparse.Namespace, session: Session) -> int:
     if traces:
         print(plot_density(load_traces(traces[0]), out or traces[0].with_suffix(".png")))
         return 0
-    runs = run_labels(folders)
+    for folder in folders:
+        if not runs_below(folder):
+            raise UserError(f"{folder} is not the directory of a run, and holds none: there is no {METRICS_FILE}")
+    runs = run_labels([run for folder in folders for run in runs_below(folder)])
     logged = {name for folder in runs.values() for name in logged_metrics(folder)}
     metric = options.metric or ("reward" if "reward" in logged or "loss" not in logged else "loss")
     name = "learning" if options.metric is None else metric.replace("/", "_")

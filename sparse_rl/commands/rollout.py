@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl.commands.arguments import add_overwrite, add_recipe, positive, read_recipe, refuse_used
-from sparse_rl.commands.console import Session, quiet_loading
+from sparse_rl.commands.console import Session, quiet_loading, say
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import Recipe
 
@@ -57,7 +57,8 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
     asked = recipe.sampled_problems()
     policy = sampling.policies_of(recipe)[0]
     config, tokenizer = load_config(recipe.model), load_tokenizer(recipe.model)
-    recipe = sampling.choose_recipe_engine(recipe, config)
+    recipe, finding = sampling.choose_recipe_engine(recipe, config)
+    say("rollouts", finding)
     source = load_data(asked.data, tokenizer, where=asked.where)
     source = source.select(range(min(problems, len(source))))
     try:

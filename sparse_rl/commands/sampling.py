@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rollout.config import SAMPLE_LIVE, RolloutConfig
@@ -23,11 +24,16 @@ def engine_config_of(recipe: Recipe) -> RolloutConfig:
     return rollout
 
 
-def choose_recipe_engine(recipe: Recipe, config: Any) -> Recipe:
-    """The recipe with its engine chosen for a model of this configuration; None: for a live module."""
-    from rollout import choice
+def choose_recipe_engine(recipe: Recipe, config: Any) -> tuple[Recipe, str]:
+    """(the recipe with its engine chosen for a model of this configuration, why it is this one)
 
-    return recipe.with_engine_config(choice.with_chosen_engine(engine_config_of(recipe), config))
+    config : None: for a live module
+    """
+    from rollout.choice import choose_engine
+
+    rollout = engine_config_of(recipe)
+    kind, reason = choose_engine(rollout, config)
+    return recipe.with_engine_config(replace(rollout, engine=kind)), reason
 
 
 def engine_arguments(recipe: Recipe) -> dict[str, Any]:

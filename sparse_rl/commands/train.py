@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import logging
+import shlex
 from pathlib import Path
 
 from sparse_rl.commands.arguments import add_recipe, read_recipe
-from sparse_rl.commands.console import Session, quiet_loading, rank, readable_progress
+from sparse_rl.commands.console import Session, quiet_loading, rank, readable_progress, say
 from sparse_rl.recipe import Recipe, TrainRecipe
 
 ABOUT = "Train as the recipe says; starts its processes itself."
-logger = logging.getLogger("sparse_rl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +32,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
     recipe = read_recipe(options)  # a mistake in it is answered before anything heavy is imported
 
     from sparse_rl.commands.checks import NOT_CHECKED, check_training
+    from trainer.checkpoint import read_manifest
     from trainer.launch import launch, launched, needs_launch
 
     if not options.dry_run:
@@ -48,6 +48,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
         words = options.arguments
         if options.resume is not None:  # the processes resume what was found here, and say no more about it
             options.resume = dict(findings)["resume"]
+            say("resuming", f"from step {read_manifest(Path(options.resume))['step']}, {options.resume}")
             words = ["train", options.recipe, *options.overrides, "--resume", options.resume]
             words += ["--verbose"] if options.verbose else []
         if needs_launch(recipe.as_training().launch):
@@ -55,8 +56,21 @@ def run(options: argparse.Namespace, session: Session) -> int:
     with readable_progress():
         model = train(recipe, options.resume)
     if rank() == 0:
-        print(f"model: {model}")
+        print(f"model: {model}", what_next(recipe.as_training()), sep="\n")
     return 0
+
+
+def what_next(recipe: TrainRecipe) -> str:
+    """What to do with the run of this recipe, as commands to copy."""
+    run = shlex.quote(recipe.output_dir)
+    like_it = "quickstart/eval" if recipe.data.synthetic is not None else "eval/math500"
+    commands = {
+        f"eval {run}" if recipe.evaluation(run) else f"eval {like_it} model={run}": "how good it is",
+        f"serve {run}": "OpenAI's API, with vLLM",
+        f"plot {run}": "its curves",
+    }
+    width = max(map(len, commands))
+    return "\n".join(f"next:  sparse-rl {command:<{width}}  # {about}" for command, about in commands.items())
 
 
 def train(recipe: Recipe, resume: str | None = None) -> Path:
@@ -91,7 +105,7 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
 
 
 def with_choices(recipe: TrainRecipe) -> TrainRecipe:
-    """The recipe with what it leaves open chosen for this machine: its engine, and its attention kernel."""
+    """The recipe with its engine and its attention kernel chosen for this machine; both are said, with the reason."""
     from sparse_rl.attention.choice import choose_kernel
     from sparse_rl.commands.sampling import choose_recipe_engine
     from sparse_rl.models.load import load_config
@@ -100,9 +114,11 @@ def with_choices(recipe: TrainRecipe) -> TrainRecipe:
     check_world(recipe.launch.processes)
     config = load_config(recipe.model)
     if recipe.engine_config() is not None:
-        recipe = choose_recipe_engine(recipe, config).as_training()
+        chosen, finding = choose_recipe_engine(recipe, config)
+        say("rollouts", finding)
+        recipe = chosen.as_training()
     if (wanted := recipe.attention_kernel()) is not None:
         kernel, finding = choose_kernel(wanted, map(load_config, recipe.attending_models()), recipe.dtype)
-        logger.info("attention kernel: %s", finding)
+        say("attention kernel", finding)
         recipe = recipe.with_attention_kernel(kernel)
     return recipe

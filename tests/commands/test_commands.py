@@ -86,7 +86,7 @@ def metrics(folder, values, name="reward"):
         (["eval", "eval.yaml", "accuracy=maths"], "accuracy: unknown reward 'maths'"),
         (["eval", "eval.yaml", "sweep.budget=[0]"], "sweep.budget[0]: expected a whole number >= 1"),
         (["inspect", "nothing.safetensors"], "nothing.safetensors does not exist"),
-        (["inspect", "grpo.yaml"], "grpo.yaml cannot be read"),
+        (["inspect", "torn.safetensors"], "torn.safetensors cannot be read"),
         (["plot", "."], "is not the directory of a run"),
         (["doctor", "grpo.yaml", "model=nobody"], "nobody is not a model directory"),
         (["dance"], "invalid choice: 'dance'"),
@@ -98,6 +98,7 @@ def test_what_a_user_can_get_wrong_is_one_line_and_status_2(here, model, capsys,
         if kind:
             (here / name / "config.json").write_text(json.dumps({"model_type": kind}))
     (here / "empty.jsonl").write_text("")
+    (here / "torn.safetensors").write_text("")
     (here / "weightless").mkdir()
     for file in model.iterdir():
         if file.suffix != ".safetensors":
@@ -279,7 +280,7 @@ def test_a_dry_run_says_what_it_found_and_what_it_left(here, capsys):
 def test_rollout_inspect_and_plot(here, capsys):
     assert main(["rollout", "grpo.yaml", "--problems", "3", "rollout.progress=false"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("6 completions, ")
+    assert out.startswith("rollouts: hf engine\n6 completions, ")
     traces = str(here / "out" / "rollouts" / "traces-00000.safetensors")
     assert main(["inspect", traces]) == 0
     out = capsys.readouterr().out
@@ -341,10 +342,11 @@ def test_doctor(here, capsys):
 
 def test_a_training_log_is_a_line_to_read():
     logs = {"loss": 0.01, "reward": 0.5, "replay/gap_max": 2e-7, "cache/retention": 0.352, "grad_norm": 3.0}
-    assert training_line(3, 40, logs) == "step 3/40  reward 0.500  loss 0.0100  gap max 2.0e-07  kept 35%"
-    assert training_line(3, 40, {"eval_reward": 0.25}) == "step 3/40  held out  reward 0.250"
+    assert training_line(3, 40, logs) == "step 3/40  reward 0.500  grad norm 3  gap max 2.0e-07  kept 35%"
+    assert training_line(3, 40, {"eval_reward": 0.25, "eval_loss": -1e-9}) == "step 3/40  held out  reward 0.250"
+    assert training_line(3, 40, {"loss": 0.01, "grad_norm": 3.0}) == "step 3/40  loss 0.0100"
     assert training_line(3, 40, {"grad_norm": 3.0}) is None
-    assert training_line(40, 40, {"train_runtime": 12.3, "train_loss": 0.1}) == "40 steps in 12 s, mean loss 0.1000"
+    assert training_line(40, 40, {"train_runtime": 12.3, "train_loss": 0.1}) == "40 steps in 12 s"
 
 
 # ---- as a user runs it ---------------------------------------------------------------------------------------------
@@ -382,7 +384,8 @@ def test_an_interrupted_run_says_so(here, processes):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path]), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": -1, "stderr": -1, "text": True}
     with subprocess.Popen(command, cwd=here, env=environment, start_new_session=True, **pipes) as running:
-        assert running.stdout.readline().startswith("step 1/100000")
+        begin = [running.stdout.readline() for _ in range(3)]
+        assert [line.split(":")[0][:13] for line in begin] == ["rollouts", "attention ker", "step 1/100000"]
         for _ in range(3):  # C code drops the interrupt now and then, and one presses again
             os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the launcher and its processes
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -404,7 +407,8 @@ def test_a_run_is_readable_and_quiet(here):
     done = run(here, "train", "grpo.yaml", "max_steps=2", "rewards=[my_rewards:fair]")
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in lines] == ["step", "step", "2", "model:"], done.stdout
+    said = ["rollouts:", "attention", "step", "step", "2", "model:", "next:", "next:", "next:"]
+    assert [line.split()[0] for line in lines] == said, done.stdout
     assert done.stderr == ""
     plotted = run(here, "plot", "out")
     assert plotted.returncode == 0 and (here / "out" / "plots" / "gap.png").exists()

@@ -13,6 +13,7 @@ from rollout import make_engine
 from sparse_rl import __version__
 from sparse_rl.commands.arguments import read_recipe
 from sparse_rl.commands.main import main, parse
+from sparse_rl.metrics import runs_below
 from sparse_rl.models.directory import model_directory, save_policy
 from sparse_rl.policies import make_policy
 
@@ -156,6 +157,58 @@ def test_the_directory_of_a_training_is_never_overwritten(trained, capsys):
     for words in (["rollout", "grpo.yaml", "--out", "run"], ["eval", "eval.yaml", "output_dir=run"]):
         assert "run is the directory of a training" in answer(capsys, *words, "--overwrite", status=2)
     assert contents(trained) == before
+
+
+# ---- what is there -------------------------------------------------------------------------------------------------
+
+
+def test_inspect_says_what_else_there_is(trained, here, capsys):
+    answer(capsys, "rollout", "grpo.yaml", PATIENT, "--problems", "1")
+    answer(capsys, "eval", "eval.yaml", "output_dir=score", PATIENT)
+    (here / "empty").mkdir()
+    (here / "broken.yaml").write_text("a: [")
+    (here / "list.yaml").write_text("[1]")
+    (here / "broken.jsonl").write_text("{")
+    (here / "picture.png").write_bytes(b"\x89PNG")
+    traces = "out/rollouts/traces-00000.safetensors"
+    for place, says in {
+        "run": "a run of kind grpo, logged to step 1, with the model in run/model, which carries the cache",
+        ".": "a folder of 1 run; sparse-rl plot . draws what is there",
+        "run/model": "a model (qwen3), which carries the cache policy streaming",
+        "out/rollouts": f"1 file of traces; sparse-rl inspect {traces} says",
+        "score": "the results of an evaluation, 2 rows in score/eval.json",
+        "empty": "a folder without a run, a model or traces",
+        "grpo.yaml": "a recipe of kind grpo; sparse-rl train grpo.yaml runs it",
+        "eval.yaml": "a recipe of kind eval; sparse-rl eval eval.yaml runs it",
+        "score/eval.json": "the results of an evaluation, 2 rows",
+        "run/metrics.jsonl": "the metrics of a run, logged to step 1; sparse-rl plot run draws them",
+        "run/model/cache_policy.json": "the cache policy that a model carries, streaming",
+        "run/model/model.safetensors": "weights of the model in run/model",
+        "out/rollouts/completions.jsonl": "lines of JSON, each with prompt, answer, completion, finish_reason",
+        "broken.yaml": "damaged, or not what its name says",
+        "list.yaml": "damaged, or not what its name says",
+        "broken.jsonl": "damaged, or not what its name says",
+        "picture.png": "a file .png that sparse-rl does not read",
+    }.items():
+        line = answer(capsys, "inspect", place)
+        assert line.startswith(f"{place}: ") and says in line and line.count("\n") == 1, line
+        assert "is no file of traces: " in answer(capsys, "inspect", place, "--json", status=2)
+    assert "traces, 2 layers" in answer(capsys, "inspect", traces)
+
+
+def test_plot_of_a_folder_draws_the_runs_below_it(here, capsys):
+    logged = json.dumps({"step": 1, "reward": 0.5, "replay/gap_mean": 1e-7}) + "\n"
+    for place in ("many/one", "many/two", "many/two/inner", "other/one"):
+        (here / place).mkdir(parents=True)
+        (here / place / "metrics.jsonl").write_text(logged)
+    assert runs_below(Path("many")) == [Path("many/one"), Path("many/two"), Path("many/two/inner")]
+    assert runs_below(Path("many/two")) == [Path("many/two")]  # a run stands for itself
+    drawn = answer(capsys, "plot", "many", "other/one", "--out", "all.svg").split()
+    assert drawn == ["all.svg", "all_gap.svg"]
+    assert all(label in Path("all.svg").read_text() for label in ("many/one", "many/two", "two/inner", "other/one"))
+    assert answer(capsys, "plot", "many").split() == ["many/plots/learning.png", "many/plots/gap.png"]
+    (here / "empty").mkdir()
+    assert "empty is not the directory of a run, and holds none" in answer(capsys, "plot", "many", "empty", status=2)
 
 
 # ---- small words ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,99 @@
+"""What a training says besides its logs: what was chosen, that it is alive, where it resumes, what to do next."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import sys
+import threading
+
+import pytest
+
+from sparse_rl.commands import console
+from sparse_rl.commands.arguments import read_recipe
+from sparse_rl.commands.main import main, parse
+from sparse_rl.commands.train import what_next, with_choices
+
+NO_GPU = "there is no GPU, and on a CPU FlexAttention has no backward"
+QUIET = ("rollout.progress=false", "rollout.engine=auto")
+
+
+@pytest.fixture
+def without_vllm(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+def test_what_auto_falls_back_to_is_said_with_the_reason(here, without_vllm, capsys):
+    fallback = 'rollouts: hf engine (vllm is not installed: pip install "sparse-rl[vllm]")'
+    assert main(["rollout", "grpo.yaml", *QUIET]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == fallback
+    assert main(["eval", "eval.yaml", *QUIET]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == fallback
+    with_choices(read_recipe(parse(["train", "grpo.yaml", *QUIET])))
+    assert capsys.readouterr().out.splitlines() == [fallback, f"attention kernel: sdpa ({NO_GPU})"]
+
+
+def test_of_several_processes_the_first_says_it(here, without_vllm, capsys, monkeypatch):
+    recipe = read_recipe(parse(["train", "grpo.yaml", *QUIET]))
+    monkeypatch.setenv("RANK", "1")
+    with_choices(recipe)
+    assert capsys.readouterr().out == ""
+
+
+class Silence(threading.Event):
+    """Three times nothing is heard in the time that is waited for; then something is."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+
+    def wait(self, timeout=None):
+        self.waits.append(timeout)
+        return len(self.waits) > 3
+
+
+def test_without_a_terminal_a_run_shows_that_it_is_alive_until_its_first_line(capsys, monkeypatch):
+    """Ever more seldom; with a terminal there is a bar instead."""
+    heard, at = Silence(), iter(["loading", "in step 1/9", "in step 2/9"])
+    with console.signs_of_life(lambda: next(at), heard):
+        pass
+    said = [line.split(",")[0] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["loading", "in step 1/9", "in step 2/9"] and heard.waits == [20, 40, 80, 160]
+    assert heard.is_set()  # an error ends it too
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with console.signs_of_life(lambda: "loading", heard):
+        pass
+    assert capsys.readouterr().out == "" and len(heard.waits) == 4
+
+
+def test_a_training_ends_with_what_to_do_next_and_says_where_it_resumes(here, capsys, monkeypatch):
+    """The commands that it prints work as they stand."""
+    monkeypatch.setattr(console, "FIRST_SIGN", 0.01)
+    words = ["train", "sft.yaml", "output_dir=my run", "save_steps=1", "lr_scheduler_type=constant", "logging_steps=1"]
+    assert main(words) == 0
+    *said, model, evaluate, serve, plot = capsys.readouterr().out.splitlines()
+    assert model == "model: my run/model"
+    assert said[0].startswith("loading, ") and any(line.startswith("step 1/1  ") for line in said)
+    assert evaluate.startswith("next:  sparse-rl eval quickstart/eval model='my run' ")
+    assert serve.startswith("next:  sparse-rl serve 'my run' ") and plot.startswith("next:  sparse-rl plot 'my run' ")
+    for line, more in (
+        (evaluate, ["tasks.running_sum.synthetic.size=4", "output_dir=score", "rollout.engine=hf"]),
+        (plot, []),
+    ):
+        _, command, *arguments = shlex.split(line, comments=True)
+        assert command == "sparse-rl" and main([*arguments, *more]) == 0
+    capsys.readouterr()
+    assert main([*words, "max_steps=3", "--resume"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "resuming: from step 1, my run/checkpoint-1"
+    assert [line.split()[1] for line in out if line.startswith("step ")] == ["2/3", "3/3"]
+
+
+def test_a_run_with_held_out_problems_is_evaluated_by_its_name(here):
+    held_out = "validation={data: {synthetic: {task: running_sum, size: 9, split: evaluation}}}"
+    recipe = read_recipe(parse(["train", "grpo.yaml", "output_dir=run", held_out]))
+    assert what_next(recipe).splitlines()[0].startswith("next:  sparse-rl eval run ")
+    recipe = read_recipe(parse(["train", "grpo.yaml", "output_dir=run", "data={path: own.jsonl}"]))
+    assert what_next(recipe).splitlines()[0].startswith("next:  sparse-rl eval eval/math500 model=run ")
