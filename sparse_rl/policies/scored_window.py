@@ -12,7 +12,8 @@ over the entries held (softmax over all, causal inside the window), j a competin
 
 F' is the score that the entry took from the previous compaction; an entry without one (all of the old window) has
 F = S^. F is remembered before pooling and redundancy. sim is the cosine of two keys, with the diagonal and values under
-0.5 set to 0, and so, for each i, the most recent of its similar tokens, which stands for the others.
+0.5 set to 0, and so, for each i, the most recent of its similar tokens, which stands for the others. R-KV averages over
+i, and so do its code and G-KV's; G-KV's appendix writes a sum, which would make the softmax N times as sharp.
 
     snapkv   max-pool(S)                     SnapKV eq. 4 (kernel 7) at decode time, as extended by G-KV
     morphkv  S                               MorphKV §3 (attention fused over the window)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from sparse_rl.config import NamedConfiguration, PositiveInt, Rule
+from sparse_rl.config import NamedConfiguration, Positive, PositiveInt, Rule
 
 GAMMA = (0.999, 0.999999)  # the bounds between which a kv head's decay is learned
 Gamma = Annotated[float, Rule(f"between {GAMMA[0]} and {GAMMA[1]}", lambda v: GAMMA[0] < v < GAMMA[1])]
@@ -23,11 +22,6 @@ class ScorerConfig(NamedConfiguration):
     @classmethod
     def members(cls) -> Mapping[str, type[ScorerConfig]]:
         return CONFIGS
-
-    def as_block(self) -> dict[str, Any]:
-        """The name, and what is not as usual."""
-        changed = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {"name": self.name, **{k: v for k, v in changed.items() if v != getattr(type(self), k)}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +55,9 @@ class MLSTMConfig(DecayingConfig):
     features : hedgehog (d / 2 numbers, d features) or softmax (d numbers, d features) of queries and keys
     value : half or full, the width of W_v x relative to d; or cached, the value itself
     readout : delayed, at q = u + w; or immediate, at q = u (ablation)
-    norm, skip : see sparse_rl/scorers/mlstm.py
+    norm : an RMS norm of what each kv head reads; the papers' readout has none
+    softcap : both gates stay within +- this; null: they are not bounded
+    skip : add W_s x to what is read
     chunk : tokens taken at once in training
     """
 
@@ -69,7 +65,8 @@ class MLSTMConfig(DecayingConfig):
     features: Literal["hedgehog", "softmax"] = "hedgehog"
     value: Literal["half", "full", "cached"] = "half"
     readout: Literal["delayed", "immediate"] = "delayed"
-    norm: bool = True
+    norm: bool = False
+    softcap: Positive | None = 15.0
     skip: bool = False
     chunk: PositiveInt = 64
 

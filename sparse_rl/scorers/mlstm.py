@@ -4,16 +4,19 @@ With x = [k; v], phi(y) = [softmax(y); softmax(-y)] (Hedgehog) and the gates i =
 
     C_t = f_t C_{t-1} + i_t phi(W_k x_t) (W_v x_t)^T        z_t = f_t z_{t-1} + i_t phi(W_k x_t)
     h_u = phi(W_q x_u)^T C_q / phi(W_q x_u)^T z_q,   q = u + w             the delayed readout
-    r_u = a . SiLU(Norm(h_u))
+    r_u = a . SiLU(h_u)
 
 As phi > 0 the denominator needs no guard, and a factor common to C and z cancels; so what counts of a token j at q is
 exp(sum_{j < s <= q} log f_s + log i_j) up to such a factor, and the largest is kept at 1 (the stabilised form). Hence
 the kernel libraries of mLSTM, whose normaliser is max(|q . z|, exp(-m)), compute something else: the chunkwise form
 here is native. There is no output gate, and no constant in r: it would cancel in every comparison.
 
+Off unless a recipe asks: `norm`, an RMS norm of h_u per kv head, which neither the full paper's equation 11 nor the
+workshop paper's appendix F has; `skip`, which adds W_s x_u to h_u and starts at 0.
+
 Ours, where the papers are silent: at the start W_q and W_k read the key's first numbers and W_v the value's, with noise
 of 0.02; a = 0; input gate 0 (a constant cancels); forget gate's bias from 3 to 6 over the kv heads, no weights; both
-gates soft-capped at 15; Norm is an RMS norm; the skip connection adds W_s x_u to h_u and starts at 0.
+gates soft-capped at 15 (`softcap: null` leaves them as they are).
 """
 
 from __future__ import annotations
@@ -28,7 +31,6 @@ from sparse_rl.errors import UserError
 from sparse_rl.scorers.base import Scorer, per_head, project
 from sparse_rl.scorers.config import MLSTMConfig
 
-CAP = 15.0
 NOISE = 0.02
 TINY = torch.finfo(torch.float32).tiny
 
@@ -41,7 +43,7 @@ class MLSTM(Scorer):
         if dim % 2:
             raise UserError(f"scorer 'mlstm': keys must have an even number of dimensions, got {dim}")
         self.hedgehog, self.delayed = config.features == "hedgehog", config.readout == "delayed"
-        self.chunk = config.chunk
+        self.chunk, self.softcap = config.chunk, config.softcap
         narrow = dim // 2 if self.hedgehog else dim
         self.width = dim // 2 if config.value == "half" else dim
         self.query, self.key = _reads(heads, dim, narrow, 0), _reads(heads, dim, narrow, 0)
@@ -53,7 +55,7 @@ class MLSTM(Scorer):
         self.out = per_head(heads, self.width, 1)
 
     def state_bytes(self) -> int:
-        return 4 * self.heads * (self.dim * (self.width + 1) + 1)
+        return 4 * self.heads * (self.dim * (self.width + 1) + 2)
 
     def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
         delay = window if self.delayed else 0
@@ -74,8 +76,8 @@ class MLSTM(Scorer):
             self._features(project(x, self.query)),
             self._features(project(x, self.key)),
             value,
-            CAP * (log_input / CAP).tanh(),
-            F.logsigmoid(CAP * (forget / CAP).tanh()),
+            self._capped(log_input),
+            F.logsigmoid(self._capped(forget)),
         )
 
     def rate(self, read: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -85,6 +87,9 @@ class MLSTM(Scorer):
         if self.scale is not None:
             read = F.rms_norm(read, read.shape[-1:]) * self.scale.float()
         return project(F.silu(read), self.out)[..., 0]
+
+    def _capped(self, gate: torch.Tensor) -> torch.Tensor:
+        return gate if self.softcap is None else self.softcap * (gate / self.softcap).tanh()
 
     def _features(self, y: torch.Tensor) -> torch.Tensor:
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], dim=-1) if self.hedgehog else y.softmax(-1)
@@ -142,14 +147,14 @@ def chunkwise(
 
 @dataclass
 class State:
-    """Of B sequences in decoding, O(1): C and z [B, H, F, V + 1], divided by exp(top), top float32 [B, H]."""
+    """Of B sequences in decoding, O(1): C and z [B, H, F, V + 1], divided by exp(top), top float64 [B, H]."""
 
     memory: torch.Tensor
     top: torch.Tensor
 
     @classmethod
     def empty(cls, batch: int, heads: int, features: int, width: int, device: torch.device | str = "cpu") -> State:
-        top = torch.full((batch, heads), float("-inf"), device=device)
+        top = torch.full((batch, heads), float("-inf"), dtype=torch.float64, device=device)
         return cls(torch.zeros(batch, heads, features, width + 1, device=device), top)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, log_input: torch.Tensor, log_forget: torch.Tensor) -> None:
@@ -157,8 +162,8 @@ class State:
         kept = self.top + log_forget
         top = torch.maximum(kept, log_input)
         value = torch.cat([value, torch.ones_like(value[..., :1])], dim=-1)
-        new = key[..., None] * value[..., None, :] * (log_input - top).exp()[..., None, None]
-        self.memory = self.memory * (kept - top).exp()[..., None, None] + new
+        new = key[..., None] * value[..., None, :] * (log_input - top).exp().float()[..., None, None]
+        self.memory = self.memory * (kept - top).exp().float()[..., None, None] + new
         self.top = top
 
     def read(self, query: torch.Tensor) -> torch.Tensor:

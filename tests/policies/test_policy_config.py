@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from sparse_rl.config import yaml_fields
 from sparse_rl.errors import UserError
+from sparse_rl.models.directory import save_policy, saved_policy
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.config import CONFIGS, EvictingConfig, PolicyConfig, accepted_parameters
 from sparse_rl.policies.registry import POLICIES, for_sampling, make_policy
@@ -64,12 +69,46 @@ def test_a_scorer_is_a_name_a_mapping_or_settings() -> None:
     plain = ScorerConfig.from_block("mlp")
     assert ScorerConfig.from_block({"name": "mlp"}) == ScorerConfig.from_block(plain) == plain
     assert plain != ScorerConfig.from_block({"name": "mlp", "hidden": 3})
-    assert plain.as_block() == {"name": "mlp"}
-    changed = ScorerConfig.from_block({"name": "mlstm", "value": "full", "norm": False})
-    assert changed.as_block() == {"name": "mlstm", "value": "full", "norm": False}
+    assert plain.as_block() == {"name": "mlp", "gamma": None, "hidden": None}
+    changed = ScorerConfig.from_block({"name": "mlstm", "value": "full", "norm": True})
+    assert changed != ScorerConfig.from_block("mlstm") and ScorerConfig.from_block(changed.as_block()) == changed
     blocks = ({"policy": "kvpop", "budget": 600, "scorer": scorer} for scorer in ("mlp", plain))
     by_name, by_settings = map(PolicyConfig.from_block, blocks)
     assert by_name == by_settings
+
+
+SCORER_OPTIONS = {
+    "recency": {},
+    "linear": {"gamma": 0.9999},
+    "mlp": {"gamma": 0.9999, "hidden": 3},
+    "mlstm": {
+        "gamma": 0.9999,
+        "features": "softmax",
+        "value": "cached",
+        "readout": "immediate",
+        "norm": True,
+        "softcap": None,
+        "skip": True,
+        "chunk": 7,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_a_directory_says_all_options_of_a_scorer(name: str, tmp_path: Path) -> None:
+    """Usual ones too: a default that changes later does not change what a directory means."""
+    options = SCORER_OPTIONS[name]
+    config = SCORER_CONFIGS[name]
+    assert set(options) == set(yaml_fields(config))
+    usual = {field.name: field.default for field in dataclasses.fields(config)}
+    for given in ({}, options):
+        policy = make_policy("kvpop", budget=600, scorer={"name": name, **given})
+        save_policy(tmp_path, policy)
+        written = json.loads((tmp_path / "cache_policy.json").read_text())
+        assert written["scorer"] == {"name": name, **usual, **given}
+        assert set(written) == {"format_version", "policy", *accepted_parameters("kvpop")}
+        read = saved_policy(tmp_path)
+        assert read is not None and read.config == policy.config
 
 
 class ByPosition(EvictingConfig):

@@ -13,7 +13,7 @@ from sparse_rl import recipe as recipes
 from sparse_rl.config import yaml_fields
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import FullConfig, SnapKVConfig, StreamingConfig
+from sparse_rl.policies.config import FullConfig, SnapKVConfig, StreamingConfig, TovaConfig
 from sparse_rl.recipe import KINDS, DistillRecipe, EvalRecipe, GRPORecipe, SFTRecipe, load_recipe, make_recipe
 from sparse_rl.recipe import load as recipe_loading
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
@@ -99,7 +99,7 @@ def test_a_cache_is_resolved_with_every_parameter():
     assert cache == {"policy": "gkv", "budget": 512, "window": 16, "period": 128, "sinks": 0, "form": "max"} | {
         "alpha": 0.8, "redundancy": True, "lam": 0.7, "pooling": 1
     }  # fmt: skip
-    assert make(KVPOP).resolved()["cache"]["scorer"] == {"name": "mlp"}
+    assert make(KVPOP).resolved()["cache"]["scorer"] == {"name": "mlp", "gamma": None, "hidden": None}
     assert make(EVAL, ["cache=full"]).resolved()["cache"] == {"policy": "full"}
 
 
@@ -294,6 +294,19 @@ def test_a_sweep_gives_each_policy_the_parameters_it_has():
     assert make(EVAL, ["cache=full"]).caches() == [FullConfig()]
     swept = make(EVAL, ["cache={policy: tova, budget: 9}", "sweep.budget=[4, 5]"]).caches()
     assert [cache.budget for cache in swept] == [4, 5]
+    own = "[snapkv, {policy: streaming, sinks: 4}, {policy: tova, budget: 9, window: 1}]"
+    assert make(EVAL, [cache, f"sweep.policy={own}", "sweep.budget=[32, 64]"]).caches() == [
+        SnapKVConfig(window=8, period=4, sinks=2, budget=32),
+        SnapKVConfig(window=8, period=4, sinks=2, budget=64),
+        StreamingConfig(period=4, sinks=4, budget=32),
+        StreamingConfig(period=4, sinks=4, budget=64),
+        TovaConfig(window=1, period=4, sinks=2, budget=9),
+    ]
+    assert "unknown cache policy 'gvk'" in refused("cache.policy=gvk", "sweep={policy: tova, budget: 9}", text=EVAL)
+    assert "sweep.policy: policy: missing; name a cache policy" in refused("sweep={policy: [{budget: 4}]}", text=EVAL)
+    assert "sweep: cache policy 'tova' has no parameter 'x'" in refused("sweep.policy={policy: tova, x: 1}", text=EVAL)
+    mixed = "sweep={policy: [{policy: streaming, budget: 9}, full]}"
+    assert "none of the policies streaming, full has this" in refused("cache={alpha: 1}", mixed, text=EVAL)
     assert "cache.windo: none of the policies" in refused("cache={windo: 8}", "sweep={policy: full}", text=EVAL)
     assert "sweep.budget: name the policies" in refused("sweep.budget=4", text=EVAL)
     assert "sweep.policy: unknown cache policy 'x'" in refused("sweep={policy: x, budget: 4}", text=EVAL)

@@ -17,7 +17,7 @@ from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_tokenizer
 from sparse_rl.policies import make_policy
-from sparse_rl.policies.config import GKVConfig
+from sparse_rl.policies.config import CONFIGS, GKVConfig
 from sparse_rl.recipe import (
     DistillRecipe,
     EvalRecipe,
@@ -141,6 +141,7 @@ def test_controls_differ_in_what_they_control() -> None:
         assert differing(f"{model}/rl_sparse", f"{model}/rl_full") == {"cache"}
     across = differing("deepseek-r1-distill-qwen-7b/rl_sparse", "deepseek-r1-distill-llama-8b/rl_sparse")
     assert across == {"model", "cache"}
+    assert differing("eval/amc23", "eval/amc23_16k") == {"max_completion_length"}
 
 
 @pytest.mark.parametrize("name", [name for name in TRAINED if name.startswith("deepseek") and "rl_" in name])
@@ -150,6 +151,7 @@ def test_settings_of_the_paper(name: str) -> None:
     assert isinstance(recipe, GRPORecipe) and recipe.validation is not None
     batch, training = recipe.update_rows(), recipe.training
     assert (batch, batch // recipe.grpo.num_generations, training.max_steps) == (128, 16, 400)
+    assert (training.lr_scheduler_type, training.warmup_steps) == ("constant_with_warmup", 20)
     assert (recipe.grpo.max_completion_length, recipe.grpo.temperature, training.learning_rate) == (
         4096,
         0.6,
@@ -177,10 +179,10 @@ def test_distillation_of_the_paper(name: str) -> None:
 
 @pytest.mark.parametrize("model", ["qwen3-4b-instruct-2507", "qwen3-8b"])
 def test_the_retrofit_of_the_paper(model: str) -> None:
-    """KVpop algorithm 1: 2,000 steps, batch 128, S 16,384, top 256, w 256, s 4, k 2016 or 4032, the rates."""
+    """KVpop algorithm 1: 2,000 steps, batch 128, S 16,384, top 256, w 256, s 4, B 2048 or 4096, the rates."""
     for name in ("kvpop_mlp", "kvpop_mlstm", "streaming_plus"):
-        for budget, k in ((2276, 2016), (4292, 4032)):
-            recipe = load_recipe(f"{model}/{name}", [f"cache.budget={budget}"])
+        for budget, k in ((None, 1788), (4096, 3836), (2276, 2016), (4292, 4032)):
+            recipe = load_recipe(f"{model}/{name}", [] if budget is None else [f"cache.budget={budget}"])
             assert isinstance(recipe, KVpopRecipe) and recipe.kvpop.packing
             batch, training = recipe.update_rows(), recipe.training
             assert (batch, recipe.training.max_steps, recipe.kvpop.max_length, recipe.loss.top_k) == (
@@ -199,7 +201,46 @@ def test_the_retrofit_of_the_paper(model: str) -> None:
             assert (recipe.loss.kl_weight, recipe.loss.ce_weight, recipe.kvpop.boundary_weight) == (1, 0, 1)
             policy: Any = recipe.cache
             assert (policy.sinks, policy.window, policy.k + policy.state_entries) == (4, 256, k)
+            assert policy.budget == (budget or 2048)
+            if name == "kvpop_mlstm":
+                assert not policy.scorer.norm
     assert differing(f"{model}/kvpop_mlp", f"{model}/streaming_plus") == {"cache"}
+
+
+def test_the_evaluations_of_the_papers() -> None:
+    """G-KV: AMC at 16,384 tokens beside 32,768; 4,096 tokens at budget 2048. KVpop: 16 samples, top-k 20."""
+    long, short, trained, kvpop = (load_recipe(f"eval/{name}") for name in ("amc23", "amc23_16k", "gkv_4k", "kvpop"))
+    for recipe, length, samples, top_k in (
+        (long, 32768, 32, None),
+        (short, 16384, 32, None),
+        (trained, 4096, 32, None),
+        (kvpop, 32768, 16, 20),
+    ):
+        assert isinstance(recipe, EvalRecipe)
+        sampling = recipe.sampling(recipe.samples)
+        assert (sampling.max_tokens, sampling.n, sampling.top_k) == (length, samples, top_k)
+        assert (sampling.temperature, sampling.top_p) == (0.6, 0.95)
+    rl = load_recipe("deepseek-r1-distill-qwen-7b/rl_sparse")
+    assert isinstance(trained, EvalRecipe) and isinstance(rl, GRPORecipe)
+    assert trained.caches() == [rl.cache] and trained.max_completion_length == rl.grpo.max_completion_length
+
+
+def test_the_sweep_has_every_policy_that_is_sampled() -> None:
+    """At the same budgets, but StreamingLLM, whose 4 sinks are counted beside its window."""
+    recipe = load_recipe("eval/reasoning")
+    assert isinstance(recipe, EvalRecipe)
+    found: dict[str, list[int]] = {}
+    for cache in recipe.caches():
+        assert cache is not None
+        found.setdefault(cache.name, []).append(getattr(cache, "budget", 0))
+    expected = {name: [512, 1024, 2048] for name in set(CONFIGS) - {"kvpop"}} | {"full": [0]}
+    assert found == expected | {"streaming": [4 + 512, 4 + 1024, 4 + 2048]}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("streaming_plus")])
+def test_a_header_without_scorers_claims_no_boundary_loss(name: str) -> None:
+    text = (ROOT / "recipes" / f"{name}.yaml").read_text()
+    assert "1 x boundary loss" not in text and "gamma" not in text and "scorer_" not in text
 
 
 def test_accelerate_configs() -> None:

@@ -17,8 +17,10 @@ MLSTMS: list[dict[str, Any]] = [
     {},
     {"features": "softmax"},
     {"value": "full", "skip": True},
-    {"value": "cached", "norm": False},
+    {"value": "cached", "norm": True},
     {"readout": "immediate"},
+    {"softcap": 1.5, "norm": True, "skip": True},
+    {"softcap": None},
 ]
 
 
@@ -65,9 +67,60 @@ def test_chunkwise_is_recurrent(options: dict, length: int, window: int, chunk: 
         assert found.std() > 0.01  # a control: not all the same
 
 
-def test_gates_of_any_size_keep_it_finite() -> None:
-    """A memory that forgets all at once, or nothing over 3,000 tokens; inputs from e^-15 to e^15."""
-    model = scorer(name="mlstm")
+@torch.no_grad()
+@pytest.mark.parametrize("options", MLSTMS, ids=str)
+def test_a_score_is_what_the_equations_say(options: dict) -> None:
+    """Token by token over all before it, in float64 and without a state. Without `norm` no norm is in it."""
+    model, length, window = scorer(name="mlstm", **options), 24, 5
+    x = torch.cat(tokens(length), dim=-1).double()
+    query, key, gates, out = (weight.double() for weight in (model.query, model.key, model.gates, model.out))
+    hedgehog = options.get("features", "hedgehog") == "hedgehog"
+    cap = options.get("softcap", 15.0)
+
+    def phi(y: torch.Tensor) -> torch.Tensor:
+        return torch.cat([y.softmax(-1), (-y).softmax(-1)]) if hedgehog else y.softmax(-1)
+
+    def capped(gate: torch.Tensor) -> torch.Tensor:
+        return gate if cap is None else cap * (gate / cap).tanh()
+
+    found = model(*tokens(length), window)[0]
+    for b in range(B):
+        for h in range(H):
+            gate = x[b, h] @ gates[h]
+            log_input, log_forget = capped(gate[:, 0]), capped(gate[:, 1] + model.forget_bias[h].double())
+            log_forget = -(1 + (-log_forget).exp()).log()
+            value = x[b, h, :, D:] if model.value is None else x[b, h] @ model.value[h].double()
+            for u in range(length - window):
+                q = u if options.get("readout") == "immediate" else u + window
+                asked = phi(x[b, h, u] @ query[h])
+                weight = [
+                    float((log_input[j] + log_forget[j + 1 : q + 1].sum()).exp() * (asked @ phi(x[b, h, j] @ key[h])))
+                    for j in range(q + 1)
+                ]
+                read = sum(w * v for w, v in zip(weight, value[: q + 1], strict=True)) / sum(weight)
+                if options.get("skip"):
+                    read = read + x[b, h, u] @ model.skip[h].double()
+                if options.get("norm", False):
+                    read = read / (read.square().mean() + torch.finfo(torch.float32).eps).sqrt() * model.scale[h, 0]
+                expected = (read * read.sigmoid()) @ out[h, :, 0]
+                assert abs(float(found[b, h, u]) - float(expected)) <= 1e-5, (b, h, u)
+
+
+def test_the_softcap_bounds_the_gates() -> None:
+    """null leaves them as they are; with the same weights the scores are others."""
+    key, value = tokens(40)
+    capped, free = scorer(name="mlstm", softcap=1.0), scorer(name="mlstm", softcap=None)
+    x = torch.cat([key, value], dim=-1)
+    assert capped.parts(x).log_input.abs().max() <= 1 < free.parts(x).log_input.abs().max()
+    forget = (x @ free.gates)[..., 1] + free.forget_bias[:, None]
+    assert torch.allclose(free.parts(x).log_forget, forget.sigmoid().log(), atol=1e-5)
+    assert (capped(key, value, 5)[0] - free(key, value, 5)[0]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("softcap", [15.0, None])
+def test_gates_of_any_size_keep_it_finite(softcap: float | None) -> None:
+    """A memory that forgets all at once, or nothing over 3,000 tokens; inputs from e^-15 to e^15, or of any size."""
+    model = scorer(name="mlstm", softcap=softcap)
     model.gates.data *= 50
     key, value = tokens(3000)
     found, _ = model(key, value, 16)
@@ -163,6 +216,7 @@ def test_half_precision_inputs_are_scored_in_float32() -> None:
         ({"name": "mlp", "hidden": 0}, "hidden: expected a whole number >= 1 or null, got 0"),
         ({"name": "mlstm", "value": "third"}, "value: expected one of half, full, cached, got 'third'"),
         ({"name": "mlstm", "norm": 1}, "norm: expected true or false, got 1"),
+        ({"name": "mlstm", "softcap": 0}, "softcap: expected a number > 0 or null, got 0"),
         ({"name": "mlstm", "chunk": True}, "chunk: expected a whole number >= 1, got true"),
     ],
 )
@@ -179,7 +233,7 @@ def test_the_policy_knows_its_counts_and_draws_nothing() -> None:
     assert torch.equal(state, torch.random.get_rng_state())
     again: Any = make_policy("kvpop", **policy.parameters())
     assert again.parameters() == policy.parameters() and again.config == policy.config
-    assert policy.parameters()["scorer"] == {"name": "mlstm", "value": "full"}
+    assert policy.parameters()["scorer"] | {"name": "mlstm", "value": "full"} == policy.parameters()["scorer"]
     smaller: Any = make_policy("kvpop", budget=2276, state_entries=65)
     assert smaller.config.k == 1951
     with pytest.raises(ValueError, match="leaves no entry"):

@@ -53,20 +53,26 @@ def loop(loss: BoundaryLoss, scores: Any, target: Any, log_decay: Any, n: int, q
                     )
                 lead = at(scores, new) - at(scores, boundary)
                 found.append((head, y, weight, torch.nn.functional.softplus(-y * lead / loss.config.temperature)))
-    weights = []
-    for head, y, weight, _ in found:
+    balance = []
+    for head, y, _, _ in found:
         same = [other[1] for other in found if other[0] == head]
         share = same.count(y) / len(same)
-        weights.append(weight * min(0.5 / share, loss.config.balance))
-    mean = torch.stack(weights).mean()
-    return torch.stack([w / mean * each for w, (*_, each) in zip(weights, found, strict=True)]).mean()
+        balance.append(min(max(0.5 / share, loss.config.balance_min), loss.config.balance_max))
+    mean = sum(balance) / len(balance)
+    return torch.stack([b / mean * margin * each for b, (*_, margin, each) in zip(balance, found, strict=True)]).mean()
 
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"margin": False}, {"temperature": 0.5, "margin_floor": 0.3, "margin_temperature": 2.0}, {"balance": 1.1}],
+    [
+        {},
+        {"margin": False},
+        {"temperature": 0.5, "margin_floor": 0.3, "margin_temperature": 2.0},
+        {"balance_max": 1.1},
+        {"balance_min": 0.9},
+    ],
 )
 def test_equals_the_loop(options: dict, n: int, ties: bool) -> None:
     loss = BoundaryLoss(BoundaryConfig(queries=None, **options))
@@ -75,7 +81,6 @@ def test_equals_the_loop(options: dict, n: int, ties: bool) -> None:
     queries = loss.draw(LENGTHS, SINKS + WINDOW + K, S)
     assert (queries[2] == -1).all() and queries[1].max() == 30 and (queries[0] >= 0).sum() == S - SINKS - WINDOW - K
     pairs = loss.pairs(LayerTarget(target, best), log_decay, queries, window=WINDOW, decay_every=n)
-    assert float(pairs.weight.sum() / (pairs.weight > 0).sum()) == pytest.approx(1)
     gradients = []
     for value in (
         lambda s, g: loss(s, g, pairs, decay_every=n),
@@ -88,6 +93,37 @@ def test_equals_the_loop(options: dict, n: int, ties: bool) -> None:
     for ours, wanted in zip(*gradients, strict=True):
         assert torch.allclose(ours, wanted, atol=1e-6, rtol=1e-5)
     assert gradients[0][1].abs().max() > 1e-4 and gradients[0][2].abs().min() > 1e-6  # scores and gamma learn
+
+
+@pytest.mark.parametrize("balance", [{}, {"balance_max": 1.1}, {"balance_min": 0.9}, {"balance_min": 1.0}], ids=str)
+def test_the_balance_has_a_mean_of_1_and_then_the_margin_weighs(balance: dict) -> None:
+    """Kept and dropped pairs weigh the same in total; the margin's weight is not divided out again."""
+    _, target, log_decay = tensors()
+    best = running_topk(target, SINKS, window=WINDOW, k=K, log_decay=log_decay, lengths=LENGTHS)
+
+    def pairs(scale: float = 1.0, **options: Any) -> Any:
+        """With all margins scaled: of the target and of what decays."""
+        loss = BoundaryLoss(BoundaryConfig(queries=None, **balance, **options))
+        queries = loss.draw(LENGTHS, SINKS + WINDOW + K, S)
+        known = LayerTarget(target * scale, best)
+        return loss.pairs(known, log_decay * scale, queries, window=WINDOW, decay_every=1)
+
+    plain, floor = pairs(margin=False), 0.2
+    real = plain.weight > 0
+    assert float(plain.weight[real].mean()) == pytest.approx(1, abs=1e-6)
+    for head in range(H):
+        kept, dropped = (plain.weight[:, head][real[:, head] & (plain.label[:, head] == y)] for y in (1, -1))
+        assert kept.unique().numel() == dropped.unique().numel() == 1 and len(kept) != len(dropped)
+        rarer = kept[0] > dropped[0]
+        assert bool(rarer) == (len(kept) < len(dropped)) or balance.get("balance_min") == 1.0
+        if not balance:
+            assert float(kept.sum()) == pytest.approx(float(dropped.sum()), rel=1e-5)
+    weighed = pairs(margin_floor=floor)
+    share = weighed.weight[real] / plain.weight[real]
+    assert share.min() >= floor + (1 - floor) / 2 - 1e-6 and share.max() <= 1 + 1e-6 and share.mean() < 0.95
+    assert torch.equal(weighed.weight > 0, real)
+    certain, doubtful = (float(pairs(scale, margin_floor=floor).weight[real].mean()) for scale in (1e6, 1e-6))
+    assert certain == pytest.approx(1, abs=1e-3) and doubtful == pytest.approx(floor + (1 - floor) / 2, abs=1e-3)
 
 
 def test_it_falls_as_the_scores_become_the_target() -> None:

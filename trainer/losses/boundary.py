@@ -19,7 +19,7 @@ class Pairs:
     """At sampled queries q, the token that leaves the window and the worst of those that the target keeps.
 
     new, boundary int64 [B, Hkv, N]: tokens; label float [B, Hkv, N]: +1 where the target keeps the new one, else -1
-    weight float [B, Hkv, N]: 0 where there is no pair; else with a mean of 1
+    weight float [B, Hkv, N]: omega; 0 where there is no pair
     """
 
     new: torch.Tensor
@@ -35,14 +35,17 @@ class BoundaryLoss:
     among them, else -1; t_bnd is the worst of them. With r_t(q) = r_t + (floor(q/n) - floor(t/n)) log gamma,
 
         L = E[omega softplus(-y (r_new(q) - r_bnd(q)) / tau)]
-        omega ~ (omega_min + (1 - omega_min) sigmoid(D / tau_omega)) min(1 / (2 rho), c),  D = y (r*_new(q) - r*_bnd(q))
+        omega = beta / E[beta] (omega_min + (1 - omega_min) sigmoid(D / tau_omega))                  appendix B.5
+        beta = min(max(1 / (2 rho), c_min), c_max),  D = y (r*_new(q) - r*_bnd(q))
 
-    rho is the share of the pair's kind (kept or dropped) in its head; the weights have a mean of 1. Where the new token
-    is the worst of those kept, the pair says nothing. omega_min, tau_omega, c, and how queries are drawn are ours.
+    rho is the share of the pair's kind (kept or dropped) in its head. The balance beta is normalised to a mean of 1
+    before the margin weighs, so that a layer whose margins are small has a small loss. Where the new token is the worst
+    of those kept, the pair says nothing. Ours: the values of omega_min, tau_omega, c_min and c_max, that E[beta] is
+    over all pairs of a layer, and how queries are drawn.
 
     In the configuration: temperature is tau; margin, margin_floor, margin_temperature are whether D weighs, omega_min,
-    tau_omega; balance is c; queries are drawn with repetition, `late` of them with a density that grows linearly
-    towards the row's end.
+    tau_omega; balance_min and balance_max are c_min and c_max; queries are drawn with repetition, `late` of them with a
+    density that grows linearly towards the row's end.
     """
 
     def __init__(self, config: BoundaryConfig) -> None:
@@ -73,15 +76,16 @@ class BoundaryLoss:
         boundary = boundary.clamp(min=0)
         kept = best.evict_at.gather(-1, new) > at
         label = torch.where(kept, 1.0, -1.0)
-        weight = real.float()
+        pairs = real.sum((0, 2)).clamp(min=1)
+        rho = ((real & kept).sum((0, 2)) / pairs)[:, None]
+        balance = (0.5 / torch.where(kept, rho, 1 - rho)).clamp(self.config.balance_min, self.config.balance_max)
+        balance = balance.masked_fill(~real, 0.0)
+        weight = balance * (real.sum() / balance.sum().clamp(min=1e-12))  # the mean over the pairs is 1
         if self.config.margin:
             lead = label * _lead(target.scores, log_decay, decay_every, new, boundary)
             sure = (lead.clamp(min=0) / self.config.margin_temperature).sigmoid()
             weight = weight * (self.config.margin_floor + (1 - self.config.margin_floor) * sure)
-        pairs = real.sum((0, 2)).clamp(min=1)
-        rho = ((real & kept).sum((0, 2)) / pairs)[:, None]
-        weight = weight * (0.5 / torch.where(kept, rho, 1 - rho)).clamp(max=self.config.balance)
-        return Pairs(new, boundary, label, weight * (real.sum() / weight.sum().clamp(min=1e-12)))
+        return Pairs(new, boundary, label, weight)
 
     def __call__(
         self, scores: torch.Tensor, log_decay: torch.Tensor, pairs: Pairs, *, decay_every: int

@@ -46,7 +46,7 @@ class BoundaryConfig(Configuration):
 
     temperature : tau
     margin, margin_floor, margin_temperature : weigh pairs by the target's margin; omega_min and tau_omega
-    balance : the largest weight of the rarer of kept and dropped
+    balance_min, balance_max : c_min and c_max: the weights of kept and dropped pairs, 1 / (2 their share), stay between
     queries : drawn per row; None: all
     late : the share of them that is drawn with a bias towards the row's end
     """
@@ -55,6 +55,7 @@ class BoundaryConfig(Configuration):
     margin: bool = True
     margin_floor: Probability = 0.1
     margin_temperature: Positive = 1.0
-    balance: AtLeastOne = 10.0
+    balance_min: Probability = 0.0
+    balance_max: AtLeastOne = 10.0
     queries: PositiveInt | None = 1024
     late: Probability = 0.5

@@ -17,9 +17,12 @@ from sparse_rl.recipe.kinds.caches import check_model_len
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig(Configuration):
-    """Evaluate every policy at every budget; an empty list keeps what the cache block says."""
+    """Evaluate every policy at every budget; an empty list keeps what the cache block says.
 
-    policy: list[Text] = field(default_factory=list)
+    policy : names, or {policy: name, its parameters}; one with a budget of its own is evaluated at that one alone
+    """
+
+    policy: list[Text | dict[str, Any]] = field(default_factory=list)
     budget: list[PositiveInt] = field(default_factory=list)
 
 
@@ -84,7 +87,8 @@ class EvalRecipe(Recipe):
     def caches(self) -> list[PolicyConfig | None]:
         """The cache of every point of the sweep; [None] leaves it to the model's directory.
 
-        A parameter of the cache block goes to each swept policy that has it; one that none of them has is an error.
+        A parameter of the cache block goes to each swept policy that has it and does not say it itself; one that none
+        of them has is an error.
         """
         if not self.sweep.policy and not self.sweep.budget:
             if self.cache is None:
@@ -94,28 +98,31 @@ class EvalRecipe(Recipe):
             return [cache]
         base = dict(self.cache) if isinstance(self.cache, dict) else {}
         own = base.pop("policy", None)
-        names = self.sweep.policy or ([own] if own is not None else [])
-        if not names:
+        if own is not None and own not in list(CONFIGS):
+            PolicyConfig.from_block({"policy": own}, "cache", Source())  # refused, though the sweep may name its own
+        swept = self.sweep.policy or ([own] if own is not None else [])
+        if not swept:
             raise UserError("name the policies too, here or as cache.policy", "sweep.budget")
         points: list[PolicyConfig | None] = []
         used: set[str] = set()
-        for name in names:
-            accepted = accepted_parameters(name) if name in CONFIGS else []
+        blocks = [{"policy": entry} if isinstance(entry, str) else entry for entry in swept]
+        for block in blocks:
+            name: Any = block.get("policy")
+            known = name in list(CONFIGS)
+            accepted = accepted_parameters(name) if known else []
             mine = {key: value for key, value in base.items() if key in accepted}
             used |= mine.keys()
-            sweeps_budget = self.sweep.budget and "budget" in accepted
-            for budget in self.sweep.budget if sweeps_budget else [None]:
-                block = {"policy": name, **mine, **({"budget": budget} if budget is not None else {})}
+            sweeps_budget = self.sweep.budget and "budget" in accepted and "budget" not in block
+            for size in [{"budget": budget} for budget in self.sweep.budget] if sweeps_budget else [{}]:
                 try:
-                    point = PolicyConfig.from_block(block)
+                    point = PolicyConfig.from_block({**mine, **block, **size})
                 except UserError as error:
-                    raise UserError(str(error), "sweep" if name in CONFIGS else "sweep.policy") from None
+                    raise UserError(str(error), "sweep" if known else "sweep.policy") from None
                 refuse_unsampled(point, "sweep.policy")
                 if point not in points:
                     points.append(point)
         for key in base:
             if key not in used and key != "budget":
-                raise UserError(
-                    f"none of the policies {', '.join(names)} has this parameter; remove it", f"cache.{key}"
-                )
+                names = ", ".join(block["policy"] for block in blocks)
+                raise UserError(f"none of the policies {names} has this parameter; remove it", f"cache.{key}")
         return points
