@@ -10,6 +10,7 @@ from sparse_rl.config import Configuration, Fraction, NonNegative, Positive, Pos
 
 EngineName = Literal["hf", "vllm"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+ALONE = 0.9  # of a GPU's memory, for an engine that shares it with no training
 SAMPLE_LIVE: tuple[EngineName, ...] = ("hf",)  # engines that can sample from a live module; the others load weights
 
 
@@ -60,3 +61,12 @@ class RolloutConfig(Configuration):
     tensor_parallel: PositiveInt = 1
     max_model_len: PositiveInt | None = None
     sleep: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRolloutConfig(RolloutConfig):
+    """The sampling engine, auto, hf or vllm as in training, with the GPU to itself as in `sparse-rl serve`. kv_cache_gb
+    and the keys after it are for vllm; hf does without.
+    """
+
+    gpu_memory_utilization: Fraction = ALONE

@@ -13,6 +13,7 @@ import pytest
 
 from rollout import ENGINES, RolloutConfig, choice, default_engine, make_engine
 from rollout.choice import CPU_HEAD_SIZES, LEAST_ROOM, choose_engine
+from rollout.config import ALONE
 from rollout.vllm.engine import VLLMEngine
 from sparse_rl.commands.checks import check_training
 from sparse_rl.commands.memory import plan
@@ -153,6 +154,16 @@ def test_what_it_may_say() -> None:
     with pytest.raises(UserError, match="at least 150 tokens"):
         grpo(rollout=keys, **bounded)
     assert evaluation(rollout={"tensor_parallel": 4}).rollout.tensor_parallel == 4
+
+
+def test_an_evaluation_has_the_gpu_to_itself(machine: Callable) -> None:
+    """It takes the share that serving takes; what a training samples with leaves room for the update."""
+    machine("cuda")
+    assert ALONE == 0.9
+    assert engine_arguments(evaluation(rollout={"engine": "vllm"}))["gpu_memory_utilization"] == ALONE
+    assert engine_arguments(grpo(rollout={"engine": "vllm"}))["gpu_memory_utilization"] == 0.3
+    lower = evaluation(rollout={"engine": "vllm", "gpu_memory_utilization": 0.5})
+    assert engine_arguments(lower)["gpu_memory_utilization"] == 0.5
 
 
 def test_only_vllm_is_spread_over_gpus(machine: Callable) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout.engine import Rollout
@@ -65,21 +65,33 @@ def accepted(data: Any, reward: Callable[..., Any], least: float, where: str) ->
 
 
 def completed_examples(
-    data: Any, tokenizer: Any, thinking: bool | None, *, max_length: int, max_completion_length: int, where: str
+    data: Any,
+    tokenizer: Any,
+    thinking: bool | None,
+    *,
+    max_length: int,
+    max_completion_length: int,
+    truncate: bool,
+    where: str,
 ) -> list[Example]:
-    """Prompts with their completions, without those that are too long; how many are dropped is logged.
+    """Prompts with their completions, of at most so many tokens; how many are cut off and how many dropped is logged.
 
+    truncate : cut a completion that is too long off, where its prompt leaves it a token; else the sequence is dropped
     where : the recipe key of the data, for errors. Raises UserError where nothing is left.
     """
     examples = _in_tokens(data, tokenizer, thinking, where)
-    kept = [
-        one
-        for one in examples
-        if one.completion and len(one.completion) <= max_completion_length and one.length <= max_length
-    ]
-    if len(kept) < len(examples):
-        gone = len(examples) - len(kept)
-        logger.warning("%s: %d of %d sequences are too long and dropped", where, gone, len(examples))
+    kept: list[Example] = []
+    cut = 0
+    for one in examples:
+        room = min(max_completion_length, max_length - len(one.prompt))
+        if len(one.completion) <= room:
+            kept.append(one)
+        elif truncate and room > 0:
+            kept.append(replace(one, completion=one.completion[:room]))
+            cut += 1
+    if cut or len(kept) < len(examples):
+        gone, told = len(examples) - len(kept), "%s: %d of %d sequences are too long: %d are cut off, %d are dropped"
+        logger.warning(told, where, cut + gone, len(examples), cut, gone)
     if not kept:
         raise UserError("no sequence is left: see keep, max_completion_length and max_length", where)
     return kept

@@ -23,6 +23,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rollout.config import ALONE
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import saved_policy
@@ -87,7 +88,7 @@ def serve(
     _set_environment(verbose)
     _check_platform(cache_shape(config)[2])
     dtype = _dtype(dtype, config)
-    memory, block = arguments.memory_arguments(kv_cache_gb, 0.9), arguments.default_block_size()
+    memory, block = arguments.memory_arguments(kv_cache_gb, ALONE), arguments.default_block_size()
     if max_model_len is not None:
         _check_length(max_model_len, policy, config, dtype, memory.get("kv_cache_memory_bytes"))
     _check_address(host, port)

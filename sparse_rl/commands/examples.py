@@ -42,6 +42,7 @@ def load_examples(recipe: DistillRecipe, config: DataConfig, tokenizer: Any, whe
         config.thinking,
         max_length=min(length for length in (distill.max_length, recipe.rollout.max_model_len, context) if length),
         max_completion_length=distill.max_completion_length,
+        truncate=distill.overlong == "truncate",
         where=where,
     )
 

@@ -126,7 +126,7 @@ class Rows:
         real = slots < counts[:, None]
         priorities = wide.reshape(batch * heads, length).gather(-1, where)
         if bool((priorities.isnan() & real).any()):
-            raise NotFiniteError("running_topk: a score is NaN, and would be kept for ever")
+            raise NotFiniteError("a score is NaN: the tokens cannot be ranked by it")
         return cls(priorities.masked_fill(~real, float("-inf")), counts, first, window, k, scores.shape)
 
     def ranks(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -174,4 +174,9 @@ SFT: dict[str, Any] = {
     "pad_token": str | None,
 }
 
-PASSED_THROUGH: dict[str, dict[str, Any]] = {"grpo": GRPO, "distill": TRAINING, "sft": SFT}  # by kind of recipe
+PASSED_THROUGH: dict[str, dict[str, Any]] = {  # by kind of recipe
+    "grpo": GRPO,
+    "distill": TRAINING,
+    "kvpop": TRAINING,
+    "sft": SFT,
+}

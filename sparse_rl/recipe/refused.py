@@ -7,13 +7,14 @@ from __future__ import annotations
 
 _ENGINE = "the rollout engine does not sample with it; remove it"
 _VALIDATION = "use the validation block"
+_ATTENTION = "attention under evictions is made here; remove it, or use attention_kernel (not in kinds sft and eval)"
 _DEVICE = "the device is the one that is present; remove it"
 
 REFUSED: dict[str, str] = {
     # names of TRL's scripts and of older versions
     "model_name_or_path": "use model",
     "torch_dtype": "use dtype",
-    "attn_implementation": "use train_attention",
+    "attn_implementation": _ATTENTION,
     "dataset_name": "use data.path",
     "dataset_config": "use data.subset",
     "dataset_train_split": "use data.split",
@@ -29,7 +30,7 @@ REFUSED: dict[str, str] = {
     "lora_target_modules": "use lora.target_modules",
     "num_processes": "use launch.processes",
     # what this project decides
-    "model_init_kwargs": "use model, dtype and train_attention",
+    "model_init_kwargs": "use model and dtype",
     "bf16": "use dtype: bfloat16",
     "fp16": "use dtype: float16",
     "bf16_full_eval": "use dtype",

@@ -19,6 +19,7 @@ from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.views.dense import DenseView
 from sparse_rl.commands.examples import load_examples
 from sparse_rl.commands.train import train
+from sparse_rl.data import running_sum
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import EvictionTrace
@@ -301,10 +302,40 @@ def test_rows_that_are_dropped(recipe: Callable) -> None:
     rows = load_examples(made, made.data, tokenizer)
     longest = max(len(row.completion) for row in rows)
     assert len(rows) == 24 and all(row.completion[-1] == tokenizer.eos_token_id for row in rows)
-    assert 0 < len(load_examples(recipe(max_completion_length=longest - 1), made.data, tokenizer)) < 24
+    assert 0 < len(load_examples(recipe(max_completion_length=longest - 1, overlong="drop"), made.data, tokenizer)) < 24
     assert len(load_examples(recipe(keep="boxed"), made.data, tokenizer)) == 24  # the synthetic answers are right
     with pytest.raises(UserError, match="no sequence is left"):
-        load_examples(recipe(max_completion_length=1), made.data, tokenizer)
+        load_examples(recipe(max_completion_length=1, overlong="drop"), made.data, tokenizer)
+
+
+def test_rows_that_are_cut_off(recipe: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is the beginning of its whole sequence, as long as the limits let it; how many is said. None is lost but
+    where the prompt leaves no room, and no other sequence is changed."""
+    from sparse_rl.models.load import load_tokenizer
+
+    lines = [row for n in (3, 6) for row in running_sum.rows("train", 12, 1, True, running_sum.RunningSum(n=n))]
+    (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    given = {"data": {"path": str(tmp_path / "said.jsonl")}, "max_steps": 1, "validation": None}
+    made = recipe(**given)
+    tokenizer = load_tokenizer(made.model)
+    whole = load_examples(made, made.data, tokenizer)
+    longest = max(row.length for row in whole)
+    for limits in ({"max_completion_length": 9}, {"max_length": longest - 1}, {"max_length": len(whole[-1].prompt)}):
+        caplog.clear()
+        found = load_examples(recipe(**given, **limits), made.data, tokenizer)
+        most, completion = limits.get("max_length", 10**6), limits.get("max_completion_length", 10**6)
+        fit = [row for row in whole if len(row.prompt) < most]
+        cut = [row for row in fit if row.length > most or len(row.completion) > completion]
+        gone = 24 - len(fit)
+        assert gone == (12 if most < longest - 1 else 0)
+        assert [row.prompt for row in found] == [row.prompt for row in fit]
+        for one, row in zip(found, fit, strict=True):
+            assert one.completion == row.completion[: min(most - len(row.prompt), completion)]
+        told = f"{len(cut) + gone} of 24 sequences are too long: {len(cut)} are cut off, {gone} are dropped"
+        assert told in caplog.text and len(cut) + gone > 0
+    train(recipe(**given, max_completion_length=9))
+    with pytest.raises(UserError, match="overlong: is for the dataset's completions"):
+        recipe(completions="student", overlong="drop")
 
 
 def test_only_accepted_answers_are_kept(recipe: Callable, tmp_path: Path) -> None:

@@ -363,3 +363,34 @@ def test_a_directory_that_cannot_be_used(harm: Callable, says: str, recipe: Call
     with pytest.raises(UserError) as error:
         load_model(final)
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_optimizer_that_transformers_knows(recipe: Callable) -> None:
+    """Named in the recipe it is the one that trains, with a rate for the model and one for the scorers; but not those
+    that make their own groups."""
+    from sparse_rl.commands.trainers import kvpop as make
+
+    for name, kind in (("adafactor", "Adafactor"), ("sgd", "SGD"), ("adamw_torch", "AdamW")):
+        made = recipe(optim=name, output_dir=recipe().output_dir + name, attention_kernel="sdpa")
+        Path(made.output_dir).mkdir()
+        optimizer = make(made, Path(made.output_dir)).create_optimizer()
+        assert type(optimizer).__name__ == kind
+        assert {(group["scorer"], group["lr"]) for group in optimizer.param_groups} == {(False, 1e-3), (True, 1e-2)}
+    for name in ("lomo", "galore_adamw_8bit_layerwise"):
+        with pytest.raises(UserError, match="optim: it groups the weights itself"):
+            recipe(optim=name)
+
+
+def test_scores_that_are_not_finite_stop_the_run(recipe: Callable, capfd: pytest.CaptureFixture) -> None:
+    """A training that diverges ends in one line, which says after which step and what to change, and status 1."""
+    from sparse_rl.commands.main import main
+
+    made = recipe(scorer_learning_rate=1e38, learning_rate=1e30, scorer_warmup_steps=0)
+    file = Path(made.output_dir).with_suffix(".yaml")
+    file.write_text(made.as_yaml())
+    assert main(["train", str(file)]) == 1
+    ours = [line for line in capfd.readouterr().err.splitlines() if line.startswith("sparse-rl:") or "Trace" in line]
+    assert ours == [
+        "sparse-rl: stopped: after step 1 a score is NaN: the tokens cannot be ranked by it; "
+        "start again with a lower scorer_learning_rate, or learning_rate"
+    ]

@@ -117,7 +117,7 @@ def resumes_exactly(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("stage", "processes"), [(0, 1), (0, 2), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
 def test_every_stage(kind: str, stage: int, processes: int, command: Callable, tmp_path: Path) -> None:
-    stops = (3, 7) if stage == 0 else (7,)  # in mid-buffer; so it is in the second epoch
+    stops = (3, 4, 7) if stage == 0 else (7,)  # in mid-buffer; at the first epoch's end; in mid-buffer of the second
     resumes_exactly(command, tmp_path, kind, f"launch.zero_stage={stage}", stops=stops, processes=processes)
     if (stage, processes, kind) == (2, 2, "sft"):  # and where it cannot be continued, the keys are named
         one = command(kind, "run", f"launch.zero_stage={stage}", "--resume", processes=1)

@@ -17,8 +17,9 @@ class DistillConfig(Configuration):
     keep : a reward that the dataset's completions must score `keep_from` with; the others are dropped
     refresh_every : steps after which the simulating model takes the student's weights; 0: it stays the starting model
     packing : put several short sequences into one row; none sees another
-    max_length : longer sequences are dropped
-    max_completion_length : longer completions are dropped, or not sampled
+    max_length : tokens of the longest sequence, prompt and completion; null: what the model and its engine can hold
+    max_completion_length : tokens of the longest completion
+    overlong : what is longer is cut off, as in G-KV section 7.4; or such a sequence is dropped
     """
 
     max_completion_length: PositiveInt = 4096
@@ -27,10 +28,12 @@ class DistillConfig(Configuration):
     keep_from: Positive = 1.0
     refresh_every: NonNegativeInt = 0
     max_length: PositiveInt | None = None
+    overlong: Literal["truncate", "drop"] = "truncate"
     packing: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.completions == "student" and (self.keep is not None or self.refresh_every):
-            key = "keep" if self.keep is not None else "refresh_every"
-            raise UserError("is for the dataset's completions; remove it", key)
+        drops = self.overlong == "drop"
+        for key, given in (("keep", self.keep), ("refresh_every", self.refresh_every), ("overlong", drops)):
+            if given and self.completions == "student":
+                raise UserError("is for the dataset's completions; remove it", key)

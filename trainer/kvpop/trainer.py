@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, set_seed
 
 from sparse_rl.attention.views.learned import FutureTarget, LearnedView
+from sparse_rl.errors import NotFiniteError
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import SCORERS, attach_scorers, read_scorers, save_policy, write_scorers
 from sparse_rl.policies.kvpop import KVpop
@@ -100,7 +101,11 @@ class KVpopTrainer(TaughtTrainer):
             kernel=self.args.attention_kernel,
         )
         with self.accelerator.autocast():
-            hidden = batch.hidden_under(student, view)
+            try:
+                hidden = batch.hidden_under(student, view)
+            except NotFiniteError as error:
+                mend = "start again with a lower scorer_learning_rate, or learning_rate"
+                raise NotFiniteError(f"after step {self.state.global_step} {error}; {mend}") from error
             loss, kl, ce, count = self._distilled(student, batch, hidden)
         losses = torch.stack(list(view.losses.values())) if learns else hidden.new_zeros(1, dtype=torch.float32)
         boundary = losses.mean() * count

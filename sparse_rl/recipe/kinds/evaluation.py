@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from rollout.config import RolloutConfig, SamplingConfig
+from rollout.config import EvalRolloutConfig, RolloutConfig, SamplingConfig
 from sparse_rl.config import Configuration, Fraction, NonNegative, PositiveInt, Source, Text
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
@@ -45,7 +45,7 @@ class EvalRecipe(Recipe):
     cache: Text | dict[str, Any] | None = None
     sweep: SweepConfig = field(default_factory=SweepConfig)
     accuracy: Text | dict[str, Any] = "math"
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rollout: EvalRolloutConfig = field(default_factory=EvalRolloutConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,7 +70,7 @@ class EvalRecipe(Recipe):
         return self.rollout
 
     def with_engine_config(self, rollout: RolloutConfig) -> Self:
-        return dataclasses.replace(self, rollout=rollout)
+        return dataclasses.replace(self, rollout=rollout)  # type: ignore[arg-type]  # changed from its own
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
         return SamplingConfig(
