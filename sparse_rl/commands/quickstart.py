@@ -61,7 +61,7 @@ class Stages:
             start = time.monotonic()
             console.print(f"  [dim]start[/]  {label}")
             with log.open("w") as file:
-                command = [sys.executable, "-m", "sparse_rl.cli", *arguments]
+                command = [sys.executable, "-P", "-m", "sparse_rl.cli", *arguments]
                 done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
             seconds = time.monotonic() - start
             if done.returncode:
