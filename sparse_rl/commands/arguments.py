@@ -7,6 +7,7 @@ import sys
 from typing import NoReturn
 
 from sparse_rl.commands.console import rank
+from sparse_rl.models.hub import check_available
 from sparse_rl.recipe import Recipe, load_recipe
 
 
@@ -25,10 +26,14 @@ def add_recipe(parser: argparse.ArgumentParser, optional: bool = False) -> None:
 
 
 def read_recipe(options: argparse.Namespace, *more_overrides: str) -> Recipe:
-    """The recipe that the options name, with its overrides; its warnings are printed."""
+    """The recipe that the options name, with its overrides; its warnings are printed.
+
+    Raises UserError for what is wrong in it, and for a model that cannot be had.
+    """
     recipe = load_recipe(options.recipe, [*options.overrides, *more_overrides])
     for warning in recipe.warnings if rank() == 0 else ():
         print(f"sparse-rl: warning: {warning}", file=sys.stderr)
+    check_available(recipe.model)
     return recipe
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from sparse_rl.attention.families import cache_shape, check_replayable
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import attach_scorers, read_scorers, saved_policy
+from sparse_rl.models.hub import check_available
 from sparse_rl.policies.kvpop import KVpop
 
 
@@ -22,6 +23,7 @@ def load_config(model: str) -> Any:
 
     if Path(model).exists() and not (Path(model) / "config.json").is_file():
         raise UserError(f"{model} is not a model directory: it has no config.json", "model")
+    check_available(model)
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
