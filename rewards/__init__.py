@@ -18,26 +18,23 @@ Adding a reward here
 2. A class attribute `__name__`: the name in recipes and in metrics. Instances must survive pickling.
 3. One line in REWARDS below, and its laws in `tests/rewards/` (adversarial texts are tested for every entry).
 
-A reward of your own needs no change here: a spec may be a dotted path, "my_package.module:function" (or a class
-like those here), looked up on the Python path and in the working directory. Parameters given with it become
-keyword arguments.
+A reward of your own needs no change here: a spec may be a file and what it defines, "mine.py:function" (or a class
+like those here), or a dotted path, "my_package.module:function", looked up in the working directory and on the Python
+path (own.py). Parameters given with it become keyword arguments.
 """
 
 import functools
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from math import isfinite  # not `import math`: the submodule of that name takes its place here
-from operator import attrgetter
 from typing import Any
 
 from rewards.boxed import BoxedReward
 from rewards.format import FormatReward
 from rewards.length import SoftOverlongReward
 from rewards.math import MathReward
+from rewards.own import own_reward
 from rewards.repetition import RepetitionReward
 
 __all__ = ["REWARDS", "Reward", "make_rewards"]
@@ -107,12 +104,8 @@ def _find(name: str) -> Any:
         near = get_close_matches(name, REWARDS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"unknown reward {name!r}: {hint}there are {', '.join(REWARDS)}, and dotted paths")
-    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
-    module = module.removesuffix(".py")  # the file, for the module
-    if os.getcwd() not in sys.path:  # as for a script; a console command does not look there
-        sys.path.append(os.getcwd())
     try:
-        target = attrgetter(attribute)(importlib.import_module(module))
+        target = own_reward(name)
     except Exception as error:  # the user's module may raise anything as it is imported
         raise ValueError(f"reward {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(target):

@@ -54,7 +54,7 @@ def launch(asked: LaunchConfig, arguments: Sequence[str]) -> int:
         monitor_interval=0.5,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "sparse_rl.cli", *arguments)
+        elastic_launch(config, sys.executable)("-P", "-m", "sparse_rl.cli", *arguments)
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
         return 2 if 2 in codes else 1

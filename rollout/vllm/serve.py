@@ -228,6 +228,7 @@ def _set_environment(verbose: bool) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     else:
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    os.environ["PYTHONSAFEPATH"] = "1"  # they would import our plugin from the working directory
     arguments.prepare_environment()
     if arguments.on_cpu():  # vLLM would bind threads to cores, to the same ones for each server, and to all of two
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

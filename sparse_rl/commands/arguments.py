@@ -12,6 +12,7 @@ from sparse_rl.commands.console import rank
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import METRICS_FILE
 from sparse_rl.models.directory import model_directory
+from sparse_rl.models.hub import check_available
 from sparse_rl.recipe import Recipe, load_recipe
 
 
@@ -37,10 +38,13 @@ def read_recipe(
     """The recipe that the options name, with its overrides, and the directory of each model; its warnings are printed.
 
     load : makes a recipe of what is named and of the overrides
+
+    Raises UserError for what is wrong in it, and for a model that cannot be had.
     """
     recipe = load(options.recipe, [*options.overrides, *more_overrides]).with_models(model_directory)
     for warning in recipe.warnings if rank() == 0 else ():
         print(f"sparse-rl: warning: {warning}", file=sys.stderr)
+    check_available(recipe.model)
     return recipe
 
 

@@ -85,7 +85,7 @@ class Stages:
         with self.slots, log.open("w") as file:
             start = told = time.monotonic()
             console.print(f"  [dim]start[/]  {label}")
-            command = [sys.executable, "-m", "sparse_rl.cli", *arguments]
+            command = [sys.executable, "-P", "-m", "sparse_rl.cli", *arguments]
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
             try:
                 while process.poll() is None:

@@ -12,6 +12,7 @@ from sparse_rl.attention.families import cache_shape, check_replayable
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import RECIPE_FILE
 from sparse_rl.models.directory import CONFIG_FILE, RUN_MODEL, attach_scorers, read_scorers, saved_policy
+from sparse_rl.models.hub import check_available
 from sparse_rl.policies.kvpop import KVpop
 
 
@@ -27,6 +28,7 @@ def load_config(model: str) -> Any:
             mend = f"a training writes {RUN_MODEL}/ at its end, train --resume goes on with one that was interrupted"
             raise UserError(f"{model} is the directory of a run that has left no model: {mend}", "model")
         raise UserError(f"{model} is not a model directory: it has no {CONFIG_FILE}", "model")
+    check_available(model)
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:

@@ -154,3 +154,31 @@ def test_the_package_stands_alone():
 def test_instances_of_one_class_do_not_share_a_name():
     (_, second), _ = make_rewards(["boxed", "boxed"])
     assert second.__name__ == "boxed_2" and BoxedReward().__name__ == "boxed"
+
+
+def test_a_file_is_meant_by_its_path(own, tmp_path):
+    """Whatever else is called so: an installed module, a package beside it; and it is run once."""
+    for name in ("sub", "json", "rewards"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "json/__init__.py").write_text("1 / 0")
+    for name in ("json.py", "sub/json.py", "rewards/own.py"):
+        (tmp_path / name).write_text(f"def here(completions, **_):\n    return [{name!r} for _ in completions]\n")
+    ((function,), _), ((below,), _) = (make_rewards([f"{file}:here"]) for file in ("json.py", "./sub/json.py"))
+    assert function(["x"]) == ["json.py"] and below(["x"]) == ["sub/json.py"]
+    ((beside_ours,), _) = make_rewards(["rewards.own:here"])
+    assert beside_ours(["x"]) == ["rewards/own.py"]
+    ((absolute,), _), ((again,), _) = (make_rewards([f"{tmp_path}/json.py:here"]), make_rewards(["json.py.here"]))
+    assert absolute is function is again
+    assert "json" in sys.modules and sys.modules["json"].__name__ == "json" and str(tmp_path) not in sys.path
+    with pytest.raises(ValueError, match=r"reward 'no\.py:here' cannot be imported: .*there is no file no\.py"):
+        make_rewards(["no.py:here"])
+
+
+def test_a_module_of_a_package_may_import_its_neighbours(own, tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("")
+    (tmp_path / "package/scale.py").write_text("SCALE = 2.0")
+    body = "from .scale import SCALE\nfrom own_rewards import length\n"
+    (tmp_path / "package/mine.py").write_text(body + "def scaled(c, **_):\n    return [SCALE * x for x in length(c)]\n")
+    ((function,), _), ((same,), _) = make_rewards(["package.mine:scaled"]), make_rewards(["package.mine.scaled"])
+    assert function(["abc"]) == [6.0] and function is same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,8 +75,11 @@ def undisturbed(had_group: bool) -> Iterator[None]:
     had_group : whether there was a process group before the engine was started
 
     vLLM seeds every random generator, forbids torch.set_num_threads on a CPU, and at its end destroys the process
-    group, also one that it did not make; where it cannot start, it leaves the one that it made.
+    group, also one that it did not make; where it cannot start, it leaves the one that it made. The processes that it
+    starts look at models first, and would import our plugin from the working directory.
     """
+    safe_path = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
     states = random.getstate(), np.random.get_state()
     set_num_threads, destroy = torch.set_num_threads, distributed.destroy_process_group
 
@@ -94,6 +98,9 @@ def undisturbed(had_group: bool) -> Iterator[None]:
         cleanup_dist_env_and_memory()
         raise
     finally:
+        os.environ.pop("PYTHONSAFEPATH")
+        if safe_path is not None:
+            os.environ["PYTHONSAFEPATH"] = safe_path
         distributed.destroy_process_group = destroy
         torch.set_num_threads = set_num_threads
         random.setstate(states[0])

@@ -1,0 +1,60 @@
+"""Finding a reward of the user's own: in a file, else in an installed module."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def own_reward(name: str) -> Any:
+    """What a dotted path names: `mine.py:reward` in that file; `mine:reward` or `package.mine:reward` in the working
+    directory where it has such a file, else in an installed module. The colon may be a last dot.
+
+    Raises whatever the user's module raises, AttributeError and ImportError among it.
+    """
+    module, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
+    if module.endswith(".py"):
+        file = Path(module).expanduser()
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no file {module}")
+        return attrgetter(attribute)(_load(file, file.parent, file.stem))
+    place = Path(*module.split("."))
+    for file in (place / "__init__.py", Path(f"{place}.py")):
+        if file.is_file():
+            return attrgetter(attribute)(_load(file, Path(), module))
+    return attrgetter(attribute)(importlib.import_module(module))
+
+
+def _load(file: Path, folder: Path, module: str) -> ModuleType:
+    """The module in a file of a folder, under a name of its own: so it neither hides an installed module nor is hidden.
+
+    What it imports is looked for in the folder too, last.
+    """
+    file, place = file.resolve(), str(folder.resolve())
+    package = ModuleType(f"from {place}".replace(".", "_"))  # so that it may import its neighbours by a leading dot
+    package.__path__ = [place]
+    sys.modules.setdefault(package.__name__, package)
+    name = f"{package.__name__}.{module}"
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ == str(file):
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = loaded = importlib.util.module_from_spec(spec)
+    added = place not in sys.path
+    if added:
+        sys.path.append(place)
+    try:
+        spec.loader.exec_module(loaded)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        if added:
+            sys.path.remove(place)
+    return loaded

@@ -1,0 +1,156 @@
+"""Nothing is imported from the working directory, whatever it holds, but the rewards that a recipe names there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparse_rl.data.running_sum import save_untrained
+
+ROOT = Path(__file__).parents[2]
+OURS = ("sparse_rl", "rollout", "trainer", "rewards")
+CONSOLE_SCRIPT = "import sys\nfrom sparse_rl.cli import main\nsys.exit(main())\n"  # what pip makes of project.scripts
+HOSTILE = "raise SystemExit(f'imported {__name__} from the working directory')\n"
+OWN = """
+import trainer  # ours, wherever it stands
+from helping import SHARE
+
+def digits(completions, **columns):
+    assert hasattr(trainer, "__path__")
+    return [SHARE * sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_untrained(folder, 0)
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path: Path, model: Path) -> Path:
+    """A working directory with a recipe that names rewards of the user's, in each way."""
+    here = tmp_path / "here"
+    (here / "package").mkdir(parents=True)
+    for name in ("mine.py", "trainer.py", "package/inner.py"):
+        (here / name).write_text(OWN.replace("digits", f"digits_of_{Path(name).stem}"))
+    (here / "helping.py").write_text("SHARE = 0.5\n")
+    (here / "package/__init__.py").write_text("")
+    (here / "package/helping.py").write_text("from package import __file__\nSHARE = 0.25\n")
+    (tmp_path / "sparse-rl").write_text(CONSOLE_SCRIPT)
+    recipe: dict[str, Any] = {
+        "kind": "grpo",
+        "model": str(model),
+        "output_dir": str(tmp_path / "run"),
+        "dtype": "float32",
+        "data": {"synthetic": {"task": "running_sum", "size": 64}},
+        "cache": {"policy": "streaming", "budget": 16, "period": 4},
+        "rewards": ["mine:digits_of_mine", "trainer.py:digits_of_trainer", "package.inner:digits_of_inner", "boxed"],
+        "rollout": {"engine": "hf"},
+        "max_steps": 1,
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+        "max_completion_length": 12,
+        "save_steps": 0,
+    }
+    (here / "grpo.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+    return here
+
+
+def be_hostile(here: Path, names: tuple[str, ...], form: str = "file") -> None:
+    """A module of each name that must not be imported. The file trainer.py is there already: it holds a reward."""
+    for name in names:
+        file = here / (f"{name}.py" if form == "file" else f"{name}/__init__.py")
+        file.parent.mkdir(exist_ok=True)
+        if not file.exists():
+            file.write_text(HOSTILE)
+
+
+@pytest.fixture
+def run(place: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """run(*words of Python's command line, PYTHONPATH=...) in the working directory."""
+
+    def start(*words: str, path: str = str(ROOT)) -> subprocess.CompletedProcess:
+        drop = ("RANK", "WORLD_SIZE", "PYTHONSAFEPATH")
+        env = {key: value for key, value in os.environ.items() if key not in drop}
+        env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *words]
+        return subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=500, check=False)
+
+    return start
+
+
+DOORS = {
+    "the console script": (("../sparse-rl",), OURS),
+    # Python finds a `sparse_rl` of the user's before it finds ours: not ours to prevent, but -P does
+    "python -m": (("-m", "sparse_rl.cli"), OURS[1:]),
+    "python -P -m": (("-P", "-m", "sparse_rl.cli"), OURS),
+}
+
+
+@pytest.mark.parametrize(
+    ("door", "form"),
+    [
+        ("the console script", "file"),
+        ("the console script", "folder"),
+        ("python -m", "file"),
+        ("python -P -m", "folder"),
+    ],
+)
+def test_names_of_ours_in_the_working_directory_are_the_users(
+    door: str, form: str, place: Path, run: Callable[..., subprocess.CompletedProcess]
+) -> None:
+    words, names = DOORS[door]
+    be_hostile(place, names, form)
+    done = run(*words, "train", "grpo.yaml", "--dry-run")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "digits_of_mine × 1, digits_of_trainer × 1, digits_of_inner × 1, boxed × 1" in done.stdout, done.stdout
+
+
+def test_a_path_that_names_the_working_directory_comes_last(
+    place: Path, run: Callable[..., subprocess.CompletedProcess]
+) -> None:
+    """Also by an entry that is empty, as PYTHONPATH=$PYTHONPATH:more leaves it."""
+    be_hostile(place, OURS[1:])
+    for path in (f"{place}:{ROOT}", f":{ROOT}"):
+        done = run("../sparse-rl", "--help", path=path)
+        assert done.returncode == 0 and "COMMAND" in done.stdout, done.stderr
+    control = run("-c", "import rollout", path=f"{place}:{ROOT}")
+    assert "imported rollout from the working directory" in control.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2])
+def test_processes_that_are_launched(stage: int, place: Path, run: Callable[..., subprocess.CompletedProcess]) -> None:
+    be_hostile(place, OURS)
+    done = run("../sparse-rl", "train", "grpo.yaml", "launch.processes=2", f"launch.zero_stage={stage}")
+    assert done.returncode == 0, done.stderr
+    assert (place.parent / "run/model/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_accelerate(place: Path, run: Callable[..., subprocess.CompletedProcess]) -> None:
+    be_hostile(place, OURS[1:])
+    launcher = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1")
+    launcher += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "29655")
+    done = run(*launcher, "-m", "sparse_rl.cli", "train", "grpo.yaml", "launch.processes=2")
+    assert done.returncode == 0, done.stderr
+    assert (place.parent / "run/model/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_processes_of_vllm(place: Path, run: Callable[..., subprocess.CompletedProcess]) -> None:
+    """vLLM looks at a model's class in a process of its own, which loads the plugin, `rollout.vllm`."""
+    pytest.importorskip("vllm")
+    be_hostile(place, OURS)
+    done = run("../sparse-rl", "rollout", "grpo.yaml", "--problems", "2", "rollout.engine=vllm")
+    assert done.returncode == 0, done.stderr
+    assert "working directory" not in done.stdout + done.stderr

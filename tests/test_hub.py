@@ -1,0 +1,143 @@
+"""A model that is named on a hub, with and without a network: one question, one line. The hub is a socket here."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
+
+from sparse_rl.errors import UserError
+from sparse_rl.models import hub
+
+NAME = "somebody/some-model"
+NOT_FOUND = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+ANSWER = """
+import json, sys, time
+from sparse_rl.cli import main
+before = time.process_time()
+status = main(json.loads(sys.argv[1]))
+heavy = [name for name in ("torch", "transformers", "datasets", "trl") if name in sys.modules]
+print(json.dumps([status, heavy, time.process_time() - before]))
+"""
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[[bytes | None], tuple[str, list[str]]]]:
+    """listen(answer) -> (its address, the first line of each request so far); b"": hangs up, None: never answers."""
+    servers, held = [], []
+
+    def start(answer: bytes | None) -> tuple[str, list[str]]:
+        server, asked = socket.create_server(("127.0.0.1", 0)), []
+
+        def work() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                asked.append(connection.recv(4096).decode().partition("\r\n")[0])
+                if answer is None:
+                    held.append(connection)
+                    continue
+                connection.sendall(answer)
+                connection.close()
+
+        threading.Thread(target=work, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.getsockname()[1]}", asked
+
+    yield start
+    for server in (*servers, *held):
+        server.close()
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """at(address): the hub is there, and its cache is empty; both as they were afterwards."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "CONNECT_SECONDS", 0.5)
+
+    def set_address(address: str) -> None:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        hub._unreachable.cache_clear()
+        close_session()
+
+    yield set_address
+    hub._unreachable.cache_clear()
+    close_session()
+
+
+def fill_cache(folder: Path) -> None:
+    place = folder / "cache/models--somebody--some-model"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs/main").write_text("0" * 40)
+    (place / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    (place / "snapshots" / ("0" * 40) / "config.json").write_text("{}")
+
+
+@pytest.mark.parametrize("answer", [NOT_FOUND, None])
+def test_a_hub_that_is_there_is_left_to_the_libraries(answer, listen, at) -> None:
+    """Whatever it says, and where it is slow."""
+    address, asked = listen(answer)
+    at(address)
+    for _ in range(2):
+        hub.check_available(NAME)
+    assert asked == ["HEAD / HTTP/1.1"] and not constants.HF_HUB_OFFLINE and not os.environ["HF_HUB_OFFLINE"]
+
+
+def test_without_a_hub_the_cache_is_taken(listen, at, tmp_path, caplog) -> None:
+    address, asked = listen(b"")
+    at(address)
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"no directory {NAME}, .*{address} cannot be reached.*HF_HUB_OFFLINE=1"):
+            hub.check_available(NAME)
+    assert len(asked) == 1 and not constants.HF_HUB_OFFLINE
+    hub.check_available(str(tmp_path))  # a directory needs neither
+    fill_cache(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            hub.check_available(NAME)
+    assert len(caplog.records) == 1 and "come from the cache" in caplog.text
+    assert constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1" and len(asked) == 1
+
+
+def test_offline_is_taken_at_its_word(listen, at, monkeypatch, tmp_path) -> None:
+    address, asked = listen(NOT_FOUND)
+    at(address)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="does not hold it, and HF_HUB_OFFLINE is set"):
+        hub.check_available(NAME)
+    fill_cache(tmp_path)
+    hub.check_available(NAME)
+    assert not asked
+
+
+def test_a_name_that_no_hub_has() -> None:
+    with pytest.raises(UserError, match="there is no directory runs/a/model, and no hub has such a name"):
+        hub.check_available("runs/a/model")
+
+
+@pytest.mark.parametrize("words", [["train", "quickstart/grpo", "--dry-run"], ["doctor", "quickstart/grpo"]])
+def test_a_command_says_so_at_once(words, listen, tmp_path) -> None:
+    """One question to the hub, in place of six with waits between them; one line; no heavy library is imported."""
+    address, asked = listen(b"")
+    known = {key: value for key, value in os.environ.items() if not key.endswith("_OFFLINE")}
+    known |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_ENDPOINT": address, "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", ANSWER, json.dumps([*words, f"model={NAME}"])]
+    done = subprocess.run(command, env=known, capture_output=True, text=True, timeout=300)
+    status, heavy, seconds = json.loads(done.stdout.splitlines()[-1])
+    assert status == 2 and heavy == [] and seconds < 2 and len(asked) == 1, (done, asked)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"sparse-rl: error: model: there is no directory {NAME}") and "local copy" in line
