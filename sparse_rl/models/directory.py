@@ -27,8 +27,8 @@ SCORERS = "cache_scorers"
 
 
 def model_directory(name: str) -> str:
-    """The directory that a user means by `name`: of a run, that of the model which it has left; of a shipped model, such
-    as "quickstart/model", where it is installed. Any other name stands for itself.
+    """The directory that a user means by `name`: of a run, that of the model which it has left; of a shipped model,
+    such as "quickstart/model", where it is installed. Any other name stands for itself.
     """
     path = Path(name)
     if (path / CONFIG_FILE).is_file():
