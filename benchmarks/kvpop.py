@@ -82,7 +82,8 @@ def run_seed(seed: int, stages: Stages, options: argparse.Namespace) -> dict[str
     keys = [f"model={start}", "rollout.engine=hf", "tasks.running_sum.synthetic.split=calibration"]
     keys += [f"tasks.running_sum.synthetic.n={LABELS}", "tasks.running_sum.synthetic.size=256"]
     keys += ["max_completion_length=280", "cache.period=1", f"sweep.budget=[{','.join(map(str, BUDGETS))}]"]
-    stage("calibrating the budget", "calibration", "eval", "quickstart/eval", *keys, "sweep.policy=[streaming]")
+    keys += ["sweep.policy=[streaming]", "--overwrite"]
+    stage("calibrating the budget", "calibration", "eval", "quickstart/eval", *keys)
     accuracy = {
         row["budget"]: row["accuracy"] for row in json.loads((folder / "calibration" / "eval.json").read_text())["rows"]
     }

@@ -64,6 +64,8 @@ def what_is(path: Path) -> str | None:
 
 def _folder(path: Path) -> str:
     runs, traces = runs_below(path), sorted(path.glob(rollout.TRACES))
+    if path.name.startswith("checkpoint-"):
+        return f"a checkpoint of step {path.name.removeprefix('checkpoint-')}, from which train --resume goes on"
     if (path / CONFIG_FILE).is_file():
         return f"a model ({_json(path / CONFIG_FILE).get('model_type')}){_carried(path)}"
     left = model_directory(str(path))

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
         words = options.arguments
         if options.resume is not None:  # the processes resume what was found here, and say no more about it
             options.resume = dict(findings)["resume"]
-            say("resuming", f"from step {read_manifest(Path(options.resume))['step']}, {options.resume}")
+            say(f"resuming from step {read_manifest(Path(options.resume))['step']}", options.resume)
             words = ["train", options.recipe, *options.overrides, "--resume", options.resume]
             words += ["--verbose"] if options.verbose else []
         if needs_launch(recipe.as_training().launch):

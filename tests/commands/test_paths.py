@@ -166,6 +166,7 @@ def test_inspect_says_what_else_there_is(trained, here, capsys):
     answer(capsys, "rollout", "grpo.yaml", PATIENT, "--problems", "1")
     answer(capsys, "eval", "eval.yaml", "output_dir=score", PATIENT)
     (here / "empty").mkdir()
+    shutil.copytree("run/model", "run/checkpoint-7")
     (here / "broken.yaml").write_text("a: [")
     (here / "list.yaml").write_text("[1]")
     (here / "broken.jsonl").write_text("{")
@@ -175,6 +176,7 @@ def test_inspect_says_what_else_there_is(trained, here, capsys):
         "run": "a run of kind grpo, logged to step 1, with the model in run/model, which carries the cache",
         ".": "a folder of 1 run; sparse-rl plot . draws what is there",
         "run/model": "a model (qwen3), which carries the cache policy streaming",
+        "run/checkpoint-7": "a checkpoint of step 7, from which train --resume goes on",
         "out/rollouts": f"1 file of traces; sparse-rl inspect {traces} says",
         "score": "the results of an evaluation, 2 rows in score/eval.json",
         "empty": "a folder without a run, a model or traces",

@@ -87,7 +87,7 @@ def test_a_training_ends_with_what_to_do_next_and_says_where_it_resumes(here, ca
     capsys.readouterr()
     assert main([*words, "max_steps=3", "--resume"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "resuming: from step 1, my run/checkpoint-1"
+    assert out[0] == "resuming from step 1: my run/checkpoint-1"
     assert [line.split()[1] for line in out if line.startswith("step ")] == ["2/3", "3/3"]
 
 
