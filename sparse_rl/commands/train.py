@@ -32,12 +32,19 @@ def separate_override_from_resume(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace, session: Session) -> int:
     recipe = read_recipe(options)  # a mistake in it is answered before anything heavy is imported
 
-    from sparse_rl.commands.checks import NOT_CHECKED, check_training
-    from trainer.launch import launch, launched, needs_launch
+    from trainer.once import remembered
 
     if not options.dry_run:
         session.folder = Path(recipe.output_dir)
     quiet_loading(session.verbose)
+    with remembered():
+        return _run(options, recipe)
+
+
+def _run(options: argparse.Namespace, recipe: Recipe) -> int:
+    from sparse_rl.commands.checks import NOT_CHECKED, check_training
+    from trainer.launch import launch, launched, needs_launch
+
     if not launched():  # once, before any process is started or anything is loaded
         findings = check_training(recipe, options.resume)
         if options.dry_run:
@@ -51,12 +58,22 @@ def run(options: argparse.Namespace, session: Session) -> int:
             words = ["train", options.recipe, *options.overrides, "--resume", options.resume]
             words += ["--verbose"] if options.verbose else []
         if needs_launch(recipe.as_training().launch):
+            _prepare(recipe.as_training())
             return launch(recipe.as_training().launch, words)
     with readable_progress():
         model = train(recipe, options.resume)
     if rank() == 0:
         print(f"model: {model}")
     return 0
+
+
+def _prepare(recipe: TrainRecipe) -> None:
+    """Make, and say what is to be said of, the sequences that the processes will train on."""
+    from sparse_rl.commands.examples import taught_examples
+    from sparse_rl.models.load import load_tokenizer
+
+    if (taught := recipe.taught()) is not None:
+        taught_examples(taught, load_tokenizer(recipe.model))
 
 
 def train(recipe: Recipe, resume: str | None = None) -> Path:
