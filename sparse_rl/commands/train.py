@@ -31,13 +31,20 @@ def separate_override_from_resume(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace, session: Session) -> int:
     recipe = read_recipe(options)  # a mistake in it is answered before anything heavy is imported
 
-    from sparse_rl.commands.checks import NOT_CHECKED, check_training
-    from trainer.checkpoint import read_manifest
-    from trainer.launch import launch, launched, needs_launch
+    from trainer.once import remembered
 
     if not options.dry_run:
         session.folder = Path(recipe.output_dir)
     quiet_loading(session.verbose)
+    with remembered():
+        return _run(options, recipe)
+
+
+def _run(options: argparse.Namespace, recipe: Recipe) -> int:
+    from sparse_rl.commands.checks import NOT_CHECKED, check_training
+    from trainer.checkpoint import read_manifest
+    from trainer.launch import launch, launched, needs_launch
+
     if not launched():  # once, before any process is started or anything is loaded
         findings = check_training(recipe, options.resume)
         if options.dry_run:
@@ -52,6 +59,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
             words = ["train", options.recipe, *options.overrides, "--resume", options.resume]
             words += ["--verbose"] if options.verbose else []
         if needs_launch(recipe.as_training().launch):
+            _prepare(recipe.as_training())
             return launch(recipe.as_training().launch, words)
     with readable_progress():
         model = train(recipe, options.resume)
@@ -71,6 +79,15 @@ def what_next(recipe: TrainRecipe) -> str:
     }
     width = max(map(len, commands))
     return "\n".join(f"next:  sparse-rl {command:<{width}}  # {about}" for command, about in commands.items())
+
+
+def _prepare(recipe: TrainRecipe) -> None:
+    """Make, and say what is to be said of, the sequences that the processes will train on."""
+    from sparse_rl.commands.examples import taught_examples
+    from sparse_rl.models.load import load_tokenizer
+
+    if (taught := recipe.taught()) is not None:
+        taught_examples(taught, load_tokenizer(recipe.model))
 
 
 def train(recipe: Recipe, resume: str | None = None) -> Path:

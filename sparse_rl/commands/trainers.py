@@ -14,9 +14,8 @@ from typing import Any
 
 from rollout.config import SAMPLE_LIVE
 from rollout.make import make_engine
-from sparse_rl.commands.examples import taught_examples
+from sparse_rl.commands.examples import recipe_data, taught_examples
 from sparse_rl.commands.sampling import engine_arguments
-from sparse_rl.data.problems import load_data
 from sparse_rl.errors import UserError
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import POLICY_FILE, SCORERS, saved_policy
@@ -57,13 +56,13 @@ def grpo(recipe: GRPORecipe, folder: Path) -> Any:
     except ValueError as error:
         raise UserError(str(error), "rewards") from error
     tokenizer = load_tokenizer(recipe.model)
-    data = load_data(recipe.data, tokenizer)
+    data = recipe_data(recipe.data, tokenizer, recipe.columns())
     recipe.check_prompts(len(data))
     options = training_arguments(recipe)
     validation = recipe.validation
     held_out = None
     if validation is not None:
-        held_out = load_data(validation.limited_data(), tokenizer, where="validation.data")
+        held_out = recipe_data(validation.limited_data(), tokenizer, recipe.columns(), "validation.data")
         groups = -(-recipe.training.per_device_train_batch_size // validation.samples)
         options |= {
             "eval_strategy": "steps",
@@ -104,13 +103,13 @@ def sft(recipe: SFTRecipe, folder: Path) -> Any:
     from trainer.sft.trainer import make_trainer
 
     tokenizer = load_tokenizer(recipe.model)
-    data = load_data(recipe.data, tokenizer, require=recipe.columns())
+    data = recipe_data(recipe.data, tokenizer, recipe.columns())
     problems = None
     if recipe.sft.stop_at_accuracy is not None:
         assert recipe.data.synthetic is not None
         fresh = dataclasses.replace(recipe.data.synthetic, split="calibration", size=CHECK_PROBLEMS)
         source = dataclasses.replace(recipe.data, synthetic=fresh)
-        problems = load_data(source, tokenizer, require=("prompt", "answer"))
+        problems = recipe_data(source, tokenizer, ("prompt", "answer"))
     options = training_arguments(recipe)
     if recipe.sft.from_scratch:
         model = untrained_model(recipe.model, recipe.seed, _weights_dtype(recipe))

@@ -1,0 +1,135 @@
+"""A launched run reads, tokenises and hashes once per machine: as often as a run of one process does.
+
+What the processes do is watched from within, through a sitecustomize that notes each text that a tokenizer is given
+and each file of the checkpoint that Python opens (safetensors opens them by itself: so only hashing shows).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparse_rl.data.running_sum import rows
+from trainer.launch import launched
+from trainer.once import FOLDER, once, once_on_disk, remembered
+
+ROOT = Path(__file__).parents[2]
+WATCH = """
+import json, os, sys
+from transformers import PreTrainedTokenizerBase
+
+def note(what, *given):
+    line = json.dumps([os.getpid(), what, *given]) + "\\n"
+    os.write(NOTES, line.encode())
+
+NOTES = os.open(os.environ["NOTES"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+plain = PreTrainedTokenizerBase.__call__
+
+def call(self, text=None, *args, **options):
+    for one in [text] if isinstance(text, str) else text:
+        note("text", one)
+    return plain(self, text, *args, **options)
+
+def watch(event, given):
+    if event == "open" and str(given[0]).endswith("checkpoint-1/model.safetensors"):
+        if "_partial" not in str(given[0]):
+            note("hashed", str(given[0]))
+
+PreTrainedTokenizerBase.__call__ = call
+sys.addaudithook(watch)
+"""
+KINDS: dict[str, dict[str, Any]] = {
+    "sft": {"lr_scheduler_type": "constant"},
+    "distill": {
+        "cache": {"policy": "gkv", "budget": 16, "window": 4, "period": 4},
+        "rollout": {"engine": "hf"},
+        "max_completion_length": 10,
+    },
+    "kvpop": {
+        "cache": {"policy": "kvpop", "budget": 16, "window": 4},
+        "packing": False,
+        "max_length": 128,
+        "boundary": {"queries": 8},
+    },
+}
+
+
+@pytest.fixture
+def seen(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Counter, int, str]]:
+    """seen(kind, processes, *words) -> (how often each text is tokenised, files hashed, stderr) of `sparse-rl train`"""
+    (tmp_path / "sitecustomize.py").write_text(WATCH)
+    said = rows("train", 16, 1, True)
+    (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in said))
+
+    def run(kind: str, processes: int, *words: str, zero: int = 0) -> tuple[Counter, int, str]:
+        recipe = {
+            "kind": kind, "model": tiny("qwen3"), "output_dir": str(tmp_path / f"run{processes}"), "dtype": "float32",
+            "data": {"path": str(tmp_path / "said.jsonl"), "max_prompt_tokens": 60}, "gradient_checkpointing": False,
+            "per_device_train_batch_size": 4, "max_steps": 1, "save_steps": 1, "save_total_limit": None,
+            "launch": {"processes": processes, "zero_stage": zero}, **KINDS[kind],
+        }  # fmt: skip
+        (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+        notes = tmp_path / "notes.jsonl"
+        notes.unlink(missing_ok=True)
+        drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        env = {key: value for key, value in os.environ.items() if key not in drop}
+        env |= {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1", "NOTES": str(notes)}
+        command = [sys.executable, "-m", "sparse_rl.cli", "train", "recipe.yaml", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = [json.loads(line) for line in notes.read_text().splitlines()]
+        texts = Counter(given for _, what, given in lines if what == "text")
+        assert set(texts) >= {row["prompt"] for row in said}  # the control: the watch sees what is tokenised
+        return texts, sum(what == "hashed" for _, what, _ in lines), done.stderr
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "zero"), [("distill", 0), ("distill", 2), ("kvpop", 0), ("sft", 0), ("sft", 2)])
+def test_two_processes_do_what_one_does(kind: str, zero: int, seen: Callable) -> None:
+    """No text is tokenised more often; a checkpoint that is resumed is hashed once; what is dropped is said once."""
+    alone, nothing, _ = seen(kind, 1, zero=zero)
+    together, none, told = seen(kind, 2, zero=zero)
+    assert together == alone and nothing == none == 0
+    if kind == "distill":
+        assert told.count("16 of 16 sequences are too long: 16 are cut off, 0 are dropped") == 1
+    again, hashed, _ = seen(kind, 2, "max_steps=2", "--resume", zero=zero)
+    assert again == alone and hashed == 1
+
+
+def test_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the launcher has made, its processes are given; what it has not, each makes; and nothing outlives it."""
+    import datasets
+
+    calls: list[str] = []
+
+    def make(what: str) -> Callable[[], Any]:
+        return lambda: calls.append(what) or {"made": what}
+
+    def table(what: str) -> Callable[[], Any]:
+        return lambda: calls.append(what) or datasets.Dataset.from_dict({"text": [what]})
+
+    assert once("a", make("a")) == once("a", make("a")) and calls == ["a", "a"]  # nothing is, outside the block
+    with remembered():
+        folder = Path(os.environ[FOLDER])
+        assert once("a", make("1")) == once("a", make("2")) == {"made": "1"}
+        assert once_on_disk("b", table("3"))[:] == once_on_disk("b", table("4"))[:] == {"text": ["3"]}
+        assert calls == ["a", "a", "1", "3"]
+        monkeypatch.setenv("RANK", "1")
+        assert launched()
+        with remembered():
+            first, second = once_on_disk("b", table("5")), once_on_disk("b", table("6"))
+            assert calls == ["a", "a", "1", "3"] and first._fingerprint == second._fingerprint
+            assert [once("c", make("7")), once("c", make("8"))] == [{"made": "7"}, {"made": "8"}]
+        assert folder.is_dir()
+        monkeypatch.delenv("RANK")
+    assert not folder.exists() and FOLDER not in os.environ
