@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import NoReturn
 
+from sparse_rl.commands.completion import complete_recipes
 from sparse_rl.commands.console import rank
 from sparse_rl.models.hub import check_available
 from sparse_rl.recipe import Recipe, load_recipe
@@ -21,7 +22,8 @@ class Parser(argparse.ArgumentParser):
 
 def add_recipe(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     """RECIPE [KEY=VALUE ...]"""
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?" if optional else None, help="a YAML file or a name")
+    number = "?" if optional else None
+    complete_recipes(parser.add_argument("recipe", metavar="RECIPE", nargs=number, help="a YAML file or a name"))
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[])
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from sparse_rl.commands import doctor, eval, inspect, plot, quickstart, rollout, serve, teacher, train
 from sparse_rl.commands.arguments import Parser
+from sparse_rl.commands.completion import add_completion
 from sparse_rl.commands.console import Session, configure, guarded
 from sparse_rl.recipe import list_recipes
 
@@ -34,6 +35,7 @@ def make_parser() -> Parser:
         epilog="RECIPE is a YAML file or the name of a shipped recipe; KEY=VALUE overrides a key, dotted for blocks "
         f"(cache.budget=512). Shipped: {', '.join(list_recipes()) or 'none'}.",
     )
+    add_completion(top)
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name, module in COMMANDS.items():
         parser = commands.add_parser(name, help=module.ABOUT, description=module.ABOUT, parents=[common])
