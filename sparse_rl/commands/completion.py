@@ -19,13 +19,12 @@ def add_completion(top: argparse.ArgumentParser) -> None:
     """--print-completion SHELL"""
     names = " ".join(list_recipes())
     preamble = {shell: text.format(names=names) for shell, text in PREAMBLE.items()}
-    option = shtab.add_argument_to(
+    shtab.add_argument_to(
         top,
         "--print-completion",
         help="print the completion for a shell; bash: eval it in ~/.bashrc",
         preamble=preamble,
     )
-    option.metavar = "SHELL"
 
 
 def complete_recipes(option: argparse.Action) -> argparse.Action:
