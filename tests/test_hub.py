@@ -125,7 +125,7 @@ def test_offline_is_taken_at_its_word(listen, at, monkeypatch, tmp_path) -> None
 
 
 def test_a_name_that_no_hub_has() -> None:
-    with pytest.raises(UserError, match="there is no directory runs/a/model, and no hub has such a name"):
+    with pytest.raises(UserError, match="runs/a/model is neither a model directory nor a hub name"):
         hub.check_available("runs/a/model")
 
 

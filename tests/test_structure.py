@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("sparse_rl", "rollout", "trainer", "rewards")
 CORE = ("trace", "policies", "scorers", "kernels", "attention", "models", "data")
-BASE = ("errors", "config", "lazy", "metrics")  # each stands on nothing, or on another of these
+BASE = ("errors", "config", "files", "lazy", "metrics")  # each stands on nothing, or on another of these
 
 # Part -> the parts that it may import, besides itself and BASE. "configurations" are the modules named `config`, which
 # hold a component's settings, and the schedule of a cache policy: they import nothing but one another and BASE.

@@ -52,6 +52,7 @@ def training_options(
         "use_cpu": not torch.cuda.is_available(),
         "deepspeed": deepspeed,
         "disable_tqdm": False,
+        "hub_strategy": "end",  # what is pushed is the final model: trainer/export.py
         **more,
     }
 

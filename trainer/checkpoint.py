@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl.errors import NotWrittenError, UserError
+from sparse_rl.files import usual_permissions
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -53,6 +54,8 @@ def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], **about
 def publish(made: Path, place: Path) -> None:
     """Force a finished folder to the disk and rename it into its place; an older one of that name goes."""
     for path in (*made.rglob("*"), made):
+        if path.is_file():
+            usual_permissions(path)
         _sync(path)
     old = made.with_name(f"{made.name}.old")
     if place.exists():

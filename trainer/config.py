@@ -62,7 +62,7 @@ class TrainingConfig(Configuration):
     logging_steps: PositiveInt = 1
     save_steps: NonNegativeInt = 100
     save_total_limit: PositiveInt | None = 2
-    report_to: list[Literal["wandb", "tensorboard"]] = field(default_factory=list)
+    report_to: list[Literal["wandb", "tensorboard", "trackio"]] = field(default_factory=list)
     run_name: str | None = None
 
 

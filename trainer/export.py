@@ -1,4 +1,4 @@
-"""What a training leaves at its end: the final model, whole or not there; and its engine closed."""
+"""What a training leaves at its end: the final model, whole or not there, on a hub too; and its engine closed."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.models.directory import save_policy
+from huggingface_hub import HfApi
+
+from sparse_rl.errors import StoppedError
+from sparse_rl.models.directory import save_policy, saved_policy
 from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.policies.registry import make_policy
+from trainer.card import model_card
 from trainer.checkpoint import PARTIAL, clear_partial, failure, publish
+from trainer.resumable import HUB_ERRORS
+from trainer.rundir import versions
 
 logger = logging.getLogger("sparse_rl")
 
 
 def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig | None) -> None:
-    """The final model as a plain Hugging Face directory, whole or not there.
+    """The final model as a plain Hugging Face directory with its card, whole or not there; and on a hub, if asked for.
 
     lora : merge the adapter into it, and write the adapter beside it
     cache : the policy that the directory is to carry; None: none, or the trainer writes it
@@ -23,6 +29,8 @@ def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig |
     made = place.parent / PARTIAL
     try:
         _write_model(trainer, made / place.name, lora, cache)
+        if trainer.is_world_process_zero() and trainer.recipe is not None:
+            _write_card(trainer, made / place.name, place)
         if trainer.is_world_process_zero():
             for folder in filter(Path.exists, (made / "adapter", made / place.name)):
                 publish(folder, place.with_name(folder.name))
@@ -31,21 +39,49 @@ def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig |
         clear_partial(place.parent)
         raise stopped from error
     trainer.accelerator.wait_for_everyone()
+    if trainer.args.push_to_hub and trainer.is_world_process_zero():
+        _push(trainer, place)
 
 
 def _write_model(trainer: Any, folder: Path, lora: bool, cache: PolicyConfig | None) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model)
     if lora:
-        trainer.save_model(str(folder.with_name("adapter")))
+        trainer.save_model(str(folder.with_name("adapter")), _internal_call=True)  # else it would push
         if trainer.is_world_process_zero():
             model.merge_and_unload().save_pretrained(folder)
     else:
-        trainer.save_model(str(folder))
+        trainer.save_model(str(folder), _internal_call=True)
     if trainer.is_world_process_zero():
         trainer.processing_class.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
         if cache is not None:
             save_policy(folder, make_policy(cache))
+
+
+def _write_card(trainer: Any, folder: Path, place: Path) -> None:
+    card = model_card(
+        trainer.recipe,
+        saved_policy(folder),
+        versions(),
+        steps=trainer.state.global_step,
+        place=place,
+        hub_name=trainer.hub_model_id if trainer.args.push_to_hub else None,
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _push(trainer: Any, place: Path) -> None:
+    """Upload the final model, and nothing else of the run."""
+    name = trainer.hub_model_id
+    try:
+        HfApi().upload_folder(
+            repo_id=name, folder_path=place, commit_message="A model trained by sparse-rl",
+            revision=trainer.args.hub_revision,
+        )  # fmt: skip
+    except HUB_ERRORS as error:
+        first = str(error).strip().partition("\n")[0]
+        mend = f"`hf upload {name} {place}` does it"
+        raise StoppedError(f"{place} is whole, but was not pushed to {name} ({first}); {mend}") from error
 
 
 def close_engine(trainer: Any) -> None:

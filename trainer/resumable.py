@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback
@@ -37,6 +38,7 @@ from trainer.rundir import versions
 
 logger = logging.getLogger("sparse_rl")
 STATE_FILE = "progress_{rank}.pt"
+HUB_ERRORS = (OSError, ValueError, httpx.HTTPError)  # of huggingface_hub: no network, no permission, no such name
 
 # With several processes on a CPU accelerate calls it "cpu:0" and so on, a place that torch.load does not know.
 torch.serialization.register_package(
@@ -136,8 +138,6 @@ class Resumable(Trainer):
         finally:
             self._writing = False
         self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(run / name))
 
     def _name_the_best(self, run: Path, made: Path) -> None:
         """Where this checkpoint is the best one, transformers has noted the place where it is being written."""
@@ -147,9 +147,19 @@ class Resumable(Trainer):
             if self.args.should_save:
                 self.state.save_to_json(str(made / "trainer_state.json"))
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self._writing:  # it reads in the background: only what has its final name
-            super()._push_from_checkpoint(checkpoint_folder)
+    # ---- a hub ----------------------------------------------------------------------------------------------------
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """The repository that the final model is pushed to (trainer/export.py), made before anything is trained."""
+        try:
+            super().init_hf_repo(token)
+        except HUB_ERRORS as error:
+            first = str(error).strip().partition("\n")[0]
+            mend = "log in with `hf auth login`, or remove it"
+            raise UserError(f"the hub makes no repository ({first}); {mend}", "push_to_hub") from error
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """None beside the checkpoints: the final model has ours (trainer/card.py)."""
 
     # ---- resuming -------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 main.py       the parser, and from words to the command that they name
 arguments.py  what several commands take: a recipe with its overrides, counts, amounts
+completion.py what a shell completes
 console.py    what a command shows: quiet libraries, a line per training log, a line per error, the exit status
 checks.py     what can be checked of a training recipe before a model is loaded
 trainers.py   from a recipe to its trainer, a function per kind;  examples.py  the tokens that it trains on

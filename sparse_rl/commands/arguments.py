@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
+from sparse_rl.commands.completion import complete_recipes
 from sparse_rl.commands.console import rank
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import METRICS_FILE
@@ -28,7 +29,8 @@ def add_recipe(
     parser: argparse.ArgumentParser, about: str = "a YAML file or a name", *, optional: bool = False
 ) -> None:
     """RECIPE [KEY=VALUE ...]"""
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?" if optional else None, help=about)
+    number = "?" if optional else None
+    complete_recipes(parser.add_argument("recipe", metavar="RECIPE", nargs=number, help=about))
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[])
 
 

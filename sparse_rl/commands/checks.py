@@ -27,7 +27,7 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     findings = [("recipe", f"{training.kind}, into {training.output_dir}")]
     for backend in training.training.report_to:
         if importlib.util.find_spec(backend) is None:
-            raise UserError(f"{backend} is not installed; install it, or remove it here", "report_to")
+            raise UserError(f"{backend} is not installed; pip install {backend}, or remove it here", "report_to")
     config = load_config(training.model)
     layers, kv_heads, head_dim = cache_shape(config)
     shape = f"{layers} layers, {kv_heads} kv heads of {head_dim}"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from sparse_rl import __version__
 from sparse_rl.commands import doctor, eval, inspect, plot, quickstart, rollout, serve, teacher, train
 from sparse_rl.commands.arguments import Parser
+from sparse_rl.commands.completion import add_completion
 from sparse_rl.commands.console import Session, configure, guarded
 from sparse_rl.recipe import list_recipes
 
@@ -36,6 +37,7 @@ def make_parser() -> Parser:
         f"(cache.budget=512). Shipped: {', '.join(list_recipes()) or 'none'}.",
     )
     top.add_argument("--version", action="version", version=f"sparse-rl {__version__}")
+    add_completion(top)
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name, module in COMMANDS.items():
         parser = commands.add_parser(name, help=module.ABOUT, description=module.ABOUT, parents=[common])

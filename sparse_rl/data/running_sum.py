@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.errors import UserError
+from sparse_rl.files import usual_permissions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -228,3 +229,5 @@ def save_untrained(directory: str | Path, seed: int, **shape: int) -> None:
     """Write the untrained model, its generation config and the tokenizer as a Hugging Face directory."""
     build_model(seed, **shape).save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)
+    for weights in Path(directory).glob("*.safetensors"):
+        usual_permissions(weights)

@@ -29,7 +29,7 @@ def check_available(model: str, key: str = "model") -> None:
     try:
         cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
     except HFValidationError as error:
-        raise UserError(f"there is no directory {model}, and no hub has such a name", key) from error
+        raise UserError(f"{model} is neither a model directory nor a hub name; name one", key) from error
     if (why := _unreachable()) is None:
         return
     if not cached:

@@ -86,8 +86,6 @@ TRAINING: dict[str, Any] = {
     "push_to_hub": bool,
     "hub_private_repo": bool | None,
     "hub_model_id": str | None,
-    "hub_strategy": Literal["end", "every_save", "checkpoint", "all_checkpoints"],
-    "hub_always_push": bool,
     "hub_revision": str | None,
     "metric_for_best_model": str | None,
     "greater_is_better": bool | None,

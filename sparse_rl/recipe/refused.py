@@ -47,6 +47,8 @@ REFUSED: dict[str, str] = {
     "auto_find_batch_size": "groups must be whole; lower per_device_train_batch_size instead",
     "save_only_model": "resuming needs the optimizer too; remove it",
     "hub_token": "a recipe is saved with the run; log in with `hf auth login` instead",
+    "hub_strategy": "push_to_hub pushes the final model, at the end; remove it",
+    "hub_always_push": "push_to_hub pushes the final model, at the end; remove it",
     "ignore_data_skip": "a resumed run is exact; remove it",
     "chat_template_kwargs": "use data.thinking",
     "use_liger_kernel": "its fused forward does not see the eviction trace; remove it",

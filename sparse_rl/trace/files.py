@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from sparse_rl.files import usual_permissions
 from sparse_rl.trace.sections import EVICT_AT, SECTIONS, TraceError
 
 FORMAT = "sparse_rl.trace"
@@ -39,6 +40,7 @@ def write_sections(
         "fingerprint": json.dumps(dict(fingerprint or {})),
     }
     save_file(tensors, str(path), metadata=metadata)
+    usual_permissions(path)
 
 
 def read_sections(path: str | Path, fingerprint: Mapping[str, str] | None) -> list[dict[str, torch.Tensor]]:

@@ -23,6 +23,7 @@ from sparse_rl.commands.console import Session, guarded, training_line
 from sparse_rl.commands.main import main, parse
 from sparse_rl.errors import NotFiniteError, NotWrittenError, StoppedError, UserError
 from sparse_rl.policies import Entries, make_policy
+from sparse_rl.recipe import load_recipe
 from sparse_rl.trace import EvictionTrace, TraceError, save_traces
 from trainer.arguments import refusals
 from trainer.grpo.panel import ReplayGapError
@@ -329,6 +330,45 @@ def test_the_parts_of_pictures(tmp_path):
     assert list(run_labels([tmp_path / "a", tmp_path / "b"])) == ["a", "b"]
     lines = histogram([0.0, 0.5, 1.0], height=2)
     assert lines[0].endswith("┤    ██") and lines[1].endswith("┤  ████")
+
+
+def test_trackio_is_reported_to_where_it_is_installed(here, capsys, monkeypatch):
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    monkeypatch.setitem(sys.modules, "trackio", None)  # not installed, whatever this machine has
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "report_to: trackio is not installed; pip install trackio" in fails(
+        capsys, "train", "sft.yaml", "--dry-run", "report_to=[trackio]"
+    )
+    monkeypatch.undo()
+    assert load_recipe(here / "sft.yaml", ["report_to=[trackio]"]).training.report_to == ["trackio"]
+    assert {"wandb", "tensorboard", "trackio"} <= INTEGRATION_TO_CALLBACK.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["tr"], ["train"]),
+        (["doc"], ["doctor"]),
+        (["train", "quickstart/gr"], ["quickstart/grpo", "quickstart/grpo_full", "quickstart/grpo_mismatch"]),
+        (["train", "mine"], ["mine.yaml"]),
+        (["train", "mine.yaml", "--dry"], ["--dry-run"]),
+        (["plot", "--o"], ["--out"]),
+    ],
+)
+def test_a_shell_completes_commands_recipes_files_and_options(here, capsys, words, offered):
+    assert main(["--print-completion", "bash"]) == 0
+    (here / "mine.yaml").write_text("")
+    script = (
+        capsys.readouterr().out
+        + f"""
+        COMP_WORDS=(sparse-rl {" ".join(words)}); COMP_CWORD={len(words)}
+        _shtab_sparse_rl sparse-rl "${{COMP_WORDS[COMP_CWORD]}}" "${{COMP_WORDS[COMP_CWORD-1]}}"
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=here)
+    assert sorted(done.stdout.split()) == offered and done.stderr == ""
 
 
 def test_doctor(here, capsys):

@@ -45,7 +45,8 @@ METHODS = {
     transformers.Trainer: {
         "_get_output_dir": "trial",
         "_save_checkpoint": "model trial",
-        "_push_from_checkpoint": "checkpoint_folder",
+        "init_hf_repo": "token",
+        "save_model": "output_dir _internal_call",
         "_load_optimizer_and_scheduler": "checkpoint",
         "_init_training_state": ("max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"),
         "_run_epoch": (

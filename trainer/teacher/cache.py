@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from sparse_rl.attention.interface import adopt
 from sparse_rl.errors import UserError
+from sparse_rl.files import usual_permissions
 from sparse_rl.models.base import base_of
 from trainer.batches import Batch
 from trainer.checkpoint import disk_is_full
@@ -202,6 +203,7 @@ def _write_shard(file: Path, tensors: dict[str, torch.Tensor], rows: list[tuple[
     partial = file.with_name(file.name + ".partial")
     try:
         save_file(tensors, partial)
+        usual_permissions(partial)
     except Exception as error:
         full = disk_is_full(error, file.parent)
         partial.unlink(missing_ok=True)

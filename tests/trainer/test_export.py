@@ -1,0 +1,164 @@
+"""What a training leaves: the model card, permissions as the user's umask has them, and what is pushed to a hub."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+import yaml
+from huggingface_hub import ModelCard, constants
+
+from sparse_rl.commands.train import train
+from sparse_rl.data.running_sum import save_untrained
+from sparse_rl.errors import StoppedError, UserError
+from sparse_rl.models.directory import saved_policy
+from sparse_rl.policies import make_policy
+from sparse_rl.recipe import list_recipes, load_recipe, make_recipe
+from trainer.card import model_card
+from trainer.rundir import versions
+
+REPOSITORY = "somebody/small"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What huggingface_hub asks of a hub to make a repository and to upload small files to it."""
+
+    files: dict[str, bytes] = {}
+    refuses = ""
+
+    def do_POST(self) -> None:
+        here = f"http://{self.headers['Host']}/{REPOSITORY}"
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.refuses and self.refuses in self.path:
+            return self.answer({"error": "no"}, 403)
+        if self.path == "/api/repos/create":
+            return self.answer({"url": here, "id": REPOSITORY})
+        if self.path == "/api/validate-yaml":
+            return self.answer({"errors": [], "warnings": []})
+        if self.path.startswith(f"/api/models/{REPOSITORY}/preupload/main"):
+            files = [file["path"] for file in json.loads(body)["files"]]
+            given = [{"path": path, "uploadMode": "regular", "shouldIgnore": False, "oid": None} for path in files]
+            return self.answer({"files": given})
+        if self.path.startswith(f"/api/models/{REPOSITORY}/commit/main"):
+            for line in map(json.loads, body.decode().splitlines()):
+                if line["key"] == "file":
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            return self.answer({"commitUrl": f"{here}/commit/{'0' * 40}", "commitOid": "0" * 40})
+        return self.answer({"error": f"unknown: {self.path}"}, 404)
+
+    def do_GET(self) -> None:
+        self.answer({"id": REPOSITORY, "sha": "0" * 40, "siblings": []}, 404 if "create" in self.refuses else 200)
+
+    do_HEAD = do_GET
+
+    def answer(self, content: dict[str, Any], status: int = 200) -> None:
+        text = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # made anew, with this address
+    monkeypatch.setenv("HF_TOKEN", "hf_nobody")
+    monkeypatch.setattr(Hub, "files", {})
+    monkeypatch.setattr(Hub, "refuses", "")
+    yield Hub
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def umask() -> Iterator[int]:
+    before = os.umask(0o027)
+    yield 0o027
+    os.umask(before)
+
+
+def recipe_of(folder: Path, **more: Any) -> Any:
+    save_untrained(folder / "base", 0)
+    return make_recipe(
+        {
+            "kind": "grpo",
+            "model": str(folder / "base"),
+            "output_dir": str(folder / "run"),
+            "dtype": "float32",
+            "data": {"synthetic": {"task": "running_sum", "size": 8}},
+            "cache": {"policy": "streaming", "budget": 16, "period": 4},
+            "rewards": ["boxed"],
+            "rollout": {"engine": "hf"},
+            "max_steps": 1,
+            "save_steps": 1,
+            "per_device_train_batch_size": 4,
+            "num_generations": 2,
+            "max_completion_length": 12,
+            "gradient_checkpointing": False,
+            **more,
+        }
+    )
+
+
+def test_a_run_leaves_a_card_and_files_as_any_others_and_pushes_the_model(tmp_path: Path, hub: Any, umask: int) -> None:
+    recipe = recipe_of(tmp_path, push_to_hub=True, hub_model_id=REPOSITORY)
+    model = train(recipe)
+    card = ModelCard.load(model / "README.md")
+    assert {"sparse-rl", "grpo", "streaming"} <= set(card.data.tags) and card.data.base_model is None  # a local path
+    for fact in (f"| `{recipe.model}` |", "budget=16", "16 entries", "1 steps", f"--local-dir {Path(REPOSITORY).name}"):
+        assert fact in card.text, fact
+    written = yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])
+    assert make_recipe(written) == recipe.with_attention_kernel(written["attention_kernel"])
+
+    modes = {file: file.stat().st_mode & 0o777 for file in tmp_path.rglob("*") if file.is_file()}
+    assert {file.name for file in modes} >= {"model.safetensors", "manifest.json", "metrics.jsonl", "recipe.yaml"}
+    assert not {str(file): oct(mode) for file, mode in modes.items() if mode != 0o666 & ~umask}
+
+    assert hub.files == {str(file.relative_to(model)): file.read_bytes() for file in model.rglob("*") if file.is_file()}
+    assert hub.files.keys() >= {"README.md", "cache_policy.json", "model.safetensors", "tokenizer.json"}
+    assert saved_policy(model).config == recipe.cache
+
+
+def test_a_hub_that_refuses_is_one_line(tmp_path: Path, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the training, where the repository cannot be made; after it the model is whole all the same."""
+    recipe = recipe_of(tmp_path, push_to_hub=True, hub_model_id=REPOSITORY)
+    monkeypatch.setattr(hub, "refuses", "/repos/create")
+    with pytest.raises(UserError, match=r"^push_to_hub: the hub makes no repository \(.*hf auth login"):
+        train(recipe)
+    monkeypatch.setattr(hub, "refuses", "/commit/")
+    with pytest.raises(StoppedError, match=rf"run/model is whole, but was not pushed to {REPOSITORY} .*`hf upload"):
+        train(recipe)
+    assert (tmp_path / "run/model/model.safetensors").is_file() and not hub.files
+
+
+@pytest.mark.parametrize("name", [name for name in list_recipes() if load_recipe(name).trained])
+def test_the_card_of_each_shipped_recipe(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(name)
+    cache = recipe.exported_cache() or recipe.learned_cache()
+    policy = None if cache is None else make_policy(cache)
+    text = model_card(recipe.resolved(), policy, versions(), steps=7, place="runs/a/model", hub_name="me/mine")
+    card = ModelCard(text)
+    assert card.data.base_model == (recipe.model if not recipe.model.startswith("runs/") else None)
+    assert card.data.tags[:2] == ["sparse-rl", recipe.kind] and "# mine\n" in card.text
+    assert "hf download me/mine --local-dir mine\nsparse-rl serve mine" in card.text
+    assert (f"`{policy!r}`" in card.text and policy.name in card.data.tags) if policy else "full cache" in card.text
+    if cache is not None and policy.schedule.evicts:
+        assert f"| Budget | {cache.budget} entries per kv head" in card.text
+        assert f"; at most {policy.schedule.peak} are held" in card.text
+    assert make_recipe(yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])) == recipe
