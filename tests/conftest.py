@@ -158,11 +158,11 @@ VISITS = Section(
 GAINS = Section(
     name="gains",
     dtype=torch.float32,
-    axes=("layer", "visit"),
+    axes=("visit", "layer"),  # not every section is joined along its last axis
     joined="visit",
     check=lambda values, _: None,
-    batch=lambda rows, starts, width: batch_visits([values.T for values in rows], [0] * len(rows), width),
-    pack=lambda documents, starts, ends: torch.cat(list(documents), dim=1),
+    batch=lambda rows, starts, width: batch_visits(rows, [0] * len(rows), width),
+    pack=lambda documents, starts, ends: torch.cat(list(documents)),
 )
 
 
@@ -170,14 +170,14 @@ GAINS = Section(
 def with_visits(monkeypatch: pytest.MonkeyPatch) -> Callable[[EvictionTrace, Sequence[int]], EvictionTrace]:
     """with_visits(trace, positions) -> the trace with two more sections, which no view replays.
 
-    visits : positions that something happened at, int32 [V]; gains : a number of each in each layer, float32 [L, V]
+    visits : positions that something happened at, int32 [V]; gains : a number of each in each layer, float32 [V, L]
     """
     for section in (VISITS, GAINS):
         monkeypatch.setitem(SECTIONS, section.name, section)
 
     def add(trace: EvictionTrace, positions: Sequence[int]) -> EvictionTrace:
         visits = torch.tensor(positions, dtype=torch.int32)
-        gains = torch.outer(torch.arange(1, trace.layers + 1), visits) / 3
+        gains = torch.outer(visits, torch.arange(1, trace.layers + 1)) / 3
         return EvictionTrace(trace.evict_at, {"visits": visits, "gains": gains})
 
     return add

@@ -65,7 +65,8 @@ def imported(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module and not node.level, f"{file}, line {node.lineno}: write an import with its whole name"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 yield inner if inner in sources() else node.module
@@ -130,7 +131,8 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 def test_no_two_files_import_each_other() -> None:
     edges: dict[str, set[str]] = {module: set() for module in sources()}
     for module, name in arrows():
-        if sources()[name].name != "__init__.py":  # a package's face only hands names on
+        # A package's face only hands names on; to a module inside it, it is one more file of the circle.
+        if sources()[name].name != "__init__.py" or module.startswith(f"{name}."):
             edges[module].add(name)
     assert not circles(edges)
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]  # the control

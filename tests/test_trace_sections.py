@@ -78,7 +78,7 @@ def test_a_batch_has_every_section(traces: list[EvictionTrace]) -> None:
     batch = batch_traces(traces, [1, 4, 2], 7)
     assert list(batch) == ["evict_at", "visits", "gains"]
     assert batch["visits"].tolist() == [[2, 5, -1], [-1, -1, -1], [2, 4, 5]]
-    assert batch["gains"].shape == (3, 3, 2) and torch.equal(batch["gains"][2].T, traces[2].further["gains"])
+    assert batch["gains"].shape == (3, 3, 2) and torch.equal(batch["gains"][2], traces[2].further["gains"])
     alone = batch_traces([EvictionTrace(t.evict_at) for t in traces], [1, 4, 2], 7)
     assert list(alone) == ["evict_at"] and torch.equal(alone["evict_at"], batch["evict_at"])
 
@@ -86,7 +86,7 @@ def test_a_batch_has_every_section(traces: list[EvictionTrace]) -> None:
 def test_a_packed_sequence_has_every_section(traces: list[EvictionTrace]) -> None:
     packed = pack_traces(traces)
     assert packed.further["visits"].tolist() == [1, 4, 9, 11, 12]
-    assert torch.equal(packed.further["gains"], torch.cat([t.further["gains"] for t in traces], dim=1))
+    assert torch.equal(packed.further["gains"], torch.cat([t.further["gains"] for t in traces]))
     assert torch.equal(packed.evict_at, pack_traces([EvictionTrace(t.evict_at) for t in traces]).evict_at)
 
 
@@ -103,7 +103,7 @@ def test_a_full_cache_has_evict_at_alone(traces: list[EvictionTrace]) -> None:
         ({"visits": torch.zeros(3)}, r"visits must be int32 \[visit\], got torch.float32 \[3\]"),
         ({"visits": torch.zeros(2, 3, dtype=torch.int32)}, r"visits must be int32 \[visit\], got torch.int32 \[2, 3\]"),
         ({"visits": torch.tensor([-1], dtype=torch.int32)}, "visits must be positions"),
-        ({"gains": torch.zeros(3, 1)}, "gains has 3 layers, where the trace has 2"),
+        ({"gains": torch.zeros(1, 3)}, "gains has 3 layers, where the trace has 2"),
         ({"visits": torch.zeros(1, dtype=torch.int32), "gains": torch.zeros(2, 2)}, "gains has 2 visits, where the"),
     ],
 )
@@ -118,6 +118,8 @@ def test_traces_with_other_sections_do_not_go_together(traces: list[EvictionTrac
     says = "trace 1 has the sections evict_at, trace 0 evict_at, visits, gains"
     with pytest.raises(TraceError, match=says):
         batch_traces(mixed, [0, 0], 6)
+    with pytest.raises(TraceError, match=r"^trace 1 has the sections evict_at, visits, gains, trace 0 evict_at$"):
+        batch_traces(mixed[::-1], [0, 0], 6)
     with pytest.raises(TraceError, match=says):
         pack_traces(mixed)
     with pytest.raises(TraceError, match=says):

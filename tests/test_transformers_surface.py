@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import transformers.trainer
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt
+
+DOCUMENT = Path(__file__).parents[1] / "docs/internals.md"
+HELD = {
+    *("AttentionInterface.register", "AttentionMaskInterface.register", "masking_utils.sdpa_mask"),
+    *("PreTrainedModel.set_attn_implementation", "PretrainedConfig._attn_implementation"),
+    *("_gradient_checkpointing_func", "gradient_checkpointing"),
+    *("PreTrainedModel._keys_to_ignore_on_save", "trainer.DEFAULT_PROGRESS_CALLBACK"),
+}
 
 
 def test_attention_is_registered_and_taken(new_model: Callable) -> None:
@@ -39,3 +49,10 @@ def test_other_names_exist() -> None:
     source = inspect.getsource(transformers.trainer)
     uses = [line.strip() for line in source.splitlines() if "DEFAULT_PROGRESS_CALLBACK" in line]
     assert len(uses) == 3 and uses[-1].endswith("else DEFAULT_PROGRESS_CALLBACK)")  # defined (twice), looked up once
+
+
+def test_the_table_names_them_all() -> None:
+    """And nothing that is not held here."""
+    section = DOCUMENT.read_text().split("## transformers, outside `trainer/`")[1].split("\n## ")[0]
+    first_column = re.findall(r"^\| (`[^|]+) \|", section, re.M)
+    assert {name for cell in first_column for name in re.findall(r"`([^`]+)`", cell)} == HELD

@@ -9,7 +9,7 @@ import pytest
 import torch
 from growing import GrowingSchedule
 
-from sparse_rl.policies.schedule import EvictsBeforeAttending, NeverEvicts, Schedule
+from sparse_rl.policies.schedule import NEVER, EvictsBeforeAttending, NeverEvicts, Schedule
 
 SCHEDULES = [
     *(Schedule(budget, period) for budget in (1, 7, 12) for period in (1, 2, 8)),
@@ -45,6 +45,7 @@ def test_a_schedule_is_what_counting_gives(schedule: Schedule) -> None:
             assert schedule.due(prompt, seen) == ran == (seen == due), (prompt, seen)
             assert schedule.held(prompt, seen) == held and schedule.attended(prompt, seen) == attended
             due = schedule.next_due(prompt, seen) if ran else due
+            assert schedule.next_due(prompt, seen) == due > seen, "asked on the way, it is the same one"
             left = schedule.left(prompt, seen)
             assert left >= before, "it fell"
             most, before = max(most, attended), left
@@ -67,6 +68,7 @@ def test_what_evicts_before_a_query_attends_holds_its_budget() -> None:
             held = min(attended, 9) if seen >= prompt else attended
             assert schedule.attended(prompt, seen) == attended and schedule.held(prompt, seen) == held
             assert schedule.due(prompt, seen) == (attended > held) == (seen == due)
+            assert schedule.next_due(prompt, seen) == (due if seen < due else NEVER)
             assert schedule.most_held(prompt, seen) == (min(seen, max(prompt, 9)))
     assert schedule.peak == 9 and schedule.before_attending and not Schedule(9).before_attending
 

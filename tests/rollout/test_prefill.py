@@ -50,7 +50,7 @@ def test_what_happens_to_a_fork_happens_to_it_alone(prefill: Callable) -> None:
     """It decodes as prompts prefilled under no other name would, and what it was forked from stays as it was."""
     whole = prefill([0, 1, 2, 3])
     before = [part.clone() for row in range(4) for part in held(whole.cache, row)]
-    for cache in (whole.fork(ROWS).cache, whole.fork([3, 3]).cache):
+    for cache in [whole.fork(rows).cache for rows in (ROWS, [3, 3], [0, 1, 2, 3])]:
         for layer in cache.layers.values():
             for buffer in (*layer.slotted().values(), layer.evict_at, layer.queries):
                 buffer.zero_()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rollout.config import SamplingConfig
+from sparse_rl import config
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.errors import UserError
 from sparse_rl.policies.config import GKVConfig, H2OConfig
@@ -63,6 +64,28 @@ grpo: Any = SparseGRPOConfig
 def test_what_contradicts_itself_is_refused_in_python_too(make, says: str) -> None:
     with pytest.raises(UserError, match=says):
         make()
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "invalid"),
+    [
+        ("Text", ("a", " a "), ("", " ")),
+        ("PositiveInt", (1, 2), (0, -1)),
+        ("NonNegativeInt", (0, 1), (-1,)),
+        ("Positive", (1e-9, 2), (0, -1)),
+        ("NonNegative", (0, 2), (-1e-9,)),
+        ("AtLeastOne", (1, 1.5), (0.999, 0)),
+        ("Fraction", (1e-9, 1), (0, 1.001)),
+        ("Probability", (0, 1), (-1e-9, 1.001)),
+        ("BelowOne", (0, 0.999), (-1e-9, 1)),
+    ],
+)
+def test_the_ends_of_a_range(name: str, valid: tuple, invalid: tuple) -> None:
+    for value in valid:
+        assert config.coerce(value, getattr(config, name), "key", config.Source()) == value
+    for value in invalid:
+        with pytest.raises(UserError, match=r"^key: expected "):
+            config.coerce(value, getattr(config, name), "key", config.Source())
 
 
 def test_a_value_is_kept_as_yaml_gives_it() -> None:

@@ -71,6 +71,21 @@ def test_in_parts_as_at_once_and_nothing_is_left(record: Any) -> None:
     assert not record.drawn and not record.dropped and not record._logprobs
 
 
+def test_requests_may_drop_different_counts(record: Any) -> None:
+    """Each its own number of entries for each head: of "a-1" one, of "b-1" two, and two steps later of "a-1" three."""
+    a, b = [[3], [4], [3], [5]], [[3, 4], [1, 3], [2, 4], [0, 4]]  # of (layer 0 head 0), (0, 1), (1, 0), (1, 1)
+    rows = [[*a[i], *a[i + 1], *b[i], *b[i + 1]] for i in (0, 2)]
+    record.drop(["a-1", "b-1"], [7, 8], [1, 2], np.array(rows, np.int32))
+    further = [[6, 7, 8], [5, 6, 7], [8, 6, 5], [6, 7, 8]]
+    record.drop(["a-1"], [9], [3], np.array([further[0] + further[1], further[2] + further[3]], np.int32))
+    results = zip(record.take({7: 10, 3: 9}), (10, 9), strict=True)
+    ours, theirs = ([head for layer in evict_at(result, length) for head in layer] for result, length in results)
+    for head in range(LAYERS * HEADS):
+        assert [t for t, at in enumerate(ours[head]) if at == 7] == a[head]
+        assert [t for t, at in enumerate(ours[head]) if at == 9] == sorted(further[head])
+        assert [t for t, at in enumerate(theirs[head]) if at == 8] == b[head]
+
+
 def test_an_eviction_of_the_last_step_is_there(record: Any) -> None:
     """Nothing is lost when the request ends with the very step that compacts it."""
     drop(record, {"b-1": 5}, [[3], [3], [3], [3]])
