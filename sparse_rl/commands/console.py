@@ -197,14 +197,25 @@ def guarded(work: Callable[[], int], session: Session) -> int:
     try:
         return work()
     except KeyboardInterrupt:
-        if "RANK" not in os.environ:  # the launcher of several is interrupted too, and says so once
-            print("sparse-rl: interrupted", file=sys.stderr)
-        return 130
+        return _interrupted()
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return 1
     except Exception as error:
-        return _report(error, session)
+        return _interrupted() if _follows_an_interrupt(error) else _report(error, session)
+
+
+def _interrupted() -> int:
+    if "RANK" not in os.environ:  # the launcher of several is interrupted too, and says so once
+        print("sparse-rl: interrupted", file=sys.stderr)
+    return 130
+
+
+def _follows_an_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C came first: a library that is interrupted in C code may go on to raise an error of its own."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _report(error: Exception, session: Session) -> int:
