@@ -161,6 +161,7 @@ def test_exit_statuses(tmp_path, capsys, error, status, says):
     def work():
         raise error
 
+    assert "\n" not in str(error)
     assert guarded(work, session) == status
     assert capsys.readouterr().err.splitlines() in ([says], [f"{says}{session.folder / 'error.log'})"])
     if status != 130:
