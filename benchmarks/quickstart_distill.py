@@ -48,7 +48,9 @@ def run_seed(seed: int, budget: int, source: Path, out: Path, stages: Stages, en
     def evaluate(name: str) -> dict[str, Any]:
         keys = [f"model={folder / name / 'model'}", f"output_dir={folder / ('eval_' + name)}", f"cache.budget={budget}"]
         stages.run(
-            f"seed {seed}: evaluating {name}", folder / f"eval_{name}", ["eval", "quickstart/eval", *common, *keys, "--overwrite"]
+            f"seed {seed}: evaluating {name}",
+            folder / f"eval_{name}",
+            ["eval", "quickstart/eval", *common, *keys, "--overwrite"],
         )
         (row,) = json.loads((folder / f"eval_{name}" / "eval.json").read_text())["rows"]
         return {key: row[key] for key in ("accuracy", "standard_error", "problems")}

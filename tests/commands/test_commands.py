@@ -189,6 +189,18 @@ def test_an_unexpected_error_without_a_run_directory_shows_its_traceback(capsys)
     assert "Traceback" in err and err.splitlines()[-1].startswith("sparse-rl: unexpected ZeroDivisionError")
 
 
+def test_an_interrupt_that_a_library_turns_into_an_error_is_one(capsys):
+    def pressed(then):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise RuntimeError("a worker went away") from then
+
+    assert guarded(lambda: pressed(None), Session()) == 130
+    assert guarded(lambda: pressed(OSError("pipe")), Session()) == 1, "another cause is named"
+    assert capsys.readouterr().err.splitlines()[0] == "sparse-rl: interrupted"
+
+
 def asked_of_ours(work):
     """Whether a mistake is answered as the user's: one line, status 2; else it is a fault, with its traceback."""
     err = io.StringIO()
