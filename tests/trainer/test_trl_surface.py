@@ -46,6 +46,9 @@ METHODS = {
         "_get_output_dir": "trial",
         "_save_checkpoint": "model trial",
         "init_hf_repo": "token",
+        "create_model_card": (
+            "language license tags model_name finetuned_from tasks dataset_tags dataset dataset_args"
+        ),
         "save_model": "output_dir _internal_call",
         "_load_optimizer_and_scheduler": "checkpoint",
         "_init_training_state": ("max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"),
