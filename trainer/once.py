@@ -61,7 +61,13 @@ def once_on_disk(what: str, make: Callable[[], Dataset]) -> Dataset:
 
     def saved() -> str:
         place = tempfile.mkdtemp(dir=os.environ[FOLDER])
-        make().save_to_disk(place)
+        made, shown = make(), not datasets.are_progress_bars_disabled()
+        datasets.disable_progress_bars()
+        try:
+            made.save_to_disk(place)
+        finally:
+            if shown:
+                datasets.enable_progress_bars()
         return place
 
     return datasets.load_from_disk(once(what, saved))

@@ -34,7 +34,7 @@ def plot_metric(runs: Mapping[str, Path], out: str | Path, metric: str = "reward
     drawn = {run: points for run, folder in runs.items() if (points := _series(folder, key))}
     if not drawn:
         logged = sorted({name for folder in runs.values() for name in logged_metrics(folder)})
-        near = nearest(metric, [*METRICS, *logged])
+        near = nearest(metric, {*METRICS, *logged} - {metric})
         mend = f"did you mean {near}?" if near else f"logged are {', '.join(logged) or 'none'}"
         raise UserError(f"no {metric} in the metrics of {', '.join(map(str, runs.values()))}; {mend}", "--metric")
     figure, axes = new_figure()

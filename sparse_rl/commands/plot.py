@@ -37,7 +37,12 @@ def run(options: argparse.Namespace, session: Session) -> int:
             raise UserError(f"{folder} is not the directory of a run, and holds none: there is no {METRICS_FILE}")
     runs = run_labels([run for folder in folders for run in runs_below(folder)])
     logged = {name for folder in runs.values() for name in logged_metrics(folder)}
-    metric = options.metric or ("reward" if "reward" in logged or "loss" not in logged else "loss")
+    metric = options.metric or next((name for name in ("reward", "loss") if name in logged), None)
+    if metric is None:
+        known = ", ".join(sorted(logged)) or "nothing"
+        raise UserError(
+            f"no reward and no loss in the metrics of {', '.join(map(str, runs.values()))}; logged is {known}"
+        )
     name = "learning" if options.metric is None else metric.replace("/", "_")
     out = out or folders[0] / "plots" / f"{name}.png"
     print(plot_metric(runs, out, metric))

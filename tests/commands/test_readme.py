@@ -76,7 +76,7 @@ def test_every_command_is_tried_below() -> None:
 def test_its_recipe_is_one() -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", README, re.S)
     recipe = make_recipe(yaml.safe_load(text), ["rewards=[math]"])
-    assert recipe.kind == "grpo" and recipe.launch.processes == 8
+    assert recipe.kind == "grpo" and recipe.cache.budget == 128
 
 
 @pytest.mark.slow

@@ -200,7 +200,7 @@ def test_a_key_at_the_wrong_level():
         ("num_generations=1", "num_generations: expected a whole number >= 2, got 1"),
         ("loss_type=grp", "loss_type: expected one of grpo, bnpo, dr_grpo, dapo, luspo, cispo, sapo, vespo, got 'grp'"),
         ("launch.zero_stage=true", "launch.zero_stage: expected one of 0, 1, 2, 3, got true"),
-        ("report_to=[wandb, x]", "report_to[1]: expected one of wandb, tensorboard, got 'x'"),
+        ("report_to=[wandb, x]", "report_to[1]: expected one of wandb, tensorboard, trackio, got 'x'"),
         ("lora=3", "lora: expected a mapping or null, got 3"),
         ("lora.r=0", "lora.r: expected a whole number >= 1, got 0"),
         ("lora.target_modules=[a, 1]", "lora.target_modules[1]: expected text that is not empty, got 1"),
