@@ -44,6 +44,7 @@ BUDGETS = (32, 36, 40, 44, 48, 56, 64)
 AIM = (0.25, 0.5)  # accuracy under eviction before RL: room to learn, and something to reinforce
 LEAST = 0.18  # runs that start nearer to chance (0.10) often stay there
 METHODS = {"rl_sparse": "grpo", "rl_full": "grpo_full", "rl_mismatch": "grpo_mismatch"}  # name -> recipe, and folder
+SHIPPED = "quickstart/model"
 START = "sft"  # the row of results.json that says where RL began
 LABELS = {
     START: "before RL",
@@ -51,6 +52,7 @@ LABELS = {
     "rl_full": "RL-Full",
     "rl_mismatch": "RL, mismatched masks",
 }
+SHOWN = {"reward": "reward", "accuracy_full": "accuracy"}  # metric of a stage -> how it is called
 NEWS_SECONDS = 20  # between two lines about a stage that is under way
 console = Console(highlight=False, soft_wrap=True)
 
@@ -61,43 +63,45 @@ class QuickstartError(StoppedError):
 
 @dataclass(frozen=True)
 class Start:
-    """What RL begins with. model : its directory, or None for the recipes' own; folder : of its evaluation"""
+    """What RL begins with. model : its directory, or a shipped model's name; folder : of its evaluation"""
 
-    model: Path | None
+    model: str
     budget: int
     folder: Path
 
-    @property
-    def overrides(self) -> list[str]:
-        return [] if self.model is None else [f"model={self.model}"]
-
 
 class Stages:
-    """Runs `sparse-rl` stages as processes, as many at a time as there are slots."""
+    """Runs `sparse-rl` stages as processes, as many at a time as there are slots. Where one fails, all end with it."""
 
     def __init__(self, slots: int) -> None:
         self.slots = threading.Semaphore(slots)
+        self.failure: QuickstartError | None = None
 
     def run(self, label: str, folder: Path, arguments: Sequence[str]) -> None:
         """One stage; its output goes to folder/log.txt. How far it is, is said now and then."""
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "log.txt"
         with self.slots, log.open("w") as file:
+            if self.failure is not None:
+                raise self.failure
             start = told = time.monotonic()
             console.print(f"  [dim]start[/]  {label}")
             command = [sys.executable, "-P", "-m", "sparse_rl.cli", *arguments]
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
             try:
-                while process.poll() is None:
+                while process.poll() is None and self.failure is None:
                     time.sleep(0.2)
                     if time.monotonic() - told >= NEWS_SECONDS and (news := progress(folder)):
                         console.print(f"         {label}  [dim]{news}[/]")
                         told = time.monotonic()
             finally:
-                process.kill()
-        if process.returncode:
+                process.terminate()
+                process.wait()
+        if process.returncode and self.failure is None:
             lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-            raise QuickstartError(f"{label} failed (log: {log}): {lines[-1] if lines else 'no output'}")
+            self.failure = QuickstartError(f"{label} failed (log: {log}): {lines[-1] if lines else 'no output'}")
+        if self.failure is not None:
+            raise self.failure
         done = "  ".join(filter(None, (progress(folder), f"{time.monotonic() - start:.0f} s")))
         console.print(f"  [green]done[/]   {label}  [dim]{done}[/]")
 
@@ -108,9 +112,6 @@ def progress(folder: Path) -> str:
     values = {key: value for line in lines for key, value in line.items()}  # the last of each
     shown = [f"{label} {values[key]:.2f}" for key, label in SHOWN.items() if key in values]
     return "  ".join([f"step {values['step']}", *shown]) if lines else ""
-
-
-SHOWN = {"reward": "reward", "accuracy_full": "accuracy"}  # metric -> how it is called
 
 
 class Quickstart:
@@ -145,14 +146,14 @@ class Quickstart:
         budget = choose_budget({row["budget"]: row["accuracy"] for row in rows})
         tried = ", ".join(f"{row['budget']}: {row['accuracy']:.2f}" for row in rows)
         console.print(f"  seed {seed}: budget {budget} (accuracy under eviction {tried})")
-        return Start(model, budget, folder / "eval_before_rl")
+        return Start(str(model), budget, folder / "eval_before_rl")
 
     def row(self, name: str, seed: int, start: Start, run: Path | None) -> dict[str, Any]:
         """One row of results.json: a method's model (run: its directory; None: the start) under both caches."""
-        model = start.overrides if run is None else [f"model={run / 'model'}"]
+        model = start.model if run is None else run
         folder = start.folder if run is None else run.with_name(f"eval_{run.name}")
         sweep = ["sweep.policy=[streaming,full]", f"sweep.budget=[{start.budget}]"]
-        points = self.evaluate(f"seed {seed}: evaluating {LABELS[name]}", folder, seed, *model, *sweep)
+        points = self.evaluate(f"seed {seed}: evaluating {LABELS[name]}", folder, seed, f"model={model}", *sweep)
         evicted, full = (next(p for p in points if (p["policy"] == "full") == is_full) for is_full in (False, True))
         return {
             "name": name, "seed": seed, "policy": evicted["policy"], "budget": start.budget, "n": evicted["problems"],
@@ -167,7 +168,7 @@ class Quickstart:
         folder = self.out / f"seed{seed}" / recipe
         budget = [] if name == "rl_full" else [f"cache.budget={start.budget}"]
         engine = f"rollout.engine={self.engine}"
-        self.train(f"seed {seed}: {LABELS[name]}", folder, recipe, seed, engine, *start.overrides, *budget)
+        self.train(f"seed {seed}: {LABELS[name]}", folder, recipe, seed, engine, f"model={start.model}", *budget)
         return self.row(name, seed, start, folder)
 
     def run(self, seeds: Sequence[int], scratch: bool) -> list[dict[str, Any]]:
@@ -177,7 +178,7 @@ class Quickstart:
                 starts = dict(zip(seeds, pool.map(self.from_scratch, seeds), strict=True))
                 begun = [pool.submit(self.row, START, seed, starts[seed], None) for seed in seeds]
             else:
-                shared = Start(None, shipped_budget(), self.out / "eval_before_rl")
+                shared = Start(SHIPPED, shipped_budget(), self.out / "eval_before_rl")
                 starts = dict.fromkeys(seeds, shared)
                 begun = [pool.submit(self.row, START, seeds[0], shared, None)]
             trained = [pool.submit(self.method, name, seed, starts[seed]) for seed in seeds for name in METHODS]
@@ -232,7 +233,7 @@ def report(rows: list[dict[str, Any]], out: Path, seconds: float, engine: str) -
     runs = " ".join(str(out / f"seed{min(r['seed'] for r in rows)}" / METHODS[n]) for n in ("rl_sparse", "rl_full"))
     console.print("Next, for example:")
     console.print(f"  sparse-rl plot {runs} --metric retention")
-    console.print("  sparse-rl train quickstart/grpo cache.policy=h2o output_dir=runs/quickstart/h2o")
+    console.print("  sparse-rl train quickstart/grpo cache.budget=32 output_dir=runs/quickstart/budget32")
 
 
 def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
