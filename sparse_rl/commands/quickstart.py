@@ -244,7 +244,8 @@ def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
     seed = min(row["seed"] for row in rows)
     first = {LABELS[name]: out / f"seed{seed}" / recipe for name, recipe in METHODS.items()}
     budgets = sorted({row["budget"] for row in rows})
-    small = f"the small cache holds {' or '.join(map(str, budgets))} entries, a worked problem has some 100"
+    title = f"Accuracy on {rows[0]['n']:,} held-out problems, each of some 100 tokens;"
+    title += f"\nthe small cache has a budget of {' or '.join(map(str, budgets))}"
     accuracies = {
         label: (
             [row["accuracy_evicted"] for row in rows if row["name"] == name],
@@ -252,7 +253,7 @@ def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
         )
         for name, label in LABELS.items()
     }
-    plot_accuracy(accuracies, out / "accuracy.png", f"Accuracy on {rows[0]['n']:,} held-out problems;\n{small}")
+    plot_accuracy(accuracies, out / "accuracy.png", title)
     curves = {f"{label} (samples with a full cache)" if label == "RL-Full" else label: f for label, f in first.items()}
     plot_metric(curves, out / "learning_curves.png", title=f"Reward while training, seed {seed}: each as it samples")
     compared = {LABELS[name]: first[LABELS[name]] for name in ("rl_sparse", "rl_mismatch")}
