@@ -244,7 +244,7 @@ def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
     seed = min(row["seed"] for row in rows)
     first = {LABELS[name]: out / f"seed{seed}" / recipe for name, recipe in METHODS.items()}
     budgets = sorted({row["budget"] for row in rows})
-    title = f"Accuracy on {rows[0]['n']:,} held-out problems, each of some 100 tokens;"
+    title = f"Accuracy on {rows[0]['n']:,} problems of some 100 tokens each;"
     title += f"\nthe small cache has a budget of {' or '.join(map(str, budgets))}"
     accuracies = {
         label: (
