@@ -76,12 +76,12 @@ def be_hostile(here: Path, names: tuple[str, ...], form: str = "file") -> None:
 
 @pytest.fixture
 def run(place: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """run(*words of Python's command line, PYTHONPATH=...) in the working directory."""
+    """run(*words of Python's command line, path=PYTHONPATH, further environment) in the working directory."""
 
-    def start(*words: str, path: str = str(ROOT)) -> subprocess.CompletedProcess:
+    def start(*words: str, path: str = str(ROOT), **environment: str) -> subprocess.CompletedProcess:
         drop = ("RANK", "WORLD_SIZE", "PYTHONSAFEPATH")
         env = {key: value for key, value in os.environ.items() if key not in drop}
-        env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
         command = [sys.executable, *words]
         return subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=500, check=False)
 
@@ -148,9 +148,10 @@ def test_accelerate(place: Path, run: Callable[..., subprocess.CompletedProcess]
 
 @pytest.mark.slow
 def test_the_processes_of_vllm(place: Path, run: Callable[..., subprocess.CompletedProcess]) -> None:
-    """vLLM looks at a model's class in a process of its own, which loads the plugin, `rollout.vllm`."""
+    """vLLM looks at a model's class in a process of its own, which loads the plugin, `rollout.vllm`; then caches it."""
     pytest.importorskip("vllm")
     be_hostile(place, OURS)
-    done = run("../sparse-rl", "rollout", "grpo.yaml", "--problems", "2", "rollout.engine=vllm")
+    words = ("rollout", "grpo.yaml", "--problems", "2", "rollout.engine=vllm")
+    done = run("../sparse-rl", *words, VLLM_CACHE_ROOT=str(place.parent / "cache"))
     assert done.returncode == 0, done.stderr
     assert "working directory" not in done.stdout + done.stderr
