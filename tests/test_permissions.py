@@ -1,0 +1,39 @@
+"""Files of ours have the permissions that the umask leaves to any new file; those of safetensors are for their owner."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sparse_rl.data.running_sum import save_untrained
+from sparse_rl.trace import EvictionTrace, save_traces
+from trainer.examples import Example
+from trainer.teacher.cache import TeacherFacts, weights_fingerprint, write_teacher_cache
+
+
+def modes(folder: Path) -> set[int]:
+    return {file.stat().st_mode & 0o777 for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_what_is_written_is_as_any_new_file(umask: int, new_model: Callable, tmp_path: Path) -> None:
+    """Traces, an untrained model, a teacher cache; tests/trainer/test_export.py has a whole run."""
+    before = os.umask(umask)
+    try:
+        for name in ("traces", "model", "teacher", "plain"):
+            (tmp_path / name).mkdir()
+        save_traces(tmp_path / "traces/a.safetensors", [EvictionTrace.dense(2, 2, 9)])
+        save_untrained(tmp_path / "model", 0)
+        teacher = new_model("qwen2")
+        facts = TeacherFacts("a teacher", weights_fingerprint(teacher), teacher.config.vocab_size, 1.0, 4, "float32")
+        write_teacher_cache(tmp_path / "teacher", teacher, [Example([3, 4], [5, 6])], facts)
+        save_file({"a": torch.zeros(1)}, tmp_path / "plain/a.safetensors")
+    finally:
+        assert os.umask(before) == umask  # asking for it has not changed it
+    assert [modes(tmp_path / name) for name in ("traces", "model", "teacher")] == 3 * [{0o666 & ~umask}]
+    assert modes(tmp_path / "plain") == {0o600}  # the control: what safetensors leaves
