@@ -1,4 +1,4 @@
-"""Files of ours have the permissions that the umask leaves to any new file; those of safetensors are for their owner."""
+"""Files of ours have the permissions that the umask leaves to a new file; those of safetensors are for their owner."""
 
 from __future__ import annotations
 
