@@ -1,7 +1,7 @@
 # Everything runs in a local .venv made from requirements/cpu.lock; each target makes it when it is not there.
 PYTHON ?= python3
 SEEDS ?= 0
-ENGINE ?= auto
+ENGINE ?= hf
 SCRATCH ?= 0
 VENV := .venv
 BIN := $(VENV)/bin

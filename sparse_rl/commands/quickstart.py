@@ -31,7 +31,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rollout.choice import default_engine
 from rollout.config import ENGINES
 from sparse_rl.commands.console import Session, quiet_loading
 from sparse_rl.errors import StoppedError
@@ -294,7 +293,7 @@ def show(rows: Sequence[dict[str, Any]], gaps: Mapping[str, float]) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--engine", choices=("auto", *ENGINES), default="auto", help="that samples in stages 2 to 4")
+    parser.add_argument("--engine", choices=ENGINES, default="hf", help="that samples; hf starts sooner")
     parser.add_argument("--scratch", action="store_true", help="train the tiny model too, one for each seed")
     parser.add_argument("--slots", type=int, default=min(2, os.cpu_count() or 1), help="stages run at a time")
 
@@ -303,12 +302,11 @@ def run(options: argparse.Namespace, session: Session) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread a stage is fastest at this size
     quiet_loading(session.verbose)
     start = time.monotonic()
-    engine = default_engine() if options.engine == "auto" else options.engine
-    slots = f"{engine} engine, {options.slots} stages at a time"
+    slots = f"{options.engine} engine, {options.slots} stages at a time"
     console.print(f"sparse-rl quickstart: seeds {options.seeds}, {slots}, in {options.out}")
     seeds = list(dict.fromkeys(options.seeds))
     for folder in [options.out / "eval_before_rl", *(options.out / f"seed{seed}" for seed in seeds)]:
         shutil.rmtree(folder, ignore_errors=True)
-    rows = Quickstart(options.out, Stages(options.slots), engine).run(seeds, options.scratch)
-    report(rows, options.out, time.monotonic() - start, engine)
+    rows = Quickstart(options.out, Stages(options.slots), options.engine).run(seeds, options.scratch)
+    report(rows, options.out, time.monotonic() - start, options.engine)
     return 0

@@ -30,7 +30,7 @@ TAUGHT = [
     "launch.processes=1", "launch.zero_stage=0", "cache.budget=40", "report_to=none", "output_dir=runs/distill",
 ]  # fmt: skip
 INSTEAD = {
-    "make quickstart": [sys.executable, "-m", "sparse_rl.cli", "quickstart", "--engine", "hf"],
+    "make quickstart": [sys.executable, "-m", "sparse_rl.cli", "quickstart"],
     "sparse-rl doctor qwen2.5-1.5b/grpo": TRAINED,
     "sparse-rl train qwen2.5-1.5b/grpo": TRAINED,
     "sparse-rl eval eval/math500": [
