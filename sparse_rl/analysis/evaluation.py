@@ -13,7 +13,8 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
     """The rows for people."""
     from rich.table import Table
 
-    made = Table(title="accuracy: share of completions with reward >= 1; ± one standard error over problems")
+    title = "accuracy: completions with reward >= 1, as kept and cut off in percent; ± one standard error over problems"
+    made = Table(title=title)
     largest = max((k for row in rows for k in row.pass_at_k), default=1)
     names = ["task", "cache", "n", "pass@1", *([f"pass@{largest}"] if largest > 1 else [])]
     for name in (*names, "kept", "kept if right", "peak", "tokens", "cut off", "tok/s"):
