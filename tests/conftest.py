@@ -8,6 +8,7 @@ Trained are the quickstart's model, which is shipped, and stories260K where it i
 from __future__ import annotations
 
 import importlib
+import signal
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,8 @@ from sparse_rl.data.running_sum import SYMBOLS
 from sparse_rl.policies import Policy, make_policy
 from sparse_rl.policies.config import accepted_parameters
 from sparse_rl.trace import SECTIONS, EvictionTrace, Section
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup it is ignored, by what tests start too
 
 STORIES = Path(__file__).parents[2] / "shared/models/stories260K"
 QUICKSTART = Path(__file__).parents[1] / "recipes/quickstart/model"
