@@ -27,7 +27,7 @@ TRAINED = [
 TAUGHT = [
     "model=quickstart/model", "data={synthetic: {task: running_sum, size: 64}}", "keep=null", "dtype=float32",
     "rollout={engine: hf}", "per_device_train_batch_size=4", "gradient_accumulation_steps=1", "max_steps=2",
-    "launch.processes=1", "launch.zero_stage=0", "cache.budget=40", "report_to=none", "output_dir=runs/distill",
+    "launch.processes=1", "launch.zero_stage=0", "cache.budget=40", "report_to=[]", "output_dir=runs/distill",
 ]  # fmt: skip
 INSTEAD = {
     "make quickstart": [sys.executable, "-m", "sparse_rl.cli", "quickstart"],
