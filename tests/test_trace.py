@@ -24,6 +24,7 @@ from sparse_rl.trace import (
     read_fingerprint,
     save_traces,
 )
+from sparse_rl.trace.files import content_hash
 
 LAW = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
@@ -110,7 +111,7 @@ def test_recorded_writes_what_nobody_can_observe_as_never() -> None:
     assert trace.evict_at.tolist() == [[[4, NEVER, NEVER, NEVER, NEVER, NEVER]]]
     assert trace.evict_at.dtype == torch.int32 and trace.evict_at.device.type == "cpu"
     assert record[0, 0].tolist()[:3] == [4, 5, 6], "the engine's record is left alone"
-    before = EvictionTrace(record.to(torch.int32)).visible(0)[:, :5]
+    before = EvictionTrace(record.to(torch.int32), validate=False).visible(0)[:, :5]
     assert torch.equal(trace.visible(0)[:, :5], before), "no query that is ever fed sees a difference"
 
 
@@ -131,6 +132,12 @@ def test_layers_are_sliced_without_a_copy() -> None:
         (torch.full((2, 4), NEVER, dtype=torch.int32), r"got torch.int32 \[2, 4\]"),
         (torch.full((1, 2, 2, 4), NEVER, dtype=torch.int32), r"\[1, 2, 2, 4\]"),
         (torch.full((2, 2, 4), 3, dtype=torch.int32), r"evict_at\[0, 0, 3\] = 3: a token is evicted after its own"),
+        (
+            torch.full((0, 2, 4), NEVER, dtype=torch.int32),
+            r"evict_at \[0, 2, 4\] is empty: a trace has a layer, a kv",
+        ),
+        (torch.full((2, 0, 4), NEVER, dtype=torch.int32), r"evict_at \[2, 0, 4\] is empty"),
+        (torch.full((2, 2, 0), NEVER, dtype=torch.int32), r"evict_at \[2, 2, 0\] is empty"),
         (torch.zeros((1, 1, 2), dtype=torch.int32), r"evict_at\[0, 0, 0\] = 0"),
         (torch.full((1, 1, 2), -1, dtype=torch.int32), r"evict_at\[0, 0, 0\] = -1"),
     ],
@@ -144,13 +151,19 @@ def test_a_wrong_trace_is_refused(evict_at: torch.Tensor, says: str) -> None:
 
 @LAW
 @given(traces(), st.data())
-def test_the_earliest_legal_eviction_is_right_after_the_token(trace: EvictionTrace, data: st.DataObject) -> None:
+def test_an_eviction_is_after_the_token_and_before_the_last_query_or_never(
+    trace: EvictionTrace, data: st.DataObject
+) -> None:
+    """Of S tokens the last query stands at S - 2: nobody misses what leaves after it, and that is written as NEVER."""
     token = data.draw(st.integers(0, len(trace) - 1))
+    beyond = st.sampled_from([len(trace) - 1, len(trace), NEVER - 1, NEVER + 1, 2**31 - 1, -(2**31)])
+    at = data.draw(st.one_of(st.integers(-1, len(trace)), st.integers(-(2**31), 2**31 - 1), beyond))
     changed = trace.evict_at.clone()
-    changed[1, 0, token] = token + 1
-    EvictionTrace(changed)
-    changed[1, 0, token] = token
-    with pytest.raises(TraceError, match=rf"evict_at\[1, 0, {token}\] = {token}"):
+    changed[1, 0, token] = at
+    if token < at <= len(trace) - 2 or at == NEVER:
+        EvictionTrace(changed)
+        return
+    with pytest.raises(TraceError, match=rf"^evict_at\[1, 0, {token}\] = {at}: [^\n]*$"):
         EvictionTrace(changed)
 
 
@@ -322,7 +335,7 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, str
         sections = {name: file.get_tensor(name) for name in ("evict_at", "evict_at.lengths")}
         metadata = file.metadata()
     change(sections, metadata)
-    save_file(sections, str(path), metadata=metadata)
+    save_file(sections, str(path), metadata={**metadata, "sha256": content_hash(sections, metadata)})
 
 
 def put(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor], dict[str, str]], object]:
@@ -336,7 +349,7 @@ def say(**metadata: str) -> Callable[[dict[str, torch.Tensor], dict[str, str]], 
 FULL = torch.full((2, 2, 10), NEVER, dtype=torch.int32)
 
 DAMAGE = {
-    "another version": (say(format_version="1"), "has format version 1, this reads 2"),
+    "another version": (say(format_version="1"), "has format version '1', this reads 2"),
     "no version": (lambda _, m: m.pop("format_version"), "has format version None"),
     "another format": (say(format="weights"), r"is not a trace file \(format 'weights', expected 'sparse_rl.trace'\)"),
     "no format": (lambda _, m: m.clear(), r"is not a trace file \(format None"),
@@ -349,7 +362,13 @@ DAMAGE = {
     "rank 2": (put("evict_at", FULL[0].clone()), r"evict_at \[2, 10\] does not hold sequences of 10 tokens in all"),
     "too short": (put("evict_at", FULL[..., :9].clone()), r"\[2, 2, 9\] does not hold sequences of 10 tokens in all"),
     "lengths too long": (put("evict_at.lengths", torch.tensor([4, 7])), "does not hold sequences of 11 tokens in all"),
-    "too early": (put("evict_at", torch.full_like(FULL, 4)), r"evict_at\[0, 0, 4\] = 4: a token is evicted after"),
+    "too early": (put("evict_at", FULL.masked_fill(FULL > 0, 2)), r"evict_at\[0, 0, 2\] = 2: a token is evicted"),
+    "too late": (
+        put("evict_at", FULL - 1),
+        rf"evict_at\[0, 0, 0\] = {NEVER - 1}: the last query is at 2, and what",
+    ),
+    "no layer": (put("evict_at", FULL[:0].clone()), r"evict_at \[0, 2, 4\] is empty"),
+    "no kv head": (put("evict_at", FULL[:, :0].clone()), r"evict_at \[2, 0, 4\] is empty"),
     "zero": (put("evict_at", torch.zeros_like(FULL)), r"evict_at\[0, 0, 0\] = 0: a token is evicted after"),
 }
 

@@ -26,6 +26,7 @@ from sparse_rl.trace import (
     pack_traces,
     save_traces,
 )
+from sparse_rl.trace.files import content_hash
 
 PLACES = ([1, 4], [], [0, 2, 3])  # of each trace's visits; one has none
 LENGTHS = (6, 3, 5)
@@ -157,7 +158,7 @@ def test_a_damaged_section_is_refused_with_its_path(
     save_file(tensors, str(path), metadata=metadata)
     assert len(load_traces(path)) == 3  # control: rewriting alone is no damage
     change(tensors)
-    save_file(tensors, str(path), metadata=metadata)
+    save_file(tensors, str(path), metadata={**metadata, "sha256": content_hash(tensors, metadata)})
     with pytest.raises(TraceError, match=says) as caught:
         load_traces(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)

@@ -4,6 +4,7 @@ engine.py     VLLMEngine, the Engine of rollout/engine.py
 serve.py      `sparse-rl serve`: vllm serve with the same policy
 
 messages.py   what passes between vLLM's scheduler, its workers and our engine
+beside.py     what a worker holds beside the cache, taken off the share of a GPU that vLLM plans with
 spec.py       scheduler side: how many blocks a sequence owns; what eviction frees goes back to the pool
 connector.py  from scheduler to workers: who begins, who ends, and who is due to compact
 state.py      worker side: positions and policy state beside the paged cache, and the compaction itself

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from rollout.config import SamplingConfig
 from rollout.engine import Rollout
 from rollout.requests import Request, requests_to_sample, requests_to_simulate, stop_tokens
+from rollout.vllm.beside import beside_cache
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import StoppedError, UserError
 from sparse_rl.models.load import load_config
@@ -110,7 +111,9 @@ class VLLMEngine:
         longest = max_model_len or config.max_position_embeddings
         held = policy.schedule.most_held(max_prompt or longest, longest)
         entries = max_batch * (held + (block or 0)) + 2 * (block or 0)  # one block more for vLLM itself
-        need = 2 * layers * kv_heads * head_dim * entries * (4 if dtype == "float32" else 2)
+        itemsize = 4 if dtype == "float32" else 2
+        need = 2 * layers * kv_heads * head_dim * entries * itemsize
+        beside = beside_cache(policy, config, itemsize=itemsize, max_batch=max_batch, tensor_parallel=tensor_parallel)
         optional = {
             "max_model_len": max_model_len,
             "block_size": block,
@@ -128,7 +131,7 @@ class VLLMEngine:
             "seed": 0,
             "worker_extension_cls": "rollout.vllm.worker.WorkerExtension",
             **{name: value for name, value in optional.items() if value is not None},
-            **arguments.memory_arguments(kv_cache_gb, gpu_memory_utilization, need),
+            **arguments.memory_arguments(kv_cache_gb, gpu_memory_utilization, beside, need),
             **arguments.launch_arguments(self.separate),
             **sleeping,
             **arguments.engine_arguments(policy, dtype=dtype, max_prompt=max_prompt, exact=exact),

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rollout.config import ALONE
+from rollout.vllm.beside import beside_cache
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import saved_policy
@@ -88,7 +89,9 @@ def serve(
     _set_environment(verbose)
     _check_platform(cache_shape(config)[2])
     dtype = _dtype(dtype, config)
-    memory, block = arguments.memory_arguments(kv_cache_gb, ALONE), arguments.default_block_size()
+    itemsize = BYTES.get(dtype, BYTES.get(str(config.dtype).removeprefix("torch."), 2))
+    beside = beside_cache(policy, config, itemsize=itemsize, max_batch=max_batch, own_sampler=False)
+    memory, block = arguments.memory_arguments(kv_cache_gb, ALONE, beside), arguments.default_block_size()
     if max_model_len is not None:
         _check_length(max_model_len, policy, config, dtype, memory.get("kv_cache_memory_bytes"))
     _check_address(host, port)

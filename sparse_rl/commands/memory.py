@@ -6,7 +6,7 @@ Bytes throughout. `sparse-rl doctor RECIPE` prints it; sizes.py has the arithmet
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparse_rl.commands.machine import device_memory, show
 from sparse_rl.commands.sizes import (
@@ -30,6 +30,9 @@ from sparse_rl.models.load import load_config
 from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.recipe import EvalRecipe, Recipe, TaughtRecipe, TrainRecipe
 from trainer.config import LaunchConfig
+
+if TYPE_CHECKING:
+    from sparse_rl.policies.base import Policy
 
 ASSUMED_PROMPT = 512  # tokens, where a recipe does not bound its prompts
 ASSUMED_LENGTH = 4096  # of a row, where a recipe does not bound it
@@ -211,29 +214,43 @@ def _scorer_parameters(cache: Any, model: Model) -> int:
 def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
     """What vllm holds: its own weights, and a pool for keys and values. Nothing for hf, which has neither."""
     from rollout.choice import choose_engine
+    from rollout.vllm.beside import beside_cache
 
     rollout = recipe.engine_config()
     if rollout is None or choose_engine(rollout, model.config, cuda)[0] == "hf":
         return []
     own = -(-model.bytes // rollout.tensor_parallel)
     when, note = "sampling" if rollout.sleep else "always", f"{recipe.dtype}, its own copy"
+    size = {"itemsize": model.itemsize, "max_batch": rollout.max_batch, "tensor_parallel": rollout.tensor_parallel}
+    policies = [_policy(recipe, cache) for cache in recipe.caches()]
+    beside = max((beside_cache(policy, model.config, **size) for policy in policies), key=lambda b: b.queries)
     if rollout.kv_cache_gb is not None or not cuda:
-        size = rollout.kv_cache_gb or 1  # as the engine has it
-        pool, source = int(size * 2**30), f"kv_cache_gb {size:g}"
+        given = rollout.kv_cache_gb or 1  # as the engine has it
+        pool, source = int(given * 2**30), f"kv_cache_gb {given:g}"
     else:
-        share = rollout.gpu_memory_utilization * (device_memory() or 0)
-        pool, source = max(int(share) - own, 0), f"gpu_memory_utilization {rollout.gpu_memory_utilization:g}"
-    return [Item("vllm: weights", own, when=when, note=note), Item("vllm: KV pool", pool, when=when, note=source)]
+        total, source = device_memory() or 0, f"gpu_memory_utilization {rollout.gpu_memory_utilization:g}"
+        pool = max(int(beside.share(rollout.gpu_memory_utilization, total) * total) - own, 0) if total else 0
+    held = int(pool * beside.per_byte) + beside.queries
+    return [
+        Item("vllm: weights", own, when=when, note=note),
+        Item("vllm: KV pool", pool, when=when, note=source),
+        Item("vllm: beside the pool", held, note="positions and the policy's memory, last queries; also in its sleep"),
+        Item("vllm: sampler", beside.sampler, when="sampling", note=f"{rollout.max_batch} tokens drawn in float64"),
+    ]
+
+
+def _policy(recipe: Recipe, cache: PolicyConfig | None) -> Policy:
+    from sparse_rl.models.directory import saved_policy
+    from sparse_rl.policies.registry import make_policy
+
+    return make_policy(cache) if cache is not None else saved_policy(recipe.model) or make_policy("full")
 
 
 def _cache_items(
     recipe: Recipe, model: Model, cache: PolicyConfig | None, prompt: int, at_once: int, pooled: bool
 ) -> list[Item]:
     """The cache of one point; `pooled`: it is part of the engine's pool, and only shown."""
-    from sparse_rl.models.directory import saved_policy
-    from sparse_rl.policies.registry import make_policy
-
-    policy = make_policy(cache) if cache is not None else saved_policy(recipe.model) or make_policy("full")
+    policy = _policy(recipe, cache)
     shape, total = model.cache_shape, prompt + recipe.sampling().max_tokens
     fed = max(total - 1, prompt)  # the last token is not
     entries = policy.schedule.most_held(prompt, fed)
@@ -243,8 +260,8 @@ def _cache_items(
     note = f"{name}: {entries} entries, {show(one)} a sequence; full {show(full)}"
     when = "avoided" if pooled else "sampling"
     items = [Item(f"KV cache of {at_once}", at_once * (one + state), when=when, note=note)]
-    if policy.schedule.first(prompt) <= fed and (transient := redundancy_bytes(policy, entries, shape[1])):
-        note = f"{name}: similarities of {entries} x {entries} entries, one sequence of one layer at a time"
+    if policy.schedule.first(prompt) <= fed and (transient := redundancy_bytes(policy, entries, *shape[1:])):
+        note = f"{name}: similarities among {entries} entries, in tiles, one sequence of one layer at a time"
         items.append(Item("redundancy", transient, when="sampling", note=note))
     return items
 

@@ -26,6 +26,8 @@ gamma = 200 is what CAKE's own code runs with; pooling over competing entries on
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 
@@ -41,6 +43,8 @@ from sparse_rl.policies.config import (
 
 NO_HISTORY = -1.0
 UNDER = 0.5 - 2**-25  # the float32 before 0.5: what exceeds it is similar
+SIMILARITIES = 2**20  # of a kv head that are made at a time, or up to twice as many,
+LEAST_ROWS = 32  # but never of fewer rows: a product of very few rows is summed in another order
 
 
 class ScoredWindow(Policy):
@@ -129,7 +133,7 @@ def _over_max(scores: torch.Tensor, competing: torch.Tensor) -> torch.Tensor:
 
 
 def redundancy(entries: Entries) -> torch.Tensor:
-    """R: how much each entry repeats others, float32 [R, Hkv, N] (R-KV §3.2). One row's N x N per head is alive."""
+    """R: how much each entry repeats others, float32 [R, Hkv, N] (R-KV §3.2)."""
     assert entries.keys is not None
     order = entries.by_position()
     mean = torch.full(order.shape, float("-inf"), device=order.device)
@@ -139,14 +143,28 @@ def redundancy(entries: Entries) -> torch.Tensor:
     return mean.softmax(-1)
 
 
+def similarity_tiles(entries: int) -> list[tuple[int, int]]:
+    """The rows [first, last) of N x N similarities that are made at a time."""
+    count = max(entries // max(SIMILARITIES // entries, LEAST_ROWS), 1)
+    edges = [entries * i // count for i in range(count + 1)]
+    return list(pairwise(edges))
+
+
 def _total_similarity(keys: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Per entry, the sum of its similarities to the others: [Hkv, N]. keys [Hkv, N, D]; order int64 [Hkv, N]: slots."""
+    """Per entry, the sum of its similarities to the others: [Hkv, N]. keys [Hkv, N, D]; order int64 [Hkv, N]: slots.
+
+    However the rows are tiled the sum is the same, to the last bit: a similarity is 0 or a multiple of 2**-24 between
+    0.5 and 1 (and rounding), so that float64 adds 2**28 of them without any rounding.
+    """
     unit = keys / keys.square().sum(-1, keepdim=True).sqrt().clamp(min=1e-8)
-    similarity = unit @ unit.transpose(-1, -2)
-    similarity.diagonal(dim1=-2, dim2=-1).zero_()
-    torch.threshold_(similarity, UNDER, 0.0)
     age = torch.arange(1, keys.shape[1] + 1, device=keys.device, dtype=keys.dtype).expand(order.shape)
     rank = torch.empty_like(age).scatter_(-1, order, age)[:, None]
-    most_recent = similarity.sign().mul_(rank).amax(-1).long() - 1  # -1: nothing is similar
-    slot = order.gather(-1, most_recent.clamp(min=0))
-    return similarity.scatter_(-1, slot[..., None], 0.0).sum(dim=-2)
+    total = torch.zeros(order.shape, device=keys.device, dtype=torch.float64)
+    for first, last in similarity_tiles(keys.shape[1]):
+        similarity = unit[:, first:last] @ unit.transpose(-1, -2)
+        similarity.diagonal(first, dim1=-2, dim2=-1).zero_()
+        torch.threshold_(similarity, UNDER, 0.0)
+        most_recent = similarity.sign().mul_(rank).amax(-1).long() - 1  # -1: nothing is similar
+        slot = order.gather(-1, most_recent.clamp(min=0))
+        total += similarity.scatter_(-1, slot[..., None], 0.0).sum(dim=-2, dtype=torch.float64)
+    return total.float()

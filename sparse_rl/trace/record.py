@@ -39,8 +39,8 @@ class EvictionTrace:
     Raises
     ------
     TraceError
-        A section that is not declared, of a wrong dtype or shape, or with values that it cannot have (evict_at[l, h,
-        t] <= t: a token always sees itself).
+        A section that is not declared, of a wrong dtype or shape, empty, or with values that it cannot have:
+        evict_at[l, h, t] <= t (a token always sees itself), or >= S - 1 and not NEVER.
     """
 
     evict_at: torch.Tensor
@@ -182,9 +182,8 @@ def pack_traces(traces: Sequence[EvictionTrace]) -> EvictionTrace:
     names = _common_sections(traces)
     ends = list(accumulate(len(trace) for trace in traces))
     starts = [end - len(trace) for end, trace in zip(ends, traces, strict=True)]
-    return EvictionTrace.from_state(
-        {name: SECTIONS[name].pack([t.sections[name] for t in traces], starts, ends) for name in names}
-    )
+    packed = {name: SECTIONS[name].pack([t.sections[name] for t in traces], starts, ends) for name in names}
+    return EvictionTrace(packed.pop(EVICT_AT.name), packed, validate=False)  # no sampler records a document's end
 
 
 def save_traces(
@@ -197,6 +196,8 @@ def save_traces(
     if not traces:
         raise TraceError(f"{path}: no trace to save")
     _common_sections(traces)
+    for trace in traces:
+        _check(trace.sections)  # what is written can be read
     write_sections(path, [trace.sections for trace in traces], fingerprint)
 
 
@@ -206,8 +207,8 @@ def load_traces(path: str | Path, fingerprint: Mapping[str, str] | None = None) 
     Raises
     ------
     TraceError
-        Not a trace file, truncated, another format version, an unknown or missing section, wrong shapes, a value
-        that no sampler can have recorded, or a fingerprint entry that differs from the expected one.
+        Not a trace file, truncated or changed, another format version, no trace, an unknown or missing section, wrong
+        shapes, a value that no sampler can have recorded, or a fingerprint entry that differs from the expected one.
     """
     rows = read_sections(path, fingerprint)
     try:

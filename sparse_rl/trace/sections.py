@@ -54,13 +54,18 @@ class Section:
 
 
 def _check_evict_at(values: torch.Tensor, _: torch.Tensor) -> str | None:
-    """A token sees itself, so it is evicted after its own position."""
+    """A token sees itself, so it is evicted after its own position; and before the last query, or never."""
+    if 0 in values.shape:
+        return f"evict_at {list(values.shape)} is empty: a trace has a layer, a kv head and a token"
+    last = values.shape[-1] - 2  # the last query: the last token is sampled, and never fed
     early = values <= torch.arange(values.shape[-1], dtype=torch.int32)
-    if not bool(early.any()):
-        return None
-    layer, head, token = (int(i) for i in early.nonzero()[0])
-    at = int(values[layer, head, token])
-    return f"evict_at[{layer}, {head}, {token}] = {at}: a token is evicted after its own position"
+    late = (values > last) & (values != NEVER)
+    kept = f"the last query is at {last}, and what none of them misses has {NEVER}"
+    for wrong, why in ((early, "a token is evicted after its own position"), (late, kept)):
+        if bool(wrong.any()):
+            layer, head, token = (int(i) for i in wrong.nonzero()[0])
+            return f"evict_at[{layer}, {head}, {token}] = {int(values[layer, head, token])}: {why}"
+    return None
 
 
 def _moved(values: torch.Tensor, start: int) -> torch.Tensor:

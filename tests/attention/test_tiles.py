@@ -106,7 +106,7 @@ def short_lived(trace: EvictionTrace) -> EvictionTrace:
     position = torch.arange(len(trace))
     evict_at = position + 1 + (trace.evict_at - position) % 40
     evict_at[..., :9] = 1 << 30
-    return EvictionTrace(evict_at.int())
+    return EvictionTrace.recorded(evict_at)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

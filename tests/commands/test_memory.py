@@ -11,8 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout import SamplingConfig, make_engine
 from rollout.cache import GROW
+from rollout.sampling import sample
+from rollout.vllm.beside import beside_cache
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.kernels.masked import visible_mask
+from sparse_rl.commands import memory
 from sparse_rl.commands.machine import show
 from sparse_rl.commands.memory import plan, verdict, verdicts
 from sparse_rl.commands.sizes import (
@@ -95,15 +98,52 @@ def test_redundancy_takes_no_more_than_is_counted(rows):
     positions = torch.arange(300).expand(rows, 2, 300)
     with Peak() as peak:
         redundancy(Entries(keys, keys, positions, lengths, lengths, None, 1.0, {}))
-    counted = redundancy_bytes(make_policy("rkv", budget=200, period=100), 300, 2)
+    counted = redundancy_bytes(make_policy("rkv", budget=200, period=100), 300, 2, 4)
     assert counted / 2 < peak.bytes <= counted
+
+
+def test_redundancy_of_a_long_prompt_is_made_in_tiles():
+    """8k entries: whole, their similarities would be 268 MB in float32 alone, in each kv head."""
+    keys = torch.randn(1, 1, 8192, 16, generator=torch.Generator().manual_seed(0))
+    positions, lengths = torch.arange(8192).expand(1, 1, 8192), torch.tensor([8192])
+    with Peak() as peak:
+        redundancy(Entries(keys, keys, positions, lengths, lengths, None, 1.0, {}))
+    counted = redundancy_bytes(make_policy("rkv", budget=200, period=100), 8192, 1, 16)
+    assert counted / 2 < peak.bytes <= counted < 20e6 < 4 * 8192**2 / 10
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_drawing_a_token_takes_what_is_counted(temperature):
+    logits = torch.randn(6, 5000)
+    with Peak() as peak:
+        sample(logits, SamplingConfig(1, temperature), torch.rand(6, dtype=torch.float64))
+    counted = beside_cache(make_policy("full"), tiny_config(vocab_size=5000), itemsize=2, max_batch=6).sampler
+    assert 0.99 * counted < peak.bytes < 1.01 * counted
+
+
+def test_a_plan_counts_what_stands_beside_the_cache_of_vllm(monkeypatch):
+    """For a GPU of 80 GB: weights, cache and what stands beside it fill the share, and no more."""
+    monkeypatch.setattr(memory, "device_memory", lambda: 80 * 10**9)
+    monkeypatch.setattr("rollout.choice.choose_engine", lambda *_: ("vllm", ""))
+    gkv = {"policy": "gkv", "budget": 512, "window": 16, "period": 128}
+    config = tiny_config(vocab_size=150_000, num_hidden_layers=8, num_attention_heads=16, head_dim=128)
+    for cache, size in (({"policy": "full"}, 64), (gkv, 64), (gkv, 256)):
+        rollout = {"engine": "vllm", "gpu_memory_utilization": 0.3, "max_batch": size}
+        items = plan(make_recipe({**GRPO, "cache": cache, "rollout": rollout}), config, cuda=True).items
+        held = {item.name: item.device for item in items if item.name.startswith("vllm")}
+        assert list(held) == ["vllm: weights", "vllm: KV pool", "vllm: beside the pool", "vllm: sampler"]
+        assert 0.23 * 80e9 < sum(held.values()) <= 0.3 * 80e9
+        assert held["vllm: sampler"] == 20 * size * 150_000
+        queries = 8 * size * 16 * 16 * 128 * 4 if cache is gkv else 0  # layers, rows, window, heads, dim, float32
+        per_entry = held["vllm: KV pool"] / (2 * 128 * 4) * 8 if cache is gkv else 0  # a position and a score
+        assert held["vllm: beside the pool"] == pytest.approx(queries + per_entry)
 
 
 def test_redundancy_is_counted_where_a_policy_has_it():
     size = {"budget": 40, "window": 8, "period": 8}
     for name, parameters, has in (("rkv", {}, 1), ("gkv", {}, 1), ("gkv", {"redundancy": False}, 0), ("snapkv", {}, 0)):
         policy = make_policy(name, **size, **parameters)
-        assert redundancy_bytes(policy, 48, 2) == has * 3 * 2 * 48 * 48 * 4
+        assert bool(redundancy_bytes(policy, 48, 2, 8)) == bool(has)
         task = {**GRPO, "cache": {"policy": name, **size, **parameters}}
         names = {item.name for item in plan(make_recipe(task), tiny_config()).items}
         assert ("redundancy" in names) == bool(has)

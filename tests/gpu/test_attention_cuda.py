@@ -68,7 +68,7 @@ def test_a_model_trains_as_under_sdpa(kernel: str, checkpointing: bool) -> None:
     for width in (700, 650, 768, 900):
         ids = torch.randint(64, (2, width), generator=generator).cuda()
         each = [random_evictions(1, 2, width, 90, generator) for _ in range(12)]
-        traces = [EvictionTrace(torch.cat(each[i::2])) for i in range(2)]
+        traces = [EvictionTrace.recorded(torch.cat(each[i::2])) for i in range(2)]
         found = []
         for which in (kernel, "sdpa"):
             model.zero_grad()

@@ -76,7 +76,8 @@ def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.T
         view = LearnedView(model.cache_scorers, trainer.policy.config, torch.tensor([ids.shape[1]]))
         with torch.no_grad():
             adopt(model)(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False)
-        trace = EvictionTrace(torch.cat([view._decided[layer].evict_at for layer in range(2)]))
+        decided = torch.cat([view._decided[layer].evict_at for layer in range(2)])
+        trace = EvictionTrace(decided, validate=False)  # here the last token is fed
         assert (trace.evict_at < ids.shape[1]).any() or ids.shape[1] <= 21
         said = []
         for one, masks in ((student, trace), (teacher, EvictionTrace.dense(3, 2, ids.shape[1]))):

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from watching import pool_of, watched
 
 from rollout import SamplingConfig
+from rollout.vllm.beside import Beside, beside_cache
+from sparse_rl.errors import UserError
 from sparse_rl.policies import Policy
 
 BLOCK = 32  # tokens
@@ -90,6 +93,42 @@ def test_fewer_blocks_mean_fewer_at_a_time(
         assert max(seen.running) == most and seen.preempted == 0 and max(seen.used) <= most * PEAK
         assert pool_of(engine).get_num_free_blocks() == blocks
     agrees_with_hf(policy, prompts, sampling, sampled, directory_of("qwen2", **ONE_LAYER))
+
+
+@pytest.mark.parametrize("policy_name", ["gkv", "h2o"])
+def test_what_stands_beside_the_cache_is_counted(
+    policy_name: str, with_blocks: Callable, policy_of: Callable, open_engine: Callable
+) -> None:
+    """The worker's own arrays, byte for byte, one block's numbers aside."""
+    from rollout.vllm.compat.paged import live_state
+
+    policy = policy_of(policy_name, budget=64, window=8, period=32)
+    engine = with_blocks(policy, 40, 5)
+    counted, state = beside_cache(policy, engine.config, itemsize=4, max_batch=5), live_state()
+    entries = state.positions.nbytes + sum(memory.nbytes for memory in state.state.values())
+    assert entries == counted.per_byte * 41 * BLOCK_BYTES
+    assert (0 if state.queries is None else state.queries.nbytes) == counted.queries
+    assert state.prompt_length.nbytes + state.row.nbytes == 16 * 41  # not counted
+    named = {"positions", "queries", "prompt_length", "row", "heads"}
+    assert {name for name, value in vars(state).items() if isinstance(value, torch.Tensor)} <= named  # nothing else
+
+
+def test_vllm_is_told_of_a_share_that_leaves_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its share decides: on a GPU, without kv_cache_gb."""
+    from vllm.platforms import current_platform
+
+    from rollout.vllm.compat import arguments
+
+    beside, total = Beside(per_byte=0.02, queries=10**9, sampler=3 * 10**9), 80 * 10**9
+    assert arguments.memory_arguments(None, 0.3, beside) == {"kv_cache_memory_bytes": 2**30}  # control: a CPU
+    monkeypatch.setattr(arguments, "on_cpu", lambda: False)
+    monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_: total)
+    share = arguments.memory_arguments(None, 0.3, beside)["gpu_memory_utilization"]
+    assert share * total * 1.02 + 4e9 == pytest.approx(0.3 * total)  # were all of it the cache
+    whole = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 2**30}
+    assert arguments.memory_arguments(1, 0.3, beside) == whole
+    with pytest.raises(UserError, match=r"^gpu_memory_utilization: 0\.04 of 75 GiB is less than [^\n]*$"):
+        arguments.memory_arguments(None, 0.04, beside)
 
 
 def test_a_full_cache_needs_more(with_blocks: Callable, policy_of: Callable, random_prompts: Callable) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import distributed
 
+from rollout.vllm.beside import Beside
 from sparse_rl.errors import UserError
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.registry import fingerprint, make_policy
@@ -109,15 +110,21 @@ def cache_config(vllm_config: Any) -> CacheConfig | None:
 
 
 def memory_arguments(
-    kv_cache_gb: float | None, gpu_memory_utilization: float, need: int | None = None
+    kv_cache_gb: float | None, gpu_memory_utilization: float, beside: Beside, need: int | None = None
 ) -> dict[str, Any]:
     """How much memory the cache may take. On a GPU vLLM also refuses to start where less than the share is free.
 
+    beside : what vLLM does not know of, taken off the share where that decides
     need : bytes beyond which nothing is gained; bounds what a CPU gives where nothing is said
     """
     if kv_cache_gb is None and on_cpu():
         kv_cache_gb = 1.0 if need is None else min(1.0, need / 2**30)
-    cache = {} if kv_cache_gb is None else {"kv_cache_memory_bytes": int(kv_cache_gb * 2**30)}
+    if kv_cache_gb is None:
+        from vllm.platforms import current_platform
+
+        share = beside.share(gpu_memory_utilization, current_platform.get_device_total_memory())
+        return {"gpu_memory_utilization": share}
+    cache = {"kv_cache_memory_bytes": int(kv_cache_gb * 2**30)}
     return cache if on_cpu() else {"gpu_memory_utilization": gpu_memory_utilization, **cache}
 
 

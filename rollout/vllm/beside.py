@@ -1,0 +1,62 @@
+"""What a worker holds beside its weights, its cache and vLLM's own forward, in bytes; without torch and vLLM.
+
+vLLM measures its own forward and sampler, and gives what is left of its share of a GPU to the cache. What stands beside
+the cache (state.py) and the sampler in float64 (rollout/sampling.py) come on top. So they are taken off the share
+before vLLM is told of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparse_rl.attention.families import cache_shape
+from sparse_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from sparse_rl.policies.base import Policy
+
+LOGIT = 4 + 2 * 8  # of a logit while a token is drawn: its log-prob in float32, and two arrays in float64
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What one worker holds.
+
+    per_byte : of each byte of the cache: the positions of its entries, and the policy's memory
+    queries : bytes of the last queries of all requests
+    sampler : bytes while the next tokens of all requests are drawn
+    """
+
+    per_byte: float
+    queries: int
+    sampler: int
+
+    def share(self, share: float, total: int) -> float:
+        """The share of a GPU of `total` bytes that vLLM may plan with, for all of it to fit into `share`."""
+        left = (share - (self.queries + self.sampler) / total) / (1 + self.per_byte)
+        if left <= 0:
+            need = (self.queries + self.sampler) / 2**30
+            raise UserError(
+                f"{share:g} of {total / 2**30:.0f} GiB is less than what max_batch sequences take beside the cache, "
+                f"{need:.1f} GiB; raise it, or lower max_batch",
+                "gpu_memory_utilization",
+            )
+        return left
+
+
+def beside_cache(
+    policy: Policy, config: Any, *, itemsize: int, max_batch: int, tensor_parallel: int = 1, own_sampler: bool = True
+) -> Beside:
+    """What stands beside the cache of each worker.
+
+    config : the model's; itemsize : bytes of a number in the cache; own_sampler : False for a server, which has vLLM's
+    """
+    layers, _, head_dim = cache_shape(config)
+    per_entry = 4 * (1 + len(policy.entry_memory)) if policy.schedule.evicts else 0
+    heads = config.num_attention_heads // tensor_parallel
+    return Beside(
+        per_byte=per_entry / (2 * head_dim * itemsize),
+        queries=layers * max_batch * policy.last_queries * heads * head_dim * itemsize,
+        sampler=LOGIT * max_batch * config.vocab_size * own_sampler,
+    )

@@ -1,0 +1,76 @@
+"""Redundancy in tiles of rows is the plain N x N computation, to the last bit, in memory that N x N does not bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from sparse_rl.policies import scored_window
+from sparse_rl.policies.scored_window import LEAST_ROWS, SIMILARITIES, UNDER, _total_similarity, similarity_tiles
+
+
+def plain(keys: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The reference: all N x N similarities at once. keys [Hkv, N, D], order [Hkv, N]; returns [Hkv, N]."""
+    unit = keys / keys.square().sum(-1, keepdim=True).sqrt().clamp(min=1e-8)
+    similarity = unit @ unit.transpose(-1, -2)
+    similarity.diagonal(dim1=-2, dim2=-1).zero_()
+    similarity = torch.where(similarity > UNDER, similarity, 0.0)
+    age = torch.empty_like(order).scatter_(-1, order, torch.arange(1, order.shape[1] + 1).expand(order.shape))
+    most_recent = (similarity.sign() * age[:, None]).argmax(-1, keepdim=True)
+    return similarity.scatter(-1, most_recent, 0.0).double().sum(dim=-2).float()
+
+
+def similar_keys(heads: int, count: int, dim: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys around a few directions, some of them equal, some 0; and slots in any order of position."""
+    generator = torch.Generator().manual_seed(seed)
+    few = torch.randn(heads, 3, dim, generator=generator)
+    which = torch.randint(0, 3, (heads, count), generator=generator)
+    spread = torch.rand(heads, count, 1, generator=generator).round(decimals=1)
+    keys = few.gather(1, which[..., None].expand(-1, -1, dim)) + spread * torch.randn(
+        heads, count, dim, generator=generator
+    )
+    keys[:, ::17] = 0.0
+    return keys, torch.rand(heads, count, generator=generator).argsort(-1)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("tile", [1, 2**14])
+@pytest.mark.parametrize("thread_count", [1, 2, 4])
+def test_tiles_change_no_bit(tile: int, thread_count: int, threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scored_window, "SIMILARITIES", tile)
+    torch.set_num_threads(thread_count)
+    seen = set()
+    for seed, (count, dim) in enumerate([(1, 8), (2, 32), (17, 8), (63, 64), (100, 80), (257, 128), (411, 32)]):
+        keys, order = similar_keys(1 + seed % 3, count, dim, seed)
+        tiled = _total_similarity(keys, order)
+        assert torch.equal(tiled, plain(keys, order)), (count, dim)
+        seen.add(len(similarity_tiles(count)))
+        if count > 60:
+            assert tiled.max() > 1, "some are similar"
+            assert not torch.equal(tiled, plain(keys, order.flip(-1))), "control: the most recent is another"
+    assert max(seen) >= (12 if tile == 1 else 8)
+
+
+def test_a_float32_sum_would_depend_on_its_order() -> None:
+    """The control: what the exact sum is for."""
+    values = torch.rand(411, 300, generator=torch.Generator().manual_seed(0)) / 2 + 0.5
+    assert not torch.equal(values.sum(0), values.flip(0).cumsum(0)[-1])
+    assert torch.equal(values.double().sum(0).float(), values.flip(0).double().cumsum(0)[-1].float())
+
+
+@pytest.mark.parametrize("count", [1, 2, 1000, 1024, 1025, 8192, 32768, 100_000])
+def test_tiles_cover_all_rows_and_are_bounded(count: int) -> None:
+    tiles = similarity_tiles(count)
+    assert [row for first, last in tiles for row in range(first, last)] == list(range(count))
+    rows = {last - first for first, last in tiles}
+    assert max(rows) - min(rows) <= 1 and min(rows) >= min(LEAST_ROWS, count)
+    assert max(rows) * count <= max(2 * SIMILARITIES, (LEAST_ROWS + 1) * count)
+    assert (len(tiles) == 1) == (count < 1100)

@@ -1,0 +1,199 @@
+"""Damaged and hostile trace files: each is refused in one line, or says what was written. Nothing is silently else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save, save_file
+from test_trace import random_trace
+
+from sparse_rl.cli import main
+from sparse_rl.trace import NEVER, EvictionTrace, TraceError, load_traces, read_fingerprint, save_traces
+from sparse_rl.trace.files import content_hash
+
+FAST = settings(max_examples=20, deadline=None, derandomize=True, database=None)
+SLOW = settings(FAST, max_examples=1000)
+MADE_BY = {"model": "tiny", "policy": '{"budget": 8}'}
+LONGEST = 600  # characters of an error, besides the path
+
+
+def read(path: Path) -> tuple[list[EvictionTrace], dict[str, str]] | None:
+    """What a file says; None where it is refused, which takes one line of bounded length."""
+    try:
+        return load_traces(path), read_fingerprint(path)
+    except TraceError as error:
+        line = str(error)
+        assert str(path) in line and "\n" not in line and len(line) < len(str(path)) + LONGEST
+        return None
+
+
+def says(path: Path, rows: list[EvictionTrace], made_by: dict[str, str]) -> bool:
+    """Whether a file is refused, or holds what was written."""
+    if (found := read(path)) is None:
+        return True
+    same = (torch.equal(a.evict_at, b.evict_at) for a, b in zip(found[0], rows, strict=True))
+    return len(found[0]) == len(rows) and all(same) and found[1] == made_by
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 11])
+def test_any_flipped_bit_is_seen(every: int, tmp_path: Path) -> None:
+    """Of the header's length, of the header, of the values: all of a small file, or every eleventh."""
+    path, rows = tmp_path / "t.safetensors", [random_trace(0, length=5), random_trace(1, length=3)]
+    save_traces(path, rows, MADE_BY)
+    whole = path.read_bytes()
+    assert read(path) is not None, "control"
+    for bit in range(0, 8 * len(whole), every):
+        path.write_bytes(flipped(whole, bit))
+        assert says(path, rows, MADE_BY), f"bit {bit} of {8 * len(whole)}"
+    path.write_bytes(flipped(whole, 8 * len(whole) - 8))  # a value, which the hash alone protects
+    with pytest.raises(TraceError, match=r"is damaged: its content has another sha256 than was written"):
+        load_traces(path)
+
+
+def flipped(whole: bytes, bit: int) -> bytes:
+    changed = bytearray(whole)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> tuple[list[EvictionTrace], bytes]:
+    """Traces, and their file after some bits flipped, bytes lost, doubled or put in, or two places exchanged."""
+    seeds = draw(st.lists(st.integers(0, 10_000), min_size=1, max_size=3))
+    rows = [random_trace(seed, length=draw(st.integers(1, 30))) for seed in seeds]
+    whole = file_of(rows)
+    for _ in range(draw(st.integers(1, 4))):
+        a, b = sorted(draw(st.tuples(*[st.integers(0, len(whole))] * 2)))
+        kind = draw(st.sampled_from(["flip", "lose", "double", "insert", "exchange", "zero"]))
+        if kind == "flip" and whole:
+            whole = flipped(whole, draw(st.integers(0, 8 * len(whole) - 1)))
+        elif kind == "lose":
+            whole = whole[:a] + whole[b:]
+        elif kind == "double":
+            whole = whole[:b] + whole[a:]
+        elif kind == "insert":
+            whole = whole[:a] + draw(st.binary(max_size=20)) + whole[a:]
+        elif kind == "exchange":
+            whole = whole[b:] + whole[a:b] + whole[:a]
+        elif kind == "zero":
+            whole = whole[:a] + bytes(b - a) + whole[b:]
+    return rows, whole
+
+
+def file_of(rows: list[EvictionTrace]) -> bytes:
+    tensors = {
+        "evict_at": torch.cat([row.evict_at for row in rows], dim=-1),
+        "evict_at.lengths": torch.tensor([len(row) for row in rows]),
+    }
+    return signed(tensors, {"format": "sparse_rl.trace", "format_version": "2", "fingerprint": json.dumps(MADE_BY)})
+
+
+def signed(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
+    """A file whose hash is that of what it holds."""
+    return save(tensors, metadata={**metadata, "sha256": content_hash(tensors, metadata)})
+
+
+def check_damage(folder: Path, case: tuple[list[EvictionTrace], bytes]) -> None:
+    path = folder / "t.safetensors"
+    path.write_bytes(case[1])
+    assert says(path, case[0], MADE_BY)
+
+
+@FAST
+@given(case=damaged())
+def test_damage_is_seen(case: tuple[list[EvictionTrace], bytes], tmp_path_factory: pytest.TempPathFactory) -> None:
+    check_damage(tmp_path_factory.getbasetemp(), case)
+
+
+@pytest.mark.slow
+@SLOW
+@given(case=damaged())
+def test_damage_is_seen_at_length(case: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    check_damage(tmp_path_factory.getbasetemp(), case)
+
+
+# ---- what somebody wrote on purpose, with the right hash ------------------------------------------------------------
+
+DTYPES = [torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.uint8, torch.complex64]
+DEEP = 20_000
+TEXTS = st.one_of(
+    st.sampled_from(["", "{}", "[]", "null", "NaN", "9" * 5000, '{"a": ' * DEEP + "1" + "}" * DEEP, "[" * DEEP]),
+    st.sampled_from(['{"model": "\\ud800"}', '{"model": {"a": 1}}', '{"model": ["a"]}', '{"m": "' + "x" * 9999 + '"}']),
+    st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3).map(json.dumps),
+    st.text(max_size=20),
+)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    count = draw(st.sampled_from([0, 1, 2, NEVER, NEVER + 1, 2**31 - 1, -1, -(2**31)]))
+    values = draw(st.lists(st.integers(-2, 6), min_size=1, max_size=8))
+    filled = torch.tensor((values * 256)[: max(1, torch.Size(shape).numel())])[: torch.Size(shape).numel()]
+    wide = torch.where(filled == 6, torch.tensor(count), filled).reshape(shape)
+    return wide.to(draw(st.sampled_from(DTYPES)))
+
+
+@st.composite
+def crafted(draw: st.DrawFn) -> bytes:
+    """Some names, dtypes, shapes, values and texts, those of a trace more often than others."""
+    name = st.one_of(st.sampled_from(["evict_at", "evict_at.lengths"]), st.text(max_size=5), st.just("x" * 10_000))
+    held = draw(st.dictionaries(name, tensors(), max_size=3))
+    if draw(st.booleans()):
+        shape = draw(st.tuples(*[st.integers(0, 3)] * 3))
+        held["evict_at"] = torch.full(shape, draw(st.sampled_from([NEVER, 1, 2, NEVER - 1])), dtype=torch.int32)
+        few = st.one_of(st.integers(0, 3), st.sampled_from([-1, 2**62, 2**63 - 1]))
+        held["evict_at.lengths"] = torch.tensor(draw(st.lists(few, max_size=3)), dtype=torch.int64)
+    usual = {"format": "sparse_rl.trace", "format_version": "2", "fingerprint": draw(TEXTS)}
+    other = draw(st.dictionaries(st.sampled_from([*usual, "x", "y" * 5000]), st.text(max_size=5), max_size=1))
+    return signed(held, {**usual, **other})
+
+
+def check_crafted(folder: Path, whole: bytes) -> None:
+    """Refused, or a trace that can be shown, drawn from and written again."""
+    path = folder / "crafted.safetensors"
+    path.write_bytes(whole)
+    found = read(path)
+    assert main(["inspect", str(path)]) == (2 if found is None else 0)
+    if found is not None:
+        save_traces(path, *found)
+        assert says(path, *found)
+
+
+@FAST
+@given(whole=crafted())
+def test_a_crafted_file_is_refused_or_a_trace(whole: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    check_crafted(tmp_path_factory.getbasetemp(), whole)
+
+
+@pytest.mark.slow
+@SLOW
+@given(whole=crafted())
+def test_a_crafted_file_is_refused_or_a_trace_at_length(whole: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    check_crafted(tmp_path_factory.getbasetemp(), whole)
+
+
+def test_a_file_of_an_earlier_version_is_refused_in_one_line(tmp_path: Path) -> None:
+    """It has no hash; the control has one."""
+    path, row = tmp_path / "t.safetensors", random_trace(0)
+    held = {"evict_at": row.evict_at, "evict_at.lengths": torch.tensor([len(row)])}
+    metadata = {"format": "sparse_rl.trace", "format_version": "2", "fingerprint": "{}"}
+    save_file(held, path, metadata=metadata)
+    with pytest.raises(TraceError, match=r"^\S*t\.safetensors has no sha256: an earlier version wrote it, [^\n]*$"):
+        load_traces(path)
+    path.write_bytes(signed(held, metadata))
+    assert torch.equal(EvictionTrace.load(path).evict_at, row.evict_at)
+
+
+def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    late = EvictionTrace(torch.full((1, 1, 4), 3, dtype=torch.int32), validate=False)
+    with pytest.raises(TraceError, match=r"^evict_at\[0, 0, 3\] = 3: a token is evicted after its own position$"):
+        late.save(path)
+    assert not path.exists()
