@@ -14,7 +14,6 @@ from rollout.config import EngineName, RolloutConfig
 from sparse_rl.errors import UserError
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLLM's CPU attention takes
-LEAST_ROOM = 40  # tokens that an engine holds, however short the prompts: the trainer probes it with so many
 
 
 def default_engine() -> EngineName:
@@ -50,13 +49,12 @@ def engine_options(
     if rollout.engine == "hf":
         return {"dtype": dtype, "max_batch": rollout.max_batch}
     bounds = list(prompt_bounds)
-    prompt = None if None in bounds else max(LEAST_ROOM, *(bound or 0 for bound in bounds))
-    length = rollout.max_model_len or (prompt and prompt + max_completion_length)
+    prompt = None if None in bounds else max(bound or 0 for bound in bounds)
     return {
         "dtype": dtype,
         "max_batch": rollout.max_batch,
         "max_prompt": prompt,
-        "max_model_len": length and max(LEAST_ROOM, length),
+        "max_model_len": rollout.max_model_len or (prompt and prompt + max_completion_length),
         "kv_cache_gb": rollout.kv_cache_gb,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "tensor_parallel": rollout.tensor_parallel,

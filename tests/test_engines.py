@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollout import ENGINES, RolloutConfig, choice, default_engine, make_engine
-from rollout.choice import CPU_HEAD_SIZES, LEAST_ROOM, choose_engine
+from rollout.choice import CPU_HEAD_SIZES, choose_engine
 from rollout.config import ALONE
 from rollout.vllm.engine import VLLMEngine
 from sparse_rl.commands.checks import check_training
@@ -21,7 +21,6 @@ from sparse_rl.commands.sampling import choose_recipe_engine, engine_arguments, 
 from sparse_rl.data.running_sum import build_model, save_untrained
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import EvalRecipe, GRPORecipe, make_recipe
-from trainer.grpo.probe import PROBE_PROMPT, PROBE_TOKENS
 
 SYNTHETIC = {"synthetic": {"task": "running_sum", "size": 64}}
 
@@ -215,7 +214,7 @@ def test_an_engine_is_given_what_it_takes() -> None:
         (200, None, None, 200, 300),
         (200, 250, None, 250, 350),
         (200, 250, 400, 250, 400),
-        (5, None, None, LEAST_ROOM, LEAST_ROOM + 100),  # there is room for the probe
+        (5, None, None, 5, 105),
         (None, None, 300, None, 300),
         (200, "unknown", None, None, None),
     ],
@@ -228,12 +227,6 @@ def test_the_longest_sequence(data: Any, held_out: Any, max_model_len: Any, prom
         keys["validation"] = {"data": {**SYNTHETIC, **bound}}
     given = engine_arguments(grpo(rollout={"engine": "vllm", "max_model_len": max_model_len}, **keys))
     assert (given["max_prompt"], given["max_model_len"]) == (prompt, length)
-
-
-def test_the_probe_has_room() -> None:
-    assert LEAST_ROOM == PROBE_PROMPT + PROBE_TOKENS
-    tiny = grpo(max_completion_length=4, rollout={"engine": "vllm", "max_model_len": 10})
-    assert engine_arguments(tiny)["max_model_len"] == LEAST_ROOM
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import distributed
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rollout.config import SamplingConfig
 from rollout.engine import Rollout
@@ -269,10 +270,8 @@ class VLLMEngine:
 
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The same, held against the model: vLLM fuses weights, and would not miss one of those."""
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config)
-        shapes = {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
-        missing = {name for name, _ in model.named_parameters()}
+        shapes, needed = self._expected
+        missing = set(needed)
         for name, tensor in weights:
             if name not in shapes:
                 raise UserError(f"the engine cannot take the weights: its model has no {name!r}")
@@ -283,6 +282,17 @@ class VLLMEngine:
             yield name, tensor
         if missing:
             raise UserError(f"the engine cannot take the weights: not handed over: {', '.join(sorted(missing)[:3])}")
+
+    @cached_property
+    def _expected(self) -> tuple[dict[str, torch.Size], frozenset[str]]:
+        """Name -> shape of all that may come, a tied head under both of its names; and the names that must.
+
+        The model's class is called by itself: under ZeRO-3 `from_config` would partition weights that have no data.
+        """
+        with torch.device("meta"):
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)](self.config)
+        shapes = {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
+        return shapes, frozenset(name for name, _ in model.named_parameters())
 
     def _replace(self, source: Any) -> None:
         self.llm.collective_rpc("replace_weights", args=(source,))

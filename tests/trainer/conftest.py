@@ -49,7 +49,7 @@ def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
     """grpo(**settings) -> a SparseGRPOTrainer that is not trained yet, with `output_dir` tmp_path / name.
 
     family, model, reward, count, held_out, peft_config, trainer_class and callbacks are taken out of the settings, and
-    what the engine is made with: policy, own_weights (a directory), sleep; the rest overrides SETTINGS.
+    what the engine is made with: policy, own_weights (a directory) of own_dtype, sleep; the rest overrides SETTINGS.
     """
     from rollout import make_engine
     from sparse_rl.models.load import load_tokenizer
@@ -73,10 +73,12 @@ def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
         callbacks: tuple = (),
         policy: Any = GKV,
         own_weights: str | None = None,
+        own_dtype: str = "float32",
         sleep: bool = False,
         **settings: Any,
     ) -> SparseGRPOTrainer:
         folder = tmp_path / name
+        engine = {"model": own_weights, "dtype": own_dtype} if own_weights else {}
         options = {**SETTINGS, **settings}
         sparse = SparseGRPOConfig(**{key: options.pop(key) for key in ours & options.keys()})
         folder.mkdir(exist_ok=True)
@@ -90,7 +92,7 @@ def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
             processing_class=load_tokenizer(tiny(family)),
             peft_config=peft_config,
             callbacks=[RunLog(folder), *callbacks],
-            make_engine=lambda live: make_engine("hf", model=own_weights or live, policy=policy),
+            make_engine=lambda live: make_engine("hf", **{"model": live, **engine}, policy=policy),
             sleep=sleep,
         )
 

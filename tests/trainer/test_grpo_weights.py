@@ -21,7 +21,7 @@ from sparse_rl.commands.train import train
 from sparse_rl.metrics import read_metrics
 from sparse_rl.recipe import load_recipe, make_recipe
 from trainer.grpo.config import GuardConfig
-from trainer.grpo.panel import CEILING, FLOORS, ReplayGapError, check_sync
+from trainer.grpo.panel import TOLERANCES, ReplayGapError, check_sync
 from trainer.weights import named_weights
 
 NOISE = 1e-5
@@ -65,23 +65,27 @@ def test_the_engine_follows_every_update(tied: bool, own: Callable, grpo: Callab
 
 @pytest.mark.parametrize("policy", [{"policy": "full"}, {"policy": "tova", "budget": 4}, GKV], ids=str)
 def test_nothing_is_evicted_in_a_probe(policy: dict, own: Callable) -> None:
-    """Also where the cache holds less than the probe's prompt; with a full cache it is the longest."""
+    """Also where the cache holds less than a prompt; with a full cache they are whole, and what follows is longest."""
     trainer = own(policy=policy)
     generate, seen = trainer.engine.generate, []
 
     def spy(prompts: Any, sampling: Any) -> Any:
         rollouts = generate(prompts, sampling)
-        seen.append((len(prompts), rollouts[0]))
+        if sampling.ignore_eos:  # a probe
+            seen.append(rollouts)
         return rollouts
 
     trainer.engine.generate = spy
     assert max(line["sync/probe_gap"] for line in trained(trainer)) <= NOISE
-    probes = [r for count, r in seen if count == 1]
-    assert len(probes) == 2 and {len(r.completion_ids) for r in probes} == {
-        {"full": 32, "tova": 1, "gkv": 2}[policy["policy"]]
-    }
-    for probe in probes:
-        assert bool((probe.trace.evict_at >= len(probe.trace) - 1).all())
+    assert len(seen) == 2
+    whole, *_ = trainer._tokenize_prompts(trainer.train_dataset[:8]["prompt"])
+    assert len({len(prompt) for prompt in whole}) > 1  # ragged
+    cut = 0 if policy["policy"] == "full" else -8
+    tokens = {"full": 20, "tova": 1, "gkv": 2}[policy["policy"]]  # 20: max_completion_length
+    for probe in seen:
+        assert [r.prompt_ids for r in probe] == [prompt[cut:] for prompt in whole]
+        assert {len(r.completion_ids) for r in probe} == {tokens}
+        assert all(bool((r.trace.evict_at >= len(r.trace) - 1).all()) for r in probe)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,7 @@ def test_without_the_guard_it_is_only_logged(own: Callable) -> None:
     trainer = own(max_steps=3, replay_guard=GuardConfig(enabled=False))
     trainer.engine.load_weights = lambda weights: None
     lines = trained(trainer)
-    assert [line["sync/probe_gap"] > FLOORS[torch.float32] for line in lines] == [False, True, True]
+    assert [line["sync/probe_gap"] > TOLERANCES[torch.float32].floor for line in lines] == [False, True, True]
 
 
 def test_the_guard_holds_where_replay_is_off(own: Callable) -> None:
@@ -166,7 +170,7 @@ def test_a_first_probe_cannot_excuse_wrong_weights(shared: bool, own: Callable, 
 
 @pytest.mark.parametrize("gap", [0.0, 9e-4])
 def test_the_limit_of_a_sync(gap: float) -> None:
-    limit = CEILING * FLOORS[torch.float32]
+    limit = TOLERANCES[torch.float32].factor * TOLERANCES[torch.float32].floor
     check_sync(gap, limit)
     for wrong in (2 * limit, float("nan"), float("inf")):
         with pytest.raises(ReplayGapError):

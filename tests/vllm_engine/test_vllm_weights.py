@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from judging import gap, same
+from transformers.integrations import deepspeed
 
 from rollout import SamplingConfig
 from sparse_rl.attention.logprobs import replay_logprobs
@@ -134,3 +135,23 @@ def test_weights_that_are_refused(
         engine.load_weights((n, w) for n, w in good.items() if n != missing)
     engine.load_weights(good.items())
     assert same(engine.generate(prompts, SAMPLING), wanted)
+
+
+def test_updates_come_under_zero_3(
+    policy: Policy,
+    open_engine: Callable,
+    new_model: Callable,
+    random_prompts: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where transformers partitions every model that it makes among the processes of a training."""
+    engine, prompts = open_engine(policy, "qwen3"), random_prompts(LENGTHS)
+    other = new_model("qwen3", seed=1, hidden_size=128, head_dim=32, intermediate_size=96)
+    monkeypatch.setattr(deepspeed, "_hf_deepspeed_config_weak_ref", None)
+    in_force = deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+    assert in_force.is_zero3() and deepspeed.is_deepspeed_zero3_enabled()
+    for _ in range(2):
+        engine.load_weights(other.named_parameters())
+    rollouts = engine.generate(prompts, SAMPLING)
+    with torch.no_grad():
+        assert gap(replay_logprobs(other, rollouts), rollouts) <= 1e-5

@@ -24,11 +24,12 @@ Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate"
 class GuardConfig(Configuration):
     """The replay guard: stop when a batch's mean |Δlogp| exceeds factor × the probe's, or the floor.
 
-    floor : None takes 1e-4 in float32 and 2e-2 in half precision
+    factor : None takes 10 in float32 and 3 in half precision
+    floor : None takes 1e-4 in float32, 0.1 in bfloat16 and 0.02 in float16
     """
 
     enabled: bool = True
-    factor: AtLeastOne = 10.0
+    factor: AtLeastOne | None = None
     floor: Positive | None = None
 
 

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any, cast
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from trl.models import unwrap_model_for_generation
 
 from rollout.engine import Engine, SamplingConfig
 from sparse_rl.models.base import base_of
-from trainer.grpo.panel import CEILING, FLOORS, check_gap, check_sync
+from trainer.grpo.panel import TOLERANCES, Tolerance, check_gap, check_sync
 from trainer.weights import named_weights
 
-PROBE_PROMPT, PROBE_TOKENS = 8, 32
+PROBE_PROMPTS, PROBE_TOKENS = 8, 32  # prompts of the data, and the tokens that are sampled after each
+SHORTEST = 8  # tokens of a prompt that are left where the cache holds few
 
 
 class ProbedEngine:
@@ -73,28 +76,43 @@ class ProbedEngine:
             self.sleeper.sleep()
 
     def _probe(self) -> None:
-        """Engine and trainer score one text, too short for an eviction. The first probe fixes the limit on mean |d|,
-        which every later one must keep."""
+        """Engine and trainer score what the engine writes after some prompts of the data, too short for an eviction.
+        The first probe fixes the limit on mean |d|, which every later one must keep."""
         trainer, args = self.trainer, self.trainer.args
-        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-        floor = FLOORS[dtype] if self.guard.floor is None else self.guard.floor
+        usual = TOLERANCES[torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32]
+        told = Tolerance(self.guard.floor or usual.floor, self.guard.factor or usual.factor)
         model = base_of(trainer.accelerator.unwrap_model(trainer.model))
-        prompt = list(range(min(PROBE_PROMPT, model.config.vocab_size)))
-        count = max(1, min(PROBE_TOKENS, self.engine.policy.schedule.first(len(prompt)) - len(prompt)))
+        prompts, count = self._text()
         sampling = SamplingConfig(count, temperature=trainer.temperature, seed=args.seed, ignore_eos=True)
-        rollout = self.engine.generate([prompt], sampling)[0]
-        ids = torch.tensor([[*prompt, *rollout.completion_ids]], device=trainer.accelerator.device)
+        rollouts = self.engine.generate(prompts, sampling)
+        rows = [torch.tensor([*r.prompt_ids, *r.completion_ids]) for r in rollouts]
+        ids, mask = (
+            pad_sequence(padded, batch_first=True, padding_side="left").to(trainer.accelerator.device)
+            for padded in (rows, [torch.ones_like(row) for row in rows])
+        )
         with torch.no_grad():
-            out = trainer.forward_under(model, ids, torch.ones_like(ids), count, [rollout.trace])
-        local = out.log_probs[0, -count:].float().cpu() - torch.tensor(rollout.model_logprobs)
+            out = trainer.forward_under(model, ids, mask, count, [r.trace for r in rollouts])
+        local = out.log_probs[:, -count:].float().cpu() - torch.tensor([r.model_logprobs for r in rollouts])
         gap = float(trainer.accelerator.gather(local.abs().mean().to(trainer.accelerator.device)).max())
         if self.probed != trainer.state.global_step:  # a resumed run probes again what a validation had probed
             trainer._metrics["train"]["sync/probe_gap"].append(gap)  # that of a validation is the next step's
         self.probed = trainer.state.global_step
         if self.guard.enabled:
-            check_sync(gap, max(CEILING * FLOORS[dtype], floor) if self.limit is None else self.limit)
+            check_sync(gap, max(usual.factor * usual.floor, told.floor) if self.limit is None else self.limit)
         if self.limit is None:
-            self.limit = max(self.guard.factor * gap, floor)
+            self.limit = told.limit(gap)
+
+    def _text(self) -> tuple[list[list[int]], int]:
+        """The probe's prompts, real ones, and how many tokens can be sampled after each before anything is evicted.
+
+        A prompt that leaves no room for that is cut at its front, so that what follows is what follows it in training.
+        """
+        trainer, first = self.trainer, self.engine.policy.schedule.first
+        rows = islice(trainer.train_dataset, PROBE_PROMPTS)
+        prompts, *_ = trainer._tokenize_prompts([row["prompt"] for row in rows])
+        prompts = [prompt[-max(SHORTEST, first(SHORTEST) - PROBE_TOKENS) :] for prompt in prompts]
+        room = min(first(len(prompt)) - len(prompt) for prompt in prompts)
+        return prompts, max(1, min(PROBE_TOKENS, trainer.max_completion_length, room))
 
     def check(self, gap: torch.Tensor) -> None:
         """The guard: raise ReplayGapError where mean |d| of a batch, float [N], is beyond the limit."""

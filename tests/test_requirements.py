@@ -1,0 +1,91 @@
+"""The constraints for CUDA machines contradict nothing: not what vLLM for CUDA asks for, not us, not one another.
+
+A pin that does makes `pip install -c requirements/cuda-constraints.txt` find no solution.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+MACHINES = [
+    {"python_version": f"3.{minor}", "python_full_version": f"3.{minor}.0", "sys_platform": "linux", "extra": "",
+     "platform_system": "Linux", "platform_machine": machine, "platform_python_implementation": "CPython"}
+    for minor in (11, 12, 13)
+    for machine in ("x86_64", "aarch64")
+]  # fmt: skip
+
+
+def lines(name: str) -> list[str]:
+    text = (ROOT / "requirements" / name).read_text()
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def pinned(requirements: Iterable[str]) -> dict[str, Version]:
+    """Name -> its one version."""
+    pins = {}
+    for requirement in map(Requirement, requirements):
+        (one,) = requirement.specifier
+        name = canonicalize_name(requirement.name)
+        assert one.operator == "==" and requirement.marker is None and name not in pins, str(requirement)
+        pins[name] = Version(one.version)
+    return pins
+
+
+def contradictions(pins: dict[str, Version], asked: Iterable[str]) -> Iterator[str]:
+    """What is asked for on some machine, and pinned to a version that does not do."""
+    for requirement in map(Requirement, asked):
+        pin = pins.get(canonicalize_name(requirement.name))
+        if pin is None or requirement.specifier.contains(pin, prereleases=True):
+            continue
+        if requirement.marker is None or any(requirement.marker.evaluate(machine) for machine in MACHINES):
+            yield f"{requirement}, and {requirement.name} is pinned to {pin}"
+
+
+PINS = pinned(lines("cuda-constraints.txt"))
+VLLM = lines("vllm-requires-dist.txt")
+
+
+def test_the_pins_do_for_vllm() -> None:
+    assert not list(contradictions(PINS, VLLM))
+    assert f"vllm {PINS['vllm']}," in (ROOT / "requirements/vllm-requires-dist.txt").read_text()
+
+
+def test_the_pins_do_for_us() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
+    assert not list(contradictions(PINS, asked))
+    assert {canonicalize_name(Requirement(each).name) for each in asked} <= PINS.keys()
+
+
+def test_the_pins_do_for_one_another() -> None:
+    """As far as the packages are installed here, in the very version that is pinned."""
+    asked = {}
+    for package in distributions():
+        name = canonicalize_name(package.metadata["Name"])
+        if PINS.get(name) == Version(package.version):
+            asked[name] = list(contradictions(PINS, package.requires or []))
+    assert len(asked) > 100
+    assert not {name: wrong for name, wrong in asked.items() if wrong}
+
+
+@pytest.mark.parametrize(
+    ("pins", "wrong"),
+    [
+        ({"apache-tvm-ffi": "0.1.15.post2"}, 1),
+        ({"transformers": "5.18.0", "torch": "2.12.0"}, 2),
+        ({"protobuf": "6.33.1"}, 1),
+        ({"protobuf": "7.36.2"}, 0),  # another is pinned on s390x, which has no CUDA
+        ({"scipy": "1.0", "helion": "0.1"}, 0),  # extras, which nobody asks for
+    ],
+)
+def test_a_contradiction_is_seen(pins: dict[str, str], wrong: int) -> None:
+    assert len(list(contradictions({name: Version(pin) for name, pin in pins.items()}, VLLM))) == wrong
