@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from rollout.cache import EvictingCache
 from rollout.config import SamplingConfig
 from rollout.engine import LEAST_ROWS, Rollout
-from rollout.requests import Request, refuse_empty, requests_to_sample, requests_to_simulate, stop_tokens
+from rollout.requests import Request, requests_to_sample, requests_to_simulate, stop_tokens, token_ids
 from rollout.sampling import Uniforms, sample
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.errors import UserError
@@ -100,13 +100,13 @@ class HFEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Rollout]:
         """See `Engine.generate`."""
-        return self._run(requests_to_sample(prompts, sampling), sampling)
+        return self._run(requests_to_sample(prompts, sampling, self.model.config.vocab_size), sampling)
 
     def simulate(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[Rollout]:
         """See `Engine.simulate`."""
-        return self._run(*requests_to_simulate(prompts, completions, temperature))
+        return self._run(*requests_to_simulate(prompts, completions, temperature, self.model.config.vocab_size))
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
@@ -121,7 +121,7 @@ class HFEngine:
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> PrefilledPrompts:
         """See `Engine.prefill`. The prompts are one batch, however many they are."""
-        refuse_empty(prompts)
+        prompts = token_ids(prompts, self.model.config.vocab_size)
         device = next(self.model.parameters()).device
         lengths = [len(p) for p in prompts]
         width = max(LEAST_ROWS, *lengths)

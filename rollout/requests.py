@@ -10,6 +10,7 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from rollout.config import SamplingConfig
@@ -32,13 +33,12 @@ class Request:
     forced: list[int] | None = None
 
 
-def requests_to_sample(prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Request]:
-    """Those of `Engine.generate`, prompt-major. A prompt that comes twice is sampled anew."""
-    refuse_empty(prompts)
+def requests_to_sample(prompts: Sequence[Sequence[int]], sampling: SamplingConfig, vocabulary: int) -> list[Request]:
+    """Those of `Engine.generate`, prompt-major. A prompt that comes twice is sampled anew. vocabulary : its size"""
     seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
     times: Counter[tuple[int, ...]] = Counter()
     requests: list[Request] = []
-    for prompt in prompts:
+    for prompt in token_ids(prompts, vocabulary):
         key = tuple(prompt)
         for _ in range(sampling.n):
             own = sequence_seed(seed, key, times[key])
@@ -48,27 +48,34 @@ def requests_to_sample(prompts: Sequence[Sequence[int]], sampling: SamplingConfi
 
 
 def requests_to_simulate(
-    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float, vocabulary: int
 ) -> tuple[list[Request], SamplingConfig]:
     """Those of `Engine.simulate`, and how they are "sampled": to the last token of the longest."""
     if len(prompts) != len(completions):
         raise UserError(f"{len(prompts)} prompts and {len(completions)} completions; there must be one for each")
-    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        if not len(prompt) or not len(completion):
-            what = "completion" if len(prompt) else "prompt"
-            raise UserError(f"{what} {i} is empty; it needs at least one token")
+    forced = token_ids(completions, vocabulary, "completion")
     requests = [
-        Request(i, list(prompt), len(completion), forced=list(completion))
-        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+        Request(i, prompt, len(completion), forced=completion)
+        for i, (prompt, completion) in enumerate(zip(token_ids(prompts, vocabulary), forced, strict=True))
     ]
-    longest = max(map(len, completions), default=1)
+    longest = max(map(len, forced), default=1)
     return requests, SamplingConfig(longest, temperature=temperature, ignore_eos=True)
 
 
-def refuse_empty(prompts: Sequence[Sequence[int]]) -> None:
-    for i, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise UserError(f"prompt {i} is empty; a prompt needs at least one token")
+def token_ids(texts: Sequence[Sequence[int]], vocabulary: int, what: str = "prompt") -> list[list[int]]:
+    """The texts as plain lists of token ids. Raises UserError for what is empty, or not of the vocabulary."""
+    found = []
+    for i, text in enumerate(texts):
+        try:
+            ids = [index(token) for token in text]
+        except TypeError as error:
+            raise UserError(f"{what} {i} is not a list of token ids, which are whole numbers: {error}") from error
+        if not ids:
+            raise UserError(f"{what} {i} is empty; it needs at least one token")
+        if wrong := [token for token in ids if not 0 <= token < vocabulary][:1]:
+            raise UserError(f"{what} {i} has token {wrong[0]}; the model knows 0 to {vocabulary - 1}")
+        found.append(ids)
+    return found
 
 
 def sequence_seed(seed: int, prompt: Sequence[int], sample: int) -> int:

@@ -65,7 +65,7 @@ def build(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A tiny random model, its biases and norms random too; `overrides` replace entries of TINY."""
     config, model_class = FAMILIES[family]
     settings = {"attention_bias": True, **TINY} if family == "llama" else TINY
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config(**{**settings, **overrides}))
         for name, weight in model.named_parameters():

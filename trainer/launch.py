@@ -22,6 +22,12 @@ def launched() -> bool:
     return "RANK" in os.environ
 
 
+def take_device() -> None:
+    """Make the GPU of this process, one of N, the current one: until then "cuda" is GPU 0, for each of them."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
 def needs_launch(asked: LaunchConfig) -> bool:
     """Whether a run must go through the launcher: several processes, DeepSpeed, or several GPUs to choose one from."""
     return asked.processes > 1 or asked.zero_stage > 0 or torch.cuda.device_count() > 1

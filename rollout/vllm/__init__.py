@@ -23,6 +23,7 @@ from __future__ import annotations
 
 def register() -> None:
     """Entry point `vllm.general_plugins`: called in each of vLLM's processes. Inert where no policy is set."""
-    from rollout.vllm.compat import plugin
+    from rollout.vllm.compat import plugin, processes
 
+    processes.end_with_parent()
     plugin.register()

@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import os
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -37,7 +38,7 @@ ATTEMPTS = 3  # for a request that was preempted after an eviction
 
 
 class VLLMEngine:
-    """Samples with vLLM under any policy.
+    """Samples with vLLM under any policy. Of several threads one uses it at a time; the others wait.
 
     Parameters
     ----------
@@ -104,9 +105,11 @@ class VLLMEngine:
         if not self.separate and VLLMEngine.in_process is not None and VLLMEngine.in_process() is not None:
             raise UserError("this process has a vllm engine already; close it first")
         self.policy, self.max_batch, self.progress = policy, max_batch, progress
+        self.turn = threading.Lock()
         self.shape = layers, kv_heads
         sleeping = arguments.sleep_arguments(sleep_mode)
         self.can_sleep = bool(sleeping)
+        refusals.refuse_expandable_segments(policy, self.can_sleep, OTHERWISE)
         self.generation_config = _generation_config(model)
         block = block_size or arguments.default_block_size()
         longest = max_model_len or config.max_position_embeddings
@@ -149,13 +152,13 @@ class VLLMEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Rollout]:
         """See `Engine.generate`. A sequence whose cache was recomputed after a preemption is sampled anew."""
-        return self._rollouts(requests_to_sample(prompts, sampling), sampling)
+        return self._rollouts(requests_to_sample(prompts, sampling, self.config.vocab_size), sampling)
 
     def simulate(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[Rollout]:
         """See `Engine.simulate`."""
-        return self._rollouts(*requests_to_simulate(prompts, completions, temperature))
+        return self._rollouts(*requests_to_simulate(prompts, completions, temperature, self.config.vocab_size))
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> NoReturn:
         """See `Engine.prefill`."""
@@ -166,7 +169,7 @@ class VLLMEngine:
         rollouts: dict[int, Rollout] = {}
         waiting = requests
         hidden = None if self.progress else True  # None: hidden where stderr is not a terminal
-        with tqdm(total=len(requests), desc="rollout", unit="seq", leave=False, disable=hidden) as bar:
+        with self.turn, tqdm(total=len(requests), desc="rollout", unit="seq", leave=False, disable=hidden) as bar:
             for _ in range(ATTEMPTS):
                 rollouts.update(self._run(waiting, sampling, bar))
                 waiting = [request for request in waiting if request.place not in rollouts]
@@ -202,20 +205,20 @@ class VLLMEngine:
 
         stop = stop_tokens(sampling, self.generation_config, self.config)
         engine = self.llm.llm_engine
-        for request in requests:
-            source = {"seed": request.seed} if request.forced is None else {"forced": request.forced}
-            parameters = vllm.SamplingParams(
-                max_tokens=request.max_tokens,
-                temperature=1.0,  # the true one, top_p, top_k and the seed are the workers' (worker.SequenceSampler)
-                extra_args={"place": request.place, **source},
-                stop_token_ids=stop,
-                ignore_eos=True,  # which tokens stop stands above
-                detokenize=False,
-                output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-            )
-            engine.add_request(str(request.place), {"prompt_token_ids": request.prompt}, parameters)
         sampled: dict[int, Any] = {}
         try:
+            for request in requests:
+                source = {"seed": request.seed} if request.forced is None else {"forced": request.forced}
+                parameters = vllm.SamplingParams(
+                    max_tokens=request.max_tokens,
+                    temperature=1.0,  # the true one, top_p, top_k and the seed: worker.SequenceSampler
+                    extra_args={"place": request.place, **source},
+                    stop_token_ids=stop,
+                    ignore_eos=True,  # which tokens stop stands above
+                    detokenize=False,
+                    output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+                )
+                engine.add_request(str(request.place), {"prompt_token_ids": request.prompt}, parameters)
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if output.finished:
@@ -295,7 +298,8 @@ class VLLMEngine:
         return shapes, frozenset(name for name, _ in model.named_parameters())
 
     def _replace(self, source: Any) -> None:
-        self.llm.collective_rpc("replace_weights", args=(source,))
+        with self.turn:
+            self.llm.collective_rpc("replace_weights", args=(source,))
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
@@ -307,24 +311,27 @@ class VLLMEngine:
         if level not in (1, 2):
             raise UserError(f"level must be 1 or 2, got {level!r}")
         if self.can_sleep:
-            self.llm.sleep(level=level)
+            with self.turn:
+                self.llm.sleep(level=level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory again: of "weights" (as `load_weights` needs it), of "kv_cache", or None, of both."""
         if self.can_sleep:
-            self.llm.wake_up(None if tags is None else list(tags))
+            with self.turn:
+                self.llm.wake_up(None if tags is None else list(tags))
 
     def close(self) -> None:
         """Let the engine, its cache and its processes go."""
         from rollout.vllm.compat import plugin
 
-        if getattr(self, "llm", None) is not None:
-            with plugin.undisturbed(self.had_group):
-                self.llm.llm_engine.engine_core.shutdown()
+        if getattr(self, "llm", None) is None:
+            return
+        with self.turn, plugin.undisturbed(self.had_group):
+            self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
-            if not self.separate:
-                VLLMEngine.in_process = None
-            gc.collect()
+        if not self.separate:
+            VLLMEngine.in_process = None
+        gc.collect()
 
 
 def _generation_config(model: str | Path) -> Any:

@@ -15,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -55,6 +56,8 @@ def serve(
     max_batch: int = 64,
     max_model_len: int | None = None,
     kv_cache_gb: float | None = None,
+    allowed_hosts: Sequence[str] = (),
+    allowed_origins: Sequence[str] = (),
     further: Sequence[str] = (),
     verbose: bool = False,
 ) -> NoReturn:
@@ -69,6 +72,8 @@ def serve(
     max_model_len : the longest prompt + completion; None: the model's context, or the longest prompt that the cache can
         hold where that is less
     kv_cache_gb : GiB for the cache; None: most of a GPU's memory, 1 on a CPU
+    allowed_hosts : names, besides that of `host`, by which the server may be called; "*": any
+    allowed_origins : web pages, besides the server's own, that may use it, as https://example.com; "*": any
     further : arguments for `vllm serve` itself; they win, but cannot undo what eviction needs
     verbose : show what vLLM says
 
@@ -85,9 +90,10 @@ def serve(
     policy, source = choose_policy(model, cache)
     for_sampling(policy)
     config = load_config(model)
-    _check_files(model, {word.partition("=")[0] for word in further})
+    flags = {word.partition("=")[0] for word in further}
+    _check_files(model, flags)
     _set_environment(verbose)
-    _check_platform(cache_shape(config)[2])
+    _check_platform(policy, cache_shape(config)[2], "--enable-sleep-mode" in flags)
     dtype = _dtype(dtype, config)
     itemsize = BYTES.get(dtype, BYTES.get(str(config.dtype).removeprefix("torch."), 2))
     beside = beside_cache(policy, config, itemsize=itemsize, max_batch=max_batch, own_sampler=False)
@@ -95,6 +101,7 @@ def serve(
     if max_model_len is not None:
         _check_length(max_model_len, policy, config, dtype, memory.get("kv_cache_memory_bytes"))
     _check_address(host, port)
+    _check_access(allowed_hosts, allowed_origins)
     words = command_line(
         model=model,
         host=host,
@@ -103,6 +110,8 @@ def serve(
         max_num_seqs=max_batch,
         max_model_len="auto" if max_model_len is None else max_model_len,
         disable_uvicorn_access_log=not verbose,
+        allowed_hosts=[name.lower() for name in allowed_hosts],
+        allowed_origins=list(allowed_origins),
         **({} if block is None else {"block_size": block}),
         **memory,
         **arguments.engine_arguments(policy, dtype=dtype),
@@ -139,7 +148,7 @@ def command_line(**arguments: Any) -> list[str]:
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
     return words
 
 
@@ -170,7 +179,7 @@ def _check_files(model: str, flags: set[str]) -> None:
     load_tokenizer(model)
 
 
-def _check_platform(head_dim: int) -> None:
+def _check_platform(policy: Policy, head_dim: int, sleep_mode: bool) -> None:
     import torch
 
     from rollout.vllm.compat import arguments, refusals
@@ -179,6 +188,7 @@ def _check_platform(head_dim: int) -> None:
     if not arguments.on_cpu() and not torch.cuda.is_available():
         raise UserError("there is no GPU, and the vLLM that is installed needs one")
     refusals.refuse_head_size(head_dim)
+    refusals.refuse_expandable_segments(policy, sleep_mode)
 
 
 def _check_length(length: int, policy: Policy, config: Any, dtype: str, memory: int | None) -> None:
@@ -211,6 +221,15 @@ def _check_address(host: str, port: int) -> None:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UserError(f"cannot listen on {host}, port {port}: {reason}; choose another --port or --host") from error
+
+
+def _check_access(hosts: Sequence[str], origins: Sequence[str]) -> None:
+    for name in hosts:
+        if name != "*" and not re.fullmatch(r"[\w.-]+|[0-9a-fA-F.]*(:[0-9a-fA-F.]*){2,}", name):
+            raise UserError(f"{name!r} is not a host; write its name, without https:// and port", "--allowed-hosts")
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"\w+://[^/\s]+", origin):
+            raise UserError(f"{origin!r} is not an origin; write it as https://example.com", "--allowed-origins")
 
 
 def _dtype(asked: str | None, config: Any) -> str:

@@ -25,11 +25,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", metavar="HOST", default="127.0.0.1", help="0.0.0.0: for everyone")
     parser.add_argument("--port", metavar="N", type=positive, default=8000)
     parser.add_argument(
+        "--allowed-hosts",
+        metavar="NAME,...",
+        type=names,
+        default=[],
+        help="further names by which clients may call the server; *: any. Default: the address of --host",
+    )
+    parser.add_argument(
+        "--allowed-origins",
+        metavar="URL,...",
+        type=names,
+        default=[],
+        help="web pages that may use the server, as https://example.com; *: any. Default: its own",
+    )
+    parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: the model's, as vLLM does"
     )
     parser.add_argument("--max-batch", metavar="N", type=positive, default=64, help="sequences at a time")
     parser.add_argument("--max-model-len", metavar="N", type=positive, help="the longest prompt + completion")
     parser.add_argument("--kv-cache-gb", metavar="GIB", type=amount, help="default: most of the GPU; 1 on a CPU")
+
+
+def names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def run(options: argparse.Namespace, session: Session) -> NoReturn:
@@ -49,6 +67,8 @@ def run(options: argparse.Namespace, session: Session) -> NoReturn:
         max_batch=options.max_batch,
         max_model_len=options.max_model_len,
         kv_cache_gb=options.kv_cache_gb,
+        allowed_hosts=options.allowed_hosts,
+        allowed_origins=options.allowed_origins,
         further=options.further,
         verbose=session.verbose,
     )

@@ -43,9 +43,11 @@ def run(options: argparse.Namespace, session: Session) -> int:
 def _run(options: argparse.Namespace, recipe: Recipe) -> int:
     from sparse_rl.commands.checks import NOT_CHECKED, check_training
     from trainer.checkpoint import read_manifest
-    from trainer.launch import launch, launched, needs_launch
+    from trainer.launch import launch, launched, needs_launch, take_device
 
-    if not launched():  # once, before any process is started or anything is loaded
+    if launched():
+        take_device()
+    else:  # once, before any process is started or anything is loaded
         findings = check_training(recipe, options.resume)
         if options.dry_run:
             for what, finding in findings:

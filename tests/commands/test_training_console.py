@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import shlex
 import sys
@@ -40,6 +41,28 @@ def test_of_several_processes_the_first_says_it(here, without_vllm, capsys, monk
     monkeypatch.setenv("RANK", "1")
     with_choices(recipe)
     assert capsys.readouterr().out == ""
+
+
+class Touched(BaseException):
+    """What the first use of a GPU raises."""
+
+
+def test_a_process_of_several_takes_its_gpu_before_it_touches_any(here, monkeypatch):
+    """On a machine that seems to have two: until then "cuda" is the first of them, for each process."""
+    events = []
+
+    def touch():
+        events.append("touched")
+        raise Touched
+
+    cuda = {"is_available": lambda: True, "device_count": lambda: 2, "set_device": events.append, "_lazy_init": touch}
+    for name, value in cuda.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", value)
+    for name, number in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(number))
+    with contextlib.suppress(Touched):
+        main(["train", "grpo.yaml", "launch.processes=2", "attention_kernel=auto"])
+    assert events == [1, "touched"]
 
 
 class Silence(threading.Event):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -94,6 +95,11 @@ def free_port() -> int:
         (["MODEL", "--max-batch", "0"], "expected a whole number >= 1"),
         (["MODEL", "--port", "70000"], "--port: 70000 is not a port"),
         (["MODEL", "--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
+        (["MODEL", "--allowed-hosts", "https://my.example"], "--allowed-hosts: 'https://my.example' is not a host"),
+        (["MODEL", "--allowed-hosts", "a,b:80"], "--allowed-hosts: 'b:80' is not a host"),
+        (["MODEL", "--allowed-hosts", ""], "--allowed-hosts: '' is not a host"),
+        (["MODEL", "--allowed-origins", "page.example"], "--allowed-origins: 'page.example' is not an origin"),
+        (["MODEL", "--allowed-origins", "https://a/"], "--allowed-origins: 'https://a/' is not an origin"),
         (["MODEL", "--tensor-parallel-size", "2"], "unrecognised argument '--tensor-parallel-size'"),
         ([], "the following arguments are required: MODEL"),
     ],
@@ -396,6 +402,24 @@ def test_a_client_that_goes_leaves_no_blocks_behind(server: Server, random_promp
     server.idle()
 
 
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+NO_TEXT_FITS = [  # or none could be found in time
+    {"json": {"$ref": "#"}},
+    {"json": {"anyOf": [{"$ref": "#"}]}},
+    {"json": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
+    {"json": deep(60)},
+    {"json": deep(400)},
+    {"json": json.dumps(deep(300))},
+    {"grammar": "root ::= root"},
+]
+
+
 @pytest.mark.slow
 def test_malformed_requests_are_refused_and_harm_nobody(server: Server, random_prompts: Callable) -> None:
     (prompt,) = random_prompts([40], seed=5)
@@ -424,6 +448,9 @@ def test_malformed_requests_are_refused_and_harm_nobody(server: Server, random_p
     for change in bad:
         answer = httpx.post(url, json={**good, **change}, timeout=60)
         assert 400 <= answer.status_code < 500, (change, answer.status_code, answer.text)
+    for structure in NO_TEXT_FITS:
+        answer = httpx.post(url, json={**good, "structured_outputs": structure}, timeout=60)
+        assert answer.status_code == 400, (str(structure)[:80], answer.status_code, answer.text)
     assert httpx.post(url, content=b'{"model": ').status_code in (400, 422)
     assert httpx.post(url, content=b"\xff\xfe").status_code in (400, 422)
     assert httpx.get(f"{server.url}/v1/nothing").status_code == 404
@@ -450,13 +477,43 @@ def test_ctrl_c_ends_it_with_requests_running(server: Server, random_prompts: Ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "children"), [(signal.SIGINT, 0), (signal.SIGTERM, 2)])
+def test_a_server_with_a_key_that_is_killed(model: Path, random_prompts: Callable, tmp_path: Path) -> None:
+    """Without the key nothing but /health is answered; and no process of vLLM's is left, with its memory."""
+    server = Server(model, tmp_path, "--kv-cache-gb", str(POOL_GB), "--", "--api-key", "secret")
+    try:
+        server.wait()
+        key, (prompt,) = {"Authorization": "Bearer secret"}, random_prompts([20])
+        request = {"model": server.model, "prompt": prompt, "max_tokens": 2}
+        for path in ("/invocations", "/v1/completions"):
+            assert httpx.post(server.url + path, json=request).status_code == 401
+            assert httpx.post(server.url + path, json=request, headers=key, timeout=60).status_code == 200
+            foreign = {**key, "Origin": "https://evil.example"}
+            assert httpx.post(server.url + path, json=request, headers=foreign).status_code == 403
+        for path in ("/metrics", "/docs", "/load", "/version", "/v1/models"):
+            assert httpx.get(server.url + path).status_code == 401
+            assert httpx.get(server.url + path, headers=key).status_code == 200
+            assert httpx.get(server.url + path, headers={**key, "Host": "evil.example"}).status_code == 400
+        server.client.api_key = "secret"
+        stream = server.complete(prompt, 1900, stream=True)
+        next(iter(stream))
+        assert len(server.family()) >= 3
+    finally:
+        status = server.end(signal.SIGKILL)
+    assert status == -signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "children"), [(signal.SIGINT, 0), (signal.SIGTERM, 2), (signal.SIGKILL, 2)])
 def test_a_server_that_starts_ends_at_once(how: signal.Signals, children: int, model: Path, tmp_path: Path) -> None:
-    """Before it has loaded anything, and once its engine's process is there, which vLLM itself waits for."""
+    """Before it has loaded anything, and once its engine's process is there, which vLLM itself waits for.
+
+    Killed, it leaves the end to that process, which first has to be up.
+    """
     server = Server(model, tmp_path, "--kv-cache-gb", str(POOL_GB))
     until = time.monotonic() + START
     while "cache: " not in server.log.read_text() or len(server.family()) < 1 + children:
         assert time.monotonic() < until and server.process.poll() is None, server.log.read_text()
         time.sleep(0.05)
-    assert server.end(how, 10) == 130
+    killed = how is signal.SIGKILL
+    assert server.end(how, 60 if killed else 10) == (-how if killed else 130)
     assert "Traceback" not in server.log.read_text()

@@ -6,8 +6,13 @@ The processes know the plugin by its entry point, so sparse-rl must be installed
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from judging import gap, wrong_traces
@@ -29,6 +34,43 @@ def test_the_plugin_is_installed() -> None:
     """vLLM finds it in every process by its entry point."""
     found = [e.value for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "sparse_rl"]
     assert set(found) == {"rollout.vllm:register"}
+
+
+PARENT = """
+import multiprocessing, os, sys, time
+from rollout.vllm.compat.processes import end_with_parent
+
+def child(pipe):
+    end_with_parent()
+    pipe.send(os.getpid())
+    time.sleep(600)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    for name in ("another", "EngineCore_DP0", "VllmWorker-0"):
+        ours, theirs = context.Pipe()
+        context.Process(target=child, args=(theirs,), name=name).start()
+        print(ours.recv(), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_processes_of_vllm_end_with_a_parent_that_is_killed(method: str, tmp_path: Path) -> None:
+    """And those that are not vLLM's do not."""
+    program = tmp_path / "parent.py"
+    program.write_text(PARENT)
+    with subprocess.Popen([sys.executable, program, method], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        children = [psutil.Process(int(parent.stdout.readline())) for _ in range(3)]
+        parent.kill()
+        try:
+            _, left = psutil.wait_procs(children[1:], timeout=10)
+            assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE] and children[0].is_running()
+        finally:
+            for child in children:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
 
 
 @pytest.mark.slow

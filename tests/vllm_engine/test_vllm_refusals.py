@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,7 @@ from judging import same
 from torch import distributed
 
 from rollout import SamplingConfig, make_engine
+from sparse_rl.errors import UserError
 from sparse_rl.policies import Policy
 
 SAMPLING = SamplingConfig(40, seed=0, ignore_eos=True)
@@ -33,6 +38,11 @@ def test_requests_that_are_refused(policy: Policy, open_engine: Callable, random
     for prompts, sampling, message in (
         ([[3], []], SAMPLING, "prompt 1 is empty"),
         ([[3], [4] * 101], SAMPLING, "prompt 1 has 101 tokens, and max_prompt is 100"),
+        ([[5, 6], ["x"]], SAMPLING, "prompt 1 is not a list of token ids.*'str'"),
+        ([[5, 6], [1.5]], SAMPLING, "prompt 1 is not a list of token ids.*'float'"),
+        ([[5], 6], SAMPLING, "prompt 1 is not a list of token ids.*'int'"),
+        ([[5], [6, 64]], SAMPLING, "prompt 1 has token 64; the model knows 0 to 63"),
+        ([[5], [-1]], SAMPLING, "prompt 1 has token -1; the model knows 0 to 63"),
         ([[4] * 100], SamplingConfig(157), r"prompt 0 has 100 tokens.*max_tokens 157.*max_model_len 256"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -141,6 +151,95 @@ def test_an_interrupt_leaves_nothing_behind(
                 engine.generate(prompts, SAMPLING)
         assert not core.scheduler.running and not core.scheduler.requests and pool.get_num_free_blocks() == free
         assert same(engine.generate(prompts, SAMPLING), wanted)
+
+
+def test_an_error_while_requests_are_added_leaves_nothing_behind(
+    policy: Policy, open_engine: Callable, random_prompts: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before or after any of vLLM's own steps, at the first request or the last."""
+    engine, prompts, sampling = open_engine(policy), random_prompts((90, 5, 17)), SamplingConfig(8, seed=0)
+    core, wanted = engine.llm.llm_engine, engine.generate(prompts, sampling)
+    steps = {core: "add_request", core.input_processor: "process_inputs", core.output_processor: "add_request"}
+    cases = itertools.product((*steps.items(), (core.engine_core, "add_request")), (1, 3), (False, True))
+    for (owner, name), number, after in cases:
+        plain, calls = getattr(owner, name), itertools.count(1)
+        error = KeyboardInterrupt if after else RuntimeError
+
+        def broken(*given: Any, **more: Any) -> Any:
+            last = next(calls) == number  # noqa: B023
+            result = None if last and not after else plain(*given, **more)  # noqa: B023
+            if last:
+                raise error  # noqa: B023
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, broken)
+            with pytest.raises(error):
+                engine.generate(prompts, sampling)
+        assert same(engine.generate(prompts, sampling), wanted), (owner, name, number, after)
+
+
+def test_several_threads_wait_for_one_another(policy: Policy, open_engine: Callable, random_prompts: Callable) -> None:
+    engine = open_engine(policy)
+    asked = [random_prompts((90, 200, 17), seed=i) for i in range(4)]
+    wanted = [engine.generate(prompts, SAMPLING) for prompts in asked]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda prompts: engine.generate(prompts, SAMPLING), asked))
+    assert all(same(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("value", "policy_name", "sleep_mode", "refused"),
+    [
+        ("expandable_segments:True", "gkv", False, True),
+        ("max_split_size_mb:64,expandable_segments:True", "gkv", False, True),
+        ("expandable_segments:True", "gkv", True, False),
+        ("expandable_segments:True", "full", False, False),
+        ("expandable_segments:False", "gkv", False, False),
+        ("", "gkv", False, False),
+    ],
+)
+def test_an_allocator_that_vllm_refuses_on_a_gpu(
+    value: str, policy_name: str, sleep_mode: bool, refused: bool, policy_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line where vLLM itself would refuse, at length; and nowhere else."""
+    from vllm.config import VllmConfig
+
+    from rollout.vllm.compat import refusals
+
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
+    policy = policy_of("full") if policy_name == "full" else policy_of("gkv", budget=64, window=8, period=16)
+    refusals.refuse_expandable_segments(policy, sleep_mode)  # a CPU has no such allocator
+    monkeypatch.setattr(refusals, "on_cpu", lambda: False)
+    connector = SimpleNamespace(kv_connector="EvictionConnector") if policy_name == "gkv" else None
+    config = SimpleNamespace(
+        kv_transfer_config=connector, model_config=SimpleNamespace(enable_cumem_allocator=sleep_mode)
+    )
+    for refusing, error in (
+        (lambda: refusals.refuse_expandable_segments(policy, sleep_mode), UserError),
+        (lambda: VllmConfig._verify_kv_transfer_compat(config), ValueError),
+    ):
+        with pytest.raises(error, match="expandable_segments:True") if refused else nullcontext():
+            refusing()
+
+
+def test_starting_an_engine_touches_the_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The random numbers of every other one would need a context there, of half a gigabyte, in each process."""
+    from rollout.vllm.compat import plugin
+
+    touched: list[Any] = []
+    state = torch.zeros(8, dtype=torch.uint8)
+    for name, value in {
+        "is_available": lambda: True,
+        "device_count": lambda: 8,
+        "current_device": lambda: 3,
+        "get_rng_state": lambda device: touched.append(device) or state,
+        "set_rng_state": lambda given, device: touched.append(device),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    with plugin.undisturbed(False):
+        pass
+    assert touched == [3, 3]
 
 
 def test_weights_that_are_not_finite(

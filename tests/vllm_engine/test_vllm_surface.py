@@ -61,6 +61,8 @@ SIGNATURES = {  # name -> its parameters, all of them, as we override, replace o
     "v1.sample.sampler.batched_count_greater_than": "x values",
     "v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_native": "logits generators k p",
     "v1.engine.input_processor.InputProcessor._validate_model_input": "prompt_input prompt_type",
+    "sampling_params.SamplingParams._validate_structured_outputs": "model_config structured_outputs_config tokenizer",
+    "entrypoints.generate.base.serving.GenerateBaseServing._raise_if_error": "finish_reason request_id",
     "forward_context.get_forward_context": "",
     "config.get_current_vllm_config": "",
     "config.get_layers_from_vllm_config": "vllm_config layer_type layer_names",
@@ -89,6 +91,7 @@ MEMBERS = {  # class or module -> what it defines: fields, properties, methods, 
     "scheduled_cached_reqs",
     "v1.core.sched.output.NewRequestData": "req_id num_computed_tokens",
     "v1.core.sched.output.CachedRequestData": "req_ids num_computed_tokens",
+    "sampling_params.StructuredOutputsParams": "json structural_tag",
     "v1.request.Request": "num_tokens",
     "v1.worker.gpu_input_batch.CachedRequestState": "sampling_params output_token_ids",
     "v1.worker.gpu_input_batch.InputBatch": "req_ids",
@@ -181,6 +184,15 @@ def test_the_plugin_stands_in_vllm() -> None:
     source = inspect.getsource(of_vllm("v1.sample.sampler"))
     assert "batched_count_greater_than(" in source and "self.topk_topp_sampler(" in source
     assert "dummy_shutdown" in inspect.getsource(of_vllm("entrypoints.launchers.launcher"))
+
+
+def test_processes_of_vllm_are_known_by_name() -> None:
+    """Those of an engine, and of a tensor-parallel rank."""
+    from rollout.vllm.compat.processes import OF_VLLM
+
+    sources = [inspect.getsource(of_vllm(name)) for name in ("v1.engine.utils", "v1.executor.multiproc_executor")]
+    for name, source in zip(OF_VLLM, sources, strict=True):
+        assert re.search(rf"""name=f?"{name}[-"_]""", source)
 
 
 def test_both_runners_call_the_connector() -> None:

@@ -90,7 +90,8 @@ def undisturbed(had_group: bool) -> Iterator[None]:
     if had_group:
         distributed.destroy_process_group = destroy_theirs
     try:
-        with torch.random.fork_rng():
+        own = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=own):
             yield
     except BaseException:
         from vllm.distributed import cleanup_dist_env_and_memory

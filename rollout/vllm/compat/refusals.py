@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from rollout.choice import CPU_HEAD_SIZES
 from rollout.vllm.compat.arguments import on_cpu
 from sparse_rl.errors import UserError
+from sparse_rl.policies.base import Policy
 
 
 def refuse_head_size(head_dim: int, otherwise: str = "") -> None:
@@ -19,6 +21,16 @@ def refuse_head_size(head_dim: int, otherwise: str = "") -> None:
     if on_cpu() and head_dim not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         raise UserError(f"vLLM on a CPU cannot run head size {head_dim} (it takes {sizes}){otherwise}")
+
+
+def refuse_expandable_segments(policy: Policy, sleep_mode: bool, otherwise: str = "") -> None:
+    """Raises UserError for an allocator that vLLM does not have beside a connector, unless its cache has another."""
+    chosen = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if chosen and policy.schedule.evicts and not sleep_mode and not on_cpu():
+        raise UserError(
+            "vLLM cannot evict under PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; unset the variable, "
+            f"or have sleep mode on{otherwise}"
+        )
 
 
 def refuse_unsupported(vllm_config: Any) -> None:

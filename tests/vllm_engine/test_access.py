@@ -1,0 +1,203 @@
+"""Who may use the server: vLLM's own app, from the arguments that `sparse-rl serve` writes down, without an engine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient, WebSocketDenialResponse
+
+from rollout.vllm import serve
+from sparse_rl.errors import UserError
+
+KEY = {"Authorization": "Bearer secret"}
+ALL_TASKS = ("generate", "transcription", "realtime", "embed", "classify", "score", "render")
+WIDE = ["--enable-scale-out", "--enable-tokenizer-info-endpoint", "--enable-fault-tolerance"]
+
+
+def fail(message: str) -> NoReturn:
+    raise UserError(message)
+
+
+@pytest.fixture(scope="module")
+def app_of() -> Callable[..., Any]:
+    """app_of(*words behind --, host=, tasks=, **what serve adds) -> the app that the server would run."""
+    from vllm.entrypoints.launchers.api_server import entry
+
+    from rollout.vllm.compat import server
+
+    def make(*further: str, host: str = "127.0.0.1", tasks: Any = ("generate",), **access: list[str]) -> Any:
+        access = {"allowed_hosts": [], "allowed_origins": [], **access}
+        words = serve.command_line(model="model", host=host, port=8000, dtype="auto", **access)
+        return entry.build_app(server.read_arguments(words, list(further), fail), tasks)
+
+    return make
+
+
+def client(app: Any, host: str = "127.0.0.1:8000") -> TestClient:
+    return TestClient(app, f"http://{host}", raise_server_exceptions=False)
+
+
+def routes(owner: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(method, path) of every route of an app, in routers and mounts too; a WebSocket has the method ""."""
+    for route in owner.routes:
+        path = prefix + getattr(route, "path", "")
+        if getattr(route, "routes", None):
+            yield from routes(route, path)
+        yield from ((method, path) for method in getattr(route, "methods", None) or ("", "GET", "POST"))
+
+
+def answer(app: Any, method: str, path: str, headers: dict[str, str]) -> int:
+    """The status; 101 for a WebSocket that is opened."""
+    if method:
+        return client(app).request(method, path, headers=headers).status_code
+    try:
+        with client(app).websocket_connect(f"ws://127.0.0.1:8000{path}", headers=headers):
+            return 101
+    except WebSocketDenialResponse as denied:
+        return denied.status_code
+    except Exception:
+        return 500
+
+
+@pytest.mark.parametrize("tasks", [("generate",), ALL_TASKS])
+def test_with_a_key_every_route_asks_for_it(
+    tasks: tuple[str, ...], app_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each route that the app has itself, so a new one of vLLM is tried, too."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    app = app_of("--api-key", "other", "secret", *WIDE, tasks=tasks)
+    found = {(method, path) for method, path in routes(app) if path != "/health"}
+    assert len(found) > 40 and {("POST", "/invocations"), ("GET", "/metrics"), ("GET", "/docs")} <= found
+    for method, path in sorted(found | {("GET", "/nothing"), ("GET", "/"), ("GET", "//health"), ("GET", "/health/")}):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"X-Api-Key": "secret"}):
+            assert answer(app, method, path, headers) == 401, (method, path, headers)
+        assert answer(app, method, path, KEY) != 401, (method, path)
+    assert answer(app, "GET", "/health", {}) != 401
+    app.user_middleware.pop(0)
+    app.middleware_stack = None
+    assert answer(app, "GET", "/metrics", {}) == 200  # the control: vLLM alone
+
+
+@pytest.mark.parametrize("words", [["--api-key", ""], []])
+def test_the_key_may_stand_in_the_environment(
+    words: list[str], app_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert answer(app_of(), "GET", "/metrics", {}) == 401
+    assert answer(app_of(), "GET", "/metrics", KEY) == 200
+    monkeypatch.delenv("VLLM_API_KEY")
+    assert answer(app_of(*words), "GET", "/metrics", {}) == 200  # without a key nobody is asked for one
+
+
+LOOPBACK = ["127.0.0.1", "127.0.0.1:8000", "localhost:8000", "LocalHost", "[::1]:8000"]
+FOREIGN = [
+    "evil.example",
+    "evil.example:8000",
+    "127.0.0.1.evil.example",
+    "localhost.evil.example",
+    "[::1",
+    "",
+    "a b",
+    "@",
+]
+MINE = socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("host", "hosts", "ours", "foreign"),
+    [
+        ("127.0.0.1", [], LOOPBACK, [*FOREIGN, "192.0.2.7", MINE]),
+        ("localhost", [], LOOPBACK, [*FOREIGN, "192.0.2.7"]),
+        ("::1", [], LOOPBACK, [*FOREIGN, "[2001:db8::1]:8000"]),
+        ("192.0.2.7", [], ["192.0.2.7:8000"], [*FOREIGN, "localhost", "192.0.2.8"]),
+        ("0.0.0.0", [], [*LOOPBACK, "192.0.2.7:8000", "[2001:db8::1]", MINE], FOREIGN),
+        ("::", [], [*LOOPBACK, "192.0.2.7", MINE], FOREIGN),
+        ("127.0.0.1", ["my.example"], [*LOOPBACK, "my.example", "My.Example:8000"], [*FOREIGN, "not.my.example"]),
+        ("127.0.0.1", ["*"], [*LOOPBACK, *FOREIGN], []),
+    ],
+)
+def test_a_name_that_is_not_the_servers_is_refused(
+    host: str, hosts: list[str], ours: list[str], foreign: list[str], app_of: Callable
+) -> None:
+    """A foreign page can make a name of its own lead to this address, and would read the answers as its own."""
+    app = app_of(host=host, allowed_hosts=hosts)
+    for name in ours:
+        assert answer(app, "GET", "/metrics", {"Host": name}) == 200, name
+    for name in foreign:
+        for path in ("/metrics", "/health", "/v1/models"):
+            assert answer(app, "GET", path, {"Host": name}) == 400, name
+
+
+def test_pages_of_other_origins_are_refused(app_of: Callable) -> None:
+    """But for those that are named; a browser asks first, without a key, and is told."""
+    own = ["http://127.0.0.1:8000", "https://127.0.0.1:8000"]
+    foreign = ["https://evil.example", "http://127.0.0.1:3000", "http://localhost:8000", "null", "", "http://127.0.0.1"]
+    page = "https://page.example"
+    ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    for origins, allowed, refused in (
+        ([], own, [*foreign, page]),
+        ([page], [*own, page], foreign),
+        (["*"], [*own, *foreign, page], []),
+    ):
+        app = app_of("--api-key", "secret", allowed_origins=origins)
+        for origin in allowed:
+            assert answer(app, "GET", "/metrics", {"Origin": origin}) == 401
+            answered = client(app).get("/metrics", headers={"Origin": origin, **KEY})
+            assert answered.status_code == 200, origin
+            assert ("access-control-allow-origin" in answered.headers) is (origin not in own or "*" in origins)
+        for origin in refused:
+            for method, path in (("GET", "/metrics"), ("POST", "/v1/completions"), ("OPTIONS", "/v1/models")):
+                assert answer(app, method, path, {"Origin": origin, **ask, **KEY}) == 403, origin
+    asked = client(app_of("--api-key", "secret", allowed_origins=[page])).options(
+        "/v1/models", headers={"Origin": page, **ask}
+    )
+    assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == page
+    assert answer(app_of("--api-key", "secret"), "OPTIONS", "/v1/models", {}) == 401
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--allowed-hosts", '["a"]'],
+        ["--allowed-origins", '["https://a"]'],
+        ["--model", "other"],
+        ["--dtype", "bfloat16"],
+    ],
+)
+def test_what_does_not_stand_behind_the_dashes(words: list[str], app_of: Callable) -> None:
+    with pytest.raises(UserError, match=f"{words[0]} does not stand behind --"):
+        app_of(*words)
+
+
+@pytest.mark.parametrize("depth", [90, 3_000, 300_000])
+def test_a_request_that_is_nested_deeply_is_no_error_of_the_server(depth: int, app_of: Callable) -> None:
+    app, paths = app_of(), ("/invocations", "/v1/completions", "/v1/chat/completions", "/tokenize")
+    for value in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+        request = f'{{"model": "m", "prompt": "1", "structured_outputs": {{"json": {value}}}}}'
+        for path, body in itertools.product(paths, (value, request)):
+            answered = client(app).post(path, content=body, headers={"Content-Type": "application/json"})
+            assert 400 <= answered.status_code < 500 or depth == 90, (path, body[:40], answered.text)
+
+
+TEXTS = st.text('a[]{}"\\')
+VALUES = st.recursive(st.none() | TEXTS, lambda v: st.lists(v, max_size=3) | st.dictionaries(TEXTS, v, max_size=3))
+
+
+@given(VALUES)
+@settings(derandomize=True, max_examples=100, deadline=None)
+def test_the_depth_of_a_schema_is_that_of_its_text(value: Any) -> None:
+    from rollout.vllm.compat.server import _depth
+
+    def depth(value: Any) -> int:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+        return 0 if inner is None else 1 + max(map(depth, inner), default=0)
+
+    assert _depth([value]) == 1 + depth(value)
+    assert _depth(json.dumps(value)) == depth(value)
