@@ -2,7 +2,8 @@ r"""`math`: is the final answer equal to the gold answer, by value? (math-verify
 
 The answer of a completion is its last ``\boxed{...}``; without a box, what math-verify finds at the end of the
 text. math-verify rests on SymPy, which can hang, and on SIGALRM, which works in the main thread only. So it runs
-in worker processes (`math_pool.py`) that are killed when an item exceeds its time.
+in worker processes (`math_pool.py`) that are killed when an item exceeds its time. What math-verify gets wrong is
+mended in `math_guards.py`, and listed in docs/rewards.md.
 """
 
 import logging
@@ -26,7 +27,8 @@ class MathReward:
     Parameters
     ----------
     timeout : float
-        Wall-clock seconds for one comparison. Whatever takes longer scores 0.0.
+        Seconds of processor time for one comparison. Whatever takes longer scores 0.0. Comparisons that need more than
+        half a second are left to the end of a call; there each worker has twice this time for its share of them.
     workers : int
         At most so many processes, of about 100 MB each; they start on first use.
     require_boxed : bool
@@ -73,7 +75,7 @@ class MathReward:
 
         # A group of completions mostly says the same few things: each pair is compared once.
         pairs = list(dict.fromkeys((g, *a) for g, a in zip(golds, answers, strict=True) if g and a))
-        requests = [{"op": "score", "gold": {"box": gold}, "answer": {kind: said}} for gold, kind, said in pairs]
+        requests = [{"op": "score", "gold": gold, "answer": [kind, said]} for gold, kind, said in pairs]
         verdicts = dict(zip(pairs, self._pool.map(requests), strict=True))
 
         rewards: list[float | None] = []
@@ -104,7 +106,7 @@ class MathReward:
         new = [text for text in dict.fromkeys(texts) if text and text not in known]
         known.update((text, False) for text in new if len(text) > TAIL_LIMIT)
         new = [text for text in new if text not in known]
-        parsed = self._pool.map([{"op": "gold", "gold": {"box": text}} for text in new])
+        parsed = self._pool.map([{"op": "gold", "gold": text} for text in new])
         known.update((text, bool(ok)) for text, ok in zip(new, parsed, strict=True))
         golds = [text if text and known[text] else None for text in texts]
         for raw, gold in zip(answer, golds, strict=True):

@@ -1,14 +1,15 @@
 r"""The process that runs math-verify: one JSON object per line in, one per line out.
 
-    {"op": "gold",  "gold": G, "limit": seconds}               -> {"ok": can G be parsed}
-    {"op": "score", "gold": G, "answer": A, "limit": seconds}  -> {"ok": is A equal to G}
+    {"op": "gold",  "gold": G, "limit": seconds}                       -> {"ok": can G be parsed}
+    {"op": "score", "gold": G, "answer": [kind, A], "limit": seconds}  -> {"ok": is A equal to G}
 
-G and A are ``{"box": content}``, an answer alone, or ``{"text": prose}``, out of which math-verify picks one.
+The kind of A is "box", an answer alone, or "text", prose out of which math-verify picks one. {"ok": null} says that the
+request took longer than its limit, in seconds of processor time: so a busy machine changes no verdict. Knows nothing of
+rewards.
 
-It is run as a file (`python -P math_worker.py`), so that it needs neither this package on the path nor a
-guarded `__main__`, and so that it may be started by a daemonic process. It knows nothing of rewards. It ends at
-the end of its input; the parent ends it sooner when an item takes too long. Should the parent be gone by then,
-the alarm does: its default action works even inside one long C call (10^10^10), where no Python handler would.
+A child of this process does the work. What takes too long ends the child by an alarm whose default action works even
+inside one long C call (10^10^10), where no Python handler would; then the next child is there at once, for it is a fork
+of a process that has everything imported. The child ends at the end of the input, so none outlives the parent.
 """
 
 import json
@@ -16,14 +17,15 @@ import logging
 import os
 import re
 import signal
+from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, BinaryIO
+
+from rewards.math_guards import Reading, number_of, read, refused, same_word, sides, values, without_denied, word
 
 MEMORY_LIMIT = 2 * 2**30  # bytes of address space; 10^10^10 alone would want 4 GiB
-_WORD = re.compile(r"[^\W\d_]{4,}")
 _TWO_WORDS = re.compile(r"[^\W\d_]{2,}\s+(?:[^\W\d_]\s+)?[^\W\d_]{2,}")
 _COMMANDS = re.compile(r"\\(?:text|mbox|textbf|textit|mathrm|operatorname|begin|end)\s*\{[^{}]*\}|\\[a-zA-Z]+")
-_FULL_STOP = re.compile(r"(?<!\\right)\.\s*$")
 
 
 def is_prose(text: str) -> bool:
@@ -31,41 +33,64 @@ def is_prose(text: str) -> bool:
     return bool(_TWO_WORDS.search(_COMMANDS.sub("|", text)))
 
 
-def tidy(answer: str) -> str:
-    r"""Mend what math-verify misreads in an answer that stands alone.
-
-    A closing full stop makes "42." unparseable. A plain word becomes a product of its letters, equal to every
-    anagram: from four letters on it is a word. The minus sign of unicode is unknown to it.
-    """
-    answer = _FULL_STOP.sub("", answer.strip()).replace("\N{MINUS SIGN}", "-")
-    return rf"\text{{{answer}}}" if _WORD.fullmatch(answer) else answer
-
-
-def parse_answer(box: str | None = None, text: str | None = None, *, anchored: bool = False) -> list:
+def parse(source: str, *, anchored: bool = False) -> list:
     """math-verify's reading: expressions first, then (sometimes) the string they came from; [] for nothing.
 
     `anchored` takes a number out of prose only where the prose calls it the answer.
     """
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    latex, number = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig(not anchored)
-    source = rf"\boxed{{{tidy(box)}}}" if box is not None else text
+    # Not math-verify's units: it takes any last letter for one, and drops inches^2 and million alike.
+    spelling = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all")
+    latex = LatexExtractionConfig(boxed_match_priority=0, normalization_config=spelling)
     # Without its own timeout: that one is a signal that cannot interrupt C code, and restarts for every pair.
-    return parse(source, [latex, number], parsing_timeout=None)
+    return parse(source, [latex, ExprExtractionConfig(not anchored)], parsing_timeout=None)
+
+
+def parse_box(latex: str) -> list:
+    return parse(rf"\boxed{{{latex}}}")
 
 
 @lru_cache(maxsize=512)
-def parse_gold(box: str) -> list:
-    """The gold answer, [] where none can be compared by value: a string alone is a failed parse."""
+def parse_gold(box: str) -> tuple[Reading, list]:
+    """The gold answer, and math-verify's reading of it: [] where none can be compared by value."""
     if "####" in box:  # GSM8K's raw solutions
         box = box.rsplit("####", 1)[1].strip()
+    if word(box) is not None and not box.startswith("\\"):
+        box = rf"\text{{{box}}}"
+    gold = read(box) or Reading(box)
     parsed = []
-    if is_prose(box):
-        parsed = parse_answer(text=box, anchored=True)
+    if is_prose(gold.latex):
+        parsed = parse(gold.latex, anchored=True)
         if not parsed and not re.search(r"\d", box):
-            return []
-    parsed = parsed or parse_answer(box=box)
-    return parsed if any(not isinstance(part, str) for part in parsed) else []
+            return gold, []
+    parsed = parsed or parse_box(gold.latex)
+    # A string alone is a failed parse.
+    return gold, parsed if any(not isinstance(part, str) for part in parsed) else []
+
+
+def is_equal(gold: str, answer: str) -> bool:
+    """Whether two answers that stand alone are the same."""
+    gold_word = word(gold)
+    if gold_word is not None:
+        return same_word(gold_word, answer)
+    expected, parsed = parse_gold(gold)
+    said = read(answer, keep_name="=" in expected.latex)
+    if said is None or refused(expected, said):
+        return False
+    meanings = values(expected, said)
+    return any(all(same_value(expected.latex, parsed, side) for side in sides(m, expected.latex)) for m in meanings)
+
+
+def same_value(gold: str, parsed: list, said: str) -> bool:
+    from math_verify import verify
+
+    exact, number = number_of(gold), number_of(said)
+    if exact is not None and number is not None and "frac" not in gold + said:
+        # math-verify rounds decimals to six places, however small: .0000671 would be .0000672
+        return abs(exact - number) <= abs(exact) * Fraction(0 if exact.denominator == 1 else "1e-9")
+    return bool(verify(parsed, parse_box(said), allow_set_relation_comp=True, timeout_seconds=None))
 
 
 def handle(request: dict[str, Any]) -> bool:
@@ -73,10 +98,13 @@ def handle(request: dict[str, Any]) -> bool:
     from math_verify import verify
 
     try:
-        gold = parse_gold(**request["gold"])
-        if request["op"] == "gold" or not gold:
-            return bool(gold)
-        return bool(verify(gold, parse_answer(**request["answer"]), timeout_seconds=None))
+        gold = request["gold"]
+        if request["op"] == "gold":
+            return word(gold) is not None or bool(parse_gold(gold)[1])
+        kind, said = request["answer"]
+        if kind == "box":
+            return is_equal(gold, said)
+        return bool(verify(parse_gold(gold)[1], parse(without_denied(said)), timeout_seconds=None))
     except Exception:  # RecursionError and MemoryError among them
         return False
 
@@ -92,32 +120,38 @@ def limit_memory() -> None:
         pass  # the platform has no such limit; the time limit still holds
 
 
+def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    """Answer requests until there are no more, or until one of them takes too long, which ends this process."""
+    limit_memory()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    for line in iter(requests.readline, b""):
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, request["limit"])
+        answer = handle(request)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        replies.write(json.dumps({"ok": answer}).encode() + b"\n")
+
+
 def main() -> None:
-    # What libraries print must not end up between the replies.
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    """Keep one child at work; exit as it does, unless it was the alarm that ended it."""
+    # What libraries print must not end up between the replies. Unbuffered: a child must not take another's request.
+    requests, replies = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
     logging.disable(logging.CRITICAL)
-
-    def reply(message: dict[str, Any]) -> None:
-        replies.write(json.dumps(message).encode() + b"\n")
-
     try:
-        parse_gold("1")  # imports, and compiles the expressions
+        is_equal("1", "\\frac{2}{2}")  # imports, and compiles the expressions
     except Exception as error:
-        reply({"error": f"{type(error).__name__}: {error}"})
+        replies.write(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
         return
-    limit_memory()
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    reply({"ok": True})
-    for line in requests:
-        request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, request["limit"])
-        answer = handle(request)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        reply({"ok": answer})
-
-
-if __name__ == "__main__":
-    main()
+    replies.write(b'{"ok": true}\n')
+    while True:
+        child = os.fork()
+        if child == 0:
+            serve(requests, replies)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGPROF:
+            os._exit(1)  # the input has ended, or somebody shot the child
+        replies.write(b'{"ok": null}\n')

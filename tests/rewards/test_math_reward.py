@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from reward_cases import ADVERSARIAL, HANG, gold_answers, within
 
 from rewards.math import MathReward
+from rewards.math_pool import QUICK
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -114,6 +116,21 @@ def test_an_item_that_hangs_costs_its_limit_and_nothing_else():
     assert metrics == {"rewards/unparseable_gold": 0.0, "rewards/math_timeout": 1.0}
     assert reward(texts[2:], answer=["42"] * 2, log_metric=metrics.__setitem__) == [1, 0]
     assert metrics["rewards/math_timeout"] == 0.0  # the control: an answer that is merely wrong is no timeout
+
+
+def test_the_time_of_a_call_is_bounded_as_a_whole():
+    """Of processor time, which the load of the machine does not change. Each bomb alone would take its 2 seconds."""
+    bombs = [boxed(rf"9^{{9^{{9^{{{n}}}}}}}") for n in range(9, 19)]
+    reward = MathReward(timeout=2, workers=1)
+    before = processor_time_of_children()
+    assert reward([*bombs, boxed(42)], answer=["42"] * 11) == [0.0] * 10 + [1.0]
+    del reward  # its worker has ended, and is counted
+    assert 10 * QUICK <= processor_time_of_children() - before < 10 * QUICK + 2 * 2 + 6  # and a worker's start
+
+
+def processor_time_of_children():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_a_worker_that_is_shot_is_replaced():

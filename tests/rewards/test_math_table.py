@@ -1,0 +1,35 @@
+"""The math reward against two tables, math_accepted.txt and math_rejected.txt: `gold => completion` on each line."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rewards.math import MathReward
+
+FOLDER = Path(__file__).parent
+
+
+def rows(table: str) -> list[tuple[str, str]]:
+    """(gold, completion) of each line of a table; a completion stands in a box, unless its line says `text:`."""
+    found = []
+    for line in (FOLDER / f"math_{table}.txt").read_text(encoding="utf-8").splitlines():
+        if line.strip() and not line.startswith("#"):
+            gold, said = line.split(" => ")
+            text = said.removeprefix("text: ").replace(r"\n", "\n")
+            found.append((gold, text if said.startswith("text: ") else rf"So it is \boxed{{{said}}}."))
+    return found
+
+
+@pytest.mark.parametrize(("table", "reward"), [("accepted", 1.0), ("rejected", 0.0)])
+def test_the_verdict_is_a_mathematicians(table: str, reward: float) -> None:
+    golds, completions = zip(*rows(table), strict=True)
+    rewards = MathReward(timeout=20, workers=2)(list(completions), answer=list(golds))
+    wrong = [f"{g} => {c}: {r}" for g, c, r in zip(golds, completions, rewards, strict=True) if r != reward]
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(golds)}", *wrong])
+
+
+def test_the_tables_are_large_and_do_not_repeat_themselves() -> None:
+    accepted, rejected = rows("accepted"), rows("rejected")
+    assert min(len(accepted), len(rejected)) >= 200
+    assert max(Counter(accepted + rejected).values()) == 1
