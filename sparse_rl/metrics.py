@@ -26,6 +26,6 @@ def read_metrics(folder: str | Path, name: str = METRICS_FILE) -> list[dict[str,
             line = json.loads(text)
         except (ValueError, RecursionError):
             continue
-        if isinstance(line, dict) and type(line.get("step")) is int:
+        if isinstance(line, dict) and type(step := line.get("step")) is int and 0 <= step < 2**63:
             lines.append(line)
     return lines

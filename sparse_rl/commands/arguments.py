@@ -84,7 +84,8 @@ def gibibytes(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value <= MOST_GIB:
-        raise argparse.ArgumentTypeError(f"expected a number > 0 (GiB, at most {MOST_GIB:,}), got {show(text)}")
+        bound = "> 0" if value <= MOST_GIB else f"of at most {MOST_GIB:,}"
+        raise argparse.ArgumentTypeError(f"expected a number {bound}, got {show(text)}")
     return value
 
 

@@ -59,7 +59,7 @@ def what_is(path: Path) -> str | None:
         return None
     try:
         return _folder(path) if path.is_dir() else _file(path)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return "damaged, or not what its name says"
 
 

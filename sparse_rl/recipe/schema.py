@@ -31,7 +31,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.level = self.deepest = self.values = 0
-        self.whole: dict[yaml.Node, tuple[int, int]] = {}  # the values and the levels of each node that is complete
+        self.whole: dict[Any, tuple[int, int]] = {}  # the values and the levels of each node that is complete
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Counts values and levels, as often as aliases repeat them, before anything is made of them."""
@@ -87,7 +87,8 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-for _tag, _construct in (
+_CONSTRUCTORS: Any = (
+    (None, _Loader.construct_undefined),
     ("null", _Loader.construct_yaml_null),
     ("bool", _Loader.construct_yaml_bool),
     ("int", _Loader.construct_integer),
@@ -95,9 +96,9 @@ for _tag, _construct in (
     ("str", _Loader.construct_yaml_str),
     ("seq", _Loader.construct_yaml_seq),
     ("map", _Loader.construct_yaml_map),
-):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _construct)
-_Loader.add_constructor(None, _Loader.construct_undefined)
+)
+for _tag, _construct in _CONSTRUCTORS:
+    _Loader.add_constructor(_tag and f"tag:yaml.org,2002:{_tag}", _construct)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:[tT]rue|TRUE|[fF]alse|FALSE)$"), list("tTfF"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"<<$"), ["<"])

@@ -52,7 +52,7 @@ class SampledProblems:
 class Recipe(Configuration):
     """What every kind of recipe has.
 
-    model : the directory of a model, or of a run that has left one, or a name on the hub
+    model : the directory of a model, or of a run that has left one, or a name on the hub; weights are safetensors only
     output_dir : the folder of the run
     dtype : of the computation
     """
