@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from sparse_rl.config import Configuration, Fraction, NonNegative, Positive, PositiveInt
+from sparse_rl.config import Configuration, Fraction, NonNegative, Positive, PositiveInt, at_most
 
 EngineName = Literal["hf", "vllm"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+MOST_GIB = 1_000_000  # of a cache
 ALONE = 0.9  # of a GPU's memory, for an engine that shares it with no training
 SAMPLE_LIVE: tuple[EngineName, ...] = ("hf",)  # engines that can sample from a live module; the others load weights
 
@@ -56,7 +57,7 @@ class RolloutConfig(Configuration):
     engine: Literal["auto", EngineName] = "auto"
     max_batch: PositiveInt = 64
     progress: bool = True
-    kv_cache_gb: Positive | None = None
+    kv_cache_gb: Annotated[Positive, at_most(MOST_GIB)] | None = None
     gpu_memory_utilization: Fraction = 0.3
     tensor_parallel: PositiveInt = 1
     max_model_len: PositiveInt | None = None

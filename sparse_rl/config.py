@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,19 +27,38 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on a value, for `Annotated[type, Rule(...)]`; `says` completes the sentence "expected ..."."""
+    """A condition on a value, for `Annotated[type, Rule(...)]`; `says` completes the sentence "expected ...".
+
+    Of several the first describes the type. The others are bounds that few meet; who does is told that one alone.
+    """
 
     says: str
     holds: Callable[[Any], bool]
 
 
+def at_most(most: float) -> Rule:
+    return Rule(f"of at most {most:,}", lambda v: v <= most)
+
+
+def names_a_file(text: str) -> bool:
+    """Whether a file may have this path, as far as its length and its characters go."""
+    if NO_TEXT.search(text):
+        return False
+    return len(text.encode()) <= 3000 and all(len(part.encode()) <= 255 for part in text.split("/"))
+
+
+NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, and halves of a surrogate pair, which UTF-8 does not have
+_COUNT = at_most(2**31 - 1)
+_FLOAT32 = Rule("between 1e-30 and 1e30, or 0", lambda v: v == 0 or 1e-30 <= v <= 1e30)
 Text = Annotated[str, Rule("that is not empty", lambda v: v.strip() != "")]
-PositiveInt = Annotated[int, Rule(">= 1", lambda v: v >= 1)]
-NonNegativeInt = Annotated[int, Rule(">= 0", lambda v: v >= 0)]
-Positive = Annotated[float, Rule("> 0", lambda v: v > 0)]
-NonNegative = Annotated[float, Rule(">= 0", lambda v: v >= 0)]
-AtLeastOne = Annotated[float, Rule(">= 1", lambda v: v >= 1)]
-Fraction = Annotated[float, Rule("above 0, at most 1", lambda v: 0 < v <= 1)]
+PathText = Annotated[Text, Rule("with names of at most 255 bytes, 3000 in all", names_a_file)]
+PositiveInt = Annotated[int, Rule(">= 1", lambda v: v >= 1), _COUNT]
+NonNegativeInt = Annotated[int, Rule(">= 0", lambda v: v >= 0), _COUNT]
+Seed = Annotated[int, Rule(">= 0", lambda v: v >= 0), at_most(2**32 - 1)]  # NumPy takes no other
+Positive = Annotated[float, Rule("> 0", lambda v: v > 0), _FLOAT32]
+NonNegative = Annotated[float, Rule(">= 0", lambda v: v >= 0), _FLOAT32]
+AtLeastOne = Annotated[float, Rule(">= 1", lambda v: v >= 1), _FLOAT32]
+Fraction = Annotated[float, Rule("above 0, at most 1", lambda v: 0 < v <= 1), _FLOAT32]
 Probability = Annotated[float, Rule("between 0 and 1", lambda v: 0 <= v <= 1)]
 BelowOne = Annotated[float, Rule(">= 0 and < 1", lambda v: 0 <= v < 1)]
 
@@ -61,12 +81,14 @@ class Source:
 # ---- types -------------------------------------------------------------------------------------------------
 
 MOST_SHOWN = 12  # choices that an error message lists
+LARGEST = 2.0**128  # no number of float32 is as large, in size
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
 def show(value: Any) -> str:
     """A value as an error message quotes it."""
-    text = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
+    text = repr(value)
+    text = text if len(text) <= 60 else f"{text[:57]}..."
     return "null" if value is None else f"{str(value).lower()} (a boolean)" if isinstance(value, bool) else text
 
 
@@ -76,7 +98,7 @@ def describe(hint: Any) -> str:
     if hint is Any:
         return "anything"
     if origin is Annotated:
-        return " ".join([describe(args[0]), *(rule.says for rule in args[1:])])
+        return f"{describe(args[0])} {args[1].says}"
     if origin in (Union, types.UnionType):
         # sorted: of two unions of the same types Python may give either for both
         return " or ".join(sorted({describe(member) for member in args}, key=lambda text: (text == "null", text)))
@@ -98,6 +120,8 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
     A whole number passes as a float, and (with `promote`) a single value as a list of one. A type that is none of the
     simple ones accepts everything: whoever owns it will check.
     """
+    if why := _taken_by_none(value):
+        raise source.error(path, why)
     origin, args = get_origin(hint), get_args(hint)
     wrong = source.error(path, f"expected {describe(hint)}, got {show(value)}")
     if origin is Annotated:
@@ -105,8 +129,10 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
             value = coerce(value, args[0], path, source, promote=promote)
         except UserError as error:
             raise error if error.key != path else wrong from None
-        if not all(rule.holds(value) for rule in args[1:]):
-            raise wrong
+        for rule in args[1:]:
+            if not rule.holds(value):
+                expected = describe(Annotated[args[0], rule])
+                raise source.error(path, f"expected {expected}, got {show(value)}")
         return value
     if origin in (Union, types.UnionType):
         return _coerce_union(value, args, path, source, wrong)
@@ -141,6 +167,15 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
     return value
 
 
+def _taken_by_none(value: Any) -> str | None:
+    """Why a value is none for any setting; None where it may be one."""
+    if isinstance(value, str) and (wrong := NO_TEXT.search(value)):
+        return f"holds a character that no file takes, {wrong[0]!r}; remove it"
+    if isinstance(value, int | float) and LARGEST <= abs(value) < math.inf:
+        return f"expected a number below {LARGEST:g} in size, got {show(value)}"
+    return None
+
+
 def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source, wrong: UserError) -> Any:
     if value is None and type(None) in members:
         return None
@@ -151,6 +186,8 @@ def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source,
         except UserError as error:
             if error.key != path:  # the member fits, something in it does not
                 raise
+            if not error.message.startswith(f"expected {describe(member)}"):  # a bound of the member
+                wrong = error
     raise wrong
 
 
@@ -203,13 +240,13 @@ class NamedConfiguration(Configuration):
         name = block[cls.name_key]
         if not isinstance(name, str) or name not in members:
             known = f"known: {', '.join(members)}"
-            raise UserError(f"unknown {cls.family} {name!r}{did_you_mean(name, members)}; {known}")
+            raise UserError(f"unknown {cls.family} {show(name)}{did_you_mean(name, members)}; {known}")
         accepted = list(yaml_fields(members[name]))
         for key in block:
             if key not in (cls.name_key, *accepted):
                 takes = f"takes {', '.join(accepted)}" if accepted else "takes no parameters"
                 close = did_you_mean(key, accepted)
-                raise UserError(f"{cls.family} {name!r} has no parameter {key!r}{close}; it {takes}")
+                raise UserError(f"{cls.family} {name!r} has no parameter {show(key)}{close}; it {takes}")
         return members[name]
 
     @classmethod

@@ -13,6 +13,22 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+LONGEST = 4000  # characters of an error's line
+
+
+def one_line(text: object, most: int = LONGEST) -> str:
+    """A text as one line of printable characters; of a longer one than `most` its beginning and its end."""
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(str(text).split()))
+    return line if len(line) <= most else f"{line[: most * 3 // 4]} ... {line[len(line) - most // 5 :]}"
+
+
+def reason(error: BaseException) -> str:
+    """Why a library has failed: the first line of what it says."""
+    first = str(error).strip().partition("\n")[0]
+    return one_line(
+        first if isinstance(error, OSError | ValueError) and first else f"{type(error).__name__} {first}", 400
+    )
+
 
 class UserError(ValueError):
     """A mistake that a user can mend, in one line.
@@ -22,9 +38,8 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str, key: str = "") -> None:
-        message = " ".join(str(message).split())
-        super().__init__(f"{key}: {message}" if key else message)
-        self.message, self.key = message, key
+        super().__init__(one_line(f"{key}: {message}" if key else message))
+        self.message, self.key = one_line(message), key
 
 
 class StoppedError(RuntimeError):

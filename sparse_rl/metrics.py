@@ -18,12 +18,14 @@ def runs_below(folder: Path) -> list[Path]:
 
 
 def read_metrics(folder: str | Path, name: str = METRICS_FILE) -> list[dict[str, Any]]:
-    """The lines of a run's log; a torn last line (a killed run) is left out."""
+    """The lines of a run's log; what is none, such as a torn last line (a killed run), is left out."""
     file = Path(folder) / name
     lines = []
-    for line in file.read_text().splitlines() if file.exists() else []:
+    for text in file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else []:
         try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(line, dict) and type(step := line.get("step")) is int and 0 <= step < 2**63:
+            lines.append(line)
     return lines

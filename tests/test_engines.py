@@ -175,12 +175,11 @@ def test_only_vllm_is_spread_over_gpus(machine: Callable) -> None:
             choose_engine(RolloutConfig(engine=engine, tensor_parallel=4), config(), True)  # type: ignore[arg-type]
 
 
-def test_a_dry_run_says_it_all(new_model: Callable, machine: Callable, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_dry_run_says_it_all(machine: Callable, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     machine("cpu")
     save_untrained(tmp_path / "32", 0)
-    save_untrained(tmp_path / "16", 0)
-    new_model("qwen3", head_dim=16).config.save_pretrained(tmp_path / "16")
+    save_untrained(tmp_path / "16", 0, head_dim=16)
 
     def found(size: int, **rollout: Any) -> str:
         recipe = grpo(model=str(tmp_path / str(size)), output_dir=str(tmp_path / "out"), rollout=rollout)

@@ -64,7 +64,7 @@ def weights_dtype(dtype: str, launch: LaunchConfig, lora: LoraConfig | None) -> 
 
 def model_options(dtype: str) -> dict[str, Any]:
     """What TRL loads the model with, in its `model_init_kwargs`."""
-    return {"dtype": dtype, "device_map": None}
+    return {"dtype": dtype, "device_map": None, "use_safetensors": True}
 
 
 def adapters(lora: LoraConfig | None) -> Any:

@@ -5,6 +5,7 @@ A component's own settings are in a config.py beside it: trainer/grpo/, distill/
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -18,6 +19,7 @@ from sparse_rl.config import (
     PositiveInt,
     Rule,
     Text,
+    at_most,
 )
 from sparse_rl.errors import UserError
 
@@ -35,7 +37,7 @@ Scheduler = Literal[
     "warmup_stable_decay",
     "greedy",
 ]
-MaxSteps = Annotated[int, Rule(">= 1, or -1 to count epochs", lambda v: v >= 1 or v == -1)]
+MaxSteps = Annotated[int, Rule(">= 1, or -1 to count epochs", lambda v: v >= 1 or v == -1), at_most(2**31 - 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class TrainingConfig(Configuration):
     lr_scheduler_type: Scheduler = "constant"
     warmup_steps: NonNegative = 0.0
     max_steps: MaxSteps = -1
-    num_train_epochs: Positive = 1.0
+    num_train_epochs: Annotated[Positive, at_most(1_000_000)] = 1.0
     per_device_train_batch_size: PositiveInt = 8
     gradient_accumulation_steps: PositiveInt = 1
     gradient_checkpointing: bool = True
@@ -85,6 +87,15 @@ class LoraConfig(Configuration):
     r: PositiveInt = 16
     alpha: PositiveInt = 32
     target_modules: list[Text] | Text = "all-linear"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.target_modules, str):
+            try:
+                re.compile(self.target_modules)
+            except (re.error, RecursionError, OverflowError) as error:
+                wrong = f"is no regular expression ({error}); a list holds the last parts of names"
+                raise UserError(wrong, "target_modules") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,8 @@ from rollout.requests import Request, requests_to_sample, requests_to_simulate, 
 from rollout.vllm.beside import beside_cache
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import StoppedError, UserError
-from sparse_rl.models.load import load_config
+from sparse_rl.models.load import load_config, load_generation_config
+from sparse_rl.models.weights import stored_shapes
 from sparse_rl.policies.base import Policy
 from sparse_rl.trace import EvictionTrace
 
@@ -98,6 +99,7 @@ class VLLMEngine:
 
         plugin.register()
         self.config = config = load_config(str(model))
+        stored_shapes(model)
         layers, kv_heads, head_dim = cache_shape(config)
         refusals.refuse_head_size(head_dim, OTHERWISE)
         if kv_heads % tensor_parallel:
@@ -110,7 +112,7 @@ class VLLMEngine:
         sleeping = arguments.sleep_arguments(sleep_mode)
         self.can_sleep = bool(sleeping)
         refusals.refuse_expandable_segments(policy, self.can_sleep, OTHERWISE)
-        self.generation_config = _generation_config(model)
+        self.generation_config = load_generation_config(model)
         block = block_size or arguments.default_block_size()
         longest = max_model_len or config.max_position_embeddings
         held = policy.schedule.most_held(max_prompt or longest, longest)
@@ -130,6 +132,7 @@ class VLLMEngine:
             "tensor_parallel_size": tensor_parallel,
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
+            "load_format": "safetensors",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "seed": 0,
@@ -332,13 +335,3 @@ class VLLMEngine:
         if not self.separate:
             VLLMEngine.in_process = None
         gc.collect()
-
-
-def _generation_config(model: str | Path) -> Any:
-    """The one in the model's directory; None where it has none."""
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(str(model))
-    except OSError:
-        return None

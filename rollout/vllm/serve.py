@@ -30,6 +30,7 @@ from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_config, load_tokenizer
+from sparse_rl.models.weights import stored_shapes
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.registry import for_sampling, make_policy
 
@@ -42,7 +43,6 @@ run(sys.argv[1:])
 """
 PLUGIN = "sparse_rl"  # its name among the entry points vllm.general_plugins
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -109,6 +109,7 @@ def serve(
         dtype=dtype,
         max_num_seqs=max_batch,
         max_model_len="auto" if max_model_len is None else max_model_len,
+        load_format="safetensors",
         disable_uvicorn_access_log=not verbose,
         allowed_hosts=[name.lower() for name in allowed_hosts],
         allowed_origins=list(allowed_origins),
@@ -170,8 +171,8 @@ def _check_plugin() -> None:
 def _check_files(model: str, flags: set[str]) -> None:
     """Weights and a tokenizer, unless a flag says that they are elsewhere."""
     folder = Path(model)
-    if folder.is_dir() and "--load-format" not in flags and not any(any(folder.glob(name)) for name in WEIGHTS):
-        raise UserError(f"{model} has no weights", "model")
+    if "--load-format" not in flags:
+        stored_shapes(model)
     if flags & {"--tokenizer", "--skip-tokenizer-init"}:
         return
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZERS):  # transformers would make one up

@@ -105,10 +105,14 @@ def run_labels(folders: Sequence[Path]) -> dict[str, Path]:
 def logged_metrics(folder: Path) -> set[str]:
     """The keys of a run's metrics.jsonl that hold numbers; empty where there is none."""
     lines = read_metrics(folder) if (Path(folder) / METRICS_FILE).is_file() else []
-    return {key for line in lines for key, value in line.items() if key != "step" and isinstance(value, int | float)}
+    return {key for line in lines for key, value in line.items() if key != "step" and _is_drawn(value)}
+
+
+def _is_drawn(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e300  # no NaN, and nothing that no axis holds
 
 
 def _series(folder: Path, key: str) -> list[tuple[int, float]]:
     if not (Path(folder) / METRICS_FILE).is_file():
         raise UserError(f"{folder} is not the directory of a run: it has no {METRICS_FILE}")
-    return [(line["step"], line[key]) for line in read_metrics(folder) if isinstance(line.get(key), int | float)]
+    return [(line["step"], line[key]) for line in read_metrics(folder) if _is_drawn(line.get(key))]

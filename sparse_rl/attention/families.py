@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from sparse_rl.config import show
 from sparse_rl.errors import UserError
 
 FAMILIES = ("qwen2", "qwen3", "llama")
+
+
+SIZES = {  # of config.json -> the most that any model has
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 1000),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 1_000_000),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings"), 2**30),
+}
+
+
+def check_sizes(values: Mapping[str, Any], model: str = "the model") -> None:
+    """Raise UserError where a config.json has a size that no model has; before the library acts upon it."""
+    for name, most in SIZES.items():
+        size = values.get(name)
+        if size is not None and (type(size) is not int or not 1 <= size <= most):
+            wrong = f"{name} is {show(size)} in config.json of {model}; a whole number from 1 to {most:,} is needed"
+            raise UserError(wrong, "model")
 
 
 def check_replayable(config: Any, model: str = "the model") -> None:
@@ -19,6 +37,9 @@ def check_replayable(config: Any, model: str = "the model") -> None:
         raise UserError(f"{model} is of type {config.model_type!r}; the supported families are {families}", "model")
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
         raise UserError(f"{model} has sliding-window layers, which evict by themselves; it cannot be replayed", "model")
+    if config.num_attention_heads % config.num_key_value_heads:
+        heads = f"{config.num_key_value_heads} kv heads do not divide {config.num_attention_heads} heads"
+        raise UserError(f"{heads} in config.json of {model}", "model")
     if getattr(config, "attention_dropout", 0.0):
         raise UserError(f"{model} has attention_dropout, which cannot be replayed; set it to 0 in config.json", "model")
 

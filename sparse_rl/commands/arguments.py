@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
+from rollout.config import MOST_GIB
 from sparse_rl.commands.completion import complete_recipes
 from sparse_rl.commands.console import rank
-from sparse_rl.errors import UserError
+from sparse_rl.config import names_a_file, show
+from sparse_rl.errors import UserError, one_line
 from sparse_rl.metrics import METRICS_FILE
 from sparse_rl.models.directory import model_directory
 from sparse_rl.models.hub import check_available
@@ -21,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"sparse-rl: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        print(f"sparse-rl: error: {one_line(message)} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -70,17 +72,29 @@ def refuse_used(folder: Path, patterns: Iterable[str], key: str, overwrite: bool
 
 def positive(text: str) -> int:
     """A whole number >= 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {text!r}")
+    if not text.isdecimal() or len(text) > 10 or not 1 <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"expected a whole number >= 1 (below 2^31), got {show(text)}")
     return int(text)
 
 
-def amount(text: str) -> float:
-    """A finite number > 0."""
+def gibibytes(text: str) -> float:
+    """A number > 0, of at most MOST_GIB."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
+    if not 0 < value <= MOST_GIB:
+        bound = "> 0" if value <= MOST_GIB else f"of at most {MOST_GIB:,}"
+        raise argparse.ArgumentTypeError(f"expected a number {bound}, got {show(text)}")
     return value
+
+
+def file_name(text: str) -> str:
+    """The path of a file or folder, which need not be there."""
+    if not names_a_file(text):
+        raise argparse.ArgumentTypeError(f"no file can have the name {show(text)}")
+    return text
+
+
+def file_path(text: str) -> Path:
+    return Path(file_name(text))

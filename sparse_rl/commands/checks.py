@@ -7,10 +7,11 @@ from typing import Any
 
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import Recipe, TaughtRecipe, TrainRecipe
+from trainer.config import LoraConfig
 
 NOT_CHECKED = (
-    "the weights; whether it fits (sparse-rl doctor RECIPE); rewards at work; which rows keep and the lengths leave; "
-    "DeepSpeed and several processes; trainer options beyond their types"
+    "the values of the weights; whether it fits (sparse-rl doctor RECIPE); rewards at work; which rows keep and the "
+    "lengths leave; DeepSpeed and several processes; trainer options beyond their types"
 )
 
 
@@ -19,7 +20,9 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     from sparse_rl.attention.families import cache_shape
     from sparse_rl.commands.resume import checkpoint_to_resume
     from sparse_rl.commands.sampling import choose_recipe_engine
+    from sparse_rl.models.directory import saved_policy
     from sparse_rl.models.load import load_config, load_tokenizer
+    from sparse_rl.models.weights import check_weights, meta_model
     from sparse_rl.policies.registry import make_policy
     from trainer.rundir import refuse_used
 
@@ -29,6 +32,8 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
         if importlib.util.find_spec(backend) is None:
             raise UserError(f"{backend} is not installed; pip install {backend}, or remove it here", "report_to")
     config = load_config(training.model)
+    made = (check_weights if training.reads_weights() else meta_model)(config, training.model)
+    saved_policy(training.model)
     layers, kv_heads, head_dim = cache_shape(config)
     shape = f"{layers} layers, {kv_heads} kv heads of {head_dim}"
     findings.append(("model", f"{training.model}: {config.model_type}, {shape}"))
@@ -41,6 +46,8 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     if training.attention_kernel() is not None:
         training, finding = _attention_kernel(training)
         findings.append(("attention kernel", finding))
+    if training.lora is not None:
+        findings.append(("lora", _adapters(made, training.lora)))
     for key, rewards in training.rewards_by_key().items():
         findings.append((key, _rewards(rewards, key)))
     if (learned := training.learned_cache()) is not None:
@@ -84,6 +91,21 @@ def _data(recipe: TrainRecipe, tokenizer: Any) -> list[tuple[str, str]]:
     return findings
 
 
+def _adapters(made: Any, lora: LoraConfig) -> str:
+    """made : the model, without its memory"""
+    from torch.nn import Embedding, Linear
+
+    from sparse_rl.commands.sizes import adapted_modules, lora_parameters
+
+    adapted = adapted_modules(made, lora)
+    if wrong := [name for name, module in adapted if not isinstance(module, Linear | Embedding)]:
+        raise UserError(f"{wrong[0] or 'the whole model'} has no weight of its own to adapt", "lora.target_modules")
+    if not adapted:
+        names = sorted({name.rpartition(".")[2] for name, module in made.named_modules() if isinstance(module, Linear)})
+        raise UserError(f"names no layer of the model; it has {', '.join(names)}", "lora.target_modules")
+    return f"{lora_parameters(made, lora):,} parameters in {len(adapted)} layers"
+
+
 def _rewards(named: list[Any], key: str) -> str:
     from rewards import make_rewards
 
@@ -116,6 +138,7 @@ def _learned(cache: Any, config: Any, dtype: str) -> list[tuple[str, str]]:
 
 def _teacher(recipe: TaughtRecipe, config: Any) -> str:
     from sparse_rl.models.load import load_config
+    from sparse_rl.models.weights import check_weights
 
     folder, teacher = recipe.taught_by.teacher_cache, recipe.taught_by.teacher
     if folder is not None:
@@ -126,6 +149,7 @@ def _teacher(recipe: TaughtRecipe, config: Any) -> str:
     if teacher is None:
         return "the model itself, with a full cache"
     own = load_config(teacher)
+    check_weights(own, teacher, "teacher")
     if own.vocab_size != config.vocab_size:
         raise UserError(f"has {own.vocab_size} tokens, and the student {config.vocab_size}", "teacher")
     return f"{teacher}, with a full cache"

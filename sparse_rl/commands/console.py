@@ -263,7 +263,7 @@ def _append(log: Path, line: str, trace: str, begins: str) -> bool:
     launch = f"{os.getppid()}.{os.environ.get('MASTER_PORT', '')}" if "RANK" in os.environ else f"{os.getpid()}"
     entry = f"[launch {launch}] {line}"
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a+", encoding="utf-8") as file:
+    with log.open("a+", encoding="utf-8", errors="backslashreplace") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         first = "RANK" not in os.environ or f"[launch {launch}] {begins}" not in file.read()

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.commands.arguments import add_overwrite, add_recipe, read_recipe, refuse_used
+from sparse_rl.commands.arguments import add_overwrite, add_recipe, file_name, read_recipe, refuse_used
 from sparse_rl.commands.console import Session, quiet_loading, say
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import RECIPE_FILE
@@ -34,7 +34,7 @@ RESULTS, COMPLETIONS = "eval.json", "eval_completions.jsonl"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser, "a YAML file or a name; or the directory of a run, whose held-out problems are then taken")
-    parser.add_argument("--model", metavar="DIR", help="the same as model=DIR")
+    parser.add_argument("--model", metavar="DIR", type=file_name, help="the same as model=DIR")
     add_overwrite(parser)
 
 

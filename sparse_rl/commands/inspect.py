@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl.commands import eval, rollout
+from sparse_rl.commands.arguments import file_path
 from sparse_rl.commands.console import Session
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, read_metrics, runs_below
@@ -19,7 +20,7 @@ LARGE = 16  # layers or heads above which the table is a summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", type=Path, help="or any other file, or a folder")
+    parser.add_argument("trace", metavar="TRACE", type=file_path, help="or any other file, or a folder")
     parser.add_argument("--json", action="store_true", help="for machines")
 
 
@@ -58,7 +59,7 @@ def what_is(path: Path) -> str | None:
         return None
     try:
         return _folder(path) if path.is_dir() else _file(path)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return "damaged, or not what its name says"
 
 

@@ -17,7 +17,6 @@ from sparse_rl.commands.sizes import (
     count_parameters,
     lora_parameters,
     mask_bytes,
-    meta_model,
     redundancy_bytes,
     sdpa_mask_bytes,
     state_bytes,
@@ -27,6 +26,7 @@ from sparse_rl.commands.sizes import (
 )
 from sparse_rl.data.config import DataConfig
 from sparse_rl.models.load import load_config
+from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.recipe import EvalRecipe, Recipe, TaughtRecipe, TrainRecipe
 from trainer.config import LaunchConfig

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from sparse_rl.commands.arguments import file_path
 from sparse_rl.commands.console import Session
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import METRICS_FILE, runs_below
@@ -13,10 +13,10 @@ ABOUT = "Learning and mismatch curves of runs, or any metric of theirs; the dens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN_DIR|TRACE", nargs="+", type=Path, help="or a folder of runs")
+    parser.add_argument("runs", metavar="RUN_DIR|TRACE", nargs="+", type=file_path, help="or a folder of runs")
     known = "reward, loss, length, retention, entropy, tokens_per_second"
     parser.add_argument("--metric", help=f"what to draw against the step: {known}, or any key of metrics.jsonl")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="default: plots/ in the first of these folders")
+    parser.add_argument("--out", metavar="FILE", type=file_path, help="default: plots/ in the first of these folders")
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
@@ -27,6 +27,8 @@ def run(options: argparse.Namespace, session: Session) -> int:
     traces = [path for path in options.runs if path.is_file()]
     folders = [path for path in options.runs if path not in traces]
     out = options.out
+    if out is not None and (out.is_dir() or not out.suffix):
+        raise UserError(f"{out} names no picture; name a file, for example {out / 'curve.png'}", "--out")
     if traces and (folders or len(traces) > 1):
         raise UserError("draw one trace file at a time, or run directories", str(traces[0]))
     if traces:

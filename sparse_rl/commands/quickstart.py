@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.config import ENGINES
+from sparse_rl.commands.arguments import file_path, positive
 from sparse_rl.commands.console import Session, quiet_loading
 from sparse_rl.errors import StoppedError
 from sparse_rl.metrics import read_metrics
@@ -292,10 +293,10 @@ def show(rows: Sequence[dict[str, Any]], gaps: Mapping[str, float]) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument("--out", type=file_path, default=Path("runs/quickstart"))
     parser.add_argument("--engine", choices=ENGINES, default="hf", help="that samples; hf starts sooner")
     parser.add_argument("--scratch", action="store_true", help="train the tiny model too, one for each seed")
-    parser.add_argument("--slots", type=int, default=min(2, os.cpu_count() or 1), help="stages run at a time")
+    parser.add_argument("--slots", type=positive, default=min(2, os.cpu_count() or 1), help="stages run at a time")
 
 
 def run(options: argparse.Namespace, session: Session) -> int:

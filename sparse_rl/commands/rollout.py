@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.commands.arguments import add_overwrite, add_recipe, positive, read_recipe, refuse_used
+from sparse_rl.commands.arguments import add_overwrite, add_recipe, file_path, positive, read_recipe, refuse_used
 from sparse_rl.commands.console import Session, quiet_loading, say
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import Recipe
@@ -18,7 +18,7 @@ COMPLETIONS, TRACES = "completions.jsonl", "traces-*.safetensors"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
-    parser.add_argument("--out", metavar="DIR", type=Path, help="default: OUTPUT_DIR/rollouts")
+    parser.add_argument("--out", metavar="DIR", type=file_path, help="default: OUTPUT_DIR/rollouts")
     parser.add_argument("--problems", metavar="N", type=positive, default=8)
     add_overwrite(parser)
 

@@ -52,9 +52,10 @@ def policies_of(recipe: Recipe) -> list[Policy]:
     """The caches of a recipe; where it names none, the one that the model's directory carries, or the full cache."""
     from sparse_rl.models.directory import saved_policy
     from sparse_rl.models.load import load_config
+    from sparse_rl.models.weights import check_weights
     from sparse_rl.policies.registry import make_policy
 
-    load_config(recipe.model)
+    check_weights(load_config(recipe.model), recipe.model)
     caches = recipe.caches()
     return [make_policy(saved_policy(recipe.model) or "full" if cache is None else cache) for cache in caches]
 

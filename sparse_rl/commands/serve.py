@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn
 
-from sparse_rl.commands.arguments import amount, positive
+from sparse_rl.commands.arguments import file_name, gibibytes, positive
 from sparse_rl.commands.console import Session, quiet_loading
 
 ABOUT = "Serve a model with vLLM (OpenAI API) under the cache policy that it carries."
@@ -13,7 +13,9 @@ ABOUT = "Serve a model with vLLM (OpenAI API) under the cache policy that it car
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "What stands behind -- goes to vLLM's own server: sparse-rl serve MODEL -- --tensor-parallel-size 2"
-    parser.add_argument("model", metavar="MODEL", help="the directory of a model (with its tokenizer) or of a run")
+    parser.add_argument(
+        "model", metavar="MODEL", type=file_name, help="the directory of a model (with its tokenizer) or of a run"
+    )
     parser.add_argument(
         "--cache",
         metavar="KEY=VALUE,...",
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-batch", metavar="N", type=positive, default=64, help="sequences at a time")
     parser.add_argument("--max-model-len", metavar="N", type=positive, help="the longest prompt + completion")
-    parser.add_argument("--kv-cache-gb", metavar="GIB", type=amount, help="default: most of the GPU; 1 on a CPU")
+    parser.add_argument("--kv-cache-gb", metavar="GIB", type=gibibytes, help="default: most of the GPU; 1 on a CPU")
 
 
 def names(text: str) -> list[str]:

@@ -76,22 +76,13 @@ def redundancy_bytes(policy: Policy, entries: int, kv_heads: int, head_dim: int)
 # ---- weights and training state ------------------------------------------------------------------------------------
 
 
-def meta_model(config: Any) -> Any:
-    """The model of a configuration without its memory."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
 def count_parameters(model: Any) -> int:
     """Parameters of a model, tied ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def lora_parameters(model: Any, lora: LoraConfig) -> int:
-    """Parameters of rank-r adapters: r (in + out) for every adapted linear layer.
+def adapted_modules(model: Any, lora: LoraConfig) -> list[tuple[str, Any]]:
+    """(name, module) of what target_modules names, whatever it is.
 
     As PEFT has it: `all-linear` leaves out the head, other text is a pattern for whole names, a list holds last names.
     """
@@ -101,10 +92,17 @@ def lora_parameters(model: Any, lora: LoraConfig) -> int:
         if isinstance(lora.target_modules, list):
             return any(name == target or name.endswith(f".{target}") for target in lora.target_modules)
         if lora.target_modules == "all-linear":
-            return module is not model.get_output_embeddings()
+            return isinstance(module, Linear) and module is not model.get_output_embeddings()
         return re.fullmatch(lora.target_modules, name) is not None
 
-    linear = [module for name, module in model.named_modules() if isinstance(module, Linear) and adapted(name, module)]
+    return [(name, module) for name, module in model.named_modules() if adapted(name, module)]
+
+
+def lora_parameters(model: Any, lora: LoraConfig) -> int:
+    """Parameters of rank-r adapters: r (in + out) for every adapted linear layer."""
+    from torch.nn import Linear
+
+    linear = [module for _, module in adapted_modules(model, lora) if isinstance(module, Linear)]
     return sum(lora.r * (module.in_features + module.out_features) for module in linear)
 
 

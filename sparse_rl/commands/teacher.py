@@ -34,12 +34,13 @@ def write_teacher(recipe: TaughtRecipe) -> tuple[Path, int, int]:
 
     from sparse_rl.commands.examples import taught_examples
     from sparse_rl.models.load import load_config, load_plain_model, load_tokenizer
+    from sparse_rl.models.weights import check_weights
     from trainer.teacher.cache import TeacherFacts, weights_fingerprint, write_teacher_cache
 
     place, loss = recipe.taught_by.teacher_cache, recipe.loss
     if place is None or loss.top_k is None:
         raise UserError("name the folder to write, and top_k", "teacher_cache")
-    load_config(recipe.teacher_model)
+    check_weights(load_config(recipe.teacher_model), recipe.teacher_model, "teacher")
     try:
         Path(place).mkdir(parents=True, exist_ok=True)
     except OSError as error:

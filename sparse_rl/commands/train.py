@@ -6,7 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from sparse_rl.commands.arguments import add_recipe, read_recipe
+from sparse_rl.commands.arguments import add_recipe, file_name, read_recipe
 from sparse_rl.commands.console import Session, quiet_loading, rank, readable_progress, say
 from sparse_rl.recipe import Recipe, TrainRecipe
 
@@ -16,7 +16,12 @@ ABOUT = "Train as the recipe says; starts its processes itself."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     parser.add_argument(
-        "--resume", nargs="?", const="newest", metavar="DIR", help="a checkpoint; without DIR the newest"
+        "--resume",
+        nargs="?",
+        const="newest",
+        type=file_name,
+        metavar="DIR",
+        help="a checkpoint; without DIR the newest",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything that needs no model, then stop")
 

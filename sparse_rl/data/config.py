@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from sparse_rl.config import Configuration, NonNegativeInt, PositiveInt, Probability, Rule, Text
+from sparse_rl.config import Configuration, NonNegativeInt, PathText, PositiveInt, Probability, Rule, Text, at_most
 from sparse_rl.errors import UserError, nearest
 
 LOCAL_FILES = (".jsonl", ".json", ".parquet", ".csv")
@@ -17,7 +17,7 @@ class SyntheticConfig(Configuration):
     """Problems made on the spot (running_sum.py). The three splits never share a problem."""
 
     task: Literal["running_sum"]
-    size: PositiveInt
+    size: Annotated[PositiveInt, at_most(1_000_000)]
     split: Literal["train", "calibration", "evaluation"] = "train"
     seed: NonNegativeInt = 0
     n: Annotated[int, Rule("from 1 to 12", lambda v: 1 <= v <= 12)] = 8
@@ -40,7 +40,7 @@ class DataConfig(Configuration):
     max_prompt_tokens : longer prompts are dropped, and counted in the log
     """
 
-    path: Text | None = None
+    path: PathText | None = None
     split: Text = "train"
     subset: str | None = None
     synthetic: SyntheticConfig | None = None

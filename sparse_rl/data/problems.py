@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 logger = logging.getLogger(__name__)
+MOST_LEVELS = 64  # of JSON
+JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def load_data(
@@ -143,6 +146,7 @@ def _read(config: DataConfig) -> Dataset:
     if path.stat().st_size == 0:
         raise UserError(f"{config.path} is empty", "path")
     suffix = path.suffix.lower()
+    _refuse_deep(path, suffix)
     reader = {".jsonl": "json"}.get(suffix, suffix[1:])
     try:
         return datasets.load_dataset(reader, data_files=str(path), split=config.split)
@@ -152,6 +156,26 @@ def _read(config: DataConfig) -> Dataset:
         cause = error.__cause__ or error
         problem = (_bad_line(path) if suffix == ".jsonl" else None) or str(cause) or type(cause).__name__
         raise UserError(f"{config.path} cannot be read: {problem}", "path") from error
+
+
+def _refuse_deep(path: Path, suffix: str) -> None:
+    """Raise UserError for JSON that nests deeper than any data: Arrow would follow it until the process dies."""
+    if suffix not in (".json", ".jsonl"):
+        return
+    with path.open("rb") as file:
+        for number, text in enumerate([file.read()] if suffix == ".json" else file, start=1):
+            if text.count(b"[") + text.count(b"{") > MOST_LEVELS and _levels(text) > MOST_LEVELS:
+                where = "" if suffix == ".json" else f", line {number}"
+                raise UserError(f"{path}{where}: lists and objects are nested more than {MOST_LEVELS} deep", "path")
+
+
+def _levels(text: bytes) -> int:
+    """The lists and objects of a JSON text that stand within one another, at most."""
+    level = deepest = 0
+    for bracket in re.findall(rb"[\[{\]}]", JSON_STRING.sub(b"", text)):
+        level += 1 if bracket in b"[{" else -1
+        deepest = max(deepest, level)
+    return deepest
 
 
 def _bad_line(path: Path) -> str | None:

@@ -12,7 +12,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.errors import UserError
+from sparse_rl.config import show
+from sparse_rl.errors import UserError, one_line
 
 if TYPE_CHECKING:  # so that a path is answered before torch is imported
     from sparse_rl.policies.base import Policy
@@ -65,12 +66,14 @@ def saved_policy(directory: str | Path) -> Policy | None:
     if not file.is_file():
         return None
     try:
-        content = json.loads(file.read_text())
-        version = content.pop("format_version")
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise UserError("it is not a mapping")
+        version = content.pop("format_version", None)
         if version != POLICY_VERSION:
-            raise UserError(f"format version {version}, this reads {POLICY_VERSION}")
+            raise UserError(f"format version {show(version)}, this reads {POLICY_VERSION}")
         return make_policy(content)
-    except (ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be used: {error}") from error
 
 
@@ -104,7 +107,6 @@ def read_scorers(directory: str | Path, model: Any) -> None:
 
     Raises UserError where it is missing, unreadable, or of other scorers.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     file = Path(directory) / SCORER_FILE
@@ -112,5 +114,5 @@ def read_scorers(directory: str | Path, model: Any) -> None:
         raise UserError(f"{file} is missing: the model carries a learned policy without its scorers", "model")
     try:
         getattr(model, SCORERS).load_state_dict(load_file(file))
-    except (SafetensorError, RuntimeError, OSError) as error:
-        raise UserError(f"{file} cannot be used: {' '.join(str(error).split())}", "model") from error
+    except Exception as error:  # damaged, or of other scorers
+        raise UserError(f"{file} cannot be used: {one_line(error, 1000)}", "model") from error

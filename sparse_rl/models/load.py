@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.attention.families import cache_shape, check_replayable
-from sparse_rl.errors import UserError
+from sparse_rl.attention.families import cache_shape, check_replayable, check_sizes
+from sparse_rl.config import show
+from sparse_rl.errors import UserError, reason
 from sparse_rl.metrics import RECIPE_FILE
 from sparse_rl.models.directory import CONFIG_FILE, RUN_MODEL, attach_scorers, read_scorers, saved_policy
 from sparse_rl.models.hub import check_available
+from sparse_rl.models.weights import stored_shapes
 from sparse_rl.policies.kvpop import KVpop
+
+GENERATION_FILE = "generation_config.json"
 
 
 def load_config(model: str) -> Any:
@@ -21,7 +24,7 @@ def load_config(model: str) -> Any:
 
     Raises UserError: no such model, not a causal language model of the families, sliding windows, dropout.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     if Path(model).exists() and not (Path(model) / CONFIG_FILE).is_file():
         if (Path(model) / RECIPE_FILE).is_file():
@@ -30,14 +33,39 @@ def load_config(model: str) -> Any:
         raise UserError(f"{model} is not a model directory: it has no {CONFIG_FILE}", "model")
     check_available(model)
     try:
-        config = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"{model} is neither a model directory nor a hub name that can be read: {first}", "model"
-        ) from error
+        check_sizes(PreTrainedConfig.get_config_dict(model)[0], model)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except UserError:
+        raise
+    except Exception as error:  # what the library makes of a file that is none of its own
+        wrong = f"{model} is neither a model directory nor a hub name that can be read: {reason(error)}"
+        raise UserError(wrong, "model") from error
     check_replayable(config, model)
+    for found in (config, load_generation_config(model) if Path(model).is_dir() else None):
+        ends = getattr(found, "eos_token_id", None)
+        if any(type(end) is not int for end in (ends if isinstance(ends, list) else [ends]) if ends is not None):
+            raise UserError(
+                f"eos_token_id of {model} is {show(ends)}; it must be a token's number, or several", "model"
+            )
     return config
+
+
+def load_generation_config(model: str | Path) -> Any:
+    """How a directory or hub name says that it is sampled from, and ended; None where it does not.
+
+    Raises UserError where the file is there but cannot be read.
+    """
+    from transformers import GenerationConfig
+
+    is_here = (Path(model) / GENERATION_FILE).is_file()
+    if Path(model).is_dir() and not is_here:
+        return None
+    try:
+        return GenerationConfig.from_pretrained(str(model))
+    except Exception as error:  # what the library makes of a file that is none of its own
+        if not is_here and isinstance(error, OSError):  # a hub model without one
+            return None
+        raise UserError(f"{GENERATION_FILE} of {model} cannot be read: {reason(error)}", "model") from error
 
 
 def load_tokenizer(model: str) -> Any:
@@ -45,10 +73,10 @@ def load_tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"{model} has no tokenizer that can be read: {first}", "model") from error
+        tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", trust_remote_code=False)
+        tokenizer("text")
+    except Exception as error:  # what the libraries make of files that are none of their own
+        raise UserError(f"{model} has no tokenizer that can be read: {reason(error)}", "model") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -89,14 +117,14 @@ def untrained_model(directory: str | Path, seed: int, dtype: str = "float32") ->
     The weights are drawn in float32 on the CPU, and the global generator is left as it was.
     """
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
     config = load_config(str(directory))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with contextlib.suppress(OSError):  # a model need not have one
-        model.generation_config = GenerationConfig.from_pretrained(directory)
+    if (generation := load_generation_config(directory)) is not None:
+        model.generation_config = generation
     return model.to(getattr(torch, dtype))
 
 
@@ -105,8 +133,10 @@ def load_plain_model(directory: str | Path, dtype: str = "float32", key: str = "
     import torch
     from transformers import AutoModelForCausalLM
 
+    stored_shapes(directory, key)
     try:
-        return AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"the weights of {directory} cannot be read: {first}", key) from error
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
+        )
+    except Exception as error:  # what the library makes of files that are none of its own
+        raise UserError(f"the weights of {directory} cannot be read: {reason(error)}", key) from error

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from sparse_rl.config import Source, build, coerce, show, yaml_fields
+from sparse_rl.config import Source, build, coerce, names_a_file, show, yaml_fields
 from sparse_rl.errors import UserError, nearest
 from sparse_rl.metrics import RECIPE_FILE
 from sparse_rl.policies.config import EvictingConfig
 from sparse_rl.recipe.kinds import KINDS, Recipe
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.refused import refusal
-from sparse_rl.recipe.schema import apply_overrides, parse_yaml
+from sparse_rl.recipe.schema import MOST_CHARACTERS, apply_overrides, parse_yaml
 
 
 def _shipped() -> dict[str, Any]:
@@ -51,16 +51,19 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
     """The recipe in a YAML file, or a shipped one by its name, with `key=value` overrides applied; see make_recipe."""
     name = str(path_or_name)
     path = Path(name)
+    if not names_a_file(name):
+        raise UserError(f"{show(name)}: no file can have this name")
     if path.suffix not in (".yaml", ".yml") and name in (shipped := _shipped()):
         text = shipped[name].read_text(encoding="utf-8")
     elif path.is_file():
         try:
-            text = path.read_text(encoding="utf-8")
+            with path.open(encoding="utf-8") as file:
+                text = file.read(MOST_CHARACTERS + 1)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{name}: cannot be read: {error}") from None
     elif (path / RECIPE_FILE).is_file():
         raise UserError(f"{name}: the directory of a run, not a recipe; its recipe is {path / RECIPE_FILE}")
-    elif path.with_name(path.name + ".yaml").is_file():
+    elif Path(f"{name}.yaml").is_file():
         raise UserError(f"{name}: no shipped recipe has this name; for the file write {name}.yaml")
     else:
         names = list_recipes()

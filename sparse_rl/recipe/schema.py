@@ -1,7 +1,8 @@
 """YAML, and overrides of it from the command line. What a configuration makes of the values: sparse_rl/config.py.
 
 YAML is read with the 1.2 core rules for plain scalars, because the 1.1 rules of PyYAML turn `1e-6` into text, `no` into
-False and `2024-01-01` into a date. A key given twice is an error.
+False and `2024-01-01` into a date. A key given twice is an error, and so is a text that only a machine would write: of
+so many characters, levels or values, those that aliases repeat included.
 """
 
 from __future__ import annotations
@@ -13,17 +14,53 @@ from typing import Any
 import yaml
 
 from sparse_rl.config import show
-from sparse_rl.errors import UserError
+from sparse_rl.errors import UserError, one_line
 
 _FLOAT = re.compile(
     r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
 )
 _INT = re.compile(r"[-+]?[0-9][0-9_]*$")
 _SIGNED = list("-+.0123456789")
+MOST_CHARACTERS, MOST_VALUES, MOST_LEVELS, MOST_DIGITS = 100_000, 10_000, 32, 40
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {}  # none of PyYAML's own; filled below
+    yaml_implicit_resolvers = {}  # none of PyYAML's own, and none of its types beyond JSON's; filled below
+    yaml_constructors = {}
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.level = self.deepest = self.values = 0
+        self.whole: dict[Any, tuple[int, int]] = {}  # the values and the levels of each node that is complete
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Counts values and levels, as often as aliases repeat them, before anything is made of them."""
+        alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
+        values, deepest = self.values, self.deepest
+        self.level += 1
+        self.deepest = self.level
+        self._refuse_large(mark)
+        node = super().compose_node(parent, index)
+        if alias and node not in self.whole:
+            raise yaml.composer.ComposerError(None, None, "an alias stands within what it repeats", mark)
+        held = self.whole[node] if alias else (self.values - values + 1, self.deepest - self.level + 1)
+        self.whole[node] = held
+        self.values, self.deepest = values + held[0], max(deepest, self.level + held[1] - 1)
+        self.level -= 1
+        self._refuse_large(mark)
+        return node
+
+    def _refuse_large(self, mark: Any) -> None:
+        for count, most, what in ((self.values, MOST_VALUES, "values"), (self.deepest, MOST_LEVELS, "levels")):
+            if count > most:
+                raise yaml.composer.ComposerError(None, None, f"more than {most} {what}, aliases included", mark)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError):  # !!int abc
+            wrong = f"{show(node.value)} is no {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, wrong, node.start_mark) from None
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
         lines: dict[tuple[str, str], int] = {}
@@ -36,7 +73,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_integer(self, node: Any) -> int:
-        return int(self.construct_scalar(node).replace("_", ""))  # 010 is ten, not eight
+        digits = self.construct_scalar(node).replace("_", "")
+        if len(digits) > MOST_DIGITS:
+            wrong = f"a number of {len(digits)} digits; no setting takes more than {MOST_DIGITS}"
+            raise yaml.constructor.ConstructorError(None, None, wrong, node.start_mark)
+        return int(digits)  # 010 is ten, not eight
 
 
 class _Dumper(yaml.SafeDumper):
@@ -46,7 +87,18 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
+_CONSTRUCTORS: Any = (
+    (None, _Loader.construct_undefined),
+    ("null", _Loader.construct_yaml_null),
+    ("bool", _Loader.construct_yaml_bool),
+    ("int", _Loader.construct_integer),
+    ("float", _Loader.construct_yaml_float),
+    ("str", _Loader.construct_yaml_str),
+    ("seq", _Loader.construct_yaml_seq),
+    ("map", _Loader.construct_yaml_map),
+)
+for _tag, _construct in _CONSTRUCTORS:
+    _Loader.add_constructor(_tag and f"tag:yaml.org,2002:{_tag}", _construct)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:[tT]rue|TRUE|[fF]alse|FALSE)$"), list("tTfF"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"<<$"), ["<"])
@@ -56,13 +108,15 @@ for _class in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """The value of a YAML text; a syntax error or a duplicate key is a UserError with the line."""
+    """The value of a YAML text. Raises UserError, with the line where it can: no YAML, a duplicate key, too large."""
+    if len(text) > MOST_CHARACTERS:
+        raise UserError(f"{name}: longer than {MOST_CHARACTERS} characters, which no recipe is")
     try:
         return _unshared(yaml.load(text, Loader=_Loader))  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{name}{line}: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # a ValueError: an escape such as "\\UFFFFFFFF"
         raise UserError(f"{name}: not YAML: {error}") from None
 
 
@@ -84,16 +138,17 @@ def apply_overrides(mapping: dict[str, Any], overrides: Iterable[str]) -> frozen
     for text in overrides:
         key, equals, value = text.partition("=")
         *blocks, last = path = key.strip().split(".")
-        if not equals or not all(path):
-            raise UserError(f"command line: {text!r} is not of the form key=value or block.key=value")
+        if not equals or not all(path) or len(path) > MOST_LEVELS:
+            raise UserError(f"command line: {show(text)} is not of the form key=value or block.key=value")
         block = mapping
         for depth, name in enumerate(blocks):
             if block.get(name) is None:
                 block[name] = {}
             if not isinstance(block[name], dict):
                 where = ".".join(blocks[: depth + 1])
-                raise UserError(f"command line: {text}: {where} is not a block but {show(block[name])}; set it whole")
+                wrong = f"{where} is not a block but {show(block[name])}; set it whole"
+                raise UserError(f"command line: {one_line(text, 60)}: {wrong}")
             block = block[name]
-        block[last] = parse_yaml(value, f"command line: {text}")
+        block[last] = parse_yaml(value, f"command line: {one_line(text, 60)}")
         keys.add(".".join(path))
     return frozenset(keys)

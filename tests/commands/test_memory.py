@@ -24,7 +24,6 @@ from sparse_rl.commands.sizes import (
     count_parameters,
     lora_parameters,
     mask_bytes,
-    meta_model,
     redundancy_bytes,
     sdpa_mask_bytes,
     state_bytes,
@@ -33,6 +32,7 @@ from sparse_rl.commands.sizes import (
     training_state,
 )
 from sparse_rl.data.running_sum import build_model
+from sparse_rl.models.weights import meta_model
 from sparse_rl.policies import Entries, make_policy
 from sparse_rl.policies.scored_window import redundancy
 from sparse_rl.recipe import make_recipe

@@ -80,7 +80,7 @@ def test_the_map_wins_over_a_column_that_has_our_name(file):
     path = file([{"prompt": "theirs", "problem": "ours"}])
     assert load_data(config(path))["prompt"] == ["ours"]
     assert load_data(config(path, {}))["prompt"] == ["theirs"]
-    assert load_data(config(path, {})).column_names == ["prompt", "problem"]
+    assert load_data(config(str(path), {})).column_names == ["prompt", "problem"]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
@@ -262,3 +262,20 @@ def test_hub_failures_are_one_line(monkeypatch):
     )
     monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, split: datasets.Dataset.from_list(ROWS))
     assert len(load_data(config("org/name"))) == 9
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_json_that_nests_without_end_is_refused(file, tmp_path, suffix, opening):
+    """Arrow's reader recurses: 20,000 levels end the process."""
+    path = tmp_path / f"deep{suffix}"
+    shallow = (
+        '{"prompt": "' + "[{" * 500 + '", "more": ' + opening * 30 + "1" + {"[": "]", "{": "}"}[opening[0]] * 30 + "}"
+    )
+    path.write_text(shallow)
+    assert load_data(config(str(path), {})).column_names == [
+        "prompt",
+        "more",
+    ]  # the control: text may hold what it likes
+    path.write_text(shallow + "\n" + shallow.replace(opening * 30, opening * 20_000))
+    assert "nested more than 64 deep" in refused(config(str(path), {}))

@@ -13,6 +13,7 @@ from sparse_rl.config import (
     Positive,
     PositiveInt,
     Rule,
+    at_most,
 )
 from sparse_rl.errors import UserError
 
@@ -50,15 +51,15 @@ class SparseGRPOConfig(Configuration):
     top_p: Fraction = 1.0
     top_k: PositiveInt | None = None
     loss_type: Loss = "grpo"
-    epsilon: Positive = 0.2
-    epsilon_high: Positive | None = None
-    beta: NonNegative = 0.0
+    epsilon: Annotated[Positive, at_most(1000)] = 0.2
+    epsilon_high: Annotated[Positive, at_most(1000)] | None = None
+    beta: Annotated[NonNegative, at_most(1000)] = 0.0
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    num_iterations: PositiveInt = 1
+    num_iterations: Annotated[PositiveInt, at_most(1000)] = 1
     steps_per_generation: PositiveInt | None = None
     train_attention: Literal["replay", "full"] = "replay"
     importance_correction: Correction = "token_truncate"
-    importance_clip: AtLeastOne = 2.0
+    importance_clip: Annotated[AtLeastOne, at_most(1_000_000)] = 2.0
     zero_truncated_advantages: bool = True
     uniform_groups: Literal["keep", "drop"] = "keep"
     replay_guard: GuardConfig = field(default_factory=GuardConfig)

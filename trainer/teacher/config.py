@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from sparse_rl.config import Configuration, Text
+from sparse_rl.config import Configuration, PathText
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,6 @@ class TeacherConfig(Configuration):
     teacher_cache_dtype : of the log-probs in it
     """
 
-    teacher: Text | None = None
-    teacher_cache: Text | None = None
+    teacher: PathText | None = None
+    teacher_cache: PathText | None = None
     teacher_cache_dtype: Literal["float32", "bfloat16", "float16"] = "float16"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
 from rollout.config import RolloutConfig, SamplingConfig
-from sparse_rl.config import Configuration, NonNegativeInt, PositiveInt, Text, as_mapping, flat
+from sparse_rl.config import Configuration, PathText, PositiveInt, Seed, as_mapping, flat
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
 from sparse_rl.policies.config import PolicyConfig
@@ -52,16 +52,16 @@ class SampledProblems:
 class Recipe(Configuration):
     """What every kind of recipe has.
 
-    model : the directory of a model, or of a run that has left one, or a name on the hub
+    model : the directory of a model, or of a run that has left one, or a name on the hub; weights are safetensors only
     output_dir : the folder of the run
     dtype : of the computation
     """
 
     kind: ClassVar[str]
     trained: ClassVar[bool] = False
-    model: Text
-    output_dir: Text
-    seed: NonNegativeInt = 42
+    model: PathText
+    output_dir: PathText
+    seed: Seed = 42
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     trainer_options: dict[str, Any] = field(default_factory=dict, metadata=NOT_YAML)
     warnings: list[str] = field(default_factory=list, init=False)
@@ -201,6 +201,10 @@ class TrainRecipe(Recipe):
 
     def trains_model(self) -> bool:
         """Whether the model itself learns, and not only what is attached to it."""
+        return True
+
+    def reads_weights(self) -> bool:
+        """Whether it starts from the model's own weights."""
         return True
 
     # ---- batches ------------------------------------------------------------------------------------------------

@@ -31,6 +31,9 @@ class SFTRecipe(TrainRecipe):
     def columns(self) -> tuple[str, ...]:
         return ("prompt", "completion")
 
+    def reads_weights(self) -> bool:
+        return not self.sft.from_scratch
+
     def longest_row(self, prompt: int) -> int | None:
         return self.sft.max_length
 

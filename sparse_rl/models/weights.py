@@ -1,0 +1,100 @@
+"""Whether a model's directory holds weights that can be loaded, before any are: what the headers of its files say.
+
+Weights are safetensors, and nothing else is read: a pickle (pytorch_model.bin, *.pt) may run code as it is opened.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sparse_rl.errors import UserError, reason
+from sparse_rl.models.directory import CONFIG_FILE
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+ADAPTER = "adapter_config.json"
+CONVERT = (
+    "from transformers import AutoModelForCausalLM as M; "
+    "M.from_pretrained({0!r}, dtype='auto', use_safetensors=False).save_pretrained({0!r})"
+)
+
+
+def stored_shapes(model: str | Path, key: str = "model") -> dict[str, list[int]] | None:
+    """Name -> shape of each tensor that a directory's files hold; None for a hub name.
+
+    Raises UserError: no weights, pickled ones, or a file that is not whole.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return None
+    if (folder / ADAPTER).is_file():
+        raise UserError(f"{model} is an adapter ({ADAPTER}); merge it into its model, and name that", key)
+    if not (folder / WEIGHTS).is_file() and not (folder / INDEX).is_file():
+        pickled = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
+        if pickled:
+            convert = f'python -c "{CONVERT.format(str(model))}"'
+            wrong = f"{folder / pickled[0]} is a pickle, which may run code as it is read; weights are safetensors here"
+            raise UserError(f"{wrong}. If you trust it, convert it: {convert}", key)
+        raise UserError(f"{model} has no weights: there is no {WEIGHTS}", key)
+    file = folder / (WEIGHTS if (folder / WEIGHTS).is_file() else INDEX)
+    shapes: dict[str, list[int]] = {}
+    try:
+        for name in [WEIGHTS] if file.name == WEIGHTS else _shards(file):
+            file = folder / name
+            shapes |= _header(file)
+    except Exception as error:  # whatever the library says of a damaged file
+        raise UserError(f"{file} cannot be read ({reason(error)}); fetch or write it again", key) from error
+    return shapes
+
+
+def _shards(index: Path) -> list[str]:
+    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    if not names or any(Path(name).name != name for name in names):
+        raise ValueError("weight_map does not name files beside it")
+    return names
+
+
+def _header(file: Path) -> dict[str, list[int]]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        return {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+
+
+def meta_model(config: Any, model: str = "the model") -> Any:
+    """The model of a configuration without its memory. Raises UserError where there can be none."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    except Exception as error:  # what a constructor makes of values that its configuration class lets pass
+        raise UserError(f"{CONFIG_FILE} of {model} describes no model: {reason(error)}", "model") from error
+
+
+def check_weights(config: Any, model: str, key: str = "model") -> Any:
+    """The model of a configuration without its memory.
+
+    Raises UserError where the directory's weights cannot be loaded, or are not those of its configuration.
+    """
+    shapes = stored_shapes(model, key)
+    made = meta_model(config, model)
+    if shapes is None or getattr(config, "quantization_config", None) is not None:
+        return made
+    names: dict[int, list[str]] = {}  # of each parameter, tied ones together
+    sizes: dict[int, list[int]] = {}
+    for name, weight in made.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+        sizes[id(weight)] = list(weight.shape)
+    prefix = f"{made.base_model_prefix}."
+    for one, called in names.items():
+        stored = next((n for name in called for n in (name, name.removeprefix(prefix)) if n in shapes), None)
+        if stored is None:
+            raise UserError(f"the weights of {model} lack {called[0]}, which its {CONFIG_FILE} asks for", key)
+        if shapes[stored] != sizes[one]:
+            wrong = f"{stored} is {shapes[stored]} in the weights of {model}, {sizes[one]} by its {CONFIG_FILE}"
+            raise UserError(f"{wrong}; one of them is of another model", key)
+    return made

@@ -1,0 +1,232 @@
+"""A model's directory is safetensors and whole, or it is refused in one line before anything of it is used.
+
+Damage is drawn from a class: each file cut off, overwritten, emptied or gone, and each value of its JSON replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from sparse_rl.data.running_sum import save_untrained
+from sparse_rl.errors import LONGEST, UserError
+from sparse_rl.models.directory import POLICY_FILE, save_policy, saved_policy
+from sparse_rl.models.load import load_config, load_model, load_plain_model, load_tokenizer
+from sparse_rl.models.weights import CONVERT, INDEX, WEIGHTS, check_weights
+from sparse_rl.policies import make_policy
+
+TEXT = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", POLICY_FILE)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "whole"
+    save_untrained(folder, 0)
+    save_policy(folder, make_policy("streaming", budget=16))
+    assert {*TEXT, WEIGHTS} <= {file.name for file in folder.iterdir()}
+    return folder
+
+
+@pytest.fixture
+def damaged(whole: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+def refusal(folder: Path) -> str | None:
+    """The line that refuses a directory before a training starts; None where it is taken, and then it is used."""
+    start, place = time.process_time(), str(folder)
+    try:
+        config = load_config(place)
+        check_weights(config, place)
+        tokenizer = load_tokenizer(place)
+        saved_policy(place)
+        model = load_model(place)
+    except UserError as error:
+        line = str(error)
+        assert line.isprintable() and 0 < len(line) <= LONGEST, line
+        return line
+    finally:
+        assert time.process_time() - start < 10
+    assert tokenizer("Qa1?")["input_ids"]
+    assert all(weight.numel() for weight in model.parameters())
+    return None
+
+
+# ---- the class -----------------------------------------------------------------------------------------------------
+
+VALUES = (None, True, -1, 0, 1, 3, 2**31, 2**70, 1e308, -0.5, "", "nonsense", "\ud800", [], ["a"], {}, {"a": [1]})
+
+
+def places(value: Any, path: tuple = ()) -> list[tuple]:
+    """The path of every value in JSON; of a long list its first."""
+    found = [path] if path else []
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
+    for key, item in list(inner)[:40]:
+        found += places(item, (*path, key))
+    return found
+
+
+@st.composite
+def damages(draw: Any) -> Callable[[Path], None]:
+    """What is done to a directory."""
+    name = draw(st.sampled_from((*TEXT, "config.json", WEIGHTS, WEIGHTS)))
+    how = draw(st.sampled_from(("cut", "bytes", "whole", "gone", "folder", "value", "value", "value", "less")))
+    share, junk = draw(st.floats(0, 1)), draw(st.binary(min_size=1, max_size=12))
+    content = draw(
+        st.sampled_from((b"", b"{}", b"[]", b"null", b"5", b'{"a": 1}', b"[" * 20_000, b"\xff\xfe", b"{" * 9))
+    )
+    value, pick = draw(st.sampled_from(VALUES)), draw(st.integers(0, 10**6))
+
+    def damage(folder: Path) -> None:
+        file = folder / name
+        data = file.read_bytes()
+        at = int(share * len(data))
+        if how == "gone":
+            file.unlink()
+        elif how == "folder":
+            file.unlink()
+            file.mkdir()
+        elif how in ("value", "less") and name in TEXT:
+            read = json.loads(data)
+            *path, last = (found := places(read))[pick % len(found)]
+            block = read
+            for key in path:
+                block = block[key]
+            if how == "less" and isinstance(block, dict):
+                del block[last]
+            else:
+                block[last] = value
+            file.write_text(json.dumps(read))
+        elif how == "whole":
+            file.write_bytes(content)
+        else:
+            file.write_bytes(data[:at] + (junk + data[at + len(junk) :] if how == "bytes" else b""))
+
+    return damage
+
+
+def check(whole: Path, folder: Path, damage: Callable[[Path], None]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(whole, folder)
+    damage(folder)
+    refusal(folder)
+
+
+ONE_FOLDER = [HealthCheck.function_scoped_fixture]
+
+
+@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=ONE_FOLDER)
+@given(damages())
+def test_a_damaged_model_is_refused_in_one_line(whole: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    check(whole, tmp_path / "model", damage)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None, suppress_health_check=ONE_FOLDER)
+@given(damages())
+def test_a_thousand_damaged_models(whole: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    check(whole, tmp_path / "model", damage)
+
+
+# ---- what it met ---------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_model_is_taken(damaged: Path) -> None:
+    """The control; also in shards, and one that was saved without the head's prefix."""
+    assert refusal(damaged) is None
+    weights = load_file(damaged / WEIGHTS)
+    half = len(weights) // 2
+    shards = {"a.safetensors": list(weights)[:half], "b.safetensors": list(weights)[half:]}
+    for name, mine in shards.items():
+        save_file({one: weights[one] for one in mine}, damaged / name, {"format": "pt"})
+    (damaged / WEIGHTS).unlink()
+    index = {"metadata": {}, "weight_map": {one: name for name, mine in shards.items() for one in mine}}
+    (damaged / INDEX).write_text(json.dumps(index))
+    assert refusal(damaged) is None
+    (damaged / "b.safetensors").unlink()
+    assert "b.safetensors cannot be read" in str(refusal(damaged))
+    index["weight_map"] = dict.fromkeys(weights, "../whole/model.safetensors")
+    (damaged / INDEX).write_text(json.dumps(index))
+    assert "does not name files beside it" in str(refusal(damaged))
+
+
+@pytest.mark.parametrize("share", [0, 0.0001, 0.01, 0.5, 0.99999])
+def test_a_broken_download_is_refused(damaged: Path, share: float) -> None:
+    data = (damaged / WEIGHTS).read_bytes()
+    (damaged / WEIGHTS).write_bytes(data[: int(share * len(data))])
+    assert f"{damaged / WEIGHTS} cannot be read" in str(refusal(damaged))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("num_key_value_heads", -1, "num_key_value_heads is -1 in config.json"),
+        ("num_key_value_heads", 3, "3 kv heads do not divide 4 heads"),
+        ("num_key_value_heads", 4, "k_proj.weight is [64, 64] in the weights of"),
+        ("num_attention_heads", 0, "num_attention_heads is 0"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000"),
+        ("num_hidden_layers", 3, "lack model.layers.2."),
+        ("vocab_size", "64", "vocab_size is '64'"),
+        ("hidden_act", "nonsense", "describes no model"),
+        ("eos_token_id", "nonsense", "eos_token_id of"),
+        ("eos_token_id", [1, "x"], "eos_token_id of"),
+    ],
+)
+def test_nonsense_in_the_configuration_does_not_pass(damaged: Path, name: str, value: Any, says: str) -> None:
+    config = json.loads((damaged / "config.json").read_text())
+    config.pop("layer_types", None)
+    (damaged / "config.json").write_text(json.dumps({**config, name: value}))
+    assert says in str(refusal(damaged))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}', "\0"])
+def test_nonsense_in_what_ends_a_text_is_not_passed_over(damaged: Path, text: str) -> None:
+    """transformers takes a file that it cannot read for none: the model would not stop where it did."""
+    (damaged / "generation_config.json").write_text(text)
+    assert refusal(damaged)
+    (damaged / "generation_config.json").unlink()
+    assert refusal(damaged) is None  # the control: it need not be there
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_a_pickle_is_not_read_and_the_line_converts_it(damaged: Path, tmp_path: Path, name: str) -> None:
+    weights = load_file(damaged / WEIGHTS)
+    (damaged / WEIGHTS).unlink()
+    (damaged / name).write_bytes(pickle.dumps(Touch(tmp_path / "touched")))
+    for load in (refusal, lambda place: load_plain_model(place)):
+        try:
+            line = load(damaged)
+        except UserError as error:
+            line = str(error)
+        assert f"{damaged / name} is a pickle" in line and CONVERT.format(str(damaged)) in line
+    assert not (tmp_path / "touched").exists()
+    if name == "pytorch_model.bin":
+        torch.save(weights, damaged / name)
+        exec(CONVERT.format(str(damaged)))
+        assert refusal(damaged) is None
+        again = load_file(damaged / WEIGHTS)
+        assert again.keys() == weights.keys() and all(torch.equal(again[one], weights[one]) for one in weights)
+    pickle.loads(pickle.dumps(Touch(tmp_path / "touched")))
+    assert (tmp_path / "touched").exists()  # the control

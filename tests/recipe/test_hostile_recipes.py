@@ -1,0 +1,209 @@
+"""Whatever a recipe or an override says, the answer is a recipe that can be written down, or one bounded line, at once.
+
+Drawn from a class: hostile YAML in each place where YAML is read, and for each key the values that no one means.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_rl.errors import LONGEST, UserError
+from sparse_rl.recipe import Recipe, load_recipe, make_recipe
+from sparse_rl.recipe.schema import MOST_CHARACTERS, MOST_LEVELS, MOST_VALUES, parse_yaml
+
+DATA = "data: {synthetic: {task: running_sum, size: 8}}, validation: {data: {path: x.jsonl, max_prompt_tokens: 8}}"
+CACHE = "cache: {policy: gkv, budget: 512}, rollout: {kv_cache_gb: 1}"
+TEXTS = {
+    "grpo": f"{{kind: grpo, model: m, output_dir: o, {DATA}, {CACHE}, rewards: [math], lora: {{r: 4}}}}",
+    "distill": f"{{kind: distill, model: m, output_dir: o, {DATA}, {CACHE}, teacher: t, top_k: 8, teacher_cache: c}}",
+    "kvpop": f"{{kind: kvpop, model: m, output_dir: o, {DATA}, cache: {{policy: kvpop, budget: 512}}}}",
+    "sft": "{kind: sft, model: m, output_dir: o, data: {synthetic: {task: running_sum, size: 8}}, lora: {r: 4}}",
+    "eval": "{kind: eval, model: m, output_dir: o, tasks: {a: {path: x.jsonl}}, cache: {policy: cake, budget: 64}}",
+}
+
+
+def keys_of(mapping: dict[str, Any], prefix: str = "") -> list[str]:
+    """Every dotted key, of a block also the block's own."""
+    inner = [keys_of(value, f"{prefix}{key}.") for key, value in mapping.items() if isinstance(value, dict)]
+    return [*(prefix + key for key in mapping), *(key for keys in inner for key in keys)]
+
+
+KEYS = {kind: keys_of(make_recipe(parse_yaml(text, kind)).resolved()) for kind, text in TEXTS.items()}
+
+
+def answer(text: str, overrides: Sequence[str] = ()) -> Recipe | str:
+    """The recipe, which can be written down and read again; or the line that refuses it, whose form is checked."""
+    start = time.process_time()
+    try:
+        recipe = make_recipe(parse_yaml(text, "r.yaml"), overrides, "r.yaml")
+    except UserError as error:
+        line = str(error)
+        assert line.isprintable() and 0 < len(line) <= LONGEST, line
+        return line
+    finally:
+        assert time.process_time() - start < 10
+    make_recipe(parse_yaml(recipe.as_yaml(), "again"))
+    recipe.as_yaml().encode()
+    return recipe
+
+
+# ---- the class -----------------------------------------------------------------------------------------------------
+
+WORDS = ("a", "no", "1e-6", "010", ".inf", ".nan", "1e999", "-0", "~", "<<", "=", "2024-01-01", "math", "1_000")
+NUMBERS = (0, 1, -1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64, 10**39, 1e-320, 1e-30, 1e30, 1e38, 1e308, -1e308)
+TAGS = ("int", "float", "bool", "null", "str", "seq", "map", "set", "omap", "pairs", "binary", "timestamp", "merge")
+ESCAPES = ("\\0", "\\ud800", "\\U00110000", "\\UFFFFFFFF", "\\x1b[2J", "\\N", "\\xqq", "\\e")
+SIZES = st.sampled_from((1, 7, MOST_LEVELS, MOST_LEVELS + 1, 300, 5_000, 20_000, MOST_CHARACTERS + 1))
+
+
+def bomb(opening: str, closing: str, levels: int, width: int) -> str:
+    """Each level repeats the one before: width ** levels values in a few hundred characters."""
+    lines = [f"&a0 {opening}x{': 1' if opening == '{' else ''}{closing}"]
+    for level in range(1, levels):
+        again = ", ".join([f"*a{level - 1}"] * width)
+        lines.append(f"&a{level} " + (f"{{<<: [{again}]}}" if opening == "{" else f"[{again}]"))
+    return "[" + ",\n ".join(lines) + "]"
+
+
+VALUES = st.one_of(
+    st.sampled_from(WORDS),
+    st.sampled_from(NUMBERS).map(str),
+    SIZES.map(lambda size: "7" * size),
+    SIZES.map(lambda size: "a" * size),
+    SIZES.map(lambda size: "/".join(["a"] * size)),
+    SIZES.map(lambda size: "[" * size),
+    SIZES.map(lambda size: "[" * size + "]" * size),
+    SIZES.map(lambda size: "{a: " * size + "1" + "}" * size),
+    SIZES.map(lambda size: "? " * size),
+    st.sampled_from(ESCAPES).map(lambda escape: f'"{escape}"'),
+    st.builds("!!{} {}".format, st.sampled_from(TAGS), st.sampled_from((*WORDS, "''", "[1]", "{a: 1}", "[{a: 1}]"))),
+    st.sampled_from(("!x a", "!!python/object/apply:os.system [ls]", "&a [*a]", "&a {b: *a}", "*a", "{[a]: 1}")),
+    st.sampled_from(
+        ("{1: 2}", "{~: 1}", "{a: 1, a: 2}", "[a, {b: [~]}]", "{? {a: 1} : 2}", "--- 1\n--- 2", "%YAML 9.9")
+    ),
+    st.builds(bomb, st.just("["), st.just("]"), st.integers(1, 30), st.integers(1, 9)),
+    st.builds(bomb, st.just("{"), st.just("}"), st.integers(1, 30), st.integers(1, 9)),
+    st.text(max_size=30),
+)
+KINDS = st.sampled_from(sorted(TEXTS))
+
+
+@st.composite
+def cases(draw: Any) -> tuple[str, list[str]]:
+    """A recipe of some kind, with hostile values as overrides, as a further line, or in the middle of its text."""
+    kind, value = draw(KINDS), draw(VALUES)
+    text, key = TEXTS[kind], draw(st.sampled_from(KEYS[kind]))
+    where = draw(st.sampled_from(("override", "override", "override", "text", "middle", "whole", "key")))
+    if where == "override":
+        return text, [f"{key}={value}"]
+    if where == "key":
+        return text, [f"{draw(st.sampled_from((value, f'{key}.{value}', key + '.x' * 9000)))}=1"]
+    if where == "text":
+        return f"{text[:-1]},\n {key.partition('.')[0]}x: {value}}}", []
+    at = draw(st.integers(0, len(text)))
+    return (value if where == "whole" else text[:at] + value + text[at + draw(st.integers(0, 9)) :]), []
+
+
+def check(case: tuple[str, list[str]]) -> None:
+    text, overrides = case
+    answer(text, overrides)
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(cases())
+def test_a_hostile_recipe_is_refused_in_one_line(case: tuple[str, list[str]]) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@given(cases())
+def test_a_thousand_hostile_recipes(case: tuple[str, list[str]]) -> None:
+    check(case)
+
+
+# ---- what it met ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (bomb("[", "]", 9, 9), f"more than {MOST_VALUES} values, aliases included"),
+        (bomb("{", "}", 9, 9), f"more than {MOST_VALUES} values"),
+        ("[" * 1000 + "]" * 1000, f"line 1: more than {MOST_LEVELS} levels"),
+        ("{a: " * 1000 + "1" + "}" * 1000, f"more than {MOST_LEVELS} levels"),
+        ("!!int abc", "line 1: 'abc' is no int"),
+        ("!!float ''", "'' is no float"),
+        ("!!bool abc", "'abc' is no bool"),
+        ("!!timestamp 1", "could not determine a constructor"),
+        ("7" * 5000, "a number of 5000 digits"),
+        ("&a [*a]", "an alias stands within what it repeats"),
+        ('"\\UFFFFFFFF"', "not YAML"),
+        ("a" * (MOST_CHARACTERS + 1), f"longer than {MOST_CHARACTERS} characters"),
+    ],
+)
+def test_what_is_wrong_is_said_of_files_and_overrides_alike(value: str, says: str) -> None:
+    for line in (answer(f"kind: sft\nseed: {value}"), answer(TEXTS["sft"], [f"seed={value}"])):
+        assert isinstance(line, str) and says.removeprefix("line 1: ") in line and len(line) < 300, line
+    assert says in answer(TEXTS["sft"], [f"seed={value}"])
+
+
+def test_the_limits_are_beyond_what_anyone_writes() -> None:
+    """The control: as many values, levels and aliases as are allowed, and text that is not ASCII."""
+    deep = "[" * MOST_LEVELS + "]" * MOST_LEVELS
+    assert str(parse_yaml(deep, "x")).count("[") == MOST_LEVELS
+    aliases = "[&a [1, 2], " + ", ".join(["*a"] * 3000) + "]"
+    assert parse_yaml(aliases, "x") == [[1, 2]] * 3001
+    assert isinstance(answer(TEXTS["sft"], ["run_name='größer – 大'", "seed=4294967295"]), Recipe)
+    assert isinstance(answer(TEXTS["eval"].replace("{path", "&d {path").replace("tasks: {a", "tasks: {a")), Recipe)
+
+
+@pytest.mark.parametrize("size", [1_000, 50_000])
+def test_a_wrong_value_is_not_repeated(size: int) -> None:
+    for key in ("seed", "model.x", "cache.policy", "dtype", "no_such_key", "data.columns", "a" * size):
+        line = answer(TEXTS["grpo"], [f"{key}={'z' * size}"])
+        assert isinstance(line, str) and line.count("z") < 200 + LONGEST * (len(key) == size), (key, line)
+
+
+# ---- bounds of values ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "override", "says"),
+    [
+        ("sft", "seed=4294967296", "seed: expected a whole number of at most 4,294,967,295, got 4294967296"),
+        ("grpo", "epsilon=1e308", "epsilon: expected a number"),
+        ("grpo", "beta=1e308", "beta: expected a number"),
+        ("grpo", "importance_clip=1e308", "importance_clip: expected a number"),
+        ("grpo", "epsilon=1e29", "epsilon: expected a number of at most 1,000, got 1e+29"),
+        ("grpo", "num_iterations=18446744073709551616", "num_iterations: expected a whole number of at most 2,147"),
+        ("grpo", "num_iterations=2147483647", "num_iterations: expected a whole number of at most 1,000"),
+        ("sft", "num_train_epochs=1e308", "num_train_epochs: expected a number"),
+        ("sft", "num_train_epochs=1e29", "num_train_epochs: expected a number of at most 1,000,000"),
+        ("grpo", "rollout.kv_cache_gb=1e29", "rollout.kv_cache_gb: expected a number of at most 1,000,000"),
+        ("sft", "lora.target_modules='['", "lora.target_modules: is no regular expression"),
+        ("sft", "output_dir=" + "a" * 256, "output_dir: expected text with names of at most 255 bytes"),
+        ("sft", "model=" + "a" * 256, "model: expected text with names of at most 255 bytes"),
+        ("sft", 'output_dir="a\\0b"', "output_dir: holds a character that no file takes"),
+        ("sft", 'output_dir="\\ud800"', "output_dir: holds a character that no file takes"),
+        ("sft", "learning_rate=1" + "0" * 39, "learning_rate: expected a number below"),
+    ],
+)
+def test_a_value_that_training_would_fail_on_is_refused_where_its_key_is_declared(
+    kind: str, override: str, says: str
+) -> None:
+    line = answer(TEXTS[kind], [override])
+    assert isinstance(line, str) and says in line and len(line) < 300, line
+
+
+@pytest.mark.parametrize("name", [".", "/", "", "..", "a" * 300, "a\0b", "\ud800", "a/" * 3000])
+def test_what_names_no_recipe(name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(name)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < LONGEST
