@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
-from sparse_rl.errors import UserError
+from sparse_rl.errors import NotFiniteError, UserError
 from trainer.arguments import refusals
 from trainer.checkpoint import (
     PARTIAL,
@@ -29,11 +29,13 @@ from trainer.checkpoint import (
     digests,
     failure,
     keep_last,
+    newest_whole,
     publish,
     remove,
     set_aside_later,
     write_manifest,
 )
+from trainer.finite import not_finite_metric, not_finite_weight
 from trainer.rundir import versions
 
 logger = logging.getLogger("sparse_rl")
@@ -71,7 +73,29 @@ class Resumable(Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with refusals():
             super().__init__(*args, **kwargs)
+        self.args.logging_nan_inf_filter = False  # it hides a loss that is NaN, and waits for the device at every batch
         self.add_callback(_AtStart(self))
+
+    # ---- what has to be a number ----------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        skipped = self.accelerator.optimizer_step_was_skipped  # float16: the gradient overflowed, and was not used
+        self._stop_at(not_finite_metric({k: v for k, v in logs.items() if not (skipped and k == "grad_norm")}))
+        super().log(logs, *args, **kwargs)
+
+    def stop_unless_finite(self) -> None:
+        """Before anything is kept: raise NotFiniteError, on every process, where one has a weight that is no number."""
+        loss = {"loss": self._tr_loss.item()} if self.is_in_train else {}  # since the last log
+        own = not_finite_metric(loss) or not_finite_weight(self.model.named_parameters())
+        self._stop_at(next(filter(None, gather_object([own])), None))
+
+    def _stop_at(self, reason: str | None) -> None:
+        if reason is not None:
+            run = Path(self._get_output_dir(None))
+            newest = newest_whole(run)
+            kept = f"{newest} is whole" if newest else f"{run} has no checkpoint"
+            mend = "start again with a lower learning_rate or max_grad_norm"
+            raise NotFiniteError(f"at step {self.state.global_step} {reason}: {mend}; {kept}")
 
     # ---- what is kept ---------------------------------------------------------------------------------------------
 
@@ -108,6 +132,7 @@ class Resumable(Trainer):
         return os.path.join(folder, PARTIAL) if self._writing else folder
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.stop_unless_finite()
         run, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
         made = run / PARTIAL / name
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
