@@ -29,14 +29,7 @@ def locked(output_dir: str) -> Iterator[None]:
 
     For the one process of a launch that writes: its first. Raises UserError where another run has it.
     """
-    folder = Path(output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK_FILE).open("a+")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} cannot be written: {error}", "output_dir") from error
-    with file:
-        _take(file, folder)
+    with _taken(Path(output_dir)) as file:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -45,20 +38,25 @@ def locked(output_dir: str) -> Iterator[None]:
 
 def refuse_running(output_dir: str) -> None:
     """Raise UserError where a run is writing in output_dir now."""
-    folder = Path(output_dir)
-    if (folder / LOCK_FILE).is_file():
-        with (folder / LOCK_FILE).open("a+") as file:
-            _take(file, folder)
+    if (Path(output_dir) / LOCK_FILE).is_file():
+        _taken(Path(output_dir)).close()
 
 
-def _take(file: IO[str], folder: Path) -> None:
+def _taken(folder: Path) -> IO[str]:
+    """The open file, with the lock on it; closing drops it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK_FILE).open("a+")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} cannot be written: {error}", "output_dir") from error
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (EACCES, EAGAIN):
             file.seek(0)
             who = file.read(300).strip() or "another process"
-            raise UserError(
-                f"{folder} is in use by a run: {who}; wait, stop it, or choose another", "output_dir"
-            ) from None
+            file.close()
+            wrong = f"{folder} is in use by a run: {who}; wait, stop it, or choose another"
+            raise UserError(wrong, "output_dir") from None
         logger.warning("the file system of %s has no locks (%s): start no second run there", folder, error.strerror)
+    return file

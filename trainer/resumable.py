@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,8 +66,10 @@ def reading(checkpoint: str | None) -> Iterator[None]:
     except (UserError, StoppedError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        first = str(error).strip().partition("\n")[0][:200]
-        raise UserError(f"{checkpoint} cannot be loaded: {type(error).__name__}: {first}", "--resume") from error
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+        if isinstance(error, pickle.UnpicklingError):  # torch's words advise to trust it
+            why = "a file of it is not plain data as torch saves it"
+        raise UserError(f"{checkpoint} cannot be loaded: {why}", "--resume") from error
     finally:
         del os.environ[DATA_ONLY]
         if forced is not None:

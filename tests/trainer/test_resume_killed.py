@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from trainer_runs import GRPO_KEYS, timeless
+from trainer_runs import GRPO_KEYS, Bomb, craft, timeless
 
 from sparse_rl.metrics import read_metrics
-from trainer.checkpoint import MANIFEST, checkpoints, damage, digests, read_manifest, write_manifest
+from trainer.checkpoint import checkpoints, damage
 
 ROOT = Path(__file__).parents[2]
 COMMON = {
@@ -159,16 +158,6 @@ def test_a_damaged_checkpoint_is_skipped_and_its_end_is_the_same(runs: Runs) -> 
     assert status == 2 and said == f"sparse-rl: {line}\n"
 
 
-class Bomb:
-    """Runs a command where it is unpickled."""
-
-    def __init__(self, made: Path) -> None:
-        self.made = made
-
-    def __reduce__(self) -> tuple:
-        return Path.touch, (self.made,)
-
-
 @pytest.mark.parametrize(
     "file", slowly(("optimizer.pt", "scheduler.pt", "rng_state.pth", "progress_0.pt"), "optimizer.pt", "scheduler.pt")
 )
@@ -180,12 +169,7 @@ def test_no_code_in_a_checkpoint_runs(file: str, runs: Runs) -> None:
     for content in contents if file == "progress_0.pt" else contents[:1]:
         shutil.rmtree(place.parent, ignore_errors=True)
         shutil.copytree(runs.folder / "sft-whole/checkpoint-5", place)
-        assert (place / file).is_file()
-        (place / file).write_bytes(content) if isinstance(content, bytes) else torch.save(content, place / file)
-        about = read_manifest(place)
-        (place / MANIFEST).unlink()
-        about = {name: value for name, value in about.items() if name not in ("format_version", "files")}
-        write_manifest(place, digests(place), **about)
+        craft(place / file, content)
         status, said = runs("sft", "crafted", "--resume")
         assert status == 2 and not made.exists(), said
         assert only_line(said).startswith("sparse-rl: error: --resume: crafted/checkpoint-5 cannot be loaded: "), said
