@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from sparse_rl.errors import NotWrittenError, UserError
@@ -29,6 +30,10 @@ MANIFEST = "manifest.json"
 PARTIAL = "_partial"  # the hub's uploads leave out what begins with an underscore
 READERS = 4  # files hashed at a time
 FULL = 16 * 2**20  # bytes free below which a write that failed has filled the disk
+ABOUT = {"step": int, "processes": int, "zero_stage": int, "recipe": (dict, NoneType), "versions": dict, "files": dict}
+FILE = {"size": int, "sha256": str}
+DEEPEST = 20  # levels in a manifest; a recipe has a few
+LOADED = (".pt", ".pth", ".bin", ".safetensors")  # what a library may load because it lies there
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -95,8 +100,8 @@ def failure(what: str, folder: Path, error: Exception) -> NotWrittenError:
     """The error of a write that failed, in a run directory, which may have filled the disk."""
     full = disk_is_full(error, folder)
     why = "the disk is full" if full else f"{type(error).__name__}: {' '.join(str(error).split())}"
-    whole = whole_checkpoints(folder)
-    kept = f"{whole[-1].name} is whole, --resume continues from it" if whole else "there is no checkpoint before it"
+    newest = newest_whole(folder)
+    kept = f"{newest.name} is whole, --resume continues from it" if newest else "there is no checkpoint before it"
     return NotWrittenError(what, f"{why}; in {folder} {kept}")
 
 
@@ -116,6 +121,10 @@ def step_of(checkpoint: Path) -> int:
 def whole_checkpoints(folder: Path) -> list[Path]:
     """Those whose files are all there in their sizes, by step."""
     return [path for path in checkpoints(folder) if damage(path, contents=False) is None]
+
+
+def newest_whole(folder: Path) -> Path | None:
+    return next(reversed(whole_checkpoints(folder)), None)
 
 
 def keep_last(folder: Path, limit: int | None, best: str | None = None) -> None:
@@ -154,14 +163,30 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"{MANIFEST} is missing")
     try:
         content = json.loads(file.read_text())
-        expected = content.pop("checksum")
-    except (ValueError, KeyError, AttributeError):
+        expected, found = content.pop("checksum"), _checksum(content)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise UserError(f"{MANIFEST} is truncated or altered") from None
-    if expected != _checksum(content):
+    if expected != found:
         raise UserError(f"{MANIFEST} has been altered")
-    if content["format_version"] != FORMAT_VERSION:
-        raise UserError(f"it has format version {content['format_version']}, this version reads {FORMAT_VERSION}")
+    if (version := content.get("format_version")) != FORMAT_VERSION:
+        raise UserError(f"it has format version {str(version)[:20]}, this version reads {FORMAT_VERSION}")
+    if wrong := _missing(content, ABOUT):
+        raise UserError(f"{MANIFEST} does not say what it must of: {', '.join(wrong)}")
+    if not all(isinstance(of, dict) and not _missing(of, FILE) for of in content["files"].values()):
+        raise UserError(f"{MANIFEST} does not give size and sha256 of each file")
+    if _deeper(content, DEEPEST):
+        raise UserError(f"{MANIFEST} is nested more than {DEEPEST} deep")
     return content
+
+
+def _missing(content: Mapping[str, Any], kinds: Mapping[str, Any]) -> list[str]:
+    """The names that have no value of their kind."""
+    return [name for name, kind in kinds.items() if not isinstance(content.get(name, ...), kind)]
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    within = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(_deeper(one, levels - 1) for one in within)
 
 
 def damage(folder: Path, contents: bool = True) -> str | None:
@@ -171,16 +196,25 @@ def damage(folder: Path, contents: bool = True) -> str | None:
     """
     try:
         files = read_manifest(folder)["files"]
+        return next(_of_another_size(folder, files), None) or (
+            next(_altered(folder, files), None) if contents else None
+        )
     except UserError as error:
         return str(error)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+
+
+def _of_another_size(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for name, noted in files.items():
         file = folder / name
         if not file.is_file():
-            return f"{name} is missing"
-        if (size := file.stat().st_size) != noted["size"]:
+            yield f"{name} is missing"
+        elif (size := file.stat().st_size) != noted["size"]:
             word = "truncated" if size < noted["size"] else "altered"
-            return f"{name} is {word} ({size} bytes, {noted['size']} were written)"
-    return next(_altered(folder, files), None) if contents else None
+            yield f"{name} is {word} ({size} bytes, {noted['size']} were written)"
+    present = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.suffix in LOADED)
+    yield from (f"{name} is not of it: {MANIFEST} does not name it" for name in present if name not in files)
 
 
 def _altered(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

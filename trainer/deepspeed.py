@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,3 +64,14 @@ def outside_deepspeed(args: Any) -> Iterator[None]:
     finally:
         if getattr(args, "hf_deepspeed_config", None) is not None:
             deepspeed.set_hf_deepspeed_config(args.hf_deepspeed_config)
+
+
+def deepspeed_classes() -> list[Any]:
+    """The classes in what DeepSpeed writes, which torch may make of data; none where it is not in use."""
+    if "deepspeed" not in sys.modules:
+        return []
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]

@@ -8,12 +8,13 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
-from sparse_rl.errors import StoppedError
+from sparse_rl.errors import NotFiniteError, StoppedError
 from sparse_rl.models.directory import save_policy, saved_policy
 from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.policies.registry import make_policy
 from trainer.card import model_card
 from trainer.checkpoint import PARTIAL, clear_partial, failure, publish
+from trainer.finite import not_finite_weight
 from trainer.resumable import HUB_ERRORS
 from trainer.rundir import versions
 
@@ -26,6 +27,7 @@ def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig |
     lora : merge the adapter into it, and write the adapter beside it
     cache : the policy that the directory is to carry; None: none, or the trainer writes it
     """
+    trainer.stop_unless_finite()
     made = place.parent / PARTIAL
     try:
         _write_model(trainer, made / place.name, lora, cache)
@@ -48,7 +50,10 @@ def _write_model(trainer: Any, folder: Path, lora: bool, cache: PolicyConfig | N
     if lora:
         trainer.save_model(str(folder.with_name("adapter")), _internal_call=True)  # else it would push
         if trainer.is_world_process_zero():
-            model.merge_and_unload().save_pretrained(folder)
+            merged = model.merge_and_unload()
+            if wrong := not_finite_weight(merged.named_parameters()):
+                raise NotFiniteError(f"merged with the adapter, {wrong}")
+            merged.save_pretrained(folder)
     else:
         trainer.save_model(str(folder), _internal_call=True)
     if trainer.is_world_process_zero():

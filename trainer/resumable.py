@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
-from sparse_rl.errors import UserError
+from sparse_rl.errors import NotFiniteError, StoppedError, UserError
 from trainer.arguments import refusals
 from trainer.checkpoint import (
     PARTIAL,
@@ -29,21 +31,49 @@ from trainer.checkpoint import (
     digests,
     failure,
     keep_last,
+    newest_whole,
     publish,
     remove,
     set_aside_later,
     write_manifest,
 )
+from trainer.deepspeed import deepspeed_classes
+from trainer.finite import not_finite_metric, not_finite_weight
 from trainer.rundir import versions
 
 logger = logging.getLogger("sparse_rl")
 STATE_FILE = "progress_{rank}.pt"
+DATA_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 HUB_ERRORS = (OSError, ValueError, httpx.HTTPError)  # of huggingface_hub: no network, no permission, no such name
 
 # With several processes on a CPU accelerate calls it "cpu:0" and so on, a place that torch.load does not know.
 torch.serialization.register_package(
     100, lambda _: None, lambda data, place: data if place.startswith("cpu:") else None
 )
+
+
+@contextmanager
+def reading(checkpoint: str | None) -> Iterator[None]:
+    """What torch loads in here it loads with weights_only, whoever asks it to, and any failure is one line."""
+    if checkpoint is None:
+        yield
+        return
+    forced = os.environ.get(DATA_ONLY)
+    os.environ[DATA_ONLY] = "1"  # torch's own switch: DeepSpeed asks for weights_only=False
+    try:
+        with torch.serialization.safe_globals(deepspeed_classes()):
+            yield
+    except (UserError, StoppedError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+        if isinstance(error, pickle.UnpicklingError):  # torch's words advise to trust it
+            why = "a file of it is not plain data as torch saves it"
+        raise UserError(f"{checkpoint} cannot be loaded: {why}", "--resume") from error
+    finally:
+        del os.environ[DATA_ONLY]
+        if forced is not None:
+            os.environ[DATA_ONLY] = forced
 
 
 class EpochRepeatSampler(RepeatSampler):
@@ -67,11 +97,34 @@ class Resumable(Trainer):
     _writing = False
     _ended = False
     _found: dict[str, Any] | None = None  # of the checkpoint that is being resumed
+    _resumed: str | None = None  # that checkpoint
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with refusals():
             super().__init__(*args, **kwargs)
+        self.args.logging_nan_inf_filter = False  # it hides a loss that is NaN, and waits for the device at every batch
         self.add_callback(_AtStart(self))
+
+    # ---- what has to be a number ----------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        skipped = self.accelerator.optimizer_step_was_skipped  # float16: the gradient overflowed, and was not used
+        self._stop_at(not_finite_metric({k: v for k, v in logs.items() if not (skipped and k == "grad_norm")}))
+        super().log(logs, *args, **kwargs)
+
+    def stop_unless_finite(self) -> None:
+        """Before anything is kept: raise NotFiniteError, on every process, where one has a weight that is no number."""
+        loss = {"loss": self._tr_loss.item()} if self.is_in_train else {}  # since the last log
+        own = not_finite_metric(loss) or not_finite_weight(self.model.named_parameters())
+        self._stop_at(next(filter(None, gather_object([own])), None))
+
+    def _stop_at(self, reason: str | None) -> None:
+        if reason is not None:
+            run = Path(self._get_output_dir(None))
+            newest = newest_whole(run)
+            kept = f"{newest} is whole" if newest else f"{run} has no checkpoint"
+            mend = "start again with a lower learning_rate or max_grad_norm"
+            raise NotFiniteError(f"at step {self.state.global_step} {reason}: {mend}; {kept}")
 
     # ---- what is kept ---------------------------------------------------------------------------------------------
 
@@ -108,6 +161,7 @@ class Resumable(Trainer):
         return os.path.join(folder, PARTIAL) if self._writing else folder
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.stop_unless_finite()
         run, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
         made = run / PARTIAL / name
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
@@ -163,6 +217,18 @@ class Resumable(Trainer):
 
     # ---- resuming -------------------------------------------------------------------------------------------------
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with reading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _prepare_for_training(self, max_steps: int, dataloader: Any, checkpoint: str | None) -> Any:
+        with reading(checkpoint):  # optimizer and schedule, and all of DeepSpeed's
+            return super()._prepare_for_training(max_steps, dataloader, checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with reading(checkpoint):
+            super()._load_rng_state(checkpoint)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
@@ -173,6 +239,7 @@ class Resumable(Trainer):
                 f"{checkpoint} has no {file.name}: it was not written by this trainer with as many processes"
             )
         self._found = torch.load(file, weights_only=True, map_location="cpu")
+        self._resumed = checkpoint
 
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
         places = super()._init_training_state(max_steps, *args)
@@ -189,7 +256,8 @@ class Resumable(Trainer):
     def _at_start(self) -> None:
         run, found = Path(self._get_output_dir(None)), self._found
         if found is not None:
-            self.load_extra_state(found)
+            with reading(self._resumed):
+                self.load_extra_state(found)
             self._found = None
         if self.is_world_process_zero():
             clear_partial(run)

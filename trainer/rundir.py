@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, read_metrics
+from sparse_rl.models.directory import RUN_MODEL
 from trainer.checkpoint import checkpoints, damage, read_manifest
 from trainer.once import once
 
@@ -81,10 +82,14 @@ def check_world(processes: int) -> None:
 
 
 def refuse_used(output_dir: str) -> None:
-    """Raise UserError where output_dir holds an earlier run, which a fresh one would overwrite."""
+    """Raise UserError where a fresh run in output_dir would destroy something: a checkpoint that can be resumed, or the
+    model of a run that has ended. What else a killed run left is no loss: it may be started again in place.
+    """
     folder = Path(output_dir)
-    if read_metrics(folder) or any(folder.glob("checkpoint-*")):
+    if any(_damage(path) is None for path in reversed(checkpoints(folder))):
         raise UserError(f"{folder} holds an earlier run; continue it with --resume, or choose another", "output_dir")
+    if (folder / RUN_MODEL).exists():
+        raise UserError(f"{folder} holds the model of an earlier run; choose another", "output_dir")
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,8 @@ def checkpoint_of(output_dir: str, resume: str, resolved: Mapping[str, Any], may
                 break
             logger.warning("skipped %s: %s", folder, why)
         else:
-            mend = "start again, in another output_dir"
+            refuse_used(output_dir)
+            mend = "start again, without --resume"
             raise UserError(f"{output_dir} holds no whole checkpoint to resume from; {mend}", "--resume")
     else:
         folder = Path(resume)
@@ -139,7 +145,7 @@ def check_same(resolved: Mapping[str, Any], manifest: dict[str, Any], folder: Pa
     if 0 < resolved["max_steps"] < manifest["step"]:
         raise UserError(f"is {resolved['max_steps']}, but {folder} is of step {manifest['step']}", "max_steps")
     refresh = resolved.get("refresh_every") or 0
-    if refresh and manifest["step"] % refresh:
+    if refresh and manifest["step"] % refresh and manifest["step"] != resolved["max_steps"]:
         mend = f"{folder} is between two refreshes, and the weights of the last one are gone; resume from another"
         raise UserError(mend, "refresh_every")
     here = flat(json.loads(json.dumps(resolved)))
@@ -190,7 +196,7 @@ class RunLog(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
-            _keep_until(self.file, state.global_step)
+            _keep_until(self.file, state.global_step or -1)  # a fresh run keeps nothing, not even of step 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if state.is_world_process_zero and logs:
@@ -207,7 +213,7 @@ class CompletionLog(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
-            _keep_until(self.file, state.global_step)
+            _keep_until(self.file, state.global_step or -1)  # a fresh run keeps nothing, not even of step 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if not state.is_world_process_zero or "reward" not in (logs or {}):

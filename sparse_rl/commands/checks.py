@@ -24,6 +24,7 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     from sparse_rl.models.load import load_config, load_tokenizer
     from sparse_rl.models.weights import check_weights, meta_model
     from sparse_rl.policies.registry import make_policy
+    from trainer.lock import refuse_running
     from trainer.rundir import refuse_used
 
     training = recipe.as_training()
@@ -55,6 +56,8 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     if (taught := training.taught()) is not None:
         findings.append(("teacher", _teacher(taught, config)))
     findings += _data(training, load_tokenizer(training.model))
+    if training.launch.machine_rank == 0:  # that writes; the others may come when it has begun
+        refuse_running(training.output_dir)
     if resume is None:
         refuse_used(training.output_dir)
     else:

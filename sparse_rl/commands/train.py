@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 
 from sparse_rl.commands.arguments import add_recipe, file_name, read_recipe
@@ -107,24 +108,28 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
     from sparse_rl.models.directory import RUN_MODEL
     from trainer import rundir
     from trainer.export import close_engine, export_model
+    from trainer.lock import locked
 
     training = with_choices(recipe.as_training())
-    checkpoint = None if resume is None else str(checkpoint_to_resume(training, resume))
-    if checkpoint is None:
-        rundir.refuse_used(training.output_dir)
-    folder = rundir.prepare(training.output_dir, training.as_yaml())
-    if "wandb" in training.training.report_to:
-        rundir.wandb_offline_without_key(folder)
-    trainer = TRAINERS[training.kind](training, folder)
-    trainer.recipe = training.resolved()
-    if training.taught() is not None:
-        trainer.args.eval_on_start = trainer.eval_dataset is not None and checkpoint is None
-    final = folder / RUN_MODEL
-    try:
-        trainer.train(resume_from_checkpoint=checkpoint)
-        export_model(trainer, final, lora=training.lora is not None, cache=training.exported_cache())
-    finally:
-        close_engine(trainer)  # last: an engine may take the process group down with it
+    with locked(training.output_dir) if rank() == 0 else nullcontext():
+        checkpoint = None if resume is None else str(checkpoint_to_resume(training, resume))
+        if checkpoint is None:
+            rundir.refuse_used(training.output_dir)
+        folder = Path(training.output_dir)
+        if rank() == 0:
+            rundir.prepare(training.output_dir, training.as_yaml())
+        if "wandb" in training.training.report_to:
+            rundir.wandb_offline_without_key(folder)
+        trainer = TRAINERS[training.kind](training, folder)
+        trainer.recipe = training.resolved()
+        if training.taught() is not None:
+            trainer.args.eval_on_start = trainer.eval_dataset is not None and checkpoint is None
+        final = folder / RUN_MODEL
+        try:
+            trainer.train(resume_from_checkpoint=checkpoint)
+            export_model(trainer, final, lora=training.lora is not None, cache=training.exported_cache())
+        finally:
+            close_engine(trainer)  # last: an engine may take the process group down with it
     return final
 
 

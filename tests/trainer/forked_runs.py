@@ -2,7 +2,7 @@
 
     python forked_runs.py      reads one JSON line per command, {"words", "log", ...}, answers with its exit status
 
-With "record", a file, it notes the file operations of the run in `_partial` (an open, a rename, a removal, ...). How
+With "record", a file, it notes the file operations in the run directory (an open, a rename, a removal, ...). How
 it ends may come with it: "kill_at" (the number of such an operation), "kill_after" (seconds), or "largest_file" (bytes)
 from the step "full_after" on.
 """
@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 
-def watch_operations(kill_at: int | None) -> list[str]:
-    """The operations as they come, this process killed before the one given; the audit events are CPython's own."""
+def watch_operations(folder: str, kill_at: int | None) -> list[str]:
+    """The operations in a folder as they come; this process is killed before the one given. They are CPython's audit
+    events.
+    """
     seen: list[str] = []
 
     def watch(event: str, given: tuple) -> None:
-        if event.startswith(("open", "os.")) and "_partial" in f"{given[:2]}":
+        if event.startswith(("open", "os.")) and folder in f"{given[:2]}":
             seen.append(f"{event} {given[:2]}")
             if len(seen) == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -56,7 +58,8 @@ def child(job: dict[str, Any]) -> int:
     os.dup2(log, 2)
     if "kill_after" in job:
         threading.Timer(job["kill_after"], os.kill, (os.getpid(), signal.SIGKILL)).start()
-    seen = watch_operations(job.get("kill_at")) if "record" in job or "kill_at" in job else []
+    folder = next(word for word in job["words"] if word.startswith("output_dir=")).removeprefix("output_dir=")
+    seen = watch_operations(f"{folder}/", job.get("kill_at")) if "record" in job or "kill_at" in job else []
     if "full_after" in job:
         limit_files(job)
     from sparse_rl.cli import main
@@ -70,8 +73,9 @@ def child(job: dict[str, Any]) -> int:
 
 
 def serve() -> None:
-    for name in ("trainer.grpo.trainer", "trainer.sft.trainer", "sparse_rl.commands.trainers"):
-        importlib.import_module(name)
+    for kind in ("grpo", "sft", "distill", "kvpop"):
+        importlib.import_module(f"trainer.{kind}.trainer")
+    importlib.import_module("sparse_rl.commands.trainers")
 
     for line in sys.stdin:
         job, start = json.loads(line), time.perf_counter()

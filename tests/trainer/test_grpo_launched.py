@@ -17,6 +17,8 @@ import pytest
 from safetensors.torch import load_file
 from trainer_runs import steps, timeless
 
+from trainer.lock import locked
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT.parent / "shared/data/gsm8k_train.jsonl"
@@ -162,6 +164,19 @@ def test_one_process_alone_is_stopped_with_the_others(command: Callable, tmp_pat
     """A process that dies takes the run with it: the other, which waits for it, does not hang."""
     died = command("run", "save_steps=0", timeout=150, DIE_AFTER="0", DYING="1")
     assert died.returncode not in (0, -signal.SIGKILL) and not steps(tmp_path / "run")
+
+
+@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--nproc-per-node", "2")])
+def test_a_directory_in_use_is_refused(launcher: tuple[str, ...], command: Callable, tmp_path: Path) -> None:
+    """In one line, whoever starts the processes: ours looks before it does, and of others' the first one looks."""
+    with locked(str(tmp_path / "run")):
+        done = command("run", launcher=(*launcher, "-m", "sparse_rl.cli"))
+    lines = [line for line in done.stderr.splitlines() if line.startswith("sparse-rl:")]
+    assert done.returncode == (1 if launcher else 2) and len(lines) == 1, done.stderr[-3000:]
+    assert lines[0].startswith(
+        f"sparse-rl: error: output_dir: {tmp_path}/run is in use by a run: process {os.getpid()} on "
+    )
+    assert not (tmp_path / "run" / "recipe.yaml").exists()
 
 
 @pytest.mark.parametrize(("config", "stage"), [("zero2", 2), ("zero3", 3)])

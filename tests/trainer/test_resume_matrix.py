@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_runs import GRPO_KEYS, timeless
+from trainer_runs import GRPO_KEYS, Bomb, craft, timeless
 
 from sparse_rl.metrics import read_metrics
 
@@ -155,3 +155,24 @@ def test_a_disk_that_is_full_for_one_rank(stage: int, full: str, command: Callab
     done = command("grpo", "run", *words, "--resume", processes=2, FULL_AFTER="100", FULL=full)
     assert done.returncode == 0, done.stderr[-3000:]
     assert [line["step"] for line in end(tmp_path / "run")[2]] == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_code_in_the_files_of_deepspeed_runs(stage: int, command: Callable, tmp_path: Path) -> None:
+    """It reads them with weights_only=False; what is no data is refused in one line all the same."""
+    words = (f"launch.zero_stage={stage}", "max_steps=2")
+    done = command("sft", "whole", *words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    files = [file.relative_to(tmp_path / "whole") for file in (tmp_path / "whole/checkpoint-2").rglob("*_states.pt")]
+    assert len(files) == 2
+    for file in files:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(tmp_path / "whole/checkpoint-2", tmp_path / "run/checkpoint-2")
+        craft(tmp_path / "run" / file, Bomb(tmp_path / "made"))
+        done = command("sft", "run", *words, "--resume")
+        assert done.returncode == 2 and not (tmp_path / "made").exists(), done.stderr[-3000:]
+        lines = [line for line in done.stderr.splitlines() if line.startswith("sparse-rl:")]
+        assert (
+            len(lines) == 1
+            and "--resume: run/checkpoint-2 cannot be loaded: a file of it is not plain data" in lines[0]
+        )

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
+import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sparse_rl.commands.resume import checkpoint_to_resume
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import read_metrics
 from sparse_rl.recipe import make_recipe
-from trainer.checkpoint import checkpoints, digests, keep_last, publish, write_manifest
-from trainer.rundir import check_world, refuse_used, versions
+from trainer.checkpoint import (
+    _checksum,
+    checkpoints,
+    damage,
+    digests,
+    keep_last,
+    publish,
+    read_manifest,
+    write_manifest,
+)
+from trainer.lock import locked, refuse_running
+from trainer.rundir import RunLog, check_world, refuse_used, versions
 
 
 def recipe_of(folder: Path, *overrides: str, **more):
@@ -40,18 +59,83 @@ def checkpoint(folder: Path, step: int, of=None, **about) -> Path:
     return place
 
 
-def test_a_used_directory_is_refused_and_a_clean_one_is_not(tmp_path: Path) -> None:
+def test_a_used_directory_is_refused_where_something_would_be_lost(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     refuse_used(recipe.output_dir)
-    (tmp_path / "recipe.yaml").write_text("kind: grpo\n")  # a run that died before its first step
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")  # killed before its first checkpoint
     refuse_used(recipe.output_dir)
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
-    with pytest.raises(UserError, match=r"holds an earlier run; continue it with --resume"):
+    place = checkpoint(tmp_path, 1)
+    with pytest.raises(UserError, match=r"output_dir.*holds an earlier run; continue it with --resume"):
         refuse_used(recipe.output_dir)
-    (tmp_path / "metrics.jsonl").unlink()
-    checkpoint(tmp_path, 1)
-    with pytest.raises(UserError, match=r"output_dir.*holds an earlier run"):
+    shutil.rmtree(place)
+    (tmp_path / "model").mkdir()
+    for refused in (lambda: refuse_used(recipe.output_dir), lambda: checkpoint_to_resume(recipe, "newest")):
+        with pytest.raises(UserError, match=r"output_dir.*holds the model of an earlier run; choose another"):
+            refused()
+
+
+@pytest.mark.parametrize("kind", [None, "truncated", "flipped", "rank", "manifest", "torn manifest"])
+def test_resume_and_a_fresh_start_are_never_both_refused(kind: str | None, tmp_path: Path) -> None:
+    """Whatever a killed run, or a disk, leaves: it resumes from a whole checkpoint, or starts again in place."""
+    recipe = recipe_of(tmp_path)
+    (tmp_path / "_partial" / "checkpoint-9").mkdir(parents=True)
+    if kind is not None:
+        DAMAGE[kind][0](checkpoint(tmp_path, 9))
+    with pytest.raises(UserError, match="holds no whole checkpoint to resume from; start again, without --resume"):
+        checkpoint_to_resume(recipe, "newest")
+    refuse_used(recipe.output_dir)
+    place = checkpoint(tmp_path, 8)
+    assert checkpoint_to_resume(recipe, "newest") == place
+    with pytest.raises(UserError, match="holds an earlier run"):
         refuse_used(recipe.output_dir)
+
+
+def test_a_fresh_run_in_place_keeps_no_line_of_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (0, 1, 2)))
+    for resumed, kept in ((1, [0, 1]), (0, [])):
+        state = SimpleNamespace(is_world_process_zero=True, global_step=resumed)
+        RunLog(tmp_path).on_train_begin(None, state, None)
+        assert [line["step"] for line in read_metrics(tmp_path)] == kept
+
+
+HOLDER = """
+import sys
+from trainer.lock import locked
+with locked(sys.argv[1]):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_locked_directory_is_refused_until_its_process_dies(tmp_path: Path) -> None:
+    """However it dies; and a child that outlives it does not keep the lock."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
+    forks = HOLDER.replace('print("', 'import os, time; os.fork() or time.sleep(5)\n    print("')
+    for script in (HOLDER, forks):
+        command[2] = script
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+            assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
+            says = rf"output_dir: .*run is in use by a run: process {holder.pid} on {re.escape(socket.gethostname())}; "
+            for refused in (
+                lambda: locked(str(tmp_path / "run")).__enter__(),
+                lambda: refuse_running(f"{tmp_path}/run"),
+            ):
+                with pytest.raises(UserError, match=says):
+                    refused()
+            holder.kill()
+            holder.wait()
+            refuse_running(str(tmp_path / "run"))
+            with locked(str(tmp_path / "run")):
+                pass
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", none)
+    with locked(str(tmp_path)):
+        assert "has no locks (No locks available): start no second run there" in caplog.text
 
 
 def flip(file: Path) -> None:
@@ -78,6 +162,72 @@ def alter(folder: Path, old: str, new: str) -> None:
     file.write_text(file.read_text().replace(old, new))
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def crafted(folder: Path, content: object) -> None:
+    """A manifest of this content, with the checksum that belongs to it."""
+    if isinstance(content, dict):
+        content = {**content, "checksum": _checksum(content)}
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+def skipped_like_any_damaged_one(data: st.DataObject, folder: Path) -> None:
+    """A manifest with a true checksum, a part of it missing or something else: whole all the same, or one line."""
+    shutil.rmtree(folder, ignore_errors=True)
+    recipe = recipe_of(folder)
+    before, last = checkpoint(folder, 8), checkpoint(folder, 9)
+    whole = read_manifest(last)
+    inside = data.draw(st.sampled_from([whole, whole["files"], whole["files"]["progress_0.pt"], whole["versions"]]))
+    key = data.draw(st.sampled_from([*inside, "new", "x" * 5000, "a\0b", "../..", "/"]))
+    inside.pop(key, None)
+    if data.draw(st.booleans()):
+        inside[key] = data.draw(JSON)
+    crafted(last, data.draw(st.sampled_from([whole, whole, whole, [whole], "text", None])))
+    try:
+        assert checkpoint_to_resume(recipe, "newest") in (before, last)
+        assert checkpoint_to_resume(recipe, str(last)) == last
+    except UserError as error:
+        assert "\n" not in str(error) and len(str(error)) < 500, error
+
+
+@settings(derandomize=True, max_examples=40, deadline=10_000, database=None)
+@given(data=st.data())
+def test_a_crafted_manifest_is_skipped(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    skipped_like_any_damaged_one(data, tmp_path_factory.getbasetemp() / "crafted")
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=10_000, database=None)
+@given(data=st.data())
+def test_a_thousand_crafted_manifests(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    skipped_like_any_damaged_one(data, tmp_path_factory.getbasetemp() / "thousand")
+
+
+def test_a_manifest_that_is_deep_or_not_text(tmp_path: Path) -> None:
+    place = checkpoint(tmp_path, 9)
+    for text in ("[" * 100_000, "[" * 900 + "]" * 900, "9" * 5000, "\udcff"):
+        (place / "manifest.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+        assert damage(place) == "manifest.json is truncated or altered"
+    deep: dict = {}
+    for _ in range(400):
+        deep = {"a": deep}
+    crafted(place, {**read_manifest(checkpoint(tmp_path, 8)), "recipe": deep})
+    assert damage(place) == "manifest.json is nested more than 20 deep"
+
+
+def test_a_file_that_a_library_would_load_is_not_smuggled_in(tmp_path: Path) -> None:
+    place = checkpoint(tmp_path, 9)
+    (place / "notes.txt").write_text("a user's own")
+    assert damage(place) is None
+    (place / "scaler.pt").write_bytes(b"x")
+    assert damage(place) == "scaler.pt is not of it: manifest.json does not name it"
+
+
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(kind, tmp_path, caplog) -> None:
     recipe = recipe_of(tmp_path)
@@ -96,6 +246,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(kind, tmp_
     (before / "progress_0.pt").unlink()
     with pytest.raises(UserError, match="holds no whole checkpoint to resume from"):
         checkpoint_to_resume(recipe, "newest")
+    refuse_used(recipe.output_dir)
 
 
 def test_another_number_of_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 STOP = [1, 40, 41, 42]  # <eos> and three letters
@@ -87,3 +88,26 @@ def timeless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lines without what a clock measured."""
     clocks = ("time/", "step_time", "train_", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
     return [{name: value for name, value in line.items() if not name.startswith(clocks)} for line in lines]
+
+
+class Bomb:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.made,)
+
+
+def craft(file: Path, content: Any) -> None:
+    """Write another content (bytes, or what torch saves) into a file of a checkpoint, and a manifest that fits it."""
+    from trainer.checkpoint import MANIFEST, digests, read_manifest, write_manifest
+
+    assert file.is_file()
+    place = next(folder for folder in file.parents if (folder / MANIFEST).is_file())
+    about = read_manifest(place)
+    (place / MANIFEST).unlink()
+    file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+    about = {name: value for name, value in about.items() if name not in ("format_version", "files")}
+    write_manifest(place, digests(place), **about)

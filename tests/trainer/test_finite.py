@@ -1,0 +1,119 @@
+"""What is no number is not kept: a run whose loss, gradient or weights are none stops, and leaves what it had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_runs import GRPO_KEYS
+from transformers import TrainerCallback
+
+from sparse_rl.commands.train import train
+from sparse_rl.errors import NotFiniteError, StoppedError
+from sparse_rl.recipe import make_recipe
+from trainer import rundir
+from trainer.checkpoint import checkpoints, damage
+from trainer.finite import not_finite_metric, not_finite_weight
+
+GKV = {"policy": "gkv", "budget": 16, "window": 4, "period": 4}
+KINDS: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "grpo": {"cache": GKV, **GRPO_KEYS},
+    "distill": {"cache": GKV, "rollout": {"engine": "hf"}},
+    "kvpop": {"cache": {"policy": "kvpop", "budget": 16, "window": 4, "scorer": "linear"}, "max_length": 70},
+}
+
+
+def recipe_of(kind: str, folder: Path, model: str, **more: Any) -> Any:
+    size = 2 if kind == "grpo" else 24
+    return make_recipe(
+        {
+            "kind": kind, "model": model, "output_dir": str(folder), "dtype": "float32",
+            "data": {"synthetic": {"task": "running_sum", "size": size, "n": 3}}, "per_device_train_batch_size": 4,
+            "gradient_checkpointing": False, "max_steps": 4, "save_steps": 1, **KINDS[kind], **more,
+        }
+    )  # fmt: skip
+
+
+class Spoil(TrainerCallback):
+    """Writes NaN into one weight at the end of a step: as the update of a gradient that is no number would."""
+
+    step = 0
+
+    def __init__(self, folder: Path) -> None:
+        pass
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == self.step:
+            with torch.no_grad():
+                model.get_output_embeddings().weight[3, 5] = float("nan")
+
+
+def stopped(recipe: Any, folder: Path) -> str:
+    """Train; why it stopped. No model is left, and every checkpoint is whole and finite."""
+    with pytest.raises(StoppedError) as error:
+        train(recipe)
+    assert not (folder / "model").exists()
+    for place in checkpoints(folder):
+        assert damage(place) is None
+        assert all(weight.isfinite().all() for weight in load_file(place / "model.safetensors").values())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", [k if k == "sft" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.parametrize("logging_steps", [pytest.param(1, marks=pytest.mark.slow), 100])
+def test_spoilt_weights_are_not_kept(
+    kind: str, logging_steps: int, tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the last step too, whose weights no loss has seen; logged or not. The checkpoint before stays."""
+    monkeypatch.setattr(rundir, "RunLog", type("RunLog", (Spoil, rundir.RunLog), {"__init__": rundir.RunLog.__init__}))
+    for step in (3, 4):
+        monkeypatch.setattr(Spoil, "step", step)
+        folder = tmp_path / str(step)
+        said = stopped(recipe_of(kind, folder, tiny("qwen3"), logging_steps=logging_steps), folder)
+        assert said == (
+            f"at step {step} lm_head.weight is not finite: start again with a lower learning_rate or max_grad_norm; "
+            f"{folder}/checkpoint-{step - 1} is whole"
+        )
+
+
+@pytest.mark.parametrize("kind", [k if k == "sft" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+def test_a_learning_rate_out_of_bounds_leaves_no_model(kind: str, tiny: Callable, tmp_path: Path) -> None:
+    """Without a checkpoint in between: by the loss, wherever it is logged, by the weights, or by the guard of GRPO."""
+    for steps, logged in ((1, 1), (4, 2), (4, 100)):
+        folder = tmp_path / f"{steps}-{logged}"
+        changed = {"learning_rate": 1e30, "max_steps": steps, "logging_steps": logged, "save_steps": 0}
+        said = stopped(recipe_of(kind, folder, tiny("qwen3"), **changed), folder)
+        assert "\n" not in said and len(said) < 500
+
+
+def test_what_is_looked_at() -> None:
+    assert not_finite_metric({"loss": 1.0, "grad_norm": 2.0, "accuracy": float("nan")}) is None
+    assert not_finite_metric({"loss": 1.0, "grad_norm": float("inf")}) == "grad_norm is inf"
+    for bad in (float("nan"), float("inf"), -float("inf"), 1e30):  # the last overflows as soon as it is squared
+        for place in range(3):
+            weights = [(str(i), torch.ones(40, 5)) for i in range(3)]
+            assert not_finite_weight(weights) is None
+            weights[place][1][7, 3] = bad
+            assert not_finite_weight(weights) == f"{place} is not finite"
+
+
+def test_a_loss_between_two_logs_is_in_their_sum(tiny: Callable, tmp_path: Path) -> None:
+    """transformers would leave it out (logging_nan_inf_filter), and log a mean that looks well."""
+    from sparse_rl.commands.trainers import TRAINERS
+
+    (folder := tmp_path / "run").mkdir()
+    trainer = TRAINERS["sft"](recipe_of("sft", folder, tiny("qwen3"), logging_steps=3, learning_rate=1e-9), folder)
+    plain, calls = trainer.compute_loss, []
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return plain(*args, **kwargs) + (float("inf") if len(calls) == 2 else 0.0)  # its gradient is a number
+
+    trainer.compute_loss = compute_loss
+    with pytest.raises(NotFiniteError, match=rf"^at step 2 loss is inf: .*; {folder}/checkpoint-1 is whole"):
+        trainer.train()
