@@ -296,7 +296,8 @@ class VLLMEngine:
         The model's class is called by itself: under ZeRO-3 `from_config` would partition weights that have no data.
         """
         with torch.device("meta"):
-            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)](self.config)
+            kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
+            model = kind(self.config)
         shapes = {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
         return shapes, frozenset(name for name, _ in model.named_parameters())
 

@@ -55,7 +55,7 @@ def content_hash(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
     kinds = [(name, str(tensors[name].dtype), list(tensors[name].shape)) for name in names]
     digest = hashlib.sha256(json.dumps([said, kinds]).encode())
     for name in names:
-        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
