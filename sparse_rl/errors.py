@@ -23,8 +23,9 @@ def one_line(text: object, most: int = LONGEST) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Why a library has failed: the first line of what it says."""
-    first = str(error).strip().partition("\n")[0]
+    """Why a library has failed: the first line of what it says, and the next where that only announces it."""
+    first, _, rest = str(error).strip().partition("\n")
+    first += f" {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else ""
     return one_line(
         first if isinstance(error, OSError | ValueError) and first else f"{type(error).__name__} {first}", 400
     )

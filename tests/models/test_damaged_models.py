@@ -180,8 +180,8 @@ def test_a_broken_download_is_refused(damaged: Path, share: float) -> None:
         ("num_hidden_layers", 3, "lack model.layers.2."),
         ("vocab_size", "64", "vocab_size is '64'"),
         ("hidden_act", "nonsense", "describes no model"),
-        ("eos_token_id", "nonsense", "eos_token_id of"),
-        ("eos_token_id", [1, "x"], "eos_token_id of"),
+        ("eos_token_id", "nonsense", "eos_token_id"),
+        ("eos_token_id", [1, "x"], "eos_token_id"),
     ],
 )
 def test_nonsense_in_the_configuration_does_not_pass(damaged: Path, name: str, value: Any, says: str) -> None:
