@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from pathlib import Path
 from typing import Any
 
 from sparse_rl.errors import UserError
@@ -28,6 +30,7 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     from trainer.rundir import refuse_used
 
     training = recipe.as_training()
+    _refuse_unwritable(Path(training.output_dir))
     findings = [("recipe", f"{training.kind}, into {training.output_dir}")]
     for backend in training.training.report_to:
         if importlib.util.find_spec(backend) is None:
@@ -63,6 +66,14 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     else:
         findings.append(("resume", str(checkpoint_to_resume(training, resume))))
     return findings
+
+
+def _refuse_unwritable(folder: Path) -> None:
+    """Raise UserError where a folder cannot be made, as far as can be seen without making it."""
+    there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "may not be written into" if there.is_dir() else "is no folder"
+        raise UserError(f"{folder} cannot be written: {there} {why}; name another", "output_dir")
 
 
 def _attention_kernel(recipe: TrainRecipe) -> tuple[TrainRecipe, str]:

@@ -221,7 +221,11 @@ def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
         return []
     own = -(-model.bytes // rollout.tensor_parallel)
     when, note = "sampling" if rollout.sleep else "always", f"{recipe.dtype}, its own copy"
-    size: dict[str, Any] = {"itemsize": model.itemsize, "max_batch": rollout.max_batch, "tensor_parallel": rollout.tensor_parallel}
+    size: dict[str, Any] = {
+        "itemsize": model.itemsize,
+        "max_batch": rollout.max_batch,
+        "tensor_parallel": rollout.tensor_parallel,
+    }
     policies = [_policy(recipe, cache) for cache in recipe.caches()]
     beside = max((beside_cache(policy, model.config, **size) for policy in policies), key=lambda b: b.queries)
     if rollout.kv_cache_gb is not None or not cuda:

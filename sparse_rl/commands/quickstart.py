@@ -108,7 +108,7 @@ class Stages:
 
 def progress(folder: Path) -> str:
     """The last step that a training has logged, with its reward or accuracy; empty where there is none."""
-    lines = [line for line in read_metrics(folder) if "step" in line]
+    lines = read_metrics(folder)
     values = {key: value for line in lines for key, value in line.items()}  # the last of each
     shown = [f"{label} {values[key]:.2f}" for key, label in SHOWN.items() if key in values]
     return "  ".join([f"step {values['step']}", *shown]) if lines else ""

@@ -82,6 +82,8 @@ def metrics(folder, values, name="reward"):
         (["rollout", "sft.yaml"], "a recipe of kind sft has no cache"),
         (["rollout", "grpo.yaml", "--problems", "0"], "expected a whole number >= 1"),
         (["rollout", "grpo.yaml", "model=weightless"], "weightless has no weights"),
+        (["train", "grpo.yaml", "--dry-run", "output_dir=empty.jsonl/run"], "/empty.jsonl is no folder; name another"),
+        (["train", "grpo.yaml", "--dry-run", "output_dir=empty.jsonl"], "output_dir: empty.jsonl cannot be written"),
         (["train", "."], ".: neither a file nor a shipped recipe"),
         (["train", "x" * 300], "no file can have this name"),
         (
