@@ -344,6 +344,7 @@ def test_a_checkpoint_between_two_refreshes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"refresh_every: .*checkpoint-6 is between two refreshes"):
         checkpoint_to_resume(longer, "newest")
     assert checkpoint_to_resume(longer, str(places[0])) == places[0]
+    assert checkpoint_to_resume(short, "newest") == places[1]  # where nothing is left to train, only to write the model
 
 
 def test_other_versions_are_told(tmp_path: Path, caplog) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed.ops
 import pytest
 import transformers
+from accelerate import Accelerator
 from transformers.integrations import deepspeed as hf_deepspeed
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
@@ -51,6 +52,9 @@ METHODS = {
         ),
         "save_model": "output_dir _internal_call",
         "_load_optimizer_and_scheduler": "checkpoint",
+        "_load_rng_state": "checkpoint",
+        "_prepare_for_training": "max_steps train_dataloader resume_from_checkpoint",
+        "log": "logs start_time",
         "_init_training_state": ("max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"),
         "_run_epoch": (
             "model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial ignore_keys_for_eval "
@@ -89,6 +93,8 @@ def test_functions() -> None:
     assert {"log_probs", "entropy"} <= {field.name for field in dataclasses.fields(FusedCausalLMOutput)}
     assert "self, *args, fused_lm_head=False, labels=None," in inspect.getsource(add_fused_lm_head)
     assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
+    assert "self.args.logging_nan_inf_filter" in inspect.getsource(transformers.Trainer._run_epoch)
+    assert isinstance(Accelerator.optimizer_step_was_skipped, property)
 
 
 @pytest.mark.parametrize("owner", ATTRIBUTES)
@@ -131,6 +137,7 @@ def test_the_table_names_them_all() -> None:
     held = {f"{owner.__name__}.{name}" for owner, names in METHODS.items() for name in names if name != "__init__"}
     held |= {f"{owner.__name__}.{name}" for owner, names in ATTRIBUTES.items() for name in names.split()}
     held |= {"add_fused_lm_head", "_ForwardRedirection", "prepare_deepspeed", "unwrap_model_for_generation"}
+    held |= {"TrainingArguments.logging_nan_inf_filter", "Accelerator.optimizer_step_was_skipped"}
     held |= {"unset_hf_deepspeed_config", "deepspeed.ops.__compatible_ops__"}
     section = DOCUMENT.read_text().split("## TRL and transformers")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `([^`]+)` \|", section, re.M)) == held
