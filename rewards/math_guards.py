@@ -245,7 +245,7 @@ def _shape(latex: str) -> tuple[str, int]:
             depth -= 1
             if depth == 0 and match.end() != len(latex):
                 outer = ""
-        elif depth in commas and not (mark in ("and", "or") and re.search(r"[,;]\s*$", latex[: match.start()])):
+        elif depth in commas and (mark in ",;" or not re.search(r"[,;]\s*$", latex[: match.start()])):  # 3, 5, and 7
             commas[depth] += 1
     return outer, commas[1 if outer else 0] + 1
 
@@ -295,7 +295,7 @@ def sides(said: str, gold: str) -> list[str]:
     if "=" in gold or "=" not in said or r"\neq" in said:
         return [said]
     parts = [part.strip() for part in said.split("=")]
-    numbers = [part for part in parts if part and not re.search(r"(?<!\\)\b[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", part))]
+    numbers = [part for part in parts if part and not re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", part))]
     return numbers or [said]
 
 
