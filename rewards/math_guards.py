@@ -8,6 +8,7 @@ processes or rewards, and does not import math-verify: `math_worker.py` compares
 
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -32,13 +33,19 @@ _SPELLING: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
     (r"\\degree(?![a-zA-Z])|\^\s*(?:\\circ|\{\s*\\circ\s*\})", "°"),
     (r"\\%|\\text\s*\{\s*percent\s*\}|\bpercent\b", "%"),
-    (r"(?<=[\d.])[eE]([-+]?)0*(\d{1,4})(?![\w.])", r"\\times 10^{\1\2}"),  # 1e3
+    # 1e3 and 6.72 \times 10^{-5}, as decimals
+    (r"(?<![\w.^/])(\d+\.?\d*|\.\d+)[eE]([-+]?\d{1,3})(?![\w.])", lambda m: _shifted(m[1], m[2])),
+    (
+        r"(?<![\w.^/])(\d+\.?\d*|\.\d+)\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*(-?\d{1,3})\s*\}|(\d)(?!\d))",
+        lambda m: _shifted(m[1], m[2] or m[3]),
+    ),
     # 0.\overline3, 0.1\bar{6}, 0.(3)
     (
-        r"(-?\d+)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d+)\s*\}|(\d))|\((\d+)\))",
+        r"(?<!\d)(-?\d+)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d+)\s*\}|(\d))|\((\d+)\))",
         lambda m: _repeating(m[1], m[2], m[3] or m[4] or m[5]),
     ),
-    (r"(-?\d+)\.(\d*?)(\d)\3{2,}\s*(?:\\[lc]?dots|\.{3}|…)", lambda m: _repeating(m[1], m[2], m[3])),  # 0.333\ldots
+    # 0.333\ldots
+    (r"(?<!\d)(-?\d+)\.(\d*?)(\d)\3{2,}\s*(?:\\[lc]?dots|\.{3}|…)", lambda m: _repeating(m[1], m[2], m[3])),
     (r"(?<![\d./^_{])(\d+)(?:\\ |\s)+(\d+)\s*/\s*(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),  # 1 1/2
     (r"(?<=\d)(?:\\ |\s)+(?=\\[dt]?frac)", ""),
     (r"(?<!\\)\\ ", " "),
@@ -57,16 +64,7 @@ _SAME_UNIT = {
 _UNIT = {short: unit for unit, shorts in _SAME_UNIT.items() for short in shorts.split()}
 _POWER = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _SCALE = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_ASIDE = {
-    "of",
-    "each",
-    "in",
-    "for",
-    "from",
-    "total",
-    "altogether",
-    "left",
-}  # 3 bolts of fabric: what follows is no unit
+_ASIDE = {"of", "each", "in", "for", "from", "total", "left"}  # 3 bolts of fabric: what follows is no unit
 # Words after a number that say another number, or that it is not the answer: 18 squared, 18 thirds, 18 is wrong.
 _CHANGING = re.compile(
     "half|halves|thirds?|fourths?|fifths?|tenths?|hundredths?|times|plus|minus|over|and|or|to|not|is|are|was|than|wrong|"
@@ -74,7 +72,7 @@ _CHANGING = re.compile(
 )
 _CURRENCY = re.compile(r"([-+]?)\s*(?:\\text\s*\{\s*)?(US\s*\\?\$|\\?\$|[€£¥₹]|USD|EUR|GBP)\s*\}?\s*(?=[-+\d.])")
 _NUMBER_PART = re.compile(r'(?:[^"A-Za-z\\°%¢]|\\[^A-Za-z]|\\[A-Za-z]+)*')
-_UNIT_PART = re.compile(r'(?:"[^"]*"|[°%¢/]|[A-Za-z]+|\^\s*\{?\s*[23]\s*\}?|[\s.-])+')
+_UNIT_PART = re.compile(r'(?:"[^"]*"|[A-Za-z°%¢/\s.-]|\^\s*\{?\s*[23]\s*\}?)+')
 _UNIT_START = re.compile(r'["°%¢]|(?:cm|mm|km|kg|mph|ft|in|lbs?|hr|min)\b|(?<=\s)[A-Za-z]{3,}')
 _UNIT_TOKEN = re.compile(r"[a-z]+|[°%¢/]|\^[23]")
 
@@ -247,7 +245,7 @@ def _shape(latex: str) -> tuple[str, int]:
             depth -= 1
             if depth == 0 and match.end() != len(latex):
                 outer = ""
-        elif depth in commas and not (mark in ("and", "or") and re.search(r"[,;]\s*$", latex[: match.start()])):
+        elif depth in commas and (mark in ",;" or not re.search(r"[,;]\s*$", latex[: match.start()])):  # 3, 5, and 7
             commas[depth] += 1
     return outer, commas[1 if outer else 0] + 1
 
@@ -267,6 +265,10 @@ def latex_of(value: Fraction) -> str:
     if value.denominator == 1:
         return str(value.numerator)
     return rf"{'-' if value < 0 else ''}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
+
+
+def _shifted(digits: str, exponent: str) -> str:
+    return format(Decimal(f"{digits}e{exponent}"), "f")
 
 
 def _repeating(whole: str, head: str, period: str) -> str:
@@ -293,7 +295,7 @@ def sides(said: str, gold: str) -> list[str]:
     if "=" in gold or "=" not in said or r"\neq" in said:
         return [said]
     parts = [part.strip() for part in said.split("=")]
-    numbers = [part for part in parts if part and not re.search(r"(?<!\\)\b[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", part))]
+    numbers = [part for part in parts if part and not re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", part))]
     return numbers or [said]
 
 

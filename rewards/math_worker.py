@@ -53,21 +53,26 @@ def parse_box(latex: str) -> list:
 
 
 @lru_cache(maxsize=512)
-def parse_gold(box: str) -> tuple[Reading, list]:
-    """The gold answer, and math-verify's reading of it: [] where none can be compared by value."""
+def read_gold(box: str) -> Reading:
+    """The gold answer, spelt out."""
     if "####" in box:  # GSM8K's raw solutions
         box = box.rsplit("####", 1)[1].strip()
     if word(box) is not None and not box.startswith("\\"):
         box = rf"\text{{{box}}}"
-    gold = read(box) or Reading(box)
+    return read(box) or Reading(box)
+
+
+@lru_cache(maxsize=512)
+def parse_gold(latex: str) -> list:
+    """math-verify's reading of a gold answer that is spelt out: [] where none can be compared by value."""
     parsed = []
-    if is_prose(gold.latex):
-        parsed = parse(gold.latex, anchored=True)
-        if not parsed and not re.search(r"\d", box):
-            return gold, []
-    parsed = parsed or parse_box(gold.latex)
+    if is_prose(latex):
+        parsed = parse(latex, anchored=True)
+        if not parsed and not re.search(r"\d", latex):
+            return []
+    parsed = parsed or parse_box(latex)
     # A string alone is a failed parse.
-    return gold, parsed if any(not isinstance(part, str) for part in parsed) else []
+    return parsed if any(not isinstance(part, str) for part in parsed) else []
 
 
 def is_equal(gold: str, answer: str) -> bool:
@@ -75,22 +80,23 @@ def is_equal(gold: str, answer: str) -> bool:
     gold_word = word(gold)
     if gold_word is not None:
         return same_word(gold_word, answer)
-    expected, parsed = parse_gold(gold)
+    expected = read_gold(gold)
     said = read(answer, keep_name="=" in expected.latex)
     if said is None or refused(expected, said):
         return False
-    meanings = values(expected, said)
-    return any(all(same_value(expected.latex, parsed, side) for side in sides(m, expected.latex)) for m in meanings)
+    gold = expected.latex
+    return any(all(same_value(gold, side) for side in sides(latex, gold)) for latex in values(expected, said))
 
 
-def same_value(gold: str, parsed: list, said: str) -> bool:
-    from math_verify import verify
-
+def same_value(gold: str, said: str) -> bool:
+    """Whether two answers that are spelt out have the same value."""
     exact, number = number_of(gold), number_of(said)
     if exact is not None and number is not None and "frac" not in gold + said:
         # math-verify rounds decimals to six places, however small: .0000671 would be .0000672
         return abs(exact - number) <= abs(exact) * Fraction(0 if exact.denominator == 1 else "1e-9")
-    return bool(verify(parsed, parse_box(said), allow_set_relation_comp=True, timeout_seconds=None))
+    from math_verify import verify
+
+    return bool(verify(parse_gold(gold), parse_box(said), allow_set_relation_comp=True, timeout_seconds=None))
 
 
 def handle(request: dict[str, Any]) -> bool:
@@ -100,11 +106,11 @@ def handle(request: dict[str, Any]) -> bool:
     try:
         gold = request["gold"]
         if request["op"] == "gold":
-            return word(gold) is not None or bool(parse_gold(gold)[1])
+            return word(gold) is not None or bool(parse_gold(read_gold(gold).latex))
         kind, said = request["answer"]
         if kind == "box":
             return is_equal(gold, said)
-        return bool(verify(parse_gold(gold)[1], parse(without_denied(said)), timeout_seconds=None))
+        return bool(verify(parse_gold(read_gold(gold).latex), parse(without_denied(said)), timeout_seconds=None))
     except Exception:  # RecursionError and MemoryError among them
         return False
 

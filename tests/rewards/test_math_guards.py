@@ -1,0 +1,77 @@
+r"""Laws of the guards around math-verify, on numbers and texts drawn at random."""
+
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from rewards.math_guards import latex_of, read, refused, word
+from rewards.math_worker import is_equal
+
+WAYS = [  # to write a whole number
+    "{n}", "${n}$", "{n}.", "{n:,}", "{n:_}", "{n} eggs", r"\text{{{n} dollars}}", r"\${n:,}", "€{n}", "{n}°", r"{n}\%",
+    r"{n}^\circ", "x = {n}", "{n}.0", "{n}e0", r"{n} \times 10^{{0}}", r"{n} \text{{ cm}}^2", "1+{less}={n}",
+    r"\frac{{{twice}}}{{2}}={n}",
+]  # fmt: skip
+numbers = st.integers(1, 10**9)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(derandomize=True, max_examples=10, deadline=None)
+@given(n=numbers)
+def test_a_number_is_itself_however_written_and_not_its_neighbour(way: str, n: int) -> None:
+    said = way.format(n=n, less=n - 1, twice=2 * n).replace("_", r"\,")
+    assert is_equal(str(n), said)
+    assert not is_equal(str(n + 1), said)
+
+
+@settings(derandomize=True, max_examples=50, deadline=None)
+@given(n=numbers, factor=st.sampled_from(["dozen", "hundred", "thousand", "million"]))
+def test_a_word_of_scale_multiplies(n: int, factor: str) -> None:
+    scale = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6}[factor]
+    assert is_equal(str(n * scale), rf"{n}\text{{ {factor} eggs}}")
+    assert not is_equal(str(n), f"{n} {factor}")
+
+
+@settings(derandomize=True, max_examples=50, deadline=None)
+@given(value=st.fractions(0, 1000, max_denominator=500))
+def test_a_decimal_that_repeats_is_the_fraction(value: Fraction) -> None:
+    whole, rest, digits, seen = value.numerator // value.denominator, value % 1, "", {}
+    while rest not in seen:
+        seen[rest] = len(digits)
+        digits += str(int(rest * 10))
+        rest = rest * 10 % 1
+    start = seen[rest]
+    reading = read(rf"{whole}.{digits[:start]}\overline{{{digits[start:]}}}")
+    assert reading is not None and reading.latex == latex_of(value)
+
+
+FRAGMENTS = [
+    "1", "23", "456", "0.", ".", ",", " ", "  ", "-", "=", "<", "(", ")", "[", "]", "{", "}", r"\{", r"\}", "_", "^",
+    "°", "%", "$", "€", '"', "\\", r"\\", r"\,", r"\ ", r"\text{", r"\frac", r"\overline", r"\pi", r"\circ", r"\le",
+    r"\neq", r"\approx", "x", "cm", "eggs", "dozen", "per", " or ", " and ", "not ", "e", "\n", "½", "٣", "\u202e",
+    "a" * 40, "1" * 40,
+]  # fmt: skip
+texts = st.lists(st.sampled_from(FRAGMENTS) | st.characters(), max_size=60).map(lambda parts: "".join(parts)[:2000])
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(gold=texts, said=texts)
+@example("18", "18 " + "a" * 1000 + "!")
+@example("18", "0." + "1" * 1900)
+@example("18", "1" * 900 + "." + "1" * 900 + "x")
+@example("18", "," * 2000)
+@example("18", "1, " * 600)
+@example("18", " " * 1900 + "=")
+@example("18", r"\text{ " * 300)
+@example("18", "1 " * 1000)
+@example("18", "1e999" + "9" * 900)
+def test_any_text_is_read_at_once(gold: str, said: str) -> None:
+    start = time.process_time()
+    word(said)
+    readings = read(gold), read(said, keep_name=False)
+    if None not in readings:
+        assert refused(*readings) in (True, False)
+    assert time.process_time() - start < 0.5
