@@ -116,8 +116,7 @@ class Resumable(Trainer):
         """Before anything is kept: raise NotFiniteError, on every process, where one has a weight that is no number."""
         assert self.model is not None
         loss = {"loss": self._tr_loss.item()} if self.is_in_train else {}  # since the last log
-        model: Any = self.model
-        own = not_finite_metric(loss) or not_finite_weight(model.named_parameters())
+        own = not_finite_metric(loss) or not_finite_weight(self.model.named_parameters())
         self._stop_at(next(filter(None, gather_object([own])), None))
 
     def _stop_at(self, reason: str | None) -> None:
