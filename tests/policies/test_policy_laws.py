@@ -485,7 +485,7 @@ def test_names_and_mappings() -> None:
     [
         ("gvk", {"budget": 8}, r"unknown cache policy 'gvk' \(did you mean 'gkv'\?\); known: full, streaming, "),
         ("nonsense", {"budget": 8}, r"unknown cache policy 'nonsense'; known: "),
-        (None, {}, r"unknown cache policy None"),
+        (None, {}, r"unknown cache policy null"),
         ("gkv", {"budget": 64, "aplha": 1}, r"'gkv' has no parameter 'aplha' \(did you mean 'alpha'\?\); it takes b"),
         ("streaming", {"budget": 64, "window": 8}, r"'streaming' has no parameter 'window'.*takes budget, sinks, p"),
         ("streaming", {"budget": 64, "name": "x"}, r"'streaming' has no parameter 'name'; it takes budget, sinks, p"),

@@ -386,7 +386,7 @@ def test_scores_that_are_not_finite_stop_the_run(recipe: Callable, capfd: pytest
     """A training that diverges ends in one line, which says after which step and what to change, and status 1."""
     from sparse_rl.commands.main import main
 
-    made = recipe(scorer_learning_rate=1e38, learning_rate=1e30, scorer_warmup_steps=0)
+    made = recipe(scorer_learning_rate=1e25, learning_rate=1e20, scorer_warmup_steps=0)
     file = Path(made.output_dir).with_suffix(".yaml")
     file.write_text(made.as_yaml())
     assert main(["train", str(file)]) == 1
