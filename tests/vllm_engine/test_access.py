@@ -186,6 +186,15 @@ def test_a_request_that_is_nested_deeply_is_no_error_of_the_server(depth: int, a
             assert 400 <= answered.status_code < 500 or depth == 90, (path, body[:40], answered.text)
 
 
+@pytest.mark.parametrize("value", [True, -1, 0.5, "x", [], [1], [{"type": "x"}]])
+def test_a_field_of_a_wrong_type_is_no_error_of_the_server(value: Any, app_of: Callable) -> None:
+    """vLLM takes this field for a mapping before it is checked, and would answer with status 500."""
+    app = app_of()
+    for path, text in (("completions", {"prompt": "1"}), ("chat/completions", {"messages": []})):
+        answered = client(app).post(f"/v1/{path}", json={"model": "m", **text, "structured_outputs": value})
+        assert answered.status_code == 400 and "wrong type" in answered.text, (path, answered.text)
+
+
 TEXTS = st.text('a[]{}"\\')
 VALUES = st.recursive(st.none() | TEXTS, lambda v: st.lists(v, max_size=3) | st.dictionaries(TEXTS, v, max_size=3))
 

@@ -18,6 +18,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from openai import OpenAI, OpenAIError
 
 from rollout import SamplingConfig, make_engine
@@ -458,6 +460,44 @@ def test_malformed_requests_are_refused_and_harm_nobody(server: Server, random_p
     assert httpx.post(f"{server.url}/v1/chat/completions", json=chat).status_code == 400  # it has no chat template
     foreign = {"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1, 2]}}  # not ours: no harm
     assert httpx.post(url, json={**good, **foreign}, timeout=60).status_code == 200
+    assert server.complete(prompt, 60).choices[0].token_ids == before
+
+
+JSON_VALUES = st.recursive(
+    st.sampled_from([None, True, -1, 0, 1, 2, 2**31, 2**63, -(10**30), 0.5, -1e308, "", "x", "\ud7ff\0", "{", "$ref"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "a", "$ref"]), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.mark.slow
+def test_a_thousand_hostile_requests(server: Server, random_prompts: Callable) -> None:
+    """Any values for any fields that vLLM knows: an answer in time, never status 500, and the engine is as before."""
+    (prompt,) = random_prompts([40], seed=5)
+    before = server.complete(prompt, 60).choices[0].token_ids
+    known = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
+    kinds = {"completions": "CompletionRequest", "chat/completions": "ChatCompletionRequest"}
+    fields = {path: sorted(known[kind]["properties"]) for path, kind in kinds.items()}
+    good = {
+        "completions": {"prompt": prompt, "max_tokens": 2},
+        "chat/completions": {"messages": [{"role": "user", "content": "1"}], "max_tokens": 2, "chat_template": "{{1}}"},
+    }
+    seen: set[int] = set()
+
+    @settings(max_examples=1000, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def request(data: st.DataObject) -> None:
+        path = data.draw(st.sampled_from(sorted(kinds)))
+        changes = data.draw(st.dictionaries(st.sampled_from(fields[path]), JSON_VALUES, min_size=1, max_size=3))
+        body = {"model": server.model, **good[path], **changes}
+        answer = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+        assert answer.status_code < 500, (changes, answer.text[:500])
+        seen.add(answer.status_code)
+
+    request()
+    assert {200, 400} <= seen
     assert server.complete(prompt, 60).choices[0].token_ids == before
 
 

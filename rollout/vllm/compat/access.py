@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import traceback
 from argparse import Namespace
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ GUARD = f"{__name__}.Guard"
 OPEN = "/health"  # needs no key: it says that the server runs, and no more
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 DEEP = "the request is nested too deeply"
+READS = "solve_dependencies"  # the function of FastAPI that makes the arguments of a route from a request
 
 
 class Guard:
@@ -45,10 +47,21 @@ class Guard:
 
         try:
             await self.app(scope, receive, watched)
-        except RecursionError:
-            if begun:
+        except Exception as error:
+            if begun or (wrong := _unreadable(error)) is None:
                 raise
-            await _error(400, DEEP)(scope, receive, send)
+            await _error(400, wrong)(scope, receive, send)
+
+
+def _unreadable(error: Exception) -> str | None:
+    """What is wrong with a request that vLLM fails to read; None where it fails at something else.
+
+    Its validators of fields take some types for granted: {"structured_outputs": true} is an AttributeError.
+    """
+    if isinstance(error, RecursionError):
+        return DEEP
+    places = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    return f"a field of the request has a wrong type ({error})"[:300] if READS in places else None
 
 
 def _error(status: int, message: str) -> JSONResponse:
