@@ -171,7 +171,7 @@ def test_a_directory_in_use_is_refused(launcher: tuple[str, ...], command: Calla
     """In one line, whoever starts the processes: ours looks before it does, and of others' the first one looks."""
     with locked(str(tmp_path / "run")):
         done = command("run", launcher=(*launcher, "-m", "sparse_rl.cli"))
-    lines = [line for line in done.stderr.splitlines() if line.startswith("sparse-rl:")]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("sparse-rl: error:")]
     assert done.returncode == (1 if launcher else 2) and len(lines) == 1, done.stderr[-3000:]
     assert lines[0].startswith(
         f"sparse-rl: error: output_dir: {tmp_path}/run is in use by a run: process {os.getpid()} on "
