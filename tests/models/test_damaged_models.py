@@ -134,7 +134,7 @@ def test_a_damaged_model_is_refused_in_one_line(whole: Path, tmp_path: Path, dam
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None, suppress_health_check=ONE_FOLDER)
+@settings(max_examples=1000, derandomize=True, deadline=None, suppress_health_check=ONE_FOLDER)
 @given(damages())
 def test_a_thousand_damaged_models(whole: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
     check(whole, tmp_path / "model", damage)
