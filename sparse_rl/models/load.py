@@ -16,7 +16,8 @@ from sparse_rl.models.hub import check_available
 from sparse_rl.models.weights import stored_shapes
 from sparse_rl.policies.kvpop import KVpop
 
-GENERATION_FILE = "generation_config.json"
+GENERATION_FILE, TOKENIZER_FILE = "generation_config.json", "tokenizer.json"
+MOST_TOKENS = 2**24  # of a vocabulary
 
 
 def load_config(model: str) -> Any:
@@ -68,11 +69,24 @@ def load_generation_config(model: str | Path) -> Any:
         raise UserError(f"{GENERATION_FILE} of {model} cannot be read: {reason(error)}", "model") from error
 
 
+def _check_token_ids(file: Path) -> None:
+    """Raise ValueError where a tokenizer has ids that no vocabulary reaches: the library makes a list as long."""
+    if not file.is_file():
+        return
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = content["model"].get("vocab")
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    ids += [token["id"] for token in content.get("added_tokens") or ()]
+    if wrong := [one for one in ids if not 0 <= one < MOST_TOKENS][:1]:
+        raise ValueError(f"{show(wrong[0])} is no token's id")
+
+
 def load_tokenizer(model: str) -> Any:
     """The tokenizer of a model, padding on the left, with a pad token."""
     from transformers import AutoTokenizer
 
     try:
+        _check_token_ids(Path(model) / TOKENIZER_FILE)
         tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", trust_remote_code=False)
         tokenizer("text")
     except Exception as error:  # what the libraries make of files that are none of their own

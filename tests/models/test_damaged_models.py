@@ -143,6 +143,19 @@ def test_a_thousand_damaged_models(whole: Path, tmp_path: Path, damage: Callable
 # ---- what it met ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("place", ["vocab", "added"])
+def test_an_id_that_no_vocabulary_reaches(place: str, damaged: Path) -> None:
+    """The library would make a list of 2^31 tokens: 18 seconds and many gigabytes."""
+    file = damaged / "tokenizer.json"
+    content = json.loads(file.read_text())
+    if place == "vocab":
+        content["model"]["vocab"]["7"] = 2**31
+    else:
+        content["added_tokens"][0]["id"] = 2**31
+    file.write_text(json.dumps(content))
+    assert "2147483648 is no token's id" in str(refusal(damaged))
+
+
 def test_a_whole_model_is_taken(damaged: Path) -> None:
     """The control; also in shards, and one that was saved without the head's prefix."""
     assert refusal(damaged) is None
