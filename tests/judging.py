@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
 from rollout import Rollout
+from sparse_rl.errors import LONGEST, UserError
 from sparse_rl.trace import NEVER, EvictionTrace
+
+T = TypeVar("T")
+
+
+def in_one_line(work: Callable[[], T]) -> T | str:
+    """What `work` returns, or the line that refuses it: one, bounded. Either within 10 seconds of processor time."""
+    start = time.process_time()
+    try:
+        return work()
+    except UserError as error:
+        line = str(error)
+        assert line.isprintable() and 0 < len(line) <= LONGEST, line
+        return line
+    finally:
+        assert time.process_time() - start < 10
 
 
 def gap(logprobs: Sequence[torch.Tensor], rollouts: Sequence[Rollout]) -> float:
