@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import distributed
 
 from rollout.engine import LEAST_ROWS
+from rollout.vllm.compat import processes
 from rollout.vllm.compat.arguments import on_cpu
 
 _registered = False
@@ -31,6 +32,7 @@ def register() -> None:
 
     from rollout.vllm.spec import EvictingManager, EvictingSpec
 
+    processes.watch_from_the_start()
     KVCacheSpecRegistry._ensure_registered()  # registering first would hide the built-in ones
     KVCacheSpecRegistry.register(EvictingSpec, EvictingManager, uniform_type_base_spec=FullAttentionSpec)
     if on_cpu():
