@@ -46,7 +46,7 @@ class TrainingConfig(Configuration):
 
     warmup_steps : below 1: a share of all steps
     max_steps : counts instead of num_train_epochs, where it is given
-    save_steps : 0: only at the end
+    save_steps : 0: no checkpoint, only the final model
     """
 
     learning_rate: Positive = 1e-6
