@@ -2,7 +2,8 @@
 
 It is a `kv_view` (sparse_rl/attention/interface.py): each layer's attention hands it the new queries, keys and values,
 and it stores, attends, lets the policy observe, and compacts. Row b's entries are the first lengths[b] slots of every
-buffer, in order of position, per kv head. What a compaction drops after query q is recorded as evict_at = q + 1.
+buffer, per kv head; in order of position, unless the policy decides before a query attends. What a compaction drops
+after query q is recorded as evict_at = q + 1; what goes as query q arrives, as evict_at = q.
 
 It knows tensors and a policy; it knows neither models nor sampling.
 """
@@ -15,9 +16,10 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.nn.functional as F
 
+from sparse_rl.attention.kernels.masked import masked_attention
 from sparse_rl.attention.kernels.sdpa import sdpa
-from sparse_rl.errors import UserError
-from sparse_rl.policies.base import Entries, Policy
+from sparse_rl.errors import StoppedError, UserError
+from sparse_rl.policies.base import Arriving, Chunk, Entries, Policy
 from sparse_rl.trace import NEVER
 
 GROW = 128  # slots, or positions of the record, added at a time
@@ -28,7 +30,8 @@ class Layer:
     """One layer's buffers; all but `evict_at` and `queries` have C slots.
 
     keys, values [B, Hkv, C, D]; positions int64 [B, Hkv, C]; state name -> float32 [B, Hkv, C];
-    queries [B, Hq, W, D], query at position p in slot p % W; evict_at int32 [B, Hkv, S].
+    queries [B, Hq, W, D], query at position p in slot p % W; evict_at int32 [B, Hkv, S];
+    memory name -> [B, Hkv, ...], the policy's of each sequence.
     """
 
     keys: torch.Tensor
@@ -37,6 +40,7 @@ class Layer:
     queries: torch.Tensor | None
     evict_at: torch.Tensor
     state: dict[str, torch.Tensor] = field(default_factory=dict)
+    memory: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def slotted(self) -> dict[str, torch.Tensor]:
         """The buffers with slots, by name."""
@@ -72,13 +76,14 @@ class EvictingCache:
     def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
         """The next forward brings one token per row; rows that are not active are frozen, for good."""
         self.seen = [n + a for n, a in zip(self.seen, active, strict=True)]
-        before = self.lengths
-        self._plan([n + a for n, a in zip(before, active, strict=True)], device)
-        self._slots = torch.tensor(before, device=device)
-        need = max(before) + 1
+        before, schedule = self.lengths, self.policy.schedule
+        counts = list(zip(self.prompt_lengths, self.seen, strict=True))
+        attended = [schedule.attended(p, n) if a else b for (p, n), a, b in zip(counts, active, before, strict=True)]
+        self._plan(attended, device)
+        self._slots, self._active = torch.tensor(before, device=device), torch.tensor(active, device=device)
+        need = max(attended) if schedule.before_attending else max(before) + 1
         if need > self.capacity:
-            counts = zip(self.prompt_lengths, self.seen, strict=True)
-            soon = max(self.policy.schedule.most_decoding(p, n + GROW) for p, n in counts)
+            soon = max(schedule.most_decoding(p, n + GROW) for p, n in counts)
             self._grow(max(need, min(self.capacity + GROW, soon)))
         self._due = [due and a for due, a in zip(self._due, active, strict=True)]
         held = torch.arange(max(self._held), device=device) < self._held_tensor[:, None]
@@ -104,6 +109,7 @@ class EvictingCache:
             layer.replace({name: buffer[index] for name, buffer in layer.slotted().items()})
             layer.evict_at = layer.evict_at[index]
             layer.queries = None if layer.queries is None else layer.queries[index]
+            layer.memory = {name: value[index] for name, value in layer.memory.items()}
         for name in ("prompt_lengths", "seen", "lengths"):
             setattr(self, name, [getattr(self, name)[i] for i in rows])
 
@@ -151,15 +157,25 @@ class EvictingCache:
         self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         batch, kv_heads, width, _ = key.shape
-        out = sdpa(query, key, value, scaling, causal=width > 1)
         positions = torch.arange(width, device=key.device).repeat(batch, kv_heads, 1)
         evict_at = torch.full((batch, kv_heads, width), NEVER, dtype=torch.int32, device=key.device)
         state = {
             name: torch.full((batch, kv_heads, width), start, dtype=torch.float32, device=key.device)
             for name, start in self.policy.entry_memory.items()
         }
+        memory: dict[str, torch.Tensor] = {}
+        masked = None
+        if self.policy.schedule.before_attending:
+            memory = self._empty_memory(key)
+            state |= self._take_in(index, key.to(value.dtype), value, memory)
+            masked = self.policy.masks(index, state, self._seen_tensor)
+        if masked is None:
+            out = sdpa(query, key, value, scaling, causal=width > 1)
+        else:
+            out = masked_attention(lambda: masked, query, key, value, scaling)
+            evict_at = masked
         key, value = key.to(value.dtype, copy=True), value.clone()  # ours from here on: a compaction writes into them
-        layer = Layer(key, value, positions, self._last_queries(query), evict_at, state)
+        layer = Layer(key, value, positions, self._last_queries(query), evict_at, state, memory)
         if self.policy.every_query:
             rows = torch.arange(width, device=key.device).expand(batch, width)
             entries = self._entries(layer, slice(None), width, scaling, self.policy.observe_reads)
@@ -172,6 +188,21 @@ class EvictingCache:
         layer.replace({name: buffer[:, :, :capacity].clone() for name, buffer in layer.slotted().items()})
         self.layers[index] = layer
         return out
+
+    def _empty_memory(self, key: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The policy's memory of sequences that begin."""
+        empty = self.policy.sequence_memory(key.shape[1], key.shape[3])
+        return {name: value.to(key.device).repeat(len(key), *[1] * value.ndim) for name, value in empty.items()}
+
+    def _take_in(
+        self, index: int, key: torch.Tensor, value: torch.Tensor, memory: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Let the policy read whole prompts, and say what it remembers of their entries: name -> [B, Hkv, S]."""
+        delay = self.policy.delay
+        nothing = key.new_zeros(*key.shape[:2], delay, key.shape[3])
+        start = torch.zeros(len(key), dtype=torch.long, device=key.device)
+        found = self.policy.take_in(index, Chunk(key, value, nothing, nothing, start, self._seen_tensor, memory))
+        return {name: F.pad(one[..., delay:], (0, min(delay, key.shape[2]))) for name, one in found.items()}
 
     def _last_queries(self, query: torch.Tensor) -> torch.Tensor | None:
         """The last W queries of each prompt, position p in slot p % W: [B, Hq, W, D]."""
@@ -191,11 +222,14 @@ class EvictingCache:
         batch, kv_heads, _, dim = key.shape
         rows = torch.arange(batch, device=key.device)
         now = self._seen_tensor - 1
-        layer.keys[rows, :, self._slots] = key[:, :, 0].to(layer.keys.dtype)
-        layer.values[rows, :, self._slots] = value[:, :, 0]
-        layer.positions[rows, :, self._slots] = now[:, None]
-        for name, start in self.policy.entry_memory.items():
-            layer.state[name][rows, :, self._slots] = start
+        if self.policy.schedule.before_attending:
+            self._arrive(index, layer, key[:, :, 0].to(layer.keys.dtype), value[:, :, 0], scaling)
+        else:
+            layer.keys[rows, :, self._slots] = key[:, :, 0].to(layer.keys.dtype)
+            layer.values[rows, :, self._slots] = value[:, :, 0]
+            layer.positions[rows, :, self._slots] = now[:, None]
+            for name, start in self.policy.entry_memory.items():
+                layer.state[name][rows, :, self._slots] = start
         if layer.queries is not None:
             layer.queries[rows, :, now % layer.queries.shape[2]] = query[:, :, 0]
 
@@ -214,6 +248,36 @@ class EvictingCache:
             self._compact(index, layer, due, held, scaling)
         return out
 
+    def _arrive(self, index: int, layer: Layer, key: torch.Tensor, value: torch.Tensor, scaling: float) -> None:
+        """A token [B, Hkv, D] comes to each row, and takes the slot of the one that goes for it, if one does."""
+        held, now = min(int(self._slots.max()), self.capacity), self._seen_tensor - 1
+        entries = self._entries(layer, slice(None), held, scaling, ("keys", "values"), lengths=self._slots)
+        shape, device = key.shape[:2], key.device
+        state = {name: torch.full(shape, start, device=device) for name, start in self.policy.entry_memory.items()}
+        stays = self.policy.before_attending(index, entries, Arriving(key, value, state, layer.memory))
+        goes = entries.valid() & ~stays & self._active[:, None, None]
+        spare = (self._slots + self._active - self._held_tensor)[:, None]
+        if bool(goes.sum(-1).ne(spare).any()):
+            raise StoppedError(
+                f"{self.policy.name}: as a token came, {goes.sum(-1).tolist()} entries went from the kv heads of each "
+                f"sequence, and the schedule says {spare[:, 0].tolist()}"
+            )
+        at = torch.where(goes, now[:, None, None], NEVER).to(torch.int32)
+        # amin: free slots may name a position again, with NEVER
+        layer.evict_at.scatter_reduce_(-1, entries.positions, at, reduce="amin")
+        free = self._slots.clamp(max=self.capacity - 1)[:, None]
+        slot = torch.where(spare > 0, goes.int().argmax(-1), free)
+        where = torch.arange(len(key), device=device)[:, None], torch.arange(shape[1], device=device), slot
+        active = self._active[:, None]
+        for buffer, new in (
+            (layer.keys, key),
+            (layer.values, value),
+            (layer.positions, now[:, None].expand(shape)),
+            *((layer.state[name], new) for name, new in state.items()),
+        ):
+            frozen = buffer[where]
+            buffer[where] = torch.where(active if new.ndim == 2 else active[..., None], new, frozen)
+
     def _entries(
         self,
         layer: Layer,
@@ -222,8 +286,12 @@ class EvictingCache:
         scaling: float,
         reads: tuple[str, ...],
         left: Sequence[int] = (),
+        lengths: torch.Tensor | None = None,
     ) -> Entries:
-        """What these rows hold, as a policy that reads so much sees it; a slice gives views, an index tensor copies."""
+        """What these rows hold, as a policy that reads so much sees it; a slice gives views, an index tensor copies.
+
+        lengths : where it is not what the rows attend to
+        """
         queries = None
         if layer.queries is not None:
             queries = _oldest_first(layer.queries[rows], self._seen_tensor[rows])
@@ -231,7 +299,7 @@ class EvictingCache:
             keys=layer.keys[rows, :, :held] if "keys" in reads else None,
             values=layer.values[rows, :, :held] if "values" in reads else None,
             positions=layer.positions[rows, :, :held],
-            lengths=self._held_tensor[rows],
+            lengths=(self._held_tensor if lengths is None else lengths)[rows],
             seen=self._seen_tensor[rows],
             queries=queries,
             scaling=scaling,

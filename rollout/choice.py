@@ -12,6 +12,7 @@ from typing import Any
 
 from rollout.config import EngineName, RolloutConfig
 from sparse_rl.errors import UserError
+from sparse_rl.policies.config import PolicyConfig
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLLM's CPU attention takes
 
@@ -21,15 +22,18 @@ def default_engine() -> EngineName:
     return "hf" if importlib.util.find_spec("vllm") is None else "vllm"
 
 
-def choose_engine(rollout: RolloutConfig, config: Any, cuda: bool | None = None) -> tuple[EngineName, str]:
+def choose_engine(
+    rollout: RolloutConfig, config: Any, caches: Iterable[PolicyConfig], cuda: bool | None = None
+) -> tuple[EngineName, str]:
     """(the engine's name for `make_engine`, why it is this one).
 
     config : of the model; None where a live module is to be sampled from
+    caches : the policies to be sampled under
     cuda : whether it runs on a GPU; None: as this machine has
 
     Raises UserError where vllm is asked for and cannot be had, or what only vllm can do is asked of hf.
     """
-    refusal = None if rollout.engine == "hf" else _vllm_refusal(config, cuda)
+    refusal = None if rollout.engine == "hf" else _vllm_refusal(config, caches, cuda)
     if rollout.engine == "vllm" and refusal:
         raise UserError(f"{refusal}; use the engine hf", "rollout.engine")
     if rollout.engine != "hf" and not refusal:
@@ -62,8 +66,8 @@ def engine_options(
     }
 
 
-def _vllm_refusal(config: Any, cuda: bool | None) -> str | None:
-    """Why vllm cannot sample here from a model of this configuration; None where it can."""
+def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None) -> str | None:
+    """Why vllm cannot sample here from a model of this configuration, under these policies; None where it can."""
     from sparse_rl.attention.families import cache_shape
 
     if config is None:
@@ -80,7 +84,7 @@ def _vllm_refusal(config: Any, cuda: bool | None) -> str | None:
     head_size = cache_shape(config)[2]
     if on_cpu and head_size not in CPU_HEAD_SIZES:
         return f"head size {head_size} is not supported by vllm on this platform"
-    return None
+    return next((f"{cache.name}: {cache.only_hf}" for cache in caches if cache.only_hf), None)
 
 
 def _is_cpu_build() -> bool:

@@ -27,7 +27,7 @@ from rollout.requests import Request, requests_to_sample, requests_to_simulate, 
 from rollout.sampling import Uniforms, sample
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.errors import UserError
-from sparse_rl.models.load import load_plain_model
+from sparse_rl.models.load import load_model, load_plain_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.trace import EvictionTrace
 
@@ -87,13 +87,13 @@ class HFEngine:
         if isinstance(model, (str, Path)):
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
                 raise UserError(f"unknown dtype {dtype!r}; for example float32 or bfloat16")
-            loaded = load_plain_model(model, dtype)
+            loaded = (load_model if policy.layered_parameters else load_plain_model)(model, dtype)
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")
             self.model: PreTrainedModel = nn.Module.to(loaded, device).eval()
         else:
             self.model = model
         adopt(self.model)
-        self.policy = policy
+        self.policy = policy.bound_to(self.model)
         self.max_batch = max_batch
         self.progress = progress
         self.peak_cache_bytes = 0  # of the last generate, keys and values

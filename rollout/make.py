@@ -14,7 +14,7 @@ from sparse_rl.errors import UserError
 from sparse_rl.models.directory import model_directory, saved_policy
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.config import PolicyConfig
-from sparse_rl.policies.registry import for_sampling, make_policy
+from sparse_rl.policies.registry import make_policy
 
 
 def make_engine(
@@ -47,7 +47,7 @@ def make_engine(
         raise UserError(f"engine {kind!r} has no option {min(unknown)!r}; it takes {', '.join(sorted(accepted))}")
     if policy is None:
         policy = (saved_policy(model) if isinstance(model, (str, Path)) else None) or "full"
-    return engine(model, for_sampling(make_policy(policy)), **options)
+    return engine(model, make_policy(policy), **options)
 
 
 def engine_class(kind: str) -> Any:

@@ -1,19 +1,9 @@
-"""Which policies the suite samples under: all of the registry that engines take."""
+"""Which policies the suite samples under from any model: all of the registry but the learned ones."""
 
 from __future__ import annotations
 
-from sparse_rl.errors import UserError
-from sparse_rl.policies.config import CONFIGS, PolicyConfig, accepted_parameters, refuse_unsampled
+from sparse_rl.policies.config import CONFIGS
 
-
-def _is_sampled(name: str) -> bool:
-    size = {"budget": 999} if "budget" in accepted_parameters(name) else {}
-    try:
-        refuse_unsampled(PolicyConfig.from_block({"policy": name, **size}))
-    except UserError:
-        return False
-    return True
-
-
-SAMPLED = [name for name in CONFIGS if _is_sampled(name)]
+LEARNED = ["kvpop"]  # by scorers, which a model must have: tests/rollout/test_learned.py, tests/vllm_engine
+SAMPLED = [name for name in CONFIGS if name not in LEARNED]
 EVICTING = [name for name in SAMPLED if name != "full"]

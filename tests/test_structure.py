@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "kernels": ("trace",),
     "data": ("configurations",),
     "scorers": ("configurations",),
-    "policies": ("configurations", "scorers", "trace"),
+    "policies": ("configurations", "kernels", "scorers", "trace"),
     "attention": ("configurations", "trace", "kernels", "policies", "scorers"),
     "models": ("configurations", "policies", "scorers", "attention"),
     "analysis": ("trace",),

@@ -92,6 +92,7 @@ class VLLMEngine:
         from rollout.vllm.compat import arguments, plugin, refusals
 
         arguments.check_version(OTHERWISE)
+        refusals.refuse_policy(policy, OTHERWISE)
         arguments.prepare_environment()
         self.separate = multiprocess or tensor_parallel > 1
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.separate else "0"

@@ -32,7 +32,7 @@ from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_config, load_tokenizer
 from sparse_rl.models.weights import stored_shapes
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.registry import for_sampling, make_policy
+from sparse_rl.policies.registry import make_policy
 
 PROGRAM = """
 import os, signal, sys
@@ -88,7 +88,6 @@ def serve(
 
     _check_plugin()
     policy, source = choose_policy(model, cache)
-    for_sampling(policy)
     config = load_config(model)
     flags = {word.partition("=")[0] for word in further}
     _check_files(model, flags)
@@ -186,6 +185,7 @@ def _check_platform(policy: Policy, head_dim: int, sleep_mode: bool) -> None:
     from rollout.vllm.compat import arguments, refusals
 
     arguments.check_version()
+    refusals.refuse_policy(policy)
     if not arguments.on_cpu() and not torch.cuda.is_available():
         raise UserError("there is no GPU, and the vLLM that is installed needs one")
     refusals.refuse_head_size(head_dim)

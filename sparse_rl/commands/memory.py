@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.commands.machine import device_memory, show
+from sparse_rl.commands.sampling import cache_configs
 from sparse_rl.commands.sizes import (
     ITEMSIZE,
     activation_bytes,
@@ -28,11 +29,12 @@ from sparse_rl.data.config import DataConfig
 from sparse_rl.models.load import load_config
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.config import PolicyConfig
+from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import EvalRecipe, Recipe, TaughtRecipe, TrainRecipe
 from trainer.config import LaunchConfig
 
 if TYPE_CHECKING:
-    from sparse_rl.policies.base import Policy
+    pass
 
 ASSUMED_PROMPT = 512  # tokens, where a recipe does not bound its prompts
 ASSUMED_LENGTH = 4096  # of a row, where a recipe does not bound it
@@ -104,7 +106,7 @@ def _evaluation_items(recipe: EvalRecipe, model: Model, engine: list[Item]) -> l
     items = engine or [Item("weights", model.bytes, note=recipe.dtype)]
     prompt = max(map(_prompt_tokens, recipe.tasks.values()))
     at_once = min(recipe.rollout.max_batch, _problems(recipe) * recipe.samples)
-    points = [_cache_items(recipe, model, cache, prompt, at_once, bool(engine)) for cache in recipe.caches()]
+    points = [_cache_items(recipe, model, cache, prompt, at_once, bool(engine)) for cache in cache_configs(recipe)]
     largest = max(points, key=lambda point: sum(item.device for item in point))
     for point in points:
         items += point if point is largest else [replace(item, when="avoided") for item in point]
@@ -157,7 +159,7 @@ def _sampling_items(
     assert rollout is not None
     at_once = min(rollout.max_batch, sequences)
     items += engine
-    for cache in recipe.caches():
+    for cache in cache_configs(recipe):
         items += _cache_items(recipe, model, cache, prompt, at_once, bool(engine))
     if recipe.keeps_traces():
         layers, kv_heads, _ = model.cache_shape
@@ -217,7 +219,7 @@ def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
     from rollout.vllm.beside import beside_cache
 
     rollout = recipe.engine_config()
-    if rollout is None or choose_engine(rollout, model.config, cuda)[0] == "hf":
+    if rollout is None or choose_engine(rollout, model.config, cache_configs(recipe), cuda)[0] == "hf":
         return []
     own = -(-model.bytes // rollout.tensor_parallel)
     when, note = "sampling" if rollout.sleep else "always", f"{recipe.dtype}, its own copy"
@@ -226,7 +228,7 @@ def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
         "max_batch": rollout.max_batch,
         "tensor_parallel": rollout.tensor_parallel,
     }
-    policies = [_policy(recipe, cache) for cache in recipe.caches()]
+    policies = [make_policy(cache) for cache in cache_configs(recipe)]
     beside = max((beside_cache(policy, model.config, **size) for policy in policies), key=lambda b: b.queries)
     if rollout.kv_cache_gb is not None or not cuda:
         given = rollout.kv_cache_gb or 1  # as the engine has it
@@ -243,23 +245,16 @@ def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
     ]
 
 
-def _policy(recipe: Recipe, cache: PolicyConfig | None) -> Policy:
-    from sparse_rl.models.directory import saved_policy
-    from sparse_rl.policies.registry import make_policy
-
-    return make_policy(cache) if cache is not None else saved_policy(recipe.model) or make_policy("full")
-
-
 def _cache_items(
-    recipe: Recipe, model: Model, cache: PolicyConfig | None, prompt: int, at_once: int, pooled: bool
+    recipe: Recipe, model: Model, cache: PolicyConfig, prompt: int, at_once: int, pooled: bool
 ) -> list[Item]:
     """The cache of one point; `pooled`: it is part of the engine's pool, and only shown."""
-    policy = _policy(recipe, cache)
+    policy = make_policy(cache)
     shape, total = model.cache_shape, prompt + recipe.sampling().max_tokens
     fed = max(total - 1, prompt)  # the last token is not
     entries = policy.schedule.most_held(prompt, fed)
     one, full = cache_bytes(entries, *shape, model.itemsize), cache_bytes(total - 1, *shape, model.itemsize)
-    state = state_bytes(policy, entries, *shape[:2])
+    state = state_bytes(policy, entries, *shape)
     name = " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
     note = f"{name}: {entries} entries, {show(one)} a sequence; full {show(full)}"
     when = "avoided" if pooled else "sampling"

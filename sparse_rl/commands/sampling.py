@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.config import SAMPLE_LIVE, RolloutConfig
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
+from sparse_rl.policies.config import FullConfig, PolicyConfig
 from sparse_rl.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -32,8 +33,20 @@ def choose_recipe_engine(recipe: Recipe, config: Any) -> tuple[Recipe, str]:
     from rollout.choice import choose_engine
 
     rollout = engine_config_of(recipe)
-    kind, reason = choose_engine(rollout, config)
+    kind, reason = choose_engine(rollout, config, cache_configs(recipe))
     return recipe.with_engine_config(replace(rollout, engine=kind)), reason
+
+
+def cache_configs(recipe: Recipe) -> list[PolicyConfig]:
+    """The caches of a recipe; where it names none, the one that the model's directory carries, or the full cache."""
+    from sparse_rl.models.directory import saved_policy
+
+    caches = recipe.caches()
+    if None in caches:
+        saved = saved_policy(recipe.model)
+        own = FullConfig() if saved is None else saved.config
+        return [own if cache is None else cache for cache in caches]
+    return [cache for cache in caches if cache is not None]
 
 
 def engine_arguments(recipe: Recipe) -> dict[str, Any]:
@@ -49,15 +62,13 @@ def engine_arguments(recipe: Recipe) -> dict[str, Any]:
 
 
 def policies_of(recipe: Recipe) -> list[Policy]:
-    """The caches of a recipe; where it names none, the one that the model's directory carries, or the full cache."""
-    from sparse_rl.models.directory import saved_policy
+    """Policies of `cache_configs`, once the model's weights are seen to be there."""
     from sparse_rl.models.load import load_config
     from sparse_rl.models.weights import check_weights
     from sparse_rl.policies.registry import make_policy
 
     check_weights(load_config(recipe.model), recipe.model)
-    caches = recipe.caches()
-    return [make_policy(saved_policy(recipe.model) or "full" if cache is None else cache) for cache in caches]
+    return [make_policy(cache) for cache in cache_configs(recipe)]
 
 
 def engines(
@@ -88,9 +99,9 @@ def engines(
 def _load_model(recipe: Recipe) -> Any:
     import torch
 
-    from sparse_rl.models.load import load_plain_model
+    from sparse_rl.models.load import load_model
 
-    return load_plain_model(recipe.model, recipe.dtype).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    return load_model(recipe.model, recipe.dtype).to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 def prompt_tokens(data: Any, tokenizer: Any, config: DataConfig) -> list[list[int]]:

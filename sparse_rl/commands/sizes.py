@@ -25,9 +25,13 @@ def cache_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsiz
     return 2 * layers * kv_heads * head_dim * entries * itemsize
 
 
-def state_bytes(policy: Policy, entries: int, layers: int, kv_heads: int) -> int:
-    """What a policy and its cache remember beside keys and values: int64 positions and float32 scores, per entry."""
-    return layers * kv_heads * entries * (8 + 4 * len(policy.entry_memory))
+def state_bytes(policy: Policy, entries: int, layers: int, kv_heads: int, head_dim: int) -> int:
+    """What a policy and its cache remember of one sequence beside keys and values.
+
+    Of each entry an int64 position and float32 scores, and what the policy remembers of the sequence itself.
+    """
+    own = sum(value.nbytes for value in policy.sequence_memory(kv_heads, head_dim).values())
+    return layers * (kv_heads * entries * (8 + 4 * len(policy.entry_memory)) + own)
 
 
 def trace_bytes(layers: int, kv_heads: int, length: int, sequences: int = 1) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_rl.config import show
 from sparse_rl.errors import UserError, one_line
+from sparse_rl.scorers.config import ATTACHED_AS as SCORERS
 
 if TYPE_CHECKING:  # so that a path is answered before torch is imported
     from sparse_rl.policies.base import Policy
@@ -24,7 +25,6 @@ RUN_MODEL = "model"  # where a training leaves its model, in the directory of th
 POLICY_FILE = "cache_policy.json"
 POLICY_VERSION = 1
 SCORER_FILE = "cache_scorer.safetensors"
-SCORERS = "cache_scorers"
 
 
 def model_directory(name: str) -> str:

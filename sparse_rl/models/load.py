@@ -115,12 +115,15 @@ def load_model(directory: str | Path, dtype: str = "float32", key: str = "model"
 
     Raises UserError where a file is missing or cannot be used.
     """
+    import torch
+
     from sparse_rl.attention.interface import adopt
 
     model = load_plain_model(directory, dtype, key)
     policy = saved_policy(directory)
     if isinstance(policy, KVpop):
-        attach_scorers(model, policy)
+        with torch.random.fork_rng(devices=[]):  # what they are drawn as is replaced at once
+            attach_scorers(model, policy)
         read_scorers(directory, model)
     return adopt(model)
 

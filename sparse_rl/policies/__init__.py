@@ -25,15 +25,17 @@ from typing import TYPE_CHECKING
 from sparse_rl.lazy import public_names
 
 if TYPE_CHECKING:
-    from sparse_rl.policies.base import Entries, Kept, Policy
+    from sparse_rl.policies.base import Arriving, Chunk, Entries, Kept, Policy
     from sparse_rl.policies.config import PolicyConfig
-    from sparse_rl.policies.registry import POLICIES, fingerprint, for_sampling, make_policy
+    from sparse_rl.policies.registry import POLICIES, fingerprint, make_policy
     from sparse_rl.policies.schedule import Schedule
 
 __getattr__ = public_names(
     __name__,
     {
         "POLICIES": "sparse_rl.policies.registry",
+        "Arriving": "sparse_rl.policies.base",
+        "Chunk": "sparse_rl.policies.base",
         "Entries": "sparse_rl.policies.base",
         "Kept": "sparse_rl.policies.base",
         "Policy": "sparse_rl.policies.base",
@@ -41,18 +43,18 @@ __getattr__ = public_names(
         "Schedule": "sparse_rl.policies.schedule",
         "fingerprint": "sparse_rl.policies.registry",
         "make_policy": "sparse_rl.policies.registry",
-        "for_sampling": "sparse_rl.policies.registry",
     },
 )
 
 __all__ = [
     "POLICIES",
+    "Arriving",
+    "Chunk",
     "Entries",
     "Kept",
     "Policy",
     "PolicyConfig",
     "Schedule",
     "fingerprint",
-    "for_sampling",
     "make_policy",
 ]

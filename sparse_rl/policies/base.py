@@ -59,6 +59,16 @@ class Entries:
         """int64 [R, Hkv, N]: the slots in order of position, padding last."""
         return self.positions.masked_fill(~self.valid(), torch.iinfo(torch.int64).max).argsort(-1)
 
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """int64 [R, Hkv]: the slots that hold these positions, int64 [R]; 0 where a kv head holds its one no more."""
+        return ((self.positions == positions[:, None, None]) & self.valid()).int().argmax(-1)
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """[k; v] of a slot int64 [R, Hkv] of each kv head: [R, Hkv, 2 D]."""
+        assert self.keys is not None and self.values is not None
+        at = slots[..., None, None].expand(-1, -1, 1, self.keys.shape[-1])
+        return torch.cat([self.keys.gather(2, at), self.values.gather(2, at)], dim=-1)[:, :, 0]
+
     def competing(self, sinks: int, window: int) -> torch.Tensor:
         """bool [R, Hkv, N]: neither padding nor sink nor in the window, so free to be dropped."""
         older = self.positions < (self.seen - window)[:, None, None]
@@ -89,6 +99,41 @@ class Entries:
         needs_mask = ~self.valid() | (self.positions >= asked[:, :1, None])  # the window's own entries and padding
         seen_by_all = int(needs_mask.flatten(0, 1).any(0).int().argmax())  # the first of them
         return self.attention(self.queries[:, :, -window:], asked, seen_by_all)
+
+
+@dataclass
+class Arriving:
+    """One token to each row, as its query arrives at position `Entries.seen` - 1; it is not among the entries yet.
+
+    keys, values : [R, Hkv, D], keys after RoPE
+    state : name -> float32 [R, Hkv], the policy's memory of these entries; it may write there
+    memory : name -> [R, Hkv, ...], its memory of these sequences, which it updates in place
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    state: dict[str, torch.Tensor]
+    memory: dict[str, torch.Tensor]
+
+
+@dataclass
+class Chunk:
+    """T tokens of R prompts, which are read in one or several such chunks.
+
+    keys, values : [R, Hkv, T, D], keys after RoPE
+    earlier_keys, earlier_values : [R, Hkv, `Policy.delay`, D], the tokens before them; of no meaning before position 0
+    start : int64 [R], the position of the first
+    lengths : int64 [R], the tokens of each row, the rest is padding; None: all T
+    memory : as in Arriving
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    earlier_keys: torch.Tensor
+    earlier_values: torch.Tensor
+    start: torch.Tensor
+    lengths: torch.Tensor | None
+    memory: dict[str, torch.Tensor]
 
 
 @dataclass
@@ -156,23 +201,48 @@ class Policy:
         """How many of the last queries `score` needs in `Entries.queries`."""
         return 0
 
-    def sequence_memory(self, kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
-        """Memory per sequence and layer: name -> shape of a float32 tensor that begins as zeros.
+    @property
+    def delay(self) -> int:
+        """So many tokens after an entry has come `take_in` and `before_attending` write its memory."""
+        return 0
 
-        It is to be forked, selected and released with its sequence. No engine holds such memory yet, and each refuses a
-        policy that declares some (`for_sampling`).
+    def sequence_memory(self, kv_heads: int, head_dim: int) -> dict[str, torch.Tensor]:
+        """Memory per sequence and layer, as a sequence begins: name -> [Hkv, ...], on the CPU.
+
+        It is forked, selected and released with its sequence.
         """
         return {}
 
+    def bound_to(self, model: Any) -> Policy:
+        """The policy with what it reads of a model's own: its scorers. Engines sample under no other one.
+
+        Raises UserError where the model has not what it needs.
+        """
+        return self
+
     # ---- what ---------------------------------------------------------------------------------------------------
 
-    def before_attending(self, layer: int, entries: Entries) -> Kept:
-        """Choose, as the query at q = entries.seen - 1 arrives and before it attends, what it no longer sees.
+    def take_in(self, layer: int, chunk: Chunk) -> dict[str, torch.Tensor]:
+        """Read a chunk of prompts, where `schedule.before_attending` is true: name -> float32 [R, Hkv, T].
+
+        What is returned is the memory of the entries at the chunk's positions less `delay`.
+        """
+        raise NotImplementedError
+
+    def masks(self, layer: int, state: dict[str, torch.Tensor], lengths: torch.Tensor) -> torch.Tensor | None:
+        """evict_at int32 [R, Hkv, S] within prompts of int64 [R] tokens, given the memory of all their entries.
+
+        None, as it is unless a policy says otherwise: prompts are prefilled densely.
+        """
+        return None
+
+    def before_attending(self, layer: int, entries: Entries, arriving: Arriving) -> torch.Tensor:
+        """Choose, as the query at q = entries.seen - 1 arrives and before it attends, what it still sees.
 
         Called for each query of decoding where `schedule.before_attending` is true. `entries` holds what the query
-        before saw, and the arriving token itself: its key and value, and its entry in every memory. It must stay. What
-        is dropped gets evict_at = q, and gives its slot to the arriving token. Prompts are prefilled densely: `compact`
-        then runs at the end of one that is longer than the budget. No engine calls this yet (`for_sampling`).
+        before saw; the policy may write to their memory. Returns bool [R, Hkv, N], true for what stays. What is dropped
+        gets evict_at = q, and gives its slot to the arriving token. After a dense prefill `compact` runs at the
+        end of a prompt that is longer than the budget.
         """
         raise NotImplementedError
 

@@ -52,6 +52,11 @@ class PolicyConfig(NamedConfiguration):
         """When the policy compacts, and how many entries that leaves."""
         raise NotImplementedError
 
+    @property
+    def only_hf(self) -> str | None:
+        """Why no other engine than hf samples under it, in a few words; None where all do."""
+        return None
+
     def parameters(self) -> dict[str, Any]:
         """Plain values: those of `as_block` without the policy's name."""
         return as_mapping(self)
@@ -185,6 +190,8 @@ class KVpopPolicyConfig(EvictingConfig):
     scorer : a scorer, {name: ..., its parameters} or the name alone
     decay_every : n
     state_entries : so many entries of the budget give way to the scorer's state, which takes their memory
+    prefill : dense: a prompt sees the whole of itself, and is cut at its end; masked: it is cut from its beginning on,
+        as in the paper's appendix C (hf only)
     """
 
     name: ClassVar[str] = "kvpop"
@@ -194,6 +201,7 @@ class KVpopPolicyConfig(EvictingConfig):
     scorer: ScorerConfig = field(default_factory=MLPConfig)
     decay_every: PositiveInt = 1
     state_entries: NonNegativeInt = 0
+    prefill: Literal["dense", "masked"] = "dense"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -208,6 +216,10 @@ class KVpopPolicyConfig(EvictingConfig):
     @property
     def schedule(self) -> Schedule:
         return EvictsBeforeAttending(self.budget - self.state_entries)
+
+    @property
+    def only_hf(self) -> str | None:
+        return "vllm does not decide before a query attends"
 
 
 CONFIGS: dict[str, type[PolicyConfig]] = {
@@ -227,10 +239,3 @@ CONFIGS: dict[str, type[PolicyConfig]] = {
 def accepted_parameters(policy: str) -> list[str]:
     """The parameters that a policy of this name takes."""
     return list(yaml_fields(CONFIGS[policy]))
-
-
-def refuse_unsampled(config: PolicyConfig, key: str = "") -> None:
-    """Raise a UserError, in one line, where no engine can sample under a policy yet; `key` is where it was named."""
-    if config.schedule.before_attending:
-        mend = "it decides before a query attends; name another policy, for example full"
-        raise UserError(f"no engine samples under {config.name} yet: {mend}", key)

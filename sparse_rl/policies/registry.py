@@ -1,4 +1,4 @@
-"""The policies by name; how one is made, told apart, and whether engines take it."""
+"""The policies by name; how one is made, and told apart."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sparse_rl.errors import UserError
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.config import PolicyConfig, refuse_unsampled
+from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.policies.full import Full
 from sparse_rl.policies.h2o import H2O
 from sparse_rl.policies.kvpop import KVpop
@@ -26,7 +25,7 @@ POLICIES: dict[str, type[Policy]] = {
     "rkv": RKV,
     "gkv": GKV,
     "cake": CAKE,
-    "kvpop": KVpop,  # retrofitted to a model (trainer/kvpop/); no engine samples so yet
+    "kvpop": KVpop,  # retrofitted to a model (trainer/kvpop/)
 }
 
 
@@ -46,14 +45,6 @@ def make_policy(policy: str | Policy | PolicyConfig | Mapping[str, Any], /, **pa
         block = policy if isinstance(policy, Mapping) else {"policy": policy}
         policy = PolicyConfig.from_block({"policy": "full", **block, **parameters})
     return POLICIES[policy.name](policy)
-
-
-def for_sampling(policy: Policy) -> Policy:
-    """The policy, if engines can sample under it; else UserError, in one line."""
-    refuse_unsampled(policy.config)
-    if type(policy).sequence_memory is not Policy.sequence_memory:
-        raise UserError(f"no engine samples under {policy.name} yet: it needs memory per sequence; name another policy")
-    return policy
 
 
 def fingerprint(policy: Policy) -> str:

@@ -20,18 +20,28 @@ NOT_DECAYED = ("alpha", "bias", "forget_bias", "scale")  # by weight decay
 
 
 class Scorer(nn.Module):
-    """Of one layer. A subclass writes `score`; all of it starts at a score of 0, which ranks by recency alone.
+    """Of one layer. A subclass writes `score`, and `read` where a score depends on more than its token; all of it
+    starts at a score of 0, which ranks by recency alone.
+
+    Training scores all tokens of a text at once (`forward`), decoding one after another (`follow`). Both give the same
+    scores, but for rounding.
 
     Parameters
     ----------
     config : its settings (config.py)
     heads : kv heads
     dim : of a key, and of a value
+
+    Attributes
+    ----------
+    delayed : a token's score is known only as it leaves the window, not yet as it is inserted
     """
+
+    delayed: bool = False
 
     def __init__(self, config: ScorerConfig, *, heads: int, dim: int) -> None:
         super().__init__()
-        self.heads, self.dim = heads, dim
+        self.config, self.heads, self.dim = config, heads, dim
         if isinstance(config, DecayingConfig):
             low, high = map(math.log, GAMMA)
             share = 0.5 if config.gamma is None else (math.log(config.gamma) - low) / (high - low)
@@ -52,13 +62,50 @@ class Scorer(nn.Module):
         """[B, Hkv, S, 2 D] -> [B, Hkv, S]"""
         raise NotImplementedError
 
+    # ---- decoding -------------------------------------------------------------------------------------------------
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """What it remembers of one sequence, as that begins: name -> [Hkv, ...], on the CPU."""
+        return {}
+
+    @torch.no_grad()
+    def follow(
+        self,
+        memory: dict[str, torch.Tensor],
+        x: torch.Tensor,
+        asked: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Take in T tokens, and score one token as each of them arrives: float32 [R, Hkv, T].
+
+        memory : name -> [R, Hkv, ...], updated in place
+        x : [k; v] of the tokens that arrive, [R, Hkv, T, 2 D]
+        asked : of those that are scored: the same, or where the score is delayed those that leave the window
+        positions : int64 [R, T], of those that are scored
+        lengths : int64 [R], the tokens of each row; what stands behind them is padding. None: all T
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            return self.read(memory, x.float(), asked.float(), positions, lengths)
+
+    def read(
+        self,
+        memory: dict[str, torch.Tensor],
+        x: torch.Tensor,
+        asked: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `follow`; all in float32."""
+        return self.score(asked, 0)
+
     def log_decay(self) -> torch.Tensor:
         low, high = (math.log(bound) for bound in GAMMA)
         return low + self.alpha.float().sigmoid() * (high - low)
 
     def state_bytes(self) -> int:
         """Of one sequence in decoding, beside the scores of the entries held."""
-        return 0
+        return sum(value.nbytes for value in self.memory().values())
 
 
 class Recency(Scorer):
@@ -66,6 +113,16 @@ class Recency(Scorer):
 
     def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
         return torch.arange(x.shape[2], device=x.device, dtype=torch.float32).expand(x.shape[:3])
+
+    def read(
+        self,
+        memory: dict[str, torch.Tensor],
+        x: torch.Tensor,
+        asked: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return positions[:, None].float().expand(asked.shape[:3])
 
     def log_decay(self) -> torch.Tensor:
         return torch.zeros(self.heads)
@@ -78,4 +135,6 @@ def per_head(*shape: int, scale: float = 0.0) -> nn.Parameter:
 
 def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """[B, Hkv, S, I] by a head's [Hkv, I, O]: [B, Hkv, S, O]."""
-    return x @ weight.float()
+    rows, heads, count, _ = x.shape
+    by_head = x.transpose(0, 1).reshape(heads, rows * count, -1)  # a product that broadcasts copies the weights B times
+    return (by_head @ weight.float()).view(heads, rows, count, -1).transpose(0, 1)

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from sparse_rl.config import NamedConfiguration, Positive, PositiveInt, Rule
 
+ATTACHED_AS = "cache_scorers"  # the module list of a model's scorers, one per layer
 GAMMA = (0.999, 0.999999)  # the bounds between which a kv head's decay is learned
 Gamma = Annotated[float, Rule(f"between {GAMMA[0]} and {GAMMA[1]}", lambda v: GAMMA[0] < v < GAMMA[1])]
 

@@ -21,6 +21,7 @@ gates soft-capped at 15 (`softcap: null` leaves them as they are).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,7 @@ from sparse_rl.scorers.config import MLSTMConfig
 
 NOISE = 0.02
 TINY = torch.finfo(torch.float32).tiny
+EMPTY = -1e30  # the largest weight in a memory that holds nothing: finite, so that no infinity meets another
 
 
 class MLSTM(Scorer):
@@ -54,31 +56,56 @@ class MLSTM(Scorer):
         self.skip = per_head(heads, 2 * dim, self.width) if config.skip else None
         self.out = per_head(heads, self.width, 1)
 
-    def state_bytes(self) -> int:
-        return 4 * self.heads * (self.dim * (self.width + 1) + 2)
+    def memory(self) -> dict[str, torch.Tensor]:
+        return vars(State.empty((self.heads,), self.dim, self.width))
+
+    def read(
+        self,
+        memory: dict[str, torch.Tensor],
+        x: torch.Tensor,
+        asked: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor | None,
+    ) -> torch.Tensor:
+        state, parts, query = State(**memory), self.parts(x), self.asks(asked)
+        if x.shape[2] == 1 and lengths is None:
+            state.write(*(part[:, :, 0] for part in vars(parts).values()))
+            read = state.read(query[:, :, 0])[:, :, None]
+        else:
+            if lengths is not None:  # padding writes nothing, and nothing is forgotten over it
+                padding = (torch.arange(x.shape[2], device=x.device) >= lengths[:, None])[:, None]
+                parts.log_input = parts.log_input.masked_fill(padding, float("-inf"))
+                parts.log_forget = parts.log_forget.masked_fill(padding, 0.0)
+            read, state = chunkwise(state, query, parts, self.chunk)
+        for name, value in vars(state).items():
+            memory[name].copy_(value)
+        return self.rate(read, asked)
 
     def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
         delay = window if self.delayed else 0
         length = x.shape[2]
         if delay >= length:
             return x.new_zeros(x.shape[:3]) + 0.0 * sum(weight.sum() for weight in self.parameters())  # all have one
-        parts = self.parts(x)
-        query = F.pad(parts.query, (0, 0, delay, 0))[:, :, :length]  # at q stands the query of u = q - w
-        read = chunkwise(query, parts.key, parts.value, parts.log_input, parts.log_forget, self.chunk)
+        query = F.pad(self.asks(x[:, :, : length - delay]), (0, 0, delay, 0))  # at q stands the query of u = q - w
+        nothing = State.empty(x.shape[:2], self.dim, self.width, x.device)
+        read, _ = chunkwise(nothing, query, self.parts(x), self.chunk)
         return F.pad(self.rate(read[:, :, delay:], x[:, :, : length - delay]), (0, delay))
 
     def parts(self, x: torch.Tensor) -> Parts:
-        """What each token [B, Hkv, S, 2 D] writes, and asks."""
+        """What each token [B, Hkv, S, 2 D] writes."""
         log_input, forget = project(x, self.gates).unbind(-1)
         forget = forget + self.forget_bias.float()[:, None]
         value = x[..., self.dim :] if self.value is None else project(x, self.value)
         return Parts(
-            self._features(project(x, self.query)),
             self._features(project(x, self.key)),
             value,
             self._capped(log_input),
             F.logsigmoid(self._capped(forget)),
         )
+
+    def asks(self, x: torch.Tensor) -> torch.Tensor:
+        """The query of each token [B, Hkv, S, 2 D]: [B, Hkv, S, F] > 0."""
+        return self._features(project(x, self.query))
 
     def rate(self, read: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The scores [B, Hkv, S] of tokens [B, Hkv, S, 2 D] whose readouts are [B, Hkv, S, V]."""
@@ -97,65 +124,29 @@ class MLSTM(Scorer):
 
 @dataclass
 class Parts:
-    """query, key [B, H, S, F] > 0; value [B, H, S, V]; log_input, log_forget [B, H, S]"""
+    """key [B, H, S, F] > 0; value [B, H, S, V]; log_input, log_forget [B, H, S]"""
 
-    query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     log_input: torch.Tensor
     log_forget: torch.Tensor
 
 
-def chunkwise(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_input: torch.Tensor,
-    log_forget: torch.Tensor,
-    chunk: int,
-) -> torch.Tensor:
-    """q_t^T C_t / q_t^T z_t for all t, float32 [B, H, S, V] (shapes as in Parts).
-
-    Tokens of a chunk meet one by one, earlier chunks through the state before the chunk: O(S chunk + S^2 / chunk^2).
-    """
-    length = query.shape[2]
-    pad = -length % chunk
-    # C and z at t, divided by exp(sum of log f up to t): token j weighs exp(weight_j)
-    weight = F.pad(log_input.double() - log_forget.double().cumsum(-1), (0, pad), value=float("-inf"))
-    weight = weight.unflatten(-1, (-1, chunk))  # [B, H, N, c]
-    value = torch.cat([value, torch.ones_like(value[..., :1])], dim=-1)  # z is C's last column
-    query, key, value = (F.pad(x, (0, 0, 0, pad)).unflatten(2, (-1, chunk)) for x in (query, key, value))
-
-    size = weight.detach()  # what only scales has no gradient: it cancels
-    own = size.amax(-1)  # [B, H, N]
-    top = own.cummax(-1).values  # the largest up to a chunk's end ...
-    before = F.pad(top[..., :-1], (1, 0), value=float("-inf"))  # ... and before it
-    written = (key * (weight - own[..., None]).exp().float()[..., None]).transpose(
-        -1, -2
-    ) @ value  # [B, H, N, F, V + 1]
-    earlier = torch.ones(2 * own.shape[-1:], dtype=torch.bool, device=own.device).tril(-1)
-    share = (own[..., None, :] - before[..., None]).masked_fill(~earlier, float("-inf")).exp().float()
-    state = (share @ written.flatten(-2)).unflatten(-1, written.shape[-2:])  # divided by exp(before)
-
-    largest = torch.maximum(size.cummax(-1).values, before[..., None])  # [B, H, N, c], of all up to a token
-    past = (query @ state) * (before[..., None] - largest).exp().float()[..., None]
-    up_to = torch.ones(chunk, chunk, dtype=torch.bool, device=own.device).tril()
-    within = (weight[..., None, :] - largest[..., None]).masked_fill(~up_to, float("-inf")).exp().float()
-    total = past + ((query @ key.transpose(-1, -2)) * within) @ value
-    return (total[..., :-1] / total[..., -1:].clamp(min=TINY)).flatten(2, 3)[:, :, :length]
-
-
 @dataclass
 class State:
-    """Of B sequences in decoding, O(1): C and z [B, H, F, V + 1], divided by exp(top), top float64 [B, H]."""
+    """Of B sequences, as large however long they are: C and z [B, H, F, V + 1], divided by exp(top); top [B, H].
+
+    top is float64: what tokens weigh adds up over all of a sequence.
+    """
 
     memory: torch.Tensor
     top: torch.Tensor
 
     @classmethod
-    def empty(cls, batch: int, heads: int, features: int, width: int, device: torch.device | str = "cpu") -> State:
-        top = torch.full((batch, heads), float("-inf"), dtype=torch.float64, device=device)
-        return cls(torch.zeros(batch, heads, features, width + 1, device=device), top)
+    def empty(cls, shape: Sequence[int], features: int, width: int, device: torch.device | str = "cpu") -> State:
+        """shape : [B, H], or [H] of one sequence"""
+        top = torch.full(tuple(shape), EMPTY, dtype=torch.float64, device=device)
+        return cls(torch.zeros(*shape, features, width + 1, device=device), top)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, log_input: torch.Tensor, log_forget: torch.Tensor) -> None:
         """One token each: key [B, H, F], value [B, H, V], gates [B, H]."""
@@ -170,6 +161,41 @@ class State:
         """[B, H, F] -> [B, H, V]"""
         total = (query[..., None, :] @ self.memory)[..., 0, :]
         return total[..., :-1] / total[..., -1:].clamp(min=TINY)
+
+
+def chunkwise(state: State, query: torch.Tensor, parts: Parts, chunk: int) -> tuple[torch.Tensor, State]:
+    """q_t^T C_t / q_t^T z_t for all t, float32 [B, H, S, V], of query [B, H, S, F]; and the state after the last token.
+
+    Tokens of a chunk meet one by one, earlier chunks through the state before the chunk: O(S chunk + S^2 / chunk^2).
+    """
+    length = query.shape[2]
+    pad = -length % chunk
+    # C and z at t, divided by exp(sum of log f up to t): token j weighs exp(weight_j)
+    forgotten = parts.log_forget.double().cumsum(-1)
+    weight = F.pad(parts.log_input.double() - forgotten, (0, pad), value=float("-inf"))
+    weight = weight.unflatten(-1, (-1, chunk))  # [B, H, N, c]
+    value = torch.cat([parts.value, torch.ones_like(parts.value[..., :1])], dim=-1)  # z is C's last column
+    query, key, value = (F.pad(x, (0, 0, 0, pad)).unflatten(2, (-1, chunk)) for x in (query, parts.key, value))
+
+    size = weight.detach()  # what only scales has no gradient: it cancels
+    own = size.amax(-1).clamp(min=EMPTY)  # [B, H, N]; of a chunk of padding -inf
+    scaled = key * (weight - own[..., None]).exp().float()[..., None]
+    written = torch.cat([state.memory[:, :, None], scaled.transpose(-1, -2) @ value], dim=2)  # [B, H, 1 + N, F, V + 1]
+    own = torch.cat([state.top[..., None], own], dim=-1)
+    top = own.cummax(-1).values  # the largest before a chunk; the last: of all
+    count = own.shape[-1]
+    up_to = torch.ones(count, count, dtype=torch.bool, device=own.device).tril()
+    share = (own[..., None, :] - top[..., None]).masked_fill(~up_to, float("-inf")).exp().float()
+    states = (share @ written.flatten(-2)).unflatten(-1, written.shape[-2:])  # before each chunk, divided by exp(top)
+
+    before = top[..., :-1]
+    largest = torch.maximum(size.cummax(-1).values, before[..., None])  # [B, H, N, c], of all up to a token
+    past = (query @ states[:, :, :-1]) * (before[..., None] - largest).exp().float()[..., None]
+    up_to = torch.ones(chunk, chunk, dtype=torch.bool, device=own.device).tril()
+    within = (weight[..., None, :] - largest[..., None]).masked_fill(~up_to, float("-inf")).exp().float()
+    total = past + ((query @ key.transpose(-1, -2)) * within) @ value
+    read = (total[..., :-1] / total[..., -1:].clamp(min=TINY)).flatten(2, 3)[:, :, :length]
+    return read, State(states[:, :, -1], top[..., -1] + forgotten[..., -1])
 
 
 def _reads(heads: int, dim: int, width: int, first: int) -> nn.Parameter:

@@ -187,9 +187,9 @@ def test_cache_bytes_under_autocast(new_model, policy_of, family, weights, compu
 
 
 def test_state_is_counted_per_entry():
-    assert state_bytes(make_policy("full"), 10, 2, 3) == 2 * 3 * 10 * 8
+    assert state_bytes(make_policy("full"), 10, 2, 3, 8) == 2 * 3 * 10 * 8
     h2o = make_policy("h2o", budget=8)
-    assert state_bytes(h2o, 10, 2, 3) == 2 * 3 * 10 * (8 + 4 * len(h2o.entry_memory)) > 2 * 3 * 10 * 8
+    assert state_bytes(h2o, 10, 2, 3, 8) == 2 * 3 * 10 * (8 + 4 * len(h2o.entry_memory)) > 2 * 3 * 10 * 8
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
@@ -243,7 +243,7 @@ def test_a_plan_adds_up():
     by = {item.name: item for item in made.items}
     assert made.parameters == 102_848
     shape = cache_shape(tiny_config())
-    entry = cache_bytes(1, *shape, 4) + state_bytes(make_policy(recipe.cache), 1, *shape[:2])
+    entry = cache_bytes(1, *shape, 4) + state_bytes(make_policy(recipe.cache), 1, *shape)
     assert by["KV cache of 8"].device == 8 * 40 * entry
     assert by["traces"].host == trace_bytes(*shape[:2], 118, 8)
     assert by["mask of one layer"].device == 9 * mask_bytes(8, 2, 118)  # attention in float64

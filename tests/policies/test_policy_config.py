@@ -11,12 +11,9 @@ from pathlib import Path
 import pytest
 
 from sparse_rl.config import yaml_fields
-from sparse_rl.errors import UserError
 from sparse_rl.models.directory import save_policy, saved_policy
-from sparse_rl.policies.base import Policy
-from sparse_rl.policies.config import CONFIGS, EvictingConfig, PolicyConfig, accepted_parameters
-from sparse_rl.policies.registry import POLICIES, for_sampling, make_policy
-from sparse_rl.policies.schedule import Schedule
+from sparse_rl.policies.config import CONFIGS, PolicyConfig, accepted_parameters
+from sparse_rl.policies.registry import POLICIES, make_policy
 from sparse_rl.scorers.config import CONFIGS as SCORER_CONFIGS
 from sparse_rl.scorers.config import ScorerConfig
 from sparse_rl.scorers.registry import SCORERS
@@ -109,21 +106,3 @@ def test_a_directory_says_all_options_of_a_scorer(name: str, tmp_path: Path) -> 
         assert set(written) == {"format_version", "policy", *accepted_parameters("kvpop")}
         read = saved_policy(tmp_path)
         assert read is not None and read.config == policy.config
-
-
-class ByPosition(EvictingConfig):
-    name = "test"
-
-
-class Remembers(Policy):
-    def sequence_memory(self, kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
-        return {"sum": (kv_heads, head_dim)}
-
-
-def test_what_no_engine_samples_is_said_in_one_line() -> None:
-    config = ByPosition(budget=8)
-    assert config.schedule == Schedule(8) and for_sampling(Policy(config)).name == "test"
-    with pytest.raises(UserError, match=r"^no engine samples under test yet: it needs memory per sequence; [^\n]*$"):
-        for_sampling(Remembers(config))
-    with pytest.raises(UserError, match=r"^no engine samples under kvpop yet: it decides before a query[^\n]*$"):
-        for_sampling(make_policy("kvpop", budget=600))

@@ -41,14 +41,14 @@ def tokens(length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def recurrent(model: MLSTM, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
     """Token by token, with a state of one size."""
     x = torch.cat([key, value], dim=-1)
-    parts, found = model.parts(x), torch.zeros(x.shape[:3])
-    state = State.empty(B, H, parts.key.shape[-1], parts.value.shape[-1])
+    parts, asks, found = model.parts(x), model.asks(x), torch.zeros(x.shape[:3])
+    state = State.empty((B, H), parts.key.shape[-1], parts.value.shape[-1])
     size = state.memory.numel()
     for q in range(x.shape[2]):
         state.write(parts.key[:, :, q], parts.value[:, :, q], parts.log_input[:, :, q], parts.log_forget[:, :, q])
         u = q - window if model.delayed else q
         if u >= 0:
-            read = state.read(parts.query[:, :, u])
+            read = state.read(asks[:, :, u])
             found[:, :, u] = model.rate(read[:, :, None], x[:, :, u : u + 1])[:, :, 0]
     assert state.memory.numel() == size
     return found
@@ -65,6 +65,53 @@ def test_chunkwise_is_recurrent(options: dict, length: int, window: int, chunk: 
     assert found.shape == (B, H, length) and (found - expected).abs().max() <= 1e-5
     if window < length - 1:
         assert found.std() > 0.01  # a control: not all the same
+
+
+EVERY = [{"name": name} for name in SCORERS if name != "mlstm"] + [{"name": "mlstm", **one} for one in MLSTMS]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", EVERY, ids=str)
+@pytest.mark.parametrize("chunks", [[60], [25, 35], [1, 1, 1, 57], [30, 1, 29], [1] * 60], ids=str)
+def test_following_a_text_gives_the_scores_of_the_whole(options: dict, chunks: list[int]) -> None:
+    """In chunks of any lengths, ragged rows side by side; tokens that never leave the window are not scored."""
+    model, window = scorer(**({"chunk": 16} if options["name"] == "mlstm" else {}), **options), 7
+    key, value = tokens(60)
+    x, delay = torch.cat([key, value], dim=-1), window if model.delayed else 0
+    wanted = model(key, value, window)[0][:, :, : 60 - delay]
+    memory = {name: one.expand(B, *one.shape).clone() for name, one in model.memory().items()}
+    found, start = [], 0
+    for count in chunks:
+        at = torch.arange(start, start + count)
+        asked = x[:, :, (at - delay).clamp(min=0)]
+        given = None if count == 1 else torch.tensor([count] * B)
+        found.append(model.follow(memory, x[:, :, at], asked, (at - delay).expand(B, -1), given))
+        start += count
+    scores = torch.cat(found, dim=-1)[:, :, delay:]
+    assert scores.shape == wanted.shape and (scores - wanted).abs().max() <= 1e-5
+    assert options["name"] == "recency" or wanted.std() > 0.01
+    assert model.state_bytes() == sum(m[0].nbytes for m in memory.values())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", EVERY, ids=str)
+def test_padding_leaves_no_trace_in_the_memory(options: dict) -> None:
+    """Rows of 20 and 9 tokens in one batch, of which the second goes on as if it had been alone."""
+    model = scorer(**({"chunk": 4} if options["name"] == "mlstm" else {}), **options)
+    x = torch.cat(tokens(30), dim=-1)
+    at = torch.arange(20).expand(B, -1)
+
+    def start(rows: int) -> dict[str, torch.Tensor]:
+        return {name: one.expand(rows, *one.shape).clone() for name, one in model.memory().items()}
+
+    both, alone = start(B), start(1)
+    model.follow(both, x[:, :, :20], x[:, :, :20], at, torch.tensor([20, 9]))
+    model.follow(alone, x[1:, :, :9], x[1:, :, :9], at[:1, :9])
+    for token in (20, 21):
+        new = x[:, :, token : token + 1]
+        together = model.follow(both, new, new, torch.full((B, 1), token))
+        apart = model.follow(alone, new[1:], new[1:], torch.full((1, 1), token))
+        assert (together[1] - apart[0]).abs().max() <= 1e-5
 
 
 @torch.no_grad()

@@ -23,6 +23,12 @@ def refuse_head_size(head_dim: int, otherwise: str = "") -> None:
         raise UserError(f"vLLM on a CPU cannot run head size {head_dim} (it takes {sizes}){otherwise}")
 
 
+def refuse_policy(policy: Policy, otherwise: str = "") -> None:
+    """Raises UserError for a policy that only the hf engine samples under."""
+    if policy.config.only_hf:
+        raise UserError(f"{policy.name}: {policy.config.only_hf}{otherwise}", "cache.policy")
+
+
 def refuse_expandable_segments(policy: Policy, sleep_mode: bool, otherwise: str = "") -> None:
     """Raises UserError for an allocator that vLLM does not have beside a connector, unless its cache has another."""
     chosen = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")

@@ -10,7 +10,7 @@ from rollout.config import EvalRolloutConfig, RolloutConfig, SamplingConfig
 from sparse_rl.config import Configuration, Fraction, NonNegative, PositiveInt, Source, Text
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import CONFIGS, PolicyConfig, accepted_parameters, refuse_unsampled
+from sparse_rl.policies.config import CONFIGS, PolicyConfig, accepted_parameters
 from sparse_rl.recipe.kinds.base import Recipe, SampledProblems
 from sparse_rl.recipe.kinds.caches import check_model_len
 
@@ -93,9 +93,7 @@ class EvalRecipe(Recipe):
         if not self.sweep.policy and not self.sweep.budget:
             if self.cache is None:
                 return [None]
-            cache = PolicyConfig.from_block(self.cache, "cache", Source())
-            refuse_unsampled(cache, "cache.policy")
-            return [cache]
+            return [PolicyConfig.from_block(self.cache, "cache", Source())]
         base = dict(self.cache) if isinstance(self.cache, dict) else {}
         own = base.pop("policy", None)
         if own is not None and own not in list(CONFIGS):
@@ -118,7 +116,6 @@ class EvalRecipe(Recipe):
                     point = PolicyConfig.from_block({**mine, **block, **size})
                 except UserError as error:
                     raise UserError(str(error), "sweep" if known else "sweep.policy") from None
-                refuse_unsampled(point, "sweep.policy")
                 if point not in points:
                     points.append(point)
         for key in base:

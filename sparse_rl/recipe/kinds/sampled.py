@@ -9,7 +9,7 @@ from typing import Self
 from rollout.config import RolloutConfig
 from sparse_rl.config import flat
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import PolicyConfig, refuse_unsampled
+from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.recipe.kinds.base import TrainRecipe, ValidationConfig
 from sparse_rl.recipe.kinds.caches import check_model_len
 from trainer.config import ReplayConfig
@@ -45,7 +45,9 @@ class SampledRecipe(ReplayedRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_unsampled(self.cache, "cache.policy")
+        if self.cache.schedule.before_attending:
+            mend = "name another policy, or train it with kind: kvpop"
+            raise UserError(f"no training on sampled sequences under {self.cache.name} yet; {mend}", "cache.policy")
         if self.rollout.tensor_parallel > 1:
             wrong = "in training each process has an engine of its own; set it to 1, and use launch.processes"
             raise UserError(wrong, "rollout.tensor_parallel")

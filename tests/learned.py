@@ -1,0 +1,113 @@
+"""Learned policies for the suite: scorers far from where they start, and the law: decoding decides as training does.
+
+The scores that training computes of a whole text at once are those that decoding computed token by token, but for
+rounding. So what was recorded must be `running_topk` of the former, unless two priorities tie.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rollout import Rollout
+from sparse_rl.attention.interface import NO_MASK, adopt
+from sparse_rl.attention.views.replay import ReplayView
+from sparse_rl.kernels import running_topk
+from sparse_rl.models.directory import attach_scorers, save_policy, write_scorers
+from sparse_rl.policies import Policy, make_policy
+from sparse_rl.trace import NEVER, EvictionTrace, batch_traces
+
+TIE = 1e-5  # relative
+SCORERS: dict[str, dict[str, Any]] = {
+    "recency": {"name": "recency"},
+    "linear": {"name": "linear"},
+    "mlp": {"name": "mlp"},
+    "delayed": {"name": "mlstm", "chunk": 16},
+    "immediate": {"name": "mlstm", "readout": "immediate", "value": "full", "norm": True, "skip": True},
+}
+
+
+def learned_policy(scorer: str | dict[str, Any], budget: int = 20, **parameters: Any) -> Any:
+    block = SCORERS[scorer] if isinstance(scorer, str) else scorer
+    return make_policy("kvpop", budget=budget, **{"window": 5, "sinks": 2, "scorer": block, **parameters})
+
+
+def with_scorers(model: PreTrainedModel, policy: Policy, seed: int = 0, scale: float = 0.5) -> PreTrainedModel:
+    """A copy of a model with scorers that rank by more than recency, and differ between heads and layers."""
+    model = copy.deepcopy(model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        attach_scorers(model, policy)  # type: ignore[arg-type]
+        for weight in model.cache_scorers.parameters():
+            weight.data += scale * torch.randn_like(weight)
+    return adopt(model).requires_grad_(False)
+
+
+def save_learned(model: PreTrainedModel, policy: Policy, folder: Any) -> None:
+    """What a retrofit leaves: the model, its scorers and its policy."""
+    model.save_pretrained(folder)
+    write_scorers(folder, model.state_dict())
+    save_policy(folder, policy)
+
+
+class Listening(ReplayView):
+    """Replays, and notes each layer's keys and values."""
+
+    heard: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+    def attend(self, layer: int, query: Any, key: Any, value: Any, scaling: float) -> torch.Tensor:
+        self.heard[layer] = key, value
+        return super().attend(layer, query, key, value, scaling)
+
+
+@torch.no_grad()
+def wrong_decisions(model: PreTrainedModel, policy: Any, rollouts: Sequence[Rollout]) -> tuple[list[str], int, int]:
+    """(what was decided otherwise than training decides where it was clear; heads that differ by ties; heads)
+
+    Each layer is judged on the keys and values that it has under the recorded trace, so that a tie in one layer
+    does not spread to the next.
+    """
+    config, wrong, ties, heads = policy.config, [], 0, 0
+    for place, r in enumerate(rollouts):
+        ids, prompt = torch.tensor([r.prompt_ids + r.completion_ids]), len(r.prompt_ids)
+        length = ids.shape[1]
+        view = Listening(batch_traces([r.trace], [0], length), "cpu")
+        view.heard = {}
+        model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False)
+        for layer, (key, value) in view.heard.items():
+            scores, log_decay = model.cache_scorers[layer](key, value, config.window)
+            sizes = {"window": config.window, "k": config.k, "decay_every": config.decay_every}
+            at = running_topk(scores, config.sinks, log_decay=log_decay, **sizes).evict_at
+            if config.prefill == "dense":
+                at = at.clamp(min=prompt)
+            expected = EvictionTrace.recorded(at).evict_at[0]
+            recorded = r.trace.evict_at[layer]
+            ages = torch.arange(length) // config.decay_every
+            priority = (scores[0] - log_decay[:, None] * ages).double()
+            heads += len(recorded)
+            for head in (expected != recorded).any(-1).nonzero()[:, 0].tolist():
+                over = overshoot(recorded[head], priority[head], config, prompt)
+                ties += over <= TIE
+                wrong += [f"sequence {place}, layer {layer}, head {head}: {over:.1e}"] if over > TIE else []
+    return wrong, ties, heads
+
+
+def overshoot(recorded: torch.Tensor, priority: torch.Tensor, config: Any, prompt: int) -> float:
+    """How far the recorded evictions of one head were from dropping the worst that competed, relative.
+
+    inf: another count of entries than the policy says.
+    """
+    worst = 0.0
+    for q in sorted(set(recorded[recorded < NEVER].tolist())):
+        gone = (recorded == q).nonzero()[:, 0]
+        held = torch.arange(config.sinks, q - config.window + 1)
+        held = held[recorded[held] > q]
+        if len(held) != config.k or int(gone.max()) > q - config.window or (len(gone) > 1 and q != prompt):
+            return float("inf")
+        low = float(priority[held].min())
+        worst = max(worst, (float(priority[gone].max()) - low) / max(abs(low), 1e-30))
+    return worst

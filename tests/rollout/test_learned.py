@@ -1,0 +1,179 @@
+"""Decoding under a learned policy in the reference engine: it decides as training does, with exactly B entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from judging import gap, same, shifted, wrong_traces
+from learned import SCORERS, learned_policy, save_learned, with_scorers, wrong_decisions
+from test_cache import Driver, entry_bytes
+
+from rollout import Rollout, SamplingConfig, make_engine
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.errors import NotFiniteError, UserError
+from sparse_rl.trace import NEVER
+
+B = 20
+LENGTHS = (1, 7, 20, 21, 70)  # of prompts: one token, within the budget, the budget, one more, and far longer
+
+
+def rollouts_of(model: Any, policy: Any, prompts: list[list[int]], tokens: int = 40, **sampling: Any) -> list[Rollout]:
+    config = SamplingConfig(max_tokens=tokens, seed=1, ignore_eos=True, **sampling)
+    return make_engine("hf", model=model, policy=policy).generate(prompts, config)
+
+
+@pytest.mark.parametrize("prefill", ["dense", "masked"])
+@pytest.mark.parametrize("scorer", SCORERS)
+@pytest.mark.parametrize("family", ["qwen3", "quickstart", "stories260K"])
+def test_it_decides_as_training_does(
+    family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable, record_property: Callable
+) -> None:
+    """And every wrong trace shows in the log-probs, the next token's alone among them."""
+    policy = learned_policy(scorer, B, prefill=prefill)
+    model = with_scorers(model_of(family), policy)
+    rollouts = rollouts_of(model, policy, prompts_of(family, LENGTHS), 30, n=2)
+    wrong, ties, heads = wrong_decisions(model, policy, rollouts)
+    assert not wrong and ties <= heads / 100
+    own = gap(replay_logprobs(model, rollouts), rollouts)
+    record_property("gap", own)
+    assert own <= 1e-5
+    for name, others in wrong_traces(rollouts).items():
+        if name == "heads swapped" and scorer == "recency":
+            continue
+        far = gap(replay_logprobs(model, others), rollouts)
+        assert far >= max(100 * own, 0.0 if family == "qwen3" else 1e-3), name
+
+
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_every_query_sees_exactly_b(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
+    """From the moment at which there are so many; the storage never has room for more, but for a prompt's."""
+    policy = learned_policy(scorer, B)
+    model = with_scorers(model_of("qwen3"), policy)
+    engine = make_engine("hf", model=model, policy=policy)
+    rollouts = engine.generate(prompts_of("qwen3", LENGTHS), SamplingConfig(max_tokens=40, seed=0, ignore_eos=True))
+    for r in rollouts:
+        for query in range(len(r.prompt_ids), len(r.trace) - 1):
+            assert (r.trace.kept_counts(query) == min(query + 1, B)).all()
+        assert (r.trace.evict_at < NEVER).any(-1).all()
+    assert engine.peak_cache_bytes == len(rollouts) * B * entry_bytes(model)
+
+
+def test_state_entries_are_taken_from_the_budget(model_of: Callable, prompts_of: Callable) -> None:
+    policy = learned_policy("delayed", B + 6, state_entries=6)
+    model = with_scorers(model_of("qwen3"), policy)
+    (r,) = rollouts_of(model, policy, prompts_of("qwen3", [30]))
+    assert (r.trace.kept_counts() == B).all() and not wrong_decisions(model, policy, [r])[0]
+
+
+@pytest.mark.parametrize("decay_every", [1, 16])
+def test_the_decay_counts(decay_every: int, model_of: Callable, prompts_of: Callable) -> None:
+    """Scores close enough for a decay of 0.001 to a token to decide."""
+    policy = learned_policy({"name": "linear", "gamma": 0.9991}, B, decay_every=decay_every)
+    model = with_scorers(model_of("qwen3"), policy, scale=0.003)
+    rollouts = rollouts_of(model, policy, prompts_of("qwen3", LENGTHS))
+    assert not wrong_decisions(model, policy, rollouts)[0]
+    other = learned_policy({"name": "linear", "gamma": 0.9991}, B, decay_every=17 - decay_every)
+    assert wrong_decisions(model, other, rollouts)[0]  # a control
+
+
+@pytest.mark.parametrize("scorer", ["mlp", "delayed", "immediate"])
+def test_a_batch_is_its_rows_alone(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
+    """In any order, with several samples of one prompt, and after rows have left the batch."""
+    policy = learned_policy(scorer, B)
+    model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
+    sampling = SamplingConfig(max_tokens=40, seed=3, n=3)  # rows end at their own times
+    together = make_engine("hf", model=model, policy=policy).generate(prompts, sampling)
+    assert len({len(r.completion_ids) for r in together}) > 2
+    for place, prompt in enumerate(prompts):
+        alone = make_engine("hf", model=model, policy=policy, max_batch=4).generate([prompt], sampling)
+        assert same(alone, together[3 * place : 3 * place + 3])
+
+
+def test_what_was_sampled_can_be_simulated(model_of: Callable, prompts_of: Callable) -> None:
+    policy = learned_policy("delayed", B)
+    model = with_scorers(model_of("qwen3"), policy)
+    rollouts = rollouts_of(model, policy, prompts_of("qwen3", LENGTHS))
+    engine = make_engine("hf", model=model, policy=policy)
+    again = engine.simulate([r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts])
+    assert all(torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in zip(again, rollouts, strict=True))
+
+
+@pytest.mark.parametrize("scorer", ["mlp", "delayed"])
+def test_the_cache_holds_what_the_record_says_and_frozen_rows_stay(
+    scorer: str, model_of: Callable, prompts_of: Callable
+) -> None:
+    policy = learned_policy(scorer, B)
+    model = with_scorers(model_of("qwen3"), policy)
+    driver = Driver(model, policy.bound_to(model), prompts_of("qwen3", [33, 18, 2, 21]))
+    cache, frozen = driver.cache, [True, True, False, True]
+    kept: list[torch.Tensor] = []
+    for step in range(30):
+        if step == 20:
+            kept = [
+                t[2, :, : cache.lengths[2]].clone() for layer in cache.layers.values() for t in layer.slotted().values()
+            ]
+        active = [True] * 4 if step < 20 else frozen
+        driver.decode([(7 * step + row) % 60 + 3 for row in range(4)], active)
+        for row, seen in enumerate(cache.seen):
+            if not active[row]:
+                continue
+            record = cache.evict_at(row, seen)
+            for index, layer in cache.layers.items():
+                for head, positions in enumerate(layer.positions[row, :, : cache.lengths[row]]):
+                    assert sorted(positions.tolist()) == (record[index, head] >= seen).nonzero()[:, 0].tolist()
+    after = [t[2, :, : cache.lengths[2]] for layer in cache.layers.values() for t in layer.slotted().values()]
+    names = [name for layer in cache.layers.values() for name in layer.slotted()]
+    assert all(torch.equal(a, b) for n, a, b in zip(names, kept, after, strict=True) if n != "priority")
+    assert [cache.evict_at(2, 22).min() < NEVER]
+
+
+def test_a_directory_is_sampled_from_with_no_flags(tmp_path: Any, model_of: Callable, prompts_of: Callable) -> None:
+    policy = learned_policy("delayed", B, prefill="masked")
+    model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
+    save_learned(model, policy, tmp_path)
+    random = torch.random.get_rng_state()
+    engine = make_engine("hf", model=tmp_path)
+    assert torch.equal(random, torch.random.get_rng_state()) and engine.policy.config == policy.config
+    sampling = SamplingConfig(max_tokens=40, seed=1, ignore_eos=True)
+    assert same(engine.generate(prompts, sampling), rollouts_of(model, policy, prompts))
+    full = make_engine("hf", model=tmp_path, policy="full").generate(prompts, sampling)
+    assert not any((r.trace.evict_at < NEVER).any() for r in full)
+
+
+def test_new_scorers_are_loaded_as_weights_are(model_of: Callable, prompts_of: Callable) -> None:
+    policy = learned_policy("mlp", B)
+    one, other = (with_scorers(model_of("qwen3"), policy, seed) for seed in (0, 1))
+    prompts = prompts_of("qwen3", LENGTHS)
+    before, wanted = rollouts_of(one, policy, prompts), rollouts_of(other, policy, prompts)
+    assert not same(before, wanted)
+    engine = make_engine("hf", model=one, policy=policy)
+    engine.load_weights(other.named_parameters())
+    assert same(rollouts_of(one, policy, prompts), wanted)
+
+
+def test_what_is_refused(tmp_path: Any, model_of: Callable, prompts_of: Callable) -> None:
+    policy = learned_policy("mlp", B)
+    with pytest.raises(UserError, match="the model has no scorers"):
+        make_engine("hf", model=model_of("qwen3"), policy=policy)
+    model = with_scorers(model_of("qwen3"), policy)
+    with pytest.raises(UserError, match=r"the model's scorers are .*'mlp'.* asks for .*'linear'"):
+        make_engine("hf", model=model, policy=learned_policy("linear", B))
+    model.cache_scorers[1].bias.fill_(float("nan"))
+    with pytest.raises(NotFiniteError, match="kvpop: a NaN score in layer 1"):
+        rollouts_of(model, policy, prompts_of("qwen3", [9]))
+
+
+def test_a_last_eviction_that_is_left_out_shows(model_of: Callable, prompts_of: Callable) -> None:
+    """It is decided before the last token is sampled: an engine that hands its record over too early loses it."""
+    policy = learned_policy("mlp", B)
+    model = with_scorers(model_of("quickstart"), policy)
+    rollouts = rollouts_of(model, policy, prompts_of("quickstart", [40, 50]))
+    for r in rollouts:
+        last = r.trace.evict_at == len(r.trace) - 2
+        assert last.any(-1).all()
+        r.trace.evict_at[last] = NEVER
+    assert gap(replay_logprobs(model, rollouts), rollouts) >= 1e-3
+    assert shifted(rollouts[0].trace.evict_at, 0).dtype == torch.int32
