@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # so that a path is answered before torch is imported
 
 CONFIG_FILE = "config.json"
 RUN_MODEL = "model"  # where a training leaves its model, in the directory of the run
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 POLICY_FILE = "cache_policy.json"
 POLICY_VERSION = 1
 SCORER_FILE = "cache_scorer.safetensors"
@@ -94,12 +95,25 @@ def attach_scorers(model: Any, policy: KVpop) -> None:
 
 
 def write_scorers(directory: str | Path, weights: Any) -> None:
-    """Write cache_scorer.safetensors from a model's state dict."""
+    """Write cache_scorer.safetensors from a model's state dict, beside the weights of the model itself.
+
+    And an index of those, where there is none: vLLM would load every safetensors file that no index leaves out.
+    """
+    from safetensors import safe_open
     from safetensors.torch import save_file
 
     prefix = f"{SCORERS}."
     own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-    save_file({name: value.detach().cpu().contiguous() for name, value in own.items()}, Path(directory) / SCORER_FILE)
+    folder = Path(directory)
+    save_file({name: value.detach().cpu().contiguous() for name, value in own.items()}, folder / SCORER_FILE)
+    if (folder / WEIGHTS).is_file() and not (folder / INDEX).is_file():
+        with safe_open(folder / WEIGHTS, "pt") as stored:
+            names = list(stored.keys())
+        index = {
+            "metadata": {"total_size": (folder / WEIGHTS).stat().st_size},
+            "weight_map": dict.fromkeys(names, WEIGHTS),
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def read_scorers(directory: str | Path, model: Any) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl.errors import UserError, reason
-from sparse_rl.models.directory import CONFIG_FILE
+from sparse_rl.models.directory import CONFIG_FILE, INDEX, WEIGHTS
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 ADAPTER = "adapter_config.json"
 CONVERT = (

@@ -15,7 +15,7 @@ from sparse_rl.errors import UserError
 from sparse_rl.policies.config import GKVConfig, H2OConfig
 from trainer.distill.config import DistillConfig
 from trainer.grpo.config import GuardConfig, SparseGRPOConfig
-from trainer.kvpop.config import KVpopConfig, KVpopTrainingConfig
+from trainer.kvpop.config import KVpopTrainingConfig
 from trainer.losses.config import DistillationLossConfig
 
 LIGHT = (
@@ -57,7 +57,6 @@ grpo: Any = SparseGRPOConfig
         (lambda: DistillationLossConfig(kl_weight=0.0), "kl_weight: one of kl_weight and ce_weight"),
         (lambda: DistillationLossConfig(renormalise=True), "renormalise: is about the teacher's top k"),
         (lambda: DistillConfig(completions="student", refresh_every=2), "refresh_every: is for the dataset's"),
-        (lambda: KVpopConfig(packing=True, prefill="dense"), "prefill: needs packing: false"),
         (lambda: KVpopTrainingConfig(lr_scheduler_type="greedy"), "lr_scheduler_type: depends on a metric"),
     ],
 )

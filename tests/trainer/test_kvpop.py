@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from trainer_runs import timeless
 from transformers import AutoModelForCausalLM
 
-from rollout import make_engine
+from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.views.dense import DenseView
 from sparse_rl.attention.views.learned import LearnedView
@@ -52,7 +52,7 @@ def kvpop(new_model: Callable, tmp_path: Path) -> Callable[..., KVpopTrainer]:
 
     def make(scorer: Any = "mlp", **settings: Any) -> KVpopTrainer:
         student = new_model("qwen3")
-        policy: Any = make_policy({**CACHE, "scorer": scorer})
+        policy: Any = make_policy({**CACHE, "scorer": scorer, "prefill": settings.pop("prefill", "dense")})
         torch.manual_seed(1)
         attach_scorers(student, policy)
         for weight in student.cache_scorers.parameters():
@@ -73,7 +73,9 @@ def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.T
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for row in rows():
         ids = torch.tensor([row.prompt + row.completion])
-        view = LearnedView(model.cache_scorers, trainer.policy.config, torch.tensor([ids.shape[1]]))
+        policy = trainer.policy.config
+        prompts = torch.tensor([len(row.prompt)]) if policy.prefill == "dense" else None
+        view = LearnedView(model.cache_scorers, policy, torch.tensor([ids.shape[1]]), prompts=prompts)
         with torch.no_grad():
             adopt(model)(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False)
         decided = torch.cat([view._decided[layer].evict_at for layer in range(2)])
@@ -94,7 +96,13 @@ def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.T
 @pytest.mark.parametrize("scorer", ["mlp", "mlstm", "recency"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"gradient_checkpointing": True}, {"weights": (0.1, 0.9)}, {"attention_kernel": "flex_sorted"}],
+    [
+        {},
+        {"prefill": "masked"},
+        {"gradient_checkpointing": True},
+        {"weights": (0.1, 0.9)},
+        {"attention_kernel": "flex_sorted"},
+    ],
     ids=str,
 )
 def test_loss_and_gradients(scorer: str, settings: dict, flex_trains: list[bool], kvpop: Callable) -> None:
@@ -208,10 +216,10 @@ def validation(every: int) -> dict[str, Any]:
         {"packing": True, "max_length": 90, "teacher": None, "top_k": 8, "gradient_checkpointing": True},
         {"cache": {**CACHE, "scorer": {"name": "mlstm", "value": "full"}}, "kl_weight": 0.1, "ce_weight": 0.9},
         {"cache": {**CACHE, "scorer": "recency"}},
-        {"prefill": "dense"},
+        {"cache": {**CACHE, "prefill": "masked"}},
         {"train_base": False, "target": {"normaliser": "dense", "group": "mean", "lookahead": 20}},
     ],
-    ids=["mlp", "packed", "mlstm", "streaming+", "dense prefill", "frozen"],
+    ids=["mlp", "packed", "mlstm", "streaming+", "masked prefill", "frozen"],
 )
 def test_a_run(keys: dict, recipe: Callable, tmp_path: Path, tiny: Callable) -> None:
     made = recipe(validation=validation(every=2), **keys)
@@ -238,8 +246,9 @@ def test_a_run(keys: dict, recipe: Callable, tmp_path: Path, tiny: Callable) -> 
         pairs = zip(start.parameters(), plain.parameters(), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
         assert whole.cache_scorers[0].out.abs().max() > 0
-    with pytest.raises(ValueError, match="no engine samples under kvpop yet"):
-        make_engine("hf", model=str(final))
+    engine = make_engine("hf", model=str(final))
+    (rollout,) = engine.generate([list(range(3, 60))], SamplingConfig(max_tokens=20, seed=0, ignore_eos=True))
+    assert engine.policy.config == made.cache and (rollout.trace.kept_counts() == made.cache.budget).all()
 
 
 @pytest.mark.parametrize(
@@ -310,7 +319,6 @@ def test_texts_as_rows(recipe: Callable) -> None:
         ({"target": {"floor": 0}}, "target.floor: "),
         ({"scorer_final_learning_rate": 1.0}, "scorer_final_learning_rate: must not exceed scorer_learning_rate"),
         ({"train_base": False, "cache": {**CACHE, "scorer": "recency"}}, "train_base: the scorer recency has no"),
-        ({"prefill": "dense", "packing": True}, "prefill: needs packing: false"),
         ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type: depends on a metric"),
         ({"kl_weight": 0}, "kl_weight: one of kl_weight and ce_weight"),
     ],
@@ -339,7 +347,7 @@ def test_the_seed_says_how_scorers_start(recipe: Callable, tmp_path: Path) -> No
 
 
 def test_other_kinds_do_not_take_it(tiny: Callable, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no engine samples under kvpop yet"):
+    with pytest.raises(UserError, match="no training on sampled sequences under kvpop yet"):
         make_recipe({"kind": "distill", "model": tiny(), "output_dir": str(tmp_path), "cache": CACHE,
                      "data": {"synthetic": {"task": "running_sum", "size": 8}}})  # fmt: skip
 

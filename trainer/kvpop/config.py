@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.config import BelowOne, Configuration, NonNegative, NonNegativeInt, Positive, PositiveInt
@@ -37,10 +36,11 @@ class KVpopLossConfig(DistillationLossConfig):
 class KVpopConfig(Configuration):
     """Retrofit of the learned policy `kvpop`: a student under the mask of its own scorers, which are trained beside it.
 
+    A prompt sees the whole of itself where `cache.prefill` is dense, as in decoding. Rows that are packed have none.
+
     max_length : S; longer texts are dropped
     packing : join texts into rows of S tokens; each sees those before it (the papers' choice). Off: one text to a row,
         and only its completion is learned
-    prefill : masked, from the first token on; or dense, as in decoding: a prompt sees the whole of itself
     target : what the scorers are to foresee
     boundary, boundary_weight : their loss
     scorer_learning_rate, scorer_final_learning_rate, scorer_warmup_steps : theirs: it rises, and falls along a cosine;
@@ -50,7 +50,6 @@ class KVpopConfig(Configuration):
 
     max_length: PositiveInt = 16384
     packing: bool = True
-    prefill: Literal["masked", "dense"] = "masked"
     target: TargetConfig = field(default_factory=TargetConfig)
     boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
     boundary_weight: NonNegative = 1.0
@@ -61,7 +60,5 @@ class KVpopConfig(Configuration):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.packing and self.prefill == "dense":
-            raise UserError("needs packing: false, where it is known what is a prompt", "prefill")
         if self.scorer_final_learning_rate > self.scorer_learning_rate:
             raise UserError("must not exceed scorer_learning_rate", "scorer_final_learning_rate")

@@ -1,7 +1,7 @@
 """KVpop's retrofit (algorithm 1): a model learns to live under a small cache, and its scorers which tokens to keep.
 
 The student runs under the mask that its own scorers induce, over the whole text: query q sees the sinks, the window and
-the k tokens that rank best. Per micro-batch of N completion tokens
+the k tokens that rank best; within a prompt all, where `cache.prefill` is dense. Per micro-batch of N completion tokens
 
     loss = 1/N sum over tokens of (kl_weight tau^2 KL(teacher || student) + ce_weight CE)
            + boundary_weight * mean over layers of the boundary loss (trainer/losses/boundary.py)
@@ -93,7 +93,7 @@ class KVpopTrainer(TaughtTrainer):
             policy,
             lengths,
             prompts=torch.tensor([len(row[0].prompt) for row in batch.rows], device=lengths.device)
-            if self.args.kvpop.prefill == "dense"
+            if policy.prefill == "dense"
             else None,
             target=self.target if learns or not student.training else None,
             prepare=partial(self.boundary.pairs, queries=queries, window=policy.window, **decay) if learns else None,
