@@ -58,7 +58,10 @@ class EvictingImpl:
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
         # The slots that vLLM hands over come from the forward context and are logical; those of the metadata are ours.
         metadata: Any = get_forward_context().attn_metadata
-        if paged.live_state() is not None and metadata is not None:
+        state = paged.live_state()
+        if state is not None and metadata is not None:
+            if state.arrive(layer.layer_name, key, value):
+                return
             slot_mapping = metadata[layer.layer_name].slot_mapping
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
 

@@ -24,19 +24,19 @@ class Beside:
     """What one worker holds.
 
     per_byte : of each byte of the cache: the positions of its entries, and the policy's memory
-    queries : bytes of the last queries of all requests
+    requests : bytes of the last queries of all requests, and of what the policy remembers of them
     sampler : bytes while the next tokens of all requests are drawn
     """
 
     per_byte: float
-    queries: int
+    requests: int
     sampler: int
 
     def share(self, share: float, total: int) -> float:
         """The share of a GPU of `total` bytes that vLLM may plan with, for all of it to fit into `share`."""
-        left = (share - (self.queries + self.sampler) / total) / (1 + self.per_byte)
+        left = (share - (self.requests + self.sampler) / total) / (1 + self.per_byte)
         if left <= 0:
-            need = (self.queries + self.sampler) / 2**30
+            need = (self.requests + self.sampler) / 2**30
             raise UserError(
                 f"{share:g} of {total / 2**30:.0f} GiB is less than what max_batch sequences take beside the cache, "
                 f"{need:.1f} GiB; raise it, or lower max_batch",
@@ -52,11 +52,12 @@ def beside_cache(
 
     config : the model's; itemsize : bytes of a number in the cache; own_sampler : False for a server, which has vLLM's
     """
-    layers, _, head_dim = cache_shape(config)
+    layers, kv_heads, head_dim = cache_shape(config)
     per_entry = 4 * (1 + len(policy.entry_memory)) if policy.schedule.evicts else 0
-    heads = config.num_attention_heads // tensor_parallel
+    own = policy.sequence_memory(kv_heads // tensor_parallel, head_dim).values()
+    queries = policy.last_queries * (config.num_attention_heads // tensor_parallel) * head_dim * itemsize
     return Beside(
         per_byte=per_entry / (2 * head_dim * itemsize),
-        queries=layers * max_batch * policy.last_queries * heads * head_dim * itemsize,
+        requests=layers * max_batch * (queries + sum(value.nbytes for value in own)),
         sampler=LOGIT * max_batch * config.vocab_size * own_sampler,
     )

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from rollout.vllm.arrivals import ArrivalState
 from rollout.vllm.compat import arguments, refusals
 from rollout.vllm.messages import Begun, Due, Step
 from rollout.vllm.state import CacheState
@@ -52,7 +53,8 @@ class EvictionConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         refusals.refuse_cache(self._kv_cache_config, kv_caches)
-        self.state = CacheState(self._vllm_config, self.config, kv_caches)
+        kind = ArrivalState if self.schedule.before_attending else CacheState
+        self.state = kind(self._vllm_config, self.config, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called in every step before the forward: before attention metadata is built (V1 runner) or after it (V2)."""
@@ -62,6 +64,7 @@ class EvictionConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Called after the forward of every step."""
+        self.state.after_forward()
         if self.step.due:
             self.state.compact(self.step.due)
         self.step = Step()

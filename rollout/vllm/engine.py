@@ -29,9 +29,11 @@ from rollout.requests import Request, requests_to_sample, requests_to_simulate, 
 from rollout.vllm.beside import beside_cache
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import StoppedError, UserError
+from sparse_rl.models.directory import attach_scorers, check_scorers
 from sparse_rl.models.load import load_config, load_generation_config
 from sparse_rl.models.weights import stored_shapes
 from sparse_rl.policies.base import Policy
+from sparse_rl.policies.kvpop import KVpop
 from sparse_rl.trace import EvictionTrace
 
 OTHERWISE = "; or use the hf engine"
@@ -101,6 +103,7 @@ class VLLMEngine:
         plugin.register()
         self.config = config = load_config(str(model))
         stored_shapes(model)
+        check_scorers(model, policy)
         layers, kv_heads, head_dim = cache_shape(config)
         refusals.refuse_head_size(head_dim, OTHERWISE)
         if kv_heads % tensor_parallel:
@@ -299,6 +302,8 @@ class VLLMEngine:
         with torch.device("meta"):
             kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
             model = kind(self.config)
+            if isinstance(self.policy, KVpop):
+                attach_scorers(model, self.policy)
         shapes = {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
         return shapes, frozenset(name for name, _ in model.named_parameters())
 

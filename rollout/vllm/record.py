@@ -1,4 +1,4 @@
-"""What one worker writes down of a run: what each compaction dropped, and the log-prob of each token drawn.
+"""What one worker writes down of a run: what was dropped, and the log-prob of each token drawn.
 
 It stays with the worker until the run is over, and then leaves in one piece per request. So the last step of a request
 is in it like any other, although vLLM's scheduler has by then let the request go.
@@ -18,10 +18,19 @@ from sparse_rl.trace import NEVER
 
 @dataclass
 class Dropped:
-    """What one compaction dropped of one request: positions int32 [L, Hkv, count], unseen from query `at` on."""
+    """What was dropped of one request: positions int32 [L, Hkv, count], unseen from query `at`, int64 [count], on."""
 
-    at: int
+    at: np.ndarray
     positions: np.ndarray
+
+
+@dataclass
+class Arrived:
+    """R tokens that came: int64 [R] numbers of their requests, and positions; int64 [L, R, Hkv] what went, -1: none."""
+
+    numbers: torch.Tensor
+    now: torch.Tensor
+    dropped: torch.Tensor
 
 
 @dataclass
@@ -41,15 +50,19 @@ class RunRecord:
         self.begun: set[str] = set()
         self.preempted: set[str] = set()
         self.dropped: dict[str, list[Dropped]] = {}
+        self.names: list[str] = []  # of requests, in the order in which they were admitted
+        self.arrived: list[Arrived] = []
         self.drawn: list[Drawn] = []
         self._logprobs: dict[str, dict[int, list[float]]] | None = None  # by request and step
 
-    def begin(self, request_id: str) -> None:
-        """A request was admitted; a second time means that it was preempted, and has lost its cache."""
+    def begin(self, request_id: str) -> int:
+        """A request was admitted; a second time means that it was preempted, and has lost its cache. Returns a number."""
         if request_id in self.begun:
             self.preempted.add(request_id)
             self.dropped.pop(request_id, None)
         self.begun.add(request_id)
+        self.names.append(request_id)
+        return len(self.names) - 1
 
     def draw(self, request_ids: list[str], places: Sequence[int], steps: list[int], logprobs: torch.Tensor) -> None:
         """One step's tokens were drawn. Those of an unfinished prefill are void: their step is drawn again."""
@@ -64,14 +77,34 @@ class RunRecord:
         heads = positions.shape[1] // sum(counts)
         ends = heads * np.cumsum(counts)
         for request_id, seen, count, end in zip(request_ids, at, counts, ends, strict=True):
-            mine = positions[:, end - heads * count : end]
-            self.dropped.setdefault(request_id, []).append(Dropped(seen, mine.reshape(len(mine), heads, count)))
+            mine = positions[:, end - heads * count : end].reshape(len(positions), heads, count)
+            self.dropped.setdefault(request_id, []).append(Dropped(np.full(count, seen), mine))
+
+    def arrive(self, numbers: torch.Tensor, now: torch.Tensor, dropped: torch.Tensor) -> None:
+        """Tokens came, each of another request; see Arrived. Nothing waits for the device."""
+        self.arrived.append(Arrived(numbers, now, dropped))
+
+    def _settle(self) -> None:
+        """Sort what went as tokens came by request."""
+        if not self.arrived:
+            return
+        numbers, now = (
+            torch.cat([getattr(a, name) for a in self.arrived]).cpu().numpy() for name in ("numbers", "now")
+        )
+        dropped = torch.cat([a.dropped for a in self.arrived], dim=1).int().cpu().numpy()  # [L, all R, Hkv]
+        self.arrived.clear()
+        went = dropped[0, :, 0] >= 0
+        for number in np.unique(numbers[went]):
+            mine = went & (numbers == number)
+            one = Dropped(now[mine], dropped[:, mine].transpose(0, 2, 1))
+            self.dropped.setdefault(self.names[number], []).append(one)
 
     def take(self, lengths: dict[int, int]) -> list[Result]:
         """The results of these places, each a sequence of so many tokens, in this order; they are forgotten here."""
         if self._logprobs is None:
             self._logprobs = _by_step(self.drawn)
             self.drawn.clear()
+            self._settle()
         request_of = {place: request_id for request_id, place in self.place_of.items()}
         results: list[Result] = []
         for place, length in lengths.items():
@@ -102,7 +135,7 @@ def _by_step(drawn: list[Drawn]) -> dict[str, dict[int, list[float]]]:
 def _evict_at(dropped: list[Dropped], length: int) -> np.ndarray:
     """int32 [L, Hkv, length] of one request."""
     positions = np.concatenate([each.positions for each in dropped], axis=-1)
-    at = np.repeat([each.at for each in dropped], [each.positions.shape[-1] for each in dropped]).astype(np.int32)
+    at = np.concatenate([each.at for each in dropped]).astype(np.int32)
     evict_at = np.full((*positions.shape[:2], length), NEVER, dtype=np.int32)
     np.put_along_axis(evict_at, positions.astype(np.int64), at[None, None], axis=-1)
     return evict_at

@@ -28,7 +28,7 @@ from rollout.config import ALONE
 from rollout.vllm.beside import beside_cache
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import UserError
-from sparse_rl.models.directory import saved_policy
+from sparse_rl.models.directory import check_scorers, saved_policy
 from sparse_rl.models.load import load_config, load_tokenizer
 from sparse_rl.models.weights import stored_shapes
 from sparse_rl.policies.base import Policy
@@ -89,6 +89,7 @@ def serve(
     _check_plugin()
     policy, source = choose_policy(model, cache)
     config = load_config(model)
+    check_scorers(model, policy)
     flags = {word.partition("=")[0] for word in further}
     _check_files(model, flags)
     _set_environment(verbose)

@@ -100,6 +100,9 @@ class CacheState:
         self.row = torch.zeros(blocks, dtype=torch.long, device=self.device)  # by first block
         self.free_rows = list(range(rows))
         self.row_of: dict[int, int] = {}
+        self.number = torch.zeros(
+            blocks, dtype=torch.long, device=self.device
+        )  # of a record's requests, by first block
         self.prompts: dict[int, int] = {}  # by first block, in host memory; 0 once they are compacted
         self.plan: Plan | None = None
         self.record: RunRecord | None = None  # of the run that is on; a server keeps none
@@ -116,12 +119,12 @@ class CacheState:
         for each in begun:
             self.row_of[each.block] = self.free_rows.pop()
             self.prompts[each.block] = each.prompt
-            if self.record is not None:
-                self.record.begin(each.request_id)
+        numbers = [0 if self.record is None else self.record.begin(each.request_id) for each in begun]
         if begun:
             first = torch.tensor([each.block for each in begun], device=self.device)
             self.prompt_length[first] = torch.tensor([each.prompt for each in begun], device=self.device)
             self.row[first] = torch.tensor([self.row_of[each.block] for each in begun], device=self.device)
+            self.number[first] = torch.tensor(numbers, device=self.device)
 
     # ---- before the forward -----------------------------------------------------------------------------------------
 
@@ -148,22 +151,25 @@ class CacheState:
             offset = torch.arange(tokens, device=self.device) - starts[row].long()
             slot, logical = held[row] + offset, before[row] + offset
         block, place = blocks[row, slot // self.block_size], slot % self.block_size
-        where = slice(None), block[:, None], self.heads, place[:, None]
-        self.positions[where] = logical[:, None].int()
-        for name, start in self.policy.entry_memory.items():
-            self.state[name][where] = start
-
         recent = None
         if self.queries is not None:
             window = self.queries.shape[2]
             last = _last_of_each(starts_cpu, window).to(self.device, non_blocking=True)
             recent = last, first[row[last]], logical[last] % window
-        lengths = held + count
+        lengths = self.policy.schedule.attended(prompt, seen)
         plan = Plan(first, blocks, block * self.block_size + place, lengths.int(), recent, [])
+        self.enter(plan, block, place, logical)
         if self.policy.every_query:
             plan.watches = self._watches(plan, seen, lengths, starts, starts_cpu)
         self.plan = plan
         return plan
+
+    def enter(self, plan: Plan, block: torch.Tensor, place: torch.Tensor, logical: torch.Tensor) -> None:
+        """Write the position and the first state of new entries, in all layers and heads alike; int64 [T] each."""
+        where = slice(None), block[:, None], self.heads, place[:, None]
+        self.positions[where] = logical[:, None].int()
+        for name, start in self.policy.entry_memory.items():
+            self.state[name][where] = start
 
     def longest(self, logical: int, new: int) -> int:
         """At least the entries of every request of a batch, without asking the device.
@@ -196,6 +202,10 @@ class CacheState:
 
     # ---- in the forward ---------------------------------------------------------------------------------------------
 
+    def arrive(self, name: str, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """A layer's new keys and values [T, Hkv, D], before it attends; True: they are written to the cache here."""
+        return False
+
     def after_layer(self, name: str, query: torch.Tensor) -> None:
         """A layer has attended with queries [T, Hq, D]: remember the last ones, and let the policy observe all."""
         plan, layer = self.plan, self.index[name]
@@ -213,6 +223,12 @@ class CacheState:
             self._remember(layer, group, entries.state)
 
     # ---- after the forward ------------------------------------------------------------------------------------------
+
+    def after_forward(self) -> None:
+        """Called once all layers have attended, before `compact`."""
+
+    def check_finite(self) -> None:
+        """Raise NotFiniteError where a decision was made by a NaN, and nobody has asked the device yet."""
 
     def compact(self, due: Sequence[Due]) -> None:
         """Compact these requests: those that decode together, those that end their prefill together."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from rollout.sampling import Uniforms, sample
 from rollout.vllm.compat.paged import live_state
 from rollout.vllm.messages import Result
 from rollout.vllm.record import RunRecord
+from sparse_rl.models.directory import SCORERS
 
 
 class SequenceSampler(nn.Module):
@@ -71,6 +72,8 @@ class WorkerExtension:
         """What this rank has recorded of requests, place -> tokens, in this order; it forgets them."""
         record = self.model_runner.sampler.topk_topp_sampler.record
         assert record is not None
+        if (state := live_state()) is not None:
+            state.check_finite()
         return record.take(lengths)
 
     def end_run(self) -> None:
@@ -89,5 +92,19 @@ class WorkerExtension:
             from safetensors.torch import load_file
 
             source = load_file(source).items()
+        scorers: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            self.model_runner.model.load_weights((name, tensor.detach()) for name, tensor in source)
+            self.model_runner.model.load_weights(_without_scorers(source, scorers))
+            if scorers:
+                live_state().scorers.load(scorers)
+
+
+def _without_scorers(
+    weights: Iterable[tuple[str, torch.Tensor]], scorers: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that vLLM's model has; those of our scorers go into `scorers` instead, by their stored names."""
+    for name, tensor in weights:
+        if name.startswith(f"{SCORERS}."):
+            scorers[name.removeprefix(f"{SCORERS}.")] = tensor.detach()
+        else:
+            yield name, tensor.detach()

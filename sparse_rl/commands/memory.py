@@ -229,14 +229,14 @@ def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
         "tensor_parallel": rollout.tensor_parallel,
     }
     policies = [make_policy(cache) for cache in cache_configs(recipe)]
-    beside = max((beside_cache(policy, model.config, **size) for policy in policies), key=lambda b: b.queries)
+    beside = max((beside_cache(policy, model.config, **size) for policy in policies), key=lambda b: b.requests)
     if rollout.kv_cache_gb is not None or not cuda:
         given = rollout.kv_cache_gb or 1  # as the engine has it
         pool, source = int(given * 2**30), f"kv_cache_gb {given:g}"
     else:
         total, source = device_memory() or 0, f"gpu_memory_utilization {rollout.gpu_memory_utilization:g}"
         pool = max(int(beside.share(rollout.gpu_memory_utilization, total) * total) - own, 0) if total else 0
-    held = int(pool * beside.per_byte) + beside.queries
+    held = int(pool * beside.per_byte) + beside.requests
     return [
         Item("vllm: weights", own, when=when, note=note),
         Item("vllm: KV pool", pool, when=when, note=source),

@@ -121,12 +121,41 @@ def read_scorers(directory: str | Path, model: Any) -> None:
 
     Raises UserError where it is missing, unreadable, or of other scorers.
     """
+    try:
+        getattr(model, SCORERS).load_state_dict(stored_scorers(directory))
+    except UserError:
+        raise
+    except Exception as error:  # of other scorers
+        raise UserError(f"{Path(directory) / SCORER_FILE} cannot be used: {one_line(error, 1000)}", "model") from error
+
+
+def stored_scorers(directory: str | Path) -> dict[str, Any]:
+    """The tensors of cache_scorer.safetensors by name: a layer's number, and the parameter's name.
+
+    Raises UserError where it is missing or unreadable.
+    """
     from safetensors.torch import load_file
 
     file = Path(directory) / SCORER_FILE
     if not file.is_file():
         raise UserError(f"{file} is missing: the model carries a learned policy without its scorers", "model")
     try:
-        getattr(model, SCORERS).load_state_dict(load_file(file))
-    except Exception as error:  # damaged, or of other scorers
+        return load_file(file)
+    except Exception as error:  # damaged
         raise UserError(f"{file} cannot be used: {one_line(error, 1000)}", "model") from error
+
+
+def check_scorers(directory: str | Path, policy: Policy) -> None:
+    """Raise UserError where a policy needs scorers, and the directory has none or others; nothing is loaded for it."""
+    if not policy.layered_parameters:
+        return
+    own = saved_policy(directory)
+    if own is None or not own.layered_parameters:
+        mend = "train some with kind: kvpop, or name another policy"
+        raise UserError(
+            f"{directory} has no scorers, by which {policy.name} ranks what it keeps; {mend}", "cache.policy"
+        )
+    if own.config.scorer != policy.config.scorer:
+        theirs, ours = own.config.scorer.as_block(), policy.config.scorer.as_block()
+        raise UserError(f"the scorers of {directory} are {theirs}, and the policy asks for {ours}", "cache.scorer")
+    stored_scorers(directory)

@@ -219,7 +219,7 @@ class KVpopPolicyConfig(EvictingConfig):
 
     @property
     def only_hf(self) -> str | None:
-        return "vllm does not decide before a query attends"
+        return "vllm does not mask prompts (prefill: masked)" if self.prefill == "masked" else None
 
 
 CONFIGS: dict[str, type[PolicyConfig]] = {

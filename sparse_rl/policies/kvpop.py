@@ -48,6 +48,10 @@ class KVpop(Policy):
         if scorers[0].config != self.config.scorer:
             theirs, ours = scorers[0].config.as_block(), self.config.scorer.as_block()
             raise UserError(f"the model's scorers are {theirs}, and the policy asks for {ours}", "cache.scorer")
+        return self.with_scorers(scorers)
+
+    def with_scorers(self, scorers: Sequence[Scorer]) -> KVpop:
+        """scorers : of each layer"""
         bound = copy.copy(self)
         bound.scorers = scorers
         return bound

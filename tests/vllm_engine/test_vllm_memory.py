@@ -119,7 +119,7 @@ def test_vllm_is_told_of_a_share_that_leaves_room(monkeypatch: pytest.MonkeyPatc
 
     from rollout.vllm.compat import arguments
 
-    beside, total = Beside(per_byte=0.02, queries=10**9, sampler=3 * 10**9), 80 * 10**9
+    beside, total = Beside(per_byte=0.02, requests=10**9, sampler=3 * 10**9), 80 * 10**9
     assert arguments.memory_arguments(None, 0.3, beside) == {"kv_cache_memory_bytes": 2**30}  # control: a CPU
     monkeypatch.setattr(arguments, "on_cpu", lambda: False)
     monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_: total)

@@ -73,6 +73,20 @@ def model_dtype(vllm_config: Any) -> torch.dtype:
     return vllm_config.model_config.dtype
 
 
+def stored_scorers(vllm_config: Any) -> dict[str, torch.Tensor]:
+    """The scorers that the model's directory carries, by name."""
+    from sparse_rl.models import directory
+
+    return directory.stored_scorers(vllm_config.model_config.model)
+
+
+def rank() -> int:
+    """Of this process among those that share the heads."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank()
+
+
 def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
     """The mean over tensor-parallel ranks, which hold equally many heads each."""
     from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce

@@ -1,0 +1,295 @@
+"""A learned policy that decides before a layer attends, on the paged cache: one token comes, and one goes, per kv head.
+
+What can be known before the forward is found there, for all layers at once (L is folded into the rows): the worst of
+the entries that compete, and the slot of the token that leaves the window. Where a token is scored as it comes, that is
+the whole decision. A delayed score needs the layer's own new key: in the layer remain the scorer's step, one comparison
+and the write of K and V to a slot of each head, before attention is computed. Scores of tokens that have come are
+computed after the forward, of all layers at once (L is folded into the heads).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollout.vllm.compat import paged
+from rollout.vllm.compat.arguments import CacheConfig
+from rollout.vllm.messages import Begun
+from rollout.vllm.state import CacheState, Plan
+from sparse_rl.errors import NotFiniteError, UserError
+from sparse_rl.policies.base import Chunk, Entries
+from sparse_rl.policies.kvpop import PRIORITY, KVpop
+from sparse_rl.scorers.base import Scorer
+from sparse_rl.scorers.registry import sketch_scorer
+
+
+@dataclass
+class Singles:
+    """R requests that bring one token each.
+
+    tokens : of the batch, a slice or int64 [R]; first, seen int64 [R]; full bool [R]: a token takes another's slot
+    block, place : int64 [L, R, Hkv], where it goes; dropped : int64 [L, R, Hkv], the position that goes, -1: none
+    Where scores are delayed (else None): left_block, left_place : where the token is that leaves the window;
+    candidate : float32 [L, R, Hkv], the priority of what goes unless that token does; rows : int64 [R], of the memory
+    """
+
+    tokens: Any
+    first: torch.Tensor
+    seen: torch.Tensor
+    full: torch.Tensor
+    block: torch.Tensor
+    place: torch.Tensor
+    dropped: torch.Tensor
+    left_block: torch.Tensor | None = None
+    left_place: torch.Tensor | None = None
+    candidate: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+
+
+@dataclass
+class Part:
+    """Of one request, a chunk of its prompt of `count` tokens, from `start` of the batch on; `before` are in the cache."""
+
+    request: int
+    start: int
+    count: int
+    before: int
+
+
+class Scorers:
+    """Those of all layers and of this rank's kv heads: by layer, and as one of L x Hkv heads, in the same memory."""
+
+    def __init__(self, policy: KVpop, layers: int, heads: int, dim: int, device: torch.device) -> None:
+        config = policy.config.scorer
+        self.heads = heads
+        self.all: Scorer = sketch_scorer(config, heads=layers * heads, dim=dim).to_empty(device=device)
+        self.all.requires_grad_(False)
+        self.of_layer = [sketch_scorer(config, heads=heads, dim=dim) for _ in range(layers)]
+        for layer, scorer in enumerate(self.of_layer):
+            for name, weight in self.all.named_parameters():
+                mine = weight[layer * heads : (layer + 1) * heads]
+                setattr(scorer, name, nn.Parameter(mine, requires_grad=False))
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """By the names of cache_scorer.safetensors: a layer's number, and the parameter's name. Heads come first."""
+        own = {f"{i}.{name}": w for i, scorer in enumerate(self.of_layer) for name, w in scorer.named_parameters()}
+        if own.keys() != weights.keys():
+            raise UserError(f"the engine has other scorers: {', '.join(sorted(own.keys() ^ weights.keys())[:3])}")
+        first = paged.rank() * self.heads
+        for name, weight in own.items():
+            weight.copy_(weights[name][first : first + self.heads])
+
+    def log_decay(self) -> torch.Tensor:
+        """[L x Hkv]"""
+        return self.all.log_decay()
+
+
+class ArrivalState(CacheState):
+    """All layers of one worker, under a policy that decides before a query attends."""
+
+    def __init__(self, vllm_config: Any, config: CacheConfig, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().__init__(vllm_config, config, kv_caches)
+        policy = config.policy
+        assert isinstance(policy, KVpop)
+        layers, heads, dim = len(self.caches), len(self.heads), self.caches[0][0].shape[-1]
+        self.scorers = Scorers(policy, layers, heads, dim, self.device)
+        self.scorers.load(paged.stored_scorers(vllm_config))
+        self.policy: KVpop = policy.with_scorers(self.scorers.of_layer)
+        self.empty = {name: value.to(self.device) for name, value in policy.sequence_memory(heads, dim).items()}
+        rows = paged.max_running(vllm_config)
+        self.memory = {  # name -> [L, rows, Hkv, ...]
+            name: value.repeat(layers, rows, *[1] * value.ndim) for name, value in self.empty.items()
+        }
+        self.is_nan = torch.zeros((), dtype=torch.bool, device=self.device)
+        self.singles: Singles | None = None
+        self.parts: list[Part] = []
+
+    def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
+        super().begin(ended, begun)
+        rows = torch.tensor([self.row_of[each.block] for each in begun], dtype=torch.long, device=self.device)
+        for name, value in self.memory.items():
+            value[:, rows] = self.empty[name]
+
+    # ---- before the forward -----------------------------------------------------------------------------------------
+
+    def enter(self, plan: Plan, block: torch.Tensor, place: torch.Tensor, logical: torch.Tensor) -> None:
+        """Nothing yet: slots differ between layers and heads, and `arrive` writes what enters them."""
+
+    def make_plan(
+        self, block_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, starts_cpu: torch.Tensor
+    ) -> Plan:
+        plan = super().make_plan(block_table, seq_lens, starts, starts_cpu)
+        counts = starts_cpu.diff()
+        many = (counts > 1).nonzero()[:, 0].tolist()
+        lengths = plan.lengths.tolist() if many else []  # a prompt is held whole while it is read
+        self.parts = [Part(r, int(starts_cpu[r]), int(counts[r]), lengths[r] - int(counts[r])) for r in many]
+        alone = (counts == 1).nonzero()[:, 0]
+        self.singles = self._singles(plan, alone, seq_lens, starts) if len(alone) else None
+        return plan
+
+    def _singles(self, plan: Plan, alone: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor) -> Singles:
+        every = len(alone) == len(seq_lens)
+        rows: Any = slice(None) if every else alone.to(self.device)
+        tokens: Any = slice(0, len(alone)) if every else starts[rows].long()
+        first, seen = plan.first[rows], seq_lens[rows].long()
+        prompt, schedule = self.prompt_length[first], self.policy.schedule
+        held = schedule.held(prompt, seen - 1)
+        full = (seen > prompt) & (held >= schedule.budget)
+        blocks = self._blocks(plan.blocks[rows], self._most_held(held))
+        layers, heads, count = len(self.caches), len(self.heads), len(alone)
+        entries = self._all_layers(blocks, held, seen)
+        slot, candidate, is_nan = self.policy.worst(entries, but=1 if self.policy.delay else 0)
+        self.is_nan |= (is_nan & full.repeat(layers)[:, None]).any()
+        dropped = entries.positions.gather(-1, slot[..., None])[..., 0]
+        goes = full.repeat(layers)[:, None]
+        block, place = self._at(blocks, torch.where(goes, slot, held.repeat(layers)[:, None]))
+        dropped = torch.where(goes, dropped, -1).view(layers, count, heads)
+        singles = Singles(tokens, first, seen, full, block, place, dropped)
+        if self.policy.delay:
+            left = entries.at((seen - 1 - self.policy.delay).repeat(layers))
+            singles.left_block, singles.left_place = self._at(blocks, left)
+            singles.candidate = candidate.view(layers, count, heads)
+        return singles
+
+    def _most_held(self, held: torch.Tensor) -> int:
+        """At least the slots that any of these requests needs to read and write; a device is not asked."""
+        if held.device.type == "cpu":
+            return int(held.max()) + 1
+        return max(self.policy.schedule.budget, *self.prompts.values()) + 1
+
+    def _all_layers(self, blocks: torch.Tensor, held: torch.Tensor, seen: torch.Tensor) -> Entries:
+        """Positions and priorities of R requests in all layers, [L x R, Hkv, N]."""
+        layers, heads, count = len(self.caches), len(self.heads), len(held)
+
+        def whole(beside: torch.Tensor) -> torch.Tensor:  # [L, blocks, Hkv, size]
+            read = beside.index_select(1, blocks.flatten()).view(layers, count, -1, heads, self.block_size)
+            return read.transpose(2, 3).reshape(layers * count, heads, -1)
+
+        state = {PRIORITY: whole(self.state[PRIORITY])}
+        lengths, seen = held.repeat(layers), seen.repeat(layers)
+        return Entries(None, None, whole(self.positions).long(), lengths, seen, None, self.scaling, state)
+
+    def _at(self, blocks: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(block, place in it) of slots [L x R, Hkv] of requests whose blocks are [R, n]: [L, R, Hkv] each."""
+        slot = slot.view(len(self.caches), len(blocks), -1)
+        block = blocks.expand(len(slot), -1, -1).gather(2, slot // self.block_size)
+        return block, slot % self.block_size
+
+    # ---- in the forward, before a layer attends ---------------------------------------------------------------------
+
+    def arrive(self, name: str, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """A layer's new keys and values [T, Hkv, D]: all of it that is written to the cache is written here."""
+        layer, singles = self.index[name], self.singles
+        if singles is not None:
+            new = key[singles.tokens], value[singles.tokens]
+            if self.policy.delay:
+                self._decide(layer, singles, *new)
+            where = singles.block[layer], self.heads, singles.place[layer]
+            for cache, one in zip(self.caches[layer], new, strict=True):
+                cache[where] = one
+        for part in self.parts:
+            tokens = slice(part.start, part.start + part.count)
+            self._take_in(layer, part, key[tokens], value[tokens])
+        return True
+
+    def _decide(self, layer: int, singles: Singles, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Score the token that leaves the window, now that the memory meets the layer's new one: who goes?"""
+        assert singles.left_block is not None and singles.left_place is not None and singles.candidate is not None
+        if singles.rows is None:
+            singles.rows = self.row[singles.first]
+        left = singles.left_block[layer], self.heads, singles.left_place[layer]
+        asked = torch.cat([cache[left] for cache in self.caches[layer]], dim=-1)[:, :, None]
+        leaving = (singles.seen - 1 - self.policy.delay)[:, None]
+        mine = self._follow(layer, singles.rows, torch.cat([key, value], dim=-1)[:, :, None], asked, leaving)
+        competes = (leaving >= self.policy.config.sinks) & singles.full[:, None]
+        self.is_nan |= (mine.isnan() & competes).any()
+        goes = competes & (mine <= singles.candidate[layer])  # of equal ones the latest goes, and this is the latest
+        singles.block[layer] = torch.where(goes, left[0], singles.block[layer])
+        singles.place[layer] = torch.where(goes, left[2], singles.place[layer])
+        singles.dropped[layer] = torch.where(goes, leaving, singles.dropped[layer])
+        priority = self.state[PRIORITY][layer]
+        priority[left] = torch.where(leaving >= 0, mine, priority[left])
+
+    def _follow(
+        self, layer: int, rows: torch.Tensor, x: torch.Tensor, asked: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The priority float32 [R, Hkv] of one token each; the memory of their sequences goes on."""
+        scorer = self.scorers.of_layer[layer]
+        memory = {name: value[layer, rows] for name, value in self.memory.items()}
+        positions = positions.clamp(min=0)
+        scores = scorer.follow(memory, x, asked, positions)
+        for name, value in memory.items():
+            self.memory[name][layer, rows] = value
+        return self.policy.priority(scores, scorer.log_decay(), positions)[:, :, 0]
+
+    def _take_in(self, layer: int, part: Part, key: torch.Tensor, value: torch.Tensor) -> None:
+        """A chunk of a prompt [T, Hkv, D], which is held whole, in order of position, until its end."""
+        plan, delay = self.plan, self.policy.delay
+        assert plan is not None
+        blocks, row = plan.blocks[part.request], self.row[plan.first[part.request]]
+        memory = {name: m[layer, row][None] for name, m in self.memory.items()}
+
+        def where(positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return blocks[positions // self.block_size][:, None], self.heads, (positions % self.block_size)[:, None]
+
+        back = where(torch.arange(part.before - delay, part.before, device=self.device).clamp(min=0))
+        new_keys, new_values = (one.transpose(0, 1)[None] for one in (key, value))
+        keys, values = (cache[back].transpose(0, 1)[None] for cache in self.caches[layer])
+        start = torch.tensor([part.before], device=self.device)
+        found = self.policy.take_in(layer, Chunk(new_keys, new_values, keys, values, start, None, memory))
+        for name, value_ in memory.items():
+            self.memory[name][layer, row] = value_[0]
+        positions = torch.arange(part.before, part.before + part.count, device=self.device)
+        now = where(positions)
+        for cache, one in zip(self.caches[layer], (key, value), strict=True):
+            cache[now] = one
+        self.positions[layer][now] = positions.int()[:, None]
+        scored = positions - delay
+        real = scored >= 0
+        for name, state in found.items():
+            self.state[name][layer][where(scored[real])] = state[0].transpose(0, 1)[real]
+
+    # ---- after the forward ------------------------------------------------------------------------------------------
+
+    def after_forward(self) -> None:
+        """Positions, and the scores of tokens that are scored as they come; and write down what was dropped."""
+        singles, self.singles, self.parts = self.singles, None, []
+        if singles is None:
+            return
+        now = singles.seen - 1
+        layers = torch.arange(len(self.caches), device=self.device)[:, None, None]
+        where = layers, singles.block, self.heads, singles.place
+        self.positions[where] = now.int()[:, None]
+        if self.policy.delay:
+            self.state[PRIORITY][where] = 0.0
+        else:
+            self.state[PRIORITY][where] = self._score(singles, now)
+        if self.device.type == "cpu":
+            self.check_finite()
+        if self.record is not None:
+            self.record.arrive(self.number[singles.first], now, singles.dropped)
+
+    def _score(self, singles: Singles, now: torch.Tensor) -> torch.Tensor:
+        """The priorities float32 [L, R, Hkv] of the tokens that have come."""
+        read = [
+            torch.cat([cache[singles.block[layer], self.heads, singles.place[layer]] for cache in caches], dim=-1)
+            for layer, caches in enumerate(self.caches)
+        ]
+        x = torch.cat(read, dim=1)[:, :, None]  # [R, L x Hkv, 1, 2 D]
+        rows = self.row[singles.first]
+        memory = {name: m[:, rows].transpose(0, 1).flatten(1, 2) for name, m in self.memory.items()}
+        scores = self.scorers.all.follow(memory, x, x, now[:, None])
+        for name, value in memory.items():
+            self.memory[name][:, rows] = value.unflatten(1, (len(self.caches), -1)).transpose(0, 1)
+        priority = self.policy.priority(scores, self.scorers.log_decay(), now[:, None])[:, :, 0]
+        return priority.unflatten(1, (len(self.caches), -1)).transpose(0, 1)
+
+    def check_finite(self) -> None:
+        """Raise NotFiniteError where a priority was NaN; on a GPU this waits for it."""
+        if bool(self.is_nan):
+            wrong = "the model's keys or values are not finite, or its scorers are not"
+            raise NotFiniteError(f"{self.policy.name}: a NaN score; {wrong}")
