@@ -27,8 +27,10 @@ from rollout.requests import Request, requests_to_sample, requests_to_simulate, 
 from rollout.sampling import Uniforms, sample
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.errors import UserError
+from sparse_rl.models.directory import SCORERS
 from sparse_rl.models.load import load_model, load_plain_model
 from sparse_rl.policies.base import Policy
+from sparse_rl.scorers.base import digests
 from sparse_rl.trace import EvictionTrace
 
 
@@ -160,6 +162,11 @@ class HFEngine:
                 if own[name].shape != tensor.shape:
                     raise UserError(f"weight {name!r} is {list(own[name].shape)}, got {list(tensor.shape)}")
                 own[name].copy_(tensor)
+
+    def scorer_digests(self) -> dict[str, list[str]]:
+        """See `Engine.scorer_digests`."""
+        scorers = getattr(self.model, SCORERS, None)
+        return {} if scorers is None else digests(dict(scorers.named_parameters()))
 
     def close(self) -> None:
         """Let the model go."""

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import torch
 from accelerate.utils import gather_object
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
 from sparse_rl.errors import NotFiniteError, StoppedError, UserError
@@ -40,6 +40,7 @@ from trainer.checkpoint import (
 from trainer.deepspeed import deepspeed_classes
 from trainer.finite import not_finite_metric, not_finite_weight
 from trainer.rundir import versions
+from trainer.scored import Scored
 
 logger = logging.getLogger("sparse_rl")
 STATE_FILE = "progress_{rank}.pt"
@@ -90,7 +91,7 @@ class EpochRepeatSampler(RepeatSampler):
         return super().__iter__()
 
 
-class Resumable(Trainer):
+class Resumable(Scored):
     """A Trainer whose runs resume exactly. `recipe` : the recipe as plain data, for the manifest."""
 
     recipe: dict[str, Any] | None = None

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+from rollout.engine import Engine
+from sparse_rl.models.directory import SCORERS
+from trainer.scored import check_scorers_in
+
 
 def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of every weight, one at a time; a tied head comes once, under the embedding's name.
@@ -23,6 +27,23 @@ def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, torch.Ten
             continue
         with _gathered(weight) if partitioned else nullcontext():
             yield name.removeprefix("base_model.model.").replace(".base_layer", ""), _merged(module, name, weight)
+
+
+def give_weights(engine: Engine, model: Any, accelerator: Any) -> None:
+    """Bring an engine's copy up to date; its scorers, where it samples by some, are compared with what was given.
+
+    Raises StoppedError where they differ.
+    """
+    scorers: dict[str, torch.Tensor] = {}
+
+    def noted() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in named_weights(model, accelerator):
+            if SCORERS in name.split("."):
+                scorers[name] = weight.clone()
+            yield name, weight
+
+    engine.load_weights(noted())
+    check_scorers_in(engine, scorers)
 
 
 def _gathered(weight: torch.nn.Parameter) -> Any:

@@ -52,7 +52,7 @@ class Singles:
 
 @dataclass
 class Part:
-    """Of one request, a chunk of its prompt of `count` tokens, from `start` of the batch on; `before` are in the cache."""
+    """Of one request: `count` tokens of its prompt, from `start` of the batch on; `before` are in the cache."""
 
     request: int
     start: int
@@ -76,12 +76,16 @@ class Scorers:
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """By the names of cache_scorer.safetensors: a layer's number, and the parameter's name. Heads come first."""
-        own = {f"{i}.{name}": w for i, scorer in enumerate(self.of_layer) for name, w in scorer.named_parameters()}
+        own = self.by_name()
         if own.keys() != weights.keys():
             raise UserError(f"the engine has other scorers: {', '.join(sorted(own.keys() ^ weights.keys())[:3])}")
         first = paged.rank() * self.heads
         for name, weight in own.items():
             weight.copy_(weights[name][first : first + self.heads])
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """This rank's, by the names of cache_scorer.safetensors."""
+        return {f"{i}.{name}": w for i, scorer in enumerate(self.of_layer) for name, w in scorer.named_parameters()}
 
     def log_decay(self) -> torch.Tensor:
         """[L x Hkv]"""

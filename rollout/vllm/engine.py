@@ -307,6 +307,11 @@ class VLLMEngine:
         shapes = {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
         return shapes, frozenset(name for name, _ in model.named_parameters())
 
+    def scorer_digests(self) -> dict[str, list[str]]:
+        """See `Engine.scorer_digests`."""
+        ranks = self.llm.collective_rpc("scorer_digests")
+        return {name: [head for rank in ranks for head in rank[name]] for name in ranks[0]}
+
     def _replace(self, source: Any) -> None:
         with self.turn:
             self.llm.collective_rpc("replace_weights", args=(source,))

@@ -56,7 +56,7 @@ class RunRecord:
         self._logprobs: dict[str, dict[int, list[float]]] | None = None  # by request and step
 
     def begin(self, request_id: str) -> int:
-        """A request was admitted; a second time means that it was preempted, and has lost its cache. Returns a number."""
+        """A request was admitted: its number. A second time means that it was preempted, and has lost its cache."""
         if request_id in self.begun:
             self.preempted.add(request_id)
             self.dropped.pop(request_id, None)

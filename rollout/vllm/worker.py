@@ -14,6 +14,7 @@ from rollout.vllm.compat.paged import live_state
 from rollout.vllm.messages import Result
 from rollout.vllm.record import RunRecord
 from sparse_rl.models.directory import SCORERS
+from sparse_rl.scorers.base import digests
 
 
 class SequenceSampler(nn.Module):
@@ -97,6 +98,11 @@ class WorkerExtension:
             self.model_runner.model.load_weights(_without_scorers(source, scorers))
             if scorers:
                 live_state().scorers.load(scorers)
+
+    def scorer_digests(self) -> dict[str, list[str]]:
+        """See `Engine.scorer_digests`; of this rank's heads."""
+        scorers = getattr(live_state(), "scorers", None)
+        return {} if scorers is None else digests(scorers.by_name())
 
 
 def _without_scorers(

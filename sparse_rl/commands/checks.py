@@ -22,7 +22,7 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     from sparse_rl.attention.families import cache_shape
     from sparse_rl.commands.resume import checkpoint_to_resume
     from sparse_rl.commands.sampling import choose_recipe_engine
-    from sparse_rl.models.directory import saved_policy
+    from sparse_rl.models.directory import check_scorers, saved_policy
     from sparse_rl.models.load import load_config, load_tokenizer
     from sparse_rl.models.weights import check_weights, meta_model
     from sparse_rl.policies.registry import make_policy
@@ -42,7 +42,9 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     shape = f"{layers} layers, {kv_heads} kv heads of {head_dim}"
     findings.append(("model", f"{training.model}: {config.model_type}, {shape}"))
     for cache in training.caches():
-        findings.append(("cache", repr(make_policy(cache or "full"))))
+        policy = make_policy(cache or "full")
+        check_scorers(training.model, policy)
+        findings.append(("cache", repr(policy)))
     if training.engine_config() is not None:
         chosen, finding = choose_recipe_engine(training, config)
         findings.append(("rollouts", finding))

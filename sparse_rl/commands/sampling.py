@@ -63,12 +63,16 @@ def engine_arguments(recipe: Recipe) -> dict[str, Any]:
 
 def policies_of(recipe: Recipe) -> list[Policy]:
     """Policies of `cache_configs`, once the model's weights are seen to be there."""
+    from sparse_rl.models.directory import check_scorers
     from sparse_rl.models.load import load_config
     from sparse_rl.models.weights import check_weights
     from sparse_rl.policies.registry import make_policy
 
     check_weights(load_config(recipe.model), recipe.model)
-    return [make_policy(cache) for cache in cache_configs(recipe)]
+    policies = [make_policy(cache) for cache in cache_configs(recipe)]
+    for policy in policies:
+        check_scorers(recipe.model, policy)
+    return policies
 
 
 def engines(

@@ -25,6 +25,7 @@ from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, SFTRecipe, 
 from trainer import rundir
 from trainer.arguments import adapters, model_options, refusals, training_options, weights_dtype
 from trainer.deepspeed import outside_deepspeed
+from trainer.scored import carry_scorers
 
 logger = logging.getLogger("sparse_rl")
 CHECK_PROBLEMS = 256  # that stop_at_accuracy looks at
@@ -79,7 +80,11 @@ def grpo(recipe: GRPORecipe, folder: Path) -> Any:
     )
     engine: dict[str, Any] = {**engine_arguments(recipe), "policy": recipe.cache}
     engine["progress"] = recipe.rollout.progress and os.environ.get("RANK", "0") == "0"
-    kind = recipe.rollout.engine
+    kind, policy = recipe.rollout.engine, make_policy(recipe.cache)
+
+    def engine_of(live: Any) -> Any:
+        carry_scorers(live, policy, recipe.model)
+        return make_engine(kind, model=live if kind in SAMPLE_LIVE else recipe.model, **engine)
 
     completions = rundir.CompletionLog(folder)
     trainer = SparseGRPOTrainer(
@@ -91,7 +96,7 @@ def grpo(recipe: GRPORecipe, folder: Path) -> Any:
         processing_class=tokenizer,
         peft_config=adapters(recipe.lora),
         callbacks=[rundir.RunLog(folder), completions],
-        make_engine=lambda live: make_engine(kind, model=live if kind in SAMPLE_LIVE else recipe.model, **engine),
+        make_engine=engine_of,
         sleep=recipe.rollout.sleep,
         thinking=recipe.data.thinking,
     )
@@ -133,7 +138,8 @@ def distill(recipe: DistillRecipe, folder: Path) -> Any:
     tokenizer = load_tokenizer(recipe.model)
     examples, held_out = taught_examples(recipe, tokenizer)
     args = DistillArguments(**_taught_options(recipe, held_out), loss=recipe.loss, distill=recipe.distill)
-    student = load_plain_model(recipe.model, _weights_dtype(recipe))
+    policy = make_policy(recipe.cache)
+    student = carry_scorers(load_plain_model(recipe.model, _weights_dtype(recipe)), policy, recipe.model)
     teacher = _teacher(recipe, student, [*examples, *(held_out or [])])
     if recipe.lora is not None:
         from peft import get_peft_model
@@ -146,7 +152,7 @@ def distill(recipe: DistillRecipe, folder: Path) -> Any:
         starting = base_of(student)
     elif live and not recipe.distill.refresh_every and recipe.launch.zero_stage < 3:
         # a teacher that is the starting model, and stays it, serves both
-        starting = teacher if recipe.own_teacher else recipe.model
+        starting = teacher if recipe.own_teacher and not policy.layered_parameters else recipe.model
     with outside_deepspeed(args):
         engine = make_engine(recipe.rollout.engine, model=starting, policy=recipe.cache, **engine_arguments(recipe))
     return DistillTrainer(

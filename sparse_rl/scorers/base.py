@@ -9,7 +9,9 @@ and gets its gradient from the boundary loss, in which two tokens of different a
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -126,6 +128,17 @@ class Recency(Scorer):
 
     def log_decay(self) -> torch.Tensor:
         return torch.zeros(self.heads)
+
+
+def digests(weights: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+    """Name -> a digest of each kv head of these parameters [Hkv, ...], as float32: equal only where all bits are."""
+    return {
+        name: [
+            hashlib.blake2b(head.numpy().tobytes(), digest_size=12).hexdigest()
+            for head in weight.detach().float().cpu()
+        ]
+        for name, weight in weights.items()
+    }
 
 
 def per_head(*shape: int, scale: float = 0.0) -> nn.Parameter:

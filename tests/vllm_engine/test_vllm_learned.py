@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from judging import gap, same, wrong_traces
 from learned import SCORERS, learned_policy, save_learned, with_scorers, wrong_decisions
+from watching import pool_of, watched
 
 from rollout import SamplingConfig, make_engine
+from rollout.vllm.beside import beside_cache
 from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.errors import UserError
 from sparse_rl.models.load import load_model
+from sparse_rl.scorers.base import digests
 
 B = 20
 LENGTHS = (1, 7, 20, 21, 22, 65, 80, 150)  # 65 and 81: a last chunk of one token, of 16
@@ -65,3 +70,103 @@ def test_it_decides_as_training_and_hf_do(
         for r in rollouts:
             for query in range(len(r.prompt_ids), len(r.trace) - 1):
                 assert (r.trace.kept_counts(query) == min(query + 1, B)).all()
+
+
+@pytest.mark.parametrize("scorer", ["mlp", "delayed"])
+def test_blocks_of_exactly_b_and_no_preemption(
+    scorer: str, learned: Callable, open_engine: Callable, random_prompts: Callable
+) -> None:
+    """In a pool of so many blocks as all need at once: ceil(max(P, B) / block) each, and B's once a prompt is cut."""
+    folder, prompts = learned(scorer), random_prompts([5, 40, 41, 70, 130])
+    size, needed = 32, [2, 2, 2, 3, 5]
+    block_bytes = 2 * 2 * size * 2 * 32 * 4  # layers, keys and values, tokens, kv heads, dim, float32
+    blocks = sum(needed)
+    policy, memory = learned_policy(scorer, 40), (blocks + 1) * block_bytes / 2**30
+    engine = open_engine(policy, folder, max_batch=5, max_prompt=130, block_size=size, kv_cache_gb=memory)
+    assert pool_of(engine).get_num_free_blocks() == blocks
+    with watched(engine) as seen:
+        rollouts = engine.generate(prompts, SamplingConfig(max_tokens=120, seed=0, ignore_eos=True))
+    assert seen.preempted == 0 and max(seen.running) == 5
+    assert seen.used[0] == 1 + 2 + 2 + 3 + 5 == max(seen.used) and seen.used[-1] == 5 * 2  # 40 entries are 2 blocks
+    assert not wrong_decisions(load_model(folder), engine.policy, rollouts)[0]
+    assert pool_of(engine).get_num_free_blocks() == blocks
+
+
+@pytest.mark.parametrize("scorer", ["mlp", "delayed"])
+def test_scorers_come_along_with_the_weights(
+    scorer: str, learned: Callable, open_engine: Callable, random_prompts: Callable
+) -> None:
+    """Those of another seed: what is sampled is what a directory that has them gives; and a digest says so."""
+    one, other = learned(scorer), load_model(learned(scorer, seed=1))
+    prompts, sampling = random_prompts(LENGTHS), SamplingConfig(max_tokens=30, seed=2, ignore_eos=True)
+    engine, policy = open_engine(None, one), learned_policy(scorer, B)
+    before = engine.generate(prompts, sampling)
+    own = dict(other.cache_scorers.named_parameters())
+    assert engine.scorer_digests() != digests(own)
+    engine.load_weights(other.named_parameters())
+    assert engine.scorer_digests() == digests(own)
+    after = engine.generate(prompts, sampling)
+    assert same(after, make_engine("hf", model=other, policy=policy).generate(prompts, sampling))
+    assert not same(after, before) and not wrong_decisions(other, policy, after)[0]
+    with torch.no_grad():
+        next(iter(own.values())).view(-1)[0].add_(1e-6)
+    assert engine.scorer_digests() != digests(own)
+    without = [(name, weight) for name, weight in other.named_parameters() if "scorers.1" not in name]
+    with pytest.raises(UserError, match=r"not handed over: cache_scorers\.1"):
+        engine.load_weights(without)
+
+
+def test_a_directory_with_scorers_is_a_model_as_any_other(
+    learned: Callable, open_engine: Callable, random_prompts: Callable
+) -> None:
+    """Under another policy; plain vLLM and transformers do not see the scorers."""
+    folder, prompts = learned("delayed"), random_prompts([9, 50])
+    sampling = SamplingConfig(max_tokens=30, seed=2, ignore_eos=True)
+    for policy in ("full", {"policy": "streaming", "budget": 16}):
+        rollouts = open_engine(policy, folder).generate(prompts, sampling)
+        assert same(rollouts, make_engine("hf", model=folder, policy=policy).generate(prompts, sampling))
+
+
+def test_what_stands_beside_the_cache_is_counted(learned: Callable, open_engine: Callable) -> None:
+    from rollout.vllm.compat.paged import live_state
+
+    engine = open_engine(None, learned("delayed"), max_batch=5)
+    counted, state = beside_cache(engine.policy, engine.config, itemsize=4, max_batch=5), live_state()
+    assert counted.requests == sum(memory.nbytes for memory in state.memory.values()) > 0
+    assert counted.per_byte == 8 / (2 * 32 * 4)
+
+
+def test_what_is_refused(learned: Callable, directory_of: Callable, open_engine: Callable) -> None:
+    with pytest.raises(UserError, match="vllm does not mask prompts"):
+        open_engine(learned_policy("mlp", B, prefill="masked"), learned("mlp"))
+    with pytest.raises(UserError, match="has no scorers, by which kvpop ranks"):
+        open_engine(learned_policy("mlp", B), directory_of("qwen3"))
+    with pytest.raises(UserError, match=r"the scorers of .* are .*'mlp'.* asks for .*'linear'"):
+        open_engine(learned_policy("linear", B), learned("mlp"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"multiprocess": True}, {"tensor_parallel": 2}], ids=str)
+@pytest.mark.parametrize("scorer", ["mlp", "delayed", "immediate"])
+def test_the_same_from_afar(
+    scorer: str,
+    options: dict,
+    learned: Callable,
+    open_engine: Callable,
+    random_prompts: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In processes of its own, and with its heads shared between two; after a weight sync, too."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    folder, prompts = learned(scorer), random_prompts(LENGTHS)
+    engine, policy = open_engine(None, folder, max_batch=6, **options), learned_policy(scorer, B)
+    sampling = SamplingConfig(max_tokens=30, seed=2, ignore_eos=True)
+    for model in (load_model(folder), load_model(learned(scorer, seed=1))):
+        engine.load_weights(model.named_parameters())
+        assert engine.scorer_digests() == digests(dict(model.cache_scorers.named_parameters()))
+        rollouts = engine.generate(prompts, sampling)
+        wrong, ties, heads = wrong_decisions(model, policy, rollouts)
+        assert not wrong and ties <= heads / 100
+        assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
+        if not options.get("tensor_parallel"):
+            assert same(rollouts, make_engine("hf", model=model, policy=policy).generate(prompts, sampling))

@@ -20,13 +20,14 @@ from trl.models import unwrap_model_for_generation
 
 from rollout.engine import Engine, SamplingConfig
 from sparse_rl.models.base import base_of
+from sparse_rl.policies.base import Policy
 from trainer.batches import Batch
 from trainer.distill.config import DistillConfig
 from trainer.examples import Example
 from trainer.teacher.arguments import TaughtArguments
 from trainer.teacher.cache import TeacherCache
 from trainer.teacher.trainer import TaughtTrainer
-from trainer.weights import named_weights
+from trainer.weights import give_weights
 
 
 @dataclass
@@ -68,6 +69,9 @@ class DistillTrainer(TaughtTrainer):
         self._live = getattr(engine, "model", None) is base_of(self.model)  # it samples from the student as it is
         self._synced: int | None = None
 
+    def learned_policy(self) -> Policy | None:
+        return self.engine.policy if self.engine.policy.layered_parameters else None
+
     def _prepared(self, examples: Sequence[Example]) -> list[Example]:
         """The examples under eviction: simulated, or sampled by the student."""
         prompts = [example.prompt for example in examples]
@@ -107,7 +111,7 @@ class DistillTrainer(TaughtTrainer):
             elif every:
                 due = self.state.global_step - self.state.global_step % every
                 if due != self._synced and (due or self._sampling is not None):
-                    self.engine.load_weights(named_weights(self.model, self.accelerator))
+                    give_weights(self.engine, self.model, self.accelerator)
                 self._synced = due
             yield self.engine
 

@@ -17,7 +17,7 @@ from trl.models import unwrap_model_for_generation
 from rollout.engine import Engine, SamplingConfig
 from sparse_rl.models.base import base_of
 from trainer.grpo.panel import TOLERANCES, Tolerance, check_gap, check_sync
-from trainer.weights import named_weights
+from trainer.weights import give_weights
 
 PROBE_PROMPTS, PROBE_TOKENS = 8, 32  # prompts of the data, and the tokens that are sampled after each
 SHORTEST = 8  # tokens of a prompt that are left where the cache holds few
@@ -67,7 +67,7 @@ class ProbedEngine:
                         self.sleeper.wake_up()
                     due = self.synced != step
                     if due:
-                        self.engine.load_weights(named_weights(trainer.model, trainer.accelerator))
+                        give_weights(self.engine, trainer.model, trainer.accelerator)
                         self.synced = step
                 if due:
                     self._probe()

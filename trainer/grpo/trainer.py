@@ -33,6 +33,7 @@ from sparse_rl.attention.views.factory import make_view
 from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.errors import UserError
 from sparse_rl.models.base import base_of
+from sparse_rl.policies.base import Policy
 from sparse_rl.trace import EvictionTrace
 from trainer.grpo.advantages import over_varied_groups, varied_groups, without_truncated
 from trainer.grpo.arguments import SparseGRPOArguments
@@ -98,6 +99,9 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     @property
     def _mode(self) -> str:
         return "train" if cast(Any, self.model).training else "eval"
+
+    def learned_policy(self) -> Policy | None:
+        return self.engine.policy if self.engine.policy.layered_parameters else None
 
     # ---- sampling ---------------------------------------------------------------------------------------------
 

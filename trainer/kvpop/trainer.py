@@ -28,7 +28,8 @@ from transformers import PreTrainedModel, set_seed
 from sparse_rl.attention.views.learned import FutureTarget, LearnedView
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.models.base import base_of
-from sparse_rl.models.directory import SCORERS, attach_scorers, read_scorers, save_policy, write_scorers
+from sparse_rl.models.directory import SCORERS, attach_scorers
+from sparse_rl.policies.base import Policy
 from sparse_rl.policies.kvpop import KVpop
 from sparse_rl.scorers.base import NOT_DECAYED
 from trainer.batches import Batch
@@ -163,19 +164,8 @@ class KVpopTrainer(TaughtTrainer):
             self.lr_scheduler = LambdaLR(optimizer, both)
         return self.lr_scheduler
 
-    # ---- files ----------------------------------------------------------------------------------------------------
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The model without its scorers, which transformers would not know, and these beside it."""
-        weights = dict(base_of(self.model).state_dict() if state_dict is None else state_dict)
-        super()._save(output_dir, state_dict)  # takes the scorers out of what it is given
-        folder = str(output_dir or self.args.output_dir)
-        write_scorers(folder, weights)
-        save_policy(folder, self.policy)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        read_scorers(resume_from_checkpoint, base_of(self.model))
+    def learned_policy(self) -> Policy:
+        return self.policy
 
 
 def _warm_cosine(step: int, *, warmup: int, steps: int, low: float) -> float:

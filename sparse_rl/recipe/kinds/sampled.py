@@ -45,9 +45,8 @@ class SampledRecipe(ReplayedRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cache.schedule.before_attending:
-            mend = "name another policy, or train it with kind: kvpop"
-            raise UserError(f"no training on sampled sequences under {self.cache.name} yet; {mend}", "cache.policy")
+        if self.cache.schedule.before_attending and self.lora is not None:
+            raise UserError(f"not under {self.cache.name}; remove one of them", "lora")
         if self.rollout.tensor_parallel > 1:
             wrong = "in training each process has an engine of its own; set it to 1, and use launch.processes"
             raise UserError(wrong, "rollout.tensor_parallel")

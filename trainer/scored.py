@@ -1,0 +1,72 @@
+"""A model that carries a learned policy's scorers, in any training: kept with it, and the same in an engine of its own.
+
+transformers knows no scorers. Here they are written beside each model that is saved, and read with it; and what an
+engine holds of them is compared with the trainer's: their record is replayed whoever made it, so that scorers which
+have gone stale would not show in the replay gap.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Trainer
+
+from sparse_rl.errors import StoppedError
+from sparse_rl.models.base import base_of
+from sparse_rl.models.directory import SCORERS, attach_scorers, read_scorers, save_policy, write_scorers
+from sparse_rl.policies.base import Policy
+from sparse_rl.policies.kvpop import KVpop
+from sparse_rl.scorers.base import digests
+
+
+class Scored(Trainer):
+    """A Trainer of models that may carry scorers, as the module list `cache_scorers`."""
+
+    def learned_policy(self) -> Policy | None:
+        """The policy that the scorers are of; None where the model has none."""
+        return None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """The model without its scorers, which transformers would not know, and these beside it."""
+        policy = self.learned_policy()
+        if policy is None:
+            super()._save(output_dir, state_dict)
+            return
+        weights = dict(base_of(self.model).state_dict() if state_dict is None else state_dict)
+        super()._save(output_dir, state_dict)  # takes the scorers out of what it is given
+        folder = str(output_dir or self.args.output_dir)
+        write_scorers(folder, weights)
+        save_policy(folder, policy)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.learned_policy() is not None:
+            read_scorers(resume_from_checkpoint, base_of(self.model))
+
+
+def carry_scorers(model: Any, policy: Policy, directory: str) -> Any:
+    """The model; under a learned policy with the scorers of its directory, which are not trained.
+
+    Raises UserError where the directory has none, or others.
+    """
+    if isinstance(policy, KVpop) and not hasattr(model, SCORERS):
+        attach_scorers(model, policy)
+        read_scorers(directory, model)
+        getattr(model, SCORERS).to(model.dtype).requires_grad_(False)  # ZeRO-3 wants one dtype
+    return model
+
+
+def check_scorers_in(engine: Any, weights: dict[str, Any]) -> None:
+    """Raise StoppedError where an engine holds other scorers than these, which it has just been given.
+
+    weights : by the names of a Hugging Face checkpoint; those of scorers are looked at
+    """
+    prefix = f"{SCORERS}."
+    own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    held = engine.scorer_digests() if own else {}
+    wrong = [name for name, value in digests(own).items() if held.get(name) != value]
+    if wrong:
+        raise StoppedError(
+            f"the engine's scorers are not the trainer's ({len(wrong)} of {len(own)} tensors, {wrong[0]} among them): "
+            "it would evict by stale ones, which no replay gap shows. The last checkpoint is untouched"
+        )
