@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from sparse_rl.errors import StoppedError
 from sparse_rl.models.base import base_of
-from sparse_rl.models.directory import SCORERS, attach_scorers, read_scorers, save_policy, write_scorers
+from sparse_rl.models.directory import SCORERS, attach_scorers, check_scorers, read_scorers, save_policy, write_scorers
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.kvpop import KVpop
 from sparse_rl.scorers.base import digests
@@ -50,6 +50,7 @@ def carry_scorers(model: Any, policy: Policy, directory: str) -> Any:
     Raises UserError where the directory has none, or others.
     """
     if isinstance(policy, KVpop) and not hasattr(model, SCORERS):
+        check_scorers(directory, policy)
         attach_scorers(model, policy)
         read_scorers(directory, model)
         getattr(model, SCORERS).to(model.dtype).requires_grad_(False)  # ZeRO-3 wants one dtype

@@ -1,0 +1,171 @@
+"""GRPO and distillation under a learned policy: its scorers as they were, kept with the model, and no stale ones."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from judging import gap
+from learned import SCORERS, learned_policy, with_scorers, wrong_decisions
+from safetensors.torch import load_file
+from trainer_runs import timeless, trained
+
+from rollout import SamplingConfig, make_engine
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.commands.train import train
+from sparse_rl.errors import StoppedError, UserError
+from sparse_rl.metrics import read_metrics
+from sparse_rl.models.directory import save_policy, write_scorers
+from sparse_rl.models.load import load_model
+from sparse_rl.recipe import make_recipe
+
+CACHE = {"policy": "kvpop", "budget": 12, "sinks": 2, "window": 4}
+KINDS: dict[str, dict[str, Any]] = {
+    "grpo": {"rewards": ["trainer_runs:digits"], "num_generations": 4, "max_completion_length": 20},
+    "distill": {"top_k": 8},
+}
+
+
+def policy_of(scorer: str) -> Any:
+    return learned_policy(scorer, 12, window=4)
+
+
+@pytest.fixture
+def learned(tiny: Callable, tmp_path: Path) -> Callable[..., str]:
+    """learned(scorer, seed=0) -> a directory as a retrofit leaves it, with a tokenizer."""
+
+    def make(scorer: str, seed: int = 0) -> str:
+        folder = tmp_path / f"{scorer}-{seed}"
+        if not folder.exists():
+            shutil.copytree(tiny(), folder)
+            policy = policy_of(scorer)
+            write_scorers(folder, with_scorers(load_model(folder), policy, seed).state_dict())
+            save_policy(folder, policy)
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture
+def recipe(learned: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+    def make(kind: str, scorer: str = "delayed", **keys: Any) -> Any:
+        content = {
+            "kind": kind,
+            "model": learned(scorer),
+            "output_dir": str(tmp_path / "run"),
+            "data": {"synthetic": {"task": "running_sum", "size": 24, "n": 6}},
+            "cache": {**CACHE, "scorer": SCORERS[scorer]},
+            "rollout": {"engine": "hf"},
+            "dtype": "float32",
+            "gradient_checkpointing": False,
+            "learning_rate": 1e-3,
+            "per_device_train_batch_size": 8,
+            "max_steps": 3,
+            "logging_steps": 1,
+        }
+        return make_recipe({**content, **KINDS[kind], **keys})
+
+    return make
+
+
+@pytest.mark.parametrize("scorer", ["mlp", "delayed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_leaves_the_scorers_as_they_were(kind: str, scorer: str, recipe: Callable, tmp_path: Path) -> None:
+    """Bit for bit; what comes out is a directory that is sampled from with no flags, and decides by these scorers."""
+    made = recipe(kind, scorer)
+    final = train(made)
+    before, after = (load_file(Path(folder) / "cache_scorer.safetensors") for folder in (made.model, final))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    start, end = (load_file(Path(folder) / "model.safetensors") for folder in (made.model, final))
+    assert start.keys() == end.keys() and any(not torch.equal(start[name], end[name]) for name in start)
+    lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert len(lines) == 3 and all(0 < line["cache/retention"] < 1 for line in lines)
+    if kind == "grpo":
+        assert all(line["replay/gap_max"] <= 1e-5 for line in lines)
+    engine, model = make_engine("hf", model=final), load_model(final)
+    assert engine.policy.config == made.cache
+    sampling = SamplingConfig(max_tokens=30, seed=0, ignore_eos=True)
+    rollouts = engine.generate([list(range(3, 30)), [5, 6, 7]], sampling)
+    assert not wrong_decisions(model, engine.policy, rollouts)[0]
+    assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_is_the_one_that_was_not_stopped(kind: str, recipe: Callable, tmp_path: Path) -> None:
+    shared = {"max_steps": 5, "save_steps": 2, "save_total_limit": None}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(recipe(kind, output_dir=str(whole), **shared))
+    shutil.copytree(whole, resumed)
+    for gone in ("model", "checkpoint-4", "checkpoint-5"):
+        shutil.rmtree(resumed / gone)
+    train(recipe(kind, output_dir=str(resumed), **shared), resume="newest")
+    for file in ("model.safetensors", "cache_scorer.safetensors"):
+        left, right = (load_file(folder / "model" / file) for folder in (whole, resumed))
+        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    assert timeless(read_metrics(resumed)) == timeless(read_metrics(whole))
+
+
+def harmed(trainer: Any) -> None:
+    """From here on one scorer weight of the engine moves by 1e-3 with each sync."""
+    load = trainer.engine.load_weights
+
+    def wrong(weights: Any) -> None:
+        load(weights)
+        with torch.no_grad():
+            next(trainer.engine.model.cache_scorers.parameters()).view(-1)[0].add_(1e-3)
+
+    trainer.engine.load_weights = wrong
+
+
+@pytest.fixture
+def with_own_engine(grpo: Callable, learned: Callable) -> Callable[..., Any]:
+    """A GRPO trainer with an engine that has weights, and scorers, of its own."""
+
+    def make(**settings: Any) -> Any:
+        folder = learned("mlp")
+        model, policy = load_model(folder), policy_of("mlp")
+        model.cache_scorers.requires_grad_(False)
+        return grpo(model=model, policy=policy, own_weights=folder, **settings)
+
+    return make
+
+
+def test_stale_scorers_stop_the_run(with_own_engine: Callable) -> None:
+    """One weight of one is another than the trainer's: at the first sync, with a message of its own."""
+    trainer = with_own_engine()
+    harmed(trainer)
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    with pytest.raises(StoppedError, match=r"the engine's scorers are not the trainer's .*stale") as caught:
+        trainer.train()
+    assert "\n" not in str(caught.value) and trainer.state.global_step == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
+
+
+def test_the_replay_gap_does_not_show_them(with_own_engine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: without that check the run goes on, and its gap is small."""
+    monkeypatch.setattr("trainer.weights.check_scorers_in", lambda *_: None)
+    trainer = with_own_engine()
+    harmed(trainer)
+    assert all(line["replay/gap_max"] <= 1e-5 for line in trained(trainer))
+
+
+def test_right_scorers_do_not(with_own_engine: Callable) -> None:
+    lines = trained(with_own_engine())
+    assert len(lines) == 2 and all(line["replay/gap_max"] <= 1e-5 for line in lines)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_refused(kind: str, recipe: Callable, tiny: Callable) -> None:
+    with pytest.raises(UserError, match="lora: not under kvpop"):
+        recipe(kind, lora={"r": 4})
+    with pytest.raises(UserError, match="has no scorers, by which kvpop ranks"):
+        train(recipe(kind, model=tiny()))
+    other = {**CACHE, "scorer": "linear"}
+    with pytest.raises(UserError, match=r"cache.scorer: the scorers of .* asks for"):
+        train(recipe(kind, cache=other))
