@@ -75,7 +75,7 @@ class Batch:
         replayed : under the traces; else each sequence sees all of itself
         """
         if replayed:
-            traces = [[_trace(example) for example in row] for row in self.rows]
+            traces = [[trace_of(example) for example in row] for row in self.rows]
         else:
             layers, kv_heads, _ = cache_shape(base_of(model).config)
             traces = [[EvictionTrace.dense(layers, kv_heads, example.length) for example in row] for row in self.rows]
@@ -97,7 +97,7 @@ class Batch:
         return out.last_hidden_state[self.where]
 
 
-def _trace(example: Example) -> EvictionTrace:
+def trace_of(example: Example) -> EvictionTrace:
     assert example.trace is not None, "no engine has seen this example: there is nothing to replay"
     return example.trace
 

@@ -40,7 +40,7 @@ from trainer.checkpoint import (
 from trainer.deepspeed import deepspeed_classes
 from trainer.finite import not_finite_metric, not_finite_weight
 from trainer.rundir import versions
-from trainer.scored import Scored
+from trainer.scored.trainer import Scored
 
 logger = logging.getLogger("sparse_rl")
 STATE_FILE = "progress_{rank}.pt"

@@ -10,7 +10,7 @@ import torch
 
 from rollout.engine import Engine
 from sparse_rl.models.directory import SCORERS
-from trainer.scored import check_scorers_in
+from trainer.scored.trainer import check_scorers_in
 
 
 def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, torch.Tensor]]:

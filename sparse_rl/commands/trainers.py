@@ -25,7 +25,7 @@ from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, SFTRecipe, 
 from trainer import rundir
 from trainer.arguments import adapters, model_options, refusals, training_options, weights_dtype
 from trainer.deepspeed import outside_deepspeed
-from trainer.scored import carry_scorers
+from trainer.scored.trainer import carry_scorers
 
 logger = logging.getLogger("sparse_rl")
 CHECK_PROBLEMS = 256  # that stop_at_accuracy looks at
@@ -74,6 +74,7 @@ def grpo(recipe: GRPORecipe, folder: Path) -> Any:
     args = grpo_arguments(
         recipe.grpo,
         attention_kernel=recipe.replay.attention_kernel,
+        scorers=recipe.scorers,
         model_init_kwargs=model_options(_weights_dtype(recipe)),
         reward_weights=weights,
         **options,
@@ -137,7 +138,9 @@ def distill(recipe: DistillRecipe, folder: Path) -> Any:
 
     tokenizer = load_tokenizer(recipe.model)
     examples, held_out = taught_examples(recipe, tokenizer)
-    args = DistillArguments(**_taught_options(recipe, held_out), loss=recipe.loss, distill=recipe.distill)
+    args = DistillArguments(
+        **_taught_options(recipe, held_out), loss=recipe.loss, distill=recipe.distill, scorers=recipe.scorers
+    )
     policy = make_policy(recipe.cache)
     student = carry_scorers(load_plain_model(recipe.model, _weights_dtype(recipe)), policy, recipe.model)
     teacher = _teacher(recipe, student, [*examples, *(held_out or [])])

@@ -22,6 +22,8 @@ from sparse_rl.metrics import read_metrics
 from sparse_rl.models.directory import save_policy, write_scorers
 from sparse_rl.models.load import load_model
 from sparse_rl.recipe import make_recipe
+from trainer.losses.config import BoundaryConfig
+from trainer.scored.config import ScorersConfig
 
 CACHE = {"policy": "kvpop", "budget": 12, "sinks": 2, "window": 4}
 KINDS: dict[str, dict[str, Any]] = {
@@ -127,11 +129,11 @@ def harmed(trainer: Any) -> None:
 def with_own_engine(grpo: Callable, learned: Callable) -> Callable[..., Any]:
     """A GRPO trainer with an engine that has weights, and scorers, of its own."""
 
-    def make(**settings: Any) -> Any:
+    def make(name: str = "run", **settings: Any) -> Any:
         folder = learned("mlp")
         model, policy = load_model(folder), policy_of("mlp")
         model.cache_scorers.requires_grad_(False)
-        return grpo(model=model, policy=policy, own_weights=folder, **settings)
+        return grpo(name, model=model, policy=policy, own_weights=folder, **settings)
 
     return make
 
@@ -169,3 +171,72 @@ def test_what_is_refused(kind: str, recipe: Callable, tiny: Callable) -> None:
     other = {**CACHE, "scorer": "linear"}
     with pytest.raises(UserError, match=r"cache.scorer: the scorers of .* asks for"):
         train(recipe(kind, cache=other))
+
+
+# ---- scorers that go on learning ------------------------------------------------------------------------------------
+
+
+LEARN = {"weight": 0.5, "learning_rate": 0.01, "boundary": {"queries": 8}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scorers_that_learn(kind: str, recipe: Callable, tmp_path: Path) -> None:
+    """They move, the gap stays, a resumed run is the same, and the model learns what it learns beside frozen ones."""
+    shared = {"max_steps": 5, "save_steps": 2, "save_total_limit": None, "gradient_checkpointing": True}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    made = recipe(kind, output_dir=str(whole), scorers=LEARN, **shared)
+    final = train(made)
+    before, after = (load_file(Path(folder) / "cache_scorer.safetensors") for folder in (made.model, final))
+    assert all((before[name] != after[name]).any() for name in before)
+    lines = [line for line in read_metrics(whole) if "loss" in line]
+    assert all(line["boundary_loss"] > 0 for line in lines)
+    if kind == "grpo":
+        assert all(line["replay/gap_max"] <= 1e-5 and 0 < line["cache/recall"] <= 1 for line in lines)
+    shutil.copytree(whole, resumed)
+    for gone in ("model", "checkpoint-4", "checkpoint-5"):
+        shutil.rmtree(resumed / gone)
+    train(recipe(kind, output_dir=str(resumed), scorers=LEARN, **shared), resume="newest")
+    for file in ("model.safetensors", "cache_scorer.safetensors"):
+        left, right = (load_file(folder / "model" / file) for folder in (whole, resumed))
+        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    assert timeless(read_metrics(resumed)) == timeless(read_metrics(whole))
+    with pytest.raises(UserError, match="scorers: streaming has none"):
+        recipe(kind, cache={"policy": "streaming", "budget": 12}, scorers=LEARN)
+
+
+def test_the_models_gradients_are_those_of_frozen_scorers(recipe: Callable, learned: Callable, grpo: Callable) -> None:
+    """Rows begin at column 0 where scorers learn: log-probs and gradients are those of the plain replay."""
+    found = []
+    for scorers in (None, ScorersConfig(boundary=BoundaryConfig(queries=None))):
+        model = load_model(learned("delayed"))
+        model.cache_scorers.requires_grad_(False)
+        trainer = grpo(model=model, policy=policy_of("delayed"), scorers=scorers)
+        trainer.create_optimizer()
+        inputs = trainer._prepare_inputs([trainer.train_dataset[i // 4] for i in range(8)])
+        trainer.current_gradient_accumulation_steps = 1
+        trainer.model.train()
+        trainer._compute_loss(trainer.model, inputs).backward()
+        found.append({name: weight.grad for name, weight in trainer.model.named_parameters()})
+    frozen, learning = found
+    for name, gradient in frozen.items():
+        if "cache_scorers" in name:
+            assert gradient is None and learning[name].abs().max() > 0
+        else:
+            assert (gradient - learning[name]).abs().max() <= 1e-5 * max(1.0, float(gradient.abs().max())), name
+
+
+def test_decisions_agree(with_own_engine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 in float32 where the scorers are the same; less where one weight moved (the check for that is off)."""
+    shares = [line["cache/decisions_agree"] for line in trained(with_own_engine("right"))]
+    assert min(shares) >= 0.999
+    monkeypatch.setattr("trainer.weights.check_scorers_in", lambda *_: None)
+    trainer = with_own_engine("wrong")
+    load = trainer.engine.load_weights
+
+    def wrong(weights: Any) -> None:
+        load(weights)
+        for weight in trainer.engine.model.cache_scorers.parameters():
+            weight.data.neg_()
+
+    trainer.engine.load_weights = wrong
+    assert max(line["cache/decisions_agree"] for line in trained(trainer)) < 0.99

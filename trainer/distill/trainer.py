@@ -19,11 +19,16 @@ from transformers import PreTrainedModel
 from trl.models import unwrap_model_for_generation
 
 from rollout.engine import Engine, SamplingConfig
+from sparse_rl.attention.views.learned import LearnedView
 from sparse_rl.models.base import base_of
 from sparse_rl.policies.base import Policy
-from trainer.batches import Batch
+from sparse_rl.policies.kvpop import KVpop
+from sparse_rl.trace import batch_traces
+from trainer.batches import Batch, trace_of
 from trainer.distill.config import DistillConfig
 from trainer.examples import Example
+from trainer.scored.config import ScorersConfig
+from trainer.scored.loss import ScorerLoss
 from trainer.teacher.arguments import TaughtArguments
 from trainer.teacher.cache import TeacherCache
 from trainer.teacher.trainer import TaughtTrainer
@@ -32,9 +37,10 @@ from trainer.weights import give_weights
 
 @dataclass
 class DistillArguments(TaughtArguments):
-    """What a DistillTrainer has: `distill` is what distillation adds."""
+    """What a DistillTrainer has: `distill` is what distillation adds; `scorers` see ScorersConfig, None: they stay."""
 
     distill: DistillConfig = field(default_factory=DistillConfig)
+    scorers: ScorersConfig | None = None
 
 
 class DistillTrainer(TaughtTrainer):
@@ -63,11 +69,19 @@ class DistillTrainer(TaughtTrainer):
         self.engine = engine
         super().__init__(model, teacher, args, examples, validation, **kwargs)
         self._sleeper = cast(Any, engine) if sleep and hasattr(engine, "sleep") else None
+        self.scorer_loss: ScorerLoss | None = None
+        if (learn := args.scorers) is not None:
+            self.scorer_loss = ScorerLoss(cast(KVpop, engine.policy).config, learn.target, learn.boundary)
+            base_of(self.model).cache_scorers.requires_grad_(True)
+            self.summed = (*self.summed, "boundary")
         self._sampling = None
         if args.distill.completions == "student":
             self._sampling = SamplingConfig(args.distill.max_completion_length, args.loss.temperature)
         self._live = getattr(engine, "model", None) is base_of(self.model)  # it samples from the student as it is
         self._synced: int | None = None
+
+    def scorer_learning_rate(self) -> float | None:
+        return None if self.args.scorers is None else self.args.scorers.learning_rate
 
     def learned_policy(self) -> Policy | None:
         return self.engine.policy if self.engine.policy.layered_parameters else None
@@ -119,7 +133,33 @@ class DistillTrainer(TaughtTrainer):
         args = self.args
         batch = Batch.make(examples, self.accelerator.device, args.distill.packing, args.attention_kernel)
         with self.accelerator.autocast():
-            return self._distilled(student, batch, batch.hidden(student, replayed=True))
+            if self.scorer_loss is None:
+                return self._distilled(student, batch, batch.hidden(student, replayed=True))
+            assert args.scorers is not None
+            view = self._scorer_view(student, batch)
+            loss, *others, count = self._distilled(student, batch, batch.hidden_under(student, view))
+            boundary = torch.stack(list(view.losses.values())).mean() * count
+        return loss + args.scorers.weight * boundary, *others, boundary.detach(), count
+
+    def _scorer_view(self, student: Any, batch: Batch) -> LearnedView:
+        """The replay of a batch's traces, in which scorers learn beside."""
+        assert self.scorer_loss is not None
+        device, width = batch.ids.device, batch.ids.shape[1]
+        examples = [row[0] for row in batch.rows]
+        traces = [trace_of(example) for example in examples]
+        return self.scorer_loss.view(
+            base_of(student).cache_scorers,
+            torch.tensor([example.length for example in examples], device=device),
+            torch.tensor([len(example.prompt) for example in examples], device=device),
+            width,
+            kernel=self.args.attention_kernel,
+            recorded=batch_traces(traces, [0] * len(traces), width)["evict_at"],
+        )
+
+    def _measured(self) -> dict[str, float]:
+        """Also the boundary loss, where scorers learn."""
+        own = {"boundary_loss": self._sums["boundary"] / self._sums["tokens"]} if self.scorer_loss is not None else {}
+        return {**super()._measured(), **own}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         super().load_extra_state(state)

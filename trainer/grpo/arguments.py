@@ -11,6 +11,7 @@ import trl
 from sparse_rl.attention.interface import ATTENTION
 from trainer.arguments import ReplayedArguments
 from trainer.grpo.config import SparseGRPOConfig
+from trainer.scored.config import ScorersConfig
 
 
 @dataclass
@@ -19,10 +20,12 @@ class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
 
     sparse : what is asked for; the trainer reads from here what TRL does not know
     attention_kernel : one of ATTENTION_KERNELS
+    scorers : how a learned policy's go on learning; None: they do not
     """
 
     sparse: SparseGRPOConfig = field(default_factory=SparseGRPOConfig)
     attention_kernel: str = "sdpa"
+    scorers: ScorersConfig | None = None
 
 
 def grpo_arguments(
@@ -30,7 +33,7 @@ def grpo_arguments(
 ) -> SparseGRPOArguments:
     """The arguments of a SparseGRPOTrainer.
 
-    options : further ones of TRL and transformers (see trainer.arguments.training_options), and attention_kernel
+    options : further ones of TRL and transformers (trainer.arguments.training_options), attention_kernel and scorers
     Raises UserError for what we or they refuse.
     """
     theirs = {one.name for one in dataclasses.fields(trl.GRPOConfig)}

@@ -30,17 +30,20 @@ from rollout.engine import Engine, Rollout, SamplingConfig
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.views.factory import make_view
+from sparse_rl.attention.views.learned import LearnedView
 from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.errors import UserError
 from sparse_rl.models.base import base_of
 from sparse_rl.policies.base import Policy
-from sparse_rl.trace import EvictionTrace
+from sparse_rl.policies.kvpop import KVpop
+from sparse_rl.trace import EvictionTrace, batch_traces
 from trainer.grpo.advantages import over_varied_groups, varied_groups, without_truncated
 from trainer.grpo.arguments import SparseGRPOArguments
 from trainer.grpo.clock import StepClock
 from trainer.grpo.panel import held_entries, replay_panel
 from trainer.grpo.probe import ProbedEngine
 from trainer.resumable import EpochRepeatSampler, Resumable
+from trainer.scored.loss import ScorerLoss, decisions_agree
 
 
 class RewardError(UserError):
@@ -84,6 +87,12 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         self._rewards = torch.empty(0)  # of the last generation, all ranks, [rows, functions]
         self._traces: list[EvictionTrace] = []  # of the rows that are being scored
         self._scored = torch.empty(0)  # the trainer's log-probs of the rows last scored
+        self.scorer_loss: ScorerLoss | None = None
+        if (learn := self.args.scorers) is not None:
+            policy = cast(KVpop, self.engine.policy).config
+            self.scorer_loss = ScorerLoss(policy, learn.target, learn.boundary)
+            base_of(self.model).cache_scorers.requires_grad_(True)
+        self._scorer_views: list[LearnedView] = []  # of the forwards of one loss
         self._gaps: dict[str, list[torch.Tensor]] = {"train": [], "eval": []}  # [2, N] each, since the last log
 
     def _correct_importance(self) -> None:
@@ -99,6 +108,9 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     @property
     def _mode(self) -> str:
         return "train" if cast(Any, self.model).training else "eval"
+
+    def scorer_learning_rate(self) -> float | None:
+        return None if self.args.scorers is None else self.args.scorers.learning_rate
 
     def learned_policy(self) -> Policy | None:
         return self.engine.policy if self.engine.policy.layered_parameters else None
@@ -138,6 +150,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         replayed = self.args.sparse.train_attention == "replay"
         self._traces = [r.trace if replayed else r.trace.dense_like() for r in rollouts]
         self._log_cache(rollouts)
+        if isinstance(self.engine.policy, KVpop):
+            self._log_decisions(max(rollouts, key=lambda r: len(r.trace)), self.engine.policy)
         return [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
 
     def _sampling_seed(self) -> int:
@@ -182,10 +196,23 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         self._traces = inputs["traces"]
+        self._scorer_views.clear()
         loss = super()._compute_loss(model, inputs)
+        if self._scorer_views:
+            loss = loss + self._scorers_learn()
         if "old_per_token_logps" not in inputs:  # then no update has been made since the rollout
             self._measure(inputs, self._scored)
         return loss
+
+    def _scorers_learn(self) -> torch.Tensor:
+        """The boundary loss of the forwards of this loss, weighted as TRL weighs its own; and what is said of it."""
+        assert self.args.scorers is not None
+        views, metrics = self._scorer_views, self._metrics[self._mode]
+        losses = torch.cat([torch.stack(list(view.losses.values())) for view in views])
+        held, of = (sum(float(pair[i]) for view in views for pair in view.recalls.values()) for i in (0, 1))
+        metrics["boundary_loss"].append(float(losses.detach().mean()))
+        metrics["cache/recall"].append(held / max(of, 1.0))
+        return self.args.scorers.weight * losses.mean() / self.current_gradient_accumulation_steps
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -222,7 +249,12 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         positions = (torch.arange(ids.shape[1], device=ids.device) - starts[:, None]).clamp(min=0)
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, :-keep] = -100
+        if self.scorer_loss is not None and torch.is_grad_enabled():
+            return self._forward_of_scorers(model, ids, labels, mask, keep, traces)
         view = make_view(traces, starts.tolist(), ids.shape[1], ids.device, self.args.attention_kernel)
+        return self._forward(model, ids, positions, labels, view)
+
+    def _forward(self, model: Any, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, view: Any) -> Any:
         with self.accelerator.autocast():
             return model(
                 input_ids=ids,
@@ -232,6 +264,28 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
                 labels=labels,
                 fused_lm_head=True,
             )
+
+    def _forward_of_scorers(
+        self, model: Any, ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, keep: int, traces: list
+    ) -> Any:
+        """The same, in which scorers learn: rows begin at column 0, for what stands before would enter a memory."""
+        assert self.scorer_loss is not None
+        width, device = ids.shape[1], ids.device
+        starts, columns = mask.long().argmax(-1)[:, None], torch.arange(width, device=device)
+        order = (columns + starts) % width
+        view = self.scorer_loss.view(
+            base_of(self.accelerator.unwrap_model(model)).cache_scorers,
+            mask.long().sum(1),
+            mask[:, :-keep].long().sum(1),
+            width,
+            kernel=self.args.attention_kernel,
+            recorded=batch_traces(traces, [0] * len(traces), width)["evict_at"],
+        )
+        self._scorer_views.append(view)
+        out = self._forward(model, ids.gather(1, order), columns.expand_as(ids), labels.gather(1, order), view)
+        back = (columns[:-1] - starts).clamp(min=0)
+        out.log_probs, out.entropy = out.log_probs.gather(1, back), out.entropy.gather(1, back)
+        return out
 
     # ---- what is logged -----------------------------------------------------------------------------------------
 
@@ -265,6 +319,17 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         metrics["cache/bytes_full"].append(fed_all * per_entry)
         if self._mode == "train":
             self.clock.tokens += int(tokens)
+
+    def _log_decisions(self, rollout: Rollout, policy: KVpop) -> None:
+        """How much of what a learned policy drops the trainer would drop too, in one sequence.
+
+        For the eye: in half precision they differ by rounding, and what was recorded is replayed. Whether the scorers
+        are the same is checked bit by bit (trainer.weights.give_weights).
+        """
+        model = base_of(self.accelerator.unwrap_model(self.model))
+        with self.accelerator.autocast():
+            share = decisions_agree(model, policy.config, [rollout])
+        self._metrics[self._mode]["cache/decisions_agree"].append(share)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         prefix = "" if self._mode == "train" else "eval_"

@@ -20,22 +20,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, set_seed
 
-from sparse_rl.attention.views.learned import FutureTarget, LearnedView
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import SCORERS, attach_scorers
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.kvpop import KVpop
-from sparse_rl.scorers.base import NOT_DECAYED
 from trainer.batches import Batch
 from trainer.examples import Example
 from trainer.kvpop.config import KVpopConfig
-from trainer.losses.boundary import BoundaryLoss
+from trainer.scored.loss import ScorerLoss
 from trainer.teacher.arguments import TaughtArguments
 from trainer.teacher.cache import TeacherCache
 from trainer.teacher.trainer import TaughtTrainer
@@ -76,30 +72,18 @@ class KVpopTrainer(TaughtTrainer):
             model.requires_grad_(False)
             getattr(model, SCORERS).requires_grad_(True)
         super().__init__(model, teacher, args, examples, validation, **kwargs)
-        self.boundary, self.target = BoundaryLoss(args.kvpop.boundary), FutureTarget(args.kvpop.target)
+        self.scorer_loss = ScorerLoss(policy.config, args.kvpop.target, args.kvpop.boundary)
 
     # ---- the loss -------------------------------------------------------------------------------------------------
 
     def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
-        policy = self.policy.config
         batch = Batch.make(examples, self.accelerator.device)
         lengths = torch.tensor([row[0].length for row in batch.rows], device=self.accelerator.device)
-        first = policy.sinks + policy.window + policy.k  # the first query at which something is evicted
-        scorers = base_of(student).cache_scorers
-        decay: dict[str, Any] = {"decay_every": policy.decay_every}
-        queries = self.boundary.draw(lengths, first, batch.ids.shape[1])
+        prompts = torch.tensor([len(row[0].prompt) for row in batch.rows], device=lengths.device)
+        scorers, kernel = base_of(student).cache_scorers, self.args.attention_kernel
         learns = any(True for _ in scorers.parameters())
-        view = LearnedView(
-            scorers,
-            policy,
-            lengths,
-            prompts=torch.tensor([len(row[0].prompt) for row in batch.rows], device=lengths.device)
-            if policy.prefill == "dense"
-            else None,
-            target=self.target if learns or not student.training else None,
-            prepare=partial(self.boundary.pairs, queries=queries, window=policy.window, **decay) if learns else None,
-            loss=partial(self.boundary, **decay) if learns else None,
-            kernel=self.args.attention_kernel,
+        view = self.scorer_loss.view(
+            scorers, lengths, prompts, batch.ids.shape[1], kernel=kernel, learn=learns, measure=not student.training
         )
         with self.accelerator.autocast():
             try:
@@ -124,32 +108,8 @@ class KVpopTrainer(TaughtTrainer):
 
     # ---- two learning rates ---------------------------------------------------------------------------------------
 
-    def create_optimizer(self, model: Any = None) -> Optimizer:
-        """AdamW over the model, at the training's learning rate, and the scorers, at their own."""
-        if self.optimizer is None:
-            whole: Any = self.model if model is None else model
-            decayed = set(self.get_decay_parameter_names(whole))
-            groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-            for name, weight in whole.named_parameters():
-                if weight.requires_grad:
-                    scorer = SCORERS in name.split(".")
-                    key = scorer, name.split(".")[-1] not in NOT_DECAYED if scorer else name in decayed
-                    groups.setdefault(key, []).append(weight)
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
-            rates = self.args.learning_rate, self.args.kvpop.scorer_learning_rate
-            self.optimizer = kind(
-                [
-                    {
-                        "params": weights,
-                        "lr": rates[scorer],
-                        "weight_decay": self.args.weight_decay if decays else 0.0,
-                        "scorer": scorer,
-                    }
-                    for (scorer, decays), weights in sorted(groups.items(), key=lambda item: item[0])
-                ],
-                **options,
-            )
-        return self.optimizer
+    def scorer_learning_rate(self) -> float:
+        return self.args.kvpop.scorer_learning_rate
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The model's rate as any training has it; the scorers' rises over the warm-up and falls along a cosine."""

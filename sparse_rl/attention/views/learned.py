@@ -87,9 +87,11 @@ class LearnedView:
     prepare : (target, log gamma) -> what `loss` needs of it; called once in a layer, without gradient
     loss : (scores, log gamma, that) -> a scalar
     kernel : one of ATTENTION_KERNELS
+    recorded : int32 [L, B, Hkv, S], evict_at of an engine: attend under these decisions instead of one's own
 
     Attributes
     ----------
+    own : by layer, the scorers' own decisions, int32 [B, Hkv, S]; kept where others are `recorded`
     losses : by layer, once the forward is done; they hold on to its graph
     recalls : by layer, (held, of): how many of the tokens that the target would keep, over all queries, are kept
     retained : by layer and row, the share of its pairs that is seen: float [B]
@@ -106,7 +108,10 @@ class LearnedView:
         prepare: Callable[[LayerTarget, torch.Tensor], Any] | None = None,
         loss: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor] | None = None,
         kernel: str = "sdpa",
+        recorded: torch.Tensor | None = None,
     ) -> None:
+        self.recorded = recorded
+        self.own: dict[int, torch.Tensor] = {}
         self.scorers, self.policy, self.lengths, self.prompts = scorers, policy, lengths, prompts
         self.target, self.prepare, self.loss, self.kernel = target, prepare, loss, kernel
         self.losses: dict[int, torch.Tensor] = {}
@@ -156,6 +161,10 @@ class LearnedView:
         evict_at = ours.evict_at
         if self.prompts is not None:
             evict_at = torch.maximum(evict_at, self.prompts[:, None, None].to(evict_at))
+        if self.recorded is not None:
+            self.own[layer] = evict_at
+            evict_at = self.recorded[layer].to(evict_at)
+            ours = RunningTopK(evict_at, ours.cutoff_rank, ours.boundary)
         width = scores.shape[-1]
         end = lengths[:, None, None]
         places = torch.arange(width, device=scores.device)

@@ -23,6 +23,9 @@ from trainer.config import LaunchConfig, LoraConfig, TrainingConfig
 NOT_YAML = {"yaml": False}
 
 
+GROUPS_OF_THEIR_OWN = ("lomo", "adalomo", "galore", "apollo")  # optimizers that transformers hands its own groups
+
+
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig(Configuration):
     """What GRPO measures on held-out problems every so many steps (rewards and entropy of samples), and distillation
@@ -176,6 +179,11 @@ class TrainRecipe(Recipe):
     def taught(self) -> Any:
         """Itself (a TaughtRecipe), where a teacher is asked; else None."""
         return None
+
+    def refuse_own_groups(self) -> None:
+        """Raise UserError for an optimizer under which model and scorers cannot have a learning rate each."""
+        if str(self.trainer_options.get("optim")).startswith(GROUPS_OF_THEIR_OWN):
+            raise UserError("it groups the weights itself, and model and scorers have a learning rate each", "optim")
 
     def exported_cache(self) -> PolicyConfig | None:
         """The cache policy that the trained model carries; None: none, or the trainer writes it."""

@@ -23,6 +23,8 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.scorers is not None and self.distill.packing:
+            raise UserError("scorers remember a sequence from its beginning; set it to false", "packing")
         if self.distill.completions == "student" and self.taught_by.teacher_cache is not None:
             wrong = "holds what the teacher says of the dataset's completions; the student's own are new each time"
             raise UserError(wrong, "teacher_cache")

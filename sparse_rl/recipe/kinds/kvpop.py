@@ -13,8 +13,6 @@ from trainer.config import TrainingConfig
 from trainer.kvpop.config import KVpopConfig, KVpopLossConfig, KVpopTrainingConfig
 from trainer.losses.config import DistillationLossConfig
 
-GROUPS_OF_THEIR_OWN = ("lomo", "adalomo", "galore", "apollo")  # optimizers that transformers hands its own groups
-
 
 @dataclass(frozen=True, kw_only=True)
 class KVpopRecipe(TaughtRecipe):
@@ -38,8 +36,7 @@ class KVpopRecipe(TaughtRecipe):
         policy: Any = self.cache
         if policy.scorer.name == "recency" and not self.kvpop.train_base:
             raise UserError("the scorer recency has no parameters, so nothing would be trained", "train_base")
-        if str(self.trainer_options.get("optim")).startswith(GROUPS_OF_THEIR_OWN):
-            raise UserError("it groups the weights itself, and model and scorers have a learning rate each", "optim")
+        self.refuse_own_groups()
         if self.kvpop.max_length <= policy.sinks + policy.window + policy.k:
             self.warnings.append(
                 f"rows of at most {self.kvpop.max_length} tokens never exceed the budget: nothing is evicted"

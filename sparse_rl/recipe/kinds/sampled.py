@@ -9,10 +9,11 @@ from typing import Self
 from rollout.config import RolloutConfig
 from sparse_rl.config import flat
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import PolicyConfig
+from sparse_rl.policies.config import KVpopPolicyConfig, PolicyConfig
 from sparse_rl.recipe.kinds.base import TrainRecipe, ValidationConfig
 from sparse_rl.recipe.kinds.caches import check_model_len
 from trainer.config import ReplayConfig
+from trainer.scored.config import ScorersConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +39,35 @@ class SampledRecipe(ReplayedRecipe):
     """Training on sequences that an engine samples, or simulates, under a cache.
 
     cache : {policy: a name, its parameters}, or the name alone
+    scorers : how a learned policy's scorers go on learning; null: they stay as they are
     """
 
     cache: PolicyConfig
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    scorers: ScorersConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cache.schedule.before_attending and self.lora is not None:
-            raise UserError(f"not under {self.cache.name}; remove one of them", "lora")
+        self._check_learned()
         if self.rollout.tensor_parallel > 1:
             wrong = "in training each process has an engine of its own; set it to 1, and use launch.processes"
             raise UserError(wrong, "rollout.tensor_parallel")
         check_model_len(self.rollout, self.prompt_sources(), self.sampling().max_tokens)
+
+    def _check_learned(self) -> None:
+        """What a learned policy, and scorers that go on learning, ask of the rest."""
+        learned = isinstance(self.cache, KVpopPolicyConfig)
+        if learned and self.lora is not None:
+            raise UserError(f"not under {self.cache.name}; remove one of them", "lora")
+        if self.scorers is None:
+            return
+        if not isinstance(self.cache, KVpopPolicyConfig):
+            raise UserError(f"{self.cache.name} has none; remove this, or name kvpop as cache.policy", "scorers")
+        if self.cache.scorer.name == "recency":
+            raise UserError(
+                "the scorer recency has no parameters, so there is nothing to learn; remove this", "scorers"
+            )
+        self.refuse_own_groups()
 
     def engine_config(self) -> RolloutConfig | None:
         return self.rollout

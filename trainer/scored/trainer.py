@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
 from transformers import Trainer
 
 from sparse_rl.errors import StoppedError
@@ -16,7 +18,7 @@ from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import SCORERS, attach_scorers, check_scorers, read_scorers, save_policy, write_scorers
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.kvpop import KVpop
-from sparse_rl.scorers.base import digests
+from sparse_rl.scorers.base import NOT_DECAYED, digests
 
 
 class Scored(Trainer):
@@ -25,6 +27,40 @@ class Scored(Trainer):
     def learned_policy(self) -> Policy | None:
         """The policy that the scorers are of; None where the model has none."""
         return None
+
+    def scorer_learning_rate(self) -> float | None:
+        """Of the scorers; None where they do not learn."""
+        return None
+
+    def create_optimizer(self, model: Any = None) -> Optimizer:
+        """The training's, over the model, at its learning rate, and over scorers that learn, at theirs."""
+        own = self.scorer_learning_rate()
+        if own is None:
+            return super().create_optimizer(*([] if model is None else [model]))
+        if self.optimizer is None:
+            whole: Any = self.model if model is None else model
+            decayed = set(self.get_decay_parameter_names(whole))
+            groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+            for name, weight in whole.named_parameters():
+                if weight.requires_grad:
+                    scorer = SCORERS in name.split(".")
+                    key = scorer, name.split(".")[-1] not in NOT_DECAYED if scorer else name in decayed
+                    groups.setdefault(key, []).append(weight)
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
+            rates = self.args.learning_rate, own
+            self.optimizer = kind(
+                [
+                    {
+                        "params": weights,
+                        "lr": rates[scorer],
+                        "weight_decay": self.args.weight_decay if decays else 0.0,
+                        "scorer": scorer,
+                    }
+                    for (scorer, decays), weights in sorted(groups.items(), key=lambda item: item[0])
+                ],
+                **options,
+            )
+        return self.optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The model without its scorers, which transformers would not know, and these beside it."""

@@ -1,0 +1,80 @@
+"""The boundary loss of scorers, on the keys and values of a forward, whatever else is learned from that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from sparse_rl.attention.config import TargetConfig
+from sparse_rl.attention.interface import NO_MASK
+from sparse_rl.attention.views.learned import FutureTarget, LearnedView
+from sparse_rl.policies.config import KVpopPolicyConfig
+from sparse_rl.trace import NEVER, EvictionTrace, batch_traces
+from trainer.losses.boundary import BoundaryLoss
+from trainer.losses.config import BoundaryConfig
+
+
+class ScorerLoss:
+    """What scorers are to foresee, and how they are told; the settings are described with these configurations."""
+
+    def __init__(self, policy: KVpopPolicyConfig, target: TargetConfig, boundary: BoundaryConfig) -> None:
+        self.policy, self.target, self.boundary = policy, FutureTarget(target), BoundaryLoss(boundary)
+
+    def view(
+        self,
+        scorers: Sequence[Any],
+        lengths: torch.Tensor,
+        prompts: torch.Tensor,
+        width: int,
+        *,
+        kernel: str,
+        recorded: torch.Tensor | None = None,
+        learn: bool = True,
+        measure: bool = True,
+    ) -> LearnedView:
+        """Of one forward over rows of int64 [B] tokens, right-padded to `width`, whose prompts have int64 [B].
+
+        recorded : evict_at of an engine, int32 [L, B, Hkv, S]: what attention sees; None: what the scorers decide
+        learn : whether the boundary loss is computed; measure : whether what the target would keep is compared
+        """
+        policy = self.policy
+        decay: dict[str, Any] = {"decay_every": policy.decay_every}
+        queries = self.boundary.draw(lengths, policy.sinks + policy.window + policy.k, width)
+        return LearnedView(
+            scorers,
+            policy,
+            lengths,
+            prompts=prompts if policy.prefill == "dense" else None,
+            target=self.target if learn or measure else None,
+            prepare=partial(self.boundary.pairs, queries=queries, window=policy.window, **decay) if learn else None,
+            loss=partial(self.boundary, **decay) if learn else None,
+            kernel=kernel,
+            recorded=recorded,
+        )
+
+
+@torch.no_grad()
+def decisions_agree(model: Any, policy: KVpopPolicyConfig, rollouts: Sequence[Any]) -> float:
+    """Of all (layer, kv head, token) that either evicts, an engine or the model's own scorers: the share of equal ones.
+
+    rollouts : of the engine; the scorers decide anew on the same tokens
+    """
+    device = next(model.parameters()).device
+    same = either = 0
+    for rollout in rollouts:
+        tokens, prompt = [*rollout.prompt_ids, *rollout.completion_ids], len(rollout.prompt_ids)
+        lengths = torch.tensor([len(tokens)], device=device)
+        prompts = torch.tensor([prompt], device=device) if policy.prefill == "dense" else None
+        recorded = batch_traces([rollout.trace], [0], len(tokens))["evict_at"]
+        view = LearnedView(model.cache_scorers, policy, lengths, prompts=prompts, recorded=recorded)
+        ids = torch.tensor([tokens], device=device)
+        model.get_decoder()(input_ids=ids, attention_mask=NO_MASK.to(device), kv_view=view, use_cache=False)
+        ours = EvictionTrace.recorded(torch.cat([view.own[layer] for layer in sorted(view.own)])).evict_at
+        theirs = rollout.trace.evict_at
+        evicted = (ours < NEVER) | (theirs < NEVER)
+        same += int(((ours == theirs) & evicted).sum())
+        either += int(evicted.sum())
+    return same / max(either, 1)
