@@ -346,12 +346,6 @@ def test_the_seed_says_how_scorers_start(recipe: Callable, tmp_path: Path) -> No
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
 
-def test_other_kinds_do_not_take_it(tiny: Callable, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no training on sampled sequences under kvpop yet"):
-        make_recipe({"kind": "distill", "model": tiny(), "output_dir": str(tmp_path), "cache": CACHE,
-                     "data": {"synthetic": {"task": "running_sum", "size": 8}}})  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
