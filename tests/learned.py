@@ -55,12 +55,12 @@ def save_learned(model: PreTrainedModel, policy: Policy, folder: Any) -> None:
 
 
 class Listening(ReplayView):
-    """Replays, and notes each layer's keys and values."""
+    """Replays, and notes each layer's queries, keys and values."""
 
-    heard: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    heard: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
     def attend(self, layer: int, query: Any, key: Any, value: Any, scaling: float) -> torch.Tensor:
-        self.heard[layer] = key, value
+        self.heard[layer] = query, key, value
         return super().attend(layer, query, key, value, scaling)
 
 
@@ -78,7 +78,7 @@ def wrong_decisions(model: PreTrainedModel, policy: Any, rollouts: Sequence[Roll
         view = Listening(batch_traces([r.trace], [0], length), "cpu")
         view.heard = {}
         model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False)
-        for layer, (key, value) in view.heard.items():
+        for layer, (_, key, value) in view.heard.items():
             scores, log_decay = model.cache_scorers[layer](key, value, config.window)
             sizes = {"window": config.window, "k": config.k, "decay_every": config.decay_every}
             at = running_topk(scores, config.sinks, log_decay=log_decay, **sizes).evict_at

@@ -8,7 +8,7 @@ beside.py     what a worker holds beside the cache, taken off the share of a GPU
 spec.py       scheduler side: how many blocks a sequence owns; what eviction frees goes back to the pool
 connector.py  from scheduler to workers: who begins, who ends, and who is due to compact
 state.py      worker side: positions and policy state beside the paged cache, and the compaction itself
-arrivals.py   state.py's for a learned policy, which decides before a layer attends: one token comes, one goes, per kv head
+arrivals.py   that of a learned policy, which decides before a layer attends: one token comes, and one goes, per kv head
 backend.py    the attention backend: physical lengths and slots in, queries out; on backend_cpu.py, backend_cuda.py
 exact.py      attention in float32 on a CPU, as the trainer computes it
 worker.py     what the engine calls on a worker, and the sampler

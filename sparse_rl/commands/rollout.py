@@ -44,8 +44,8 @@ def run(options: argparse.Namespace, session: Session) -> int:
 def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, Any]]:
     """Sample the recipe's first problems under its first cache into `folder`; returns the `summary` of each rollout.
 
-    Part by part, so that any number fits: completions.jsonl, and of each part a file traces-00000.safetensors, whose
-    traces follow its lines. A full cache has no evictions, and no files of traces.
+    Part by part, so that any number fits: completions.jsonl, with texts and token ids, and of each part a file
+    traces-00000.safetensors, whose traces follow its lines. A full cache has no evictions, and no files of traces.
     """
     from rollout.evaluation.samples import sample_in_parts, summary
     from sparse_rl.commands import sampling
@@ -81,6 +81,7 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
             rows = [{name: source[i][name] for name in shown} for i in indices for _ in range(asked.samples)]
             for row, text, rollout in zip(rows, texts, part, strict=True):
                 summaries.append(summary(rollout))
-                log.write(json.dumps({**row, "completion": text, **summaries[-1]}) + "\n")
+                ids = {"prompt_ids": rollout.prompt_ids, "completion_ids": rollout.completion_ids}
+                log.write(json.dumps({**row, "completion": text, **summaries[-1], **ids}) + "\n")
             log.flush()
     return summaries

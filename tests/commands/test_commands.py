@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from learned import learned_policy, with_scorers
 
 from sparse_rl.analysis.curves import run_labels, smooth
 from sparse_rl.analysis.traces import histogram
@@ -22,9 +24,11 @@ from sparse_rl.commands import console
 from sparse_rl.commands.console import Session, guarded, training_line
 from sparse_rl.commands.main import main, parse
 from sparse_rl.errors import NotFiniteError, NotWrittenError, StoppedError, UserError
+from sparse_rl.models.directory import save_policy, write_scorers
+from sparse_rl.models.load import load_plain_model
 from sparse_rl.policies import Entries, make_policy
 from sparse_rl.recipe import load_recipe
-from sparse_rl.trace import EvictionTrace, TraceError, save_traces
+from sparse_rl.trace import EvictionTrace, TraceError, load_traces, save_traces
 from trainer.arguments import refusals
 from trainer.grpo.panel import ReplayGapError
 
@@ -303,6 +307,24 @@ def test_a_dry_run_says_what_it_found_and_what_it_left(here, capsys):
     assert err.startswith("sparse-rl: warning: top_p < 1") and not (here / "out").exists()
     assert main(["train", "sft.yaml", "--dry-run"]) == 0
     assert "8 rows" in capsys.readouterr().out
+
+
+def test_eval_and_rollout_of_a_learned_policy_need_no_flags(here, model, capsys):
+    policy = learned_policy("delayed", 12, window=4)
+    shutil.copytree(model, here / "learned")
+    write_scorers(here / "learned", with_scorers(load_plain_model(model), policy).state_dict())
+    save_policy(here / "learned", policy)
+    assert main(["eval", "eval.yaml", "model=learned", "sweep={}", "rollout.progress=false"]) == 0
+    assert "kvpop" in capsys.readouterr().out
+    assert main(["eval", "eval.yaml", "sweep={}", "cache={policy: kvpop, budget: 300}", "--overwrite"]) == 2
+    assert "has no scorers, by which kvpop ranks what it keeps" in capsys.readouterr().err
+    block = "cache={policy: kvpop, budget: 12, sinks: 2, window: 4, scorer: {name: mlstm, chunk: 16}}"
+    words = ["rollout", "grpo.yaml", "model=learned", block, "--problems", "3", "--out", "sampled"]
+    assert main([*words, "rollout.progress=false"]) == 0
+    line = json.loads((here / "sampled" / "completions.jsonl").read_text().splitlines()[0])
+    assert len(line["prompt_ids"]) + len(line["completion_ids"]) == len(
+        load_traces(here / "sampled" / "traces-00000.safetensors")[0]
+    )
 
 
 def test_rollout_inspect_and_plot(here, capsys):

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 from judging import gap, same, shifted, wrong_traces
-from learned import SCORERS, learned_policy, save_learned, with_scorers, wrong_decisions
+from learned import SCORERS, Listening, learned_policy, save_learned, with_scorers, wrong_decisions
 from test_cache import Driver, entry_bytes
 
 from rollout import Rollout, SamplingConfig, make_engine
+from sparse_rl.attention.config import TargetConfig
+from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.attention.oracle import oracle_recall
+from sparse_rl.attention.views.learned import FutureTarget
 from sparse_rl.errors import NotFiniteError, UserError
-from sparse_rl.trace import NEVER
+from sparse_rl.trace import NEVER, batch_traces
 
 B = 20
 LENGTHS = (1, 7, 20, 21, 70)  # of prompts: one token, within the budget, the budget, one more, and far longer
@@ -141,6 +145,37 @@ def test_a_directory_is_sampled_from_with_no_flags(tmp_path: Any, model_of: Call
     assert same(engine.generate(prompts, sampling), rollouts_of(model, policy, prompts))
     full = make_engine("hf", model=tmp_path, policy="full").generate(prompts, sampling)
     assert not any((r.trace.evict_at < NEVER).any() for r in full)
+
+
+@pytest.mark.parametrize("scorer", ["mlp", "recency"])
+def test_recall_against_an_oracle(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
+    """By counting, query by query; the oracle's own trace has a recall of 1, and a full cache holds all of it."""
+    policy = learned_policy(scorer, B)
+    model = with_scorers(model_of("quickstart"), policy)
+    (r,) = rollouts_of(model, policy, prompts_of("quickstart", [30]), 30)
+    tokens, config = [*r.prompt_ids, *r.completion_ids], policy.config
+    decay = torch.stack([one.log_decay() for one in model.cache_scorers])
+    found = oracle_recall(model, tokens, 30, r.trace, config, decay)
+    assert found.shape == r.trace.shape[:2] and ((found > 0) & (found < 1)).all()
+    assert (oracle_recall(model, tokens, 30, r.trace.dense_like(), config, decay) == 1).all()
+
+    fed, heard = len(tokens) - 1, Listening(batch_traces([r.trace.dense_like()], [0], len(tokens)), "cpu")
+    heard.heard = {}
+    model(input_ids=torch.tensor([tokens[:fed]]), attention_mask=NO_MASK, kv_view=heard, use_cache=False)
+    never = torch.full((1, r.trace.kv_heads, fed), NEVER, dtype=torch.int32)
+    for layer, (query, key, _) in heard.heard.items():
+        wanted = FutureTarget(TargetConfig(normaliser="dense"))(
+            query, key, key.shape[-1] ** -0.5, config.window, torch.full((1, fed), fed), never
+        )[0]
+        for head in range(r.trace.kv_heads):
+            priority = wanted[head] - decay[layer, head] * torch.arange(fed)
+            held = of = 0
+            for q in range(30, fed):
+                competing = list(range(config.sinks, q - config.window + 1))
+                best = sorted(competing, key=lambda t: (-float(priority[t]), t))[: config.k]
+                held += sum(int(r.trace.evict_at[layer, head, t]) > q for t in best)
+                of += config.k
+            assert float(found[layer, head]) == pytest.approx(held / of, abs=1e-9)
 
 
 def test_new_scorers_are_loaded_as_weights_are(model_of: Callable, prompts_of: Callable) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from learned import learned_policy, with_scorers
 from openai import OpenAI, OpenAIError
 
 from rollout import SamplingConfig, make_engine
@@ -27,7 +29,8 @@ from rollout.vllm import serve
 from sparse_rl.commands.console import Session, guarded
 from sparse_rl.commands.main import parse
 from sparse_rl.data.running_sum import EOS_ID, build_tokenizer
-from sparse_rl.models.directory import save_policy
+from sparse_rl.models.directory import save_policy, write_scorers
+from sparse_rl.models.load import load_plain_model
 from sparse_rl.policies import make_policy
 
 POLICY = {"policy": "gkv", "budget": 48, "window": 8, "period": 16}
@@ -514,6 +517,33 @@ def test_ctrl_c_ends_it_with_requests_running(server: Server, random_prompts: Ca
             list(stream)
     log = server.log.read_text()
     assert "Traceback" not in log and "nanobind" not in log, log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scorer", ["mlp", "delayed"])
+def test_a_learned_policy_is_served_with_no_flags(
+    scorer: str, model: Path, random_prompts: Callable, tmp_path: Path
+) -> None:
+    """The tokens of the reference engine, for requests that come and go at the same time."""
+    folder, policy = tmp_path / "learned", learned_policy(scorer, 40)
+    shutil.copytree(model, folder)
+    with_them = with_scorers(load_plain_model(folder), policy, scale=0.2)
+    write_scorers(folder, with_them.state_dict())
+    save_policy(folder, policy)
+    prompts = random_prompts([5 + 11 * i for i in range(20)])
+    server = Server(folder, tmp_path, "--kv-cache-gb", str(POOL_GB), "--max-batch", "8")
+    try:
+        server.wait()
+        with ThreadPoolExecutor(20) as pool:
+            answers = list(pool.map(lambda prompt: server.complete(prompt, 60).choices[0].token_ids, prompts))
+        server.idle()
+    finally:
+        server.end(signal.SIGTERM)
+    sampling = SamplingConfig(60, temperature=0, ignore_eos=True)
+    wanted = make_engine("hf", model=folder).generate(prompts, sampling)
+    assert answers == [r.completion_ids for r in wanted]
+    full = make_engine("hf", model=folder, policy="full").generate(prompts, sampling)
+    assert sum(a.completion_ids != b.completion_ids for a, b in zip(wanted, full, strict=True)) > 10  # the policy tells
 
 
 @pytest.mark.slow

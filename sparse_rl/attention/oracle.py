@@ -1,0 +1,79 @@
+"""How much of what the best cache would hold a cache holds: recall by layer and kv head, against a dense teacher.
+
+The best cache of k long-range entries knows what attention each token will still receive (KVpop's target, of the dense
+teacher), ranks by it with the same decay, and so holds other tokens at each query (KVpop eq. 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sparse_rl.attention.config import TargetConfig
+from sparse_rl.attention.interface import NO_MASK, adopt
+from sparse_rl.attention.kernels.sdpa import sdpa
+from sparse_rl.attention.views.learned import FutureTarget
+from sparse_rl.kernels import running_topk
+from sparse_rl.policies.config import KVpopPolicyConfig
+from sparse_rl.trace import NEVER, EvictionTrace
+
+
+@dataclass
+class _TargetView:
+    """A `kv_view` that attends to everything, and notes each layer's target, float32 [1, Hkv, S]."""
+
+    target: FutureTarget
+    window: int
+    found: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        ends = torch.full((len(key), key.shape[2]), key.shape[2], device=key.device)
+        never = torch.full(key.shape[:3], NEVER, dtype=torch.int32, device=key.device)
+        self.found[layer] = self.target(query, key, scaling, self.window, ends, never)
+        return sdpa(query, key, value, scaling, causal=True)
+
+
+@torch.no_grad()
+def oracle_recall(
+    teacher: Any,
+    tokens: list[int],
+    prompt: int,
+    trace: EvictionTrace,
+    policy: KVpopPolicyConfig,
+    log_decay: torch.Tensor | None = None,
+    target: TargetConfig | None = None,
+) -> torch.Tensor:
+    """float64 [L, Hkv]: of the k tokens that the best cache holds at each query of decoding, those that are held.
+
+    Parameters
+    ----------
+    teacher : attends to everything
+    tokens, prompt, trace : of one sampled sequence: prompt and completion, the prompt's length, what was evicted
+    policy : says sinks, window and k; the trace may be that of any policy that keeps these
+    log_decay : log gamma [L, Hkv], of the policy's scorers; None: there is no decay
+    target : the dense attention that tokens will still receive, by default
+
+    Only queries at which more than k tokens compete are counted; NaN where there is none.
+    """
+    fed, window, k = len(tokens) - 1, policy.window, policy.k  # the last token is not fed
+    device = next(teacher.parameters()).device
+    view = _TargetView(FutureTarget(target or TargetConfig(normaliser="dense")), window)
+    ids = torch.tensor([tokens[:fed]], device=device)
+    adopt(teacher)(input_ids=ids, attention_mask=NO_MASK.to(device), kv_view=view, use_cache=False)
+    query = torch.arange(max(prompt, policy.sinks + window + k), fed)[:, None]
+    token = torch.arange(fed)
+    competes = (token >= policy.sinks) & (token <= query - window)
+    shares = []
+    for layer in sorted(view.found):
+        decay = None if log_decay is None else log_decay[layer]
+        best = running_topk(
+            view.found[layer], policy.sinks, window=window, k=k, log_decay=decay, decay_every=policy.decay_every
+        ).evict_at[0]
+        wanted = competes & (query < best.cpu()[:, None])  # [Hkv, queries, tokens]
+        held = wanted & (query < trace.evict_at[layer, :, None, :fed])
+        shares.append(held.sum((1, 2)) / wanted.sum((1, 2)).double())
+    return torch.stack(shares)
