@@ -34,6 +34,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qw
 
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.families import cache_shape
+from sparse_rl.models.directory import attach_scorers, save_policy, write_scorers
+from sparse_rl.policies import make_policy
 
 REQUESTS, PROMPT, LENGTH, BLOCK = 32, 48, 2048, 32
 TINY = Qwen3Config(
@@ -52,16 +54,44 @@ CACHES: dict[str, dict[str, Any]] = {
     "gkv with redundancy": {"policy": "gkv", "window": 16, **BUDGET},
     "gkv, period 1": {"policy": "gkv", "window": 16, "budget": 128, "period": 1, "redundancy": False},
     "h2o": {"policy": "h2o", **BUDGET},
+    **{  # as many entries as streaming and gkv have at their peak
+        f"kvpop, {name}": {"policy": "kvpop", "budget": 256, "window": 64, "scorer": scorer}
+        for name, scorer in {
+            "mlp": {"name": "mlp"},
+            "mlstm delayed": {"name": "mlstm"},
+            "mlstm immediate": {"name": "mlstm", "readout": "immediate"},
+        }.items()
+    },
 }
+LEARNED = tuple(name for name in CACHES if name.startswith("kvpop"))
 WHOLE = -(-LENGTH // BLOCK)  # blocks of a sequence that evicts nothing
 # what is asked -> model, caches, blocks of the pool, share of --tokens
 QUESTIONS: dict[str, tuple[PretrainedConfig, tuple[str, ...], int, float]] = {
     "equal memory": (TINY, ("full", "streaming", "gkv", "gkv with redundancy"), 4 * WHOLE, 1.0),
     "equal batch": (TINY, tuple(CACHES), REQUESTS * WHOLE, 0.5),
     "layers of 0.5B": (
-        LAYERS_OF_05B, ("full", "streaming", "gkv", "gkv with redundancy"), REQUESTS * WHOLE, 0.25,
+        LAYERS_OF_05B, ("full", "streaming", "gkv", "gkv with redundancy", "gkv, period 1", *LEARNED),
+        REQUESTS * WHOLE, 0.25,
     ),
 }  # fmt: skip
+
+
+def save_model(shape: PretrainedConfig, cache: dict[str, Any], folder: Path) -> Path:
+    """A random model of a shape, where a cache is learned with scorers that rank by more than recency."""
+    place = folder / (cache["policy"] + "-" + "-".join(map(str, cache.get("scorer", {}).values())))
+    if not place.exists():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(shape)
+        policy: Any = make_policy(cache)
+        if policy.layered_parameters:
+            attach_scorers(model, policy)
+            for weight in model.cache_scorers.parameters():
+                weight.data += 0.1 * torch.randn_like(weight)
+        model.save_pretrained(place)
+        if policy.layered_parameters:
+            write_scorers(place, model.state_dict())
+            save_policy(place, policy)
+    return place
 
 
 class Watch:
@@ -140,21 +170,25 @@ def main() -> None:
         help="sampled per request; half of it at equal batch, a quarter on the larger layers",
     )
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
+    parser.add_argument("--questions", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
+    parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES), help="beside the full one")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rollout.json"))
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.manual_seed(0)
     runs: dict[tuple[str, str], list[dict[str, float]]] = {
-        (question, name): [] for question, (_, names, _, _) in QUESTIONS.items() for name in names
+        (question, name): []
+        for question in options.questions
+        for name in QUESTIONS[question][1]
+        if name in ("full", *options.caches)
     }
     with tempfile.TemporaryDirectory() as folder:
-        for question, (shape, *_) in QUESTIONS.items():
-            AutoModelForCausalLM.from_config(shape).save_pretrained(Path(folder) / question)
         for _ in range(options.runs):
             for question, name in runs:
                 shape, _, blocks, share = QUESTIONS[question]
                 tokens = int(share * options.tokens)
-                seen = measure(Path(folder) / question, shape, CACHES[name], blocks, options.dtype, tokens)
+                model = save_model(shape, CACHES[name], Path(folder) / question)
+                seen = measure(model, shape, CACHES[name], blocks, options.dtype, tokens)
                 runs[question, name].append(seen)
     rows = []
     for (question, name), seen in runs.items():
@@ -176,6 +210,7 @@ def main() -> None:
             "generated": int(share * options.tokens),
         }
         for question, (shape, _, blocks, share) in QUESTIONS.items()
+        if question in options.questions
     }
     load = {"requests": REQUESTS, "prompt": PROMPT, "block": BLOCK, "dtype": options.dtype}
     content = {"questions": asked, "load": load, "machine": machine, "caches": CACHES, "rows": rows}
@@ -191,7 +226,7 @@ def main() -> None:
         table.add_row(
             row["at"], row["cache"], f"{row['tokens_per_second']:.0f}", f"{row['ratio_to_full']:.2f}",
             f"{row['peak_blocks']:.0f}", f"{row['in_flight']:.0f}", f"{row['preemptions']:.0f}",
-            f"{row['compaction_share']:.1%}", end_section=row["cache"] == QUESTIONS[row["at"]][1][-1],
+            f"{row['compaction_share']:.1%}", end_section=row is [r for r in rows if r["at"] == row["at"]][-1],
         )  # fmt: skip
     Console().print(table)
 
