@@ -215,5 +215,7 @@ def as_vllm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             events.append("closed")
 
     monkeypatch.setattr(make, "engine_class", lambda kind: {"vllm": Separate, "hf": HFEngine}[kind])
-    monkeypatch.setattr(choice, "_vllm_refusal", lambda config, cuda: "a live module" if config is None else None)
+    monkeypatch.setattr(
+        choice, "_vllm_refusal", lambda config, caches, cuda: "a live module" if config is None else None
+    )
     return events

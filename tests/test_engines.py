@@ -20,6 +20,7 @@ from sparse_rl.commands.memory import plan
 from sparse_rl.commands.sampling import choose_recipe_engine, engine_arguments, engine_config_of
 from sparse_rl.data.running_sum import build_model, save_untrained
 from sparse_rl.errors import UserError
+from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.recipe import EvalRecipe, GRPORecipe, make_recipe
 
 SYNTHETIC = {"synthetic": {"task": "running_sum", "size": 64}}
@@ -80,13 +81,13 @@ def test_auto_takes_vllm_where_it_can(
     """Else hf, and says why; asked for by name, vllm is refused with the same reason and the mend."""
     machine(installed)
     expected = ("vllm", "vllm engine") if refusal is None else ("hf", f"hf engine ({refusal})")
-    assert choose_engine(RolloutConfig(), config(head_size), cuda) == expected
-    assert choose_engine(RolloutConfig(engine="hf"), config(head_size), cuda) == ("hf", "hf engine")
+    assert choose_engine(RolloutConfig(), config(head_size), (), cuda) == expected
+    assert choose_engine(RolloutConfig(engine="hf"), config(head_size), (), cuda) == ("hf", "hf engine")
     if refusal is None:
-        assert choose_engine(RolloutConfig(engine="vllm"), config(head_size), cuda) == expected
+        assert choose_engine(RolloutConfig(engine="vllm"), config(head_size), (), cuda) == expected
     else:
         with pytest.raises(UserError) as caught:
-            choose_engine(RolloutConfig(engine="vllm"), config(head_size), cuda)
+            choose_engine(RolloutConfig(engine="vllm"), config(head_size), (), cuda)
         assert str(caught.value) == f"rollout.engine: {refusal}; use the engine hf"
 
 
@@ -96,11 +97,25 @@ def test_the_default_engine(installed: str | None, name: str, machine: Callable)
     assert default_engine() == name in ENGINES
 
 
+def test_what_only_hf_holds_is_left_to_it(machine: Callable) -> None:
+    machine("cpu")
+    masked, plain = (
+        PolicyConfig.from_block({"policy": "kvpop", "budget": 600, "prefill": prefill})
+        for prefill in ("masked", "dense")
+    )
+    why = "kvpop: vllm does not mask prompts (prefill: masked)"
+    assert choose_engine(RolloutConfig(), config(32), [plain], False) == ("vllm", "vllm engine")
+    assert choose_engine(RolloutConfig(), config(32), [plain, masked], False) == ("hf", f"hf engine ({why})")
+    with pytest.raises(UserError) as caught:
+        choose_engine(RolloutConfig(engine="vllm"), config(32), [plain, masked], False)
+    assert str(caught.value) == f"rollout.engine: {why}; use the engine hf"
+
+
 def test_a_live_module_is_sampled_from_by_hf(machine: Callable) -> None:
     machine("cpu")
-    assert choose_engine(RolloutConfig(), None)[0] == "hf"
+    assert choose_engine(RolloutConfig(), None, ())[0] == "hf"
     with pytest.raises(UserError, match=r"rollout\.engine: vllm keeps its own weights"):
-        choose_engine(RolloutConfig(engine="vllm"), None)
+        choose_engine(RolloutConfig(engine="vllm"), None, ())
 
 
 def test_the_choice_is_made_once(machine: Callable) -> None:
@@ -168,11 +183,11 @@ def test_an_evaluation_has_the_gpu_to_itself(machine: Callable) -> None:
 def test_only_vllm_is_spread_over_gpus(machine: Callable) -> None:
     machine("cuda")
     rollout = RolloutConfig(tensor_parallel=4)
-    assert choose_engine(rollout, config(), True)[0] == "vllm"
+    assert choose_engine(rollout, config(), (), True)[0] == "vllm"
     for engine, installed in (("hf", "cuda"), ("auto", None)):
         machine(installed)
         with pytest.raises(UserError, match=r"rollout\.tensor_parallel: only the vllm engine"):
-            choose_engine(RolloutConfig(engine=engine, tensor_parallel=4), config(), True)  # type: ignore[arg-type]
+            choose_engine(RolloutConfig(engine=engine, tensor_parallel=4), config(), (), True)  # type: ignore[arg-type]
 
 
 def test_a_dry_run_says_it_all(machine: Callable, tmp_path: Path, monkeypatch: Any) -> None:

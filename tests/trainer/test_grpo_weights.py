@@ -19,6 +19,7 @@ import rollout.hf
 import trainer.export
 from sparse_rl.commands.train import train
 from sparse_rl.metrics import read_metrics
+from sparse_rl.policies import make_policy
 from sparse_rl.recipe import load_recipe, make_recipe
 from trainer.grpo.config import GuardConfig
 from trainer.grpo.panel import TOLERANCES, ReplayGapError, check_sync
@@ -197,7 +198,7 @@ def test_the_names_are_those_of_the_checkpoint(family: str, tied: bool, new_mode
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_tied_head_may_come_once_or_twice(twice: bool, new_model: Callable, tiny: Callable) -> None:
-    engine = rollout.hf.HFEngine(tiny("qwen3", tie_word_embeddings=True), policy=None)  # type: ignore[arg-type]
+    engine = rollout.hf.HFEngine(tiny("qwen3", tie_word_embeddings=True), make_policy("full"))
     weights = dict(named_weights(new_model("qwen3", seed=1, tie_word_embeddings=True), ONE_PROCESS))
     if twice:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]

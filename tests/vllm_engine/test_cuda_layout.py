@@ -298,7 +298,7 @@ class Pool:
         record = self.state.record
         assert record is not None and record.dropped.keys() == at.keys()
         for i, (dropped,) in record.dropped.items():
-            assert dropped.at == at[i].seen
+            assert (dropped.at == at[i].seen).all()
             assert [[sorted(head) for head in layer] for layer in dropped.positions.tolist()] == at[i].dropped
         record.dropped.clear()
         self.compactions += len(due)

@@ -107,9 +107,9 @@ def test_what_stands_beside_the_cache_is_counted(
     counted, state = beside_cache(policy, engine.config, itemsize=4, max_batch=5), live_state()
     entries = state.positions.nbytes + sum(memory.nbytes for memory in state.state.values())
     assert entries == counted.per_byte * 41 * BLOCK_BYTES
-    assert (0 if state.queries is None else state.queries.nbytes) == counted.queries
-    assert state.prompt_length.nbytes + state.row.nbytes == 16 * 41  # not counted
-    named = {"positions", "queries", "prompt_length", "row", "heads"}
+    assert (0 if state.queries is None else state.queries.nbytes) == counted.requests
+    assert sum(t.nbytes for t in (state.prompt_length, state.row, state.number)) == 24 * 41  # not counted
+    named = {"positions", "queries", "prompt_length", "row", "number", "heads"}
     assert {name for name, value in vars(state).items() if isinstance(value, torch.Tensor)} <= named  # nothing else
 
 

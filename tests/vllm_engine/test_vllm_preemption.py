@@ -121,8 +121,12 @@ def test_unnoticed_it_would_show(
 ) -> None:
     """The control: taken as it comes, a sequence that was preempted after an eviction has a trace that is wrong."""
     engine, prompts = open_engine(policy, max_batch=5), random_prompts(LENGTHS)
-    forgetful = "rollout.vllm.record.RunRecord.begin"
-    monkeypatch.setattr(forgetful, lambda self, request_id: self.dropped.pop(request_id, None))
+
+    def forgetful(self: Any, request_id: str) -> int:
+        self.dropped.pop(request_id, None)
+        return 0
+
+    monkeypatch.setattr("rollout.vllm.record.RunRecord.begin", forgetful)
     with preempting(engine, lambda step: step == 120):
         rollouts = engine.generate(prompts, SAMPLING)
     assert replay_gap(rollouts) >= 1e-3
