@@ -88,6 +88,9 @@ class EvictingCache:
         self._due = [due and a for due, a in zip(self._due, active, strict=True)]
         held = torch.arange(max(self._held), device=device) < self._held_tensor[:, None]
         self._mask = None if bool(held.all()) else held[:, None, None]
+        self._extend_records()
+
+    def _extend_records(self) -> None:
         record = max(self.seen)
         for layer in self.layers.values():
             if record > layer.evict_at.shape[-1]:
@@ -115,7 +118,7 @@ class EvictingCache:
 
     def fork(self, rows: Sequence[int]) -> EvictingCache:
         """A cache of its own with these rows, in this order; see `select`."""
-        forked = EvictingCache(self.policy)
+        forked = type(self)(self.policy)
         forked.layers = {index: replace(layer) for index, layer in self.layers.items()}
         forked.prompt_lengths, forked.seen, forked.lengths = self.prompt_lengths, self.seen, self.lengths
         forked.select(rows)
@@ -233,12 +236,10 @@ class EvictingCache:
         if layer.queries is not None:
             layer.queries[rows, :, now % layer.queries.shape[2]] = query[:, :, 0]
 
-        held = max(self._held)
+        held, mask = self._slots_seen(layer)
         # The G query heads of a group attend as G "queries" to their kv head: nothing is repeated.
         grouped = query.reshape(batch, kv_heads, -1, dim)
-        out = sdpa(grouped, layer.keys[:, :, :held], layer.values[:, :, :held], scaling, self._mask).reshape(
-            query.shape
-        )
+        out = sdpa(grouped, layer.keys[:, :, :held], layer.values[:, :, :held], scaling, mask).reshape(query.shape)
 
         if self.policy.every_query:
             entries = self._entries(layer, slice(None), held, scaling, self.policy.observe_reads)
@@ -247,6 +248,10 @@ class EvictingCache:
         if due:
             self._compact(index, layer, due, held, scaling)
         return out
+
+    def _slots_seen(self, layer: Layer) -> tuple[int, torch.Tensor | None]:
+        """How many slots queries attend to, and which of them are held, bool [B, 1 or Hkv, 1, N]; None: all."""
+        return max(self._held), self._mask
 
     def _arrive(self, index: int, layer: Layer, key: torch.Tensor, value: torch.Tensor, scaling: float) -> None:
         """A token [B, Hkv, D] comes to each row, and takes the slot of the one that goes for it, if one does."""
@@ -267,12 +272,19 @@ class EvictingCache:
         layer.evict_at.scatter_reduce_(-1, entries.positions, at, reduce="amin")
         free = self._slots.clamp(max=self.capacity - 1)[:, None]
         slot = torch.where(spare > 0, goes.int().argmax(-1), free)
-        where = torch.arange(len(key), device=device)[:, None], torch.arange(shape[1], device=device), slot
-        active = self._active[:, None]
+        self._write(layer, slot, key, value, state)
+
+    def _write(
+        self, layer: Layer, slot: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: dict[str, torch.Tensor]
+    ) -> None:
+        """Put the tokens that have come [B, Hkv, D], and their memory, into slots int64 [B, Hkv] of active rows."""
+        batch, heads = slot.shape
+        where = torch.arange(batch, device=slot.device)[:, None], torch.arange(heads, device=slot.device), slot
+        active, now = self._active[:, None], (self._seen_tensor - 1)[:, None].expand(slot.shape)
         for buffer, new in (
             (layer.keys, key),
             (layer.values, value),
-            (layer.positions, now[:, None].expand(shape)),
+            (layer.positions, now),
             *((layer.state[name], new) for name, new in state.items()),
         ):
             frozen = buffer[where]

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from rollout.cache import EvictingCache
 from rollout.config import SamplingConfig
 from rollout.engine import LEAST_ROWS, Rollout
+from rollout.gated import GatedCache
 from rollout.requests import Request, requests_to_sample, requests_to_simulate, stop_tokens, token_ids
 from rollout.sampling import Uniforms, sample
 from sparse_rl.attention.interface import NO_MASK, adopt
@@ -130,7 +131,7 @@ class HFEngine:
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         for i, prompt in enumerate(prompts):
             ids[i, : len(prompt)] = torch.tensor(prompt)
-        cache = EvictingCache(self.policy)
+        cache = (GatedCache if self.policy.schedule.counts_vary else EvictingCache)(self.policy)  # type: ignore[arg-type]
         cache.begin_prefill(lengths, device)
         with self._sampling():
             hidden = self._hidden(ids.to(device), torch.arange(width, device=device)[None], cache)

@@ -33,7 +33,7 @@ from sparse_rl.models.directory import attach_scorers, check_scorers
 from sparse_rl.models.load import load_config, load_generation_config
 from sparse_rl.models.weights import stored_shapes
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.kvpop import KVpop
+from sparse_rl.policies.learned import LearnedPolicy
 from sparse_rl.trace import EvictionTrace
 
 OTHERWISE = "; or use the hf engine"
@@ -302,7 +302,7 @@ class VLLMEngine:
         with torch.device("meta"):
             kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
             model = kind(self.config)
-            if isinstance(self.policy, KVpop):
+            if isinstance(self.policy, LearnedPolicy):
                 attach_scorers(model, self.policy)
         shapes = {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
         return shapes, frozenset(name for name, _ in model.named_parameters())

@@ -18,7 +18,7 @@ from sparse_rl.scorers.config import ATTACHED_AS as SCORERS
 
 if TYPE_CHECKING:  # so that a path is answered before torch is imported
     from sparse_rl.policies.base import Policy
-    from sparse_rl.policies.kvpop import KVpop
+    from sparse_rl.policies.learned import LearnedPolicy
 
 CONFIG_FILE = "config.json"
 RUN_MODEL = "model"  # where a training leaves its model, in the directory of the run
@@ -81,7 +81,7 @@ def saved_policy(directory: str | Path) -> Policy | None:
 # ---- scorers ---------------------------------------------------------------------------------------------------------
 
 
-def attach_scorers(model: Any, policy: KVpop) -> None:
+def attach_scorers(model: Any, policy: LearnedPolicy) -> None:
     """Give a model untrained scorers, float32. Saved as a whole it leaves them out: see write_scorers."""
     from torch import nn
 

@@ -14,7 +14,7 @@ from sparse_rl.metrics import RECIPE_FILE
 from sparse_rl.models.directory import CONFIG_FILE, RUN_MODEL, attach_scorers, read_scorers, saved_policy
 from sparse_rl.models.hub import check_available
 from sparse_rl.models.weights import stored_shapes
-from sparse_rl.policies.kvpop import KVpop
+from sparse_rl.policies.learned import LearnedPolicy
 
 GENERATION_FILE, TOKENIZER_FILE = "generation_config.json", "tokenizer.json"
 MOST_TOKENS = 2**24  # of a vocabulary
@@ -121,7 +121,7 @@ def load_model(directory: str | Path, dtype: str = "float32", key: str = "model"
 
     model = load_plain_model(directory, dtype, key)
     policy = saved_policy(directory)
-    if isinstance(policy, KVpop):
+    if isinstance(policy, LearnedPolicy):
         with torch.random.fork_rng(devices=[]):  # what they are drawn as is replaced at once
             attach_scorers(model, policy)
         read_scorers(directory, model)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from sparse_rl.config import (
+    AtLeastOne,
     NamedConfiguration,
     NonNegative,
     NonNegativeInt,
@@ -23,7 +24,7 @@ from sparse_rl.config import (
     yaml_fields,
 )
 from sparse_rl.errors import UserError
-from sparse_rl.policies.schedule import EvictsBeforeAttending, NeverEvicts, Schedule
+from sparse_rl.policies.schedule import EvictsBeforeAttending, GatesDecide, NeverEvicts, Schedule
 from sparse_rl.scorers.config import MLPConfig, ScorerConfig
 
 Pooling = Annotated[int, Rule(">= 1 and odd (1 is off)", lambda v: v >= 1 and v % 2 == 1)]
@@ -184,24 +185,36 @@ class CAKEConfig(ScoredWindowConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVpopPolicyConfig(EvictingConfig):
-    """
-    budget : B = sinks + window + k (+ state_entries)
+class LearnedConfig(PolicyConfig):
+    """What policies have that go by a model's scorers.
+
     scorer : a scorer, {name: ..., its parameters} or the name alone
-    decay_every : n
-    state_entries : so many entries of the budget give way to the scorer's state, which takes their memory
     prefill : dense: a prompt sees the whole of itself, and is cut at its end; masked: it is cut from its beginning on,
         as in the paper's appendix C (hf only)
     """
 
-    name: ClassVar[str] = "kvpop"
     sinks: NonNegativeInt = 4
     window: PositiveInt = 256
-    period: int = field(default=1, init=False)
     scorer: ScorerConfig = field(default_factory=MLPConfig)
+    prefill: Literal["dense", "masked"] = "dense"
+
+    @property
+    def only_hf(self) -> str | None:
+        return "vllm does not mask prompts (prefill: masked)" if self.prefill == "masked" else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVpopPolicyConfig(LearnedConfig, EvictingConfig):
+    """
+    budget : B = sinks + window + k (+ state_entries)
+    decay_every : n
+    state_entries : so many entries of the budget give way to the scorer's state, which takes their memory
+    """
+
+    name: ClassVar[str] = "kvpop"
+    period: int = field(default=1, init=False)
     decay_every: PositiveInt = 1
     state_entries: NonNegativeInt = 0
-    prefill: Literal["dense", "masked"] = "dense"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -217,9 +230,32 @@ class KVpopPolicyConfig(EvictingConfig):
     def schedule(self) -> Schedule:
         return EvictsBeforeAttending(self.budget - self.state_entries)
 
+
+@dataclass(frozen=True, kw_only=True)
+class DMSConfig(LearnedConfig):
+    """
+    compression : tokens for each entry, which the gates are trained to on average over layers and kv heads
+    bias : added to a gate's score; a gate starts there, nearly closed (ours, the papers do not say)
+    """
+
+    name: ClassVar[str] = "dms"
+    compression: AtLeastOne = 4.0
+    bias: Annotated[float, Rule("between -100 and 100", lambda v: -100 <= v <= 100)] = -5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scorer.name == "recency" or getattr(self.scorer, "readout", "immediate") == "delayed":
+            raise UserError(
+                "a gate is known as its token comes: linear, mlp, or mlstm with readout immediate", "scorer"
+            )
+
+    @property
+    def schedule(self) -> Schedule:
+        return GatesDecide(first_leaves=self.sinks + self.window + 1)
+
     @property
     def only_hf(self) -> str | None:
-        return "vllm does not mask prompts (prefill: masked)" if self.prefill == "masked" else None
+        return "vllm holds as many entries in every kv head"
 
 
 CONFIGS: dict[str, type[PolicyConfig]] = {
@@ -233,6 +269,7 @@ CONFIGS: dict[str, type[PolicyConfig]] = {
     "gkv": GKVConfig,
     "cake": CAKEConfig,
     "kvpop": KVpopPolicyConfig,
+    "dms": DMSConfig,
 }
 
 

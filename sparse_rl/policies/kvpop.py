@@ -11,80 +11,30 @@ Training decides with `sparse_rl.kernels.running_topk`, all queries at once; dec
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
-from sparse_rl.errors import NotFiniteError, UserError
+from sparse_rl.errors import NotFiniteError
 from sparse_rl.kernels import running_topk
-from sparse_rl.policies.base import Arriving, Chunk, Entries, Policy
+from sparse_rl.policies.base import Arriving, Chunk, Entries
 from sparse_rl.policies.config import KVpopPolicyConfig
-from sparse_rl.scorers.base import Scorer
-from sparse_rl.scorers.config import ATTACHED_AS as SCORERS
-from sparse_rl.scorers.registry import sketch_scorer
+from sparse_rl.policies.learned import LearnedPolicy
 
 PRIORITY = "priority"  # r_t - floor(t / n) log gamma, which ranks entries at every q alike
 
 
-class KVpop(Policy):
-    """Decides before the query attends, so that a kv head decodes with exactly `budget - state_entries` entries.
-
-    scorers : of each layer, once it is `bound_to` a model
-    """
+class KVpop(LearnedPolicy):
+    """Decodes with exactly `budget - state_entries` entries in a kv head."""
 
     config: KVpopPolicyConfig
-    layered_parameters = True
     entry_memory = {PRIORITY: 0.0}
-    score_reads = ()
-    scorers: Sequence[Scorer] = ()
-
-    def bound_to(self, model: Any) -> KVpop:
-        scorers = getattr(model, SCORERS, None)
-        if scorers is None:
-            mend = "train some with kind: kvpop, or name another policy"
-            raise UserError(f"the model has no scorers, by which kvpop ranks what it keeps; {mend}", "cache.policy")
-        if scorers[0].config != self.config.scorer:
-            theirs, ours = scorers[0].config.as_block(), self.config.scorer.as_block()
-            raise UserError(f"the model's scorers are {theirs}, and the policy asks for {ours}", "cache.scorer")
-        return self.with_scorers(scorers)
-
-    def with_scorers(self, scorers: Sequence[Scorer]) -> KVpop:
-        """scorers : of each layer"""
-        bound = copy.copy(self)
-        bound.scorers = scorers
-        return bound
-
-    # ---- memory ---------------------------------------------------------------------------------------------------
-
-    @property
-    def delay(self) -> int:
-        return self.config.window if self.delayed else 0
-
-    @property
-    def delayed(self) -> bool:
-        """Whether a token is scored as it leaves the window, and not as it comes."""
-        return getattr(self.config.scorer, "readout", "immediate") == "delayed"
-
-    def sequence_memory(self, kv_heads: int, head_dim: int) -> dict[str, torch.Tensor]:
-        return sketch_scorer(self.config.scorer, heads=kv_heads, dim=head_dim).memory()
 
     def priority(self, scores: torch.Tensor, log_decay: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """r_t - floor(t / n) log gamma of scores [R, Hkv, T] of tokens at int64 [R, T], as running_topk computes it."""
         return scores - log_decay[:, None] * (positions // self.config.decay_every)[:, None]
 
     def take_in(self, layer: int, chunk: Chunk) -> dict[str, torch.Tensor]:
-        scorer, count = self.scorers[layer], chunk.keys.shape[2]
-        x = torch.cat([chunk.keys, chunk.values], dim=-1)
-        asked = x
-        if self.delay:
-            earlier = torch.cat([chunk.earlier_keys, chunk.earlier_values], dim=-1)
-            asked = torch.cat([earlier, x], dim=2)[:, :, :count]
-        positions = chunk.start[:, None] + torch.arange(count, device=x.device) - self.delay
-        positions = positions.clamp(min=0)
-        scores = scorer.follow(chunk.memory, x, asked, positions, chunk.lengths)
-        return {PRIORITY: self.priority(scores, scorer.log_decay().to(scores), positions)}
+        scores, positions = self.scores_of(layer, chunk)
+        return {PRIORITY: self.priority(scores, self.scorers[layer].log_decay().to(scores), positions)}
 
     # ---- what goes ------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.config import PolicyConfig
+from sparse_rl.policies.dms import DMS
 from sparse_rl.policies.full import Full
 from sparse_rl.policies.h2o import H2O
 from sparse_rl.policies.kvpop import KVpop
@@ -25,7 +26,8 @@ POLICIES: dict[str, type[Policy]] = {
     "rkv": RKV,
     "gkv": GKV,
     "cake": CAKE,
-    "kvpop": KVpop,  # retrofitted to a model (trainer/kvpop/)
+    "kvpop": KVpop,  # this and the next are retrofitted to a model (trainer/kvpop/)
+    "dms": DMS,
 }
 
 

@@ -34,6 +34,7 @@ class Schedule:
 
     evicts: ClassVar[bool] = True
     before_attending: ClassVar[bool] = False  # True: an entry goes before each query of decoding attends
+    counts_vary: ClassVar[bool] = False  # True: kv heads hold different numbers of entries; counts here are bounds
 
     def left(self, prompt: Any, seen: Any) -> Any:
         """Entries per kv head that a compaction leaves after `seen` tokens. It never falls as `seen` grows."""
@@ -119,6 +120,41 @@ class EvictsBeforeAttending(Schedule):
 
     def most_decoding(self, prompt: Any, fed: Any) -> Any:
         return _smaller(fed, self.budget)
+
+
+@dataclass(frozen=True)
+class GatesDecide(NeverEvicts):
+    """Entries go before queries attend, how many is not known: kv heads hold different numbers. Counts are bounds.
+
+    first_leaves : the tokens seen when the first entry of a short prompt can go
+    """
+
+    evicts: ClassVar[bool] = True
+    before_attending: ClassVar[bool] = True
+    counts_vary: ClassVar[bool] = True
+    first_leaves: int = 1
+
+    def first(self, prompt: Any) -> Any:
+        return _larger(prompt, prompt * 0 + self.first_leaves)
+
+    def due(self, prompt: Any, seen: Any) -> Any:
+        return (seen < 0) & (prompt < 0)
+
+    def next_due(self, prompt: int, seen: int) -> int:
+        return NEVER
+
+    def held(self, prompt: Any, seen: Any) -> Any:
+        return seen
+
+    def attended(self, prompt: Any, seen: Any) -> Any:
+        return seen
+
+    @property
+    def peak(self) -> int | None:
+        return None
+
+    def most_decoding(self, prompt: Any, fed: Any) -> Any:
+        return fed
 
 
 def _larger(a: Any, b: Any) -> Any:

@@ -17,7 +17,7 @@ from sparse_rl.errors import StoppedError
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import SCORERS, attach_scorers, check_scorers, read_scorers, save_policy, write_scorers
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.kvpop import KVpop
+from sparse_rl.policies.learned import LearnedPolicy
 from sparse_rl.scorers.base import NOT_DECAYED, digests
 
 
@@ -85,7 +85,7 @@ def carry_scorers(model: Any, policy: Policy, directory: str) -> Any:
 
     Raises UserError where the directory has none, or others.
     """
-    if isinstance(policy, KVpop) and not hasattr(model, SCORERS):
+    if isinstance(policy, LearnedPolicy) and not hasattr(model, SCORERS):
         check_scorers(directory, policy)
         attach_scorers(model, policy)
         read_scorers(directory, model)

@@ -1,0 +1,111 @@
+"""Attention under DMS's gates, in training: a gate is soft there, and takes weight from its token instead of the token.
+
+    alpha_t = sigmoid((score_t + bias + g) / tau),  g = logistic noise: the Gumbel-sigmoid
+    attention of query q to token t gets + log(1 - alpha_t) where q - t >= w (and, of a dense prompt, q is behind it)
+
+Without gradients the gates are hard, as in decoding: a token whose score + bias > 0 is not seen from t + w on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sparse_rl.attention.kernels.masked import masked_attention
+from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
+from sparse_rl.policies.config import DMSConfig
+from sparse_rl.trace import NEVER
+
+
+class GatedView:
+    """A `kv_view` for one forward, and its backward, of B right-padded rows.
+
+    Parameters
+    ----------
+    scorers : of each layer, (keys, values, window) -> (scores float32 [B, Hkv, S], log gamma [Hkv])
+    policy : sinks, window and bias
+    lengths, prompts : int64 [B]; prompts of so many tokens see the whole of themselves; None: the gates count at once
+    temperature : tau; None: hard gates
+    kernel : one of ATTENTION_KERNELS, of hard gates
+
+    Attributes
+    ----------
+    open : by layer, the sum of alpha over all real tokens and heads, with its graph; of hard gates, how many are open
+    gates : how many gates a layer has
+    """
+
+    def __init__(
+        self,
+        scorers: Sequence[Callable[..., tuple[torch.Tensor, torch.Tensor]]],
+        policy: DMSConfig,
+        lengths: torch.Tensor,
+        *,
+        prompts: torch.Tensor | None = None,
+        temperature: float | None = None,
+        kernel: str = "sdpa",
+    ) -> None:
+        self.scorers, self.policy, self.lengths = scorers, policy, lengths
+        self.prompts = torch.zeros_like(lengths) if prompts is None else prompts
+        self.temperature, self.kernel = temperature, kernel
+        self.open: dict[int, torch.Tensor] = {}
+        self.gates = 0
+        self._noise: dict[int, torch.Tensor] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        scores, log_decay = self.scorers[layer](key, value, self.policy.window)
+        logits = scores + self.policy.bias + 0.0 * log_decay[:, None]  # a decay has no part in it, but a gradient
+        places = torch.arange(key.shape[2], device=key.device)
+        may_go = (places >= self.policy.sinks) & (places < self.lengths[:, None])  # [B, S]
+        real = (places < self.lengths[:, None])[:, None].expand_as(logits)
+        self.gates = int(real.sum())
+        goes_at = torch.maximum(places + self.policy.window, self.prompts[:, None])  # the first query that misses it
+        if self.temperature is None:
+            evict_at = self.evict_at(logits, may_go, goes_at)
+            self.open.setdefault(layer, ((logits > 0) & may_go[:, None]).sum().float())
+            evict_at = evict_at.masked_fill(~real, 0)  # nobody sees padding
+            return masked_attention(lambda: evict_at, query, key, value, scaling, self.kernel)
+        soft = (logits + self._logistic(layer, logits)) / self.temperature
+        alpha = torch.where(may_go[:, None], soft.sigmoid(), 0.0)
+        self.open.setdefault(layer, alpha.sum())
+        stays = torch.where(may_go[:, None], F.logsigmoid(-soft), 0.0)  # log(1 - alpha)
+        late = places[:, None] >= goes_at[:, None, :]  # [B, S (query), S (token)]
+        bias = torch.where(late[:, None], stays[:, :, None], 0.0)
+        hidden = (places[:, None] < places) | ~real[:, :1, None]  # later tokens, and padding
+        bias = bias.masked_fill(hidden & (places[:, None] != places), float("-inf"))
+        return _biased(query, key, value, bias, scaling)
+
+    def evict_at(self, logits: torch.Tensor, may_go: torch.Tensor, goes_at: torch.Tensor) -> torch.Tensor:
+        """What hard gates drop, int32 [B, Hkv, S]."""
+        return torch.where((logits > 0) & may_go[:, None], goes_at[:, None], NEVER).int()
+
+    @torch.no_grad()
+    def _logistic(self, layer: int, like: torch.Tensor) -> torch.Tensor:
+        """The noise of a layer, the same where that is recomputed."""
+        if layer not in self._noise:
+            uniform = torch.rand(like.shape).clamp(1e-6, 1 - 1e-6).to(like)
+            self._noise[layer] = uniform.log() - (-uniform).log1p()
+        return self._noise[layer]
+
+
+def _biased(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Attention under an additive bias [B, Hkv, S, S]; kv heads are folded into the batch: it is not repeated."""
+    batch, q_heads, width, dim = query.shape
+    kv_heads = key.shape[1]
+    grouped = query.reshape(batch * kv_heads, q_heads // kv_heads, width, dim)
+    keys, values = (
+        x.reshape(batch * kv_heads, 1, width, dim).expand(-1, q_heads // kv_heads, -1, -1) for x in (key, value)
+    )
+    bias = bias.flatten(0, 1)[:, None].to(computing_dtype(query, value))
+    return sdpa(grouped, keys, values, scaling, bias).reshape(query.shape)
+
+
+def shares(view: GatedView) -> Any:
+    """The mean of alpha over all gates of all layers."""
+    return torch.stack(list(view.open.values())).sum() / max(1, view.gates * len(view.open))

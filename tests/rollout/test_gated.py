@@ -1,0 +1,119 @@
+"""DMS in the reference engine: its gates decide as in training, per kv head, and what they drop is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from judging import gap, same, wrong_traces
+from learned import with_scorers
+
+from rollout import SamplingConfig, make_engine
+from sparse_rl.attention.interface import NO_MASK
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.attention.views.gated import GatedView
+from sparse_rl.errors import UserError
+from sparse_rl.policies import make_policy
+from sparse_rl.trace import NEVER, EvictionTrace
+
+LENGTHS = (1, 7, 20, 70)
+SCORERS: dict[str, Any] = {
+    "linear": {"name": "linear"},
+    "mlp": {"name": "mlp"},
+    "mlstm": {"name": "mlstm", "readout": "immediate", "chunk": 16},
+}
+
+
+def gated(scorer: str, **parameters: Any) -> Any:
+    return make_policy("dms", **{"window": 5, "sinks": 2, "bias": 0.1, "scorer": SCORERS[scorer], **parameters})
+
+
+@pytest.mark.parametrize("prefill", ["dense", "masked"])
+@pytest.mark.parametrize("scorer", SCORERS)
+@pytest.mark.parametrize("family", ["qwen3", "quickstart"])
+def test_it_decides_as_training_does(
+    family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable
+) -> None:
+    policy = gated(scorer, prefill=prefill)
+    model = with_scorers(model_of(family), policy)
+    engine = make_engine("hf", model=model, policy=policy)
+    rollouts = engine.generate(prompts_of(family, LENGTHS), SamplingConfig(30, seed=1, n=2, ignore_eos=True))
+    own = gap(replay_logprobs(model, rollouts), rollouts)
+    assert own <= 1e-5
+    for name, others in wrong_traces(rollouts).items():
+        far = gap(replay_logprobs(model, others), rollouts)
+        assert far >= max(100 * own, 1e-3 if family == "quickstart" else 0.0), name
+    counts = torch.stack([r.trace.kept_counts().float() for r in rollouts])
+    assert counts.std(-1).max() > 1  # kv heads differ
+    for r in rollouts:
+        tokens, prompt = [*r.prompt_ids, *r.completion_ids], len(r.prompt_ids)
+        with torch.no_grad():
+            view = Decided(
+                model.cache_scorers,
+                policy.config,
+                torch.tensor([len(tokens)]),
+                prompts=torch.tensor([prompt]) if prefill == "dense" else None,
+            )
+            model(input_ids=torch.tensor([tokens]), attention_mask=NO_MASK, kv_view=view, use_cache=False)
+        ours = EvictionTrace.recorded(torch.cat([view.decided[i] for i in range(len(view.decided))])).evict_at
+        assert torch.equal(ours, r.trace.evict_at)
+
+
+class Decided(GatedView):
+    """Notes what hard gates drop."""
+
+    def evict_at(self, logits: torch.Tensor, may_go: torch.Tensor, goes_at: torch.Tensor) -> torch.Tensor:
+        found = super().evict_at(logits, may_go, goes_at)
+        self.__dict__.setdefault("decided", {})[len(self.__dict__.get("decided", {}))] = found
+        return found
+
+
+def test_it_holds_what_it_says(model_of: Callable, prompts_of: Callable) -> None:
+    """Rows alone are the rows of a batch; the storage follows the longest head, not the text."""
+    policy = gated("mlp", bias=1.0)
+    model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
+    sampling = SamplingConfig(120, seed=1, n=2)
+    engine = make_engine("hf", model=model, policy=policy)
+    together = engine.generate(prompts, sampling)
+    for place, prompt in enumerate(prompts):
+        assert same(engine.generate([prompt], sampling), together[2 * place : 2 * place + 2])
+    engine.generate(prompts, SamplingConfig(120, seed=1, ignore_eos=True))
+    gates, full = engine.peak_cache_bytes, make_engine("hf", model=model, policy="full")
+    full.generate(prompts, SamplingConfig(120, seed=1, ignore_eos=True))
+    assert gates < 0.8 * full.peak_cache_bytes
+
+
+def test_closed_gates_are_a_full_cache(model_of: Callable, prompts_of: Callable) -> None:
+    policy = gated("mlp", bias=-100.0)
+    model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
+    sampling = SamplingConfig(40, seed=1, ignore_eos=True)
+    rollouts = make_engine("hf", model=model, policy=policy).generate(prompts, sampling)
+    assert all((r.trace.evict_at == NEVER).all() for r in rollouts)
+    assert same(rollouts, make_engine("hf", model=model, policy="full").generate(prompts, sampling))
+
+
+def test_soft_gates_become_the_hard_ones(model_of: Callable, prompts_of: Callable) -> None:
+    """At a temperature of nearly 0, without noise: the same logits; and gradients reach every gate."""
+    policy = gated("linear").config
+    model = with_scorers(model_of("qwen3"), gated("linear"))
+    ids, lengths, prompts = torch.tensor(prompts_of("qwen3", [40])), torch.tensor([40]), torch.tensor([9])
+
+    def logits(temperature: float | None) -> torch.Tensor:
+        view = GatedView(model.cache_scorers, policy, lengths, prompts=prompts, temperature=temperature)
+        view._noise = {i: torch.zeros(1, 2, 40) for i in range(2)}
+        return model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
+
+    hard = logits(None)
+    assert (logits(1e-4) - hard).abs().max() <= 1e-4 < (logits(1.0) - hard).abs().max()
+    model.cache_scorers.requires_grad_(True)
+    logits(1.0).square().sum().backward()
+    assert all(w.grad.abs().max() > 0 for s in model.cache_scorers for n, w in s.named_parameters() if n != "alpha")
+
+
+def test_what_is_refused(model_of: Callable) -> None:
+    with pytest.raises(UserError, match="scorer: a gate is known as its token comes"):
+        make_policy("dms", scorer="mlstm")
+    with pytest.raises(UserError, match="the model has no scorers, by which dms decides"):
+        make_engine("hf", model=model_of("qwen3"), policy=gated("mlp"))
