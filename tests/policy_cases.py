@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from sparse_rl.policies.config import CONFIGS
 
-LEARNED = ["kvpop"]  # by scorers, which a model must have: tests/rollout/test_learned_decoding.py, tests/vllm_engine
+LEARNED = ["kvpop", "dms"]  # by scorers, which a model must have: tests/rollout/test_learned_decoding.py, test_gated.py
 SAMPLED = [name for name in CONFIGS if name not in LEARNED]
 EVICTING = [name for name in SAMPLED if name != "full"]

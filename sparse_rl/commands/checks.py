@@ -138,6 +138,7 @@ def _learned(cache: Any, config: Any, dtype: str) -> list[tuple[str, str]]:
     import torch
 
     from sparse_rl.attention.families import cache_shape
+    from sparse_rl.policies.config import KVpopPolicyConfig
     from sparse_rl.policies.registry import make_policy
     from sparse_rl.scorers.registry import sketch_scorer
 
@@ -147,7 +148,7 @@ def _learned(cache: Any, config: Any, dtype: str) -> list[tuple[str, str]]:
     entry = 2 * heads * dim * torch.finfo(getattr(torch, dtype)).bits // 8
     state = -(-scorer.state_bytes() // entry)
     size = f"{parameters:,} parameters a layer"
-    if state:
+    if state and isinstance(cache, KVpopPolicyConfig):
         size += f"; its state is as large as {state} entries, cache.state_entries is {cache.state_entries}"
     return [("cache", repr(make_policy(cache))), ("scorer", size)]
 

@@ -20,6 +20,7 @@ from sparse_rl.errors import UserError
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import POLICY_FILE, SCORERS, saved_policy
 from sparse_rl.models.load import load_model, load_plain_model, load_tokenizer, untrained_model
+from sparse_rl.policies.dms import DMS
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, SFTRecipe, TaughtRecipe, TrainRecipe
 from trainer import rundir
@@ -165,6 +166,7 @@ def distill(recipe: DistillRecipe, folder: Path) -> Any:
 
 
 def kvpop(recipe: KVpopRecipe, folder: Path) -> Any:
+    from trainer.kvpop.gates import GateTrainer
     from trainer.kvpop.trainer import KVpopArguments, KVpopTrainer
 
     tokenizer = load_tokenizer(recipe.model)
@@ -180,7 +182,8 @@ def kvpop(recipe: KVpopRecipe, folder: Path) -> Any:
             raise UserError(wrong, "cache.scorer")
         logger.warning("the scorers of %s are trained further", recipe.model)
     teacher = _teacher(recipe, student, [*examples, *(held_out or [])])
-    return KVpopTrainer(
+    kind = GateTrainer if isinstance(policy, DMS) else KVpopTrainer
+    return kind(
         student, teacher, policy, args, examples, held_out,
         processing_class=tokenizer, callbacks=[rundir.RunLog(folder)],
     )  # fmt: skip

@@ -220,7 +220,7 @@ def test_a_key_at_the_wrong_level():
         ("cache={budget: 3}", "cache.policy: missing"),
         ("cache.budget=3", "command line: cache.budget: 3 must exceed window 16"),
         ("cache=3", "cache: a cache policy is a name or {policy: ..., its parameters}, got 3"),
-        ("scorers={}", "scorers: gkv has none; remove this, or name kvpop as cache.policy"),
+        ("scorers={}", "scorers: gkv has none that learn on; remove this, or name kvpop as cache.policy"),
         ("num_generations=3", "3 does not divide the global batch 8"),
         ("validation.every=2", "validation.data: missing; give a mapping"),
         ("kind=grop", "unknown kind 'grop'; one of grpo, distill, kvpop, sft, eval (did you mean grpo?)"),

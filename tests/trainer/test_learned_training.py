@@ -200,7 +200,7 @@ def test_scorers_that_learn(kind: str, recipe: Callable, tmp_path: Path) -> None
         left, right = (load_file(folder / "model" / file) for folder in (whole, resumed))
         assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
     assert timeless(read_metrics(resumed)) == timeless(read_metrics(whole))
-    with pytest.raises(UserError, match="scorers: streaming has none"):
+    with pytest.raises(UserError, match="scorers: streaming has none that learn on"):
         recipe(kind, cache={"policy": "streaming", "budget": 12}, scorers=LEARN)
 
 

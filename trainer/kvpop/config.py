@@ -33,6 +33,20 @@ class KVpopLossConfig(DistillationLossConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatesConfig(Configuration):
+    """How DMS's gates are trained (trainer/kvpop/gates.py); all ours, the papers leave it open.
+
+    temperature : tau of the Gumbel-sigmoid
+    weight : of the loss of what is missing of the target ratio
+    anneal_steps : over so many the ratio that is aimed at rises to cache.compression
+    """
+
+    temperature: Positive = 0.5
+    weight: Positive = 5.0
+    anneal_steps: NonNegativeInt = 100
+
+
+@dataclass(frozen=True, kw_only=True)
 class KVpopConfig(Configuration):
     """Retrofit of the learned policy `kvpop`: a student under the mask of its own scorers, which are trained beside it.
 
@@ -43,6 +57,7 @@ class KVpopConfig(Configuration):
         and only its completion is learned
     target : what the scorers are to foresee
     boundary, boundary_weight : their loss
+    gates : of the policy dms, which has neither target nor boundary
     scorer_learning_rate, scorer_final_learning_rate, scorer_warmup_steps : theirs: it rises, and falls along a cosine;
         learning_rate and lr_scheduler_type are the model's
     train_base : whether the model learns too, from KL and cross-entropy
@@ -53,6 +68,7 @@ class KVpopConfig(Configuration):
     target: TargetConfig = field(default_factory=TargetConfig)
     boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
     boundary_weight: NonNegative = 1.0
+    gates: GatesConfig = field(default_factory=GatesConfig)
     scorer_learning_rate: Positive = 1e-3
     scorer_final_learning_rate: Positive = 8e-5
     scorer_warmup_steps: NonNegativeInt = 100

@@ -28,6 +28,7 @@ from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import SCORERS, attach_scorers
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.kvpop import KVpop
+from sparse_rl.policies.learned import LearnedPolicy
 from trainer.batches import Batch
 from trainer.examples import Example
 from trainer.kvpop.config import KVpopConfig
@@ -51,13 +52,14 @@ class KVpopTrainer(TaughtTrainer):
     """
 
     args: KVpopArguments
-    summed = ("kl", "ce", "boundary", "held", "of", "retention", "sequences")
+    policy: LearnedPolicy
+    summed: tuple[str, ...] = ("kl", "ce", "boundary", "held", "of", "retention", "sequences")
 
     def __init__(
         self,
         model: PreTrainedModel,
         teacher: PreTrainedModel | TeacherCache,
-        policy: KVpop,
+        policy: LearnedPolicy,
         args: KVpopArguments,
         examples: Sequence[Example],
         validation: Sequence[Example] | None = None,
@@ -72,25 +74,21 @@ class KVpopTrainer(TaughtTrainer):
             model.requires_grad_(False)
             getattr(model, SCORERS).requires_grad_(True)
         super().__init__(model, teacher, args, examples, validation, **kwargs)
-        self.scorer_loss = ScorerLoss(policy.config, args.kvpop.target, args.kvpop.boundary)
+        if isinstance(policy, KVpop):
+            self.scorer_loss = ScorerLoss(policy.config, args.kvpop.target, args.kvpop.boundary)
 
     # ---- the loss -------------------------------------------------------------------------------------------------
 
     def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
         batch = Batch.make(examples, self.accelerator.device)
-        lengths = torch.tensor([row[0].length for row in batch.rows], device=self.accelerator.device)
-        prompts = torch.tensor([len(row[0].prompt) for row in batch.rows], device=lengths.device)
+        lengths, prompts = self._sizes(batch)
         scorers, kernel = base_of(student).cache_scorers, self.args.attention_kernel
         learns = any(True for _ in scorers.parameters())
         view = self.scorer_loss.view(
             scorers, lengths, prompts, batch.ids.shape[1], kernel=kernel, learn=learns, measure=not student.training
         )
         with self.accelerator.autocast():
-            try:
-                hidden = batch.hidden_under(student, view)
-            except NotFiniteError as error:
-                mend = "start again with a lower scorer_learning_rate, or learning_rate"
-                raise NotFiniteError(f"after step {self.state.global_step} {error}; {mend}") from error
+            hidden = self._hidden(student, batch, view)
             loss, kl, ce, count = self._distilled(student, batch, hidden)
         losses = torch.stack(list(view.losses.values())) if learns else hidden.new_zeros(1, dtype=torch.float32)
         boundary = losses.mean() * count
@@ -100,10 +98,27 @@ class KVpopTrainer(TaughtTrainer):
         measured = (x.to(count) for x in (kl, ce, boundary.detach(), held, of, retention, sequences))
         return loss + self.args.kvpop.boundary_weight * boundary, *measured, count
 
+    def _sizes(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [B]: the tokens of each row, and of its prompt."""
+        rows = [(row[0].length, len(row[0].prompt)) for row in batch.rows]
+        lengths, prompts = torch.tensor(rows, device=self.accelerator.device).T
+        return lengths, prompts
+
+    def _hidden(self, student: Any, batch: Batch, view: Any) -> torch.Tensor:
+        try:
+            return batch.hidden_under(student, view)
+        except NotFiniteError as error:
+            mend = "start again with a lower scorer_learning_rate, or learning_rate"
+            raise NotFiniteError(f"after step {self.state.global_step} {error}; {mend}") from error
+
+    def _taught(self) -> dict[str, float]:
+        """What every taught training measures."""
+        return super()._measured()
+
     def _measured(self) -> dict[str, float]:
         """Also the boundary loss, and how much of what the target would keep is kept."""
         sums = self._sums
-        measured = {**super()._measured(), "boundary_loss": sums["boundary"] / sums["tokens"]}
+        measured = {**self._taught(), "boundary_loss": sums["boundary"] / sums["tokens"]}
         return measured | ({"recall": sums["held"] / sums["of"]} if sums["of"] else {})
 
     # ---- two learning rates ---------------------------------------------------------------------------------------

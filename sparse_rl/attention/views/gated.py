@@ -9,7 +9,6 @@ Without gradients the gates are hard, as in decoding: a token whose score + bias
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +82,10 @@ class GatedView:
         """What hard gates drop, int32 [B, Hkv, S]."""
         return torch.where((logits > 0) & may_go[:, None], goes_at[:, None], NEVER).int()
 
+    def share(self) -> torch.Tensor:
+        """The mean of alpha over all gates of all layers, once the forward is done."""
+        return torch.stack(list(self.open.values())).sum() / max(1, self.gates * len(self.open))
+
     @torch.no_grad()
     def _logistic(self, layer: int, like: torch.Tensor) -> torch.Tensor:
         """The noise of a layer, the same where that is recomputed."""
@@ -104,8 +107,3 @@ def _biased(
     )
     bias = bias.flatten(0, 1)[:, None].to(computing_dtype(query, value))
     return sdpa(grouped, keys, values, scaling, bias).reshape(query.shape)
-
-
-def shares(view: GatedView) -> Any:
-    """The mean of alpha over all gates of all layers."""
-    return torch.stack(list(view.open.values())).sum() / max(1, view.gates * len(view.open))

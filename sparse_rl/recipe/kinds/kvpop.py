@@ -30,14 +30,14 @@ class KVpopRecipe(TaughtRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.cache.schedule.before_attending:
-            raise UserError("recipes of kind kvpop train kvpop", "cache.policy")
+            raise UserError("recipes of kind kvpop train kvpop or dms", "cache.policy")
         if self.lora is not None:
             raise UserError("the whole model is trained, or with train_base: false the scorers alone", "lora")
         policy: Any = self.cache
         if policy.scorer.name == "recency" and not self.kvpop.train_base:
             raise UserError("the scorer recency has no parameters, so nothing would be trained", "train_base")
         self.refuse_own_groups()
-        if self.kvpop.max_length <= policy.sinks + policy.window + policy.k:
+        if self.kvpop.max_length < policy.schedule.first(1):
             self.warnings.append(
                 f"rows of at most {self.kvpop.max_length} tokens never exceed the budget: nothing is evicted"
             )

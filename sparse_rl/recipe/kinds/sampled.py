@@ -62,7 +62,9 @@ class SampledRecipe(ReplayedRecipe):
         if self.scorers is None:
             return
         if not isinstance(self.cache, KVpopPolicyConfig):
-            raise UserError(f"{self.cache.name} has none; remove this, or name kvpop as cache.policy", "scorers")
+            raise UserError(
+                f"{self.cache.name} has none that learn on; remove this, or name kvpop as cache.policy", "scorers"
+            )
         if self.cache.scorer.name == "recency":
             raise UserError(
                 "the scorer recency has no parameters, so there is nothing to learn; remove this", "scorers"

@@ -1,0 +1,116 @@
+"""DMS's retrofit: gates open as far as they have to, and what comes out is sampled from as it was trained."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from judging import gap
+from safetensors.torch import load_file
+from trainer_runs import timeless
+
+from rollout import SamplingConfig, make_engine
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.commands.train import train
+from sparse_rl.errors import UserError
+from sparse_rl.metrics import read_metrics
+from sparse_rl.models.load import load_model
+from sparse_rl.recipe import make_recipe
+
+CACHE = {"policy": "dms", "sinks": 2, "window": 4, "compression": 2.0, "bias": -2.0}
+
+
+@pytest.fixture
+def recipe(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
+    def make(**keys: Any) -> Any:
+        content = {
+            "kind": "kvpop",
+            "model": tiny(),
+            "output_dir": str(tmp_path / "run"),
+            "data": {"synthetic": {"task": "running_sum", "size": 64}},
+            "cache": CACHE,
+            "dtype": "float32",
+            "packing": False,
+            "max_length": 128,
+            "gradient_checkpointing": False,
+            "learning_rate": 1e-3,
+            "scorer_learning_rate": 0.05,
+            "scorer_warmup_steps": 1,
+            "per_device_train_batch_size": 8,
+            "max_steps": 30,
+            "top_k": None,
+            "gates": {"anneal_steps": 10},
+        }
+        return make_recipe({**content, **keys})
+
+    return make
+
+
+def test_gates_open_as_far_as_they_have_to(recipe: Callable, tmp_path: Path) -> None:
+    """From nearly none to half of the tokens, which compression 2 asks for; with a weight of nearly 0 they do not."""
+    problems = {"data": {"synthetic": {"task": "running_sum", "size": 8, "split": "evaluation"}}, "every": 30}
+    final = train(recipe(validation=problems))
+    lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert lines[0]["gates_open"] < 0.2 and lines[0]["ratio_loss"] == 0  # CR is 1 at the first step
+    assert lines[-1]["gates_open"] >= 0.45 and lines[-1]["ratio_loss"] <= 0.05
+    assert all(line["cache/retention"] == pytest.approx(1 - line["gates_open"], abs=1e-6) for line in lines)
+    (held_out,) = [line for line in read_metrics(tmp_path / "run") if line["step"] == 30 and "eval_kl" in line]
+    assert held_out["eval_gates_open"] >= 0.3
+    train(recipe(output_dir=str(tmp_path / "control"), gates={"anneal_steps": 10, "weight": 1e-6}))
+    control = [line for line in read_metrics(tmp_path / "control") if "loss" in line]
+    assert control[-1]["gates_open"] < 0.3
+
+    model, engine = load_model(final), make_engine("hf", model=final)
+    assert engine.policy.name == "dms"
+    rollouts = engine.generate([list(range(3, 50)), [5, 6, 7]], SamplingConfig(40, seed=0, ignore_eos=True))
+    assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
+    held = torch.stack([r.trace.kept_counts().float() for r in rollouts])
+    assert held.mean() < 0.8 * sum(len(r.trace) for r in rollouts) / 2
+
+
+def test_a_resumed_run_is_the_one_that_was_not_stopped(recipe: Callable, tmp_path: Path) -> None:
+    """With recomputed layers: the noise of a gate is the same in the forward and when it is made again."""
+    shared = {"max_steps": 5, "save_steps": 2, "save_total_limit": None, "gradient_checkpointing": True}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(recipe(output_dir=str(whole), **shared))
+    shutil.copytree(whole, resumed)
+    for gone in ("model", "checkpoint-4", "checkpoint-5"):
+        shutil.rmtree(resumed / gone)
+    train(recipe(output_dir=str(resumed), **shared), resume="newest")
+    for file in ("model.safetensors", "cache_scorer.safetensors"):
+        left, right = (load_file(folder / "model" / file) for folder in (whole, resumed))
+        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    assert timeless(read_metrics(resumed)) == timeless(read_metrics(whole))
+    plain = tmp_path / "plain"
+    train(recipe(output_dir=str(plain), **{**shared, "gradient_checkpointing": False}))
+    kl = [[line["kl"] for line in read_metrics(folder) if "loss" in line] for folder in (whole, plain)]
+    assert kl[0] == pytest.approx(kl[1], rel=1e-4)
+
+
+def test_rl_under_gates(recipe: Callable, tmp_path: Path) -> None:
+    """GRPO from what was retrofitted, its gates frozen; scorers that learn on are KVpop's alone."""
+    final = train(recipe(max_steps=20))
+    content = {
+        "kind": "grpo",
+        "model": str(final),
+        "output_dir": str(tmp_path / "rl"),
+        "data": {"synthetic": {"task": "running_sum", "size": 24}},
+        "rewards": ["boxed"],
+        "cache": {**CACHE},
+        "rollout": {"engine": "hf"},
+        "dtype": "float32",
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 20,
+        "max_steps": 2,
+    }
+    train(make_recipe(content))
+    lines = [line for line in read_metrics(tmp_path / "rl") if "loss" in line]
+    assert len(lines) == 2 and all(line["replay/gap_max"] <= 1e-5 for line in lines)
+    with pytest.raises(UserError, match="scorers: dms has none that learn on"):
+        make_recipe({**content, "scorers": {}})

@@ -1,0 +1,64 @@
+"""DMS's retrofit: gates learn what may go, from the model's own losses, and how much has to, from a target.
+
+The student runs under soft gates (sparse_rl/attention/views/gated.py). Per micro-batch of N completion tokens
+
+    loss = 1/N sum over tokens of (kl_weight tau^2 KL(teacher || student) + ce_weight CE)
+           + weight * max(0, target - mean alpha),       target = 1 - 1 / CR,
+
+where the mean is over all tokens, layers and kv heads, and CR rises evenly from 1 to `compression` over `anneal_steps`.
+One-sided: gates that open further than they have to cost nothing but what the model then says worse. Validation, as
+decoding, has hard gates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sparse_rl.attention.views.gated import GatedView
+from sparse_rl.models.base import base_of
+from sparse_rl.policies.dms import DMS
+from trainer.batches import Batch
+from trainer.examples import Example
+from trainer.kvpop.trainer import KVpopTrainer
+
+
+class GateTrainer(KVpopTrainer):
+    """KVpopTrainer for the policy dms."""
+
+    policy: DMS
+    summed: tuple[str, ...] = ("kl", "ce", "ratio", "open", "retention", "sequences")
+
+    def compression(self) -> float:
+        """The ratio that this step aims at."""
+        done = min(1.0, self.state.global_step / max(1, self.args.kvpop.gates.anneal_steps))
+        return 1 + (self.policy.config.compression - 1) * done
+
+    def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
+        policy, gates = self.policy.config, self.args.kvpop.gates
+        batch = Batch.make(examples, self.accelerator.device)
+        lengths, prompts = self._sizes(batch)
+        view = GatedView(
+            base_of(student).cache_scorers,
+            policy,
+            lengths,
+            prompts=prompts if policy.prefill == "dense" else None,
+            temperature=gates.temperature if student.training else None,
+            kernel=self.args.attention_kernel,
+        )
+        with self.accelerator.autocast():
+            hidden = self._hidden(student, batch, view)
+            loss, kl, ce, count = self._distilled(student, batch, hidden)
+        share = view.share()
+        ratio = (1 - 1 / self.compression() - share).clamp(min=0) * count
+        sequences = torch.tensor(float(len(lengths)))
+        measured = (ratio.detach(), share.detach() * count, (1 - share.detach()) * len(lengths), sequences)
+        return loss + gates.weight * ratio, kl, ce, *(x.to(count) for x in measured), count
+
+    def _measured(self) -> dict[str, float]:
+        """Also the share of open gates, and how far it is from its target."""
+        sums = self._sums
+        own = {"gates_open": sums["open"] / sums["tokens"], "ratio_loss": sums["ratio"] / sums["tokens"]}
+        return {**self._taught(), **own}
