@@ -118,6 +118,8 @@ def test_a_row_is_what_its_completions_say(recipe_of, tmp_path):
         assert row.truncated == pytest.approx(statistics.mean(x["finish_reason"] == "length" for x in mine))
         assert row.tokens == sum(x["tokens"] for x in mine) and row.seconds > 0
     assert rows[0].peak_entries == 9 < rows[1].peak_entries == max(x["tokens"] for x in completions(tmp_path)) + 6 - 1
+    fed = [x["tokens"] + 5 if x["tokens"] > 1 else 0 for x in completions(tmp_path) if x["policy"] == "full"]
+    assert 0 < rows[0].mean_peak_entries <= 9 and rows[1].mean_peak_entries == pytest.approx(statistics.mean(fed))
     assert rows[0].longest_prompt == 6 and rows[1].retention == 1 > rows[0].retention
 
 

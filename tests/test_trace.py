@@ -181,6 +181,10 @@ def test_statistics_are_what_counting_gives(trace: EvictionTrace) -> None:
         for layer in range(trace.layers):
             for head in range(trace.kv_heads):
                 assert counts[layer, head] == sum(sees(trace, layer, head, at, t) for t in range(at + 1))
+    for prompt in range(len(trace) + 1):
+        peaks = [trace.kept_counts(query) for query in range(prompt, len(trace) - 1)]  # of queries of decoding
+        wanted = torch.stack(peaks).amax(0) if peaks else torch.zeros(trace.shape[:2], dtype=torch.int64)
+        assert torch.equal(trace.peak_counts(prompt), wanted)
     mean = float(trace.kept_counts().double().mean()) / fed
     assert trace.retention() == pytest.approx(mean) and 0 < trace.retention() <= 1
     for bins in (1, 3, 20):

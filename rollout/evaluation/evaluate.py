@@ -45,6 +45,7 @@ class EvalRow:
     retention : cache length / sequence length at the end, over all completions, and over the correct ones
     length, truncated : mean tokens of a completion; share that ran into max_tokens
     peak_entries : the most entries that a kv head held while decoding; longest_prompt: while prefilling
+    mean_peak_entries : the same of each kv head, averaged over heads, layers and completions
     """
 
     task: str
@@ -62,6 +63,7 @@ class EvalRow:
     length: float
     truncated: float
     peak_entries: int
+    mean_peak_entries: float
     longest_prompt: int
     tokens: int
     tokens_per_second: float
@@ -122,6 +124,7 @@ class Point:
         self.kept_correct: list[float] = []
         self.lengths: list[int] = []
         self.truncated, self.peak, self.longest_prompt, self.seconds = 0, 0, 0, 0.0
+        self.peaks: list[float] = []  # per completion, the mean over layers and kv heads
 
     def add(
         self, indices: Sequence[int], rollouts: Sequence[Rollout], scores: Sequence[float | None], seconds: float
@@ -138,7 +141,12 @@ class Point:
             self.lengths.append(len(rollout.completion_ids))
             self.truncated += rollout.finish_reason == "length"
             prompt, fed = len(rollout.prompt_ids), len(rollout.trace) - 1
-            self.peak = max(self.peak, self.policy.schedule.most_decoding(prompt, fed))
+            peaks = rollout.trace.peak_counts(prompt)
+            self.peaks.append(float(peaks.float().mean()))
+            schedule = self.policy.schedule
+            self.peak = max(
+                self.peak, int(peaks.max()) if schedule.counts_vary else schedule.most_decoding(prompt, fed)
+            )
             self.longest_prompt = max(self.longest_prompt, prompt)
         self.seconds += seconds
 
@@ -174,6 +182,7 @@ class Point:
             length=tokens / len(self.lengths),
             truncated=self.truncated / len(self.lengths),
             peak_entries=self.peak,
+            mean_peak_entries=sum(self.peaks) / len(self.peaks),
             longest_prompt=self.longest_prompt,
             tokens=tokens,
             tokens_per_second=tokens / max(self.seconds, 1e-9),

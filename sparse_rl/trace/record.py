@@ -133,6 +133,18 @@ class EvictionTrace:
         query = max(len(self) - 2, 0) if query is None else query
         return (self.evict_at[..., : query + 1] > query).sum(-1)
 
+    def peak_counts(self, prompt: int) -> torch.Tensor:
+        """The most tokens that a query of decoding attends to, after a prompt of so many: int64 [L, Hkv]; else 0."""
+        fed = len(self) - 1
+        if fed <= prompt:
+            return torch.zeros(self.shape[:2], dtype=torch.long)
+        gone_at = self.evict_at[..., :fed].long().clamp(max=fed)
+        gone = torch.zeros(*self.shape[:2], fed + 1, dtype=torch.long).scatter_add_(
+            -1, gone_at, torch.ones_like(gone_at)
+        )
+        seen = torch.arange(1, fed + 1) - gone[..., :fed].cumsum(-1)  # by query
+        return seen[..., prompt:].amax(-1)
+
     def retention(self) -> float:
         """Cache length / sequence length at the end of the sequence, averaged over layers and heads (G-KV)."""
         return float(self.kept_counts().float().mean()) / max(len(self) - 1, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from sparse_rl.attention.views.gated import GatedView
 from sparse_rl.errors import UserError
 from sparse_rl.policies import make_policy
 from sparse_rl.trace import NEVER, EvictionTrace
+from trainer.grpo.panel import held_entries
 
 LENGTHS = (1, 7, 20, 70)
 SCORERS: dict[str, Any] = {
@@ -83,6 +85,20 @@ def test_it_holds_what_it_says(model_of: Callable, prompts_of: Callable) -> None
     gates, full = engine.peak_cache_bytes, make_engine("hf", model=model, policy="full")
     full.generate(prompts, SamplingConfig(120, seed=1, ignore_eos=True))
     assert gates < 0.8 * full.peak_cache_bytes
+
+
+def test_held_entries_are_the_mean_over_kv_heads(model_of: Callable, prompts_of: Callable) -> None:
+    """By counting in the trace, query by query; the longest head is above it."""
+    policy = gated("mlp", bias=1.0)
+    model = with_scorers(model_of("qwen3"), policy)
+    rollouts = make_engine("hf", model=model, policy=policy).generate(
+        prompts_of("qwen3", LENGTHS), SamplingConfig(60, seed=1, ignore_eos=True)
+    )
+    for r, held in zip(rollouts, held_entries(rollouts, policy), strict=True):
+        queries = range(len(r.prompt_ids), len(r.trace) - 1)
+        peaks = torch.stack([r.trace.kept_counts(query) for query in queries]).amax(0).double()
+        assert held == max(len(r.prompt_ids), math.ceil(float(peaks.mean())))
+        assert peaks.max() > peaks.mean()
 
 
 def test_closed_gates_are_a_full_cache(model_of: Callable, prompts_of: Callable) -> None:

@@ -15,6 +15,7 @@ It knows tensors and rollouts, not trainers; trainer.py says when it is fed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -71,7 +72,13 @@ def replay_panel(gap: torch.Tensor, ratio: torch.Tensor, clip: float) -> dict[st
 
 
 def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
-    """The most entries that each sequence has held, per layer and kv head; a prompt is held whole while it is read."""
+    """The most entries that each sequence has held, per layer and kv head; a prompt is held whole while it is read.
+
+    Where kv heads hold different numbers, the mean over them.
+    """
+    if policy.schedule.counts_vary:
+        peaks = [float(r.trace.peak_counts(len(r.prompt_ids)).float().mean()) for r in rollouts]
+        return [max(len(r.prompt_ids), math.ceil(peak)) for r, peak in zip(rollouts, peaks, strict=True)]
     return [policy.schedule.most_held(len(r.prompt_ids), len(r.trace) - 1) for r in rollouts]
 
 
