@@ -107,7 +107,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--budget", type=int, default=28, help="entries per kv head, of every cache at its peak")
+    parser.add_argument("--budget", type=int, default=32, help="entries per kv head, of every cache at its peak")
     parser.add_argument("--scorer", default="mlp")
     parser.add_argument("--retrofit", type=int, default=120, help="steps of it")
     parser.add_argument("--learning-rate", type=float, default=2e-4, help="of the model in the retrofit")
