@@ -123,6 +123,11 @@ def test_soft_gates_become_the_hard_ones(model_of: Callable, prompts_of: Callabl
 
     hard = logits(None)
     assert (logits(1e-4) - hard).abs().max() <= 1e-4 < (logits(1.0) - hard).abs().max()
+    view = GatedView(model.cache_scorers, policy, lengths, prompts=prompts, temperature=1.0)
+    first, again = (
+        model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits for _ in range(2)
+    )
+    assert torch.equal(first, again)  # a layer that is made again has the same noise, whatever the generator says
     model.cache_scorers.requires_grad_(True)
     logits(1.0).square().sum().backward()
     assert all(w.grad.abs().max() > 0 for s in model.cache_scorers for n, w in s.named_parameters() if n != "alpha")

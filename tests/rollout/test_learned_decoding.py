@@ -83,6 +83,15 @@ def test_the_decay_counts(decay_every: int, model_of: Callable, prompts_of: Call
     assert wrong_decisions(model, other, rollouts)[0]  # a control
 
 
+@pytest.mark.parametrize("scorer", ["linear", "delayed"])
+def test_of_equal_ones_the_latest_goes(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
+    """As in training, to the token: untrained, all tokens of a step of the decay rank alike."""
+    policy = learned_policy(scorer, B, decay_every=8)
+    model = with_scorers(model_of("qwen3"), policy, scale=0.0)
+    wrong, ties, heads = wrong_decisions(model, policy, rollouts_of(model, policy, prompts_of("qwen3", LENGTHS)))
+    assert not wrong and ties == 0 < heads
+
+
 @pytest.mark.parametrize("scorer", ["mlp", "delayed", "immediate"])
 def test_a_batch_is_its_rows_alone(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
     """In any order, with several samples of one prompt, and after rows have left the batch."""

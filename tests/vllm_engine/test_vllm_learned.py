@@ -20,6 +20,7 @@ from sparse_rl.models.load import load_model
 from sparse_rl.scorers.base import digests
 
 B = 20
+SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
 LENGTHS = (1, 7, 20, 21, 22, 65, 80, 150)  # 65 and 81: a last chunk of one token, of 16
 
 
@@ -30,9 +31,8 @@ def learned(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
     def make(scorer: str, family: str = "qwen3", seed: int = 0) -> Path:
         if (scorer, family, seed) not in made:
-            sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
             policy, folder = learned_policy(scorer, B), tmp_path_factory.mktemp(scorer)
-            save_learned(with_scorers(new_model(family, **sizes), policy, seed, scale=0.2), policy, folder)
+            save_learned(with_scorers(new_model(family, **SIZES), policy, seed, scale=0.2), policy, folder)
             made[scorer, family, seed] = folder
         return made[scorer, family, seed]
 
@@ -70,6 +70,20 @@ def test_it_decides_as_training_and_hf_do(
         for r in rollouts:
             for query in range(len(r.prompt_ids), len(r.trace) - 1):
                 assert (r.trace.kept_counts(query) == min(query + 1, B)).all()
+
+
+@pytest.mark.parametrize("scorer", ["linear", "delayed"])
+def test_of_equal_ones_the_latest_goes(
+    scorer: str, new_model: Callable, open_engine: Callable, random_prompts: Callable, tmp_path: Path
+) -> None:
+    """As in training, to the token: untrained, all tokens of a step of the decay rank alike."""
+    policy = learned_policy(scorer, B, decay_every=8)
+    save_learned(with_scorers(new_model("qwen3", **SIZES), policy, scale=0.0), policy, tmp_path)
+    rollouts = open_engine(None, tmp_path).generate(
+        random_prompts(LENGTHS), SamplingConfig(30, seed=2, ignore_eos=True)
+    )
+    wrong, ties, heads = wrong_decisions(load_model(tmp_path), policy, rollouts)
+    assert not wrong and ties == 0 < heads
 
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed"])
