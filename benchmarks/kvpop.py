@@ -1,15 +1,20 @@
-"""KVpop's retrofit on the longer running sum: does what is learned beat keeping the most recent tokens?
+"""KVpop's retrofit on the longer running sum, by decoding: does what is learned beat the caches that do not learn?
 
-Per seed: a model of 12 labels is taught the task with a full cache; the budget is the smallest at which StreamingLLM
-leaves it 0.25 to 0.5 accuracy; half of it is window. A seed whose model has no such budget under half a text is passed
-over, and said to be. Then, from that model and under that budget, as many steps each: StreamingLLM+ (the same training
-without a scorer), a stateless scorer, and one with a memory. Afterwards the KL to the dense model on held-out problems,
-problem by problem and so paired, and the recall of the future-attention oracle before and after. The texts have few
-notes (--notes): a note brings what has left the window back into it, and where there are many, or where the budget
-holds most of a text, StreamingLLM+ lacks nothing. The model's learning rate stands to the scorers' as in the papers, 1
-to 12.5: a tiny model that learns fast enough adapts to any mask.
+Per seed a model of 12 labels is taught the task with a full cache. Two budgets: the smallest at which streaming leaves
+it an accuracy of 0.25 to 0.5, on problems of a split of its own, and 1.25 times that. A seed that has no such budget is
+passed over, and said to be. From that model, as many steps each: StreamingLLM+ (the same retrofit without a scorer),
+the scorers, DMS, and distillation under G-KV. Streaming and G-KV also as they are, untrained. Every cache holds as many
+entries per kv head at its peak, but DMS, whose compression aims at as many on average at the end of a text of mean
+length; what it held is measured.
 
-    python benchmarks/kvpop.py         # about an hour on two cores; writes benchmarks/results/kvpop.json
+Accuracy: each model samples under its own cache. KL: each decodes held-out texts, and is compared with the model that
+was taught, with a full cache. The same problems for all, so that differences are taken problem by problem. The texts
+have few notes: a note brings what has left the window back into it. The model's learning rate stands to the scorers' as
+in the papers, 1 to 12.5: a tiny model that learns fast enough adapts to any mask.
+
+A second call goes on where the first one stopped.
+
+    python benchmarks/kvpop.py         # some hours on two cores; writes benchmarks/results/kvpop.json
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,113 +36,228 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from sparse_rl.attention.views.learned import LearnedView
+from rollout import make_engine
+from sparse_rl.attention.families import cache_shape
 from sparse_rl.commands.examples import load_texts
 from sparse_rl.commands.quickstart import AIM, Stages
+from sparse_rl.commands.sizes import state_bytes
 from sparse_rl.data.running_sum import save_untrained
-from sparse_rl.metrics import read_metrics
-from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_model, load_tokenizer
+from sparse_rl.policies import make_policy
 from sparse_rl.recipe import load_recipe
 from trainer.batches import Batch
 from trainer.examples import Example
 from trainer.losses.config import DistillationLossConfig
 from trainer.losses.distillation import DistillationLoss
 
-LABELS, NOTES, BUDGETS, HELD_OUT = 12, 0.1, (40, 44, 48, 52, 56, 60, 64), 512  # a text is of some 130 tokens
+LABELS, NOTES, BUDGETS = 12, 0.1, (40, 44, 48, 52, 56, 60, 64)  # a text is of some 130 tokens
 LEARNING_RATE = 4e-4  # the scorers' is 5e-3
-SCORERS = {"StreamingLLM+": "recency", "KVpop, MLP": "mlp", "KVpop, mLSTM": "mlstm"}
+TASK = "tasks.running_sum.synthetic"
+BASELINES = ("StreamingLLM+", "G-KV, distilled")
+ARMS: dict[str, str | None] = {  # name -> the recipe that it is trained by
+    "streaming": None,
+    "G-KV": None,
+    "StreamingLLM+": "kvpop",
+    "G-KV, distilled": "distill",
+    "DMS": "kvpop",
+    "KVpop, MLP": "kvpop",
+    "KVpop, mLSTM": "kvpop",
+    "KVpop, mLSTM immediate": "kvpop",
+}
+
+
+def caches(budget: int, length: float) -> dict[str, dict[str, Any]]:
+    """Each arm's cache: `budget` entries at its peak; DMS, where a text has `length` tokens, on average at its end."""
+    window = budget // 2
+    learned = {"policy": "kvpop", "sinks": 1, "window": window, "budget": budget}
+    at_peak = {"sinks": 1, "budget": budget - 1, "period": 1}
+    compression = (length - window) / (budget - window)  # of the tokens that have left the window, which alone may go
+    return {
+        "streaming": {"policy": "streaming", **at_peak},
+        "G-KV": {"policy": "gkv", "window": 8, **at_peak},
+        "StreamingLLM+": {**learned, "scorer": "recency"},
+        "G-KV, distilled": {"policy": "gkv", "window": 8, **at_peak},
+        "DMS": {"policy": "dms", "sinks": 1, "window": window, "compression": compression, "scorer": "mlp"},
+        "KVpop, MLP": {**learned, "scorer": "mlp"},
+        "KVpop, mLSTM": {**learned, "scorer": "mlstm"},
+        "KVpop, mLSTM immediate": {**learned, "scorer": {"name": "mlstm", "readout": "immediate"}},
+    }
 
 
 @torch.no_grad()
-def divergences(folder: Path, teacher: Any, rows: list[Example]) -> torch.Tensor:
-    """KL(teacher || student) per token of each row's completion, under the student's own mask: float64 [rows]."""
-    student, policy = load_model(folder), saved_policy(folder)
+def divergences(model: Path, cache: dict[str, Any], teacher: Any, rows: Sequence[Example]) -> list[float]:
+    """KL(teacher || student) per token of each row's completion, under what decoding it under the cache evicts."""
+    student = load_model(model)
+    engine = make_engine("hf", model=student, policy=cache, max_batch=64, progress=False)
     found = torch.zeros(len(rows), dtype=torch.float64)
-    for start in range(0, len(rows), 32):
-        batch = Batch.make(rows[start : start + 32], torch.device("cpu"))
-        lengths = torch.tensor([row.length for row in rows[start : start + 32]])
-        hidden = batch.hidden_under(student, LearnedView(student.cache_scorers, policy.config, lengths))
-        said = batch.hidden(teacher, replayed=False)
+    for start in range(0, len(rows), 64):
+        part = rows[start : start + 64]
+        rollouts = engine.simulate([row.prompt for row in part], [row.completion for row in part])
+        batch = Batch.make([Example.from_rollout(rollout) for rollout in rollouts], torch.device("cpu"))
+        said, heard = batch.hidden(teacher, replayed=False), batch.hidden(student, replayed=True)
         each = DistillationLoss(DistillationLossConfig()).per_token(
-            student.get_output_embeddings()(hidden), teacher.get_output_embeddings()(said)
+            student.get_output_embeddings()(heard), teacher.get_output_embeddings()(said)
         )
         row = start + batch.where[0]
         found.index_add_(0, row, each.double() / torch.bincount(row, minlength=len(rows))[row])
+    return found.tolist()
+
+
+class Seed:
+    """The stages of a seed, each run unless what it makes is there."""
+
+    def __init__(self, seed: int, stages: Stages, options: argparse.Namespace) -> None:
+        self.seed, self.stages, self.options = seed, stages, options
+        self.folder = options.runs / f"seed{seed}"
+        self.start = self.folder / "sft" / "model"
+
+    def stage(self, label: str, place: Path, command: str, recipe: str, *keys: str) -> None:
+        if not (place / ("eval.json" if command == "eval" else "model/config.json")).exists():
+            more = ["--overwrite"] if command == "eval" else []
+            words = [command, recipe, f"output_dir={place}", f"seed={self.seed}", *keys, *more]
+            self.stages.run(f"seed {self.seed}: {label}", place, words)
+
+    def teach(self) -> None:
+        keys = [f"model={self.folder / 'untrained'}", f"data.synthetic.n={LABELS}", f"data.synthetic.seed={self.seed}"]
+        self.stage("the task", self.start.parent, "train", "quickstart/sft", *keys, "learning_rate=3e-3",
+                   "max_steps=2000")  # fmt: skip
+
+    def evaluate(self, label: str, place: Path, model: Path, split: str, size: int, *keys: str) -> list[dict[str, Any]]:
+        """The rows of an evaluation of sampling with the hf engine."""
+        self.stage(label, place, "eval", "quickstart/eval", f"model={model}", "rollout.engine=hf",
+                   f"{TASK}.split={split}", f"{TASK}.n={LABELS}", f"{TASK}.size={size}", "max_completion_length=280",
+                   *keys)  # fmt: skip
+        return json.loads((place / "eval.json").read_text())["rows"]
+
+    def calibrate(self) -> dict[int, float]:
+        """Streaming's accuracy at each budget, on problems of a split of its own."""
+        budgets = ",".join(str(budget - 1) for budget in BUDGETS)  # at period 1 its peak is one more
+        rows = self.evaluate("calibrating", self.folder / "calibration", self.start, "calibration", 256,
+                             "cache={policy: streaming, sinks: 1, budget: 39, period: 1}",
+                             f"sweep.budget=[{budgets}]", "sweep.policy=[streaming]")  # fmt: skip
+        return {row["budget"] + 1: row["accuracy"] for row in rows}
+
+    def held_out(self) -> list[Example]:
+        synthetic = f"{{task: running_sum, n: {LABELS}, size: {self.options.problems}, split: evaluation, "
+        synthetic += f"seed: {self.seed + 3}, note_probability: {NOTES}}}"
+        keys = [f"model={self.start}", "max_length=320", f"data.synthetic={synthetic}"]
+        recipe = load_recipe("quickstart/kvpop", keys)
+        return load_texts(recipe, recipe.data, load_tokenizer(str(self.start)))
+
+    def train(self, arm: str, place: Path, cache: dict[str, Any]) -> Path:
+        """The arm's model; where it is not trained, the one that was taught."""
+        recipe, steps = ARMS[arm], self.options.steps
+        if recipe is None:
+            return self.start
+        keys = [
+            f"model={self.start}", f"data.synthetic.n={LABELS}", f"data.synthetic.seed={self.seed + 1}",
+            f"data.synthetic.note_probability={NOTES}", f"cache={json.dumps(cache)}", "per_device_train_batch_size=32",
+            f"max_steps={steps}", f"learning_rate={self.options.learning_rate}", "validation=null",
+        ]  # fmt: skip
+        if recipe == "distill":  # as the retrofit
+            keys += ["lr_scheduler_type=cosine", "weight_decay=1e-4", "max_completion_length=280", "rollout.engine=hf"]
+        else:
+            keys += ["max_length=320"]
+        if arm == "DMS":
+            keys += [f"gates.anneal_steps={steps // 2}"]
+        self.stage(f"{arm}, {place.parent.name}", place, "train", f"quickstart/{recipe}", *keys)
+        return place / "model"
+
+    def run(self) -> list[dict[str, Any]]:
+        """A row per budget and arm; of a seed that is passed over one, with the accuracy at each budget."""
+        self.teach()
+        accuracy = self.calibrate()
+        smaller = next((budget for budget in BUDGETS if AIM[0] <= accuracy[budget] <= AIM[1]), None)
+        if smaller is None:
+            return [{"seed": self.seed, "passed_over": accuracy}]
+        rows, teacher, found = self.held_out(), load_model(self.start), []
+        length = statistics.mean(row.length for row in rows)
+        for size, budget in (("smaller", smaller), ("larger", round(1.25 * smaller)))[: self.options.budgets]:
+            for arm, cache in caches(budget, length).items():
+                place = self.folder / f"budget{budget}" / arm.replace(", ", "-").replace(" ", "-")
+                model = self.train(arm, place, cache)
+                (row,) = self.evaluate(f"{arm}, {budget}: accuracy", place / "eval", model, "evaluation",
+                                       self.options.problems, f"cache={json.dumps(cache)}")  # fmt: skip
+                lines = [json.loads(line) for line in (place / "eval" / "eval_completions.jsonl").open()]
+                correct = {line["problem"]: float(line["correct"]) for line in lines}
+                if not (place / "kl.json").exists():
+                    with self.stages.slots:
+                        (place / "kl.json").write_text(json.dumps(divergences(model, cache, teacher, rows)))
+                memory = state_bytes(make_policy(cache), 0, *cache_shape(teacher.config))
+                found.append(
+                    {
+                        "seed": self.seed,
+                        "size": size,
+                        "budget": budget,
+                        "arm": arm,
+                        "cache": cache,
+                        "peak_entries": row["peak_entries"],
+                        "mean_peak_entries": row["mean_peak_entries"],
+                        "state_bytes": memory,
+                        "tokens": row["length"],
+                        "correct": [correct[problem] for problem in sorted(correct)],
+                        "kl": json.loads((place / "kl.json").read_text()),
+                    }
+                )
+        return found
+
+
+def mean_error(parts: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """The mean over seeds, and its standard error over their problems."""
+    mean = statistics.mean(float(part.mean()) for part in parts)
+    return mean, sum(float(part.var()) / len(part) for part in parts) ** 0.5 / len(parts)
+
+
+def summarized(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per size and arm: means over the seeds, and how far it is ahead of each baseline, problem by problem."""
+    at = {(row["size"], row["arm"], row["seed"]): row for row in rows}
+    found = []
+    for size, arm in dict.fromkeys((row["size"], row["arm"]) for row in rows):
+        mine = [row for row in rows if (row["size"], row["arm"]) == (size, arm)]
+        one: dict[str, Any] = {"size": size, "arm": arm, "seeds": [row["seed"] for row in mine]}
+        for what in ("correct", "kl"):
+            values = [torch.tensor(row[what], dtype=torch.float64) for row in mine]
+            one[what] = {"mean": mean_error(values), "per_seed": [float(value.mean()) for value in values]}
+            for baseline in BASELINES:
+                theirs = [at.get((size, baseline, row["seed"])) for row in mine]
+                if arm != baseline and all(theirs):
+                    pairs = zip(values, theirs, strict=True)
+                    less = [value - torch.tensor(other[what], dtype=torch.float64) for value, other in pairs if other]
+                    one[what][f"over {baseline}"] = mean_error(less)
+        for key in ("peak_entries", "mean_peak_entries", "state_bytes", "tokens"):
+            one[key] = [row[key] for row in mine]
+        found.append(one)
     return found
 
 
-def run_seed(seed: int, stages: Stages, options: argparse.Namespace) -> dict[str, Any]:
-    """The seed's results; of one that is passed over, only the accuracy at each budget."""
-    folder, steps, notes = options.runs / f"seed{seed}", options.steps, options.notes
-    start = folder / "sft" / "model"
-    task = f"data.synthetic.n={LABELS}"
+def tables(summary: Sequence[dict[str, Any]]) -> list[Table]:
+    def shown(pair: tuple[float, float] | None, digits: int) -> str:
+        return "" if pair is None else f"{pair[0]:.{digits}f} ± {pair[1]:.{digits}f}"
 
-    def stage(label: str, name: str, command: str, recipe: str, *keys: str) -> None:
-        given = [f"output_dir={folder / name}", f"seed={seed}", *keys]
-        stages.run(f"seed {seed}: {label}", folder / name, [command, recipe, *given])
-
-    if not start.exists():
-        keys = [f"model={folder / 'untrained'}", task, f"data.synthetic.seed={seed}", "learning_rate=3e-3"]
-        stage("teaching the task", "sft", "train", "quickstart/sft", *keys, "max_steps=2000")
-    keys = [f"model={start}", "rollout.engine=hf", "tasks.running_sum.synthetic.split=calibration"]
-    keys += [f"tasks.running_sum.synthetic.n={LABELS}", "tasks.running_sum.synthetic.size=256"]
-    keys += ["max_completion_length=280", "cache.period=1", f"sweep.budget=[{','.join(map(str, BUDGETS))}]"]
-    keys += ["sweep.policy=[streaming]", "--overwrite"]
-    stage("calibrating the budget", "calibration", "eval", "quickstart/eval", *keys)
-    accuracy = {
-        row["budget"]: row["accuracy"] for row in json.loads((folder / "calibration" / "eval.json").read_text())["rows"]
-    }
-    budget = next((b for b in BUDGETS if AIM[0] <= accuracy[b] <= AIM[1]), None)
-    if budget is None:
-        return {"seed": seed, "passed_over": accuracy}
-    recipe_keys = [
-        f"model={start}", task, f"validation.data.synthetic.n={LABELS}", f"data.synthetic.seed={seed + 1}",
-        f"data.synthetic.note_probability={notes}", f"validation.data.synthetic.note_probability={notes}",
-        f"cache.budget={budget}", f"cache.window={budget // 2}", "max_length=320",
-        "per_device_train_batch_size=32", f"max_steps={steps}", f"validation.every={steps}", "validation.problems=256",
-        f"learning_rate={options.learning_rate}",
-    ]  # fmt: skip
-    for label, scorer in SCORERS.items():
-        stage(label, scorer, "train", "quickstart/kvpop", *recipe_keys, f"cache.scorer={scorer}")
-
-    recipe = load_recipe("quickstart/kvpop", [f"model={start}", "max_length=320"])
-    data = load_recipe(
-        "quickstart/kvpop",
-        [
-            f"data.synthetic={{task: running_sum, n: {LABELS}, size: {HELD_OUT}, split: evaluation, seed: {seed + 3}, "
-            f"note_probability: {notes}}}"
-        ],
-    ).data
-    rows = load_texts(recipe, data, load_tokenizer(str(start)))
-    teacher = load_model(start)
-    kl = {scorer: divergences(folder / scorer / "model", teacher, rows) for scorer in SCORERS.values()}
-    found: dict[str, Any] = {"seed": seed, "budget": budget, "accuracy": accuracy[budget], "problems": len(rows)}
-    for scorer in SCORERS.values():
-        held_out = [line for line in read_metrics(folder / scorer) if "eval_kl" in line]
-        losses = [line["boundary_loss"] for line in read_metrics(folder / scorer) if "boundary_loss" in line]
-        less = kl["recency"] - kl[scorer]
-        found[scorer] = {
-            "kl_before": held_out[0]["eval_kl"],
-            "kl": float(kl[scorer].mean()),
-            "kl_standard_error": _standard_error(kl[scorer]),
-            "less_than_streaming": float(less.mean()),
-            "less_standard_error": _standard_error(less),
-            "recall": [held_out[0]["eval_recall"], held_out[-1]["eval_recall"]],
-            "boundary_loss": [losses[0], statistics.mean(losses[-10:])],
-        }
-    return found
-
-
-def _standard_error(values: torch.Tensor) -> float:
-    return float(values.std() / len(values) ** 0.5)
+    made = []
+    for size in dict.fromkeys(one["size"] for one in summary):
+        table = Table(title=f"The {size} budget: means over seeds, ± standard error; differences problem by problem")
+        for name in ("cache", "accuracy", *(f"over {name}" for name in BASELINES), "KL", "over StreamingLLM+",
+                     "peak entries", "mean", "state bytes"):  # fmt: skip
+            table.add_column(name, justify="left" if name == "cache" else "right")
+        for one in (one for one in summary if one["size"] == size):
+            right, kl = one["correct"], one["kl"]
+            table.add_row(
+                one["arm"], shown(right["mean"], 3), *(shown(right.get(f"over {name}"), 3) for name in BASELINES),
+                shown(kl["mean"], 4), shown(kl.get("over StreamingLLM+"), 4),
+                ", ".join(map(str, one["peak_entries"])), ", ".join(f"{x:.1f}" for x in one["mean_peak_entries"]),
+                str(max(one["state_bytes"])),
+            )  # fmt: skip
+        made.append(table)
+    return made
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--notes", type=float, default=NOTES, help="before each line, the probability of a note")
+    parser.add_argument("--problems", type=int, default=512)
+    parser.add_argument("--budgets", type=int, default=2, choices=(1, 2), help="1: the smaller alone")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE, help="of the model")
     parser.add_argument("--runs", type=Path, default=Path("runs/kvpop"))
     parser.add_argument("--slots", type=int, default=min(2, os.cpu_count() or 1), help="stages run at a time")
@@ -146,34 +267,23 @@ def main() -> None:
     torch.set_num_threads(1)
     stages = Stages(options.slots)
     for seed in options.seeds:  # not in threads: it draws from torch's global generator
-        save_untrained(options.runs / f"seed{seed}" / "untrained", seed, hidden=96, intermediate=192)
+        if not (place := options.runs / f"seed{seed}" / "untrained").exists():
+            save_untrained(place, seed, hidden=96, intermediate=192)
     with ThreadPoolExecutor(len(options.seeds)) as pool:
-        rows = list(pool.map(lambda seed: run_seed(seed, stages, options), options.seeds))
-    passed_over = [row for row in rows if "passed_over" in row]
-    rows = [row for row in rows if row not in passed_over]
+        found = list(pool.map(lambda seed: Seed(seed, stages, options).run(), options.seeds))
+    rows = [row for seed in found for row in seed if "passed_over" not in row]
+    passed_over = [row for seed in found for row in seed if "passed_over" in row]
+    summary = summarized(rows)
+    per_seed = [{key: value for key, value in row.items() if key not in ("correct", "kl")} for row in rows]
     content = {
-        "steps": options.steps, "labels": LABELS, "note_probability": options.notes, "budgets": BUDGETS,
-        "learning_rate": options.learning_rate, "rows": rows,
-        "passed_over": passed_over,
+        "steps": options.steps, "labels": LABELS, "note_probability": NOTES, "problems": options.problems,
+        "learning_rate": options.learning_rate, "summary": summary, "rows": per_seed, "passed_over": passed_over,
     }  # fmt: skip
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(content, indent=2) + "\n")
-
-    table = Table(title=f"Running sum of {LABELS} labels, {options.steps} steps each (± standard error)")
-    for column in ("seed", "budget", "cache", "KL before", "KL", "less than StreamingLLM+", "recall", "boundary loss"):
-        table.add_column(column, justify="left" if column == "cache" else "right")
-    for row in rows:
-        for label, scorer in SCORERS.items():
-            one = row[scorer]
-            table.add_row(
-                str(row["seed"]), str(row["budget"]), label, f"{one['kl_before']:.4f}",
-                f"{one['kl']:.4f} ± {one['kl_standard_error']:.4f}",
-                f"{one['less_than_streaming']:.4f} ± {one['less_standard_error']:.4f}",
-                f"{one['recall'][0]:.3f} to {one['recall'][1]:.3f}",
-                f"{one['boundary_loss'][0]:.3f} to {one['boundary_loss'][1]:.3f}",
-            )  # fmt: skip
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    for table in tables(summary):
+        console.print(table)
     for row in passed_over:
         accuracy = ", ".join(f"{budget}: {value:.2f}" for budget, value in row["passed_over"].items())
         console.print(f"seed {row['seed']} passed over: no budget leaves 0.25 to 0.5 accuracy ({accuracy})")

@@ -10,7 +10,7 @@ computed after the forward, of all layers at once (L is folded into the heads).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Singles:
 
     tokens : of the batch, a slice or int64 [R]; first, seen int64 [R]; full bool [R]: a token takes another's slot
     block, place : int64 [L, R, Hkv], where it goes; dropped : int64 [L, R, Hkv], the position that goes, -1: none
+    came : by layer, the new keys and values [R, Hkv, 2 D], where they are scored as they come
     Where scores are delayed (else None): left_block, left_place : where the token is that leaves the window;
     candidate : float32 [L, R, Hkv], the priority of what goes unless that token does; rows : int64 [R], of the memory
     """
@@ -44,6 +45,7 @@ class Singles:
     block: torch.Tensor
     place: torch.Tensor
     dropped: torch.Tensor
+    came: dict[int, torch.Tensor] = field(default_factory=dict)
     left_block: torch.Tensor | None = None
     left_place: torch.Tensor | None = None
     candidate: torch.Tensor | None = None
@@ -120,7 +122,7 @@ class ArrivalState(CacheState):
 
     # ---- before the forward -----------------------------------------------------------------------------------------
 
-    def enter(self, plan: Plan, block: torch.Tensor, place: torch.Tensor, logical: torch.Tensor) -> None:
+    def enter(self, block: torch.Tensor, place: torch.Tensor, logical: torch.Tensor) -> None:
         """Nothing yet: slots differ between layers and heads, and `arrive` writes what enters them."""
 
     def make_plan(
@@ -192,6 +194,8 @@ class ArrivalState(CacheState):
             new = key[singles.tokens], value[singles.tokens]
             if self.policy.delay:
                 self._decide(layer, singles, *new)
+            else:
+                singles.came[layer] = torch.cat(new, dim=-1)
             where = singles.block[layer], self.heads, singles.place[layer]
             for cache, one in zip(self.caches[layer], new, strict=True):
                 cache[where] = one
@@ -279,11 +283,7 @@ class ArrivalState(CacheState):
 
     def _score(self, singles: Singles, now: torch.Tensor) -> torch.Tensor:
         """The priorities float32 [L, R, Hkv] of the tokens that have come."""
-        read = [
-            torch.cat([cache[singles.block[layer], self.heads, singles.place[layer]] for cache in caches], dim=-1)
-            for layer, caches in enumerate(self.caches)
-        ]
-        x = torch.cat(read, dim=1)[:, :, None]  # [R, L x Hkv, 1, 2 D]
+        x = torch.cat([singles.came[layer] for layer in range(len(self.caches))], dim=1)[:, :, None]  # L x Hkv heads
         rows = self.row[singles.first]
         memory = {name: m[:, rows].transpose(0, 1).flatten(1, 2) for name, m in self.memory.items()}
         scores = self.scorers.all.follow(memory, x, x, now[:, None])

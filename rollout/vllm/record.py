@@ -15,6 +15,8 @@ import torch
 from rollout.vllm.messages import Result
 from sparse_rl.trace import NEVER
 
+STEPS = 64  # of decoding, whose evictions lie on the device at most
+
 
 @dataclass
 class Dropped:
@@ -26,11 +28,19 @@ class Dropped:
 
 @dataclass
 class Arrived:
-    """R tokens that came: int64 [R] numbers of their requests, and positions; int64 [L, R, Hkv] what went, -1: none."""
+    """R tokens that came: int64 [R] numbers of their requests, and positions; int32 [L, R, Hkv] what went, -1: none."""
 
     numbers: torch.Tensor
     now: torch.Tensor
     dropped: torch.Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[Arrived]) -> Arrived:
+        return cls(
+            torch.cat([each.numbers for each in parts]),
+            torch.cat([each.now for each in parts]),
+            torch.cat([each.dropped for each in parts], dim=1),
+        )
 
 
 @dataclass
@@ -51,7 +61,8 @@ class RunRecord:
         self.preempted: set[str] = set()
         self.dropped: dict[str, list[Dropped]] = {}
         self.names: list[str] = []  # of requests, in the order in which they were admitted
-        self.arrived: list[Arrived] = []
+        self._arrived: list[Arrived] = []  # on the device
+        self._fetched: list[Arrived] = []  # in host memory
         self.drawn: list[Drawn] = []
         self._logprobs: dict[str, dict[int, list[float]]] | None = None  # by request and step
 
@@ -81,23 +92,32 @@ class RunRecord:
             self.dropped.setdefault(request_id, []).append(Dropped(np.full(count, seen), mine))
 
     def arrive(self, numbers: torch.Tensor, now: torch.Tensor, dropped: torch.Tensor) -> None:
-        """Tokens came, each of another request; see Arrived. Nothing waits for the device."""
-        self.arrived.append(Arrived(numbers, now, dropped))
+        """Tokens came, each of another request; see Arrived. The device is waited for once in STEPS calls."""
+        self._arrived.append(Arrived(numbers, now, dropped.int()))
+        if len(self._arrived) >= STEPS:
+            self._fetch()
+
+    def _fetch(self) -> None:
+        """Bring what has come to host memory: of a long run it would fill a GPU's."""
+        joined = Arrived.joined(self._arrived)
+        self._fetched.append(Arrived(joined.numbers.cpu(), joined.now.cpu(), joined.dropped.cpu()))
+        self._arrived.clear()
 
     def _settle(self) -> None:
         """Sort what went as tokens came by request."""
-        if not self.arrived:
+        if self._arrived:
+            self._fetch()
+        if not self._fetched:
             return
-        numbers, now = (
-            torch.cat([getattr(a, name) for a in self.arrived]).cpu().numpy() for name in ("numbers", "now")
-        )
-        dropped = torch.cat([a.dropped for a in self.arrived], dim=1).int().cpu().numpy()  # [L, all R, Hkv]
-        self.arrived.clear()
-        went = dropped[0, :, 0] >= 0
-        for number in np.unique(numbers[went]):
-            mine = went & (numbers == number)
-            one = Dropped(now[mine], dropped[:, mine].transpose(0, 2, 1))
-            self.dropped.setdefault(self.names[number], []).append(one)
+        joined = Arrived.joined(self._fetched)
+        numbers, now, dropped = joined.numbers.numpy(), joined.now.numpy(), joined.dropped.numpy()
+        self._fetched.clear()
+        went = np.flatnonzero(dropped[0, :, 0] >= 0)
+        went = went[np.argsort(numbers[went], kind="stable")]
+        for mine in np.split(went, np.flatnonzero(np.diff(numbers[went])) + 1):
+            if len(mine):
+                one = Dropped(now[mine], dropped[:, mine].transpose(0, 2, 1))
+                self.dropped.setdefault(self.names[numbers[mine[0]]], []).append(one)
 
     def take(self, lengths: dict[int, int]) -> list[Result]:
         """The results of these places, each a sequence of so many tokens, in this order; they are forgotten here."""

@@ -100,9 +100,7 @@ class CacheState:
         self.row = torch.zeros(blocks, dtype=torch.long, device=self.device)  # by first block
         self.free_rows = list(range(rows))
         self.row_of: dict[int, int] = {}
-        self.number = torch.zeros(
-            blocks, dtype=torch.long, device=self.device
-        )  # of a record's requests, by first block
+        self.number = torch.zeros(blocks, dtype=torch.long, device=self.device)  # in the record, by first block
         self.prompts: dict[int, int] = {}  # by first block, in host memory; 0 once they are compacted
         self.plan: Plan | None = None
         self.record: RunRecord | None = None  # of the run that is on; a server keeps none
@@ -158,13 +156,13 @@ class CacheState:
             recent = last, first[row[last]], logical[last] % window
         lengths = self.policy.schedule.attended(prompt, seen)
         plan = Plan(first, blocks, block * self.block_size + place, lengths.int(), recent, [])
-        self.enter(plan, block, place, logical)
+        self.enter(block, place, logical)
         if self.policy.every_query:
             plan.watches = self._watches(plan, seen, lengths, starts, starts_cpu)
         self.plan = plan
         return plan
 
-    def enter(self, plan: Plan, block: torch.Tensor, place: torch.Tensor, logical: torch.Tensor) -> None:
+    def enter(self, block: torch.Tensor, place: torch.Tensor, logical: torch.Tensor) -> None:
         """Write the position and the first state of new entries, in all layers and heads alike; int64 [T] each."""
         where = slice(None), block[:, None], self.heads, place[:, None]
         self.positions[where] = logical[:, None].int()

@@ -116,6 +116,15 @@ def write_scorers(directory: str | Path, weights: Any) -> None:
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def load_scorers(directory: str | Path, model: Any, policy: LearnedPolicy) -> None:
+    """Give a model the scorers of its directory. Raises UserError as `read_scorers`."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):  # what they are drawn as is replaced at once
+        attach_scorers(model, policy)
+    read_scorers(directory, model)
+
+
 def read_scorers(directory: str | Path, model: Any) -> None:
     """Load cache_scorer.safetensors into a model's scorers.
 
@@ -147,15 +156,9 @@ def stored_scorers(directory: str | Path) -> dict[str, Any]:
 
 def check_scorers(directory: str | Path, policy: Policy) -> None:
     """Raise UserError where a policy needs scorers, and the directory has none or others; nothing is loaded for it."""
-    if not policy.layered_parameters:
-        return
-    own = saved_policy(directory)
-    if own is None or not own.layered_parameters:
-        mend = "train some with kind: kvpop, or name another policy"
-        raise UserError(
-            f"{directory} has no scorers, by which {policy.name} ranks what it keeps; {mend}", "cache.policy"
-        )
-    if own.config.scorer != policy.config.scorer:
-        theirs, ours = own.config.scorer.as_block(), policy.config.scorer.as_block()
-        raise UserError(f"the scorers of {directory} are {theirs}, and the policy asks for {ours}", "cache.scorer")
-    stored_scorers(directory)
+    from sparse_rl.policies.learned import LearnedPolicy
+
+    if isinstance(policy, LearnedPolicy):
+        own = saved_policy(directory)
+        policy.check(own.config.scorer if isinstance(own, LearnedPolicy) else None, str(directory))
+        stored_scorers(directory)

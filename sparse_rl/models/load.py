@@ -11,7 +11,7 @@ from sparse_rl.attention.families import cache_shape, check_replayable, check_si
 from sparse_rl.config import show
 from sparse_rl.errors import UserError, reason
 from sparse_rl.metrics import RECIPE_FILE
-from sparse_rl.models.directory import CONFIG_FILE, RUN_MODEL, attach_scorers, read_scorers, saved_policy
+from sparse_rl.models.directory import CONFIG_FILE, RUN_MODEL, load_scorers, saved_policy
 from sparse_rl.models.hub import check_available
 from sparse_rl.models.weights import stored_shapes
 from sparse_rl.policies.learned import LearnedPolicy
@@ -115,16 +115,12 @@ def load_model(directory: str | Path, dtype: str = "float32", key: str = "model"
 
     Raises UserError where a file is missing or cannot be used.
     """
-    import torch
-
     from sparse_rl.attention.interface import adopt
 
     model = load_plain_model(directory, dtype, key)
     policy = saved_policy(directory)
     if isinstance(policy, LearnedPolicy):
-        with torch.random.fork_rng(devices=[]):  # what they are drawn as is replaced at once
-            attach_scorers(model, policy)
-        read_scorers(directory, model)
+        load_scorers(directory, model, policy)
     return adopt(model)
 
 

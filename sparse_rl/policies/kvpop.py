@@ -82,4 +82,4 @@ class KVpop(LearnedPolicy):
         among = entries.state[PRIORITY].masked_fill(~competing, float("inf"))
         worst = among.amin(-1)
         slot = entries.positions.masked_fill(among != worst[..., None], -1).argmax(-1)  # of equal ones the latest goes
-        return slot, worst, among.isnan().any(-1)
+        return slot, worst, worst.isnan()  # which a minimum passes on

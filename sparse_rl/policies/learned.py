@@ -13,6 +13,7 @@ from sparse_rl.policies.base import Chunk, Policy
 from sparse_rl.policies.config import LearnedConfig
 from sparse_rl.scorers.base import Scorer
 from sparse_rl.scorers.config import ATTACHED_AS as SCORERS
+from sparse_rl.scorers.config import ScorerConfig
 from sparse_rl.scorers.registry import sketch_scorer
 
 
@@ -28,16 +29,20 @@ class LearnedPolicy(Policy):
     scorers: Sequence[Scorer] = ()
 
     def bound_to(self, model: Any) -> Self:
-        scorers = getattr(model, SCORERS, None)
-        if scorers is None:
+        scorers: Sequence[Scorer] = getattr(model, SCORERS, ())
+        self.check(scorers[0].config if scorers else None, "the model")
+        return self.with_scorers(scorers)
+
+    def check(self, scorer: ScorerConfig | None, whose: str) -> None:
+        """Raise UserError where a model's scorers are not the policy's, or it has none: None."""
+        if scorer is None:
             mend = "train some with kind: kvpop, or name another policy"
             raise UserError(
-                f"the model has no scorers, by which {self.name} decides what it keeps; {mend}", "cache.policy"
+                f"{whose} has no scorers, by which {self.name} decides what it keeps; {mend}", "cache.policy"
             )
-        if scorers[0].config != self.config.scorer:
-            theirs, ours = scorers[0].config.as_block(), self.config.scorer.as_block()
-            raise UserError(f"the model's scorers are {theirs}, and the policy asks for {ours}", "cache.scorer")
-        return self.with_scorers(scorers)
+        if scorer != self.config.scorer:
+            theirs, ours = scorer.as_block(), self.config.scorer.as_block()
+            raise UserError(f"the scorers of {whose} are {theirs}, and the policy asks for {ours}", "cache.scorer")
 
     def with_scorers(self, scorers: Sequence[Scorer]) -> Self:
         """scorers : of each layer"""

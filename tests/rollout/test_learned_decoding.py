@@ -203,7 +203,7 @@ def test_what_is_refused(tmp_path: Any, model_of: Callable, prompts_of: Callable
     with pytest.raises(UserError, match="the model has no scorers"):
         make_engine("hf", model=model_of("qwen3"), policy=policy)
     model = with_scorers(model_of("qwen3"), policy)
-    with pytest.raises(UserError, match=r"the model's scorers are .*'mlp'.* asks for .*'linear'"):
+    with pytest.raises(UserError, match=r"the scorers of the model are .*'mlp'.* asks for .*'linear'"):
         make_engine("hf", model=model, policy=learned_policy("linear", B))
     model.cache_scorers[1].bias.fill_(float("nan"))
     with pytest.raises(NotFiniteError, match="kvpop: a NaN score in layer 1"):

@@ -64,11 +64,33 @@ def test_evictions_and_log_probs_leave_together(record: Any) -> None:
     assert logprobs(b) == [[v - 0.375, v - 0.875] for v in (-2.0, -3.0)]
 
 
+def test_what_goes_as_tokens_come_leaves_the_device_in_time() -> None:
+    """One token each of two requests in 200 steps, one of which drops nothing at first; and a compaction before."""
+    from rollout.vllm.record import STEPS, RunRecord
+
+    made, wanted = RunRecord(), np.full((LAYERS, HEADS, 300), NEVER)
+    numbers = torch.tensor([made.begin("b-1"), made.begin("a-1")])
+    draw(made, {"a-1": 0, "b-1": 0}, -1.0)
+    drop(made, {"a-1": 40}, [[0], [1], [2], [3]])
+    for head, token in enumerate((0, 1, 2, 3)):
+        wanted[head // 2, head % 2, token] = 40
+    for step in range(200):
+        dropped = torch.full((LAYERS, 2, HEADS), -1)
+        if step >= 30:
+            for head in range(4):
+                dropped[head // 2, 1, head % 2] = 10 + step + head
+                wanted[head // 2, head % 2, 10 + step + head] = 50 + step
+        made.arrive(numbers, torch.tensor([45 + step, 50 + step]), dropped)
+        assert len(made._arrived) < STEPS
+    a, b = made.take({7: 300, 3: 290})
+    assert evict_at(a, 300) == wanted.tolist() and b["evict_at"] is None
+
+
 def test_in_parts_as_at_once_and_nothing_is_left(record: Any) -> None:
     (a,) = record.take({7: 6})
     (b,) = record.take({3: 5})
     assert len(logprobs(a)) == 3 and len(logprobs(b)) == 2 and a["evict_at"] and b["evict_at"]
-    assert not record.drawn and not record.dropped and not record._logprobs
+    assert not record.drawn and not record.dropped and not record._logprobs and not record._fetched
 
 
 def test_requests_may_drop_different_counts(record: Any) -> None:

@@ -61,4 +61,4 @@ class GateTrainer(KVpopTrainer):
         """Also the share of open gates, and how far it is from its target."""
         sums = self._sums
         own = {"gates_open": sums["open"] / sums["tokens"], "ratio_loss": sums["ratio"] / sums["tokens"]}
-        return {**self._taught(), **own}
+        return {**super(KVpopTrainer, self)._measured(), **own}

@@ -111,14 +111,10 @@ class KVpopTrainer(TaughtTrainer):
             mend = "start again with a lower scorer_learning_rate, or learning_rate"
             raise NotFiniteError(f"after step {self.state.global_step} {error}; {mend}") from error
 
-    def _taught(self) -> dict[str, float]:
-        """What every taught training measures."""
-        return super()._measured()
-
     def _measured(self) -> dict[str, float]:
         """Also the boundary loss, and how much of what the target would keep is kept."""
         sums = self._sums
-        measured = {**self._taught(), "boundary_loss": sums["boundary"] / sums["tokens"]}
+        measured = {**super()._measured(), "boundary_loss": sums["boundary"] / sums["tokens"]}
         return measured | ({"recall": sums["held"] / sums["of"]} if sums["of"] else {})
 
     # ---- two learning rates ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from sparse_rl.errors import StoppedError
 from sparse_rl.models.base import base_of
-from sparse_rl.models.directory import SCORERS, attach_scorers, check_scorers, read_scorers, save_policy, write_scorers
+from sparse_rl.models.directory import SCORERS, check_scorers, load_scorers, read_scorers, save_policy, write_scorers
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.learned import LearnedPolicy
 from sparse_rl.scorers.base import NOT_DECAYED, digests
@@ -87,8 +87,7 @@ def carry_scorers(model: Any, policy: Policy, directory: str) -> Any:
     """
     if isinstance(policy, LearnedPolicy) and not hasattr(model, SCORERS):
         check_scorers(directory, policy)
-        attach_scorers(model, policy)
-        read_scorers(directory, model)
+        load_scorers(directory, model, policy)
         getattr(model, SCORERS).to(model.dtype).requires_grad_(False)  # ZeRO-3 wants one dtype
     return model
 
