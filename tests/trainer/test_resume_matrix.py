@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from learned import learned_policy, with_scorers
+from safetensors.torch import load_file
 from trainer_runs import GRPO_KEYS, Bomb, craft, timeless
 
 from sparse_rl.metrics import read_metrics
+from sparse_rl.models.directory import save_policy, write_scorers
+from sparse_rl.models.load import load_model
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -124,6 +128,31 @@ def test_every_stage(kind: str, stage: int, processes: int, command: Callable, t
         assert one.returncode == 2 and "launch.processes is 2 there and 1 here" in one.stderr
         other = command(kind, "run", "launch.zero_stage=3", "--resume", processes=2)
         assert other.returncode == 2 and "launch.zero_stage is 2 there and 3 here" in other.stderr
+
+
+@pytest.mark.parametrize("learn", [False, True])
+@pytest.mark.parametrize("kind", ["grpo", "distill"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_learned_policy(
+    stage: int, kind: str, learn: bool, command: Callable, tiny: Callable, tmp_path: Path
+) -> None:
+    """On two processes; scorers that do not learn are bit for bit what they were, and what is replayed is exact."""
+    policy, folder = learned_policy("delayed", 16, window=4), tmp_path / "learned"
+    shutil.copytree(tiny("qwen3"), folder)
+    write_scorers(folder, with_scorers(load_model(folder), policy).state_dict())
+    save_policy(folder, policy)
+    words = [f"cache={json.dumps(policy.config.as_block())}", f"launch.zero_stage={stage}"]
+    words += ["packing=false"] if kind == "distill" else []
+    words += ["scorers={weight: 1.0, learning_rate: 1e-3, boundary: {queries: 8}}"] if learn else []
+    resumes_exactly(command, tmp_path, kind, *words, processes=2, model=str(folder))
+    before, after = (load_file(place / "cache_scorer.safetensors") for place in (folder, tmp_path / "run" / "model"))
+    assert before.keys() == after.keys()
+    assert all((before[name] == after[name]).all() for name in before) is not learn
+    lines = read_metrics(tmp_path / "run")
+    retention = [line["cache/retention"] for line in lines if "cache/retention" in line]
+    assert retention and all(0 < share < 1 for share in retention)
+    gaps = [line["replay/gap_max"] for line in lines if "replay/gap_max" in line]
+    assert len(gaps) == (4 if kind == "grpo" else 0) and all(gap <= 1e-5 for gap in gaps)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "kvpop"])
