@@ -29,11 +29,12 @@ from sparse_rl.commands.quickstart import Stages
 from sparse_rl.metrics import read_metrics
 
 SHIPPED = "quickstart/model"
-LEARN = "scorers={weight: 1.0, learning_rate: 1e-3, boundary: {queries: 64}}"
+LEARN = "scorers={{weight: 1.0, learning_rate: {}, boundary: {{queries: 64}}}}"
 RUNS: dict[str, tuple[str, list[str]]] = {  # row -> (the cache it starts from, what its recipe changes)
     "KVpop, scorers frozen, hf": ("kvpop", ["rollout.engine=hf"]),
     "KVpop, scorers frozen, vllm": ("kvpop", ["rollout.engine=vllm", "rollout.kv_cache_gb=0.2"]),
-    "KVpop, scorers learn, hf": ("kvpop", ["rollout.engine=hf", LEARN]),
+    "KVpop, scorers learn, hf": ("kvpop", ["rollout.engine=hf", LEARN.format(1e-3)]),
+    "KVpop, scorers learn at 1e-4, hf": ("kvpop", ["rollout.engine=hf", LEARN.format(1e-4)]),
     "streaming, hf": ("streaming", ["rollout.engine=hf"]),
     "G-KV, hf": ("gkv", ["rollout.engine=hf"]),
 }
@@ -63,11 +64,14 @@ def run_seed(seed: int, stages: Stages, options: argparse.Namespace) -> list[dic
         return json.loads((place / "eval.json").read_text())["rows"][0]["accuracy"]
 
     retrofit = folder / "retrofit"
-    stage("retrofit", retrofit, "train", "quickstart/kvpop", f"cache={held['kvpop']}", f"max_steps={options.retrofit}",
-          f"data.synthetic.seed={seed + 1}", f"learning_rate={options.learning_rate}", "validation=null")  # fmt: skip
+    if any(RUNS[name][0] == "kvpop" for name in options.rows):
+        keys = [f"cache={held['kvpop']}", f"data.synthetic.seed={seed + 1}", f"max_steps={options.retrofit}"]
+        keys += [f"learning_rate={options.learning_rate}", "validation=null"]
+        stage("retrofit", retrofit, "train", "quickstart/kvpop", *keys)
     starts = {"kvpop": str(retrofit / "model"), "streaming": SHIPPED, "gkv": SHIPPED}
     rows = []
-    for name, (policy, keys) in RUNS.items():
+    for name in options.rows:
+        policy, keys = RUNS[name]
         place = folder / name.replace(", ", "-").replace(" ", "-")
         before = accuracy(f"before: {policy}", folder / f"start-{policy}", starts[policy], held[policy])
         stage(name, place, "train", "quickstart/grpo", f"model={starts[policy]}", f"cache={held[policy]}",
@@ -107,6 +111,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rows", nargs="+", choices=RUNS, default=list(RUNS), help="the others stay as --out has them")
     parser.add_argument("--budget", type=int, default=32, help="entries per kv head, of every cache at its peak")
     parser.add_argument("--scorer", default="mlp")
     parser.add_argument("--retrofit", type=int, default=120, help="steps of it")
@@ -121,8 +126,11 @@ def main() -> None:
     stages = Stages(options.slots)
     with ThreadPoolExecutor(len(options.seeds)) as pool:
         rows = [row for found in pool.map(lambda seed: run_seed(seed, stages, options), options.seeds) for row in found]
+    known = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    at = {(row["seed"], row["run"]): row for row in [*known, *rows]}
+    rows = sorted(at.values(), key=lambda row: (row["seed"], list(RUNS).index(row["run"])))
     Console().print(table(rows))
-    settings = {name: str(value) for name, value in vars(options).items() if name not in ("runs", "out", "slots")}
+    settings = {n: str(value) for n, value in vars(options).items() if n not in ("runs", "out", "slots", "rows")}
     options.out.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")
 
 

@@ -114,3 +114,5 @@ def test_rl_under_gates(recipe: Callable, tmp_path: Path) -> None:
     assert len(lines) == 2 and all(line["replay/gap_max"] <= 1e-5 for line in lines)
     with pytest.raises(UserError, match="scorers: dms has none that learn on"):
         make_recipe({**content, "scorers": {}})
+    with pytest.raises(UserError, match="lora: not under dms"):
+        make_recipe({**content, "lora": {"r": 4}})

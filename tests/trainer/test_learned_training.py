@@ -166,7 +166,7 @@ def test_right_scorers_do_not(with_own_engine: Callable) -> None:
 def test_what_is_refused(kind: str, recipe: Callable, tiny: Callable) -> None:
     with pytest.raises(UserError, match="lora: not under kvpop"):
         recipe(kind, lora={"r": 4})
-    with pytest.raises(UserError, match="has no scorers, by which kvpop ranks"):
+    with pytest.raises(UserError, match="has no scorers, by which kvpop decides"):
         train(recipe(kind, model=tiny()))
     other = {**CACHE, "scorer": "linear"}
     with pytest.raises(UserError, match=r"cache.scorer: the scorers of .* asks for"):

@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import Sampler
 from trl import GRPOTrainer
+from trl.models.utils import _ForwardRedirection
 
 from rollout.engine import Engine, Rollout, SamplingConfig
 from sparse_rl.attention.families import cache_shape
@@ -92,7 +93,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             policy = cast(KVpop, self.engine.policy).config
             self.scorer_loss = ScorerLoss(policy, learn.target, learn.boundary)
             base_of(self.model).cache_scorers.requires_grad_(True)
-        self._scorer_views: list[LearnedView] = []  # of the forwards of one loss
+        self._redirect = _ForwardRedirection()
+        self._scorer_views: list[tuple[LearnedView, torch.Tensor]] = []  # of the forwards of one loss, and their losses
         self._gaps: dict[str, list[torch.Tensor]] = {"train": [], "eval": []}  # [2, N] each, since the last log
 
     def _correct_importance(self) -> None:
@@ -208,8 +210,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         """The boundary loss of the forwards of this loss, weighted as TRL weighs its own; and what is said of it."""
         assert self.args.scorers is not None
         views, metrics = self._scorer_views, self._metrics[self._mode]
-        losses = torch.cat([torch.stack(list(view.losses.values())) for view in views])
-        held, of = (sum(float(pair[i]) for view in views for pair in view.recalls.values()) for i in (0, 1))
+        losses = torch.cat([each for _, each in views])
+        held, of = (sum(float(pair[i]) for view, _ in views for pair in view.recalls.values()) for i in (0, 1))
         metrics["boundary_loss"].append(float(losses.detach().mean()))
         metrics["cache/recall"].append(held / max(of, 1.0))
         return self.args.scorers.weight * losses.mean() / self.current_gradient_accumulation_steps
@@ -255,15 +257,9 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         return self._forward(model, ids, positions, labels, view)
 
     def _forward(self, model: Any, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, view: Any) -> Any:
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": NO_MASK.to(ids.device)}
         with self.accelerator.autocast():
-            return model(
-                input_ids=ids,
-                position_ids=positions,
-                attention_mask=NO_MASK.to(ids.device),
-                kv_view=view,
-                labels=labels,
-                fused_lm_head=True,
-            )
+            return model(**inputs, kv_view=view, labels=labels, fused_lm_head=True)
 
     def _forward_of_scorers(
         self, model: Any, ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, keep: int, traces: list
@@ -272,17 +268,24 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         assert self.scorer_loss is not None
         width, device = ids.shape[1], ids.device
         starts, columns = mask.long().argmax(-1)[:, None], torch.arange(width, device=device)
-        order = (columns + starts) % width
+        order, student = (columns + starts) % width, self.accelerator.unwrap_model(model)
         view = self.scorer_loss.view(
-            base_of(self.accelerator.unwrap_model(model)).cache_scorers,
+            base_of(student).cache_scorers,
             mask.long().sum(1),
             mask[:, :-keep].long().sum(1),
             width,
             kernel=self.args.attention_kernel,
             recorded=batch_traces(traces, [0] * len(traces), width)["evict_at"],
         )
-        self._scorer_views.append(view)
-        out = self._forward(model, ids.gather(1, order), columns.expand_as(ids), labels.gather(1, order), view)
+
+        def with_losses(*inputs: Any) -> tuple[Any, torch.Tensor]:
+            out = self._forward(student.forward, *inputs)
+            return out, torch.stack(list(view.losses.values()))
+
+        # DDP and DeepSpeed follow what their forward returns: a loss that did not come out of it would have no part
+        inputs = ids.gather(1, order), columns.expand_as(ids), labels.gather(1, order), view
+        out, losses = self._redirect(model, student, with_losses, *inputs)
+        self._scorer_views.append((view, losses))
         back = (columns[:-1] - starts).clamp(min=0)
         out.log_probs, out.entropy = out.log_probs.gather(1, back), out.entropy.gather(1, back)
         return out

@@ -9,7 +9,7 @@ from typing import Self
 from rollout.config import RolloutConfig
 from sparse_rl.config import flat
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import KVpopPolicyConfig, PolicyConfig
+from sparse_rl.policies.config import KVpopPolicyConfig, LearnedConfig, PolicyConfig
 from sparse_rl.recipe.kinds.base import TrainRecipe, ValidationConfig
 from sparse_rl.recipe.kinds.caches import check_model_len
 from trainer.config import ReplayConfig
@@ -56,8 +56,7 @@ class SampledRecipe(ReplayedRecipe):
 
     def _check_learned(self) -> None:
         """What a learned policy, and scorers that go on learning, ask of the rest."""
-        learned = isinstance(self.cache, KVpopPolicyConfig)
-        if learned and self.lora is not None:
+        if isinstance(self.cache, LearnedConfig) and self.lora is not None:
             raise UserError(f"not under {self.cache.name}; remove one of them", "lora")
         if self.scorers is None:
             return
