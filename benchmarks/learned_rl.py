@@ -30,11 +30,11 @@ from sparse_rl.metrics import read_metrics
 
 SHIPPED = "quickstart/model"
 LEARN = "scorers={{weight: 1.0, learning_rate: {}, boundary: {{queries: 64}}}}"
+RATES = ("1e-3", "1e-4", "1e-5")
 RUNS: dict[str, tuple[str, list[str]]] = {  # row -> (the cache it starts from, what its recipe changes)
     "KVpop, scorers frozen, hf": ("kvpop", ["rollout.engine=hf"]),
     "KVpop, scorers frozen, vllm": ("kvpop", ["rollout.engine=vllm", "rollout.kv_cache_gb=0.2"]),
-    "KVpop, scorers learn, hf": ("kvpop", ["rollout.engine=hf", LEARN.format(1e-3)]),
-    "KVpop, scorers learn at 1e-4, hf": ("kvpop", ["rollout.engine=hf", LEARN.format(1e-4)]),
+    **{f"KVpop, scorers learn at {at}, hf": ("kvpop", ["rollout.engine=hf", LEARN.format(at)]) for at in RATES},
     "streaming, hf": ("streaming", ["rollout.engine=hf"]),
     "G-KV, hf": ("gkv", ["rollout.engine=hf"]),
 }
