@@ -20,6 +20,6 @@ class ScorersConfig(Configuration):
     """
 
     weight: Positive = 1.0
-    learning_rate: Positive = 1e-4
+    learning_rate: Positive = 1e-5
     target: TargetConfig = field(default_factory=TargetConfig)
     boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
