@@ -237,6 +237,9 @@ class EvictingCache:
             layer.queries[rows, :, now % layer.queries.shape[2]] = query[:, :, 0]
 
         held, mask = self._slots_seen(layer)
+        if self.policy.bias is not None:
+            bias = layer.state[self.policy.bias][:, :, None, :held]
+            mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
         # The G query heads of a group attend as G "queries" to their kv head: nothing is repeated.
         grouped = query.reshape(batch, kv_heads, -1, dim)
         out = sdpa(grouped, layer.keys[:, :, :held], layer.values[:, :, :held], scaling, mask).reshape(query.shape)
@@ -337,7 +340,8 @@ class EvictingCache:
 
         wide = keep[..., None].expand(-1, -1, -1, layer.keys.shape[-1])
         layer.keys[rows, :, :count] = layer.keys[rows, :, :held].gather(2, wide)
-        layer.values[rows, :, :count] = layer.values[rows, :, :held].gather(2, wide)
+        values = layer.values[rows, :, :held] if kept.values is None else kept.values
+        layer.values[rows, :, :count] = values.gather(2, wide)
         layer.positions[rows, :, :count] = entries.positions.gather(2, keep)
         for name, value in kept.state.items():
             layer.state[name][rows, :, :count] = value.gather(2, keep)

@@ -243,7 +243,9 @@ class HFEngine:
 
     @staticmethod
     def _trace(cache: EvictingCache, place: int, row: Row) -> EvictionTrace:
-        return EvictionTrace.recorded(cache.evict_at(place, len(row.request.prompt) + len(row.tokens)))
+        prompt = len(row.request.prompt)
+        length = prompt + len(row.tokens)
+        return EvictionTrace.recorded(cache.evict_at(place, length), cache.policy.further(prompt, length))
 
 
 def _forced(request: Request, step: int) -> int:

@@ -143,10 +143,12 @@ class Kept:
     keep  : bool [R, Hkv, N], true for what stays; `Entries.left` says how many should. A policy may leave another
             count in each kv head; an engine that cannot hold such a cache says so (`check_counts`).
     state : name -> float32 [R, Hkv, N], the policy's memory from here on
+    values : [R, Hkv, N, D], of what stays, from here on; None: as they were
     """
 
     keep: torch.Tensor
     state: dict[str, torch.Tensor]
+    values: torch.Tensor | None = None
 
     def counts(self) -> torch.Tensor:
         """int64 [R, Hkv]: entries that stay."""
@@ -183,6 +185,7 @@ class Policy:
 
     config: Any  # a subclass says which
     entry_memory: ClassVar[dict[str, float]] = {}  # memory per entry: name -> value of a new entry
+    bias: ClassVar[str | None] = None  # the one of `entry_memory` that attention adds to the logits
     every_query: ClassVar[bool] = False  # True: `observe` is called after every forward, prefill and decode
     score_reads: ClassVar[tuple[str, ...]] = ("keys",)  # of "keys" and "values", what `score` looks at
     observe_reads: ClassVar[tuple[str, ...]] = ("keys",)  # and what `observe` does
@@ -272,6 +275,10 @@ class Policy:
         best = rank.topk(most, sorted=least < most).indices  # sorted where some rows leave fewer than the others
         stays = torch.arange(most, device=best.device) < torch.tensor(entries.left, device=best.device)[:, None, None]
         return Kept(torch.zeros_like(competing).scatter_(-1, best, stays.expand_as(best)), entries.state)
+
+    def further(self, prompt: int, length: int) -> dict[str, torch.Tensor]:
+        """What a trace holds beside evict_at, by the name of the section, of a sequence of so many tokens."""
+        return {}
 
     # ---- identity -------------------------------------------------------------------------------------------------
 

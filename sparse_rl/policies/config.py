@@ -17,6 +17,7 @@ from sparse_rl.config import (
     NamedConfiguration,
     NonNegative,
     NonNegativeInt,
+    Positive,
     PositiveInt,
     Probability,
     Rule,
@@ -185,6 +186,47 @@ class CAKEConfig(ScoredWindowConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AMConfig(EvictingConfig):
+    """
+    period : as for the others; None: the budget
+    reference_queries : of how many of the last tokens the queries say what must be kept; None: 128, where the first
+        compaction has as many
+    select : attention, the keys that receive most of it; omp, orthogonal matching pursuit of the attention mass
+    aggregate : of the attention of the reference queries
+    ridge : of the values' fit, which shrinks towards what they were; in units of the attention's mean square
+    fit : ridge; or paper, the paper's own solvers, for comparison: no trainer can follow them
+    """
+
+    name: ClassVar[str] = "am"
+    window: PositiveInt = 16
+    period: PositiveInt | None = None  # type: ignore[assignment]  # a number from here on
+    reference_queries: PositiveInt | None = None
+    select: Literal["attention", "omp"] = "attention"
+    aggregate: Literal["rms", "mean", "max"] = "rms"
+    ridge: Positive = 1e-3
+    fit: Literal["ridge", "paper"] = "ridge"
+
+    def __post_init__(self) -> None:
+        PolicyConfig.__post_init__(self)
+        if self.period is None:
+            object.__setattr__(self, "period", self.budget)
+        if self.reference_queries is None:
+            object.__setattr__(self, "reference_queries", min(128, self.budget + self.period))
+        super().__post_init__()
+        if self.reference_queries > self.budget + self.period:
+            most = self.budget + self.period
+            raise UserError(
+                f"{self.reference_queries}: the first compaction has {most} tokens' queries, budget + period; lower it",
+                "reference_queries",
+            )
+
+    @property
+    def refitted(self) -> int:
+        """The entries of a kv head that a compaction leaves and fits; sinks and window stay as they are."""
+        return self.budget - self.sinks - self.window
+
+
+@dataclass(frozen=True, kw_only=True)
 class LearnedConfig(PolicyConfig):
     """What policies have that go by a model's scorers.
 
@@ -268,6 +310,7 @@ CONFIGS: dict[str, type[PolicyConfig]] = {
     "rkv": RKVConfig,
     "gkv": GKVConfig,
     "cake": CAKEConfig,
+    "am": AMConfig,
     "kvpop": KVpopPolicyConfig,
     "dms": DMSConfig,
 }

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from sparse_rl.policies.am import AM
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.policies.dms import DMS
@@ -26,6 +27,7 @@ POLICIES: dict[str, type[Policy]] = {
     "rkv": RKV,
     "gkv": GKV,
     "cake": CAKE,
+    "am": AM,
     "kvpop": KVpop,  # this and the next are retrofitted to a model (trainer/kvpop/)
     "dms": DMS,
 }

@@ -69,10 +69,10 @@ class EvictionTrace:
         return cls(state[EVICT_AT.name], further)
 
     @classmethod
-    def recorded(cls, evict_at: torch.Tensor) -> EvictionTrace:
+    def recorded(cls, evict_at: torch.Tensor, further: Mapping[str, torch.Tensor] | None = None) -> EvictionTrace:
         """A trace from an engine's record [L, Hkv, S]: to int32 in host memory, unobservable values to NEVER."""
         evict_at = evict_at.to("cpu", torch.int32)
-        return cls(evict_at.masked_fill(evict_at >= evict_at.shape[-1] - 1, NEVER))
+        return cls(evict_at.masked_fill(evict_at >= evict_at.shape[-1] - 1, NEVER), further or {})
 
     @classmethod
     def dense(cls, layers: int, kv_heads: int, length: int) -> EvictionTrace:

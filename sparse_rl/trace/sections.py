@@ -98,4 +98,64 @@ EVICT_AT = Section(
     pack=_pack_evict_at,
 )
 
-SECTIONS: dict[str, Section] = {EVICT_AT.name: EVICT_AT}
+# ---- refit_at: int32 [C], the tokens seen at each compaction that gave what stayed new biases and values ------------
+# ---- refit_with: float64 [K], how (sparse_rl/matching/record.py) ---------------------------------------------------
+
+SETTINGS = 7  # numbers in refit_with
+
+
+def _check_refit_at(values: torch.Tensor, evict_at: torch.Tensor) -> str | None:
+    """Ascending, after the first token and before the last query."""
+    times, last = values.tolist(), evict_at.shape[-1] - 2
+    if any(a >= b for a, b in zip([0, *times], times, strict=False)) or any(time > last for time in times):
+        return f"refit_at {times[:20]} is not ascending from 1 to {last}, where the last query is"
+    return None
+
+
+def _check_refit_with(values: torch.Tensor, _: torch.Tensor) -> str | None:
+    if len(values) != SETTINGS or not bool((values.isfinite() & (values >= 0)).all()) or not values[2] * values[4] > 0:
+        return f"refit_with {values.tolist()[:20]} is not what fits are made with"
+    return None
+
+
+def _batch_refit_at(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
+    """int32 [B, most C], right-padded with NEVER."""
+    batch = torch.full((len(rows), max(len(values) for values in rows)), NEVER, dtype=torch.int32)
+    for row, (values, start) in enumerate(zip(rows, starts, strict=True)):
+        batch[row, : len(values)] = values + start
+    return batch
+
+
+def _batch_refit_with(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
+    """The one that all rows have."""
+    if any(not torch.equal(values, rows[0]) for values in rows):
+        raise TraceError("refit_with differs between the traces of a batch: they were sampled under different policies")
+    return rows[0]
+
+
+def _no_packing(documents: Sequence[torch.Tensor], starts: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
+    if len(documents) == 1:
+        return documents[0]
+    raise TraceError("sequences whose entries were refitted cannot be packed into one row; use packing: false")
+
+
+REFIT_AT = Section(
+    name="refit_at",
+    dtype=torch.int32,
+    axes=("compaction",),
+    joined="compaction",
+    check=_check_refit_at,
+    batch=_batch_refit_at,
+    pack=_no_packing,
+)
+REFIT_WITH = Section(
+    name="refit_with",
+    dtype=torch.float64,
+    axes=("setting",),
+    joined="setting",
+    check=_check_refit_with,
+    batch=_batch_refit_with,
+    pack=_no_packing,
+)
+
+SECTIONS: dict[str, Section] = {section.name: section for section in (EVICT_AT, REFIT_AT, REFIT_WITH)}

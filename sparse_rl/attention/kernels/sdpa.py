@@ -14,10 +14,15 @@ def sdpa(
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> torch.Tensor:
-    """Attention of [B, Hq, T, D] over [B, Hkv, N, D]; mask bool, False where a query does not see."""
+    """Attention of [B, Hq, T, D] over [B, Hkv, N, D].
+
+    mask : bool, False where a query does not see; or floats, which are added to the logits
+    """
     dtype = value.dtype
     wanted = computing_dtype(query, value)
     query, key, value = query.to(wanted), key.to(wanted), value.to(wanted)
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(wanted)  # beside queries of another dtype torch computes something else, without a word
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
     )

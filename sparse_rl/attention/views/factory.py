@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from sparse_rl.attention.interface import KVView, TraceView
+from sparse_rl.attention.views.matched import MatchedView
 from sparse_rl.attention.views.replay import ReplayView
 from sparse_rl.trace import EvictionTrace, TraceError, batch_traces
 
-VIEWS: tuple[type[TraceView], ...] = (ReplayView,)
+VIEWS: tuple[type[TraceView], ...] = (ReplayView, MatchedView)
 
 
 def make_view(

@@ -1,0 +1,98 @@
+"""A compaction of one block of entries: which stay, and what biases and values they have from here on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from sparse_rl.errors import NotFiniteError
+from sparse_rl.matching.fit import features, fit_values, fit_weights, paper_values, paper_weights, solved_weights
+from sparse_rl.matching.select import PURSUIT_BOUND, attention_score, pursued
+
+BOUND = 3.0  # of log w in one compaction where keys are chosen by attention; earlier biases are added to it
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a block is fitted.
+
+    select : attention, the keys that receive most of it; omp, orthogonal matching pursuit of the mass
+    aggregate : of the attention of the reference queries: rms, mean or max
+    ridge : of the values, > 0; see `fit_values`
+    paper : the paper's own solvers, which no trainer can follow
+    """
+
+    select: Literal["attention", "omp"] = "attention"
+    aggregate: str = "rms"
+    ridge: float = 1e-3
+    paper: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """N entries of R rows and their reference queries; of the entries the competing ones are the block.
+
+    keys, values : [R, H, N, D]
+    queries : [R, H, n, D], of all query heads of a group
+    bias : float32 [R, H, N], of earlier compactions
+    competing : bool [R, 1 or H, N]; what does not compete stays as it is, and has no part in the fit
+    scaling : the factor on q . k
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor
+    bias: torch.Tensor
+    competing: torch.Tensor
+    scaling: float
+
+    def logits(self) -> torch.Tensor:
+        """float64 [R, H, n, N], biases in them, -inf where an entry does not compete."""
+        logits = self.queries.double() @ self.keys.double().mT * self.scaling + self.bias.double()[:, :, None]
+        return logits.masked_fill(~self.competing[:, :, None], float("-inf"))
+
+
+def match(block: Block, count: int, fit: Fit) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(index int64 [R, H, count], ascending; biases float32 [R, H, count]; values [R, H, count, D]) of what stays.
+
+    At least `count` entries of each row compete. Of equal scores the earlier entry stays. Raises NotFiniteError where
+    keys, values or queries are not finite.
+    """
+    logits = block.logits()
+    score = attention_score(logits, fit.aggregate)
+    if bool((score.isnan() & block.competing).any()):
+        raise NotFiniteError("am: a NaN score; the model's keys or queries are not finite")
+    if fit.select == "omp":
+        phi = features(logits)[0].flatten(0, 1)
+        allowed = block.competing.expand(score.shape).flatten(0, 1)
+        index = pursued(phi, count, allowed, phi.is_cuda).view(*score.shape[:2], count)
+    else:
+        among = score.float().masked_fill(~block.competing, float("-inf"))
+        index = among.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(-1).values
+    return index, *refit(block, index, fit)
+
+
+def refit(block: Block, index: torch.Tensor, fit: Fit) -> tuple[torch.Tensor, torch.Tensor]:
+    """The biases float32 [R, H, t] and values [R, H, t, D] of given entries, int64 [R, H, t]: what a trainer makes again.
+
+    With gradients. The bias is rounded before values are fitted to it.
+    """
+    logits = block.logits()
+    phi, mass = features(logits)
+    wide = index[:, :, None].expand(-1, -1, phi.shape[2], -1)
+    kept = phi.gather(3, wide)
+    if fit.paper:
+        weights = paper_weights(kept, mass, BOUND)
+    elif fit.select == "omp":
+        weights = solved_weights(kept, mass, PURSUIT_BOUND)
+    else:
+        weights = fit_weights(kept, mass, BOUND)
+    bias = (block.bias.gather(2, index).double() + weights.log()).float()
+    deep = index[..., None].expand(*index.shape, block.values.shape[-1])
+    keys, values = block.keys.gather(2, deep).double(), block.values.gather(2, deep).double()
+    x = (block.queries.double() @ keys.mT * block.scaling + bias.double()[:, :, None]).softmax(-1)
+    y = logits.softmax(-1) @ block.values.double()
+    fitted = paper_values(x, y) if fit.paper else fit_values(x, y, values, fit.ridge)
+    return bias, fitted.to(block.values.dtype)

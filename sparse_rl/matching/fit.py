@@ -1,0 +1,107 @@
+"""The fits of a compaction (AM section 3, appendices A.2 and C.2), differentiable and well posed.
+
+Of one kv head: n reference queries, a block of N entries with logits s + b (scaling and earlier biases in them), of which
+t are kept, the set S. All functions take any leading axes, and compute in the dtype they are given: float64.
+
+Two departures from the paper, whose own solvers are in `paper_weights` and `paper_values`: those turn a rounding of 1e-6
+in the queries into 0.3 nats, so that what is sampled under them cannot be trained under.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+STEPS, POWER = 30, 12  # of the weights' descent; of the power iteration that finds its step (ours)
+JITTER = 1e-13  # of the diagonal, where keys repeat each other
+
+
+def features(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """phi = exp(logits - their maximum over entries) [..., n, N], and the mass, its sum [..., n] (A.2).
+
+    An entry with a logit of -inf has no part.
+    """
+    phi = (logits - logits.amax(-1, keepdim=True)).exp()
+    return phi, phi.sum(-1)
+
+
+def fit_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float) -> torch.Tensor:
+    """w = argmin |kept w - mass|^2 with |log w| <= bound (AM equation for beta): [..., t].
+
+    kept : phi of S [..., n, t]; mass [..., n]
+
+    By accelerated projected gradient descent from the one weight that fits the total mass best (ours): the paper starts
+    from an unbounded least squares and takes two steps, which is worse than no bias where many entries stay.
+    """
+    total = kept.sum(-1)
+    flat = (total * mass).sum(-1, keepdim=True) / total.square().sum(-1, keepdim=True)
+    return descended(kept, mass, flat.expand(*kept.shape[:-2], kept.shape[-1]), bound, STEPS)
+
+
+def descended(kept: torch.Tensor, mass: torch.Tensor, start: torch.Tensor, bound: float, steps: int) -> torch.Tensor:
+    """`steps` of FISTA on |kept w - mass|^2 within the bounds, each of 1 / the greatest eigenvalue."""
+    low, high = math.exp(-bound), math.exp(bound)
+    gram = kept.mT @ kept
+    wanted = (kept.mT @ mass[..., None])[..., 0]
+    direction = torch.ones_like(wanted)
+    for _ in range(POWER):
+        direction = (gram @ direction[..., None])[..., 0]
+        direction = direction / direction.norm(dim=-1, keepdim=True)
+    step = 1 / (1.02 * (gram @ direction[..., None])[..., 0].norm(dim=-1, keepdim=True))
+    weights = ahead = start.clamp(low, high)
+    momentum = 1.0
+    for _ in range(steps):
+        following = (ahead - step * ((gram @ ahead[..., None])[..., 0] - wanted)).clamp(low, high)
+        next_momentum = (1 + math.sqrt(1 + 4 * momentum**2)) / 2
+        ahead = following + (momentum - 1) / next_momentum * (following - weights)
+        weights, momentum = following, next_momentum
+    return weights
+
+
+def solved_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float) -> torch.Tensor:
+    """argmin |kept w - mass|^2, clamped to |log w| <= bound: what orthogonal matching pursuit ends with."""
+    gram = kept.mT @ kept
+    jitter = torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1) * JITTER)
+    wanted = kept.mT @ mass[..., None]
+    return torch.cholesky_solve(wanted, torch.linalg.cholesky(gram + jitter))[..., 0].clamp(
+        math.exp(-bound), math.exp(bound)
+    )
+
+
+def fit_values(x: torch.Tensor, y: torch.Tensor, values: torch.Tensor, ridge: float) -> torch.Tensor:
+    """V + argmin over D of |x D - (y - x V)|^2 + ridge mean_j |x_j|^2 |D|^2: [..., t, D].
+
+    x : attention over S under the new biases [..., n, t]; y : the output of the whole block [..., n, D];
+    values : V, what S had [..., t, D]
+
+    The ridge shrinks towards the values that were there. The paper tried one that shrinks towards zero, which hurt, and
+    has none (C.2).
+    """
+    missing = y - x @ values
+    n, t = x.shape[-2:]
+    scale = ridge * x.square().sum(-1).mean(-1)[..., None, None]
+    eye = torch.eye(min(n, t), dtype=x.dtype, device=x.device)
+    if n < t:  # the same minimum, with a system of n unknowns instead of t
+        factor = torch.linalg.cholesky(x @ x.mT + scale * eye)
+        return values + x.mT @ torch.cholesky_solve(missing, factor)
+    factor = torch.linalg.cholesky(x.mT @ x + scale * eye)
+    return values + torch.cholesky_solve(x.mT @ missing, factor)
+
+
+# ---- the paper's own, for comparison --------------------------------------------------------------------------------
+
+
+def paper_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float) -> torch.Tensor:
+    """An unbounded least squares, clamped, and two projected steps (A.2)."""
+    return descended(kept, mass, _least_squares(kept, mass[..., None])[..., 0], bound, 2)
+
+
+def paper_values(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """argmin over V of |x V - y|^2, of several the least."""
+    return _least_squares(x, y)
+
+
+def _least_squares(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """On the CPU, where torch solves systems without full rank."""
+    return torch.linalg.lstsq(a.cpu(), b.cpu(), driver="gelsd").solution.to(a.device)

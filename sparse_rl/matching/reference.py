@@ -1,0 +1,50 @@
+"""Attention Matching as its equations read: one head, one entry at a time, float64. What the fast path is held against."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def naive_pursuit(phi: torch.Tensor, count: int, bound: float = 7.0) -> tuple[list[int], torch.Tensor]:
+    """Algorithm 1: (entries in order of choice, weights [count]) of features [n, N]; a least squares at every step."""
+    mass, chosen, weights = phi.sum(-1), list[int](), torch.zeros(0)
+    current = torch.zeros_like(mass)
+    while len(chosen) < count:
+        best, most = -1, -math.inf
+        for entry in range(phi.shape[1]):
+            agrees = float(phi[:, entry] @ (mass - current))
+            if entry not in chosen and agrees > most:
+                best, most = entry, agrees
+        chosen.append(best)
+        weights = torch.linalg.lstsq(phi[:, chosen], mass[:, None], driver="gelsd").solution[:, 0]
+        weights = weights.clamp(math.exp(-bound), math.exp(bound))
+        current = phi[:, chosen] @ weights
+    return chosen, weights
+
+
+def naive_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float, steps: int = 20_000) -> torch.Tensor:
+    """argmin |kept w - mass|^2 with |log w| <= bound, by coordinate descent: [t] of [n, t] and [n]."""
+    low, high = math.exp(-bound), math.exp(bound)
+    weights = torch.ones(kept.shape[1], dtype=kept.dtype)
+    missing = mass - kept @ weights
+    for _ in range(steps):
+        before = weights.clone()
+        for entry in range(len(weights)):
+            column = kept[:, entry]
+            best = float(weights[entry] + column @ missing / (column @ column))
+            moved = min(max(best, low), high) - float(weights[entry])
+            missing = missing - moved * column
+            weights[entry] += moved
+        if float((weights - before).abs().max()) < 1e-12:
+            break
+    return weights
+
+
+def naive_values(x: torch.Tensor, y: torch.Tensor, values: torch.Tensor, ridge: float) -> torch.Tensor:
+    """`fit_values` of [n, t], [n, D], [t, D], as one stacked least squares: [t, D]."""
+    root = math.sqrt(ridge * float(sum(row @ row for row in x)) / len(x))
+    stacked = torch.cat([x, root * torch.eye(x.shape[1], dtype=x.dtype)])
+    wanted = torch.cat([y - x @ values, torch.zeros(x.shape[1], y.shape[1], dtype=y.dtype)])
+    return values + torch.linalg.lstsq(stacked, wanted, driver="gelsd").solution

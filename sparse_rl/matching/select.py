@@ -1,0 +1,81 @@
+"""Which keys a compaction keeps (AM section 3, F.1, algorithms 1 and 2)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from sparse_rl.matching.fit import JITTER
+
+AGGREGATES = ("rms", "mean", "max")
+PURSUIT_BOUND = 7.0  # of |log w|, and under its negative an entry is not worth its place
+ROUNDS = 3  # of choosing anew what was not
+
+
+def attention_score(logits: torch.Tensor, aggregate: str = "rms") -> torch.Tensor:
+    """The attention [..., N] that each entry receives of the reference queries: root mean square, mean or max."""
+    attention = logits.softmax(-1)
+    if aggregate == "rms":
+        return attention.square().mean(-2).sqrt()
+    return attention.mean(-2) if aggregate == "mean" else attention.amax(-2)
+
+
+def pursued(phi: torch.Tensor, count: int, allowed: torch.Tensor, gram: bool) -> torch.Tensor:
+    """`count` entries whose features carry the mass best: int64 [B, count], ascending. phi [B, n, N]; allowed bool [B, N].
+
+    An entry whose weight comes out below exp(-PURSUIT_BOUND) gives its place to another, as long as there are others.
+    """
+    chosen, weights = pursue(phi, count, allowed, gram)
+    allowed = allowed.clone()
+    for _ in range(ROUNDS):
+        poor = weights <= math.exp(-PURSUIT_BOUND)
+        enough = allowed.sum(-1) - poor.sum(-1) >= count
+        again = (poor.any(-1) & enough).nonzero()[:, 0]
+        if not len(again):
+            break
+        barred = torch.zeros_like(allowed[again]).scatter_(-1, chosen[again], poor[again])
+        allowed[again] = allowed[again] & ~barred
+        chosen[again], weights[again] = pursue(phi[again], count, allowed[again], gram)
+    return chosen.sort(-1).values
+
+
+def pursue(phi: torch.Tensor, count: int, allowed: torch.Tensor, gram: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Orthogonal matching pursuit: (int64 [B, count] in order of choice, their weights [B, count]).
+
+    Each step takes the entry whose features agree best with the mass that is missing, and weighs all chosen ones anew, by
+    a Cholesky factor that grows by a row: O(i^2) in step i, where the paper's least squares from scratch is O(n i^2).
+
+    gram : make phi^T phi once, of which a step reads a row (what a GPU is good at); else a step reads phi
+    """
+    batch, n, entries = phi.shape
+    rows = torch.arange(batch, device=phi.device)
+    mass, taken = phi.sum(-1), ~allowed
+    products = phi.mT @ phi if gram else None
+    wanted = products.sum(-1) if products is not None else (mass[:, None] @ phi)[:, 0]  # the mass is phi of ones
+    agrees = wanted.clone()
+    read = phi.new_zeros(batch, count, entries if gram else n)
+    factor = phi.new_zeros(batch, count, count)
+    chosen = torch.zeros(batch, count, dtype=torch.long, device=phi.device)
+    weights = phi.new_zeros(batch, 0)
+    for i in range(count):
+        new = agrees.masked_fill(taken, float("-inf")).argmax(-1)
+        taken = taken.scatter(1, new[:, None], True)
+        chosen[:, i] = new
+        if products is not None:
+            read[:, i] = products[rows, new]
+            cross = read[:, i].gather(1, chosen[:, : i + 1])
+        else:
+            read[:, i] = phi[rows, :, new]
+            cross = (read[:, : i + 1] @ read[:, i, :, None])[..., 0]
+        corner = cross[:, i] * (1 + JITTER)
+        if i:
+            row = torch.linalg.solve_triangular(factor[:, :i, :i], cross[:, :i, None], upper=False)[..., 0]
+            factor[:, i, :i] = row
+            corner = corner - row.square().sum(-1)
+        factor[:, i, i] = corner.clamp(min=JITTER * 1e-3).sqrt()  # a key that repeats others adds nothing
+        solved = torch.cholesky_solve(wanted.gather(1, chosen[:, : i + 1])[..., None], factor[:, : i + 1, : i + 1])
+        weights = solved[..., 0].clamp(math.exp(-PURSUIT_BOUND), math.exp(PURSUIT_BOUND))
+        said = (weights[:, None] @ read[:, : i + 1])[:, 0]
+        agrees = wanted - said if products is not None else ((mass - said)[:, None] @ phi)[:, 0]
+    return chosen, weights

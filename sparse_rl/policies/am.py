@@ -1,0 +1,65 @@
+"""Attention Matching, online: what stays carries what went (sparse_rl/matching).
+
+"Fast KV compaction via attention matching" (AM), section 3, here at every compaction while a sequence is sampled: of what
+competes the keys stay that receive most attention (or what orthogonal matching pursuit chooses); each gets a bias, which
+attention adds to its logits, so that the attention mass is right, and another value, so that the output is right. An
+entry that was kept before brings its bias along, and the new one is added to it.
+
+A departure from appendix F.3: the reference queries are those that the sampler had, of the last tokens; the paper repeats
+the context for them. What is recorded is what goes and when; biases and values follow from that, and a trainer makes
+them again, with gradients (sparse_rl/attention/views/matched.py).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_rl.matching import Block, Fit, Record, match
+from sparse_rl.policies.base import Entries, Kept, Policy
+from sparse_rl.policies.config import AMConfig
+
+BIAS = "bias"
+
+
+class AM(Policy):
+    config: AMConfig
+    entry_memory = {BIAS: 0.0}
+    bias = BIAS
+    score_reads = ("keys", "values")
+
+    @property
+    def last_queries(self) -> int:
+        assert self.config.reference_queries is not None
+        return self.config.reference_queries
+
+    @property
+    def fit(self) -> Fit:
+        config = self.config
+        return Fit(config.select, config.aggregate, config.ridge, config.fit == "paper")
+
+    def compact(self, layer: int, entries: Entries) -> Kept:
+        """In order of position: an engine holds entries in any order, and a sum in another order rounds otherwise."""
+        assert entries.keys is not None and entries.values is not None and entries.queries is not None
+        order = entries.by_position()
+        deep = order[..., None].expand_as(entries.keys)
+        competing = entries.competing(self.config.sinks, self.config.window)
+        block = Block(
+            keys=entries.keys.gather(2, deep),
+            values=entries.values.gather(2, deep),
+            queries=entries.queries.reshape(*entries.keys.shape[:2], -1, entries.keys.shape[-1]),
+            bias=entries.state[BIAS].gather(2, order),
+            competing=competing.gather(2, order),
+            scaling=entries.scaling,
+        )
+        chosen, bias, values = match(block, self.config.refitted, self.fit)
+        slots = order.gather(2, chosen)
+        stays = (entries.valid() & ~competing).scatter(2, slots, True)
+        written = entries.values.scatter(2, slots[..., None].expand_as(values), values)
+        return Kept(stays, {BIAS: entries.state[BIAS].scatter(2, slots, bias)}, written)
+
+    def further(self, prompt: int, length: int) -> dict[str, torch.Tensor]:
+        times, seen = [], self.schedule.first(prompt)
+        while seen < length - 1:  # what comes later, no query sees
+            times.append(seen)
+            seen = self.schedule.next_due(prompt, seen)
+        return Record.of(self.config).sections(times)
