@@ -55,7 +55,7 @@ class Block:
 
 
 def match(block: Block, count: int, fit: Fit) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(index int64 [R, H, count], ascending; biases float32 [R, H, count]; values [R, H, count, D]) of what stays.
+    """What stays: its index int64 [R, H, count], ascending, biases float32 [R, H, count], values [R, H, count, D].
 
     At least `count` entries of each row compete. Of equal scores the earlier entry stays. Raises NotFiniteError where
     keys, values or queries are not finite.
@@ -75,7 +75,7 @@ def match(block: Block, count: int, fit: Fit) -> tuple[torch.Tensor, torch.Tenso
 
 
 def refit(block: Block, index: torch.Tensor, fit: Fit) -> tuple[torch.Tensor, torch.Tensor]:
-    """The biases float32 [R, H, t] and values [R, H, t, D] of given entries, int64 [R, H, t]: what a trainer makes again.
+    """Biases float32 [R, H, t] and values [R, H, t, D] of given entries, int64 [R, H, t]: what a trainer makes again.
 
     With gradients. The bias is rounded before values are fitted to it.
     """

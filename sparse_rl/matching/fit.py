@@ -1,10 +1,10 @@
 """The fits of a compaction (AM section 3, appendices A.2 and C.2), differentiable and well posed.
 
-Of one kv head: n reference queries, a block of N entries with logits s + b (scaling and earlier biases in them), of which
-t are kept, the set S. All functions take any leading axes, and compute in the dtype they are given: float64.
+Of one kv head: n reference queries, a block of N entries with logits s + b (scaling and earlier biases in them), of
+which t are kept, the set S. All functions take any leading axes, and compute in the dtype they are given: float64.
 
-Two departures from the paper, whose own solvers are in `paper_weights` and `paper_values`: those turn a rounding of 1e-6
-in the queries into 0.3 nats, so that what is sampled under them cannot be trained under.
+Two departures from the paper, whose own solvers are in `paper_weights` and `paper_values`: those turn a rounding of
+1e-6 in the queries into 0.3 nats, so that what is sampled under them cannot be trained under.
 """
 
 from __future__ import annotations

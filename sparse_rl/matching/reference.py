@@ -1,4 +1,4 @@
-"""Attention Matching as its equations read: one head, one entry at a time, float64. What the fast path is held against."""
+"""Attention Matching as its equations read: one head, one entry at a time, in float64. The fast path is held to it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def attention_score(logits: torch.Tensor, aggregate: str = "rms") -> torch.Tenso
 
 
 def pursued(phi: torch.Tensor, count: int, allowed: torch.Tensor, gram: bool) -> torch.Tensor:
-    """`count` entries whose features carry the mass best: int64 [B, count], ascending. phi [B, n, N]; allowed bool [B, N].
+    """The `count` entries that carry the mass best: int64 [B, count], ascending. phi [B, n, N]; allowed bool [B, N].
 
     An entry whose weight comes out below exp(-PURSUIT_BOUND) gives its place to another, as long as there are others.
     """
@@ -43,8 +43,8 @@ def pursued(phi: torch.Tensor, count: int, allowed: torch.Tensor, gram: bool) ->
 def pursue(phi: torch.Tensor, count: int, allowed: torch.Tensor, gram: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Orthogonal matching pursuit: (int64 [B, count] in order of choice, their weights [B, count]).
 
-    Each step takes the entry whose features agree best with the mass that is missing, and weighs all chosen ones anew, by
-    a Cholesky factor that grows by a row: O(i^2) in step i, where the paper's least squares from scratch is O(n i^2).
+    Each step takes the entry whose features agree best with the mass that is missing, and weighs all chosen ones anew,
+    by a Cholesky factor that grows by a row: O(i^2) in step i, and the paper's least squares from scratch O(n i^2).
 
     gram : make phi^T phi once, of which a step reads a row (what a GPU is good at); else a step reads phi
     """

@@ -1,13 +1,13 @@
 """Attention Matching, online: what stays carries what went (sparse_rl/matching).
 
-"Fast KV compaction via attention matching" (AM), section 3, here at every compaction while a sequence is sampled: of what
-competes the keys stay that receive most attention (or what orthogonal matching pursuit chooses); each gets a bias, which
-attention adds to its logits, so that the attention mass is right, and another value, so that the output is right. An
-entry that was kept before brings its bias along, and the new one is added to it.
+"Fast KV compaction via attention matching" (AM), section 3, here at every compaction while a sequence is sampled. Of
+what competes, the keys stay that receive most attention (or that orthogonal matching pursuit chooses). Each gets a
+bias, which attention adds to its logits, so that the attention mass is right, and another value, so that the output is
+right. An entry that was kept before brings its bias along, and the new one is added to it.
 
-A departure from appendix F.3: the reference queries are those that the sampler had, of the last tokens; the paper repeats
-the context for them. What is recorded is what goes and when; biases and values follow from that, and a trainer makes
-them again, with gradients (sparse_rl/attention/views/matched.py).
+A departure from appendix F.3: the reference queries are those that the sampler had, of the last tokens; the paper
+repeats the context for them. What is recorded is what goes and when; biases and values follow from that, and a trainer
+makes them again, with gradients (sparse_rl/attention/views/matched.py).
 """
 
 from __future__ import annotations

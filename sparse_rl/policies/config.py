@@ -210,15 +210,13 @@ class AMConfig(EvictingConfig):
         PolicyConfig.__post_init__(self)
         if self.period is None:
             object.__setattr__(self, "period", self.budget)
+        most = self.schedule.first(0)  # tokens seen at the first compaction, at least
         if self.reference_queries is None:
-            object.__setattr__(self, "reference_queries", min(128, self.budget + self.period))
+            object.__setattr__(self, "reference_queries", min(128, most))
         super().__post_init__()
-        if self.reference_queries > self.budget + self.period:
-            most = self.budget + self.period
-            raise UserError(
-                f"{self.reference_queries}: the first compaction has {most} tokens' queries, budget + period; lower it",
-                "reference_queries",
-            )
+        if self.reference_queries > most:
+            wrong = f"{self.reference_queries}: the first compaction has no more queries than budget + period, {most}"
+            raise UserError(wrong, "reference_queries")
 
     @property
     def refitted(self) -> int:

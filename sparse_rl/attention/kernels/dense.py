@@ -9,11 +9,17 @@ import torch
 
 
 def dense_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scaling: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    scaling: float,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(q K^T scaling) V over the visible keys, one query head at a time, in float64.
+    """softmax(q K^T scaling + bias) V over the visible keys, one query head at a time, in float64.
 
-    query [B, Hq, S, D]; key, value [B, Hkv, S, D]; visible bool [B, Hkv, S (query), S (key)]. Returns [B, Hq, S, D].
+    query [B, Hq, S, D]; key, value [B, Hkv, N, D]; visible bool [B, Hkv, S (query), N (key)]; bias [B, Hkv, N]. Returns
+    [B, Hq, S, D].
     """
     dtype, group = query.dtype, query.shape[1] // key.shape[1]
     query, key, value = query.double(), key.double(), value.double()
@@ -21,6 +27,8 @@ def dense_attention(
     for head in range(query.shape[1]):
         kv = head // group
         logits = query[:, head] @ key[:, kv].transpose(-1, -2) * scaling
+        if bias is not None:
+            logits = logits + bias[:, kv, None].double()
         weights = logits.masked_fill(~visible[:, kv], float("-inf")).softmax(-1)
         heads.append(weights @ value[:, kv])
     return torch.stack(heads, dim=1).to(dtype)

@@ -8,19 +8,75 @@ import torch
 
 from sparse_rl.attention.interface import check_sections
 from sparse_rl.attention.kernels.dense import dense_attention
+from sparse_rl.matching import Block, Record, refit
 from sparse_rl.trace import EvictionTrace
 
 
 class DenseView:
-    """A `kv_view` of one unpadded sequence: its trace as dense masks, all layers at once."""
+    """A `kv_view` of one unpadded sequence: its trace as dense masks, all layers at once.
 
-    replays: ClassVar = frozenset({"evict_at"})
+    Where entries were refitted each fit is an entry of its own, beside the token that it came of: the token is seen
+    until its first fit, a fit from its compaction to the next. All of it is one attention, with a mask.
+    """
+
+    replays: ClassVar = frozenset({"evict_at", "refit_at", "refit_with"})
 
     def __init__(self, trace: EvictionTrace, device: torch.device | str = "cpu") -> None:
         check_sections(type(self), trace.sections)
         self.masks = [trace.visible(layer)[None].to(device) for layer in range(trace.layers)]
+        self.evict_at = trace.evict_at.to(device)
+        self.times = trace.further["refit_at"].tolist() if "refit_at" in trace.further else []
+        self.record = Record.read(trace.further["refit_with"]) if self.times else None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        return dense_attention(query, key, value, self.masks[layer], scaling)
+        if self.record is None:
+            return dense_attention(query, key, value, self.masks[layer], scaling)
+        heads, group = key.shape[1], query.shape[1] // key.shape[1]
+        out = []
+        for head in range(heads):  # they keep different tokens
+            queries = query[:, head * group : (head + 1) * group]
+            one = slice(head, head + 1)
+            out.append(self._attend_head(self.evict_at[layer, head], queries, key[:, one], value[:, one], scaling))
+        return torch.cat(out, dim=1)
+
+    def _attend_head(
+        self, evict_at: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """query [1, G, S, D] over key, value [1, 1, S, D]."""
+        assert self.record is not None
+        length, record = key.shape[2], self.record
+        token = torch.arange(length, device=key.device)
+        born, dies = [token], [torch.full_like(token, length)]
+        keys, values, biases = [key], [value], [value.new_zeros(1, 1, length, dtype=torch.float32)]
+        fitted, bias, was = token[:0], biases[0][..., :0], value[:, :, :0]  # what the compaction before fitted
+        since = record.sinks
+        for now, following in zip(self.times, [*self.times[1:], length], strict=True):
+            raw = token[since : now - record.window]
+            dies[0][raw] = now
+            block_tokens = torch.cat([fitted, raw])
+            asked = query[:, :, now - record.reference_queries : now]
+            block = Block(
+                keys=key[:, :, block_tokens],
+                values=torch.cat([was, value[:, :, raw]], dim=2),
+                queries=asked.reshape(1, 1, -1, asked.shape[-1]),
+                bias=torch.cat([bias, bias.new_zeros(1, 1, len(raw))], dim=2),
+                competing=torch.ones(1, 1, len(block_tokens), dtype=torch.bool, device=key.device),
+                scaling=scaling,
+            )
+            stays = (evict_at[block_tokens] > now).nonzero()[:, 0]
+            bias, was = refit(block, stays[None, None], record.fit)
+            fitted, since = block_tokens[stays], now - record.window
+            keys, values, biases = [*keys, key[:, :, fitted]], [*values, was], [*biases, bias]
+            born, dies = [*born, torch.full_like(fitted, now)], [*dies, torch.full_like(fitted, following)]
+        position = token[:, None]
+        visible = (torch.cat(born) <= position) & (position < torch.cat(dies))
+        return dense_attention(
+            query,
+            torch.cat(keys, dim=2),
+            torch.cat(values, dim=2),
+            visible[None, None],
+            scaling,
+            torch.cat(biases, dim=2),
+        )

@@ -42,7 +42,7 @@ class Segment:
 
 @dataclass
 class Held:
-    """What a compaction left: index int64 [R, H, K], columns, ascending; bias float32 [R, H, K]; values [R, H, K, D]."""
+    """What a compaction left: index int64 [R, H, K], ascending columns; bias float32 [R, H, K]; values [R, H, K, D]."""
 
     index: torch.Tensor
     bias: torch.Tensor
@@ -205,8 +205,8 @@ def _attend(
     ).flatten(0, 1)[:, None]
     group = queries.shape[1] // heads
     grouped = queries.reshape(-1, group, width, queries.shape[-1])  # kv heads beside rows: a mask serves its group
-    spread = [x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (keys, values)]
-    return sdpa(grouped, *spread, scaling, mask).reshape(queries.shape)
+    keys, values = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (keys, values))
+    return sdpa(grouped, keys, values, scaling, mask).reshape(queries.shape)
 
 
 def _refit(
