@@ -100,7 +100,7 @@ def test_a_full_cache_has_evict_at_alone(traces: list[EvictionTrace]) -> None:
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"other": torch.zeros(3)}, "unknown trace section 'other'; the sections are evict_at, visits, gains"),
+        ({"other": torch.zeros(3)}, "unknown trace section 'other'; the sections are evict_at, refit_at, refit_with, v"),
         ({"visits": torch.zeros(3)}, r"visits must be int32 \[visit\], got torch.float32 \[3\]"),
         ({"visits": torch.zeros(2, 3, dtype=torch.int32)}, r"visits must be int32 \[visit\], got torch.int32 \[2, 3\]"),
         ({"visits": torch.tensor([-1], dtype=torch.int32)}, "visits must be positions"),
@@ -170,7 +170,7 @@ def test_a_view_that_cannot_replay_a_section_refuses_it(traces: list[EvictionTra
         ReplayView(batch, "cpu")
     with pytest.raises(TraceError, match=r"^DenseView cannot replay the section 'visits' of a trace"):
         DenseView(traces[0])
-    with pytest.raises(TraceError, match=r"^no view replays .* visits, gains \(ReplayView replays evict_at\)$"):
+    with pytest.raises(TraceError, match=r"^no view replays .* visits, gains \(ReplayView replays evict_at; Matche"):
         make_view(traces, [0, 0, 0], 6, "cpu")
     evicted = [EvictionTrace(trace.evict_at) for trace in traces]
     assert type(make_view(evicted, [0, 0, 0], 6, "cpu")) is ReplayView  # control

@@ -63,7 +63,7 @@ def match(block: Block, count: int, fit: Fit) -> tuple[torch.Tensor, torch.Tenso
     logits = block.logits()
     score = attention_score(logits, fit.aggregate)
     if bool((score.isnan() & block.competing).any()):
-        raise NotFiniteError("am: a NaN score; the model's keys or queries are not finite")
+        raise NotFiniteError("a NaN score")
     if fit.select == "omp":
         phi = features(logits)[0].flatten(0, 1)
         allowed = block.competing.expand(score.shape).flatten(0, 1)
@@ -71,7 +71,10 @@ def match(block: Block, count: int, fit: Fit) -> tuple[torch.Tensor, torch.Tenso
     else:
         among = score.float().masked_fill(~block.competing, float("-inf"))
         index = among.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(-1).values
-    return index, *refit(block, index, fit)
+    bias, values = refit(block, index, fit)
+    if not bool(values.isfinite().all()):
+        raise NotFiniteError("a fitted value that is not finite")
+    return index, bias, values
 
 
 def refit(block: Block, index: torch.Tensor, fit: Fit) -> tuple[torch.Tensor, torch.Tensor]:

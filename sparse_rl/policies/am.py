@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from sparse_rl.errors import NotFiniteError
 from sparse_rl.matching import Block, Fit, Record, match
 from sparse_rl.policies.base import Entries, Kept, Policy
 from sparse_rl.policies.config import AMConfig
@@ -51,7 +52,11 @@ class AM(Policy):
             competing=competing.gather(2, order),
             scaling=entries.scaling,
         )
-        chosen, bias, values = match(block, self.config.refitted, self.fit)
+        try:
+            chosen, bias, values = match(block, self.config.refitted, self.fit)
+        except NotFiniteError as error:
+            wrong = "the model's keys, queries or values are not finite"
+            raise NotFiniteError(f"{self.name}: {error} in layer {layer}; {wrong}") from error
         slots = order.gather(2, chosen)
         stays = (entries.valid() & ~competing).scatter(2, slots, True)
         written = entries.values.scatter(2, slots[..., None].expand_as(values), values)

@@ -109,6 +109,9 @@ def _check_refit_at(values: torch.Tensor, evict_at: torch.Tensor) -> str | None:
     times, last = values.tolist(), evict_at.shape[-1] - 2
     if any(a >= b for a, b in zip([0, *times], times, strict=False)) or any(time > last for time in times):
         return f"refit_at {times[:20]} is not ascending from 1 to {last}, where the last query is"
+    gone = evict_at[evict_at < NEVER].unique()
+    if bool((stray := ~torch.isin(gone, values)).any()):
+        return f"a token is evicted at {int(gone[stray][0])}, where refit_at {times[:20]} has no compaction"
     return None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rollout.cache import EvictingCache
-from sparse_rl.attention.kernels.dense import dense_attention
+from sparse_rl.attention.views.dense import DenseView
 from sparse_rl.policies import Policy, make_policy
 from sparse_rl.policies.config import accepted_parameters
 from sparse_rl.trace import EvictionTrace
@@ -137,8 +137,9 @@ def run_policy(name: str, seed: int = 0, **parameters: Any) -> tuple[Policy, Bat
     return policy, batch, feed(policy, batch)
 
 
-def dense(batch: Batch, row: int, record: torch.Tensor) -> torch.Tensor:
+def dense(policy: Policy, batch: Batch, row: int, record: torch.Tensor) -> torch.Tensor:
     """The dense reference's output for one row under a record [Hkv, S_b]: [Hq, S_b, D]."""
     query, key, value = batch.row(row)
-    visible = EvictionTrace(record[None], validate=False).visible(0)
-    return dense_attention(query[None], key[None], value[None], visible[None], batch.scaling)[0]
+    further = policy.further(batch.prompts[row], batch.totals[row] + 1)  # every token is fed here
+    view = DenseView(EvictionTrace(record[None], further, validate=False))
+    return view.attend(0, query[None], key[None], value[None], batch.scaling)[0]

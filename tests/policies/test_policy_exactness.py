@@ -200,13 +200,15 @@ def test_control_every_parameter_changes_the_trace(name: str, one: dict[str, Any
 @pytest.mark.parametrize("period", [1, 8])
 @pytest.mark.parametrize("name", SAMPLED)
 def test_the_output_is_dense_attention_under_the_record(name: str, period: int) -> None:
-    _, batch, fed = run_policy(name, seed=11, period=period, sinks=1)
+    policy, batch, fed = run_policy(name, seed=11, period=period, sinks=1)
     tested = 0
     for row, record in enumerate(fed.records):
-        torch.testing.assert_close(fed.outputs[row], dense(batch, row, record), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(fed.outputs[row], dense(policy, batch, row, record), atol=1e-5, rtol=1e-5)
         for shift in (-1, 1):  # controls: off by one is a real error
+            if name == "am" and shift == -1:
+                continue  # what stays is asked at the times of compactions; a trace with others is refused
             moved = torch.where(record < NEVER, record + shift, NEVER)
             if bool((torch.minimum(record, moved) < batch.totals[row] - 1).any()):
-                assert (fed.outputs[row] - dense(batch, row, moved)).abs().max() > 1e-3
+                assert (fed.outputs[row] - dense(policy, batch, row, moved)).abs().max() > 1e-3
                 tested += 1
-    assert tested == 0 if name == "full" else tested >= 8
+    assert tested == 0 if name == "full" else tested >= (4 if name == "am" else 8)
