@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from rollout.vllm.backend import EvictingBuilder, EvictingImpl, evicting_spec
-from rollout.vllm.compat.paged import key_value_views
+from rollout.vllm.compat.paged import key_value_views, live_state
 from rollout.vllm.exact import attend
 
 
@@ -43,7 +43,9 @@ class ExactCPUImpl(CPUAttentionBackendImpl):
         keys, values = key_value_views(kv_cache, transposed=True)
         tokens, m = attn_metadata.num_actual_tokens, attn_metadata
         out = output.view(query.shape)[:tokens]
-        attend(query[:tokens], keys, values, m.block_table, m.seq_lens, m.query_start_loc, self.scale, out)
+        state = live_state()
+        bias = None if state is None else state.bias(layer.layer_name)
+        attend(query[:tokens], keys, values, m.block_table, m.seq_lens, m.query_start_loc, self.scale, out, bias)
         return output
 
 

@@ -34,7 +34,7 @@ from sparse_rl.models.load import load_config, load_generation_config
 from sparse_rl.models.weights import stored_shapes
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.learned import LearnedPolicy
-from sparse_rl.trace import EvictionTrace
+from sparse_rl.trace import NEVER, EvictionTrace
 
 OTHERWISE = "; or use the hf engine"
 ATTEMPTS = 3  # for a request that was preempted after an eviction
@@ -95,6 +95,7 @@ class VLLMEngine:
 
         arguments.check_version(OTHERWISE)
         refusals.refuse_policy(policy, OTHERWISE)
+        refusals.refuse_bias(policy, dtype, exact, OTHERWISE)
         arguments.prepare_environment()
         self.separate = multiprocess or tensor_parallel > 1
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.separate else "0"
@@ -247,11 +248,11 @@ class VLLMEngine:
                 first, length = results[0], lengths[request.place]
                 if first["preempted"]:  # its record does not tell what it attended to
                     continue
-                if first["evict_at"] is None:
-                    trace = EvictionTrace.dense(*self.shape, length)
-                else:
+                evict_at = torch.full((*self.shape, length), NEVER, dtype=torch.int32)
+                if first["evict_at"] is not None:
                     heads = [np.frombuffer(r["evict_at"], np.int32).reshape(layers, -1, length) for r in results]
-                    trace = EvictionTrace.recorded(torch.from_numpy(np.concatenate(heads, axis=1)))
+                    evict_at = torch.from_numpy(np.concatenate(heads, axis=1))
+                trace = EvictionTrace.recorded(evict_at, self.policy.further(len(request.prompt), length))
                 logprobs, model_logprobs = np.frombuffer(first["logprobs"], np.float32).reshape(-1, 2).T.tolist()
                 output = sampled[request.place]
                 completion = list(output.token_ids)

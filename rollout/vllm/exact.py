@@ -26,11 +26,13 @@ def attend(
     starts: torch.Tensor,
     scale: float,
     out: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of a ragged batch of B requests, written into `out`.
 
     query, out [T, Hq, D]; keys, values [blocks, Hkv, block size, D]; blocks int [B, max blocks]; lengths int [B],
     entries held; starts int [B + 1], each request's first query. A request's last query stands at its last entry.
+    bias : float32 [blocks, Hkv, block size], added to the logits of requests that bring one query
     """
     counts = starts[1:] - starts[:-1]
     single = (counts == 1).nonzero()[:, 0]
@@ -41,6 +43,8 @@ def attend(
         table, place = blocks[rows, : -(-longest // size)].long(), starts[rows].long()
         key, value = (read_blocks(paged, table)[:, :, :longest] for paged in (keys, values))
         mask = (torch.arange(longest) < held[:, None])[:, None, None]
+        if bias is not None:
+            mask = read_blocks(bias, table)[:, :, None, :longest].masked_fill(~mask, float("-inf"))
         grouped = query[place].unflatten(1, (heads, -1))  # the G query heads of a group, as G queries of one head
         out[place] = sdpa(grouped, key, value, scale, mask).flatten(1, 2)
     for row in (counts > 1).nonzero()[:, 0].tolist():

@@ -204,6 +204,10 @@ class CacheState:
         """A layer's new keys and values [T, Hkv, D], before it attends; True: they are written to the cache here."""
         return False
 
+    def bias(self, name: str) -> torch.Tensor | None:
+        """What a layer's attention adds to the logits: float32 [blocks, Hkv, block size]; None: nothing."""
+        return None if self.policy.bias is None else self.state[self.policy.bias][self.index[name]]
+
     def after_layer(self, name: str, query: torch.Tensor) -> None:
         """A layer has attended with queries [T, Hq, D]: remember the last ones, and let the policy observe all."""
         plan, layer = self.plan, self.index[name]
@@ -264,6 +268,8 @@ class CacheState:
         kept, left = self.policy.compact(layer, entries), group.left
         kept.check_counts(entries, self.policy.name)
         self._remember(layer, group, kept.state)
+        if kept.values is not None:
+            self._write(self.caches[layer][1], group, kept.values)
         dropped = torch.empty(0)
         if self.record is not None:
             dropped = entries.positions[entries.valid() & ~kept.keep].int()
@@ -282,11 +288,15 @@ class CacheState:
 
     def _remember(self, layer: int, group: Group, state: dict[str, torch.Tensor]) -> None:
         """Write a policy's memory back, name -> [R, Hkv, N], to the blocks that hold entries of their row."""
+        for name, value in state.items():
+            self._write(self.state[name][layer], group, value)
+
+    def _write(self, beside: torch.Tensor, group: Group, value: torch.Tensor) -> None:
+        """[R, Hkv, N, ...] to the blocks of [blocks, Hkv, block size, ...] that hold entries of their row."""
         start = torch.arange(group.blocks.shape[1], device=self.device) * self.block_size
         real = start < group.lengths[:, None]
-        for name, value in state.items():
-            by_block = value.unflatten(2, (-1, self.block_size)).transpose(1, 2)
-            self.state[name][layer, group.blocks[real]] = by_block[real]
+        by_block = value.unflatten(2, (-1, self.block_size)).transpose(1, 2)
+        beside[group.blocks[real]] = by_block[real]
 
     def _listed(self, blocks: torch.Tensor, mask: torch.Tensor, start: int) -> tuple[torch.Tensor, ...]:
         """Where bool [R, Hkv, K] is true, of the slots from `start`: (block, head, place), one after another."""
