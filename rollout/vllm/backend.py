@@ -7,12 +7,15 @@ backend.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
 
+from rollout.vllm import folded
 from rollout.vllm.compat import arguments, paged, refusals
 from rollout.vllm.spec import EvictingSpec
 from sparse_rl.policies.registry import fingerprint
@@ -55,6 +58,14 @@ class EvictingImpl:
             refusals.refuse_unsupported(vllm_config)
             refusals.refuse_layer(self)
 
+    @property
+    def wide(self) -> int:
+        """The head size of the cache where biases are folded into it; 0 where they are not."""
+        config = EvictingImpl.config
+        if config is None or not config.folds:
+            return 0
+        return folded.wide_head(self.head_size, arguments.on_cpu())  # type: ignore[attr-defined]
+
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
         # The slots that vLLM hands over come from the forward context and are logical; those of the metadata are ours.
         metadata: Any = get_forward_context().attn_metadata
@@ -63,12 +74,32 @@ class EvictingImpl:
             if state.arrive(layer.layer_name, key, value):
                 return
             slot_mapping = metadata[layer.layer_name].slot_mapping
+        if self.wide:
+            key, value = (folded.widened(one, self.wide) for one in (key, value))
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
 
     def forward(
-        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, *args: Any, **kwargs: Any
+        self,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        attn_metadata: Any,
+        output: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        out = super().forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)  # type: ignore[misc]
+        heads = [query, key, value]
+        out = output
+        if self.wide and attn_metadata is not None:
+            bias = 1 / self.scale  # type: ignore[attr-defined]
+            heads = [folded.widened(one, self.wide, c) for one, c in zip(heads, (bias, 0.0, 0.0), strict=True)]
+            out = torch.zeros_like(heads[0])
+        out = super().forward(layer, *heads, kv_cache, attn_metadata, out, *args, **kwargs)  # type: ignore[misc]
+        if self.wide and attn_metadata is not None:
+            output.view(query.shape).copy_(out.view(heads[0].shape)[..., : query.shape[-1]])
+            out = output
         state = paged.live_state()
         if state is not None and attn_metadata is not None:
             state.after_layer(layer.layer_name, query)
@@ -81,4 +112,7 @@ def evicting_spec(spec: Any) -> Any:
     if config is None or not config.evicts:
         return spec
     refusals.refuse_spec(spec)
+    if config.folds:
+        wide = folded.wide_head(spec.head_size, arguments.on_cpu())
+        spec = replace(spec, head_size=wide, head_size_v=wide)
     return EvictingSpec.bounded(spec, fingerprint(config.policy), config.max_prompt)

@@ -95,7 +95,6 @@ class VLLMEngine:
 
         arguments.check_version(OTHERWISE)
         refusals.refuse_policy(policy, OTHERWISE)
-        refusals.refuse_bias(policy, dtype, exact, OTHERWISE)
         arguments.prepare_environment()
         self.separate = multiprocess or tensor_parallel > 1
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.separate else "0"
@@ -123,7 +122,9 @@ class VLLMEngine:
         held = policy.schedule.most_held(max_prompt or longest, longest)
         entries = max_batch * (held + (block or 0)) + 2 * (block or 0)  # one block more for vLLM itself
         itemsize = 4 if dtype == "float32" else 2
-        need = 2 * layers * kv_heads * head_dim * entries * itemsize
+        ours = arguments.engine_arguments(policy, dtype=dtype, max_prompt=max_prompt, exact=exact)
+        width = arguments.held_head(policy, head_dim, exact=ours["additional_config"][arguments.KEY]["exact"])
+        need = 2 * layers * kv_heads * width * entries * itemsize
         beside = beside_cache(policy, config, itemsize=itemsize, max_batch=max_batch, tensor_parallel=tensor_parallel)
         optional = {
             "max_model_len": max_model_len,
@@ -146,7 +147,7 @@ class VLLMEngine:
             **arguments.memory_arguments(kv_cache_gb, gpu_memory_utilization, beside, need),
             **arguments.launch_arguments(self.separate),
             **sleeping,
-            **arguments.engine_arguments(policy, dtype=dtype, max_prompt=max_prompt, exact=exact),
+            **ours,
         }
         self.had_group = distributed.is_available() and distributed.is_initialized()
         with plugin.undisturbed(self.had_group):

@@ -187,8 +187,6 @@ def _check_platform(policy: Policy, head_dim: int, sleep_mode: bool) -> None:
 
     arguments.check_version()
     refusals.refuse_policy(policy)
-    # its exact path is not served
-    refusals.refuse_bias(policy, "", False)
     if not arguments.on_cpu() and not torch.cuda.is_available():
         raise UserError("there is no GPU, and the vLLM that is installed needs one")
     refusals.refuse_head_size(head_dim)

@@ -77,7 +77,10 @@ class CacheState:
         self.config, self.policy = config, config.policy
         layers = paged.attention_layers(vllm_config, kv_caches)
         self.index = {name: i for i, name in enumerate(layers)}
-        self.caches = [paged.key_value_views(kv_caches[name], paged.keys_are_transposed()) for name in layers]
+        held = [paged.key_value_views(kv_caches[name], paged.keys_are_transposed()) for name in layers]
+        head_dim = next(iter(layers.values())).impl.head_size
+        self.caches = [tuple(each[..., :head_dim] for each in pair) for pair in held]
+        self.folded = [keys[..., head_dim] for keys, _ in held] if config.folds else None  # see folded.py
         keys = self.caches[0][0]
         blocks, heads, self.block_size, _ = keys.shape
         self.device = keys.device
@@ -279,6 +282,10 @@ class CacheState:
         freed = self._listed(group.blocks, ~kept.keep[..., :left], 0)
         for buffer in (*self.caches[layer], self.positions[layer], *(s[layer] for s in self.state.values())):
             buffer[freed] = buffer[behind]
+        if self.folded is not None:
+            assert self.policy.bias is not None
+            blocks = group.blocks.flatten()
+            self.folded[layer][blocks] = self.state[self.policy.bias][layer, blocks].to(self.folded[layer].dtype)
         return dropped
 
     # ---- paged access -----------------------------------------------------------------------------------------------

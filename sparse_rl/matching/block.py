@@ -80,7 +80,7 @@ def match(block: Block, count: int, fit: Fit) -> tuple[torch.Tensor, torch.Tenso
 def refit(block: Block, index: torch.Tensor, fit: Fit) -> tuple[torch.Tensor, torch.Tensor]:
     """Biases float32 [R, H, t] and values [R, H, t, D] of given entries, int64 [R, H, t]: what a trainer makes again.
 
-    With gradients. The bias is rounded before values are fitted to it.
+    With gradients. The bias is rounded as the values are, and then they are fitted to it.
     """
     logits = block.logits()
     phi, mass = features(logits)
@@ -92,7 +92,7 @@ def refit(block: Block, index: torch.Tensor, fit: Fit) -> tuple[torch.Tensor, to
         weights = solved_weights(kept, mass, PURSUIT_BOUND)
     else:
         weights = fit_weights(kept, mass, BOUND)
-    bias = (block.bias.gather(2, index).double() + weights.log()).float()
+    bias = (block.bias.gather(2, index).double() + weights.log()).to(block.values.dtype).float()
     deep = index[..., None].expand(*index.shape, block.values.shape[-1])
     keys, values = block.keys.gather(2, deep).double(), block.values.gather(2, deep).double()
     x = (block.queries.double() @ keys.mT * block.scaling + bias.double()[:, :, None]).softmax(-1)

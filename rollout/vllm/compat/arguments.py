@@ -11,6 +11,7 @@ from typing import Any
 from torch import distributed
 
 from rollout.vllm.beside import Beside
+from rollout.vllm.folded import wide_head
 from sparse_rl.errors import UserError
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.registry import fingerprint, make_policy
@@ -45,6 +46,11 @@ class CacheConfig:
     @property
     def evicts(self) -> bool:
         return self.policy.schedule.evicts
+
+    @property
+    def folds(self) -> bool:
+        """Whether biases are a coordinate of the heads (folded.py)."""
+        return self.policy.bias is not None and not self.exact
 
 
 def check_version(otherwise: str = "") -> None:
@@ -107,6 +113,11 @@ def cache_config(vllm_config: Any) -> CacheConfig | None:
     if ours is None:
         return None
     return CacheConfig(**{**ours, "policy": make_policy(json.loads(ours["policy"]))})
+
+
+def held_head(policy: Policy, head_dim: int, *, exact: bool) -> int:
+    """The head size of the cache, where the model's is `head_dim`."""
+    return head_dim if policy.bias is None or exact else wide_head(head_dim, on_cpu())
 
 
 def memory_arguments(

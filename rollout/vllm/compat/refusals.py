@@ -29,14 +29,6 @@ def refuse_policy(policy: Policy, otherwise: str = "") -> None:
         raise UserError(f"{policy.name}: {policy.config.only_hf}{otherwise}", "cache.policy")
 
 
-def refuse_bias(policy: Policy, dtype: str, exact: bool, otherwise: str = "") -> None:
-    """Raises UserError for a policy whose entries have biases, where attention is vLLM's own, which adds none."""
-    if policy.bias is not None and not (exact and on_cpu() and dtype in ("float32", "float")):
-        raise UserError(
-            f"{policy.name}: vLLM adds biases in exact float32 on a CPU only, so far{otherwise}", "cache.policy"
-        )
-
-
 def refuse_expandable_segments(policy: Policy, sleep_mode: bool, otherwise: str = "") -> None:
     """Raises UserError for an allocator that vLLM does not have beside a connector, unless its cache has another."""
     chosen = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
