@@ -24,6 +24,7 @@ class Batch:
     where : (row, column) int64 [N] each, of the positions that predict the completion tokens `targets` int64 [N]
     rows : the sequences of each row
     attention_kernel : one of ATTENTION_KERNELS
+    through : see `make_view`
     """
 
     examples: list[Example]
@@ -33,6 +34,7 @@ class Batch:
     targets: torch.Tensor
     rows: list[list[Example]]
     attention_kernel: str = "sdpa"
+    through: bool = True
 
     @classmethod
     def make(
@@ -41,6 +43,7 @@ class Batch:
         device: torch.device,
         packing: bool = False,
         attention_kernel: str = "sdpa",
+        through: bool = True,
     ) -> Batch:
         rows = _packed(examples) if packing else [[example] for example in examples]
         width = max(sum(example.length for example in row) for row in rows)
@@ -67,6 +70,7 @@ class Batch:
             torch.tensor(targets, device=device),
             rows,
             attention_kernel,
+            through,
         )
 
     def hidden(self, model: Any, *, replayed: bool) -> torch.Tensor:
@@ -80,7 +84,7 @@ class Batch:
             layers, kv_heads, _ = cache_shape(base_of(model).config)
             traces = [[EvictionTrace.dense(layers, kv_heads, example.length) for example in row] for row in self.rows]
         packed, starts = [pack_traces(row) for row in traces], [0] * len(traces)
-        view = make_view(packed, starts, self.ids.shape[1], self.ids.device, self.attention_kernel)
+        view = make_view(packed, starts, self.ids.shape[1], self.ids.device, self.attention_kernel, self.through)
         return self.hidden_under(model, view)
 
     def hidden_under(self, model: Any, view: KVView) -> torch.Tensor:

@@ -75,9 +75,12 @@ class ReplayConfig(Configuration):
     attention_kernel : what computes it. sdpa makes a layer's S x S mask; flex and flex_sorted (FlexAttention, on a GPU)
         visit the 128 x 128 tiles that hold something, with keys in natural order or sorted by eviction; dense is the
         reference. auto takes flex_sorted, else flex, where they are exact on this very machine, else sdpa
+    match_gradient : under the policy am, whether gradients flow through the biases and values that compactions have
+        fitted to what they were fitted to, or these are constants
     """
 
     attention_kernel: Literal["auto", AttentionKernel] = "auto"
+    match_gradient: Literal["through", "constant"] = "through"
 
 
 @dataclass(frozen=True, kw_only=True)

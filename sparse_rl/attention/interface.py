@@ -49,7 +49,9 @@ class TraceView(KVView, Protocol):
 
     replays: ClassVar[frozenset[str]]
 
-    def __init__(self, batch: Mapping[str, torch.Tensor], device: torch.device | str, kernel: str) -> None: ...
+    def __init__(
+        self, batch: Mapping[str, torch.Tensor], device: torch.device | str, kernel: str, through: bool
+    ) -> None: ...
 
 
 def check_sections(view: Any, sections: Iterable[str]) -> None:

@@ -75,6 +75,7 @@ def grpo(recipe: GRPORecipe, folder: Path) -> Any:
     args = grpo_arguments(
         recipe.grpo,
         attention_kernel=recipe.replay.attention_kernel,
+        match_gradient=recipe.replay.match_gradient,
         scorers=recipe.scorers,
         model_init_kwargs=model_options(_weights_dtype(recipe)),
         reward_weights=weights,
@@ -201,6 +202,7 @@ def _taught_options(recipe: TaughtRecipe, held_out: Any) -> dict[str, Any]:
     return {
         **options,
         "attention_kernel": recipe.replay.attention_kernel,
+        "match_gradient": recipe.replay.match_gradient,
         "per_device_eval_batch_size": recipe.training.per_device_train_batch_size,
     }
 

@@ -131,7 +131,8 @@ class DistillTrainer(TaughtTrainer):
 
     def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
         args = self.args
-        batch = Batch.make(examples, self.accelerator.device, args.distill.packing, args.attention_kernel)
+        through = args.match_gradient == "through"
+        batch = Batch.make(examples, self.accelerator.device, args.distill.packing, args.attention_kernel, through)
         with self.accelerator.autocast():
             if self.scorer_loss is None:
                 return self._distilled(student, batch, batch.hidden(student, replayed=True))

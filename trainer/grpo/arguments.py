@@ -20,11 +20,13 @@ class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
 
     sparse : what is asked for; the trainer reads from here what TRL does not know
     attention_kernel : one of ATTENTION_KERNELS
+    match_gradient : through or constant; see trainer.config.ReplayConfig
     scorers : how a learned policy's go on learning; None: they do not
     """
 
     sparse: SparseGRPOConfig = field(default_factory=SparseGRPOConfig)
     attention_kernel: str = "sdpa"
+    match_gradient: str = "through"
     scorers: ScorersConfig | None = None
 
 
@@ -33,7 +35,7 @@ def grpo_arguments(
 ) -> SparseGRPOArguments:
     """The arguments of a SparseGRPOTrainer.
 
-    options : further ones of TRL and transformers (trainer.arguments.training_options), attention_kernel and scorers
+    options : further ones of TRL and transformers (trainer.arguments.training_options), and the above
     Raises UserError for what we or they refuse.
     """
     theirs = {one.name for one in dataclasses.fields(trl.GRPOConfig)}

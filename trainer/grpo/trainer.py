@@ -253,7 +253,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         labels[:, :-keep] = -100
         if self.scorer_loss is not None and torch.is_grad_enabled():
             return self._forward_of_scorers(model, ids, labels, mask, keep, traces)
-        view = make_view(traces, starts.tolist(), ids.shape[1], ids.device, self.args.attention_kernel)
+        kernel, through = self.args.attention_kernel, self.args.match_gradient == "through"
+        view = make_view(traces, starts.tolist(), ids.shape[1], ids.device, kernel, through)
         return self._forward(model, ids, positions, labels, view)
 
     def _forward(self, model: Any, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, view: Any) -> Any:

@@ -16,10 +16,12 @@ class TaughtArguments(ReplayedArguments, TrainingArguments):
 
     loss : what is minimised
     attention_kernel : one of ATTENTION_KERNELS
+    match_gradient : through or constant; see trainer.config.ReplayConfig
     """
 
     loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
     attention_kernel: str = "sdpa"
+    match_gradient: str = "through"
 
     def __post_init__(self) -> None:
         self.gradient_checkpointing_kwargs = {"use_reentrant": False}

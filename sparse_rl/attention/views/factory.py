@@ -20,16 +20,18 @@ def make_view(
     width: int,
     device: torch.device | str,
     kernel: str = "sdpa",
+    through: bool = True,
 ) -> KVView:
     """The view of ragged traces, one to a row, whose first tokens stand in columns starts[b] of `width`.
 
     device : where the model runs; kernel : one of ATTENTION_KERNELS
+    through : whether gradients flow through what is made again (views/matched.py)
 
     Raises TraceError where no view replays all sections of the traces, and where `batch_traces` does.
     """
     batch = batch_traces(traces, starts, width)
     for view in VIEWS:
         if batch.keys() <= view.replays:
-            return view(batch, device, kernel)
+            return view(batch, device, kernel, through)
     can = "; ".join(f"{view.__name__} replays {', '.join(sorted(view.replays))}" for view in VIEWS)
     raise TraceError(f"no view replays traces with the sections {', '.join(batch)} ({can})")

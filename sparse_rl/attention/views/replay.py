@@ -27,13 +27,16 @@ class ReplayView:
     batch : from `batch_traces`; of it evict_at, int32 [L, B, Hkv, S] in host memory, and nothing else
     device : where the model runs
     kernel : one of ATTENTION_KERNELS
+    through : has no meaning here: nothing is made again
 
     Raises TraceError where the batch has another section.
     """
 
     replays: ClassVar = frozenset({"evict_at"})
 
-    def __init__(self, batch: Mapping[str, torch.Tensor], device: torch.device | str, kernel: str = "sdpa") -> None:
+    def __init__(
+        self, batch: Mapping[str, torch.Tensor], device: torch.device | str, kernel: str = "sdpa", through: bool = True
+    ) -> None:
         check_sections(type(self), batch)
         evict_at = batch["evict_at"]
         self.device, self.kernel = torch.device(device), kernel
