@@ -1,0 +1,257 @@
+"""Replay of Attention Matching: exact in every model, in any company; its gradients; what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from judging import gap
+
+from rollout import Rollout, SamplingConfig, make_engine
+from sparse_rl.attention.interface import NO_MASK, adopt
+from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
+from sparse_rl.attention.views.dense import DenseView
+from sparse_rl.attention.views.factory import make_view
+from sparse_rl.attention.views.matched import MatchedView
+from sparse_rl.attention.views.replay import ReplayView
+from sparse_rl.trace import EvictionTrace, TraceError, batch_traces, load_traces, pack_traces, save_traces
+
+LENGTHS = (1, 5, 23, 24, 41, 60, 150)
+CACHE = {"policy": "am", "budget": 16, "sinks": 1, "window": 4, "period": 8, "reference_queries": 20}
+SAMPLING = SamplingConfig(max_tokens=60, seed=1, ignore_eos=True)
+SETTINGS = {"sinks": 0, "window": 1, "refitted": 2, "queries": 3, "ridge": 4}  # places in refit_with
+
+
+@pytest.fixture
+def sampled(model_of: Callable, prompts_of: Callable) -> Callable[..., tuple]:
+    def make(name: str, **changed: object) -> tuple:
+        model = model_of(name)
+        engine = make_engine("hf", model=model, policy={**CACHE, **changed})
+        return model, engine.generate(prompts_of(name, LENGTHS), SAMPLING)
+
+    return make
+
+
+def other_settings(rollouts: list[Rollout], **changed: float) -> list[Rollout]:
+    def change(trace: EvictionTrace) -> EvictionTrace:
+        settings = trace.further["refit_with"].clone()
+        for name, value in changed.items():
+            settings[SETTINGS[name]] = value
+        return EvictionTrace(trace.evict_at, {**trace.further, "refit_with": settings})
+
+    return [replace(r, trace=change(r.trace)) for r in rollouts]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"select": "omp"},
+        {"period": 1, "reference_queries": 16},
+        {"sinks": 0, "window": 1, "aggregate": "max"},
+        {"reference_queries": 5},
+    ],
+    ids=lambda changed: "-".join(map(str, changed)) or "as it is",
+)
+@pytest.mark.parametrize("name", ["qwen2", "llama", "quickstart", "stories260K"])
+def test_the_trainer_makes_what_the_sampler_had(
+    name: str, changed: dict, sampled: Callable, record_property: Callable
+) -> None:
+    """Nothing but what went and when is recorded; biases and values are made again, to rounding."""
+    model, rollouts = sampled(name, **changed)
+    with torch.no_grad():
+        own = gap(replay_logprobs(model, rollouts), rollouts)
+        record_property("gap", own)
+        assert own <= 1e-5
+        assert gap(replay_logprobs(model, rollouts, batch_size=2), rollouts) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["quickstart", "stories260K"])
+def test_controls(name: str, sampled: Callable) -> None:
+    model, rollouts = sampled(name)
+    further = [r.trace.further for r in rollouts]
+    wrong = {
+        "evict_at alone": [replace(r, trace=EvictionTrace(r.trace.evict_at)) for r in rollouts],
+        "values not refitted": other_settings(rollouts, ridge=1e9),
+        "one reference query fewer": other_settings(rollouts, queries=19),
+        "heads swapped": [
+            replace(r, trace=EvictionTrace(r.trace.evict_at.roll(1, dims=1), f))
+            for r, f in zip(rollouts, further, strict=True)
+        ],
+    }
+    with torch.no_grad():
+        for control, traces in wrong.items():
+            assert gap(replay_logprobs(model, traces), traces) > 1e-2, control
+
+
+def test_control_no_bias(sampled: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rollouts = sampled("quickstart")
+    from sparse_rl.matching import refit
+
+    def without(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+        bias, values = refit(*args)  # type: ignore[arg-type]
+        return torch.zeros_like(bias), values
+
+    monkeypatch.setattr("sparse_rl.attention.views.matched.refit", without)
+    with torch.no_grad():
+        assert gap(replay_logprobs(model, rollouts), rollouts) > 1e-2
+
+
+def test_a_rounding_stays_one(sampled: Callable, model_of: Callable, prompts_of: Callable) -> None:
+    """1e-6 on the weights: what is remade moves the log-probs no more than 1.5 times as far as plain eviction does."""
+
+    def moved(policy: dict) -> float:
+        model = model_of("quickstart")
+        rollouts = make_engine("hf", model=model, policy=policy).generate(prompts_of("quickstart", LENGTHS), SAMPLING)
+        with torch.no_grad():
+            before = replay_logprobs(model, rollouts)
+            kept = {name: weight.clone() for name, weight in model.named_parameters()}
+            generator = torch.Generator().manual_seed(0)
+            for weight in model.parameters():
+                weight.mul_(1 + 1e-6 * torch.randn(weight.shape, generator=generator))
+            after = replay_logprobs(model, rollouts)
+            for name, weight in model.named_parameters():
+                weight.copy_(kept[name])
+        return float(torch.cat([(a - b).abs() for a, b in zip(after, before, strict=True)]).mean())
+
+    eviction = {**CACHE, "policy": "gkv"}
+    del eviction["reference_queries"]
+    assert moved(CACHE) <= 1.5 * moved(eviction)
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
+
+
+def weighed(logprobs: list[torch.Tensor]) -> torch.Tensor:
+    return sum((one * torch.linspace(-1, 2, len(one))).sum() for one in logprobs)  # type: ignore[return-value]
+
+
+def test_gradients_are_those_of_the_one_call(sampled: Callable) -> None:
+    """Segments, padded and recomputed, against one masked attention in which each fit is an entry of its own."""
+    model, rollouts = sampled("qwen3")
+    ours = gradients(model, weighed(replay_logprobs(model, rollouts, batch_size=7)))
+    dense = [dense_logprobs(model, r.prompt_ids, r.completion_ids, r.trace) for r in rollouts]
+    theirs = gradients(model, weighed(dense))
+    model.zero_grad()
+    assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
+
+
+def hidden(model: torch.nn.Module, rollout: Rollout, through: bool = True) -> torch.Tensor:
+    ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
+    view = make_view([rollout.trace], [0], ids.shape[1], "cpu", through=through)
+    return model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits[0, :-1].log_softmax(-1)
+
+
+def test_gradients_are_those_of_finite_differences(model_of: Callable, prompts_of: Callable) -> None:
+    """In float64, along a random direction of all weights; with constants it is another direction's slope."""
+    import copy
+
+    model = adopt(copy.deepcopy(model_of("quickstart")).double())
+    (rollout,) = make_engine("hf", model=model_of("quickstart"), policy=CACHE).generate(
+        prompts_of("quickstart", (30,)), SAMPLING
+    )
+    generator = torch.Generator().manual_seed(1)
+    directions = [torch.randn(p.shape, generator=generator, dtype=torch.float64) * p.std() for p in model.parameters()]
+    ids = torch.tensor([*rollout.prompt_ids, *rollout.completion_ids])[1:, None]
+
+    def loss(through: bool = True) -> torch.Tensor:
+        return hidden(model, rollout, through).gather(-1, ids)[60:].sum()
+
+    def slope(through: bool) -> float:
+        model.zero_grad()
+        loss(through).backward()
+        return sum(float((p.grad * d).detach().sum()) for p, d in zip(model.parameters(), directions, strict=True))
+
+    def moved(by: float) -> float:
+        with torch.no_grad():
+            for p, d in zip(model.parameters(), directions, strict=True):
+                p.add_(by * d)
+            value = float(loss())
+            for p, d in zip(model.parameters(), directions, strict=True):
+                p.sub_(by * d)
+        return value
+
+    finite = (moved(2e-4) - moved(-2e-4)) / 4e-4
+    assert slope(True) == pytest.approx(finite, rel=1e-3)
+    assert slope(False) != pytest.approx(finite, rel=2e-2)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_padding_changes_nothing(side: str, sampled: Callable) -> None:
+    model, rollouts = sampled("qwen3")
+    width = max(len(r.trace) for r in rollouts) + 3
+    starts = {"left": lambda n: width - n, "right": lambda n: 0, "both": lambda n: (width - n) // 2}[side]
+    ids, positions = torch.ones(len(rollouts), width, dtype=torch.long), torch.zeros(len(rollouts), width).long()
+    places = []
+    for row, r in enumerate(rollouts):
+        start = starts(len(r.trace))
+        places.append(start)
+        ids[row, start : start + len(r.trace)] = torch.tensor([*r.prompt_ids, *r.completion_ids])
+        positions[row, start : start + len(r.trace)] = torch.arange(len(r.trace))
+    view = make_view([r.trace for r in rollouts], places, width, "cpu")
+    with torch.no_grad():
+        logits = model(
+            input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=view, use_cache=False
+        ).logits
+        assert logits.isfinite().all()
+        for row, (r, start) in enumerate(zip(rollouts, places, strict=True)):
+            said = logits[row, start : start + len(r.trace) - 1].log_softmax(-1)
+            ours = said.gather(-1, torch.tensor([*r.prompt_ids, *r.completion_ids])[1:, None])[:, 0]
+            assert gap([ours[len(r.prompt_ids) - 1 :]], [r]) <= 1e-5
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_no_other_view_replays_it(sampled: Callable) -> None:
+    _, rollouts = sampled("qwen3")
+    trace = rollouts[0].trace
+    assert isinstance(make_view([trace], [0], len(trace), "cpu"), MatchedView)
+    assert isinstance(make_view([EvictionTrace(trace.evict_at)], [0], len(trace), "cpu"), ReplayView)
+    with pytest.raises(TraceError, match="ReplayView cannot replay the section 'refit_at'"):
+        ReplayView(batch_traces([trace], [0], len(trace)), "cpu")
+    with pytest.raises(TraceError, match="cannot be packed"):
+        pack_traces([trace, trace])
+    assert pack_traces([trace]).sections.keys() == trace.sections.keys()
+
+
+def test_records_that_do_not_fit_are_refused(sampled: Callable, tmp_path) -> None:
+    _, rollouts = sampled("qwen3")
+    trace, other = rollouts[0].trace, rollouts[3].trace
+    at, settings = trace.further["refit_at"], trace.further["refit_with"]
+
+    def made(**further: torch.Tensor) -> EvictionTrace:
+        return EvictionTrace(trace.evict_at, {**trace.further, **further})
+
+    with pytest.raises(TraceError, match=r"where refit_at .* has no compaction"):
+        made(refit_at=at[1:])
+    with pytest.raises(TraceError, match="is not ascending from 1"):
+        made(refit_at=at.flip(0))
+    with pytest.raises(TraceError, match="is not ascending from 1"):
+        made(refit_at=torch.cat([at, torch.tensor([10**6], dtype=torch.int32)]))
+    with pytest.raises(TraceError, match="is not what fits are made with"):
+        made(refit_with=settings[:3])
+    with pytest.raises(TraceError, match="refit_with differs between the traces"):
+        (altered,) = other_settings([rollouts[3]], ridge=0.5)
+        batch_traces([trace, altered.trace], [0, 0], 300)
+    with pytest.raises(TraceError, match="cannot be replayed, use fit: ridge"):
+        paper = settings.clone()
+        paper[6] = 1
+        DenseView(made(refit_with=paper))
+    wrong = other_settings([rollouts[0]], refitted=10)[0].trace
+    with pytest.raises(TraceError, match="a compaction left another count of entries than the 10"):
+        view = make_view([wrong], [0], len(wrong), "cpu")
+        q, k = torch.randn(1, 4, len(wrong), 8), torch.randn(1, 2, len(wrong), 8)
+        view.attend(0, q, k, k, 1.0)
+    path = tmp_path / "t.safetensors"
+    save_traces(path, [trace, other])
+    again = load_traces(path)
+    assert all(torch.equal(again[1].sections[name], other.sections[name]) for name in other.sections)

@@ -1,0 +1,252 @@
+"""The fits and the selection of Attention Matching against the plain references, and on what they could trip over."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparse_rl.errors import NotFiniteError
+from sparse_rl.matching import Block, Fit, match, refit
+from sparse_rl.matching.fit import descended, features, fit_values, fit_weights, paper_values, paper_weights
+from sparse_rl.matching.reference import naive_pursuit, naive_values, naive_weights
+from sparse_rl.matching.select import pursue, pursued
+
+FITS = {"attention": Fit(), "omp": Fit(select="omp")}
+
+
+def block_of(
+    rows: int = 2, heads: int = 2, entries: int = 40, dim: int = 16, asked: int = 48, seed: int = 0, dtype=torch.float32
+) -> Block:
+    """Random entries, of which some of the last row do not compete."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    competing = torch.ones(rows, 1, entries, dtype=torch.bool)
+    competing[-1, :, entries - 5 :] = False
+    return Block(
+        keys=normal(rows, heads, entries, dim),
+        values=normal(rows, heads, entries, dim),
+        queries=normal(rows, heads, asked, dim) * 1.5,
+        bias=0.3 * normal(rows, heads, entries).float(),
+        competing=competing,
+        scaling=dim**-0.5,
+    )
+
+
+def kept_features(block: Block, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    phi, mass = features(block.logits())
+    return phi.gather(3, index[:, :, None].expand(-1, -1, phi.shape[2], -1)), mass
+
+
+@pytest.mark.parametrize("bound", [3.0, 0.5])
+def test_weights_come_near_the_best_within_their_bounds(bound: float) -> None:
+    """30 steps leave a residual within 2 % of the best one; 3,000 steps are the best. Control: no weights at all."""
+    block = block_of()
+    index = match(block, 20, Fit())[0]
+    kept, mass = (one.flatten(0, 1) for one in kept_features(block, index))
+    for phi, wanted in zip(kept, mass, strict=True):
+        best, ours = naive_weights(phi, wanted, bound), fit_weights(phi, wanted, bound)
+        long = descended(phi, wanted, ours, bound, 3000)
+        least, mine, plain = (float((phi @ w - wanted).square().sum()) for w in (best, ours, torch.ones_like(best)))
+        assert bool((ours.log().abs() <= bound + 1e-12).all())
+        torch.testing.assert_close(long, best, atol=1e-6, rtol=0)
+        assert least <= mine <= 1.02 * least and plain > 1.5 * least
+
+
+@pytest.mark.parametrize("asked", [8, 30])
+@pytest.mark.parametrize("ridge", [1e-3, 1.0])
+def test_values_are_the_stacked_least_squares(asked: int, ridge: float) -> None:
+    """With fewer reference queries than entries, and with more."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, asked, 12, generator=generator, dtype=torch.float64).softmax(-1)
+    y, values = (torch.randn(3, n, 5, generator=generator, dtype=torch.float64) for n in (asked, 12))
+    found = fit_values(x, y, values, ridge)
+    for one in range(3):
+        torch.testing.assert_close(found[one], naive_values(x[one], y[one], values[one], ridge), atol=1e-9, rtol=0)
+    assert (found - values).abs().max() > 0.1  # control
+
+
+@pytest.mark.parametrize("gram", [False, True])
+def test_pursuit_chooses_and_weighs_as_the_papers_does(gram: bool) -> None:
+    block = block_of()
+    phi = features(block.logits())[0].flatten(0, 1)
+    allowed = block.competing.expand(2, 2, -1).flatten(0, 1)
+    chosen, weights = pursue(phi, 15, allowed, gram)
+    for row in range(4):
+        count = int(allowed[row].sum())
+        wanted, naive = naive_pursuit(phi[row, :, :count], 15)
+        assert chosen[row].tolist() == wanted
+        torch.testing.assert_close(weights[row], naive, atol=1e-9, rtol=0)
+
+
+def test_an_entry_that_is_worth_nothing_gives_its_place_to_another() -> None:
+    """One that was chosen early, and whose weight the later ones have taken."""
+    generator = torch.Generator().manual_seed(2)
+    phi = torch.randn(300, 8, 12, generator=generator, dtype=torch.float64).exp()
+    allowed = torch.ones(300, 12, dtype=torch.bool)
+    plain, weights = pursue(phi, 8, allowed, False)
+    poor = weights <= math.exp(-7)
+    assert 5 < int(poor.any(-1).sum()) < 200, "control: some have such an entry, some have not"
+    chosen = pursued(phi, 8, allowed, False)
+    for row in range(300):
+        gone = set(plain[row][poor[row]].tolist())
+        assert len(set(chosen[row].tolist())) == 8 and not gone & set(chosen[row].tolist())
+        assert gone or chosen[row].tolist() == sorted(plain[row].tolist())
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_rows_and_heads_are_fitted_each_on_its_own(name: str) -> None:
+    """Batched as alone; entries that do not compete, whatever they hold, change nothing and never stay."""
+    block = block_of()
+    index, bias, values = match(block, 20, FITS[name])
+    assert bool((index.diff(dim=-1) > 0).all()) and int(index[1].max()) < 35
+    noisy = replace(
+        block,
+        keys=torch.where(block.competing[..., None], block.keys, 7.0),
+        values=torch.where(block.competing[..., None], block.values, -7.0),
+    )
+    again = match(noisy, 20, FITS[name])
+    assert all(torch.equal(a, b) for a, b in zip((index, bias, values), again, strict=True))
+    for row in range(2):
+        count = int(block.competing[row].sum())
+        for head in range(2):
+            at = (slice(row, row + 1), slice(head, head + 1))
+            keys, held, old = (one[at][:, :, :count] for one in (block.keys, block.values, block.bias))
+            everyone = torch.ones(1, 1, count, dtype=torch.bool)
+            alone = Block(keys, held, block.queries[at], old, everyone, block.scaling)
+            one, own_bias, own_values = match(alone, 20, FITS[name])
+            assert torch.equal(one[0, 0], index[row, head])
+            torch.testing.assert_close(own_bias[0, 0], bias[row, head], atol=1e-6, rtol=0)
+            torch.testing.assert_close(own_values[0, 0], values[row, head], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_what_stays_says_nearly_what_all_said(name: str) -> None:
+    """The output and the mass under new biases and values; without either they are further off."""
+    block = block_of()
+    index, bias, values = match(block, 20, FITS[name])
+    logits = block.logits()
+    y, mass = logits.softmax(-1) @ block.values.double(), logits.logsumexp(-1)
+    deep = index[..., None].expand(-1, -1, -1, 16)
+    raw = block.queries.double() @ block.keys.double().gather(2, deep).mT * block.scaling
+
+    def error(beta: torch.Tensor, held: torch.Tensor) -> tuple[float, float]:
+        said = raw + beta.double()[:, :, None]
+        return float((said.softmax(-1) @ held.double() - y).norm() / y.norm()), float(
+            (said.logsumexp(-1) - mass).abs().mean()
+        )
+
+    old_bias, old_values = block.bias.gather(2, index), block.values.gather(2, deep)
+    (out, off), (plain_out, plain_off) = error(bias, values), error(old_bias, old_values)
+    assert out < 0.5 * plain_out and off < 0.5 * plain_off
+    assert error(bias, old_values)[0] > 1.5 * out  # controls: each of the two does its part
+    assert error(old_bias, values)[1] > 2 * off
+
+
+def test_a_second_compaction_goes_on_from_the_first() -> None:
+    """A bias of log 2 is a key that stands there twice; the new bias is added to it. Control: it is lost."""
+    everyone = torch.ones(1, 1, 40, dtype=torch.bool)
+    block = replace(block_of(rows=1, dtype=torch.float64), bias=torch.zeros(1, 2, 40), competing=everyone)
+    doubled = replace(block, bias=torch.full((1, 2, 40), math.log(2.0)))
+    twice = Block(
+        *(torch.cat([one, one], dim=2) for one in (block.keys, block.values)),
+        block.queries, torch.zeros(1, 2, 80), torch.ones(1, 1, 80, dtype=torch.bool), block.scaling,
+    )  # fmt: skip
+    torch.testing.assert_close(doubled.logits().logsumexp(-1), twice.logits().logsumexp(-1), atol=1e-6, rtol=0)
+    index, bias, _ = match(doubled, 20, Fit())
+    plain, first, _ = match(block, 20, Fit())
+    assert torch.equal(index, plain)
+    torch.testing.assert_close(bias, first + math.log(2.0), atol=1e-5, rtol=0)
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FITS)
+@pytest.mark.parametrize("asked", [8, 48])
+def test_gradients_are_those_of_finite_differences(name: str, asked: int) -> None:
+    block = block_of(rows=1, heads=1, entries=16, dim=6, asked=asked, dtype=torch.float64)
+    if name == "omp" and asked == 8:
+        pytest.skip("8 queries do not say 10 weights: what pursuit solves there is not a function to be differentiated")
+    index = match(block, 10, FITS[name])[0]
+    tensors = [one.clone().requires_grad_() for one in (block.keys, block.values, block.queries)]
+    generator = torch.Generator().manual_seed(3)
+    directions = [torch.randn(one.shape, generator=generator, dtype=torch.float64) for one in tensors]
+    weigh = torch.randn(1, 1, 10, 6, generator=generator, dtype=torch.float64)
+
+    def loss(*at: torch.Tensor) -> torch.Tensor:
+        here = replace(block, keys=at[0], values=at[1], queries=at[2])
+        bias, values = refit(here, index, FITS[name])
+        return (values * weigh).sum() + bias.sum()
+
+    loss(*tensors).backward()
+    along = sum(float((one.grad * d).sum()) for one, d in zip(tensors, directions, strict=True) if one.grad is not None)
+    step = 1e-4
+
+    def moved(by: float) -> float:
+        return float(loss(*(one.detach() + by * d for one, d in zip(tensors, directions, strict=True))))
+
+    assert along == pytest.approx((moved(step) - moved(-step)) / (2 * step), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_a_rounding_of_the_queries_stays_one(name: str) -> None:
+    """1e-6 on queries, keys and values moves biases by no more than 1e-3; the paper's solvers by far more."""
+    block = block_of()
+    index, bias, values = match(block, 20, FITS[name])
+    generator = torch.Generator().manual_seed(4)
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + 1e-6 * torch.randn(x.shape, generator=generator))
+
+    other = replace(block, keys=noisy(block.keys), values=noisy(block.values), queries=noisy(block.queries))
+    moved_bias, moved = refit(other, index, FITS[name])
+    assert (moved_bias - bias).abs().max() < 1e-3 and (moved - values).abs().max() < 1e-2
+    few = replace(block, queries=block.queries[:, :, :21])  # hardly more than entries
+    fewer = replace(other, queries=other.queries[:, :, :21])
+    paper = Fit(paper=True)
+    assert (refit(few, index, paper)[1] - refit(fewer, index, paper)[1]).abs().max() > 1e-2
+
+
+# ---- what could go wrong --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FITS)
+@pytest.mark.parametrize("asked", [1, 5, 48])
+def test_equal_keys_and_few_queries_are_no_trouble(name: str, asked: int) -> None:
+    """Singular systems: every key is the same, or fewer queries than entries. Everything is finite and bounded."""
+    block = block_of(asked=asked)
+    same = replace(block, keys=block.keys[:, :, :1].expand_as(block.keys), bias=torch.zeros_like(block.bias))
+    for one in (block, same):
+        index, bias, values = match(one, 20, FITS[name])
+        assert bool(bias.isfinite().all()) and bool(values.isfinite().all()) and index.shape == (2, 2, 20)
+        assert (bias - one.bias.gather(2, index)).abs().max() <= 7 + 1e-5
+    index, bias, _ = match(same, 20, Fit())
+    assert torch.equal(index[0, 0], torch.arange(20))  # of equal scores the earlier
+    torch.testing.assert_close(bias[0], torch.full((2, 20), math.log(2.0)), atol=1e-5, rtol=0)  # 40 in the place of 20
+
+
+@pytest.mark.parametrize("which", ["keys", "values", "queries"])
+def test_what_is_not_finite_is_an_error(which: str) -> None:
+    block = block_of()
+    broken = getattr(block, which).clone()
+    broken[0, 1, 3, 2] = float("nan")
+    with pytest.raises(NotFiniteError):
+        match(replace(block, **{which: broken}), 20, Fit())
+
+
+def test_the_papers_own_solvers_are_least_squares() -> None:
+    block = block_of(rows=1)
+    index = match(block, 12, Fit())[0]
+    kept, mass = kept_features(block, index)
+    weights = paper_weights(kept, mass, 3.0)
+    free = torch.linalg.lstsq(kept[0, 0], mass[0, 0, :, None]).solution[:, 0].clamp(math.exp(-3), math.exp(3))
+    assert (weights[0, 0] - free).abs().max() < 1.0 and bool((weights.log().abs() <= 3 + 1e-9).all())
+    x = kept[0, 0] / kept[0, 0].sum(-1, keepdim=True)
+    y = torch.randn(len(x), 4, dtype=torch.float64)
+    torch.testing.assert_close(paper_values(x, y), torch.linalg.lstsq(x, y).solution, atol=1e-8, rtol=0)
