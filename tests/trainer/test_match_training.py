@@ -1,0 +1,96 @@
+"""GRPO and distillation under Attention Matching: the replay and a resumed run are exact; what cannot be is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from judging import gap
+from safetensors.torch import load_file
+from trainer_runs import timeless
+
+from rollout import SamplingConfig, make_engine
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.commands.train import train
+from sparse_rl.errors import UserError
+from sparse_rl.metrics import read_metrics
+from sparse_rl.models.load import load_model
+from sparse_rl.recipe import make_recipe
+
+CACHE = {"policy": "am", "budget": 12, "sinks": 1, "window": 4, "period": 6, "reference_queries": 16}
+KINDS: dict[str, dict[str, Any]] = {
+    "grpo": {"rewards": ["trainer_runs:digits"], "num_generations": 4, "max_completion_length": 20},
+    "distill": {"top_k": 8},
+}
+
+
+@pytest.fixture
+def recipe(tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+    def make(kind: str, **keys: Any) -> Any:
+        content = {
+            "kind": kind,
+            "model": str(tiny()),
+            "output_dir": str(tmp_path / "run"),
+            "data": {"synthetic": {"task": "running_sum", "size": 24, "n": 6}},
+            "cache": CACHE,
+            "rollout": {"engine": "hf"},
+            "dtype": "float32",
+            "gradient_checkpointing": True,
+            "learning_rate": 1e-3,
+            "per_device_train_batch_size": 8,
+            "max_steps": 3,
+            "logging_steps": 1,
+        }
+        return make_recipe({**content, **KINDS[kind], **keys})
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run(kind: str, recipe: Callable, tmp_path: Path) -> None:
+    """What comes out is sampled from with no flags, and its replay is exact; with constants another model comes out."""
+    final = train(recipe(kind))
+    lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert len(lines) == 3 and all(0 < line["cache/retention"] < 1 for line in lines)
+    if kind == "grpo":
+        assert all(line["replay/gap_max"] <= 1e-5 for line in lines)
+    engine, model = make_engine("hf", model=final), load_model(final)
+    assert engine.policy.name == "am" and engine.policy.parameters()["reference_queries"] == 16
+    sampling = SamplingConfig(max_tokens=30, seed=0, ignore_eos=True)
+    rollouts = engine.generate([list(range(3, 30)), [5, 6, 7]], sampling)
+    with torch.no_grad():
+        assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
+    other = train(recipe(kind, output_dir=str(tmp_path / "constant"), match_gradient="constant"))
+    ours, theirs = (load_file(Path(folder) / "model.safetensors") for folder in (final, other))
+    assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_is_the_one_that_was_not_stopped(kind: str, recipe: Callable, tmp_path: Path) -> None:
+    shared = {"max_steps": 5, "save_steps": 2, "save_total_limit": None}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(recipe(kind, output_dir=str(whole), **shared))
+    shutil.copytree(whole, resumed)
+    for gone in ("model", "checkpoint-4", "checkpoint-5"):
+        shutil.rmtree(resumed / gone)
+    train(recipe(kind, output_dir=str(resumed), **shared), resume="newest")
+    left, right = (load_file(folder / "model/model.safetensors") for folder in (whole, resumed))
+    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    assert timeless(read_metrics(resumed)) == timeless(read_metrics(whole))
+
+
+def test_what_is_refused(recipe: Callable) -> None:
+    with pytest.raises(UserError, match=r"cache.fit: the paper's own solvers cannot be followed in training"):
+        recipe("grpo", cache={**CACHE, "fit": "paper"})
+    with pytest.raises(UserError, match=r"packing: entries that am has refitted cannot be packed"):
+        recipe("distill", packing=True)
+    with pytest.raises(UserError, match=r"reference_queries: 19: the first compaction has no more queries than .* 18"):
+        recipe("grpo", cache={**CACHE, "reference_queries": 19})
+    with pytest.raises(UserError, match="match_gradient"):
+        recipe("grpo", match_gradient="straight")
