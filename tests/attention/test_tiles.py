@@ -137,7 +137,7 @@ def test_under_every_policy(
     made = policy_of(policy, budget=64, window=8, period=16)
     engine = make_engine("hf", model=model_of("qwen3"), policy=made)
     prompts, completions = prompts_of("qwen3", (100, 7)), prompts_of("qwen3", (200, 150), seed=1)
-    traces = [r.trace for r in engine.simulate(prompts, completions)]
+    traces = [EvictionTrace(r.trace.evict_at) for r in engine.simulate(prompts, completions)]
     assert (policy == "full") == all(t.retention() == 1 for t in traces)
     for layout in LAYOUTS:
         evict_at = laid_out(traces, layout)

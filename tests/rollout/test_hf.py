@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 import torch
@@ -48,9 +49,10 @@ def test_a_row_that_stops_keeps_what_it_had(
     engine = make_engine("hf", model=model, policy=policy_of(policy_name, budget=BUDGET, window=4, period=4))
     endless = engine.generate(prompts, SamplingConfig(30, seed=2, ignore_eos=True))
     assert [len(r.completion_ids) for r in endless] == [30] * len(prompts)
-    stop = {endless[5].completion_ids[3], endless[1].completion_ids[12], endless[2].completion_ids[20]}
+    tokens = {r.completion_ids[at] for at in (3, 7, 12, 20) for r in endless}
+    tries = ({a, b} for a, b in combinations(sorted(tokens), 2))
+    stop = next(tried for tried in tries if differ([shortened(r, tried) for r in endless]))
     wanted = [shortened(r, stop) for r in endless]
-    assert len({len(r.completion_ids) for r in wanted}) >= 3 and {r.finish_reason for r in wanted} == {"stop", "length"}
 
     stopping = SamplingConfig(30, seed=2, stop_token_ids=sorted(stop))
     batched = engine.generate(prompts, stopping)
@@ -58,6 +60,12 @@ def test_a_row_that_stops_keeps_what_it_had(
     assert not same(batched, endless)
     early = min(range(len(prompts)), key=lambda i: len(wanted[i].completion_ids))
     assert same(engine.generate([prompts[early]], stopping), [wanted[early]])
+
+
+def differ(rollouts: list[Rollout]) -> bool:
+    """In at least three lengths, and some end early, some do not."""
+    lengths = {len(r.completion_ids) for r in rollouts}
+    return len(lengths) >= 3 and {r.finish_reason for r in rollouts} == {"stop", "length"}
 
 
 class CountingTova(Tova):
