@@ -8,9 +8,10 @@ entries per kv head at its peak, but DMS, whose compression aims at as many on a
 length; what it held is measured.
 
 Accuracy: each model samples under its own cache. KL: each decodes held-out texts, and is compared with the model that
-was taught, with a full cache. The same problems for all, so that differences are taken problem by problem. The texts
-have few notes: a note brings what has left the window back into it. The model's learning rate stands to the scorers' as
-in the papers, 1 to 12.5: a tiny model that learns fast enough adapts to any mask.
+was taught, with a full cache. The same problems for all, so that differences are taken problem by problem. A note
+brings what has left the window back into it. The texts of training and of the KL have few; a model samples as many as
+it was taught (--taught-notes), and accuracy is also told by their number. The model's learning rate stands to the
+scorers' as in the papers, 1 to 12.5: a tiny model that learns fast enough adapts to any mask.
 
 A second call goes on where the first one stopped.
 
@@ -119,8 +120,8 @@ class Seed:
 
     def teach(self) -> None:
         keys = [f"model={self.folder / 'untrained'}", f"data.synthetic.n={LABELS}", f"data.synthetic.seed={self.seed}"]
-        self.stage("the task", self.start.parent, "train", "quickstart/sft", *keys, "learning_rate=3e-3",
-                   "max_steps=2000")  # fmt: skip
+        keys += [f"data.synthetic.note_probability={self.options.taught_notes}", "learning_rate=3e-3", "max_steps=2000"]
+        self.stage("the task", self.start.parent, "train", "quickstart/sft", *keys)
 
     def evaluate(self, label: str, place: Path, model: Path, split: str, size: int, *keys: str) -> list[dict[str, Any]]:
         """The rows of an evaluation of sampling with the hf engine."""
@@ -179,7 +180,7 @@ class Seed:
                 (row,) = self.evaluate(f"{arm}, {budget}: accuracy", place / "eval", model, "evaluation",
                                        self.options.problems, f"cache={json.dumps(cache)}")  # fmt: skip
                 lines = [json.loads(line) for line in (place / "eval" / "eval_completions.jsonl").open()]
-                correct = {line["problem"]: float(line["correct"]) for line in lines}
+                lines.sort(key=lambda line: line["problem"])
                 if not (place / "kl.json").exists():
                     with self.stages.slots:
                         (place / "kl.json").write_text(json.dumps(divergences(model, cache, teacher, rows)))
@@ -195,7 +196,8 @@ class Seed:
                         "mean_peak_entries": row["mean_peak_entries"],
                         "state_bytes": memory,
                         "tokens": row["length"],
-                        "correct": [correct[problem] for problem in sorted(correct)],
+                        "correct": [float(line["correct"]) for line in lines],
+                        "notes": [line["completion"].count("[") for line in lines],
                         "kl": json.loads((place / "kl.json").read_text()),
                     }
                 )
@@ -224,6 +226,12 @@ def summarized(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                     pairs = zip(values, theirs, strict=True)
                     less = [value - torch.tensor(other[what], dtype=torch.float64) for value, other in pairs if other]
                     one[what][f"over {baseline}"] = mean_error(less)
+        told = [pair for row in mine for pair in zip(row["notes"], row["correct"], strict=True)]
+        one["accuracy_by_notes"] = {
+            label: statistics.mean(right for notes, right in told if low <= notes <= high)
+            for label, low, high in (("0-1", 0, 1), ("2-3", 2, 3), ("4-", 4, 99))
+            if any(low <= notes <= high for notes, _ in told)
+        }
         for key in ("peak_entries", "mean_peak_entries", "state_bytes", "tokens"):
             one[key] = [row[key] for row in mine]
         found.append(one)
@@ -237,13 +245,16 @@ def tables(summary: Sequence[dict[str, Any]]) -> list[Table]:
     made = []
     for size in dict.fromkeys(one["size"] for one in summary):
         table = Table(title=f"The {size} budget: means over seeds, ± standard error; differences problem by problem")
-        for name in ("cache", "accuracy", *(f"over {name}" for name in BASELINES), "KL", "over StreamingLLM+",
-                     "peak entries", "mean", "state bytes"):  # fmt: skip
+        over = [f"over {name}" for name in BASELINES]
+        shape = ("peak entries", "mean", "state bytes")
+        for name in ("cache", "accuracy", "with 0-1, 2-3, more notes", *over, "KL", over[0], *shape):
             table.add_column(name, justify="left" if name == "cache" else "right")
         for one in (one for one in summary if one["size"] == size):
             right, kl = one["correct"], one["kl"]
             table.add_row(
-                one["arm"], shown(right["mean"], 3), *(shown(right.get(f"over {name}"), 3) for name in BASELINES),
+                one["arm"], shown(right["mean"], 3),
+                ", ".join(f"{share:.2f}" for share in one["accuracy_by_notes"].values()),
+                *(shown(right.get(f"over {name}"), 3) for name in BASELINES),
                 shown(kl["mean"], 4), shown(kl.get("over StreamingLLM+"), 4),
                 ", ".join(map(str, one["peak_entries"])), ", ".join(f"{x:.1f}" for x in one["mean_peak_entries"]),
                 str(max(one["state_bytes"])),
@@ -258,6 +269,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--problems", type=int, default=512)
     parser.add_argument("--budgets", type=int, default=2, choices=(1, 2), help="1: the smaller alone")
+    parser.add_argument("--taught-notes", type=float, default=0.3, help="before each line, while the task is taught")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE, help="of the model")
     parser.add_argument("--runs", type=Path, default=Path("runs/kvpop"))
     parser.add_argument("--slots", type=int, default=min(2, os.cpu_count() or 1), help="stages run at a time")
@@ -274,9 +286,10 @@ def main() -> None:
     rows = [row for seed in found for row in seed if "passed_over" not in row]
     passed_over = [row for seed in found for row in seed if "passed_over" in row]
     summary = summarized(rows)
-    per_seed = [{key: value for key, value in row.items() if key not in ("correct", "kl")} for row in rows]
+    per_seed = [{key: value for key, value in row.items() if key not in ("correct", "notes", "kl")} for row in rows]
     content = {
-        "steps": options.steps, "labels": LABELS, "note_probability": NOTES, "problems": options.problems,
+        "steps": options.steps, "labels": LABELS, "note_probability": NOTES, "taught_notes": options.taught_notes,
+        "problems": options.problems,
         "learning_rate": options.learning_rate, "summary": summary, "rows": per_seed, "passed_over": passed_over,
     }  # fmt: skip
     options.out.parent.mkdir(parents=True, exist_ok=True)
