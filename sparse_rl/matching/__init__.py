@@ -11,7 +11,7 @@ record.py      what a trace says of compactions
 reference.py   the same, one head and one entry at a time: plain, slow, and what the others are compared with
 """
 
-from sparse_rl.matching.block import Block, Fit, match, refit
+from sparse_rl.matching.block import Block, Fit, match, refit, residuals
 from sparse_rl.matching.record import Record
 
-__all__ = ["Block", "Fit", "Record", "match", "refit"]
+__all__ = ["Block", "Fit", "Record", "match", "refit", "residuals"]

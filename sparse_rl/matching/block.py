@@ -77,6 +77,20 @@ def match(block: Block, count: int, fit: Fit) -> tuple[torch.Tensor, torch.Tenso
     return index, bias, values
 
 
+@torch.no_grad()
+def residuals(block: Block, index: torch.Tensor, bias: torch.Tensor, values: torch.Tensor) -> tuple[float, float]:
+    """How far what stays is from what it stands for, over the reference queries of all rows and heads.
+
+    The mean |log of mass / mass of all|, and |output - output of all| / |output of all|.
+    """
+    logits = block.logits()
+    deep = index[..., None].expand(*index.shape, block.values.shape[-1])
+    own = block.queries.double() @ block.keys.gather(2, deep).double().mT * block.scaling + bias.double()[:, :, None]
+    said, wanted = own.softmax(-1) @ values.double(), logits.softmax(-1) @ block.values.double()
+    mass = (own.logsumexp(-1) - logits.logsumexp(-1)).abs().mean()
+    return float(mass), float((said - wanted).norm() / wanted.norm())
+
+
 def refit(block: Block, index: torch.Tensor, fit: Fit) -> tuple[torch.Tensor, torch.Tensor]:
     """Biases float32 [R, H, t] and values [R, H, t, D] of given entries, int64 [R, H, t]: what a trainer makes again.
 

@@ -60,6 +60,8 @@ def test_a_run(kind: str, recipe: Callable, tmp_path: Path) -> None:
     assert len(lines) == 3 and all(0 < line["cache/retention"] < 1 for line in lines)
     if kind == "grpo":
         assert all(line["replay/gap_max"] <= 1e-5 for line in lines)
+        assert all(0 < line["match/mass"] < 1 and 0 < line["match/output"] < 1 for line in lines)
+        assert all(line["match/bias_max"] > 0 and line["match/ridge"] == 1e-3 for line in lines)
     engine, model = make_engine("hf", model=final), load_model(final)
     assert engine.policy.name == "am" and engine.policy.parameters()["reference_queries"] == 16
     sampling = SamplingConfig(max_tokens=30, seed=0, ignore_eos=True)

@@ -20,10 +20,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from rollout.engine import Rollout
+from sparse_rl.attention.interface import NO_MASK
+from sparse_rl.attention.views.matched import MatchedView
 from sparse_rl.errors import StoppedError
+from sparse_rl.policies.am import AM
 from sparse_rl.policies.base import Policy
+from sparse_rl.policies.kvpop import KVpop
+from sparse_rl.trace import batch_traces
+from trainer.scored.loss import decisions_agree
 
 
 class Tolerance(NamedTuple):
@@ -69,6 +76,38 @@ def replay_panel(gap: torch.Tensor, ratio: torch.Tensor, clip: float) -> dict[st
         "ratio/max": float(weights.max()),
         "ratio/clipped": float((weights > clip).double().mean()),
     }
+
+
+def policy_panel(model: PreTrainedModel, policy: Policy, rollout: Rollout) -> dict[str, float]:
+    """What is to be known of some policies, for the eye, of one sequence.
+
+    kvpop : cache/decisions_agree, how much of what was dropped the trainer would drop too. In half precision they
+        differ by rounding, and what was recorded is replayed; whether the scorers are the same is checked bit by bit
+        (trainer.weights.give_weights)
+    am : see `match_panel`
+    """
+    if isinstance(policy, KVpop):
+        return {"cache/decisions_agree": decisions_agree(model, policy.config, [rollout])}
+    return match_panel(model, rollout) if isinstance(policy, AM) else {}
+
+
+@torch.no_grad()
+def match_panel(model: PreTrainedModel, rollout: Rollout) -> dict[str, float]:
+    """How well what stayed carries what went, under Attention Matching, in one sequence; {} without a compaction.
+
+    match/mass, match/output : the residuals of the fits (`sparse_rl.matching.residuals`), means over compactions
+    match/bias_max : the largest |bias|; match/ridge : of the fits
+    """
+    device = next(model.parameters()).device
+    ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]], device=device)
+    view = MatchedView(batch_traces([rollout.trace], [0], ids.shape[1]), device)
+    view.residuals = []
+    model.get_decoder()(input_ids=ids, attention_mask=NO_MASK.to(device), kv_view=view, use_cache=False)
+    if not view.residuals:
+        return {}
+    mass, output, bias = zip(*view.residuals, strict=True)
+    means = {"match/mass": sum(mass) / len(mass), "match/output": sum(output) / len(output)}
+    return {**means, "match/bias_max": max(bias), "match/ridge": view.record.ridge}
 
 
 def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:

@@ -41,10 +41,10 @@ from sparse_rl.trace import EvictionTrace, batch_traces
 from trainer.grpo.advantages import over_varied_groups, varied_groups, without_truncated
 from trainer.grpo.arguments import SparseGRPOArguments
 from trainer.grpo.clock import StepClock
-from trainer.grpo.panel import held_entries, replay_panel
+from trainer.grpo.panel import held_entries, policy_panel, replay_panel
 from trainer.grpo.probe import ProbedEngine
 from trainer.resumable import EpochRepeatSampler, Resumable
-from trainer.scored.loss import ScorerLoss, decisions_agree
+from trainer.scored.loss import ScorerLoss
 
 
 class RewardError(UserError):
@@ -152,8 +152,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         replayed = self.args.sparse.train_attention == "replay"
         self._traces = [r.trace if replayed else r.trace.dense_like() for r in rollouts]
         self._log_cache(rollouts)
-        if isinstance(self.engine.policy, KVpop):
-            self._log_decisions(max(rollouts, key=lambda r: len(r.trace)), self.engine.policy)
+        self._log_policy(max(rollouts, key=lambda r: len(r.trace)))
         return [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
 
     def _sampling_seed(self) -> int:
@@ -324,16 +323,13 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         if self._mode == "train":
             self.clock.tokens += int(tokens)
 
-    def _log_decisions(self, rollout: Rollout, policy: KVpop) -> None:
-        """How much of what a learned policy drops the trainer would drop too, in one sequence.
-
-        For the eye: in half precision they differ by rounding, and what was recorded is replayed. Whether the scorers
-        are the same is checked bit by bit (trainer.weights.give_weights).
-        """
-        model = base_of(self.accelerator.unwrap_model(self.model))
+    def _log_policy(self, rollout: Rollout) -> None:
+        """What is to be known of some policies, of one sequence (panel.policy_panel)."""
         with self.accelerator.autocast():
-            share = decisions_agree(model, policy.config, [rollout])
-        self._metrics[self._mode]["cache/decisions_agree"].append(share)
+            model = base_of(self.accelerator.unwrap_model(self.model))
+            panel = policy_panel(model, self.engine.policy, rollout)
+        for name, value in panel.items():
+            self._metrics[self._mode][name].append(value)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         prefix = "" if self._mode == "train" else "eval_"

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sparse_rl.attention.interface import check_sections
 from sparse_rl.attention.kernels.sdpa import sdpa
-from sparse_rl.matching import Block, Record, refit
+from sparse_rl.matching import Block, Record, refit, residuals
 from sparse_rl.trace import TraceError
 
 
@@ -70,6 +70,7 @@ class MatchedView:
         check_sections(type(self), batch)
         self.device, self.through = torch.device(device), through
         self.evict_at = batch["evict_at"]
+        self.residuals: list[tuple[float, float, float]] | None = None  # of mass, of output, largest |bias|, if asked
         self.record = Record.read(batch["refit_with"])
         self.segments = self._segments(batch["refit_at"])
 
@@ -147,12 +148,15 @@ class MatchedView:
             )
         chosen = stays.int().argsort(dim=-1, descending=True, stable=True)[..., : record.refitted]
         asked = now + torch.arange(-record.reference_queries, 0, device=self.device)
-        remake = partial(_refit, rows, index, competing, chosen, asked, record, scaling)
+        block = partial(_block, rows, index, competing, asked, scaling)
+        remake, told = partial(_refit, block, chosen, record), (query, key, value, *_tensors(held)[1:])
         if self.through:
-            bias, values = _saved(remake, query, key, value, *_tensors(held)[1:])
+            bias, values = _saved(remake, *told)
         else:
             with torch.no_grad():
-                bias, values = remake(query, key, value, *_tensors(held)[1:])
+                bias, values = remake(*told)
+        if self.residuals is not None:
+            self.residuals.append((*residuals(block(*told), chosen, bias, values), float(bias.abs().max())))
         around = [columns[:, None].expand(-1, heads, -1) for columns in (sinks, window)]
         as_they_were = [_columns(value[rows], columns) for columns in around]
         nothing = [bias.new_zeros(columns.shape) for columns in around]
@@ -209,20 +213,23 @@ def _attend(
     return sdpa(grouped, keys, values, scaling, mask).reshape(queries.shape)
 
 
-def _refit(
+def _refit(block: Any, chosen: torch.Tensor, record: Record, *told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Biases and values of what stays; see `sparse_rl.matching.refit`."""
+    return refit(block(*told), chosen, record.fit)
+
+
+def _block(
     rows: torch.Tensor,
     index: torch.Tensor,
     competing: torch.Tensor,
-    chosen: torch.Tensor,
     asked: torch.Tensor,
-    record: Record,
     scaling: float,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     *held: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Biases and values of what stays; see `sparse_rl.matching.refit`. held : biases and values of what was fitted."""
+) -> Block:
+    """What competes, int64 [R, H, N] columns, and what asks, [R, n]. held : biases and values of what was fitted."""
     heads, group = key.shape[1], query.shape[1] // key.shape[1]
     query, key, value = query[rows], key[rows], value[rows]
     queries = _columns(query, asked[:, None].expand(-1, query.shape[1], -1))
@@ -235,7 +242,7 @@ def _refit(
             torch.cat([was_values, _columns(value, raw)], dim=2),
             torch.cat([was_bias, bias[:, :, was_bias.shape[2] :]], dim=2),
         )
-    block = Block(
+    return Block(
         keys=_columns(key, index),
         values=values,
         queries=queries.reshape(len(rows), heads, group * asked.shape[1], -1),
@@ -243,4 +250,3 @@ def _refit(
         competing=competing,
         scaling=scaling,
     )
-    return refit(block, chosen, record.fit)
