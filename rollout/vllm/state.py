@@ -77,10 +77,12 @@ class CacheState:
         self.config, self.policy = config, config.policy
         layers = paged.attention_layers(vllm_config, kv_caches)
         self.index = {name: i for i, name in enumerate(layers)}
-        held = [paged.key_value_views(kv_caches[name], paged.keys_are_transposed()) for name in layers]
-        head_dim = next(iter(layers.values())).impl.head_size
-        self.caches = [tuple(each[..., :head_dim] for each in pair) for pair in held]
-        self.folded = [keys[..., head_dim] for keys, _ in held] if config.folds else None  # see folded.py
+        self.caches = [paged.key_value_views(kv_caches[name], paged.keys_are_transposed()) for name in layers]
+        self.folded: list[torch.Tensor] | None = None  # by layer, the coordinate that holds biases; see folded.py
+        if config.folds:
+            own = next(iter(layers.values())).impl.head_size
+            self.folded = [keys[..., own] for keys, _ in self.caches]
+            self.caches = [(keys[..., :own], values[..., :own]) for keys, values in self.caches]
         keys = self.caches[0][0]
         blocks, heads, self.block_size, _ = keys.shape
         self.device = keys.device
