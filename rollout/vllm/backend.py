@@ -49,6 +49,7 @@ class EvictingImpl:
     """Mixed into an implementation: writes at physical slots, and hands the queries out."""
 
     config: arguments.CacheConfig | None = None  # of the engine whose model was built last in this process
+    wide = 0  # the head size of the cache, where biases are folded into it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,14 +58,8 @@ class EvictingImpl:
         if EvictingImpl.config is not None and EvictingImpl.config.evicts:
             refusals.refuse_unsupported(vllm_config)
             refusals.refuse_layer(self)
-
-    @property
-    def wide(self) -> int:
-        """The head size of the cache where biases are folded into it; 0 where they are not."""
-        config = EvictingImpl.config
-        if config is None or not config.folds:
-            return 0
-        return folded.wide_head(self.head_size, arguments.on_cpu())  # type: ignore[attr-defined]
+            if EvictingImpl.config.folds:
+                self.wide = folded.wide_head(self.head_size, arguments.on_cpu())  # type: ignore[attr-defined]
 
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
         # The slots that vLLM hands over come from the forward context and are logical; those of the metadata are ours.

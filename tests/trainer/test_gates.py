@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from judging import gap
-from safetensors.torch import load_file
-from trainer_runs import timeless
+from trainer_runs import check_resumed
 
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.logprobs import replay_logprobs
@@ -74,19 +72,9 @@ def test_gates_open_as_far_as_they_have_to(recipe: Callable, tmp_path: Path) -> 
 
 def test_a_resumed_run_is_the_one_that_was_not_stopped(recipe: Callable, tmp_path: Path) -> None:
     """With recomputed layers: the noise of a gate is the same in the forward and when it is made again."""
-    shared = {"max_steps": 5, "save_steps": 2, "save_total_limit": None, "gradient_checkpointing": True}
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    train(recipe(output_dir=str(whole), **shared))
-    shutil.copytree(whole, resumed)
-    for gone in ("model", "checkpoint-4", "checkpoint-5"):
-        shutil.rmtree(resumed / gone)
-    train(recipe(output_dir=str(resumed), **shared), resume="newest")
-    for file in ("model.safetensors", "cache_scorer.safetensors"):
-        left, right = (load_file(folder / "model" / file) for folder in (whole, resumed))
-        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-    assert timeless(read_metrics(resumed)) == timeless(read_metrics(whole))
-    plain = tmp_path / "plain"
-    train(recipe(output_dir=str(plain), **{**shared, "gradient_checkpointing": False}))
+    check_resumed(recipe, tmp_path, gradient_checkpointing=True)
+    whole, plain = tmp_path / "whole", tmp_path / "plain"
+    train(recipe(output_dir=str(plain), max_steps=5, save_steps=2, save_total_limit=None, gradient_checkpointing=False))
     kl = [[line["kl"] for line in read_metrics(folder) if "loss" in line] for folder in (whole, plain)]
     assert kl[0] == pytest.approx(kl[1], rel=1e-4)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from judging import gap
 from learned import SCORERS, learned_policy, with_scorers, wrong_decisions
 from safetensors.torch import load_file
-from trainer_runs import timeless, trained
+from trainer_runs import check_resumed, trained
 
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.logprobs import replay_logprobs
@@ -100,17 +101,7 @@ def test_a_run_leaves_the_scorers_as_they_were(kind: str, scorer: str, recipe: C
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_is_the_one_that_was_not_stopped(kind: str, recipe: Callable, tmp_path: Path) -> None:
-    shared = {"max_steps": 5, "save_steps": 2, "save_total_limit": None}
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    train(recipe(kind, output_dir=str(whole), **shared))
-    shutil.copytree(whole, resumed)
-    for gone in ("model", "checkpoint-4", "checkpoint-5"):
-        shutil.rmtree(resumed / gone)
-    train(recipe(kind, output_dir=str(resumed), **shared), resume="newest")
-    for file in ("model.safetensors", "cache_scorer.safetensors"):
-        left, right = (load_file(folder / "model" / file) for folder in (whole, resumed))
-        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-    assert timeless(read_metrics(resumed)) == timeless(read_metrics(whole))
+    check_resumed(partial(recipe, kind), tmp_path)
 
 
 def harmed(trainer: Any) -> None:
@@ -182,24 +173,14 @@ LEARN = {"weight": 0.5, "learning_rate": 0.01, "boundary": {"queries": 8}}
 @pytest.mark.parametrize("kind", KINDS)
 def test_scorers_that_learn(kind: str, recipe: Callable, tmp_path: Path) -> None:
     """They move, the gap stays, a resumed run is the same, and the model learns what it learns beside frozen ones."""
-    shared = {"max_steps": 5, "save_steps": 2, "save_total_limit": None, "gradient_checkpointing": True}
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    made = recipe(kind, output_dir=str(whole), scorers=LEARN, **shared)
-    final = train(made)
-    before, after = (load_file(Path(folder) / "cache_scorer.safetensors") for folder in (made.model, final))
+    final = check_resumed(partial(recipe, kind, scorers=LEARN), tmp_path, gradient_checkpointing=True)
+    start = recipe(kind).model
+    before, after = (load_file(Path(folder) / "cache_scorer.safetensors") for folder in (start, final))
     assert all((before[name] != after[name]).any() for name in before)
-    lines = [line for line in read_metrics(whole) if "loss" in line]
+    lines = [line for line in read_metrics(tmp_path / "whole") if "loss" in line]
     assert all(line["boundary_loss"] > 0 for line in lines)
     if kind == "grpo":
         assert all(line["replay/gap_max"] <= 1e-5 and 0 < line["cache/recall"] <= 1 for line in lines)
-    shutil.copytree(whole, resumed)
-    for gone in ("model", "checkpoint-4", "checkpoint-5"):
-        shutil.rmtree(resumed / gone)
-    train(recipe(kind, output_dir=str(resumed), scorers=LEARN, **shared), resume="newest")
-    for file in ("model.safetensors", "cache_scorer.safetensors"):
-        left, right = (load_file(folder / "model" / file) for folder in (whole, resumed))
-        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-    assert timeless(read_metrics(resumed)) == timeless(read_metrics(whole))
     with pytest.raises(UserError, match="scorers: streaming has none that learn on"):
         recipe(kind, cache={"policy": "streaming", "budget": 12}, scorers=LEARN)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from judging import gap
 from safetensors.torch import load_file
-from trainer_runs import timeless
+from trainer_runs import check_resumed
 
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.logprobs import replay_logprobs
@@ -75,16 +75,7 @@ def test_a_run(kind: str, recipe: Callable, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_is_the_one_that_was_not_stopped(kind: str, recipe: Callable, tmp_path: Path) -> None:
-    shared = {"max_steps": 5, "save_steps": 2, "save_total_limit": None}
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    train(recipe(kind, output_dir=str(whole), **shared))
-    shutil.copytree(whole, resumed)
-    for gone in ("model", "checkpoint-4", "checkpoint-5"):
-        shutil.rmtree(resumed / gone)
-    train(recipe(kind, output_dir=str(resumed), **shared), resume="newest")
-    left, right = (load_file(folder / "model/model.safetensors") for folder in (whole, resumed))
-    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-    assert timeless(read_metrics(resumed)) == timeless(read_metrics(whole))
+    check_resumed(partial(recipe, kind), tmp_path)
 
 
 def test_what_is_refused(recipe: Callable) -> None:

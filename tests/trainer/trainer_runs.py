@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 STOP = [1, 40, 41, 42]  # <eos> and three letters
@@ -88,6 +91,30 @@ def timeless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lines without what a clock measured."""
     clocks = ("time/", "step_time", "train_", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
     return [{name: value for name, value in line.items() if not name.startswith(clocks)} for line in lines]
+
+
+def check_resumed(make: Callable[..., Any], folder: Path, **settings: Any) -> Path:
+    """A run that is resumed from its checkpoint-2 is the one that was not stopped: every weight, and what it logged.
+
+    make : (keys of a recipe) -> the recipe. Returns the model's directory of the run that was not stopped.
+    """
+    from sparse_rl.commands.train import train
+    from sparse_rl.metrics import read_metrics
+
+    shared = {"max_steps": 5, "save_steps": 2, "save_total_limit": None, **settings}
+    whole, resumed = folder / "whole", folder / "resumed"
+    final = Path(train(make(output_dir=str(whole), **shared)))
+    shutil.copytree(whole, resumed)
+    for gone in ("model", "checkpoint-4", "checkpoint-5"):
+        shutil.rmtree(resumed / gone)
+    train(make(output_dir=str(resumed), **shared), resume="newest")
+    files = sorted(file.name for file in final.glob("*.safetensors"))
+    assert files == sorted(file.name for file in (resumed / "model").glob("*.safetensors"))
+    for file in files:
+        left, right = (load_file(place / "model" / file) for place in (whole, resumed))
+        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    assert timeless(read_metrics(resumed)) == timeless(read_metrics(whole))
+    return final
 
 
 class Bomb:
