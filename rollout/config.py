@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from sparse_rl.config import Configuration, Fraction, NonNegative, Positive, PositiveInt, at_most
+from sparse_rl.config import Configuration, Fraction, NonNegative, NonNegativeInt, Positive, PositiveInt, at_most
 
 EngineName = Literal["hf", "vllm"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
@@ -23,6 +23,8 @@ class SamplingConfig(Configuration):
     index): the place in the batch, the batch's size and its order change nothing. seed None draws a fresh one.
     stop_token_ids None means the model's own end-of-sequence tokens (with ignore_eos none); a stop token is part of the
     completion.
+
+    forced : tokens that every completion takes from step `forced_from` on, whatever the model says
     """
 
     max_tokens: PositiveInt
@@ -33,6 +35,8 @@ class SamplingConfig(Configuration):
     seed: int | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
+    forced: Sequence[int] = ()
+    forced_from: NonNegativeInt = 0
 
     @property
     def truncated_support(self) -> bool:

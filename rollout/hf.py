@@ -24,7 +24,7 @@ from rollout.cache import EvictingCache
 from rollout.config import SamplingConfig
 from rollout.engine import LEAST_ROWS, Rollout
 from rollout.gated import GatedCache
-from rollout.requests import Request, requests_to_sample, requests_to_simulate, stop_tokens, token_ids
+from rollout.requests import Request, forced_token, requests_to_sample, requests_to_simulate, stop_tokens, token_ids
 from rollout.sampling import Uniforms, sample
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.errors import UserError
@@ -188,11 +188,11 @@ class HFEngine:
             self.peak_cache_bytes = max(self.peak_cache_bytes, cache.allocated_bytes())
             if step % 32 == 0:
                 bar.set_postfix(tokens=step)
-            uniform = forced = None
-            if requests[0].forced is not None:
-                forced = torch.tensor([_forced(row.request, step) for row in rows], device=device)
-            elif sampling.temperature > 0:
+            uniform = None
+            if sampling.temperature > 0 and requests[0].forced is None:
                 uniform = torch.tensor([s.at(step) for s in streams], dtype=torch.float64, device=device)
+            tokens = [forced_token(step, row.request.forced, sampling) for row in rows]
+            forced = torch.tensor(tokens, device=device) if max(tokens) >= 0 else None
             drawn = sample(logits, sampling, uniform, forced)
             tokens, logprobs, model_logprobs = (t.tolist() for t in drawn)
             for i, row in enumerate(rows):
@@ -246,8 +246,3 @@ class HFEngine:
         prompt = len(row.request.prompt)
         length = prompt + len(row.tokens)
         return EvictionTrace.recorded(cache.evict_at(place, length), cache.policy.further(prompt, length))
-
-
-def _forced(request: Request, step: int) -> int:
-    """The token of a step of a simulated sequence; behind its end, and where it only fills the batch, any."""
-    return request.forced[step] if request.forced is not None and step < len(request.forced) else 0

@@ -78,6 +78,17 @@ def token_ids(texts: Sequence[Sequence[int]], vocabulary: int, what: str = "prom
     return found
 
 
+def forced_token(step: int, completion: Sequence[int] | None, sampling: SamplingConfig) -> int:
+    """What a sequence takes at a step, whatever the model says; -1: it is drawn.
+
+    completion : where it is simulated; behind its end a sequence only fills its batch, and takes any token
+    """
+    if completion is not None:
+        return completion[step] if step < len(completion) else 0
+    place = step - sampling.forced_from
+    return sampling.forced[place] if 0 <= place < len(sampling.forced) else -1
+
+
 def sequence_seed(seed: int, prompt: Sequence[int], sample: int) -> int:
     """The seed of one sequence: of (seed, prompt, sample index), not of its place in a batch."""
     digest = hashlib.blake2b(f"{seed}|{sample}|{','.join(map(str, prompt))}".encode(), digest_size=8)

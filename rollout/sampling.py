@@ -37,22 +37,22 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One token per row.
 
-    logits [B, V]; uniform float64 [B], None when greedy; forced int64 [B]: take these tokens instead. Returns tokens
-    int64 [B], their log-probs float32 [B] under the distribution sampled from, and those before top-p and top-k.
+    logits [B, V]; uniform float64 [B], None: the most likely token; forced int64 [B]: where it is not -1, take this
+    token instead. Returns tokens int64 [B], their log-probs float32 [B] under the distribution sampled from, and those
+    before top-p and top-k.
     """
     logprobs = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1)
     processed = logprobs
-    if forced is not None:
-        tokens = forced
-    elif sampling.temperature == 0:
+    if uniform is None:
         tokens = logprobs.argmax(-1)
     else:
-        assert uniform is not None
         if sampling.truncated_support:
             processed = truncate(logprobs, sampling.top_p, sampling.top_k)
         cdf = processed.double().exp().cumsum(-1)
         target = (uniform * cdf[:, -1])[:, None]
         tokens = torch.searchsorted(cdf, target, right=True)[:, 0].clamp(max=cdf.shape[-1] - 1)
+    if forced is not None:
+        tokens = torch.where(forced < 0, tokens, forced)
     index = tokens[:, None]
     return tokens, processed.gather(-1, index)[:, 0], logprobs.gather(-1, index)[:, 0]
 

@@ -43,7 +43,7 @@ def evaluation(**keys: Any) -> EvalRecipe:
 
 
 def config(head_dim: int = 32) -> SimpleNamespace:
-    return SimpleNamespace(num_hidden_layers=2, num_key_value_heads=2, head_dim=head_dim)
+    return SimpleNamespace(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim)
 
 
 @pytest.fixture

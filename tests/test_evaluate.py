@@ -178,6 +178,31 @@ def test_correct_means_a_reward_of_at_least_one(recipe_of):
     assert row.accuracy == 0 and row.retention_correct is None
 
 
+def test_an_answer_is_forced_at_the_limit(recipe_of, tmp_path):
+    """What has not ended by then goes on with the text; what came before is what it would have been anyway."""
+    free = evaluate(recipe_of(rows_of(6)), progress=False)[0]
+    before = completions(tmp_path)
+    row = evaluate(recipe_of(rows_of(6), forced_answer={"text": "=[5]=", "tokens": 7}), progress=False)[0]
+    after = completions(tmp_path)
+    start = 40 - 7 - 5
+    long = [line["tokens"] > start for line in before]
+    assert any(long) and not all(long)
+    for was, now, forced in zip(before, after, long, strict=True):
+        if not forced:
+            assert now == was
+        else:
+            before_it, text, _ = now["completion"].partition("=[5]=")
+            assert text and was["completion"].startswith(before_it) and start + 5 <= now["tokens"] <= 40
+    assert row.forced == sum(long) / len(long) and free.forced == 0
+
+
+@pytest.mark.parametrize(("tokens", "max_completion_length"), [(38, 40), (64, 40), (1, 3)])
+def test_a_forced_answer_without_room_is_refused(recipe_of, tokens, max_completion_length):
+    answer = {"text": "=5", "tokens": tokens}
+    with pytest.raises(UserError, match="nothing is left of"):
+        evaluate(recipe_of(rows_of(1), forced_answer=answer, max_completion_length=max_completion_length))
+
+
 def test_all_problems_left_out(recipe_of):
     row = evaluate(recipe_of(rows_of(2, none={0, 1})), progress=False)[0]
     assert row.accuracy is None and row.excluded == 2 and row.pass_at_k == {} and row.length > 0

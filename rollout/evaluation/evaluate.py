@@ -44,6 +44,7 @@ class EvalRow:
     excluded : problems left out, whose gold answer cannot be read
     retention : cache length / sequence length at the end, over all completions, and over the correct ones
     length, truncated : mean tokens of a completion; share that ran into max_tokens
+    forced : share that was given the text of a forced answer
     peak_entries : the most entries that a kv head held while decoding; longest_prompt: while prefilling
     mean_peak_entries : the same of each kv head, averaged over heads, layers and completions
     """
@@ -62,6 +63,7 @@ class EvalRow:
     retention_correct: float | None
     length: float
     truncated: float
+    forced: float
     peak_entries: int
     mean_peak_entries: float
     longest_prompt: int
@@ -100,7 +102,7 @@ def evaluate(
             with open_engine(policy) as engine:
                 for name, task in tasks.items():
                     bar.set_description(f"{name} · {policy.name}{_budget(policy)}")
-                    point = Point(name, policy, sampling.n)
+                    point = Point(name, policy, sampling)
                     for problems, rollouts, seconds in sample_in_parts(engine, task.prompts, sampling):
                         asked = [problem for problem in problems for _ in range(sampling.n)]
                         texts = decode([rollout.completion_ids for rollout in rollouts])
@@ -117,13 +119,13 @@ def evaluate(
 class Point:
     """What is gathered of one task under one cache."""
 
-    def __init__(self, task: str, policy: Policy, samples: int) -> None:
-        self.task, self.policy, self.samples = task, policy, samples
+    def __init__(self, task: str, policy: Policy, sampling: SamplingConfig) -> None:
+        self.task, self.policy, self.sampling, self.samples = task, policy, sampling, sampling.n
         self.correct: list[int | None] = []  # per problem; None: left out
         self.kept: list[float] = []
         self.kept_correct: list[float] = []
         self.lengths: list[int] = []
-        self.truncated, self.peak, self.longest_prompt, self.seconds = 0, 0, 0, 0.0
+        self.truncated, self.forced, self.peak, self.longest_prompt, self.seconds = 0, 0, 0, 0, 0.0
         self.peaks: list[float] = []  # per completion, the mean over layers and kv heads
 
     def add(
@@ -140,6 +142,7 @@ class Point:
                 self.kept_correct.append(retention)
             self.lengths.append(len(rollout.completion_ids))
             self.truncated += rollout.finish_reason == "length"
+            self.forced += bool(self.sampling.forced) and len(rollout.completion_ids) > self.sampling.forced_from
             prompt, fed = len(rollout.prompt_ids), len(rollout.trace) - 1
             peaks = rollout.trace.peak_counts(prompt)
             self.peaks.append(float(peaks.float().mean()))
@@ -181,6 +184,7 @@ class Point:
             retention_correct=sum(self.kept_correct) / len(self.kept_correct) if self.kept_correct else None,
             length=tokens / len(self.lengths),
             truncated=self.truncated / len(self.lengths),
+            forced=self.forced / len(self.lengths),
             peak_entries=self.peak,
             mean_peak_entries=sum(self.peaks) / len(self.peaks),
             longest_prompt=self.longest_prompt,

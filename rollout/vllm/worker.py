@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rollout.config import SamplingConfig
+from rollout.requests import forced_token
 from rollout.sampling import Uniforms, sample
 from rollout.vllm.compat.paged import live_state
 from rollout.vllm.messages import Result
@@ -40,13 +41,12 @@ class SequenceSampler(nn.Module):
         states = [self.runner.requests[i] for i in ids]
         asked = [state.sampling_params.extra_args for state in states]  # what the engine has asked of each request
         steps = [len(state.output_token_ids) for state in states]
-        uniform = forced = None
-        if "forced" in asked[0]:
-            tokens = [each["forced"][step] for each, step in zip(asked, steps, strict=True)]
-            forced = torch.tensor(tokens).to(logits.device)
-        elif self.sampling.temperature > 0:
+        uniform = None
+        if self.sampling.temperature > 0 and "forced" not in asked[0]:
             numbers = [self._uniform(each["seed"], step) for each, step in zip(asked, steps, strict=True)]
             uniform = torch.tensor(numbers, dtype=torch.float64).to(logits.device)
+        tokens = [forced_token(n, each.get("forced"), self.sampling) for each, n in zip(asked, steps, strict=True)]
+        forced = torch.tensor(tokens).to(logits.device) if max(tokens) >= 0 else None
         sampled, *logprobs = sample(logits, self.sampling, uniform, forced)
         if self.record is not None:
             self.record.draw(ids, [each["place"] for each in asked], steps, torch.stack(logprobs, dim=-1))

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from rollout.config import MOST_GIB
 from sparse_rl.commands.completion import complete_recipes
-from sparse_rl.commands.console import rank
+from sparse_rl.commands.console import warn
 from sparse_rl.config import names_a_file, show
 from sparse_rl.errors import UserError, one_line
 from sparse_rl.metrics import METRICS_FILE
@@ -46,8 +46,8 @@ def read_recipe(
     Raises UserError for what is wrong in it, and for a model that cannot be had.
     """
     recipe = load(options.recipe, [*options.overrides, *more_overrides]).with_models(model_directory)
-    for warning in recipe.warnings if rank() == 0 else ():
-        print(f"sparse-rl: warning: {warning}", file=sys.stderr)
+    for warning in recipe.warnings:
+        warn(warning)
     check_available(recipe.model)
     return recipe
 

@@ -79,6 +79,12 @@ def say(what: str, finding: str) -> None:
         print(f"{what}: {finding}", flush=True)
 
 
+def warn(warning: str) -> None:
+    """One line about what is unwise; of a launch the first process says it."""
+    if rank() == 0:
+        print(f"sparse-rl: warning: {warning}", file=sys.stderr, flush=True)
+
+
 # ---- training ------------------------------------------------------------------------------------------------------
 
 FIRST_SIGN = 20.0  # seconds without a word, then twice as many, and so on

@@ -104,14 +104,16 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     from rollout.choice import choose_engine
     from sparse_rl.commands.machine import device_memory, host_memory
     from sparse_rl.commands.memory import ASSUMED_PROMPT, plan, verdicts
-    from sparse_rl.commands.sampling import cache_configs
+    from sparse_rl.commands.sampling import cache_configs, unwise
     from trainer.config import LaunchConfig
 
     made = plan(recipe, config)
     launch = recipe.as_training().launch if recipe.trained else LaunchConfig()
     lines = verdicts(made, launch, device_memory(), host_memory())
     if (rollout := recipe.engine_config()) is not None:
-        lines.append(f"rollouts: {choose_engine(rollout, config, cache_configs(recipe))[1]}")
+        caches = cache_configs(recipe)
+        lines.append(f"rollouts: {choose_engine(rollout, config, caches)[1]}")
+        lines += unwise(caches, config)
     if recipe.trained:
         lines += _attention_kernels(recipe.as_training())
     local, cards = launch.processes // launch.machines, torch.cuda.device_count()

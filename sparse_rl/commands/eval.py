@@ -13,6 +13,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,13 +94,16 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
         problems = load_data(data, tokenizer, require=require, where=f"tasks.{name}")
         score = partial(_score, reward, problems)
         tasks[name] = Task(sampling.prompt_tokens(problems, tokenizer, data), score)
+    sampled = replace(
+        recipe.sampling(recipe.samples), **recipe.forcing(partial(tokenizer.encode, add_special_tokens=False))
+    )
     folder = prepare(recipe.output_dir, recipe.as_yaml())
     opened = sampling.engines(recipe, model)
     with (folder / COMPLETIONS).open("w") as log:
         return evaluate_tasks(
             tasks,
             policies,
-            recipe.sampling(recipe.samples),
+            sampled,
             opened,
             partial(tokenizer.batch_decode, skip_special_tokens=True),
             on_completion=lambda line: print(json.dumps(line), file=log),

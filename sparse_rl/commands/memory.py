@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from rollout.vllm.folded import wide_head
 from sparse_rl.commands.machine import device_memory, show
 from sparse_rl.commands.sampling import cache_configs
 from sparse_rl.commands.sizes import (
@@ -16,8 +17,10 @@ from sparse_rl.commands.sizes import (
     attention_itemsize,
     cache_bytes,
     count_parameters,
+    fit_bytes,
     lora_parameters,
     mask_bytes,
+    query_bytes,
     redundancy_bytes,
     sdpa_mask_bytes,
     state_bytes,
@@ -28,7 +31,8 @@ from sparse_rl.commands.sizes import (
 from sparse_rl.data.config import DataConfig
 from sparse_rl.models.load import load_config
 from sparse_rl.models.weights import meta_model
-from sparse_rl.policies.config import PolicyConfig
+from sparse_rl.policies.am import rows_at_once
+from sparse_rl.policies.config import AMConfig, PolicyConfig
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import EvalRecipe, Recipe, TaughtRecipe, TrainRecipe
 from trainer.config import LaunchConfig
@@ -98,15 +102,16 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     engine = _engine_items(recipe, model, cuda)
     if recipe.trained:
         return _training_plan(recipe.as_training(), model, skeleton, engine, cuda)
-    return Plan(model.parameters, _evaluation_items(recipe.as_evaluation(), model, engine))
+    return Plan(model.parameters, _evaluation_items(recipe.as_evaluation(), model, engine, cuda))
 
 
-def _evaluation_items(recipe: EvalRecipe, model: Model, engine: list[Item]) -> list[Item]:
+def _evaluation_items(recipe: EvalRecipe, model: Model, engine: list[Item], cuda: bool) -> list[Item]:
     """The points of a sweep run one after another: the largest is counted, the others are shown."""
     items = engine or [Item("weights", model.bytes, note=recipe.dtype)]
     prompt = max(map(_prompt_tokens, recipe.tasks.values()))
     at_once = min(recipe.rollout.max_batch, _problems(recipe) * recipe.samples)
-    points = [_cache_items(recipe, model, cache, prompt, at_once, bool(engine)) for cache in cache_configs(recipe)]
+    caches = cache_configs(recipe)
+    points = [_cache_items(recipe, model, cache, prompt, at_once, bool(engine), cuda) for cache in caches]
     largest = max(points, key=lambda point: sum(item.device for item in point))
     for point in points:
         items += point if point is largest else [replace(item, when="avoided") for item in point]
@@ -160,7 +165,7 @@ def _sampling_items(
     at_once = min(rollout.max_batch, sequences)
     items += engine
     for cache in cache_configs(recipe):
-        items += _cache_items(recipe, model, cache, prompt, at_once, bool(engine))
+        items += _cache_items(recipe, model, cache, prompt, at_once, bool(engine), cuda)
     if recipe.keeps_traces():
         layers, kv_heads, _ = model.cache_shape
         traces, dense = (
@@ -168,7 +173,9 @@ def _sampling_items(
             mask_bytes(sequences, kv_heads, length, layers),
         )
         items.append(Item("traces", host=traces, note=f"{sequences} sequences of {length} tokens"))
-        items.append(_mask_item(recipe, model, length, cuda))
+        matched = [cache for cache in cache_configs(recipe) if isinstance(cache, AMConfig)]
+        items += [_refit_item(recipe, model, cache, prompt, length, cuda) for cache in matched]
+        items += [] if matched else [_mask_item(recipe, model, length, cuda)]
         note = "what the traces replace; not allocated"
         items.append(Item("dense masks instead", host=dense, when="avoided", note=note))
     return items
@@ -246,23 +253,48 @@ def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
 
 
 def _cache_items(
-    recipe: Recipe, model: Model, cache: PolicyConfig, prompt: int, at_once: int, pooled: bool
+    recipe: Recipe, model: Model, cache: PolicyConfig, prompt: int, at_once: int, pooled: bool, cuda: bool
 ) -> list[Item]:
     """The cache of one point; `pooled`: it is part of the engine's pool, and only shown."""
     policy = make_policy(cache)
     shape, total = model.cache_shape, prompt + recipe.sampling().max_tokens
     fed = max(total - 1, prompt)  # the last token is not
     entries = policy.schedule.most_held(prompt, fed)
-    one, full = cache_bytes(entries, *shape, model.itemsize), cache_bytes(total - 1, *shape, model.itemsize)
-    state = state_bytes(policy, entries, *shape)
+    layers, kv_heads, head_dim = shape
+    held_head = head_dim
+    if pooled and policy.bias is not None and (cuda or recipe.dtype != "float32"):
+        held_head = wide_head(head_dim, on_cpu=not cuda)
+    one = cache_bytes(entries, layers, kv_heads, held_head, model.itemsize)
+    full = cache_bytes(total - 1, *shape, model.itemsize)
+    heads = model.config.num_attention_heads
+    state = state_bytes(policy, entries, *shape) + query_bytes(policy, layers, heads, head_dim, model.itemsize)
     name = " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
     note = f"{name}: {entries} entries, {show(one)} a sequence; full {show(full)}"
+    note += f"; heads of {held_head}, with room for biases" if held_head > head_dim else ""
     when = "avoided" if pooled else "sampling"
     items = [Item(f"KV cache of {at_once}", at_once * (one + state), when=when, note=note)]
-    if policy.schedule.first(prompt) <= fed and (transient := redundancy_bytes(policy, entries, *shape[1:])):
+    compacts = policy.schedule.first(prompt) <= fed
+    if compacts and (transient := redundancy_bytes(policy, entries, *shape[1:])):
         note = f"{name}: similarities among {entries} entries, in tiles, one sequence of one layer at a time"
         items.append(Item("redundancy", transient, when="sampling", note=note))
+    if compacts and isinstance(cache, AMConfig):
+        queries = cache.conditions(heads // kv_heads)
+        rows = min(at_once, rows_at_once(kv_heads * queries * entries))
+        transient = fit_bytes(rows, kv_heads, queries, entries, cache.refitted, head_dim)
+        note = f"{name}: of one layer, {rows} sequences at once, in float64"
+        items.append(Item("fits", transient, when="sampling", note=note))
     return items
+
+
+def _refit_item(recipe: TrainRecipe, model: Model, cache: AMConfig, prompt: int, length: int, cuda: bool) -> Item:
+    """What the replay of Attention Matching holds besides q, k and v: of one layer, and of one segment at a time."""
+    _, kv_heads, head_dim = model.cache_shape
+    rows, held = recipe.training.per_device_train_batch_size, cache.schedule.most_held(prompt, length)
+    queries = cache.conditions(model.config.num_attention_heads // kv_heads)
+    fits = fit_bytes(rows, kv_heads, queries, held, cache.refitted, head_dim)
+    masks = rows * kv_heads * (held - cache.budget) * held * (4 + attention_itemsize(recipe.dtype, cuda))
+    note = "estimate, of one layer and one segment at a time; the fits in float64"
+    return Item("fits and masks", 3 * fits // 2 + masks, when="update", note=note)  # a backward pass keeps more
 
 
 def _dtype_note(recipe: TrainRecipe, stored: int) -> str:

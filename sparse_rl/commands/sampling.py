@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rollout.config import SAMPLE_LIVE, RolloutConfig
+from sparse_rl.attention.families import cache_shape
+from sparse_rl.commands.console import warn
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
 from sparse_rl.policies.config import FullConfig, PolicyConfig
@@ -26,15 +28,23 @@ def engine_config_of(recipe: Recipe) -> RolloutConfig:
 
 
 def choose_recipe_engine(recipe: Recipe, config: Any) -> tuple[Recipe, str]:
-    """(the recipe with its engine chosen for a model of this configuration, why it is this one)
+    """(the recipe with its engine chosen for a model of this configuration, why it is this one); prints what is unwise
 
     config : None: for a live module
     """
     from rollout.choice import choose_engine
 
-    rollout = engine_config_of(recipe)
-    kind, reason = choose_engine(rollout, config, cache_configs(recipe))
+    rollout, caches = engine_config_of(recipe), cache_configs(recipe)
+    for warning in unwise(caches, config) if config is not None else ():
+        warn(warning)
+    kind, reason = choose_engine(rollout, config, caches)
     return recipe.with_engine_config(replace(rollout, engine=kind)), reason
+
+
+def unwise(caches: Iterable[PolicyConfig], config: Any) -> list[str]:
+    """What caches will hardly be wanted with, for a model of this configuration."""
+    group = config.num_attention_heads // cache_shape(config)[1]
+    return [f"{cache.name}: {found}" for cache in caches if (found := cache.unwise(group)) is not None]
 
 
 def cache_configs(recipe: Recipe) -> list[PolicyConfig]:

@@ -34,6 +34,21 @@ def state_bytes(policy: Policy, entries: int, layers: int, kv_heads: int, head_d
     return layers * (kv_heads * entries * (8 + 4 * len(policy.entry_memory)) + own)
 
 
+def query_bytes(policy: Policy, layers: int, heads: int, head_dim: int, itemsize: int) -> int:
+    """The last queries of one sequence, of all `heads` query heads, that a policy scores or fits by."""
+    return layers * policy.last_queries * heads * head_dim * itemsize
+
+
+def fit_bytes(rows: int, kv_heads: int, queries: int, entries: int, kept: int, head_dim: int) -> int:
+    """The transient of Attention Matching's fits: of `rows` rows that are fitted at once, in one layer.
+
+    queries : reference queries of a kv head; entries : that a block has; kept : that are fitted
+
+    In float64 five arrays like the logits, three of kept x kept, and the block's keys, values and queries.
+    """
+    return 8 * rows * kv_heads * (5 * queries * entries + 3 * kept**2 + head_dim * (4 * entries + 2 * queries))
+
+
 def trace_bytes(layers: int, kv_heads: int, length: int, sequences: int = 1) -> int:
     """Recorded evictions: one int32 per layer, kv head and token, in host memory."""
     return 4 * layers * kv_heads * length * sequences

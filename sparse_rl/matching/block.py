@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,6 +48,13 @@ class Block:
     bias: torch.Tensor
     competing: torch.Tensor
     scaling: float
+
+    def parts(self, at_once: int) -> Iterator[Block]:
+        """The block by rows, at most so many in one."""
+        for start in range(0, len(self.keys), at_once):
+            rows = slice(start, start + at_once)
+            of_rows = (self.keys[rows], self.values[rows], self.queries[rows], self.bias[rows], self.competing[rows])
+            yield Block(*of_rows, self.scaling)
 
     def logits(self) -> torch.Tensor:
         """float64 [R, H, n, N], biases in them, -inf where an entry does not compete."""

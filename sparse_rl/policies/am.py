@@ -20,6 +20,12 @@ from sparse_rl.policies.base import Entries, Kept, Policy
 from sparse_rl.policies.config import AMConfig
 
 BIAS = "bias"
+FITTED_AT_ONCE = 2**25  # logits, in float64; a fit takes several arrays like them
+
+
+def rows_at_once(logits: int) -> int:
+    """How many rows of a layer are fitted at once, where each has so many logits."""
+    return max(1, FITTED_AT_ONCE // logits)
 
 
 class AM(Policy):
@@ -53,10 +59,12 @@ class AM(Policy):
             scaling=entries.scaling,
         )
         try:
-            chosen, bias, values = match(block, self.config.refitted, self.fit)
+            at_once = rows_at_once(block.queries.shape[1] * block.queries.shape[2] * block.keys.shape[2])
+            parts = [match(part, self.config.refitted, self.fit) for part in block.parts(at_once)]
         except NotFiniteError as error:
             wrong = "the model's keys, queries or values are not finite"
             raise NotFiniteError(f"{self.name}: {error} in layer {layer}; {wrong}") from error
+        chosen, bias, values = (torch.cat(found) for found in zip(*parts, strict=True))
         slots = order.gather(2, chosen)
         stays = (entries.valid() & ~competing).scatter(2, slots, True)
         written = entries.values.scatter(2, slots[..., None].expand_as(values), values)

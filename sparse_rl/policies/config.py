@@ -59,6 +59,10 @@ class PolicyConfig(NamedConfiguration):
         """Why no other engine than hf samples under it, in a few words; None where all do."""
         return None
 
+    def unwise(self, group: int) -> str | None:
+        """What is allowed but hardly wanted, for a model with `group` query heads to a kv head; None: nothing."""
+        return None
+
     def parameters(self) -> dict[str, Any]:
         """Plain values: those of `as_block` without the policy's name."""
         return as_mapping(self)
@@ -222,6 +226,17 @@ class AMConfig(EvictingConfig):
     def refitted(self) -> int:
         """The entries of a kv head that a compaction leaves and fits; sinks and window stay as they are."""
         return self.budget - self.sinks - self.window
+
+    def conditions(self, group: int) -> int:
+        """The reference queries of a kv head, to which a group of query heads belongs."""
+        assert self.reference_queries is not None
+        return self.reference_queries * group
+
+    def unwise(self, group: int) -> str | None:
+        if (queries := self.conditions(group)) >= self.refitted:
+            return None
+        few = f"{self.reference_queries} reference queries of {group} heads are {queries} conditions"
+        return f"{few} for the {self.refitted} entries that are fitted; raise reference_queries, or lower the budget"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout import SamplingConfig, make_engine
 from rollout.cache import GROW
+from rollout.hf import HFEngine
 from rollout.sampling import sample
 from rollout.vllm.beside import beside_cache
 from sparse_rl.attention.families import cache_shape
@@ -22,8 +23,10 @@ from sparse_rl.commands.sizes import (
     attention_itemsize,
     cache_bytes,
     count_parameters,
+    fit_bytes,
     lora_parameters,
     mask_bytes,
+    query_bytes,
     redundancy_bytes,
     sdpa_mask_bytes,
     state_bytes,
@@ -32,6 +35,7 @@ from sparse_rl.commands.sizes import (
     training_state,
 )
 from sparse_rl.data.running_sum import build_model
+from sparse_rl.matching import Block, Fit, match
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies import Entries, make_policy
 from sparse_rl.policies.scored_window import redundancy
@@ -84,7 +88,10 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for storage in (t.untyped_storage() for t in (out if isinstance(out, tuple) else (out,))):
+        for one in out if isinstance(out, tuple | list) else (out,):
+            if not isinstance(one, torch.Tensor):
+                continue
+            storage = one.untyped_storage()
             self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
         self.bytes = max(self.bytes, sum(size for _, size in self.storages.values()))
@@ -119,6 +126,59 @@ def test_drawing_a_token_takes_what_is_counted(temperature):
         sample(logits, SamplingConfig(1, temperature), torch.rand(6, dtype=torch.float64))
     counted = beside_cache(make_policy("full"), tiny_config(vocab_size=5000), itemsize=2, max_batch=6).sampler
     assert 0.99 * counted < peak.bytes < 1.01 * counted
+
+
+@pytest.mark.parametrize(("queries", "entries", "kept", "select"), [(64, 96, 40, "attention"), (16, 128, 60, "omp")])
+def test_fits_take_no_more_than_is_counted(queries, entries, kept, select):
+    rows, heads, dim = 3, 2, 16
+    shape = rows, heads, entries, dim
+    block = Block(torch.randn(shape), torch.randn(shape), torch.randn(rows, heads, queries, dim),
+                  torch.zeros(shape[:3]), torch.ones(shape[:3], dtype=torch.bool), 0.25)  # fmt: skip
+    with Peak() as peak:
+        match(block, kept, Fit(select))
+    counted = fit_bytes(rows, heads, queries, entries, kept, dim)
+    assert counted / 2 < peak.bytes <= counted
+
+
+def test_rows_beyond_a_bound_are_fitted_one_after_another(new_model, monkeypatch):
+    """And what comes out is the same to the last bit."""
+    policy = make_policy("am", budget=16, window=4, period=8)
+    engine, prompts = HFEngine(new_model("qwen2"), policy), [[i + 1] * 5 for i in range(4)]
+    whole = engine.generate(prompts, SamplingConfig(40, seed=1, ignore_eos=True))
+    monkeypatch.setattr("sparse_rl.policies.am.FITTED_AT_ONCE", 1)
+    calls = []
+    monkeypatch.setattr("sparse_rl.policies.am.match", lambda block, *rest: calls.append(1) or match(block, *rest))
+    alone = engine.generate(prompts, SamplingConfig(40, seed=1, ignore_eos=True))
+    assert len(calls) == 4 * 2 * 3  # sequences, layers, compactions
+    for one, other in zip(whole, alone, strict=True):
+        assert one.completion_ids == other.completion_ids and one.logprobs == other.logprobs
+        assert bool((one.trace.evict_at == other.trace.evict_at).all())
+
+
+def test_last_queries_are_counted(new_model):
+    model = new_model("qwen2")
+    policy = make_policy("am", budget=16, window=4, period=8)
+    cache = HFEngine(model, policy).prefill([[1, 2, 3], [4]]).cache
+    held = sum(layer.queries.nbytes for layer in cache.layers.values())
+    layers, _, dim = cache_shape(model.config)
+    assert held == 2 * query_bytes(policy, layers, model.config.num_attention_heads, dim, 4) > 0
+
+
+def test_a_plan_widens_heads_for_biases(monkeypatch):
+    """Where vLLM's own kernels attend; with the trainer's arithmetic there are none to widen."""
+    monkeypatch.setattr("rollout.choice.choose_engine", lambda *_: ("vllm", ""))
+    am = {"policy": "am", "budget": 32, "period": 32}
+    config = tiny_config(num_attention_heads=4, head_dim=128)
+    notes = {}
+    for dtype, cuda in (("float32", False), ("float32", True), ("bfloat16", False)):
+        recipe = make_recipe({**GRPO, "cache": am, "dtype": dtype, "rollout": {"engine": "vllm"}})
+        items = plan(recipe, config, cuda=cuda).items
+        (notes[dtype, cuda],) = [item.note for item in items if item.name.startswith("KV cache")]
+        assert sum(item.name == "fits" for item in items) == 1
+        assert sum(item.name == "fits and masks" for item in items) == 1
+        assert not any(item.name in ("tiles", "mask of one layer") for item in items)
+    assert "heads of" not in notes["float32", False]
+    assert "heads of 136" in notes["float32", True] and "heads of 160" in notes["bfloat16", False]
 
 
 def test_a_plan_counts_what_stands_beside_the_cache_of_vllm(monkeypatch):

@@ -17,7 +17,7 @@ from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_tokenizer
 from sparse_rl.policies import make_policy
-from sparse_rl.policies.config import CONFIGS, GKVConfig
+from sparse_rl.policies.config import CONFIGS, AMConfig, GKVConfig
 from sparse_rl.recipe import (
     DistillRecipe,
     EvalRecipe,
@@ -95,9 +95,8 @@ def problems_for(tmp_path: Path) -> Callable[[Any], str]:
 def shortened(recipe: Recipe) -> str:
     """Its cache, scaled down so that a dozen tokens are evicted from: as an override."""
     cache = recipe.resolved()["cache"]
-    small = {
-        key: min(value, cache[key]) for key, value in {"budget": 12, "window": 4, "period": 4}.items() if key in cache
-    }
+    most = {"budget": 12, "window": 4, "period": 4, "reference_queries": 16}
+    small = {key: min(value, cache[key]) for key, value in most.items() if key in cache}
     return f"cache={json.dumps(cache | small)}"
 
 
@@ -205,6 +204,20 @@ def test_the_retrofit_of_the_paper(model: str) -> None:
             if name == "kvpop_mlstm":
                 assert not policy.scorer.norm
     assert differing(f"{model}/kvpop_mlp", f"{model}/streaming_plus") == {"cache"}
+
+
+def test_attention_matching_of_the_paper() -> None:
+    """AM table 7: 2,048 physical entries for 8,192 tokens, window 20, 4 runs, an answer forced at the limit."""
+    recipe = load_recipe("eval/am_aime25")
+    assert isinstance(recipe, EvalRecipe) and recipe.forced_answer is not None
+    (cache,) = recipe.caches()
+    assert isinstance(cache, AMConfig) and cache.schedule.peak == 2048
+    assert (cache.budget, cache.period, cache.window) == (1024, 1024, 20)
+    assert (recipe.samples, recipe.max_completion_length) == (4, 8192)
+    for name in ("grpo", "grpo_am"):
+        cache = load_recipe(f"qwen2.5-1.5b/{name}").as_training().caches()[0]
+        assert cache is not None and cache.schedule.peak == 160
+    assert differing("qwen2.5-1.5b/grpo", "qwen2.5-1.5b/grpo_am") == {"cache"}
 
 
 def test_the_evaluations_of_the_papers() -> None:
@@ -353,6 +366,8 @@ def test_it_evaluates(name: str, tiny_model: Callable, problems_for: Callable, t
         overrides += ["cache={window: 4, period: 4}", "sweep.budget=[12]"]
     elif recipe.cache is not None:
         overrides.append(shortened(recipe))
+    if recipe.forced_answer is not None:
+        overrides.append("forced_answer={text: '1', tokens: 4}")
     rows = evaluate(load_recipe(name, overrides), progress=False)
     points = len(recipe.sweep.policy) or 1
     assert len(rows) == points * len(recipe.tasks)

@@ -47,6 +47,17 @@ def test_the_same_tokens_and_traces(
         assert bool((r.trace.evict_at == NEVER).all()) is unevicted
 
 
+def test_tokens_are_forced_alike(
+    open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
+) -> None:
+    """In the middle of what is sampled; behind it the draws are those of their steps."""
+    policy, prompts = policy_of("am", budget=32, window=8, period=16), random_prompts((5, 33, 60))
+    forced = SamplingConfig(40, temperature=1.0, top_p=0.9, seed=3, ignore_eos=True, forced=(7, 8, 9), forced_from=20)
+    sampled = open_engine(policy).generate(prompts, forced)
+    assert all(r.completion_ids[20:23] == [7, 8, 9] for r in sampled)
+    agrees_with_hf(policy, prompts, forced, {"exact": sampled})
+
+
 def test_another_policy_does_not_agree(
     open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -27,11 +28,25 @@ class SweepConfig(Configuration):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ForcedAnswerConfig(Configuration):
+    """An answer at the limit: a completion that has not ended when text and tokens are all that is left of
+    max_completion_length goes on with the text.
+
+    text : ends the thinking, and begins the answer
+    tokens : left for the answer behind it
+    """
+
+    text: Text
+    tokens: PositiveInt = 64
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalRecipe(Recipe):
     """pass@1 over tasks × policies × budgets.
 
     samples : of each problem
     accuracy : the reward that says whether an answer is right
+    forced_answer : what is forced upon completions that come near the limit; null: they are cut off
     cache : the policy, and the base parameters of a sweep; without it the model's own cache_policy.json, if any
     """
 
@@ -42,6 +57,7 @@ class EvalRecipe(Recipe):
     top_p: Fraction = 0.95
     top_k: PositiveInt | None = None
     max_completion_length: PositiveInt = 32768
+    forced_answer: ForcedAnswerConfig | None = None
     cache: Text | dict[str, Any] | None = None
     sweep: SweepConfig = field(default_factory=SweepConfig)
     accuracy: Text | dict[str, Any] = "math"
@@ -76,6 +92,17 @@ class EvalRecipe(Recipe):
         return SamplingConfig(
             self.max_completion_length, self.temperature, self.top_p, self.top_k, n=samples, seed=self.seed
         )
+
+    def forcing(self, encode: Callable[[str], list[int]]) -> dict[str, Any]:
+        """What `SamplingConfig` has to say of a forced answer. encode : a text's tokens, without special ones"""
+        if self.forced_answer is None:
+            return {}
+        forced = encode(self.forced_answer.text)
+        start = self.max_completion_length - self.forced_answer.tokens - len(forced)
+        if start < 1:
+            taken = f"its text has {len(forced)} tokens, with {self.forced_answer.tokens} behind it"
+            raise UserError(f"{taken}: nothing is left of {self.max_completion_length}; lower tokens", "forced_answer")
+        return {"forced": tuple(forced), "forced_from": start}
 
     def prompt_sources(self) -> dict[str, DataConfig]:
         return {f"tasks.{name}": data for name, data in self.tasks.items()}
