@@ -155,6 +155,19 @@ def test_a_learned_policy(
     assert bool(gaps) is (kind == "grpo") and all(gap <= 1e-5 for gap in gaps)
 
 
+@pytest.mark.parametrize("kind", ["grpo", "distill"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_attention_matching(stage: int, kind: str, command: Callable, tmp_path: Path) -> None:
+    """On two processes: compactions are made again in the forward of each, with gradients."""
+    words = ["cache={policy: am, budget: 16, sinks: 1, window: 4, period: 8}", f"launch.zero_stage={stage}"]
+    words += ["packing=false"] if kind == "distill" else []
+    resumes_exactly(command, tmp_path, kind, *words, processes=2)
+    lines = read_metrics(tmp_path / "run")
+    gaps = [line["replay/gap_max"] for line in lines if "replay/gap_max" in line]
+    assert bool(gaps) is (kind == "grpo") and all(gap <= 1e-5 for gap in gaps)
+    assert any("match/output" in line for line in lines) is (kind == "grpo")
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "kvpop"])
 def test_lora(kind: str, command: Callable, tmp_path: Path) -> None:
     resumes_exactly(command, tmp_path, kind, "lora={r: 4}")

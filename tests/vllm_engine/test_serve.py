@@ -520,15 +520,19 @@ def test_ctrl_c_ends_it_with_requests_running(server: Server, random_prompts: Ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scorer", ["mlp", "delayed"])
-def test_a_learned_policy_is_served_with_no_flags(
-    scorer: str, model: Path, random_prompts: Callable, tmp_path: Path
-) -> None:
-    """The tokens of the reference engine, for requests that come and go at the same time."""
-    folder, policy = tmp_path / "learned", learned_policy(scorer, 40)
+@pytest.mark.parametrize("name", ["mlp", "delayed", "am"])
+def test_it_is_served_with_no_flags(name: str, model: Path, random_prompts: Callable, tmp_path: Path) -> None:
+    """A learned policy, by its scorer, and Attention Matching, whose biases are folded into the heads.
+
+    The tokens of the reference engine, for requests that come and go at the same time.
+    """
+    folder = tmp_path / "model"
     shutil.copytree(model, folder)
-    with_them = with_scorers(load_plain_model(folder), policy, scale=0.2)
-    write_scorers(folder, with_them.state_dict())
+    if name == "am":
+        policy = make_policy("am", budget=32, window=8, period=16)
+    else:
+        policy = learned_policy(name, 40)
+        write_scorers(folder, with_scorers(load_plain_model(folder), policy, scale=0.2).state_dict())
     save_policy(folder, policy)
     prompts = random_prompts([5 + 11 * i for i in range(20)])
     server = Server(folder, tmp_path, "--kv-cache-gb", str(POOL_GB), "--max-batch", "8")

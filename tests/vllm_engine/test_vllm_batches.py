@@ -25,7 +25,7 @@ def policy(policy_of: Callable) -> Policy:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize(("policy_name", "period"), [("gkv", 16), ("h2o", 1), ("tova", 1), ("full", 1)])
+@pytest.mark.parametrize(("policy_name", "period"), [("gkv", 16), ("h2o", 1), ("tova", 1), ("am", 16), ("full", 1)])
 def test_prompts_in_chunks(
     policy_name: str,
     period: int,
@@ -114,7 +114,7 @@ def test_what_stops(
         assert same(engine.generate(prompts, SamplingConfig(50, seed=4, stop_token_ids=[])), endless)
 
 
-@pytest.mark.parametrize("policy_name", ["streaming", "tova", "h2o", "gkv"])
+@pytest.mark.parametrize("policy_name", ["streaming", "tova", "h2o", "gkv", "am"])
 def test_prompts_at_the_edges(
     policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:

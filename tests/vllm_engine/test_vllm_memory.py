@@ -95,7 +95,7 @@ def test_fewer_blocks_mean_fewer_at_a_time(
     agrees_with_hf(policy, prompts, sampling, sampled, directory_of("qwen2", **ONE_LAYER))
 
 
-@pytest.mark.parametrize("policy_name", ["gkv", "h2o"])
+@pytest.mark.parametrize("policy_name", ["gkv", "h2o", "am"])
 def test_what_stands_beside_the_cache_is_counted(
     policy_name: str, with_blocks: Callable, policy_of: Callable, open_engine: Callable
 ) -> None:

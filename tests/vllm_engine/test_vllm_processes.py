@@ -75,7 +75,7 @@ def test_processes_of_vllm_end_with_a_parent_that_is_killed(method: str, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", APART, ids=str)
-@pytest.mark.parametrize("policy_name", ["streaming", "h2o", "tova", "gkv"])
+@pytest.mark.parametrize("policy_name", ["streaming", "h2o", "tova", "gkv", "am"])
 def test_the_same_as_hf_from_afar(
     policy_name: str,
     options: dict,

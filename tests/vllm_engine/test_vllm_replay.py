@@ -6,16 +6,26 @@ With greedy and with sampled rollouts. Wrong traces are the controls: each must 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from judging import wrong_traces
 from test_vllm_against_hf import CELLS
 
 from rollout import SamplingConfig
+from sparse_rl.data.running_sum import rows
+from sparse_rl.models.load import load_tokenizer
+from sparse_rl.policies import make_policy
 from sparse_rl.trace import NEVER
 
 TOLERANCE = 1e-5
+TRAINED = Path(__file__).parents[2] / "recipes/quickstart/model"
 LENGTHS = (5, 40, 64, 79, 80, 81, 150, 300)
+
+
+def quickstart_prompts(count: int) -> list[list[int]]:
+    tokenizer = load_tokenizer(TRAINED)
+    return [tokenizer(row["prompt"])["input_ids"] for row in rows("calibration", count, seed=0)]
 
 
 @pytest.mark.parametrize(("policy_name", "period"), CELLS)
@@ -44,6 +54,22 @@ def test_replay_equals_sampling(
             far = replay_gap(traces, "qwen3", temperature)
             record_property(f"{name} at {temperature}", far)
             assert far >= max(100 * own, 100 * TOLERANCE), f"{name}: {far:.1e} against {own:.1e}"
+
+
+@pytest.mark.parametrize("changed", [{}, {"select": "omp"}, {"period": 1}], ids=str)
+def test_biases_in_the_heads(
+    changed: dict, open_engine: Callable, replay_gap: Callable, record_property: Callable
+) -> None:
+    """vLLM's own kernels on a trained model: Attention Matching is replayed as near as a full cache, and no other."""
+    prompts, sampling = quickstart_prompts(16), SamplingConfig(90, seed=2, ignore_eos=True)
+    am = {"policy": "am", "budget": 24, "sinks": 1, "window": 8, "period": 16, "reference_queries": 24}
+    full = replay_gap(open_engine("full", TRAINED, exact=False).generate(prompts, sampling), TRAINED)
+    rollouts = open_engine(make_policy({**am, **changed}), TRAINED, exact=False).generate(prompts, sampling)
+    own = replay_gap(rollouts, TRAINED)
+    record_property("gap", (own, full))
+    assert own <= max(2 * full, TOLERANCE)
+    for name, traces in wrong_traces(rollouts).items():
+        assert replay_gap(traces, TRAINED) >= 1e-2, name
 
 
 @pytest.mark.parametrize("exact", [True, False])

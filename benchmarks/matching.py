@@ -1,0 +1,178 @@
+"""What Attention Matching costs: CPU seconds of this process, on one thread, the least of some runs.
+
+layer       forward and backward of one attention layer over a whole sequence: compactions made again, segment by
+            segment, with gradients and as constants; beside it the same evictions replayed under a mask, without
+            biases and fits
+compaction  of one layer and some sequences: by attention, by orthogonal matching pursuit, and G-KV's
+pursuit     orthogonal matching pursuit with a Cholesky factor that grows, and the paper's algorithm, which solves a
+            least squares from scratch in each step; they choose the same, in the same order
+
+OMP_NUM_THREADS=1 python benchmarks/matching.py     # writes benchmarks/results/matching.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from sparse_rl.attention.views.matched import MatchedView
+from sparse_rl.attention.views.replay import ReplayView
+from sparse_rl.matching.select import PURSUIT_BOUND, pursue
+from sparse_rl.policies import Entries, Policy, make_policy
+from sparse_rl.trace import NEVER
+
+HEADS, GROUP, DIM = 2, 4, 64
+LAYERS = [(4096, 512, 512), (4096, 256, 256)]  # S, budget, period
+ROWS = 8
+PURSUITS = [(512, 64, 256), (1024, 128, 512), (2048, 256, 512)]  # entries, chosen, queries
+
+
+def seconds(work: Callable[[], Any], runs: int) -> float:
+    found = []
+    for _ in range(runs):
+        start = time.process_time()
+        work()
+        found.append(time.process_time() - start)
+    return min(found)
+
+
+def recorded(policy: Any, length: int) -> dict[str, torch.Tensor]:
+    """A batch of one row and layer, with evictions drawn at random among what competes."""
+    generator = torch.Generator().manual_seed(0)
+    further = policy.further(64, length)
+    evict_at = torch.full((1, 1, HEADS, length), NEVER, dtype=torch.int32)
+    for now in further["refit_at"].tolist():
+        competes = torch.arange(now - policy.config.window)
+        for head in range(HEADS):
+            held = competes[evict_at[0, 0, head, : len(competes)] > now]
+            order = torch.randperm(len(held), generator=generator)
+            evict_at[0, 0, head, held[order[policy.config.refitted :]]] = now
+    return {"evict_at": evict_at, "refit_at": further["refit_at"][None], "refit_with": further["refit_with"]}
+
+
+def layer_row(length: int, budget: int, period: int, runs: int) -> dict[str, Any]:
+    policy = make_policy("am", budget=budget, period=period, reference_queries=128)
+    batch, generator = recorded(policy, length), torch.Generator().manual_seed(1)
+    given = [torch.randn(1, n, length, DIM, generator=generator) for n in (HEADS * GROUP, HEADS, HEADS)]
+    views = {
+        "evictions under a mask": ReplayView({"evict_at": batch["evict_at"]}, "cpu", "sdpa"),
+        "matched": MatchedView(batch, "cpu"),
+        "matched, constants": MatchedView(batch, "cpu", through=False),
+    }
+
+    def train(view: Any) -> None:
+        tensors = [x.clone().requires_grad_() for x in given]
+        view.attend(0, *tensors, DIM**-0.5).sum().backward()
+
+    found = {name: seconds(lambda view=view: train(view), runs) for name, view in views.items()}
+    return {"S": length, "budget": budget, "period": period, **found}
+
+
+def entries(policy: Policy, held: int) -> Entries:
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(ROWS, HEADS, held, DIM, generator=generator) for _ in range(2))
+    queries = torch.randn(ROWS, HEADS * GROUP, policy.last_queries, DIM, generator=generator)
+    lengths = torch.full((ROWS,), held)
+    state = {name: torch.full((ROWS, HEADS, held), start) for name, start in policy.entry_memory.items()}
+    positions = torch.arange(held).expand(ROWS, HEADS, held)
+    return Entries(
+        keys, values, positions, lengths, lengths, queries, DIM**-0.5, state, [policy.schedule.budget] * ROWS
+    )
+
+
+def compaction_row(budget: int, period: int, runs: int) -> dict[str, Any]:
+    shared = {"budget": budget, "period": period, "window": 16}
+    policies = {
+        "gkv": make_policy("gkv", **shared),
+        "am, 32 tokens of queries": make_policy("am", **shared, reference_queries=32),
+        "am, 128": make_policy("am", **shared, reference_queries=128),
+    }
+    if budget < 1024:  # minutes
+        policies["am, omp, 128"] = make_policy("am", **shared, reference_queries=128, select="omp")
+    given = {name: entries(policy, budget + period) for name, policy in policies.items()}
+    found = {n: seconds(lambda n=n: policies[n].compact(0, given[n]), runs) for n in policies}
+    return {"budget": budget, "period": period, **found}
+
+
+def paper_pursuit(phi: torch.Tensor, count: int) -> list[int]:
+    """The paper's algorithm 1, as naive_pursuit has it, but for one product instead of a loop over entries."""
+    mass, chosen = phi.sum(-1), list[int]()
+    missing = mass
+    for _ in range(count):
+        agrees = missing @ phi
+        agrees[chosen] = -torch.inf
+        chosen.append(int(agrees.argmax()))
+        weights = torch.linalg.lstsq(phi[:, chosen], mass[:, None], driver="gels").solution[:, 0]
+        missing = mass - phi[:, chosen] @ weights.clamp(min=math.exp(-PURSUIT_BOUND), max=math.exp(PURSUIT_BOUND))
+    return chosen
+
+
+def pursuit_row(count: int, chosen: int, queries: int, runs: int) -> dict[str, Any]:
+    """Features of keys that lie in clusters, as in a text; the order of choice is the same in all forms."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(16, DIM, generator=generator, dtype=torch.float64)
+    keys = centres[torch.randint(16, (count,), generator=generator)]
+    keys = keys + 0.5 * torch.randn(count, DIM, generator=generator, dtype=torch.float64)
+    asked = torch.randn(queries, DIM, generator=generator, dtype=torch.float64)
+    logits = asked @ keys.T * DIM**-0.5
+    phi = (logits - logits.amax(-1, keepdim=True)).exp()
+    allowed = torch.ones(1, count, dtype=torch.bool)
+    wanted: list[int] = []
+    row: dict[str, Any] = {"entries": count, "chosen": chosen, "queries": queries}
+    row["the paper's"] = seconds(lambda: wanted.__setitem__(slice(None), paper_pursuit(phi, chosen)), runs)
+    for name, gram in (("growing factor", False), ("growing factor, Gram", True)):
+        row[name] = seconds(lambda gram=gram: pursue(phi[None], chosen, allowed, gram), runs)
+        assert pursue(phi[None], chosen, allowed, gram)[0][0].tolist() == wanted, name
+    return row
+
+
+def table(title: str, rows: list[dict[str, Any]], keys: int) -> Table:
+    """The first column behind the keys is what the others are compared with."""
+    made = Table(title=title)
+    for name in rows[0]:
+        made.add_column(name, justify="right")
+    for row in rows:
+        names = list(row)
+        cells = [f"{row[name]:.3g} ({row[name] / row[names[keys]]:.2g} ×)" for name in names[keys:]]
+        made.add_row(*(str(row[name]) for name in names[:keys]), *cells)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/matching.json"))
+    options = parser.parse_args()
+    layers = [layer_row(*size, options.runs) for size in LAYERS]
+    compactions = [compaction_row(*size, options.runs) for size in ((512, 128), (1024, 1024))]
+    pursuits = [pursuit_row(*size, options.runs) for size in PURSUITS]
+    shape = f"{HEADS * GROUP} query / {HEADS} kv heads of {DIM}, CPU seconds"
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table(f"a layer of training, {shape}", layers, 3))
+    console.print(table(f"a compaction of {ROWS} sequences in one layer, {shape}", compactions, 2))
+    console.print(table("orthogonal matching pursuit in one kv head, CPU seconds", pursuits, 3))
+    machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
+    found = {"machine": machine, "layers": layers, "compactions": compactions, "pursuits": pursuits}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    main()
