@@ -30,7 +30,7 @@ class SweepConfig(Configuration):
 @dataclass(frozen=True, kw_only=True)
 class ForcedAnswerConfig(Configuration):
     """An answer at the limit: a completion that has not ended when text and tokens are all that is left of
-    max_completion_length goes on with the text.
+    max_completion_length goes on with the text, also where its answer has begun. `forced` of a row: how many did.
 
     text : ends the thinking, and begins the answer
     tokens : left for the answer behind it
