@@ -6,4 +6,5 @@ from sparse_rl.policies.config import CONFIGS
 
 LEARNED = ["kvpop", "dms"]  # by scorers, which a model must have: tests/rollout/test_learned_decoding.py, test_gated.py
 SAMPLED = [name for name in CONFIGS if name not in LEARNED]
+ON_VLLM = [name for name in SAMPLED if name != "lined"]  # which holds ever more entries
 EVICTING = [name for name in SAMPLED if name != "full"]

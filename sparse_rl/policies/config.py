@@ -25,7 +25,7 @@ from sparse_rl.config import (
     yaml_fields,
 )
 from sparse_rl.errors import UserError
-from sparse_rl.policies.schedule import EvictsBeforeAttending, GatesDecide, NeverEvicts, Schedule
+from sparse_rl.policies.schedule import EvictsBeforeAttending, GatesDecide, KeepsAFraction, NeverEvicts, Schedule
 from sparse_rl.scorers.config import MLPConfig, ScorerConfig
 
 Pooling = Annotated[int, Rule(">= 1 and odd (1 is off)", lambda v: v >= 1 and v % 2 == 1)]
@@ -123,6 +123,30 @@ class H2OConfig(EvictingConfig):
         if self.window is None:
             object.__setattr__(self, "window", self.budget // 2)
         super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinedConfig(PolicyConfig):
+    """
+    compression : of so many tokens behind sinks and window one is kept
+    of : seen, all tokens so far, so that the cache grows; prompt, those of the prompt alone
+    sinks, window, period : as for the others
+    """
+
+    name: ClassVar[str] = "lined"
+    compression: Annotated[int, Rule(">= 2", lambda v: v >= 2)] = 8
+    of: Literal["seen", "prompt"] = "seen"
+    sinks: NonNegativeInt = 0
+    window: PositiveInt = 128
+    period: PositiveInt = 8
+
+    @property
+    def schedule(self) -> Schedule:
+        return KeepsAFraction(self.sinks + self.window, self.period, self.compression, self.of == "prompt")
+
+    @property
+    def only_hf(self) -> str | None:
+        return "vllm gives each sequence a bounded number of blocks, and this cache grows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,6 +341,7 @@ CONFIGS: dict[str, type[PolicyConfig]] = {
     "full": FullConfig,
     "streaming": StreamingConfig,
     "h2o": H2OConfig,
+    "lined": LinedConfig,
     "tova": TovaConfig,
     "snapkv": SnapKVConfig,
     "morphkv": MorphKVConfig,

@@ -13,6 +13,7 @@ from sparse_rl.policies.dms import DMS
 from sparse_rl.policies.full import Full
 from sparse_rl.policies.h2o import H2O
 from sparse_rl.policies.kvpop import KVpop
+from sparse_rl.policies.lined import Lined
 from sparse_rl.policies.scored_window import CAKE, GKV, RKV, MorphKV, SnapKV
 from sparse_rl.policies.streaming import Streaming
 from sparse_rl.policies.tova import Tova
@@ -21,6 +22,7 @@ POLICIES: dict[str, type[Policy]] = {
     "full": Full,
     "streaming": Streaming,
     "h2o": H2O,
+    "lined": Lined,
     "tova": Tova,
     "snapkv": SnapKV,
     "morphkv": MorphKV,

@@ -80,6 +80,29 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class KeepsAFraction(Schedule):
+    """A compaction leaves `budget` entries, and one for every `compression` of the other tokens.
+
+    compression : >= 2
+    of_prompt : counts the tokens of the prompt alone; else all that have been seen, so that the budget grows
+    """
+
+    compression: int = 2
+    of_prompt: bool = False
+
+    def left(self, prompt: Any, seen: Any) -> Any:
+        behind = (prompt if self.of_prompt else seen) - self.budget
+        return self.budget + (behind > 0) * behind // self.compression
+
+    def first(self, prompt: Any) -> Any:
+        if self.of_prompt:
+            return _larger(prompt, self.left(prompt, 0) + self.period)
+        # of m tokens behind the budget m - m // compression have to be `period`
+        least = self.budget + (self.compression * self.period - 1) // (self.compression - 1)
+        return _larger(prompt, prompt * 0 + least)
+
+
+@dataclass(frozen=True)
 class NeverEvicts(Schedule):
     """A full cache: the first compaction never comes."""
 

@@ -231,6 +231,22 @@ class H2O(Life):
         return [{j: self.mass[kv][j] for j in self.competing(kv)} for kv in range(self.kv_heads)]
 
 
+class Lined(H2O):
+    """LuKA §3.1: sinks, window, and of the tokens behind them the fraction with the highest accumulated attention."""
+
+    defaults = {"sinks": 0, "window": 128, "period": 8, "compression": 8, "of": "seen"}
+
+    @property
+    def budget(self) -> int:  # type: ignore[override]
+        known = self.prompt if self.parameters["of"] == "prompt" else self.now + 1
+        fixed = self.sinks + self.window
+        return fixed + max(0, known - fixed) // self.parameters["compression"]
+
+    @budget.setter
+    def budget(self, value: Any) -> None:
+        assert value is None
+
+
 class Tova(Life):
     """TOVA §3.2: the last query's attention, averaged over all heads of the layer."""
 
@@ -406,6 +422,7 @@ REFERENCES: dict[str, type[Life]] = {
     "full": Full,
     "streaming": Streaming,
     "h2o": H2O,
+    "lined": Lined,
     "tova": Tova,
     "snapkv": SnapKV,
     "morphkv": MorphKV,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from policy_cases import SAMPLED
+from policy_cases import ON_VLLM
 
 from rollout import SamplingConfig
 from sparse_rl.policies.config import accepted_parameters
@@ -13,7 +13,7 @@ from sparse_rl.trace import NEVER
 
 FAMILIES = ("qwen2", "qwen3", "llama")
 CELLS = [
-    (policy, period) for policy in SAMPLED for period in ((1, 16) if "period" in accepted_parameters(policy) else (1,))
+    (policy, period) for policy in ON_VLLM for period in ((1, 16) if "period" in accepted_parameters(policy) else (1,))
 ]
 # Every policy meets two families in `make test`, every family both periods; the whole matrix is slow.
 MATRIX = [

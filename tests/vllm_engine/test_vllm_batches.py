@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from judging import same, shortened
-from policy_cases import SAMPLED
+from policy_cases import ON_VLLM
 from ties import same_decisions
 
 from rollout import SamplingConfig, make_engine
@@ -41,7 +41,7 @@ def test_prompts_in_chunks(
     agrees_with_hf(policy, prompts, GREEDY, {"in chunks": engine.generate(prompts, GREEDY)}, "llama")
 
 
-@pytest.mark.parametrize("policy_name", SAMPLED)
+@pytest.mark.parametrize("policy_name", ON_VLLM)
 def test_requests_join_and_leave(
     policy_name: str, open_engine: Callable, policy_of: Callable, random_prompts: Callable, agrees_with_hf: Callable
 ) -> None:
@@ -135,7 +135,7 @@ def test_a_budget_beyond_the_sequence_is_the_full_cache(
 ) -> None:
     prompts, sampling = random_prompts((5, 64, 130)), SamplingConfig(40, seed=0, ignore_eos=True)
     full = open_engine("full").generate(prompts, sampling)
-    for name in SAMPLED:
+    for name in ON_VLLM:
         wide = open_engine(policy_of(name, budget=256, window=8, period=16)).generate(prompts, sampling)
         assert all(bool((r.trace.evict_at == NEVER).all()) for r in wide) and same(wide, full)
     assert not same(open_engine(policy_of("tova", budget=32, period=16)).generate(prompts, sampling), full)

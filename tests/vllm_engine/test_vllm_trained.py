@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from judging import wrong_traces
-from policy_cases import EVICTING, SAMPLED
+from policy_cases import ON_VLLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout import Rollout, SamplingConfig
@@ -28,7 +28,7 @@ def problems() -> list[list[int]]:
     return [tokenizer(row["prompt"])["input_ids"] for row in rows("calibration", 192, seed=0)]
 
 
-@pytest.mark.parametrize("policy_name", SAMPLED)
+@pytest.mark.parametrize("policy_name", ON_VLLM)
 def test_float32(
     policy_name: str,
     problems: list[list[int]],
@@ -70,7 +70,7 @@ def test_bfloat16(
         return gap, gap / noise, rollouts
 
     full_gap, full_units, _ = measure(make_policy("full"))
-    for name in EVICTING:
+    for name in ON_VLLM[1:]:
         gap, _, _ = measure(policy_of(name, budget=72, window=8, period=8))
         assert gap <= 1.5 * full_gap, f"{name}: {gap:.3f} against {full_gap:.3f}"
         gap, units, rollouts = measure(policy_of(name, budget=40, window=8, period=8))
