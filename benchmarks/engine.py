@@ -38,6 +38,7 @@ CASES = {
     "full": {"policy": "full"},
     "gkv": {**GKV, "redundancy": False},
     "gkv with redundancy": GKV,
+    "am": {"policy": "am", "budget": 512, "window": 16, "period": 128},
     "streaming": {"policy": "streaming", "budget": 512, "period": 128},
 }
 

@@ -54,6 +54,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "gkv with redundancy": {"policy": "gkv", "window": 16, **BUDGET},
     "gkv, period 1": {"policy": "gkv", "window": 16, "budget": 128, "period": 1, "redundancy": False},
     "h2o": {"policy": "h2o", **BUDGET},
+    "am": {"policy": "am", "window": 16, "reference_queries": 128, **BUDGET},
     **{  # as many entries as streaming and gkv have at their peak
         f"kvpop, {name}": {"policy": "kvpop", "budget": 256, "window": 64, "scorer": scorer}
         for name, scorer in {
@@ -70,7 +71,7 @@ QUESTIONS: dict[str, tuple[PretrainedConfig, tuple[str, ...], int, float]] = {
     "equal memory": (TINY, ("full", "streaming", "gkv", "gkv with redundancy"), 4 * WHOLE, 1.0),
     "equal batch": (TINY, tuple(CACHES), REQUESTS * WHOLE, 0.5),
     "layers of 0.5B": (
-        LAYERS_OF_05B, ("full", "streaming", "gkv", "gkv with redundancy", "gkv, period 1", *LEARNED),
+        LAYERS_OF_05B, ("full", "streaming", "gkv", "gkv with redundancy", "gkv, period 1", "am", *LEARNED),
         REQUESTS * WHOLE, 0.25,
     ),
 }  # fmt: skip
