@@ -77,9 +77,12 @@ class Life:
             self.now = position
             self.attended()
             in_prompt = position < self.prompt - 1
-            if not in_prompt and self.budget is not None and len(self.held[0]) >= self.budget + self.period:
+            if not in_prompt and self.due():
                 self.compact()
         return torch.tensor(self.evict_at, dtype=torch.int32)
+
+    def due(self) -> bool:
+        return self.budget is not None and len(self.held[0]) >= self.budget + self.period
 
     def compact(self) -> None:
         scores = self.scores()
@@ -245,6 +248,14 @@ class Lined(H2O):
     @budget.setter
     def budget(self, value: Any) -> None:
         assert value is None
+        self.last = 0  # tokens seen at the last compaction
+
+    def due(self) -> bool:
+        """The first as ever; then every `period` tokens, though the budget has grown meanwhile."""
+        return self.now + 1 - self.last >= self.period if self.last else super().due()
+
+    def compacted(self) -> None:
+        self.last = self.now + 1
 
 
 class Tova(Life):

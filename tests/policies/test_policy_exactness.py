@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from feeding import Batch, Fed, dense, feed, lengths_around, ragged_batch, run_policy, small
-from policy_cases import EVICTING, SAMPLED
+from policy_cases import BOUNDED, EVICTING, SAMPLED
 from references import GKV, NEVER, REFERENCES, Disagreement, over_max
 
 from sparse_rl.policies import make_policy
@@ -80,6 +80,9 @@ def test_gkv_equals_its_reference_in_every_form(
         ("gkv", {"alpha": 1.0, "lam": 0.9}),
         ("cake", {"gamma": 0.0}),
         ("cake", {"gamma": 5.0, "sinks": 3}),
+        ("lined", {"compression": 2, "sinks": 1}),
+        ("lined", {"compression": 3, "of": "prompt"}),
+        ("lined", {"compression": 50}),
     ],
 )
 @pytest.mark.parametrize("period", [1, 5])
@@ -91,9 +94,11 @@ def test_the_corners_of_the_parameters(name: str, changed: dict[str, Any], perio
 @pytest.mark.parametrize("name", EVICTING)
 def test_the_defaults_are_the_methods_own(name: str) -> None:
     """Only the budget is given: what the reference takes as the method's default is the policy's default."""
-    policy = make_policy(name, budget=24)
-    batch = ragged_batch(5, [4, 24 + policy.config.period + 3], [26, 24 + policy.config.period + 8])
-    check(name, {"budget": 24}, batch, feed(policy, batch))
+    given = {"budget": 24} if name in BOUNDED else {}
+    policy = make_policy(name, **given)
+    first = policy.schedule.first(0)
+    batch = ragged_batch(5, [4, first + 3], [26, first + 8])
+    check(name, given, batch, feed(policy, batch))
 
 
 @pytest.mark.parametrize("period", [1, 8])

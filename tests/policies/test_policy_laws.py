@@ -11,7 +11,7 @@ import torch
 from feeding import CPU, dense, feed, lengths_around, ragged_batch, run_policy, small, takes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_cases import EVICTING, SAMPLED
+from policy_cases import BOUNDED, EVICTING, SAMPLED
 from references import NEVER
 from test_policy_exactness import check
 
@@ -47,11 +47,13 @@ def held_after(record: torch.Tensor, seen: int) -> list[list[int]]:
 
 def cadence(policy: Policy, prompt: int, until: int) -> dict[int, tuple[bool, int]]:
     """Tokens seen -> (a compaction ran, entries held), counted one token at a time from the rule in words."""
-    rows, held = {}, 0
+    rows, held, last = {}, 0, 0
     for seen in range(1, until + 1):
         held += 1
-        ran = policy.schedule.evicts and seen >= prompt and held >= policy.config.budget + policy.config.period
-        held = policy.config.budget if ran else held
+        left = policy.schedule.left(prompt, seen)
+        enough = seen - last >= policy.config.period if last else held >= left + policy.schedule.period
+        ran = policy.schedule.evicts and seen >= prompt and enough
+        held, last = (left, seen) if ran else (held, last)
         if seen >= prompt:
             rows[seen] = (ran, held)
     return rows
@@ -109,7 +111,8 @@ def test_the_cache_holds_what_the_policy_says(name: str, period: int, sinks: int
 @pytest.mark.parametrize("name", EVICTING)
 def test_the_budget_is_kept_exactly_and_the_peak_is_never_exceeded(name: str, period: int) -> None:
     policy, batch, fed = run_policy(name, period=period)
-    assert policy.schedule.peak == 12 + period
+    bounded = name in BOUNDED
+    assert policy.schedule.peak == (12 + period if bounded else None)
     peaks = []
     for row, record in enumerate(fed.records):
         prompt, total = batch.prompts[row], batch.totals[row]
@@ -117,12 +120,14 @@ def test_the_budget_is_kept_exactly_and_the_peak_is_never_exceeded(name: str, pe
             held = {len(head) for head in held_after(record, seen)}
             assert len(held) == 1, "the heads hold different counts"
             if policy.schedule.due(prompt, seen):
-                assert held == {policy.config.budget}
+                assert held == {policy.schedule.left(prompt, seen)}
+                assert not bounded or held == {12}
         attended = [sum(int(at) > q for at in record[0, : q + 1]) for q in range(prompt, total)]
         peaks.append(max(attended, default=0))
+        assert peaks[-1] <= policy.schedule.most_decoding(prompt, total)
         for q in range(prompt):  # a prefill is dense
             assert bool((record[:, : q + 1] > q).all())
-    assert max(peaks) == policy.schedule.peak, "the bound is reached and not exceeded"
+    assert not bounded or max(peaks) == policy.schedule.peak, "the bound is reached and not exceeded"
 
 
 @pytest.mark.parametrize("sinks", [0, 3])
@@ -138,8 +143,11 @@ def test_sinks_and_window_are_never_evicted(name: str, period: int, sinks: int) 
         at = record[record < NEVER]
         assert bool((evicted[:, 1] < at - policy.config.window).all()), "a token of the window was evicted"
         unprotected_sinks += int((record[:, :3] < NEVER).sum())
-        assert bool((at >= max(prompt, 13)).all()), "evicted before the first compaction"
-    if not sinks and name != "h2o":  # the first tokens gather the most attention: H2O keeps them by itself
+        assert bool((at >= policy.schedule.first(prompt)).all()), "evicted before the first compaction"
+    if not sinks and name not in (
+        "h2o",
+        "lined",
+    ):  # these keep what gathers most attention: the first
         assert unprotected_sinks > 0, "control: without sinks, the first tokens are evicted"
 
 
@@ -150,7 +158,7 @@ def test_full_never_evicts() -> None:
     assert policy.schedule.held(7, 1000) == 1000 and not policy.schedule.due(7, 1000)
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", ["full", *BOUNDED])
 def test_a_sequence_within_the_budget_is_untouched(name: str) -> None:
     policy = make_policy(name, **small(name, period=3))
     batch = ragged_batch(4, [2, 12], [12, 14])  # the first compaction would be at 15
@@ -439,7 +447,8 @@ def test_h2o_protects_half_of_the_budget_unless_told_otherwise() -> None:
 
 VARIANTS = [
     *((name, {}) for name in SAMPLED),
-    *((name, {"budget": 40, "window": 3, "sinks": 2, "period": 5}) for name in EVICTING if name != "streaming"),
+    *((name, {"budget": 40, "window": 3, "sinks": 2, "period": 5}) for name in BOUNDED if name != "streaming"),
+    ("lined", {"compression": 3, "of": "prompt", "window": 3, "sinks": 2, "period": 5}),
     ("streaming", {"budget": 516, "sinks": 4, "period": 128}),
     ("h2o", {"window": 0}),
     ("snapkv", {"pooling": 3}),
