@@ -137,6 +137,10 @@ class EvictingCache:
         missing = length - record.shape[-1]
         return F.pad(record, (0, missing), value=NEVER) if missing > 0 else record[..., :length]
 
+    def further(self, row: int, length: int) -> dict[str, torch.Tensor]:
+        """The sections that the record of one row has beside evict_at."""
+        return self.policy.further(self.prompt_lengths[row], length)
+
     @property
     def capacity(self) -> int:
         return self.layers[0].keys.shape[2]

@@ -24,6 +24,7 @@ from rollout.cache import EvictingCache
 from rollout.config import SamplingConfig
 from rollout.engine import LEAST_ROWS, Rollout
 from rollout.gated import GatedCache
+from rollout.paged import PagedCache
 from rollout.requests import Request, forced_token, requests_to_sample, requests_to_simulate, stop_tokens, token_ids
 from rollout.sampling import Uniforms, sample
 from sparse_rl.attention.interface import NO_MASK, adopt
@@ -31,6 +32,7 @@ from sparse_rl.errors import UserError
 from sparse_rl.models.directory import SCORERS
 from sparse_rl.models.load import load_model, load_plain_model
 from sparse_rl.policies.base import Policy
+from sparse_rl.policies.clustered import Clustered
 from sparse_rl.scorers.base import digests
 from sparse_rl.trace import EvictionTrace
 
@@ -131,12 +133,18 @@ class HFEngine:
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         for i, prompt in enumerate(prompts):
             ids[i, : len(prompt)] = torch.tensor(prompt)
-        cache = (GatedCache if self.policy.schedule.counts_vary else EvictingCache)(self.policy)  # type: ignore[arg-type]
+        cache = self._cache()
         cache.begin_prefill(lengths, device)
         with self._sampling():
             hidden = self._hidden(ids.to(device), torch.arange(width, device=device)[None], cache)
         last = torch.tensor(lengths, device=device) - 1
         return PrefilledPrompts(cache, hidden[torch.arange(len(prompts), device=device), last])
+
+    def _cache(self) -> EvictingCache:
+        """An empty one of the kind that the policy needs."""
+        if isinstance(self.policy, Clustered):
+            return PagedCache(self.policy)
+        return (GatedCache if self.policy.schedule.counts_vary else EvictingCache)(self.policy)
 
     def _run(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
         rollouts: list[Rollout | None] = [None] * len(requests)
@@ -243,6 +251,5 @@ class HFEngine:
 
     @staticmethod
     def _trace(cache: EvictingCache, place: int, row: Row) -> EvictionTrace:
-        prompt = len(row.request.prompt)
-        length = prompt + len(row.tokens)
-        return EvictionTrace.recorded(cache.evict_at(place, length), cache.policy.further(prompt, length))
+        length = len(row.request.prompt) + len(row.tokens)
+        return EvictionTrace.recorded(cache.evict_at(place, length), cache.further(place, length))

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("sparse_rl", "rollout", "trainer", "rewards")
-CORE = ("trace", "policies", "scorers", "kernels", "matching", "attention", "models", "data")
+CORE = ("trace", "policies", "scorers", "kernels", "matching", "pages", "attention", "models", "data")
 BASE = ("errors", "config", "files", "lazy", "metrics")  # each stands on nothing, or on another of these
 
 # Part -> the parts that it may import, besides itself and BASE. "configurations" are the modules named `config`, which
@@ -28,8 +28,9 @@ MAY_IMPORT = {
     "data": ("configurations",),
     "scorers": ("configurations",),
     "matching": ("trace",),
-    "policies": ("configurations", "kernels", "matching", "scorers", "trace"),
-    "attention": ("configurations", "trace", "kernels", "matching", "policies", "scorers"),
+    "pages": (),
+    "policies": ("configurations", "kernels", "matching", "pages", "scorers", "trace"),
+    "attention": ("configurations", "trace", "kernels", "matching", "pages", "policies", "scorers"),
     "models": ("configurations", "policies", "scorers", "attention"),
     "analysis": ("trace",),
     "recipe": ("configurations",),

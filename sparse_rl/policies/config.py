@@ -25,7 +25,14 @@ from sparse_rl.config import (
     yaml_fields,
 )
 from sparse_rl.errors import UserError
-from sparse_rl.policies.schedule import EvictsBeforeAttending, GatesDecide, KeepsAFraction, NeverEvicts, Schedule
+from sparse_rl.policies.schedule import (
+    EvictsBeforeAttending,
+    GatesDecide,
+    KeepsAFraction,
+    NeverEvicts,
+    ReadsPages,
+    Schedule,
+)
 from sparse_rl.scorers.config import MLPConfig, ScorerConfig
 
 Pooling = Annotated[int, Rule(">= 1 and odd (1 is off)", lambda v: v >= 1 and v % 2 == 1)]
@@ -37,6 +44,7 @@ class PolicyConfig(NamedConfiguration):
 
     family: ClassVar[str] = "cache policy"
     name_key: ClassVar[str] = "policy"
+    packs: ClassVar[bool] = True  # whether several sequences can be replayed in one row
 
     @classmethod
     def members(cls) -> Mapping[str, type[PolicyConfig]]:
@@ -226,6 +234,7 @@ class AMConfig(EvictingConfig):
     """
 
     name: ClassVar[str] = "am"
+    packs: ClassVar[bool] = False
     window: PositiveInt = 16
     period: PositiveInt | None = None  # type: ignore[assignment]  # a number from here on
     reference_queries: PositiveInt | None = None
@@ -337,6 +346,35 @@ class DMSConfig(LearnedConfig):
         return "vllm holds as many entries in every kv head"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClusteredConfig(PolicyConfig):
+    """
+    page : tokens of a page
+    window : tokens that come after a page before its summary is read instead, at least
+    sinks : the first tokens, in no page
+    open_pages : pages that a query reads token by token, at most
+    bias : log_n, a summary weighs as much as the tokens that it stands for; none, as one
+    values : kept, or zero: summaries have keys alone, for comparison
+    """
+
+    name: ClassVar[str] = "clustered"
+    packs: ClassVar[bool] = False
+    page: PositiveInt = 16
+    window: NonNegativeInt = 128
+    sinks: NonNegativeInt = 0
+    open_pages: NonNegativeInt = 3
+    bias: Literal["log_n", "none"] = "log_n"
+    values: Literal["kept", "zero"] = "kept"
+
+    @property
+    def schedule(self) -> Schedule:
+        return ReadsPages(first_closes=self.sinks + self.page + self.window + 1)
+
+    @property
+    def only_hf(self) -> str | None:
+        return "no memory is freed, so vllm would gain nothing"
+
+
 CONFIGS: dict[str, type[PolicyConfig]] = {
     "full": FullConfig,
     "streaming": StreamingConfig,
@@ -351,6 +389,7 @@ CONFIGS: dict[str, type[PolicyConfig]] = {
     "am": AMConfig,
     "kvpop": KVpopPolicyConfig,
     "dms": DMSConfig,
+    "clustered": ClusteredConfig,
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from sparse_rl.policies.am import AM
 from sparse_rl.policies.base import Policy
+from sparse_rl.policies.clustered import Clustered
 from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.policies.dms import DMS
 from sparse_rl.policies.full import Full
@@ -32,6 +33,7 @@ POLICIES: dict[str, type[Policy]] = {
     "am": AM,
     "kvpop": KVpop,  # this and the next are retrofitted to a model (trainer/kvpop/)
     "dms": DMS,
+    "clustered": Clustered,
 }
 
 

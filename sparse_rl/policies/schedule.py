@@ -146,6 +146,36 @@ class EvictsBeforeAttending(Schedule):
 
 
 @dataclass(frozen=True)
+class ReadsPages(NeverEvicts):
+    """Everything is held; tokens of closed pages are read as summaries.
+
+    first_closes : the tokens seen when the first page of a short prompt has closed
+    """
+
+    evicts: ClassVar[bool] = True
+    first_closes: int = 1
+
+    def first(self, prompt: Any) -> Any:
+        return _larger(prompt + 1, prompt * 0 + self.first_closes)
+
+    def due(self, prompt: Any, seen: Any) -> Any:
+        return (seen < 0) & (prompt < 0)
+
+    def next_due(self, prompt: int, seen: int) -> int:
+        return NEVER
+
+    def held(self, prompt: Any, seen: Any) -> Any:
+        return seen
+
+    @property
+    def peak(self) -> int | None:
+        return None
+
+    def most_decoding(self, prompt: Any, fed: Any) -> Any:
+        return fed
+
+
+@dataclass(frozen=True)
 class GatesDecide(NeverEvicts):
     """Entries go before queries attend, how many is not known: kv heads hold different numbers. Counts are bounds.
 

@@ -129,17 +129,17 @@ def _batch_refit_at(rows: Sequence[torch.Tensor], starts: Sequence[int], width: 
     return batch
 
 
-def _batch_refit_with(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
+def _the_same(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
     """The one that all rows have."""
     if any(not torch.equal(values, rows[0]) for values in rows):
-        raise TraceError("refit_with differs between the traces of a batch: they were sampled under different policies")
+        raise TraceError("settings differ between the traces of a batch: they were sampled under different policies")
     return rows[0]
 
 
 def _no_packing(documents: Sequence[torch.Tensor], starts: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
     if len(documents) == 1:
         return documents[0]
-    raise TraceError("sequences whose entries were refitted cannot be packed into one row; use packing: false")
+    raise TraceError("sequences whose entries were refitted or paged cannot be packed into one row; use packing: false")
 
 
 REFIT_AT = Section(
@@ -157,8 +157,59 @@ REFIT_WITH = Section(
     axes=("setting",),
     joined="setting",
     check=_check_refit_with,
-    batch=_batch_refit_with,
+    batch=_the_same,
     pack=_no_packing,
 )
 
-SECTIONS: dict[str, Section] = {section.name: section for section in (EVICT_AT, REFIT_AT, REFIT_WITH)}
+# ---- opened: int16 [L, Hkv, S, K], the pages that a query read token by token, -1: none -----------------------------
+# ---- paged_with: int32 [6], how tokens are paged (sparse_rl/pages/pages.py) ------------------------------------------
+
+PAGING = 6  # numbers in paged_with
+
+
+def _check_opened(values: torch.Tensor, evict_at: torch.Tensor) -> str | None:
+    most = int(values.max()) if values.numel() else -1
+    if most >= evict_at.shape[-1] or (values.numel() and int(values.min()) < -1):
+        return f"opened has page {most}, and the sequence has {evict_at.shape[-1]} tokens; -1 is no page"
+    ordered = values.sort(-1).values
+    if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()):
+        return "opened has a page twice for one query"
+    return None
+
+
+def _check_paged_with(values: torch.Tensor, _: torch.Tensor) -> str | None:
+    if len(values) != PAGING or not bool((values >= 0).all()) or not values[0] > 0:
+        return f"paged_with {values.tolist()[:20]} is not how tokens can be paged"
+    return None
+
+
+def _batch_opened(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
+    """int16 [L, B, Hkv, width, K], layers first; page numbers are those of their row."""
+    layers, kv_heads, _, most = rows[0].shape
+    batch = torch.full((layers, len(rows), kv_heads, width, most), -1, dtype=torch.int16)
+    for row, (values, start) in enumerate(zip(rows, starts, strict=True)):
+        batch[:, row, :, start : start + values.shape[2]] = values
+    return batch
+
+
+OPENED = Section(
+    name="opened",
+    dtype=torch.int16,
+    axes=("layer", "kv_head", "token", "open_page"),
+    joined="token",
+    check=_check_opened,
+    batch=_batch_opened,
+    pack=_no_packing,
+)
+PAGED_WITH = Section(
+    name="paged_with",
+    dtype=torch.int32,
+    axes=("page_setting",),
+    joined="page_setting",
+    check=_check_paged_with,
+    batch=_the_same,
+    pack=_no_packing,
+)
+
+ALL = (EVICT_AT, REFIT_AT, REFIT_WITH, OPENED, PAGED_WITH)
+SECTIONS: dict[str, Section] = {section.name: section for section in ALL}

@@ -81,7 +81,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(kind: str, recipe: Callab
 def test_what_is_refused(recipe: Callable) -> None:
     with pytest.raises(UserError, match=r"cache.fit: the paper's own solvers cannot be followed in training"):
         recipe("grpo", cache={**CACHE, "fit": "paper"})
-    with pytest.raises(UserError, match=r"packing: entries that am has refitted cannot be packed"):
+    with pytest.raises(UserError, match=r"packing: sequences under am cannot be packed"):
         recipe("distill", packing=True)
     with pytest.raises(UserError, match=r"reference_queries: 19: the first compaction has no more queries than .* 18"):
         recipe("grpo", cache={**CACHE, "reference_queries": 19})

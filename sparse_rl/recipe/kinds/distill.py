@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from rollout.config import SamplingConfig
 from sparse_rl.config import flat
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import AMConfig
 from sparse_rl.recipe.kinds.sampled import SampledRecipe
 from sparse_rl.recipe.kinds.taught import TaughtRecipe
 from trainer.distill.config import DistillConfig
@@ -26,8 +25,8 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
         super().__post_init__()
         if self.scorers is not None and self.distill.packing:
             raise UserError("scorers remember a sequence from its beginning; set it to false", "packing")
-        if isinstance(self.cache, AMConfig) and self.distill.packing:
-            raise UserError("entries that am has refitted cannot be packed; set it to false", "packing")
+        if self.distill.packing and not self.cache.packs:
+            raise UserError(f"sequences under {self.cache.name} cannot be packed; set it to false", "packing")
         if self.distill.completions == "student" and self.taught_by.teacher_cache is not None:
             wrong = "holds what the teacher says of the dataset's completions; the student's own are new each time"
             raise UserError(wrong, "teacher_cache")

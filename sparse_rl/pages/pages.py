@@ -1,0 +1,61 @@
+"""The settings of clustered attention, and which pages are closed: functions of counts alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Pages:
+    """
+    size : n, tokens of a page
+    window : tokens between a page's end and its closing, at least
+    sinks : tokens before the first page, always raw
+    most : K, pages that a query opens, at most
+    weighed : whether a summary's logit has log n added, so that it weighs as much as n tokens; else it weighs as one
+    valued : whether a summary has a value; else it is zero
+    """
+
+    size: int
+    window: int
+    sinks: int
+    most: int
+    weighed: bool
+    valued: bool
+
+    @classmethod
+    def of(cls, config: Any) -> Pages:
+        """config : ClusteredConfig"""
+        weighed, valued = config.bias == "log_n", config.values == "kept"
+        return cls(config.page, config.window, config.sinks, config.open_pages, weighed, valued)
+
+    @classmethod
+    def read(cls, settings: torch.Tensor) -> Pages:
+        """Of the section paged_with."""
+        size, window, sinks, most, weighed, valued = settings.tolist()
+        return cls(size, window, sinks, most, bool(weighed), bool(valued))
+
+    def settings(self) -> torch.Tensor:
+        """The section paged_with: int32 [6]."""
+        return torch.tensor(astuple(self), dtype=torch.int32)
+
+    @property
+    def bias(self) -> float:
+        return math.log(self.size) if self.weighed else 0.0
+
+    def closed(self, prompt: Any, query: Any) -> Any:
+        """The pages that a query sees as summaries; ints, or int64 tensors of one shape."""
+        behind = query - self.window - self.sinks
+        return (query >= prompt) * (behind > 0) * behind // self.size
+
+    def tokens(self, pages: torch.Tensor) -> torch.Tensor:
+        """The positions of pages int64 [...]: [..., n]."""
+        return self.sinks + pages[..., None] * self.size + torch.arange(self.size, device=pages.device)
+
+    def all_closed(self, prompts: Sequence[int], queries: Sequence[int]) -> list[int]:
+        return [int(self.closed(prompt, query)) for prompt, query in zip(prompts, queries, strict=True)]

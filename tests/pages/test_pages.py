@@ -1,0 +1,296 @@
+"""Clustered attention in the hf engine and the trainer: held to its equations, exact in replay, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from judging import gap
+
+from rollout import Rollout, SamplingConfig, make_engine
+from rollout.paged import PagedCache
+from sparse_rl.attention.interface import NO_MASK
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.attention.views.factory import make_view
+from sparse_rl.attention.views.paged import PagedView
+from sparse_rl.attention.views.replay import ReplayView
+from sparse_rl.errors import UserError
+from sparse_rl.pages import Pages, choose
+from sparse_rl.policies import make_policy
+from sparse_rl.trace import NEVER, EvictionTrace, TraceError, batch_traces, load_traces, pack_traces, save_traces
+
+LENGTHS = (1, 5, 23, 24, 41, 60, 150)
+CACHE = {"policy": "clustered", "page": 4, "window": 8, "sinks": 1, "open_pages": 2}
+SAMPLING = SamplingConfig(max_tokens=60, seed=1, ignore_eos=True)
+CHANGES: list[dict] = [
+    {},
+    {"open_pages": 0},
+    {"open_pages": 5},
+    {"page": 1, "sinks": 0},
+    {"page": 7, "window": 0},
+    {"page": 16, "window": 20, "sinks": 3},
+    {"bias": "none"},
+    {"values": "zero"},
+]
+
+
+@pytest.fixture
+def sampled(model_of: Callable, prompts_of: Callable) -> Callable[..., tuple]:
+    def make(name: str, **changed: object) -> tuple:
+        model = model_of(name)
+        return model, make_engine("hf", model=model, policy={**CACHE, **changed}).generate(
+            prompts_of(name, LENGTHS), SAMPLING
+        )
+
+    return make
+
+
+# ---- the equations, one entry at a time -----------------------------------------------------------------------------
+
+
+def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prompt: int, pages: Pages) -> tuple:
+    """One kv head, query [G, S, D] over [S, D]: outputs [G, S, D], pages opened by query, evict_at [S]."""
+    group, length, dim = query.shape
+    scaling, out, opened, evict_at = dim**-0.5, torch.zeros_like(query), [], [NEVER] * length
+    for q in range(length):
+        closed = []
+        for p in range(length):
+            end = pages.sinks + (p + 1) * pages.size
+            if end <= length and q >= max(prompt, end + pages.window):
+                closed.append(p)
+                for t in range(end - pages.size, end):
+                    evict_at[t] = min(evict_at[t], q)
+        inside = {t: p for p in closed for t in range(pages.sinks + p * pages.size, pages.sinks + (p + 1) * pages.size)}
+        raw = [t for t in range(q + 1) if t not in inside]
+        mean = {p: [t for t, page in inside.items() if page == p] for p in closed}
+        entries = [(key[t], value[t], 0.0, None) for t in raw]
+        entries += [
+            (key[mean[p]].mean(0), value[mean[p]].mean(0) * pages.valued, pages.bias, p) for p in closed
+        ]  # of page p
+        mass = {p: -math.inf for p in closed}
+        for g in range(group):
+            logits = torch.stack([query[g, q] @ k * scaling + b for k, _, b, _ in entries])
+            for (_, _, _, p), share in zip(entries, logits.log_softmax(0).tolist(), strict=True):
+                if p is not None:
+                    mass[p] = max(mass[p], share)
+        chosen = sorted(closed, key=lambda p: (-mass[p], p))[: pages.most]
+        read = [(k, v, b) for k, v, b, p in entries if p not in chosen]
+        read += [(key[t], value[t], 0.0) for p in chosen for t in mean[p]]
+        for g in range(group):
+            share = torch.stack([query[g, q] @ k * scaling + b for k, _, b in read]).softmax(0)
+            out[g, q] = sum(a * v for a, (_, v, _) in zip(share, read, strict=True))
+        opened.append(set(chosen))
+    return out, opened, evict_at
+
+
+@pytest.mark.parametrize("changed", CHANGES, ids=str)
+def test_the_sampler_and_the_trainer_do_what_the_equations_say(changed: dict) -> None:
+    policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(0)
+    prompts, totals, heads, group, dim = [3, 17, 30], [40, 36, 45], 2, 2, 8
+    q, k, v = (
+        torch.randn(3, n, 45, dim, generator=generator, dtype=torch.float64) for n in (heads * group, heads, heads)
+    )
+    cache, width = PagedCache(policy), max(prompts)
+    cache.begin_prefill(prompts, q.device)
+    first = cache.attend(0, *(x[:, :, :width] for x in (q, k, v)), dim**-0.5)
+    outputs = [first]
+    active = [True] * 3
+    while any(active := [n < t for n, t in zip(cache.seen, totals, strict=True)]):
+        cache.begin_decode(active, q.device)
+        now = [n - 1 for n in cache.seen]
+        step = [torch.stack([x[row, :, at : at + 1] for row, at in enumerate(now)]) for x in (q, k, v)]
+        outputs.append(cache.attend(0, *step, dim**-0.5))
+    for row, (prompt, total) in enumerate(zip(prompts, totals, strict=True)):
+        trace = EvictionTrace.recorded(cache.evict_at(row, total + 1), cache.further(row, total + 1))
+        view = make_view([trace], [0], total + 1, "cpu")
+        padded = [torch.nn.functional.pad(x[row : row + 1, :, :total], (0, 0, 0, 1)) for x in (q, k, v)]
+        replayed = view.attend(0, *padded, dim**-0.5)
+        for head in range(heads):
+            mine = slice(head * group, (head + 1) * group)
+            told = (q[row, mine, :total], k[row, head, :total], v[row, head, :total])
+            said, opened, gone = naive(*told, prompt, policy.pages)
+            torch.testing.assert_close(replayed[0, mine, :total], said, atol=1e-10, rtol=0)
+            for at in range(prompt, total):
+                theirs = set(trace.further["opened"][0, head, at].tolist()) - {-1}
+                assert theirs == opened[at], (row, head, at)
+                sampled_out = outputs[1 + at - prompt][row, mine, 0]
+                torch.testing.assert_close(sampled_out, said[:, at], atol=1e-10, rtol=0)
+            assert trace.evict_at[0, head, :total].tolist() == gone
+
+
+def test_of_equal_pages_the_earlier_is_opened() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, 1.0, 2.0, float("-inf")]).view(1, 1, 1, 6)
+    assert choose(logits, 1, 2)[0, 0].tolist() == [1, 3]
+    assert choose(logits, 1, 3)[0, 0].tolist() == [1, 3, 0]
+    assert choose(logits, 1, 6)[0, 0].tolist() == [1, 3, 0, 2, -1, -1]
+
+
+# ---- replay ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changed", CHANGES, ids=str)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "quickstart", "stories260K"])
+def test_replay_is_exact(name: str, changed: dict, sampled: Callable, record_property: Callable) -> None:
+    model, rollouts = sampled(name, **changed)
+    with torch.no_grad():
+        own = gap(replay_logprobs(model, rollouts), rollouts)
+        record_property("gap", own)
+        assert own <= 1e-5
+        assert gap(replay_logprobs(model, rollouts, batch_size=3), rollouts) <= 1e-5
+
+
+def other_choices(rollouts: list[Rollout], change: Callable) -> list[Rollout]:
+    def changed(trace: EvictionTrace) -> EvictionTrace:
+        return EvictionTrace(trace.evict_at, {**trace.further, "opened": change(trace.further["opened"])})
+
+    return [replace(r, trace=changed(r.trace)) for r in rollouts]
+
+
+def closing_late(rollouts: list[Rollout]) -> list[Rollout]:
+    """Each page closes for a query later than it did."""
+
+    def late(trace: EvictionTrace) -> EvictionTrace:
+        at = torch.where(trace.evict_at < len(trace) - 2, trace.evict_at + 1, NEVER).int()
+        return EvictionTrace(at, trace.further)
+
+    return [replace(r, trace=late(r.trace)) for r in rollouts]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "stories260K"])
+def test_controls(name: str, sampled: Callable) -> None:
+    model, rollouts = sampled(name)
+    wrong = {
+        "one query late": other_choices(rollouts, lambda x: x.roll(1, dims=2)),
+        "heads swapped": other_choices(rollouts, lambda x: x.roll(1, dims=1)),
+        "nothing opened": other_choices(rollouts, lambda x: torch.full_like(x, -1)),
+        "one page missing": other_choices(rollouts, lambda x: x.index_fill(3, torch.tensor([0]), -1)),
+    }
+    with torch.no_grad():
+        for control, traces in wrong.items():
+            assert gap(replay_logprobs(model, traces), rollouts) >= 1, control
+        assert gap(replay_logprobs(model, closing_late(rollouts)), rollouts) >= 1e-2
+
+
+def test_a_choice_that_rounding_changes_is_replayed_all_the_same(
+    model_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise of 1e-3 on the logits that choose, as of half precision: other pages, the same gap."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(logits: torch.Tensor, raw: int, most: int) -> torch.Tensor:
+        return choose(logits + 1e-3 * torch.randn(logits.shape, generator=generator), raw, most)
+
+    model, prompts = model_of("quickstart"), prompts_of("quickstart", LENGTHS)
+    engine = make_engine("hf", model=model, policy=CACHE)
+    clean = engine.generate(prompts, SAMPLING)
+    monkeypatch.setattr("rollout.paged.choose", noisy)
+    rollouts = engine.simulate(prompts, [r.completion_ids for r in clean])
+    others = [a.trace.further["opened"] != b.trace.further["opened"] for a, b in zip(clean, rollouts, strict=True)]
+    assert sum(int(x.sum()) for x in others) > 0
+    with torch.no_grad():
+        assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
+        mixed = [replace(r, trace=c.trace) for r, c in zip(rollouts, clean, strict=True)]
+        assert gap(replay_logprobs(model, mixed), rollouts) > 1e-3  # what choosing again would cost
+
+
+@pytest.mark.parametrize("name", ["quickstart", "stories260K"])
+def test_all_pages_opened_are_full_attention(name: str, sampled: Callable, prompts_of: Callable) -> None:
+    model, rollouts = sampled(name, open_pages=100)
+    full = make_engine("hf", model=model, policy="full").generate(prompts_of(name, LENGTHS), SAMPLING)
+    for ours, theirs in zip(rollouts, full, strict=True):
+        assert ours.completion_ids == theirs.completion_ids
+        torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-5, rtol=0)
+
+
+def test_a_sequence_does_not_depend_on_its_batch(sampled: Callable, prompts_of: Callable) -> None:
+    model, rollouts = sampled("quickstart")
+    engine = make_engine("hf", model=model, policy=CACHE)
+    for place in (0, 3, 6):
+        (alone,) = engine.generate(prompts_of("quickstart", LENGTHS)[place : place + 1], SAMPLING)
+        assert alone.completion_ids == rollouts[place].completion_ids and alone.logprobs == rollouts[place].logprobs
+        for name, values in alone.trace.sections.items():
+            assert torch.equal(values, rollouts[place].trace.sections[name])
+
+
+@pytest.mark.parametrize("side", ["left", "both"])
+def test_padding_changes_nothing(side: str, sampled: Callable) -> None:
+    model, rollouts = sampled("qwen3")
+    width = max(len(r.trace) for r in rollouts) + 3
+    for r in rollouts:
+        start = width - len(r.trace) if side == "left" else (width - len(r.trace)) // 2
+        tokens = torch.tensor([*r.prompt_ids, *r.completion_ids])
+        ids, positions = torch.ones(1, width).long(), torch.zeros(1, width).long()
+        own = slice(start, start + len(tokens))
+        ids[0, own], positions[0, own] = tokens, torch.arange(len(tokens))
+        view = make_view([r.trace], [start], width, "cpu")
+        with torch.no_grad():
+            logits = model(
+                input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=view, use_cache=False
+            ).logits
+        assert logits.isfinite().all()
+        said = logits[0, start : start + len(tokens) - 1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        assert gap([said[len(r.prompt_ids) - 1 :]], [r]) <= 1e-5
+
+
+@pytest.mark.parametrize("changed", CHANGES, ids=str)
+def test_gradients_are_those_of_the_equations(changed: dict) -> None:
+    """In float64, of all queries, keys and values: through summaries, and not through the choice."""
+    policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(1)
+    prompt, total, group, dim = 9, 34, 2, 8
+    given = [torch.randn(1, n, total, dim, generator=generator, dtype=torch.float64) for n in (group, 1, 1)]
+    weights = torch.randn(1, group, total, dim, generator=generator, dtype=torch.float64)
+    found = []
+    opened: list[set[int]] = []
+    evict_at: list[int] = []
+    for way in ("equations", "view"):
+        q, k, v = (x.clone().requires_grad_() for x in given)
+        if way == "equations":
+            out, opened, evict_at = naive(q[0], k[0, 0], v[0, 0], prompt, policy.pages)
+            out = out[None]
+        else:
+            pages = [(sorted(each) + [-1] * 5)[: policy.pages.most] for each in opened]
+            further = {"opened": torch.tensor(pages, dtype=torch.int16).view(1, 1, total, -1)}
+            further["paged_with"] = policy.pages.settings()
+            trace = EvictionTrace(torch.tensor(evict_at, dtype=torch.int32)[None, None], further, validate=False)
+            out = make_view([trace], [0], total, "cpu").attend(0, q, k, v, dim**-0.5)
+        found.append([out.detach(), *torch.autograd.grad((out * weights).sum(), (q, k, v))])
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
+
+
+# ---- the record -----------------------------------------------------------------------------------------------------
+
+
+def test_the_record_is_kept_and_refused_where_it_cannot_be_replayed(sampled: Callable, tmp_path) -> None:
+    _, rollouts = sampled("qwen3")
+    traces = [r.trace for r in rollouts]
+    save_traces(tmp_path / "t.safetensors", traces)
+    for ours, theirs in zip(load_traces(tmp_path / "t.safetensors"), traces, strict=True):
+        assert all(torch.equal(ours.sections[name], theirs.sections[name]) for name in theirs.sections)
+    trace = traces[3]
+    assert isinstance(make_view([trace], [0], len(trace), "cpu"), PagedView)
+    with pytest.raises(TraceError, match="ReplayView cannot replay the section 'opened'"):
+        ReplayView(batch_traces([trace], [0], len(trace)), "cpu")
+    with pytest.raises(TraceError, match="cannot be packed"):
+        pack_traces([trace, trace])
+    opened, paged_with = trace.further["opened"], trace.further["paged_with"]
+    for changed, says in (
+        ({"opened": torch.full_like(opened, 9999)}, "opened has page 9999"),
+        ({"opened": torch.full_like(opened, 1)}, "a page twice for one query"),
+        ({"opened": opened.long()}, "opened must be int16"),
+        ({"opened": opened[:, :, 1:]}, "tokens, where the trace has"),
+        ({"paged_with": paged_with * 0}, "is not how tokens can be paged"),
+    ):
+        with pytest.raises(TraceError, match=says):
+            EvictionTrace(trace.evict_at, {**trace.further, **changed})
+    _, other = sampled("qwen3", window=9)
+    with pytest.raises(TraceError, match="settings differ"):
+        batch_traces([trace, other[3].trace], [0, 0], 300)
+
+
+def test_no_other_engine_samples_under_it(model_of: Callable) -> None:
+    with pytest.raises(UserError, match="hf"):
+        make_engine("vllm", model="nowhere", policy=CACHE)
