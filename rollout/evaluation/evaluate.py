@@ -46,6 +46,7 @@ class EvalRow:
     length, truncated : mean tokens of a completion; share that ran into max_tokens
     forced : share that was given the text of a forced answer
     peak_entries : the most entries that a kv head held while decoding; longest_prompt: while prefilling
+    read_entries : the most that a query of decoding read of a kv head
     mean_peak_entries : the same of each kv head, averaged over heads, layers and completions
     """
 
@@ -65,6 +66,7 @@ class EvalRow:
     truncated: float
     forced: float
     peak_entries: int
+    read_entries: int
     mean_peak_entries: float
     longest_prompt: int
     tokens: int
@@ -125,7 +127,8 @@ class Point:
         self.kept: list[float] = []
         self.kept_correct: list[float] = []
         self.lengths: list[int] = []
-        self.truncated, self.forced, self.peak, self.longest_prompt, self.seconds = 0, 0, 0, 0, 0.0
+        self.truncated, self.forced, self.peak, self.read, self.longest_prompt = 0, 0, 0, 0, 0
+        self.seconds = 0.0
         self.peaks: list[float] = []  # per completion, the mean over layers and kv heads
 
     def add(
@@ -150,6 +153,7 @@ class Point:
             self.peak = max(
                 self.peak, int(peaks.max()) if schedule.counts_vary else schedule.most_decoding(prompt, fed)
             )
+            self.read = max(self.read, self.peak if schedule.counts_vary else self.policy.most_read(prompt, fed))
             self.longest_prompt = max(self.longest_prompt, prompt)
         self.seconds += seconds
 
@@ -186,6 +190,7 @@ class Point:
             truncated=self.truncated / len(self.lengths),
             forced=self.forced / len(self.lengths),
             peak_entries=self.peak,
+            read_entries=self.read,
             mean_peak_entries=sum(self.peaks) / len(self.peaks),
             longest_prompt=self.longest_prompt,
             tokens=tokens,

@@ -17,7 +17,9 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
     made = Table(title=title)
     largest = max((k for row in rows for k in row.pass_at_k), default=1)
     names = ["task", "cache", "n", "pass@1", *([f"pass@{largest}"] if largest > 1 else [])]
-    for name in (*names, "kept", "kept if right", "peak", "tokens", "cut off", "tok/s"):
+    differ = any(row.read_entries != row.peak_entries for row in rows)
+    entries = ("held", "read") if differ else ("peak",)
+    for name in (*names, "kept", "kept if right", *entries, "tokens", "cut off", "tok/s"):
         made.add_column(name, justify="left" if name in ("task", "cache") else "right", no_wrap=True)
     for row in rows:
         count = f"{row.problems}×{row.samples}" + (f" (−{row.excluded})" if row.excluded else "")
@@ -29,7 +31,8 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
         ]
         if largest > 1:
             cells.append(_percent(row.pass_at_k.get(largest), row.pass_at_k_error.get(largest)))
-        cells += [_percent(row.retention), _percent(row.retention_correct), str(row.peak_entries), f"{row.length:.0f}"]
+        cells += [_percent(row.retention), _percent(row.retention_correct), str(row.peak_entries)]
+        cells += [*([str(row.read_entries)] if differ else []), f"{row.length:.0f}"]
         made.add_row(*cells, _percent(row.truncated), f"{row.tokens_per_second:.0f}")
     if any(row.excluded for row in rows):
         made.caption = "(−m): m problems left out, their gold answers cannot be read"

@@ -32,7 +32,7 @@ from sparse_rl.data.config import DataConfig
 from sparse_rl.models.load import load_config
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.am import rows_at_once
-from sparse_rl.policies.config import AMConfig, PolicyConfig
+from sparse_rl.policies.config import AMConfig, ClusteredConfig, PolicyConfig
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import EvalRecipe, Recipe, TaughtRecipe, TrainRecipe
 from trainer.config import LaunchConfig
@@ -264,7 +264,8 @@ def _cache_items(
     held_head = head_dim
     if pooled and policy.bias is not None and (cuda or recipe.dtype != "float32"):
         held_head = wide_head(head_dim, on_cpu=not cuda)
-    one = cache_bytes(entries, layers, kv_heads, held_head, model.itemsize)
+    summaries = entries // cache.page if isinstance(cache, ClusteredConfig) else 0
+    one = cache_bytes(entries + summaries, layers, kv_heads, held_head, model.itemsize)
     full = cache_bytes(total - 1, *shape, model.itemsize)
     heads = model.config.num_attention_heads
     state = state_bytes(policy, entries, *shape) + query_bytes(policy, layers, heads, head_dim, model.itemsize)

@@ -204,6 +204,10 @@ class Policy:
         """How many of the last queries `score` needs in `Entries.queries`."""
         return 0
 
+    def most_read(self, prompt: int, fed: int) -> int:
+        """No query of decoding reads more entries of a kv head until `fed` tokens have been fed."""
+        return self.schedule.most_decoding(prompt, fed)
+
     @property
     def delay(self) -> int:
         """So many tokens after an entry has come `take_in` and `before_attending` write its memory."""

@@ -19,3 +19,13 @@ class Clustered(Policy):
     @property
     def pages(self) -> Pages:
         return Pages.of(self.config)
+
+    def most_read(self, prompt: int, fed: int) -> int:
+        """Sinks, tail and summaries, and for each page that is opened its tokens in the place of its summary."""
+        pages = self.pages
+
+        def read(query: int) -> int:
+            closed = int(pages.closed(prompt, query))
+            return query + 1 - closed * (pages.size - 1) + min(pages.most, closed) * (pages.size - 1)
+
+        return max((read(query) for query in range(max(prompt, fed - pages.size), fed)), default=fed)

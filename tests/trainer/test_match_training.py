@@ -1,4 +1,4 @@
-"""GRPO and distillation under Attention Matching: the replay and a resumed run are exact; what cannot be is refused."""
+"""GRPO and distillation under Attention Matching and under pages: replay and resume are exact."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from sparse_rl.commands.train import train
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import read_metrics
 from sparse_rl.models.load import load_model
+from sparse_rl.policies import make_policy
 from sparse_rl.recipe import make_recipe
 
 CACHE = {"policy": "am", "budget": 12, "sinks": 1, "window": 4, "period": 6, "reference_queries": 16}
+PAGED = {"policy": "clustered", "page": 4, "window": 4, "sinks": 1, "open_pages": 1}
 KINDS: dict[str, dict[str, Any]] = {
     "grpo": {"rewards": ["trainer_runs:digits"], "num_generations": 4, "max_completion_length": 20},
     "distill": {"top_k": 8},
@@ -73,9 +75,26 @@ def test_a_run(kind: str, recipe: Callable, tmp_path: Path) -> None:
     assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.parametrize("cache", [CACHE, PAGED], ids=lambda cache: cache["policy"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_is_the_one_that_was_not_stopped(kind: str, recipe: Callable, tmp_path: Path) -> None:
-    check_resumed(partial(recipe, kind), tmp_path)
+def test_a_resumed_run_is_the_one_that_was_not_stopped(
+    kind: str, cache: dict[str, Any], recipe: Callable, tmp_path: Path
+) -> None:
+    check_resumed(partial(recipe, kind, cache=cache), tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_under_pages(kind: str, recipe: Callable, tmp_path: Path) -> None:
+    final = train(recipe(kind, cache=PAGED))
+    lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert len(lines) == 3
+    assert all(line["replay/gap_max"] <= 1e-5 for line in lines if kind == "grpo")
+    engine, model = make_engine("hf", model=final), load_model(final)
+    assert engine.policy.config.as_block() == make_policy(PAGED).config.as_block()
+    sampling = SamplingConfig(max_tokens=30, seed=0, ignore_eos=True)
+    rollouts = engine.generate([list(range(3, 30)), [5, 6, 7]], sampling)
+    with torch.no_grad():
+        assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
 
 
 def test_what_is_refused(recipe: Callable) -> None:
@@ -83,6 +102,8 @@ def test_what_is_refused(recipe: Callable) -> None:
         recipe("grpo", cache={**CACHE, "fit": "paper"})
     with pytest.raises(UserError, match=r"packing: sequences under am cannot be packed"):
         recipe("distill", packing=True)
+    with pytest.raises(UserError, match=r"packing: sequences under clustered cannot be packed"):
+        recipe("distill", packing=True, cache=PAGED)
     with pytest.raises(UserError, match=r"reference_queries: 19: the first compaction has no more queries than .* 18"):
         recipe("grpo", cache={**CACHE, "reference_queries": 19})
     with pytest.raises(UserError, match="match_gradient"):
