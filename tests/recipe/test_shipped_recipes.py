@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import yaml
+from policy_cases import BOUNDED
 
 from sparse_rl.data.problems import load_data
 from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_tokenizer
 from sparse_rl.policies import make_policy
-from sparse_rl.policies.config import CONFIGS, AMConfig, GKVConfig
+from sparse_rl.policies.config import AMConfig, GKVConfig
 from sparse_rl.recipe import (
     DistillRecipe,
     EvalRecipe,
@@ -238,7 +239,7 @@ def test_the_evaluations_of_the_papers() -> None:
     assert trained.caches() == [rl.cache] and trained.max_completion_length == rl.grpo.max_completion_length
 
 
-def test_the_sweep_has_every_policy_that_is_sampled() -> None:
+def test_the_sweep_has_every_policy_with_a_budget() -> None:
     """At the same budgets, but StreamingLLM, whose 4 sinks are counted beside its window."""
     recipe = load_recipe("eval/reasoning")
     assert isinstance(recipe, EvalRecipe)
@@ -246,7 +247,7 @@ def test_the_sweep_has_every_policy_that_is_sampled() -> None:
     for cache in recipe.caches():
         assert cache is not None
         found.setdefault(cache.name, []).append(getattr(cache, "budget", 0))
-    expected = {name: [512, 1024, 2048] for name in set(CONFIGS) - {"kvpop", "dms"}} | {"full": [0]}
+    expected = {name: [512, 1024, 2048] for name in {*BOUNDED}} | {"full": [0]}
     assert found == expected | {"streaming": [4 + 512, 4 + 1024, 4 + 2048]}
 
 
