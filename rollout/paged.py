@@ -14,12 +14,14 @@ import torch.nn.functional as F
 
 from rollout.cache import EvictingCache, Layer
 from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
+from sparse_rl.errors import UserError
 from sparse_rl.pages import Pages, choose, summarise
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.clustered import Clustered
 
 KEYS, VALUES = "page_keys", "page_values"  # in a layer's memory: [B, Hkv, M, D]
 OPENED = "opened"  # there too: int16 [B, Hkv, S, K]
+MOST_PAGES = torch.iinfo(torch.int16).max
 
 
 class PagedCache(EvictingCache):
@@ -36,6 +38,8 @@ class PagedCache(EvictingCache):
         self._active = torch.tensor(active, device=device)
         queries = [n - 1 for n in self.seen]
         self._closed = self.pages.all_closed(self.prompt_lengths, queries)
+        if max(self._closed) > MOST_PAGES:
+            raise UserError(f"a sequence has more than {MOST_PAGES} pages; larger ones are needed", "cache.page")
         self._were = self.pages.all_closed(self.prompt_lengths, [q - 1 for q in queries])
 
     def _extend_records(self) -> None:

@@ -316,6 +316,13 @@ def test_the_record_is_kept_and_refused_where_it_cannot_be_replayed(sampled: Cal
         batch_traces([trace, other[3].trace], [0, 0], 300)
 
 
+def test_more_pages_than_the_record_can_name_are_refused(model_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.paged.MOST_PAGES", 5)
+    engine = make_engine("hf", model=model_of("qwen2"), policy=CACHE)
+    with pytest.raises(UserError, match=r"more than 5 pages; larger ones are needed"):
+        engine.generate([[1, 2, 3]], SAMPLING)
+
+
 def test_no_other_engine_samples_under_it(model_of: Callable) -> None:
     with pytest.raises(UserError, match="hf"):
         make_engine("vllm", model="nowhere", policy=CACHE)
