@@ -260,9 +260,11 @@ def test_padding_changes_nothing(side: str, sampled: Callable) -> None:
         assert gap([said[len(r.prompt_ids) - 1 :]], [r]) <= 1e-5
 
 
+@pytest.mark.parametrize("kernel", ["sdpa", "dense"])
 @pytest.mark.parametrize("changed", CHANGES, ids=str)
-def test_gradients_are_those_of_the_equations(changed: dict) -> None:
+def test_gradients_are_those_of_the_equations(changed: dict, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, of all queries, keys and values: through summaries, and not through the choice."""
+    monkeypatch.setattr("sparse_rl.attention.views.paged.CHUNK", 7)
     policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(1)
     prompt, total, group, dim = 9, 34, 2, 8
     given = [torch.randn(1, n, total, dim, generator=generator, dtype=torch.float64) for n in (group, 1, 1)]
@@ -280,10 +282,34 @@ def test_gradients_are_those_of_the_equations(changed: dict) -> None:
             further = {"opened": torch.tensor(pages, dtype=torch.int16).view(1, 1, total, -1)}
             further["paged_with"] = policy.pages.settings()
             trace = EvictionTrace(torch.tensor(evict_at, dtype=torch.int32)[None, None], further, validate=False)
-            out = make_view([trace], [0], total, "cpu").attend(0, q, k, v, dim**-0.5)
+            out = make_view([trace], [0], total, "cpu", kernel).attend(0, q, k, v, dim**-0.5)
         found.append([out.detach(), *torch.autograd.grad((out * weights).sum(), (q, k, v))])
     for theirs, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 128])
+def test_the_gathered_path_is_the_masked_one(chunk: int, sampled: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged rows, padded on both sides, whatever the chunk."""
+    monkeypatch.setattr("sparse_rl.attention.views.paged.CHUNK", chunk)
+    _, rollouts = sampled("qwen2")
+    width, generator = 230, torch.Generator().manual_seed(0)
+    starts = [(7 * row) % (width - len(r.trace)) for row, r in enumerate(rollouts)]
+    traces, given = [r.trace for r in rollouts], []
+    kv_heads = traces[0].kv_heads
+    for n in (2 * kv_heads, kv_heads, kv_heads):
+        given.append(torch.randn(len(traces), n, width, 8, generator=generator))
+    found = []
+    for kernel in ("sdpa", "dense"):
+        q, k, v = (x.clone().requires_grad_() for x in given)
+        out = make_view(traces, starts, width, "cpu", kernel).attend(1, q, k, v, 0.3)
+        column = torch.arange(width)
+        rows = zip(starts, traces, strict=True)
+        real = torch.stack([(column >= start) & (column < start + len(trace)) for start, trace in rows])
+        kept = out * real[:, None, :, None]
+        found.append([kept.detach(), *torch.autograd.grad(kept.square().sum(), (q, k, v))])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 # ---- the record -----------------------------------------------------------------------------------------------------

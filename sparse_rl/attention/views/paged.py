@@ -1,20 +1,43 @@
 """Replay of clustered attention: a query reads what its sampler read, page choices as recorded, summaries made again.
 
 Summaries follow from keys and values, and are made again with gradients. The choice has none: it is a decision, as an
-eviction is. Here every query attends, under a mask, to all tokens and all summaries of its row.
+eviction is.
+
+A chunk of queries gathers what it reads: sinks, the tail that any of its queries sees, the summaries, and for each
+query the tokens of its opened pages. So a layer costs O(S x cover), and no S x S mask is made. The kernel `dense` is
+the reference: every query attends, under a mask, to all tokens and all summaries of its row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from sparse_rl.attention.interface import check_sections
 from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
 from sparse_rl.pages import Pages, summarise
 from sparse_rl.trace import NEVER
+
+CHUNK = 128  # queries
+
+
+@dataclass
+class Chunk:
+    """Queries first .. last - 1; low int64 [B, Hkv]: the first column behind the sinks that the first of them sees raw.
+
+    tail : columns from the least `low` to `last`; closed : pages that have closed for the last of them, at most
+    """
+
+    first: int
+    last: int
+    low: torch.Tensor
+    tail: int
+    closed: int
 
 
 class PagedView:
@@ -24,7 +47,7 @@ class PagedView:
     ----------
     batch : from `batch_traces`; evict_at int32 [L, B, Hkv, S], opened int16 [L, B, Hkv, S, K], paged_with int32 [6]
     device : where the model runs
-    kernel : has no choice here
+    kernel : dense, for the reference; any other stands for the gathered path
     through : has no meaning here: summaries always have gradients
 
     Raises TraceError where the batch has another section.
@@ -36,11 +59,12 @@ class PagedView:
         self, batch: Mapping[str, torch.Tensor], device: torch.device | str, kernel: str = "sdpa", through: bool = True
     ) -> None:
         check_sections(type(self), batch)
-        self.device = torch.device(device)
+        self.device, self.dense = torch.device(device), kernel == "dense"
         self.evict_at, self.opened = batch["evict_at"], batch["opened"]
         self.pages = Pages.read(batch["paged_with"])
         real = self.evict_at[0, :, 0] > 0  # a pad key is seen by nobody
         start, width = real.int().argmax(1), real.shape[1]
+        self.start = start.to(self.device)
         self.count = max(0, (width - self.pages.sinks) // self.pages.size)
         columns = start[:, None, None] + self.pages.tokens(torch.arange(self.count))  # [B, M, n]
         self.columns = columns.clamp(max=width - 1).to(self.device)
@@ -54,36 +78,133 @@ class PagedView:
     ) -> torch.Tensor:
         evict_at = self.evict_at[layer].to(self.device, non_blocking=True)
         opened = self.opened[layer].to(self.device, non_blocking=True).long()
-        batch, heads, width, dim = key.shape
+        heads, dim = key.shape[1], key.shape[3]
         at = self.columns.flatten(1)[:, None, :, None].expand(-1, heads, -1, dim)
         inside = [x.gather(2, at).unflatten(2, self.columns.shape[1:]) for x in (key, value)]
-        page_keys, page_values = summarise(inside[0], inside[1], self.pages)
-        mask = self._mask(evict_at, opened, computing_dtype(query, value)).flatten(0, 1)[:, None]
+        summaries = summarise(inside[0], inside[1], self.pages)
+        closes = evict_at.gather(2, self.columns[:, None, :, 0].expand(-1, heads, -1))
+        closes = closes.masked_fill(~self.whole[:, None], NEVER)
+        if self.dense:
+            return self._masked(query, key, value, *summaries, scaling, evict_at, closes, opened)
+        dtype = value.dtype
+        wide = computing_dtype(query, value)
+        grouped = query.to(wide).unflatten(1, (heads, -1))
+        told = [x.to(wide) for x in (key, value, *summaries)]
+        parts = []
+        for chunk in self._chunks(layer):
+            work = partial(self._gathered, chunk, scaling, evict_at, closes, opened)
+            part = grouped[:, :, :, chunk.first : chunk.last]
+            if torch.is_grad_enabled():
+                parts.append(checkpoint(work, part, *told, use_reentrant=False, preserve_rng_state=False))
+            else:
+                parts.append(work(part, *told))
+        return torch.cat(parts, dim=3).flatten(1, 2).to(dtype)
+
+    def _chunks(self, layer: int) -> Iterator[Chunk]:
+        """The plan of a layer, from the record in host memory: a device is not asked."""
+        evict_at, width = self.evict_at[layer], self.evict_at.shape[-1]
+        columns = torch.arange(width)
+        behind = columns >= (self.start.cpu() + self.pages.sinks)[:, None, None]
+        for first in range(0, width, CHUNK):
+            last = min(first + CHUNK, width)
+            held = (evict_at > first) & behind
+            held[..., last:] = False
+            low = torch.where(held.any(-1), held.int().argmax(-1), last)
+            gone = ((evict_at > 0) & (evict_at < last) & behind).sum(-1)
+            yield Chunk(first, last, low.to(self.device), int(last - low.min()), int(gone.max()) // self.pages.size)
+
+    def _gathered(
+        self,
+        chunk: Chunk,
+        scaling: float,
+        evict_at: torch.Tensor,
+        closes: torch.Tensor,
+        opened: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        page_keys: torch.Tensor,
+        page_values: torch.Tensor,
+    ) -> torch.Tensor:
+        """A chunk's queries [B, Hkv, G, C, D] over what they read: [B, Hkv, G, C, D]."""
+        pages, heads = self.pages, key.shape[1]
+        now = torch.arange(chunk.first, chunk.last, device=self.device)
+        sinks = (self.start[:, None] + torch.arange(pages.sinks, device=self.device))[:, None].expand(-1, heads, -1)
+        tail = chunk.low[..., None] + torch.arange(chunk.tail, device=self.device)
+        columns = torch.cat([sinks, tail], dim=2)  # [B, Hkv, R]
+        real = columns < chunk.last
+        columns = columns.clamp(max=chunk.last - 1)
+        until = evict_at.gather(2, columns)
+        seen = real[:, :, None] & (columns[:, :, None] <= now[:, None]) & (now[:, None] < until[:, :, None])
+        nothing = ~seen.any(-1)  # a pad query, which has to see something
+        seen[..., 0] |= nothing
+
+        asked = opened[:, :, chunk.first : chunk.last]  # [B, Hkv, C, K]
+        count = chunk.closed
+        is_open = torch.zeros(*asked.shape[:3], count + 1, dtype=torch.bool, device=self.device)
+        is_open = is_open.scatter(3, torch.where(asked < 0, count, asked), True)[..., :count]
+        summaries = (closes[:, :, None, :count] <= now[:, None]) & ~is_open
+        inside = (self.start[:, None, None, None, None] + pages.tokens(asked.clamp(min=0))).flatten(2)
+        inside_open = (asked >= 0).repeat_interleave(pages.size, dim=-1)
+
+        def read(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            return x.gather(2, at[..., None].expand(*at.shape, x.shape[-1]))
+
+        shape = (now.numel(), inside_open.shape[-1])
+        inside = inside.clamp(max=key.shape[2] - 1)
+        raw_keys, raw_values = read(key, columns), read(value, columns)
+        open_keys, open_values = (read(x, inside).unflatten(2, shape) for x in (key, value))
+        query = query * scaling
+        low = float("-inf")
+        logits = torch.cat(
+            [
+                torch.einsum("bhgcd,bhnd->bhgcn", query, raw_keys).masked_fill(~seen[:, :, None], low),
+                (torch.einsum("bhgcd,bhmd->bhgcm", query, page_keys[:, :, :count]) + pages.bias).masked_fill(
+                    ~summaries[:, :, None], low
+                ),
+                torch.einsum("bhgcd,bhcnd->bhgcn", query, open_keys).masked_fill(~inside_open[:, :, None], low),
+            ],
+            dim=-1,
+        )
+        raw, sums, far = logits.softmax(-1).split([columns.shape[2], count, shape[1]], dim=-1)
+        return (
+            torch.einsum("bhgcn,bhnd->bhgcd", raw, raw_values)
+            + torch.einsum("bhgcm,bhmd->bhgcd", sums, page_values[:, :, :count])
+            + torch.einsum("bhgcn,bhcnd->bhgcd", far, open_values)
+        )
+
+    def _masked(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        page_keys: torch.Tensor,
+        page_values: torch.Tensor,
+        scaling: float,
+        evict_at: torch.Tensor,
+        closes: torch.Tensor,
+        opened: torch.Tensor,
+    ) -> torch.Tensor:
+        """The reference: one call over all tokens and all summaries."""
+        batch, heads, width, dim = key.shape
+        now = torch.arange(width, device=self.device)
+        seen = (now <= now[:, None]) & (now[:, None] < evict_at[:, :, None])
+        is_open = torch.zeros(batch, heads, width, self.count + 1, dtype=torch.bool, device=self.device)
+        is_open = is_open.scatter(3, torch.where(opened < 0, self.count, opened), True)
+        is_open[..., self.count] = False
+        place = torch.where(self.page_of < 0, self.count, self.page_of)[:, None, None].expand(-1, heads, width, -1)
+        seen = seen | is_open.gather(3, place) | torch.eye(width, dtype=torch.bool, device=self.device)
+        summaries = (closes[:, :, None] <= now[:, None]) & ~is_open[..., : self.count]
+        bias = torch.zeros(1, dtype=computing_dtype(query, value), device=self.device)
+        mask = torch.cat(
+            [
+                bias.expand(seen.shape).masked_fill(~seen, float("-inf")),
+                (bias + self.pages.bias).expand(summaries.shape).masked_fill(~summaries, float("-inf")),
+            ],
+            dim=-1,
+        ).flatten(0, 1)[:, None]
         keys, values = torch.cat([key, page_keys], dim=2), torch.cat([value, page_values], dim=2)
         group = query.shape[1] // heads
         grouped = query.reshape(batch * heads, group, width, dim)  # kv heads beside rows: a mask serves its group
         keys, values = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (keys, values))
         return sdpa(grouped, keys, values, scaling, mask).reshape(query.shape)
-
-    def _mask(self, evict_at: torch.Tensor, opened: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to the logits: [B, Hkv, S, S + M], -inf where a query does not see."""
-        batch, heads, width = evict_at.shape
-        query = torch.arange(width, device=self.device)
-        seen = (query <= query[:, None]) & (query[:, None] < evict_at[:, :, None])
-        closes = evict_at.gather(2, self.columns[:, None, :, 0].expand(-1, heads, -1))
-        closes = closes.masked_fill(~self.whole[:, None], NEVER)
-        is_open = torch.zeros(batch, heads, width, self.count + 1, dtype=torch.bool, device=self.device)
-        is_open = is_open.scatter(3, torch.where(opened < 0, self.count, opened), True)
-        is_open[..., self.count] = False
-        place = torch.where(self.page_of < 0, self.count, self.page_of)[:, None, None].expand(-1, heads, width, -1)
-        seen = seen | is_open.gather(3, place)
-        seen = seen | torch.eye(width, dtype=torch.bool, device=self.device)  # a pad query sees itself
-        summaries = (closes[:, :, None] <= query[:, None]) & ~is_open[..., : self.count]
-        bias = torch.full(summaries.shape, self.pages.bias, dtype=dtype, device=self.device)
-        return torch.cat(
-            [
-                torch.zeros(seen.shape, dtype=dtype, device=self.device).masked_fill(~seen, float("-inf")),
-                bias.masked_fill(~summaries, float("-inf")),
-            ],
-            dim=-1,
-        )
