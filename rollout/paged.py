@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from rollout.cache import EvictingCache, Layer
-from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
+from sparse_rl.attention.kernels.sdpa import computing_dtype
 from sparse_rl.errors import UserError
 from sparse_rl.pages import Pages, choose, summarise
 from sparse_rl.policies.base import Policy
@@ -83,39 +83,32 @@ class PagedCache(EvictingCache):
         tokens, real = self._raw(now)
         closed = torch.tensor(self._closed, device=key.device)
         summaries = torch.arange(max(self._closed), device=key.device) < closed[:, None]
-        raw, most = tokens.shape[1], summaries.shape[1]
+        most = summaries.shape[1]
         slots = tokens[:, None].expand(-1, heads, -1)
-        keys = torch.cat([_read(layer.keys, slots), layer.memory[KEYS][:, :, :most]], dim=2)
-        values = torch.cat([_read(layer.values, slots), layer.memory[VALUES][:, :, :most]], dim=2)
         wide = computing_dtype(query, value)
-        bias = torch.zeros(batch, raw + most, dtype=wide, device=key.device)
-        bias[:, raw:] = pages.bias
-        bias = bias.masked_fill(~torch.cat([real, summaries], dim=1), float("-inf"))[:, None].expand(-1, heads, -1)
-
-        grouped = query.reshape(batch, heads, -1, dim)
+        # The G query heads of a group attend as G "queries" to their kv head: nothing is repeated.
+        grouped = query.reshape(batch, heads, -1, dim).to(wide) * scaling
+        raw = grouped @ _read(layer.keys, slots).to(wide).mT
+        raw = raw.masked_fill(~real[:, None, None], float("-inf"))
+        read = [(raw, _read(layer.values, slots))]
         if most:
-            logits = grouped.to(wide) @ keys.to(wide).mT * scaling + bias[:, :, None]
-            opened = choose(logits, raw, pages.most)
+            page_keys, page_values = (layer.memory[name][:, :, :most] for name in (KEYS, VALUES))
+            sums = grouped @ page_keys.to(wide).mT + pages.bias
+            sums = sums.masked_fill(~summaries[:, None, None], float("-inf"))
+            opened = choose(torch.cat([raw, sums], dim=-1), raw.shape[-1], pages.most)
             active = self._active[:, None, None]
             record = layer.memory[OPENED]
             record[rows, :, now] = torch.where(active, opened, record[rows, :, now].long()).to(torch.int16)
-            inside = pages.tokens(opened.clamp(min=0)).flatten(2)
+            inside = pages.tokens(opened.clamp(min=0)).flatten(2).clamp(max=layer.keys.shape[2] - 1)
             is_open = (opened >= 0).repeat_interleave(pages.size, dim=-1)
-            inside = inside.clamp(max=layer.keys.shape[2] - 1)
-            keys = torch.cat([keys, _read(layer.keys, inside)], dim=2)
-            values = torch.cat([values, _read(layer.values, inside)], dim=2)
+            far = grouped @ _read(layer.keys, inside).to(wide).mT
             replaced = torch.zeros(batch, heads, most + 1, dtype=torch.bool, device=key.device)
             replaced = replaced.scatter(2, torch.where(opened < 0, most, opened), True)[..., :most]
-            bias = torch.cat(
-                [
-                    bias[..., :raw],
-                    bias[..., raw:].masked_fill(replaced, float("-inf")),
-                    torch.zeros_like(inside, dtype=bias.dtype).masked_fill(~is_open, float("-inf")),
-                ],
-                dim=-1,
-            )
-        # The G query heads of a group attend as G "queries" to their kv head: nothing is repeated.
-        return sdpa(grouped, keys, values, scaling, bias[:, :, None]).reshape(query.shape)
+            read += [
+                (sums.masked_fill(replaced[:, :, None], float("-inf")), page_values),
+                (far.masked_fill(~is_open[:, :, None], float("-inf")), _read(layer.values, inside)),
+            ]
+        return _weighed(read).to(value.dtype).reshape(query.shape)
 
     def _raw(self, now: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sinks and tail of each row: int64 [B, R], and which of them are there."""
@@ -148,6 +141,12 @@ class PagedCache(EvictingCache):
         gone = new.repeat_interleave(pages.size, dim=1)[:, None].expand_as(slots)
         at = torch.where(gone, now[:, None, None], 1 << 30).to(torch.int32)
         layer.evict_at.scatter_reduce_(-1, slots, at, reduce="amin")
+
+
+def _weighed(read: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Attention over several parts, each its logits [..., T, N] and values [..., N, D]: [..., T, D]."""
+    shares = torch.cat([logits for logits, _ in read], dim=-1).softmax(-1).split([x.shape[-1] for x, _ in read], dim=-1)
+    return torch.stack([a @ v.to(a) for a, (_, v) in zip(shares, read, strict=True)]).sum(0)
 
 
 def _read(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

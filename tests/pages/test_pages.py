@@ -11,9 +11,8 @@ import torch
 from judging import gap
 
 from rollout import Rollout, SamplingConfig, make_engine
-from rollout.paged import PagedCache
+from rollout.paged import PagedCache, _weighed
 from sparse_rl.attention.interface import NO_MASK
-from sparse_rl.attention.kernels.sdpa import sdpa
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.attention.views.factory import make_view
 from sparse_rl.attention.views.paged import PagedView
@@ -131,13 +130,13 @@ def test_of_equal_pages_the_earlier_is_opened() -> None:
 
 @pytest.mark.parametrize("changed", CHANGES, ids=str)
 def test_what_is_read_is_counted(changed: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the entries that a step's attention is given and does not mask."""
+    """By the logits of a step's attention that are not masked."""
     policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(0)
     read: list[int] = []
 
-    def counting(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, mask: torch.Tensor, **_):
-        read.append(int((mask > -torch.inf).sum(-1).max()))
-        return sdpa(query, key, value, scaling, mask)
+    def counting(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        read.append(int(sum((logits > -torch.inf).sum(-1) for logits, _ in parts).max()))
+        return _weighed(parts)
 
     for prompt in (1, 10, 50):
         cache = PagedCache(policy)
@@ -146,7 +145,7 @@ def test_what_is_read_is_counted(changed: dict, monkeypatch: pytest.MonkeyPatch)
         cache.attend(0, q, k, v, 0.5)
         read.clear()
         with monkeypatch.context() as patch:
-            patch.setattr("rollout.paged.sdpa", counting)
+            patch.setattr("rollout.paged._weighed", counting)
             for fed in range(prompt + 1, prompt + 40):
                 cache.begin_decode([True], torch.device("cpu"))
                 cache.attend(0, *(torch.randn(1, n, 1, 4, generator=generator) for n in (2, 1, 1)), 0.5)
