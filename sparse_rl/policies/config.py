@@ -372,7 +372,7 @@ class ClusteredConfig(PolicyConfig):
 
     @property
     def only_hf(self) -> str | None:
-        return "no memory is freed, so vllm would gain nothing"
+        return "vllm's kernels read all that a sequence holds"
 
 
 CONFIGS: dict[str, type[PolicyConfig]] = {
