@@ -244,7 +244,7 @@ def test_records_that_do_not_fit_are_refused(sampled: Callable, tmp_path) -> Non
         made(refit_at=torch.cat([at, torch.tensor([10**6], dtype=torch.int32)]))
     with pytest.raises(TraceError, match="is not what fits are made with"):
         made(refit_with=settings[:3])
-    with pytest.raises(TraceError, match="refit_with differs between the traces"):
+    with pytest.raises(TraceError, match="settings differ between the traces"):
         (altered,) = other_settings([rollouts[3]], ridge=0.5)
         batch_traces([trace, altered.trace], [0, 0], 300)
     with pytest.raises(TraceError, match="cannot be replayed, use fit: ridge"):

@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 import torch
 from judging import same, shortened
-from policy_cases import SAMPLED
+from policy_cases import BOUNDED, SAMPLED
 from transformers import PreTrainedModel
 
 from rollout import Rollout, SamplingConfig, make_engine
@@ -142,7 +142,7 @@ def test_a_budget_beyond_the_sequence_is_the_full_cache(
 ) -> None:
     sampling = SamplingConfig(20, seed=0, ignore_eos=True)
     full = make_engine("hf", model=model, policy="full").generate(prompts, sampling)
-    for name in SAMPLED:
+    for name in BOUNDED:
         wide = make_engine("hf", model=model, policy=policy_of(name, budget=64, window=4, period=4))
         assert same(wide.generate(prompts, sampling), full)
     narrow = make_engine("hf", model=model, policy=policy_of("morphkv", budget=BUDGET, window=4, period=4))
