@@ -10,12 +10,8 @@ OMP_NUM_THREADS=1 python benchmarks/clustered.py     # writes benchmarks/results
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +19,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.cpu_seconds import seconds, show, write
 from rollout.cache import EvictingCache
 from rollout.paged import PagedCache
 from sparse_rl.attention.kernels.sdpa import sdpa
@@ -37,15 +32,6 @@ from sparse_rl.trace import NEVER
 HEADS, GROUP, DIM, PROMPT = 2, 2, 64, 256
 CACHE = {"policy": "clustered", "page": 16, "window": 128, "sinks": 4, "open_pages": 3}
 LENGTHS = {"training": (2048, 4096, 8192), "decoding": (4096, 8192, 32768)}
-
-
-def seconds(work: Callable[[], Any], runs: int) -> float:
-    found = []
-    for _ in range(runs):
-        start = time.process_time()
-        work()
-        found.append(time.process_time() - start)
-    return min(found)
 
 
 def recorded(length: int) -> dict[str, torch.Tensor]:
@@ -110,34 +96,17 @@ def decoding_row(length: int, runs: int) -> dict[str, Any]:
     return row
 
 
-def table(title: str, rows: list[dict[str, Any]]) -> Table:
-    """The first column behind the tokens is what the others are compared with."""
-    made = Table(title=title)
-    for name in rows[0]:
-        made.add_column(name, justify="right")
-    for row in rows:
-        names = list(row)
-        cells = [f"{row[name]:.3g} ({row[name] / row[names[1]]:.2g} ×)" for name in names[1:]]
-        made.add_row(str(row["tokens"]), *cells)
-    return made
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/clustered.json"))
     options = parser.parse_args()
-    found = {
-        "training": [training_row(length, options.runs) for length in LENGTHS["training"]],
-        "decoding": [decoding_row(length, options.runs) for length in LENGTHS["decoding"]],
-    }
+    training = [training_row(length, options.runs) for length in LENGTHS["training"]]
+    decoding = [decoding_row(length, options.runs) for length in LENGTHS["decoding"]]
     shape = f"{HEADS * GROUP} query / {HEADS} kv heads of {DIM}, CPU seconds"
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table(f"a layer of training, {shape}", found["training"]))
-    console.print(table(f"a step of decoding in one layer, {shape}", found["decoding"]))
-    machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"machine": machine, "cache": CACHE, **found}, indent=2) + "\n")
+    show(f"a layer of training, {shape}", training, 1)
+    show(f"a step of decoding in one layer, {shape}", decoding, 1)
+    write(options.out, cache=CACHE, training=training, decoding=decoding)
 
 
 if __name__ == "__main__":

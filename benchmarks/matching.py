@@ -13,13 +13,9 @@ OMP_NUM_THREADS=1 python benchmarks/matching.py     # writes benchmarks/results/
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import platform
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +23,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.cpu_seconds import seconds, show, write
 from sparse_rl.attention.views.matched import MatchedView
 from sparse_rl.attention.views.replay import ReplayView
 from sparse_rl.matching.select import PURSUIT_BOUND, pursue
@@ -40,15 +35,6 @@ HEADS, GROUP, DIM = 2, 4, 64
 LAYERS = [(4096, 512, 512), (4096, 256, 256)]  # S, budget, period
 ROWS = 8
 PURSUITS = [(512, 64, 256), (1024, 128, 512), (2048, 256, 512)]  # entries, chosen, queries
-
-
-def seconds(work: Callable[[], Any], runs: int) -> float:
-    found = []
-    for _ in range(runs):
-        start = time.process_time()
-        work()
-        found.append(time.process_time() - start)
-    return min(found)
 
 
 def recorded(policy: Any, length: int) -> dict[str, torch.Tensor]:
@@ -132,25 +118,12 @@ def pursuit_row(count: int, chosen: int, queries: int, runs: int) -> dict[str, A
     logits = asked @ keys.T * DIM**-0.5
     phi = (logits - logits.amax(-1, keepdim=True)).exp()
     allowed = torch.ones(1, count, dtype=torch.bool)
-    wanted: list[int] = []
     row: dict[str, Any] = {"entries": count, "chosen": chosen, "queries": queries}
-    row["the paper's"] = seconds(lambda: wanted.__setitem__(slice(None), paper_pursuit(phi, chosen)), runs)
+    row["the paper's"], wanted = seconds(lambda: paper_pursuit(phi, chosen), runs), paper_pursuit(phi, chosen)
     for name, gram in (("growing factor", False), ("growing factor, Gram", True)):
         row[name] = seconds(lambda gram=gram: pursue(phi[None], chosen, allowed, gram), runs)
         assert pursue(phi[None], chosen, allowed, gram)[0][0].tolist() == wanted, name
     return row
-
-
-def table(title: str, rows: list[dict[str, Any]], keys: int) -> Table:
-    """The first column behind the keys is what the others are compared with."""
-    made = Table(title=title)
-    for name in rows[0]:
-        made.add_column(name, justify="right")
-    for row in rows:
-        names = list(row)
-        cells = [f"{row[name]:.3g} ({row[name] / row[names[keys]]:.2g} ×)" for name in names[keys:]]
-        made.add_row(*(str(row[name]) for name in names[:keys]), *cells)
-    return made
 
 
 def main() -> None:
@@ -162,14 +135,10 @@ def main() -> None:
     compactions = [compaction_row(*size, options.runs) for size in ((512, 128), (1024, 1024))]
     pursuits = [pursuit_row(*size, options.runs) for size in PURSUITS]
     shape = f"{HEADS * GROUP} query / {HEADS} kv heads of {DIM}, CPU seconds"
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table(f"a layer of training, {shape}", layers, 3))
-    console.print(table(f"a compaction of {ROWS} sequences in one layer, {shape}", compactions, 2))
-    console.print(table("orthogonal matching pursuit in one kv head, CPU seconds", pursuits, 3))
-    machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-    found = {"machine": machine, "layers": layers, "compactions": compactions, "pursuits": pursuits}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=2) + "\n")
+    show(f"a layer of training, {shape}", layers, 3)
+    show(f"a compaction of {ROWS} sequences in one layer, {shape}", compactions, 2)
+    show("orthogonal matching pursuit in one kv head, CPU seconds", pursuits, 3)
+    write(options.out, layers=layers, compactions=compactions, pursuits=pursuits)
 
 
 if __name__ == "__main__":

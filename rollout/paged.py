@@ -18,6 +18,7 @@ from sparse_rl.errors import UserError
 from sparse_rl.pages import Pages, choose, summarise
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.clustered import Clustered
+from sparse_rl.trace import NEVER
 
 KEYS, VALUES = "page_keys", "page_values"  # in a layer's memory: [B, Hkv, M, D]
 OPENED = "opened"  # there too: int16 [B, Hkv, S, K]
@@ -35,7 +36,6 @@ class PagedCache(EvictingCache):
     def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
         """See EvictingCache.begin_decode."""
         super().begin_decode(active, device)
-        self._active = torch.tensor(active, device=device)
         queries = [n - 1 for n in self.seen]
         self._closed = self.pages.all_closed(self.prompt_lengths, queries)
         if max(self._closed) > MOST_PAGES:
@@ -139,7 +139,7 @@ class PagedCache(EvictingCache):
             held[:, :, low:high] = torch.where(new[:, None, :, None], made, held[:, :, low:high])
             layer.memory[name] = held
         gone = new.repeat_interleave(pages.size, dim=1)[:, None].expand_as(slots)
-        at = torch.where(gone, now[:, None, None], 1 << 30).to(torch.int32)
+        at = torch.where(gone, now[:, None, None], NEVER).to(torch.int32)
         layer.evict_at.scatter_reduce_(-1, slots, at, reduce="amin")
 
 

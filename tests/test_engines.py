@@ -127,6 +127,19 @@ def test_the_choice_is_made_once(machine: Callable) -> None:
     assert engine_config_of(chosen).engine == "hf"
 
 
+@pytest.mark.parametrize(("queries", "warned"), [(9, True), (10, False)])
+def test_few_reference_queries_are_warned_of(
+    queries: int, warned: bool, machine: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two query heads to a kv head: each reference query is two equations, for 20 entries that are fitted."""
+    machine(None)
+    cache = {"policy": "am", "budget": 24, "window": 4, "period": 8, "reference_queries": queries}
+    choose_recipe_engine(grpo(cache=cache), config())
+    said = capsys.readouterr().err
+    assert ("am: 9 reference queries of 2 heads are 18 conditions for the 20 entries" in said) is warned
+    assert bool(said) is warned
+
+
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 

@@ -178,6 +178,16 @@ def test_correct_means_a_reward_of_at_least_one(recipe_of):
     assert row.accuracy == 0 and row.retention_correct is None
 
 
+def test_what_is_held_and_what_is_read_are_told_apart(recipe_of):
+    clustered = {"policy": "clustered", "page": 4, "window": 4, "open_pages": 1}
+    rows = evaluate(recipe_of(rows_of(2), sweep={"policy": [clustered, "full"]}), progress=False)
+    longest = rows[1].peak_entries
+    assert rows[1].read_entries == longest > 20 and rows[0].peak_entries > rows[0].read_entries > 8
+    names = [str(column.header) for column in accuracy_table(rows).columns]
+    assert "held" in names and "read" in names and "peak" not in names
+    assert "peak" in [str(column.header) for column in accuracy_table(rows[1:]).columns]
+
+
 def test_an_answer_is_forced_at_the_limit(recipe_of, tmp_path):
     """What has not ended by then goes on with the text; what came before is what it would have been anyway."""
     free = evaluate(recipe_of(rows_of(6)), progress=False)[0]

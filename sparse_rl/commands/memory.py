@@ -6,7 +6,7 @@ Bytes throughout. `sparse-rl doctor RECIPE` prints it; sizes.py has the arithmet
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollout.vllm.folded import wide_head
 from sparse_rl.commands.machine import device_memory, show
@@ -36,9 +36,6 @@ from sparse_rl.policies.config import AMConfig, ClusteredConfig, PolicyConfig
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import EvalRecipe, Recipe, TaughtRecipe, TrainRecipe
 from trainer.config import LaunchConfig
-
-if TYPE_CHECKING:
-    pass
 
 ASSUMED_PROMPT = 512  # tokens, where a recipe does not bound its prompts
 ASSUMED_LENGTH = 4096  # of a row, where a recipe does not bound it

@@ -339,7 +339,7 @@ class DMSConfig(LearnedConfig):
 
     @property
     def schedule(self) -> Schedule:
-        return GatesDecide(first_leaves=self.sinks + self.window + 1)
+        return GatesDecide(begins=self.sinks + self.window + 1)
 
     @property
     def only_hf(self) -> str | None:
@@ -368,7 +368,7 @@ class ClusteredConfig(PolicyConfig):
 
     @property
     def schedule(self) -> Schedule:
-        return ReadsPages(first_closes=self.sinks + self.page + self.window + 1)
+        return ReadsPages(begins=self.sinks + self.page + self.window + 1)
 
     @property
     def only_hf(self) -> str | None:

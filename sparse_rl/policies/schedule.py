@@ -146,49 +146,14 @@ class EvictsBeforeAttending(Schedule):
 
 
 @dataclass(frozen=True)
-class ReadsPages(NeverEvicts):
-    """Everything is held; tokens of closed pages are read as summaries.
+class NothingCompacts(NeverEvicts):
+    """No compaction ever runs, but something is no longer read, from `begins` tokens on where the prompt is shorter.
 
-    first_closes : the tokens seen when the first page of a short prompt has closed
+    begins : the tokens seen when that can happen first
     """
 
     evicts: ClassVar[bool] = True
-    first_closes: int = 1
-
-    def first(self, prompt: Any) -> Any:
-        return _larger(prompt + 1, prompt * 0 + self.first_closes)
-
-    def due(self, prompt: Any, seen: Any) -> Any:
-        return (seen < 0) & (prompt < 0)
-
-    def next_due(self, prompt: int, seen: int) -> int:
-        return NEVER
-
-    def held(self, prompt: Any, seen: Any) -> Any:
-        return seen
-
-    @property
-    def peak(self) -> int | None:
-        return None
-
-    def most_decoding(self, prompt: Any, fed: Any) -> Any:
-        return fed
-
-
-@dataclass(frozen=True)
-class GatesDecide(NeverEvicts):
-    """Entries go before queries attend, how many is not known: kv heads hold different numbers. Counts are bounds.
-
-    first_leaves : the tokens seen when the first entry of a short prompt can go
-    """
-
-    evicts: ClassVar[bool] = True
-    before_attending: ClassVar[bool] = True
-    counts_vary: ClassVar[bool] = True
-    first_leaves: int = 1
-
-    def first(self, prompt: Any) -> Any:
-        return _larger(prompt, prompt * 0 + self.first_leaves)
+    begins: int = 1
 
     def due(self, prompt: Any, seen: Any) -> Any:
         return (seen < 0) & (prompt < 0)
@@ -208,6 +173,25 @@ class GatesDecide(NeverEvicts):
 
     def most_decoding(self, prompt: Any, fed: Any) -> Any:
         return fed
+
+
+@dataclass(frozen=True)
+class ReadsPages(NothingCompacts):
+    """Everything is held; tokens of closed pages are read as summaries, from the first query after the prompt on."""
+
+    def first(self, prompt: Any) -> Any:
+        return _larger(prompt + 1, prompt * 0 + self.begins)
+
+
+@dataclass(frozen=True)
+class GatesDecide(NothingCompacts):
+    """Entries go before queries attend, how many is not known: kv heads hold different numbers. Counts are bounds."""
+
+    before_attending: ClassVar[bool] = True
+    counts_vary: ClassVar[bool] = True
+
+    def first(self, prompt: Any) -> Any:
+        return _larger(prompt, prompt * 0 + self.begins)
 
 
 def _larger(a: Any, b: Any) -> Any:

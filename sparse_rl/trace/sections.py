@@ -142,6 +142,13 @@ def _no_packing(documents: Sequence[torch.Tensor], starts: Sequence[int], ends: 
     raise TraceError("sequences whose entries were refitted or paged cannot be packed into one row; use packing: false")
 
 
+def _settings(
+    name: str, dtype: torch.dtype, axis: str, check: Callable[[torch.Tensor, torch.Tensor], str | None]
+) -> Section:
+    """Numbers that all traces of a batch have alike."""
+    return Section(name=name, dtype=dtype, axes=(axis,), joined=axis, check=check, batch=_the_same, pack=_no_packing)
+
+
 REFIT_AT = Section(
     name="refit_at",
     dtype=torch.int32,
@@ -151,15 +158,7 @@ REFIT_AT = Section(
     batch=_batch_refit_at,
     pack=_no_packing,
 )
-REFIT_WITH = Section(
-    name="refit_with",
-    dtype=torch.float64,
-    axes=("setting",),
-    joined="setting",
-    check=_check_refit_with,
-    batch=_the_same,
-    pack=_no_packing,
-)
+REFIT_WITH = _settings("refit_with", torch.float64, "setting", _check_refit_with)
 
 # ---- opened: int16 [L, Hkv, S, K], the pages that a query read token by token, -1: none -----------------------------
 # ---- paged_with: int32 [6], how tokens are paged (sparse_rl/pages/pages.py) ------------------------------------------
@@ -201,15 +200,7 @@ OPENED = Section(
     batch=_batch_opened,
     pack=_no_packing,
 )
-PAGED_WITH = Section(
-    name="paged_with",
-    dtype=torch.int32,
-    axes=("page_setting",),
-    joined="page_setting",
-    check=_check_paged_with,
-    batch=_the_same,
-    pack=_no_packing,
-)
+PAGED_WITH = _settings("paged_with", torch.int32, "page_setting", _check_paged_with)
 
 ALL = (EVICT_AT, REFIT_AT, REFIT_WITH, OPENED, PAGED_WITH)
 SECTIONS: dict[str, Section] = {section.name: section for section in ALL}

@@ -13,7 +13,7 @@ import torch
 from judging import gap
 from learned import SCORERS, learned_policy, with_scorers, wrong_decisions
 from safetensors.torch import load_file
-from trainer_runs import check_resumed, trained
+from trainer_runs import SAMPLED, check_resumed, small, trained
 
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.logprobs import replay_logprobs
@@ -27,10 +27,6 @@ from trainer.losses.config import BoundaryConfig
 from trainer.scored.config import ScorersConfig
 
 CACHE = {"policy": "kvpop", "budget": 12, "sinks": 2, "window": 4}
-KINDS: dict[str, dict[str, Any]] = {
-    "grpo": {"rewards": ["trainer_runs:digits"], "num_generations": 4, "max_completion_length": 20},
-    "distill": {"top_k": 8},
-}
 
 
 def policy_of(scorer: str) -> Any:
@@ -58,27 +54,15 @@ def recipe(learned: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
     def make(kind: str, scorer: str = "delayed", **keys: Any) -> Any:
-        content = {
-            "kind": kind,
-            "model": learned(scorer),
-            "output_dir": str(tmp_path / "run"),
-            "data": {"synthetic": {"task": "running_sum", "size": 24, "n": 6}},
-            "cache": {**CACHE, "scorer": SCORERS[scorer]},
-            "rollout": {"engine": "hf"},
-            "dtype": "float32",
-            "gradient_checkpointing": False,
-            "learning_rate": 1e-3,
-            "per_device_train_batch_size": 8,
-            "max_steps": 3,
-            "logging_steps": 1,
-        }
-        return make_recipe({**content, **KINDS[kind], **keys})
+        cache = {**CACHE, "scorer": SCORERS[scorer]}
+        content = small(learned(scorer), tmp_path / "run", cache=cache, gradient_checkpointing=False)
+        return make_recipe({**content, **SAMPLED[kind], **keys})
 
     return make
 
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAMPLED)
 def test_a_run_leaves_the_scorers_as_they_were(kind: str, scorer: str, recipe: Callable, tmp_path: Path) -> None:
     """Bit for bit; what comes out is a directory that is sampled from with no flags, and decides by these scorers."""
     made = recipe(kind, scorer)
@@ -99,7 +83,7 @@ def test_a_run_leaves_the_scorers_as_they_were(kind: str, scorer: str, recipe: C
     assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAMPLED)
 def test_a_resumed_run_is_the_one_that_was_not_stopped(kind: str, recipe: Callable, tmp_path: Path) -> None:
     check_resumed(partial(recipe, kind), tmp_path)
 
@@ -153,7 +137,7 @@ def test_right_scorers_do_not(with_own_engine: Callable) -> None:
     assert len(lines) == 2 and all(line["replay/gap_max"] <= 1e-5 for line in lines)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAMPLED)
 def test_what_is_refused(kind: str, recipe: Callable, tiny: Callable) -> None:
     with pytest.raises(UserError, match="lora: not under kvpop"):
         recipe(kind, lora={"r": 4})
@@ -170,7 +154,7 @@ def test_what_is_refused(kind: str, recipe: Callable, tiny: Callable) -> None:
 LEARN = {"weight": 0.5, "learning_rate": 0.01, "boundary": {"queries": 8}}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAMPLED)
 def test_scorers_that_learn(kind: str, recipe: Callable, tmp_path: Path) -> None:
     """They move, the gap stays, a resumed run is the same, and the model learns what it learns beside frozen ones."""
     final = check_resumed(partial(recipe, kind, scorers=LEARN), tmp_path, gradient_checkpointing=True)

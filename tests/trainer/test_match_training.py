@@ -11,7 +11,7 @@ import pytest
 import torch
 from judging import gap
 from safetensors.torch import load_file
-from trainer_runs import check_resumed
+from trainer_runs import SAMPLED, check_resumed, small
 
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.logprobs import replay_logprobs
@@ -24,10 +24,6 @@ from sparse_rl.recipe import make_recipe
 
 CACHE = {"policy": "am", "budget": 12, "sinks": 1, "window": 4, "period": 6, "reference_queries": 16}
 PAGED = {"policy": "clustered", "page": 4, "window": 4, "sinks": 1, "open_pages": 1}
-KINDS: dict[str, dict[str, Any]] = {
-    "grpo": {"rewards": ["trainer_runs:digits"], "num_generations": 4, "max_completion_length": 20},
-    "distill": {"top_k": 8},
-}
 
 
 @pytest.fixture
@@ -35,26 +31,13 @@ def recipe(tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
     def make(kind: str, **keys: Any) -> Any:
-        content = {
-            "kind": kind,
-            "model": str(tiny()),
-            "output_dir": str(tmp_path / "run"),
-            "data": {"synthetic": {"task": "running_sum", "size": 24, "n": 6}},
-            "cache": CACHE,
-            "rollout": {"engine": "hf"},
-            "dtype": "float32",
-            "gradient_checkpointing": True,
-            "learning_rate": 1e-3,
-            "per_device_train_batch_size": 8,
-            "max_steps": 3,
-            "logging_steps": 1,
-        }
-        return make_recipe({**content, **KINDS[kind], **keys})
+        content = small(str(tiny()), tmp_path / "run", cache=CACHE, gradient_checkpointing=True)
+        return make_recipe({**content, **SAMPLED[kind], **keys})
 
     return make
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAMPLED)
 def test_a_run(kind: str, recipe: Callable, tmp_path: Path) -> None:
     """What comes out is sampled from with no flags, and its replay is exact; with constants another model comes out."""
     final = train(recipe(kind))
@@ -76,14 +59,14 @@ def test_a_run(kind: str, recipe: Callable, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cache", [CACHE, PAGED], ids=lambda cache: cache["policy"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAMPLED)
 def test_a_resumed_run_is_the_one_that_was_not_stopped(
     kind: str, cache: dict[str, Any], recipe: Callable, tmp_path: Path
 ) -> None:
     check_resumed(partial(recipe, kind, cache=cache), tmp_path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAMPLED)
 def test_a_run_under_pages(kind: str, recipe: Callable, tmp_path: Path) -> None:
     final = train(recipe(kind, cache=PAGED))
     lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]

@@ -93,6 +93,28 @@ def timeless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if not name.startswith(clocks)} for line in lines]
 
 
+def small(model: str, output_dir: Path, **keys: Any) -> dict[str, Any]:
+    """A recipe's content but for its kind: three steps of eight sequences on running sums, sampled by hf in float32."""
+    return {
+        "model": model,
+        "output_dir": str(output_dir),
+        "data": {"synthetic": {"task": "running_sum", "size": 24, "n": 6}},
+        "rollout": {"engine": "hf"},
+        "dtype": "float32",
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 8,
+        "max_steps": 3,
+        "logging_steps": 1,
+        **keys,
+    }
+
+
+SAMPLED: dict[str, dict[str, Any]] = {  # kinds that are trained on what an engine samples -> what a small recipe adds
+    "grpo": {"kind": "grpo", "rewards": ["trainer_runs:digits"], "num_generations": 4, "max_completion_length": 20},
+    "distill": {"kind": "distill", "top_k": 8},
+}
+
+
 def check_resumed(make: Callable[..., Any], folder: Path, **settings: Any) -> Path:
     """A run that is resumed from its checkpoint-2 is the one that was not stopped: every weight, and what it logged.
 
