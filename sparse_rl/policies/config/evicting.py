@@ -1,88 +1,16 @@
-"""The settings of every cache policy, each one dataclass; to be read without torch.
-
-    config = PolicyConfig.from_block({"policy": "gkv", "budget": 512, "alpha": 0.7})
-    config.schedule.peak            # entries; see schedule.py
-
-Here, and here alone, a parameter has its default and the rule that its value must keep.
-"""
+"""The settings of the policies that compact a cache on a schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from sparse_rl.config import (
-    AtLeastOne,
-    NamedConfiguration,
-    NonNegative,
-    NonNegativeInt,
-    Positive,
-    PositiveInt,
-    Probability,
-    Rule,
-    as_mapping,
-    yaml_fields,
-)
+from sparse_rl.config import NonNegative, NonNegativeInt, Positive, PositiveInt, Probability, Rule
 from sparse_rl.errors import UserError
-from sparse_rl.policies.schedule import (
-    EvictsBeforeAttending,
-    GatesDecide,
-    KeepsAFraction,
-    NeverEvicts,
-    ReadsPages,
-    Schedule,
-)
-from sparse_rl.scorers.config import MLPConfig, ScorerConfig
+from sparse_rl.policies.config.base import PolicyConfig
+from sparse_rl.policies.schedule import KeepsAFraction, Schedule
 
 Pooling = Annotated[int, Rule(">= 1 and odd (1 is off)", lambda v: v >= 1 and v % 2 == 1)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyConfig(NamedConfiguration):
-    """What all have: the policy's name, and its schedule."""
-
-    family: ClassVar[str] = "cache policy"
-    name_key: ClassVar[str] = "policy"
-    packs: ClassVar[bool] = True  # whether several sequences can be replayed in one row
-
-    @classmethod
-    def members(cls) -> Mapping[str, type[PolicyConfig]]:
-        return CONFIGS
-
-    @classmethod
-    def chosen(cls, block: Mapping[str, Any]) -> type[PolicyConfig]:
-        member: type[PolicyConfig] = super().chosen(block)
-        if "budget" in yaml_fields(member) and "budget" not in block:
-            raise UserError(f"cache policy {member.name!r} needs a budget: the entries to keep per kv head")
-        return member
-
-    @property
-    def schedule(self) -> Schedule:
-        """When the policy compacts, and how many entries that leaves."""
-        raise NotImplementedError
-
-    @property
-    def only_hf(self) -> str | None:
-        """Why no other engine than hf samples under it, in a few words; None where all do."""
-        return None
-
-    def unwise(self, group: int) -> str | None:
-        """What is allowed but hardly wanted, for a model with `group` query heads to a kv head; None: nothing."""
-        return None
-
-    def parameters(self) -> dict[str, Any]:
-        """Plain values: those of `as_block` without the policy's name."""
-        return as_mapping(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FullConfig(PolicyConfig):
-    name: ClassVar[str] = "full"
-
-    @property
-    def schedule(self) -> Schedule:
-        return NeverEvicts()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +188,10 @@ class AMConfig(EvictingConfig):
         """The entries of a kv head that a compaction leaves and fits; sinks and window stay as they are."""
         return self.budget - self.sinks - self.window
 
+    def check_trainable(self) -> None:
+        if self.fit == "paper":
+            raise UserError("the paper's own solvers cannot be followed in training; use ridge", "fit")
+
     def conditions(self, group: int) -> int:
         """The reference queries of a kv head, to which a group of query heads belongs."""
         assert self.reference_queries is not None
@@ -270,129 +202,3 @@ class AMConfig(EvictingConfig):
             return None
         few = f"{self.reference_queries} reference queries of {group} heads are {queries} conditions"
         return f"{few} for the {self.refitted} entries that are fitted; raise reference_queries, or lower the budget"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearnedConfig(PolicyConfig):
-    """What policies have that go by a model's scorers.
-
-    scorer : a scorer, {name: ..., its parameters} or the name alone
-    prefill : dense: a prompt sees the whole of itself, and is cut at its end; masked: it is cut from its beginning on,
-        as in the paper's appendix C (hf only)
-    """
-
-    sinks: NonNegativeInt = 4
-    window: PositiveInt = 256
-    scorer: ScorerConfig = field(default_factory=MLPConfig)
-    prefill: Literal["dense", "masked"] = "dense"
-
-    @property
-    def only_hf(self) -> str | None:
-        return "vllm does not mask prompts (prefill: masked)" if self.prefill == "masked" else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVpopPolicyConfig(LearnedConfig, EvictingConfig):
-    """
-    budget : B = sinks + window + k (+ state_entries)
-    decay_every : n
-    state_entries : so many entries of the budget give way to the scorer's state, which takes their memory
-    """
-
-    name: ClassVar[str] = "kvpop"
-    period: int = field(default=1, init=False)
-    decay_every: PositiveInt = 1
-    state_entries: NonNegativeInt = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.k < 1:
-            raise UserError(f"{self.budget} leaves no entry beside sinks, window and state_entries; raise it", "budget")
-
-    @property
-    def k(self) -> int:
-        """Long-range entries per kv head."""
-        return self.budget - self.sinks - self.window - self.state_entries
-
-    @property
-    def schedule(self) -> Schedule:
-        return EvictsBeforeAttending(self.budget - self.state_entries)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DMSConfig(LearnedConfig):
-    """
-    compression : tokens for each entry, which the gates are trained to on average over layers and kv heads
-    bias : added to a gate's score; a gate starts there, nearly closed (ours, the papers do not say)
-    """
-
-    name: ClassVar[str] = "dms"
-    compression: AtLeastOne = 4.0
-    bias: Annotated[float, Rule("between -100 and 100", lambda v: -100 <= v <= 100)] = -5.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scorer.name == "recency" or getattr(self.scorer, "readout", "immediate") == "delayed":
-            raise UserError(
-                "a gate is known as its token comes: linear, mlp, or mlstm with readout immediate", "scorer"
-            )
-
-    @property
-    def schedule(self) -> Schedule:
-        return GatesDecide(begins=self.sinks + self.window + 1)
-
-    @property
-    def only_hf(self) -> str | None:
-        return "vllm holds as many entries in every kv head"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusteredConfig(PolicyConfig):
-    """
-    page : tokens of a page
-    window : tokens that come after a page before its summary is read instead, at least
-    sinks : the first tokens, in no page
-    open_pages : pages that a query reads token by token, at most
-    bias : log_n, a summary weighs as much as the tokens that it stands for; none, as one
-    values : kept, or zero: summaries have keys alone, for comparison
-    """
-
-    name: ClassVar[str] = "clustered"
-    packs: ClassVar[bool] = False
-    page: PositiveInt = 16
-    window: NonNegativeInt = 128
-    sinks: NonNegativeInt = 0
-    open_pages: NonNegativeInt = 3
-    bias: Literal["log_n", "none"] = "log_n"
-    values: Literal["kept", "zero"] = "kept"
-
-    @property
-    def schedule(self) -> Schedule:
-        return ReadsPages(begins=self.sinks + self.page + self.window + 1)
-
-    @property
-    def only_hf(self) -> str | None:
-        return "vllm's kernels read all that a sequence holds"
-
-
-CONFIGS: dict[str, type[PolicyConfig]] = {
-    "full": FullConfig,
-    "streaming": StreamingConfig,
-    "h2o": H2OConfig,
-    "lined": LinedConfig,
-    "tova": TovaConfig,
-    "snapkv": SnapKVConfig,
-    "morphkv": MorphKVConfig,
-    "rkv": RKVConfig,
-    "gkv": GKVConfig,
-    "cake": CAKEConfig,
-    "am": AMConfig,
-    "kvpop": KVpopPolicyConfig,
-    "dms": DMSConfig,
-    "clustered": ClusteredConfig,
-}
-
-
-def accepted_parameters(policy: str) -> list[str]:
-    """The parameters that a policy of this name takes."""
-    return list(yaml_fields(CONFIGS[policy]))
