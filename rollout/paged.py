@@ -18,13 +18,13 @@ from sparse_rl.errors import UserError
 from sparse_rl.pages import attention_weights, choose, random_weights, summarise
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.clustered import Clustered
-from sparse_rl.policies.h2o import add_attention
 from sparse_rl.trace import NEVER
 
 KEYS, VALUES = "page_keys", "page_values"  # in a layer's memory: [B, Hkv, M, D], rounded to the cache's dtype
 OPENED = "opened"  # there too: int16 [B, Hkv, S, K]
-RECEIVED, WEIGHTS = "received", "pi"  # in its state, where summaries are no plain means: float32 [B, Hkv, C]
+RECEIVED, WEIGHTS = "received", "pi"  # in its state, [B, Hkv, C]: attention so far; float32, of a summary
 MOST_PAGES = torch.iinfo(torch.int16).max
+CHUNK = 256  # queries of a prompt whose attention is summed at a time
 ROOM = 64  # pages for which memory is added at a time
 
 
@@ -85,7 +85,7 @@ class PagedCache(EvictingCache):
     ) -> torch.Tensor:
         out = super()._prefill(index, query, key, value, scaling)
         layer = self.layers[index]
-        batch, heads, length, dim = key.shape
+        batch, heads, _, dim = key.shape
         width, wide = layer.evict_at.shape[-1], computing_dtype(query, value)
         layer.memory = {
             KEYS: torch.zeros(batch, heads, 0, dim, dtype=wide, device=key.device),
@@ -95,11 +95,7 @@ class PagedCache(EvictingCache):
         if not self.pages.uniform:
             layer.state = {WEIGHTS: torch.zeros(layer.positions.shape, device=key.device)}
         if self.config.compressor == "attention":
-            entries = self._entries(layer, slice(None), layer.positions.shape[2], scaling, ("keys",))
-            asked = torch.arange(length, device=key.device).expand(batch, length)
-            layer.state[RECEIVED] = torch.zeros_like(layer.state[WEIGHTS])
-            add_attention(layer.state[RECEIVED], entries, query, asked)
-            layer.state[RECEIVED] /= query.shape[1] // heads  # from here on the mean over the group
+            layer.state[RECEIVED] = _prompt_attention(query.to(wide), key.to(wide), scaling, self._seen_tensor)
         return out
 
     def _decode(
@@ -142,7 +138,7 @@ class PagedCache(EvictingCache):
         out, received = _weighed(read)
         if RECEIVED in layer.state:
             held = layer.state[RECEIVED]
-            held.scatter_add_(-1, slots, received.mean(2).masked_fill(self._hidden[:, 0], 0.0).to(held.dtype))
+            held.scatter_add_(-1, slots, received.mean(2).masked_fill(self._hidden[:, 0], 0.0))
         return out.to(value.dtype).reshape(query.shape)
 
     def _close(self, index: int, layer: Layer, now: torch.Tensor) -> None:
@@ -183,6 +179,22 @@ def _weighed(read: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tenso
     shares = torch.cat([logits for logits, _ in read], dim=-1).softmax(-1).split([x.shape[-1] for x, _ in read], dim=-1)
     parts = [a @ v for a, (_, v) in zip(shares, read, strict=True)]
     return sum(parts[1:], parts[0]), shares[0]
+
+
+def _prompt_attention(query: torch.Tensor, key: torch.Tensor, scaling: float, lengths: torch.Tensor) -> torch.Tensor:
+    """What the queries of prompts of int64 [B] tokens, [B, Hq, S, D], give each token, the mean over a group's query
+    heads: [B, Hkv, S].
+    """
+    heads, width = key.shape[1:3]
+    grouped, at = query.unflatten(1, (heads, -1)) * scaling, torch.arange(width, device=key.device)
+    received = torch.zeros_like(key[..., 0])
+    for start in range(0, width, CHUNK):
+        asked = at[start : start + CHUNK]
+        logits = torch.einsum("bhgtd,bhnd->bhgtn", grouped[:, :, :, start : start + CHUNK], key)
+        shares = logits.masked_fill_(at > asked[:, None], float("-inf")).softmax(-1)
+        real = (asked < lengths[:, None])[:, None, None, :, None]
+        received += shares.masked_fill_(~real, 0.0).sum(3).mean(2)
+    return received
 
 
 def _read(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

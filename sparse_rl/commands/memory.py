@@ -32,7 +32,7 @@ from sparse_rl.data.config import DataConfig
 from sparse_rl.models.load import load_config
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.am import rows_at_once
-from sparse_rl.policies.config import AMConfig, ClusteredConfig, PolicyConfig
+from sparse_rl.policies.config import AMConfig, ClusteredConfig, LayeredConfig, PolicyConfig
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import EvalRecipe, Recipe, TaughtRecipe, TrainRecipe
 from trainer.config import LaunchConfig
@@ -250,14 +250,25 @@ def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
 
 
 def _cache_items(
-    recipe: Recipe, model: Model, cache: PolicyConfig, prompt: int, at_once: int, pooled: bool, cuda: bool
+    recipe: Recipe,
+    model: Model,
+    cache: PolicyConfig,
+    prompt: int,
+    at_once: int,
+    pooled: bool,
+    cuda: bool,
+    some: int | None = None,
 ) -> list[Item]:
-    """The cache of one point; `pooled`: it is part of the engine's pool, and only shown."""
-    policy = make_policy(cache)
-    shape, total = model.cache_shape, prompt + recipe.sampling().max_tokens
+    """The cache of one point; `pooled`: it is part of the engine's pool, and only shown; some: of so many layers."""
+    layers, kv_heads, head_dim = model.cache_shape
+    if isinstance(cache, LayeredConfig):
+        parts = zip(cache.ranges, cache.spans(layers), strict=True)
+        asked = (prompt, at_once, pooled, cuda)
+        return [item for part, n in parts if n for item in _cache_items(recipe, model, part.cache, *asked, some=n)]
+    layers, policy = some or layers, make_policy(cache)
+    shape, total = (layers, kv_heads, head_dim), prompt + recipe.sampling().max_tokens
     fed = max(total - 1, prompt)  # the last token is not
     entries = policy.schedule.most_held(prompt, fed)
-    layers, kv_heads, head_dim = shape
     held_head = head_dim
     if pooled and policy.bias is not None and (cuda or recipe.dtype != "float32"):
         held_head = wide_head(head_dim, on_cpu=not cuda)
@@ -267,6 +278,7 @@ def _cache_items(
     heads = model.config.num_attention_heads
     state = state_bytes(policy, entries, *shape) + query_bytes(policy, layers, heads, head_dim, model.itemsize)
     name = " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
+    name += f" in {some} layers" if some else ""
     note = f"{name}: {entries} entries, {show(one)} a sequence; full {show(full)}"
     note += f"; heads of {held_head}, with room for biases" if held_head > head_dim else ""
     when = "avoided" if pooled else "sampling"

@@ -28,8 +28,8 @@ def summarise(
 
 
 def attention_weights(received: torch.Tensor) -> torch.Tensor:
-    """pi = softmax(w) over a page, w_t the attention that t has got until the page closes: float32 [..., n]."""
-    return received.float().softmax(-1)
+    """pi = softmax(w) over a page, w [..., n] the attention that its tokens have got as it closes: float32 [..., n]."""
+    return received.softmax(-1).float()
 
 
 def random_weights(layer: int, heads: int, numbers: torch.Tensor, size: int) -> torch.Tensor:

@@ -22,20 +22,11 @@ class H2O(Policy):
     score_reads = ()
 
     def observe(self, layer: int, entries: Entries, queries: torch.Tensor, query_positions: torch.Tensor) -> None:
-        add_attention(entries.state["mass"], entries, queries, query_positions)
+        for start in range(0, queries.shape[2], CHUNK):
+            positions = query_positions[:, start : start + CHUNK]
+            attention = entries.attention(queries[:, :, start : start + CHUNK], positions)
+            real = (positions < entries.seen[:, None])[:, None, None, :, None]
+            entries.state["mass"] += attention.masked_fill(~real, 0.0).sum(dim=(2, 3))
 
     def score(self, layer: int, entries: Entries) -> torch.Tensor:
         return entries.state["mass"]
-
-
-def add_attention(
-    received: torch.Tensor, entries: Entries, queries: torch.Tensor, query_positions: torch.Tensor
-) -> None:
-    """Add to `received` float32 [R, Hkv, N] what queries [R, Hq, T, D] at int64 [R, T] (>= entries.seen: padding) give
-    each entry, summed over them and over the query heads of a group.
-    """
-    for start in range(0, queries.shape[2], CHUNK):
-        positions = query_positions[:, start : start + CHUNK]
-        attention = entries.attention(queries[:, :, start : start + CHUNK], positions)
-        real = (positions < entries.seen[:, None])[:, None, None, :, None]
-        received += attention.masked_fill(~real, 0.0).sum(dim=(2, 3))

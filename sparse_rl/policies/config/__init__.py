@@ -25,7 +25,7 @@ from sparse_rl.policies.config.evicting import (
     TovaConfig,
 )
 from sparse_rl.policies.config.learned import DMSConfig, KVpopPolicyConfig, LearnedConfig
-from sparse_rl.policies.config.pages import ClusteredConfig
+from sparse_rl.policies.config.pages import ClusteredConfig, LayeredConfig
 
 __all__ = [
     "CONFIGS",
@@ -38,6 +38,7 @@ __all__ = [
     "GKVConfig",
     "H2OConfig",
     "KVpopPolicyConfig",
+    "LayeredConfig",
     "LearnedConfig",
     "LinedConfig",
     "MorphKVConfig",
@@ -66,6 +67,7 @@ CONFIGS.update(
         "kvpop": KVpopPolicyConfig,
         "dms": DMSConfig,
         "clustered": ClusteredConfig,
+        "layered": LayeredConfig,
     }
 )
 

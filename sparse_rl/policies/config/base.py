@@ -18,6 +18,7 @@ class PolicyConfig(NamedConfiguration):
     family: ClassVar[str] = "cache policy"
     name_key: ClassVar[str] = "policy"
     packs: ClassVar[bool] = True  # whether several sequences can be replayed in one row
+    in_parts: ClassVar[bool] = True  # whether some layers can have it, and others another one
 
     @classmethod
     def members(cls) -> Mapping[str, type[PolicyConfig]]:
@@ -43,8 +44,8 @@ class PolicyConfig(NamedConfiguration):
     def check_trainable(self) -> None:
         """Raise UserError, with the setting as its key, where no trainer can follow what is sampled under it."""
 
-    def unwise(self, group: int) -> str | None:
-        """What is allowed but hardly wanted, for a model with `group` query heads to a kv head; None: nothing."""
+    def remark(self, group: int, layers: int) -> str | None:
+        """What a user should hear of it, for a model with `group` query heads to a kv head; None: nothing."""
         return None
 
     def parameters(self) -> dict[str, Any]:

@@ -163,6 +163,7 @@ class AMConfig(EvictingConfig):
 
     name: ClassVar[str] = "am"
     packs: ClassVar[bool] = False
+    in_parts: ClassVar[bool] = False
     window: PositiveInt = 16
     period: PositiveInt | None = None  # type: ignore[assignment]  # a number from here on
     reference_queries: PositiveInt | None = None
@@ -197,7 +198,7 @@ class AMConfig(EvictingConfig):
         assert self.reference_queries is not None
         return self.reference_queries * group
 
-    def unwise(self, group: int) -> str | None:
+    def remark(self, group: int, layers: int) -> str | None:
         if (queries := self.conditions(group)) >= self.refitted:
             return None
         few = f"{self.reference_queries} reference queries of {group} heads are {queries} conditions"

@@ -22,6 +22,7 @@ class LearnedConfig(PolicyConfig):
         as in the paper's appendix C (hf only)
     """
 
+    in_parts: ClassVar[bool] = False
     sinks: NonNegativeInt = 4
     window: PositiveInt = 256
     scorer: ScorerConfig = field(default_factory=MLPConfig)
