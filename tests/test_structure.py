@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "data": ("configurations",),
     "scorers": ("configurations",),
     "matching": ("trace",),
-    "pages": (),
+    "pages": ("kernels",),
     "policies": ("configurations", "kernels", "matching", "pages", "scorers", "trace"),
     "attention": ("configurations", "trace", "kernels", "matching", "pages", "policies", "scorers"),
     "models": ("configurations", "policies", "scorers", "attention"),

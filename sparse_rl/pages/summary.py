@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from sparse_rl.kernels.ranked import ranked
 from sparse_rl.pages.pages import Pages
 
 
@@ -59,14 +60,14 @@ def choose(
     threshold : pages whose mass is no larger stay closed; None: all masses will do
     allowed : int64 [B], at most so many for a row; None: K
 
-    Those of largest mass under the softmax over the cover, the largest over the group's query heads; of equal ones the
-    earlier.
+    Those of largest mass under the softmax over the cover, the largest over the group's query heads; of masses that are
+    equal in float32 the earlier page.
     """
     mass = (logits[..., raw:] - logits.logsumexp(-1, keepdim=True)).amax(2)
-    best = mass.sort(dim=-1, descending=True, stable=True)
     count = min(most, mass.shape[-1])
-    too_small = best.values[..., :count] <= (math.log(threshold) if threshold else float("-inf"))
+    best = ranked(mass.float(), torch.arange(mass.shape[-1], device=mass.device)).topk(count).indices
+    too_small = mass.gather(-1, best) <= (math.log(threshold) if threshold else float("-inf"))
     if allowed is not None:
         too_small |= torch.arange(count, device=logits.device) >= allowed[:, None, None]
-    opened = best.indices[..., :count].masked_fill(too_small, -1)
+    opened = best.masked_fill(too_small, -1)
     return torch.nn.functional.pad(opened, (0, most - count), value=-1)
