@@ -20,6 +20,7 @@ from sparse_rl.commands.sizes import (
     fit_bytes,
     lora_parameters,
     mask_bytes,
+    pages_bytes,
     query_bytes,
     redundancy_bytes,
     sdpa_mask_bytes,
@@ -166,13 +167,14 @@ def _sampling_items(
     if recipe.keeps_traces():
         layers, kv_heads, _ = model.cache_shape
         traces, dense = (
-            trace_bytes(layers, kv_heads, length, sequences),
+            trace_bytes(layers, kv_heads, length, sequences, max(c.recorded for c in cache_configs(recipe))),
             mask_bytes(sequences, kv_heads, length, layers),
         )
         items.append(Item("traces", host=traces, note=f"{sequences} sequences of {length} tokens"))
-        matched = [cache for cache in cache_configs(recipe) if isinstance(cache, AMConfig)]
-        items += [_refit_item(recipe, model, cache, prompt, length, cuda) for cache in matched]
-        items += [] if matched else [_mask_item(recipe, model, length, cuda)]
+        for cache in cache_configs(recipe):
+            parts = [part.cache for part in cache.ranges] if isinstance(cache, LayeredConfig) else [cache]
+            made = {_replay_item(recipe, model, part, prompt, length, cuda) for part in parts}
+            items.append(max(made, key=lambda item: item.device))  # of one layer at a time
         note = "what the traces replace; not allocated"
         items.append(Item("dense masks instead", host=dense, when="avoided", note=note))
     return items
@@ -194,6 +196,18 @@ def _future_attention_item(rows: int, length: int, model: Model) -> Item:
 
     held = 3 * 4 * rows * model.config.num_attention_heads * min(CHUNK, length) * length
     return Item("future attention", held, when="update", note=f"of one layer, {CHUNK} keys at once")
+
+
+def _replay_item(recipe: TrainRecipe, model: Model, cache: PolicyConfig, prompt: int, length: int, cuda: bool) -> Item:
+    """What the replay of one layer holds besides q, k and v."""
+    if isinstance(cache, AMConfig):
+        return _refit_item(recipe, model, cache, prompt, length, cuda)
+    if isinstance(cache, ClusteredConfig):
+        (_, kv_heads, head_dim), rows = model.cache_shape, recipe.training.per_device_train_batch_size
+        numbers = pages_bytes(rows, model.config.num_attention_heads, kv_heads, head_dim, length, cache)
+        size = numbers * attention_itemsize(recipe.dtype, cuda)
+        return Item("pages of one layer", size, when="update", note="estimate, of one chunk of queries at a time")
+    return _mask_item(recipe, model, length, cuda)
 
 
 def _mask_item(recipe: TrainRecipe, model: Model, length: int, cuda: bool) -> Item:

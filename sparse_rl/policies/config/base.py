@@ -41,6 +41,11 @@ class PolicyConfig(NamedConfiguration):
         """Why no other engine than hf samples under it, in a few words; None where all do."""
         return None
 
+    @property
+    def recorded(self) -> int:
+        """Bytes that a trace holds per layer, kv head and token."""
+        return 4
+
     def check_trainable(self) -> None:
         """Raise UserError, with the setting as its key, where no trainer can follow what is sampled under it."""
 

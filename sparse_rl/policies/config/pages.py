@@ -52,6 +52,11 @@ class ClusteredConfig(PolicyConfig):
             chosen = self.threshold is not None or self.fraction is not None
             object.__setattr__(self, "open_pages", 16 if chosen else 3)
 
+    @property
+    def recorded(self) -> int:
+        assert self.open_pages is not None
+        return 4 + 2 * self.open_pages + (0 if self.compressor == "mean" else 4)
+
     def check_trainable(self) -> None:
         for key in ("threshold", "fraction"):
             if getattr(self, key) is not None:
@@ -126,6 +131,10 @@ class LayeredConfig(PolicyConfig):
     @property
     def only_hf(self) -> str | None:
         return "vllm gives all layers of a sequence the same blocks"
+
+    @property
+    def recorded(self) -> int:
+        return max(part.cache.recorded for part in self.ranges)
 
     def check_trainable(self) -> None:
         for place, part in enumerate(self.ranges):
