@@ -68,6 +68,17 @@ def test_replay_is_exact(name: str, mix: str, sampled: Callable) -> None:
         assert gap(replay_logprobs(model, rollouts, attention_kernel="dense"), rollouts) <= 1e-5
 
 
+@pytest.mark.parametrize("cache", [block("as in the paper"), {**PAGES, "compressor": "attention"}], ids=str)
+def test_what_is_simulated_is_what_would_have_been_sampled(cache: dict, sampled: Callable) -> None:
+    model, rollouts = sampled("quickstart", cache)
+    engine = make_engine("hf", model=model, policy=cache)
+    simulated = engine.simulate([r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts])
+    for ours, theirs in zip(simulated, rollouts, strict=True):
+        assert ours.model_logprobs == theirs.model_logprobs
+        for name, values in theirs.trace.sections.items():
+            assert torch.equal(ours.trace.sections[name], values)
+
+
 @pytest.mark.parametrize("name", ["quickstart", "stories260K"])
 def test_controls(name: str, sampled: Callable) -> None:
     model, rollouts = sampled(name, block("as in the paper"))

@@ -170,6 +170,16 @@ def test_the_sampler_and_the_trainer_do_what_the_equations_say(changed: dict) ->
             assert trace.evict_at[0, head, :total].tolist() == gone
 
 
+def test_a_random_summary_is_one_token_of_its_page() -> None:
+    """Another one by layer, head and page; the same whichever pages are asked for."""
+    some = {layer: random_weights(layer, 3, torch.arange(40), 16) for layer in (0, 1)}
+    assert all(weights.sum(-1).eq(1).all() and weights.max(-1).values.eq(1).all() for weights in some.values())
+    picked = {layer: weights.argmax(-1) for layer, weights in some.items()}
+    assert not torch.equal(picked[0], picked[1]) and not torch.equal(picked[0][0], picked[0][1])
+    assert len(picked[0].unique()) > 10
+    assert torch.equal(random_weights(1, 3, torch.tensor([7, 30]), 16), some[1][:, [7, 30]])
+
+
 def test_of_equal_pages_the_earlier_is_opened() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, 1.0, 2.0, float("-inf")]).view(1, 1, 1, 6)
     assert choose(logits, 1, 2)[0, 0].tolist() == [1, 3]
@@ -291,6 +301,8 @@ def test_all_pages_opened_are_full_attention(name: str, sampled: Callable, promp
     for ours, theirs in zip(rollouts, full, strict=True):
         assert ours.completion_ids == theirs.completion_ids
         torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-5, rtol=0)
+    _, nested = sampled(name, open_pages=100, softmax="nested")  # equation 3 leaves the masses as they were
+    assert any(ours.completion_ids != theirs.completion_ids for ours, theirs in zip(nested, full, strict=True))
 
 
 def test_a_sequence_does_not_depend_on_its_batch(sampled: Callable, prompts_of: Callable) -> None:
