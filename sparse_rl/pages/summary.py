@@ -40,7 +40,7 @@ def random_weights(layer: int, heads: int, numbers: torch.Tensor, size: int) -> 
     """
     picked = []
     for page in numbers.tolist():
-        generator = torch.Generator().manual_seed((layer << 32) + page)
+        generator = torch.Generator().manual_seed((layer << 15) + page)  # of a seed no more than 32 bits count
         picked.append(torch.randint(size, (heads,), generator=generator))
     one_hot = torch.nn.functional.one_hot(torch.stack(picked, dim=1), size)
     return one_hot.to(numbers.device, torch.float32)
