@@ -2,6 +2,7 @@
 
 evaluate.py    every task under every policy: one row each
 samples.py     sampling any number of prompts, in parts that fit
+entries.py     how many entries are held and read
 estimators.py  pass@k and standard errors
 
 It is handed prompts as token ids, what scores a completion, policies, and what opens an engine; it knows neither

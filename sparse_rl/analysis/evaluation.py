@@ -17,6 +17,8 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
     made = Table(title=title)
     largest = max((k for row in rows for k in row.pass_at_k), default=1)
     names = ["task", "cache", "n", "pass@1", *([f"pass@{largest}"] if largest > 1 else [])]
+    further = list(dict.fromkeys(name for row in rows for name in row.further_accuracy))
+    names += further
     differ = any(row.read_entries != row.peak_entries for row in rows)
     entries = ("held", "read") if differ else ("peak",)
     for name in (*names, "kept", "kept if right", *entries, "tokens", "cut off", "tok/s"):
@@ -31,12 +33,24 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
         ]
         if largest > 1:
             cells.append(_percent(row.pass_at_k.get(largest), row.pass_at_k_error.get(largest)))
+        cells += [_further(row, name) for name in further]
         cells += [_percent(row.retention), _percent(row.retention_correct), str(row.peak_entries)]
         cells += [*([str(row.read_entries)] if differ else []), f"{row.length:.0f}"]
         made.add_row(*cells, _percent(row.truncated), f"{row.tokens_per_second:.0f}")
+    captions = []
     if any(row.excluded for row in rows):
-        made.caption = "(−m): m problems left out, their gold answers cannot be read"
+        captions.append("(−m): m problems left out, their gold answers cannot be read")
+    if any(found.problems != row.problems for row in rows for found in row.further_accuracy.values()):
+        captions.append("(m): an accuracy over m problems")
+    made.caption = "; ".join(captions) or None
     return made
+
+
+def _further(row: Any, name: str) -> str:
+    """The accuracy by a further score, and over how many problems, where not over as many as the row's own."""
+    found = row.further_accuracy[name]
+    count = "" if found.problems == row.problems else f" ({found.problems})"
+    return _percent(found.accuracy, found.standard_error) + count
 
 
 def _percent(value: float | None, error: float | None = None) -> str:

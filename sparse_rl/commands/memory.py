@@ -106,7 +106,7 @@ def _evaluation_items(recipe: EvalRecipe, model: Model, engine: list[Item], cuda
     """The points of a sweep run one after another: the largest is counted, the others are shown."""
     items = engine or [Item("weights", model.bytes, note=recipe.dtype)]
     prompt = max(map(_prompt_tokens, recipe.tasks.values()))
-    at_once = min(recipe.rollout.max_batch, _problems(recipe) * recipe.samples)
+    at_once = min(recipe.rollout.max_batch, recipe.sequences() or recipe.rollout.max_batch)
     caches = cache_configs(recipe)
     points = [_cache_items(recipe, model, cache, prompt, at_once, bool(engine), cuda) for cache in caches]
     largest = max(points, key=lambda point: sum(item.device for item in point))
@@ -304,11 +304,6 @@ def _prompt_tokens(data: DataConfig) -> int:
     if data.synthetic is not None:
         return 2 * data.synthetic.n + 2
     return data.max_prompt_tokens or ASSUMED_PROMPT
-
-
-def _problems(recipe: EvalRecipe) -> int:
-    known = [d.synthetic.size if d.synthetic else d.limit for d in recipe.tasks.values()]
-    return max(n or recipe.rollout.max_batch for n in known)
 
 
 # ---- whether it fits -----------------------------------------------------------------------------------------------

@@ -4,4 +4,5 @@ config.py       the `data:` block of a recipe: where a dataset is, and how a pro
 problems.py     from that block to rows {prompt, answer, completion}
 tokens.py       from a prompt or a completion to tokens
 running_sum.py  the quickstart's task: its problems, its tokenizer, and an untrained model for it
+wikisalad.py    a command that makes questions about interleaved paragraphs
 """

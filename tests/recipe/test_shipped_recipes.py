@@ -84,7 +84,12 @@ def problems_for(tmp_path: Path) -> Callable[[Any], str]:
         said = data.columns.get("completion", "completion")
         pairs = [(a, b) for a in range(8) for b in range(5)]
         rows = [
-            {question: f"{a}+{b}=", answer: f"{marker}{a + b}", said: f"{a}+{b} makes it \\boxed{{{a + b}}}"}
+            {
+                question: f"{a}+{b}=",
+                answer: f"{marker}{a + b}",
+                "answers": [str(a + b)],
+                said: f"{a}+{b} makes it \\boxed{{{a + b}}}",
+            }
             for a, b in pairs
         ]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))

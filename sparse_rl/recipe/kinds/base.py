@@ -133,6 +133,10 @@ class Recipe(Configuration):
         """Where its prompts come from: dotted key -> dataset."""
         return {}
 
+    def prompt_bounds(self) -> list[int | None]:
+        """The most tokens of a prompt, of each source of prompts; None: not known."""
+        return [data.max_prompt_tokens for data in self.prompt_sources().values()]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRecipe(Recipe):
