@@ -1,4 +1,4 @@
-"""The table of an evaluation, from its rows (rollout/evaluation)."""
+"""The tables of evaluations, from their rows (rollout/evaluation)."""
 
 from __future__ import annotations
 
@@ -43,6 +43,30 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
     if any(found.problems != row.problems for row in rows for found in row.further_accuracy.values()):
         captions.append("(m): an accuracy over m problems")
     made.caption = "; ".join(captions) or None
+    return made
+
+
+def perplexity_table(rows: Sequence[Any]) -> Table:
+    """The rows for people."""
+    from rich.table import Table
+
+    first = rows[0]
+    behind = f"{first.completion_tokens} tokens decoded behind {first.prompt_tokens}"
+    made = Table(title=f"{first.pieces} pieces, {behind}; kept in percent; ± one standard error over pieces")
+    differ = any(row.read_entries != row.peak_entries for row in rows)
+    entries = ("held", "read") if differ else ("peak",)
+    for name in ("cache", "nll of a token", "perplexity", "kept", *entries, "tok/s"):
+        made.add_column(name, justify="left" if name == "cache" else "right", no_wrap=True)
+    for row in rows:
+        made.add_row(
+            row.policy + (f" {row.budget}" if row.budget else ""),
+            f"{row.nll:.4f}" + ("" if row.standard_error is None else f" ± {row.standard_error:.4f}"),
+            "–" if row.perplexity is None else f"{row.perplexity:.2f}",
+            _percent(row.retention),
+            str(row.peak_entries),
+            *([str(row.read_entries)] if differ else []),
+            f"{row.tokens_per_second:.0f}",
+        )
     return made
 
 

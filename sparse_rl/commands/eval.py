@@ -27,6 +27,7 @@ from sparse_rl.recipe import EvalRecipe, Recipe, list_recipes, load_recipe, make
 if TYPE_CHECKING:
     from rollout.engine import Rollout
     from rollout.evaluation.evaluate import EvalRow
+    from rollout.evaluation.perplexity import PerplexityRow
 
 ABOUT = "pass@1 of a model over tasks, cache policies and budgets."
 FORMAT_VERSION = 1
@@ -111,20 +112,23 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
             opened,
             partial(tokenizer.batch_decode, skip_special_tokens=True),
             on_completion=lambda line: print(json.dumps(line), file=log),
-            on_row=partial(write_results, folder / RESULTS, recipe),
+            on_row=partial(write_results, folder / RESULTS, recipe, correct_if="accuracy reward >= 1"),
             progress=progress,
         )
 
 
-def write_results(file: Path, recipe: EvalRecipe, rows: Sequence[EvalRow]) -> None:
-    """eval.json: {format_version, recipe, versions, seed, correct_if, rows}; written anew after every point."""
+def write_results(file: Path, recipe: Recipe, rows: Sequence[EvalRow | PerplexityRow], **more: str) -> None:
+    """eval.json: {format_version, recipe, versions, seed, correct_if, rows}; written anew after every point.
+
+    more : further entries, such as correct_if
+    """
     versions = json.loads((file.parent / "environment.json").read_text())
     content = {
         "format_version": FORMAT_VERSION,
         "recipe": recipe.resolved(),
         "versions": versions,
         "seed": recipe.seed,
-        "correct_if": "accuracy reward >= 1",
+        **more,
         "rows": [{**dataclasses.asdict(row), "budget": row.budget} for row in rows],
     }
     file.write_text(json.dumps(content, indent=2) + "\n")

@@ -34,7 +34,7 @@ from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.am import rows_at_once
 from sparse_rl.policies.config import AMConfig, ClusteredConfig, PolicyConfig
 from sparse_rl.policies.registry import make_policy
-from sparse_rl.recipe import EvalRecipe, Recipe, TaughtRecipe, TrainRecipe
+from sparse_rl.recipe import Recipe, SweptRecipe, TaughtRecipe, TrainRecipe
 from trainer.config import LaunchConfig
 
 ASSUMED_PROMPT = 512  # tokens, where a recipe does not bound its prompts
@@ -99,13 +99,14 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     engine = _engine_items(recipe, model, cuda)
     if recipe.trained:
         return _training_plan(recipe.as_training(), model, skeleton, engine, cuda)
-    return Plan(model.parameters, _evaluation_items(recipe.as_evaluation(), model, engine, cuda))
+    return Plan(model.parameters, _evaluation_items(recipe.as_swept(), model, engine, cuda))
 
 
-def _evaluation_items(recipe: EvalRecipe, model: Model, engine: list[Item], cuda: bool) -> list[Item]:
+def _evaluation_items(recipe: SweptRecipe, model: Model, engine: list[Item], cuda: bool) -> list[Item]:
     """The points of a sweep run one after another: the largest is counted, the others are shown."""
     items = engine or [Item("weights", model.bytes, note=recipe.dtype)]
-    prompt = max(map(_prompt_tokens, recipe.tasks.values()))
+    prompts = [_prompt_tokens(data) for data in recipe.prompt_sources().values()] or recipe.prompt_bounds()
+    prompt = max(tokens or ASSUMED_PROMPT for tokens in prompts)
     at_once = min(recipe.rollout.max_batch, recipe.sequences() or recipe.rollout.max_batch)
     caches = cache_configs(recipe)
     points = [_cache_items(recipe, model, cache, prompt, at_once, bool(engine), cuda) for cache in caches]

@@ -41,6 +41,9 @@ class SweptRecipe(Recipe):
             object.__setattr__(self, "cache", {"policy": self.cache})
         self.caches()
 
+    def as_swept(self) -> SweptRecipe:
+        return self
+
     def sequences(self) -> int | None:
         """The most sequences that the engine is given for one task under one cache; None: not known."""
         raise NotImplementedError
