@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import statistics
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from rollout.evaluation.estimators import mean_and_error, pass_at_k
 from sparse_rl.analysis.evaluation import accuracy_table
@@ -153,6 +155,10 @@ def test_further_accuracies_judge_the_same_completions(recipe_of, tmp_path):
     cells = {str(column.header): next(iter(column.cells)) for column in table.columns}
     assert cells["even"] == cells["pass@1"] and cells["long"].endswith(" (3)") and "(m)" in str(table.caption)
     assert accuracy_table([plain]).caption is None
+    odd = replace(row, task="[/a]", further_accuracy={"[/b]": even})  # what rich would take for markup
+    console = Console(file=io.StringIO(), width=200)
+    console.print(accuracy_table([odd]))
+    assert "[/a]" in console.file.getvalue() and "[/b]" in console.file.getvalue()
 
 
 def test_short_answers_over_the_answerable_alone(recipe_of):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 def accuracy_table(rows: Sequence[Any]) -> Table:
     """The rows for people."""
+    from rich.markup import escape
     from rich.table import Table
 
     title = "accuracy: completions with reward >= 1, as kept and cut off in percent; ± one standard error over problems"
@@ -18,7 +19,7 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
     largest = max((k for row in rows for k in row.pass_at_k), default=1)
     names = ["task", "cache", "n", "pass@1", *([f"pass@{largest}"] if largest > 1 else [])]
     further = list(dict.fromkeys(name for row in rows for name in row.further_accuracy))
-    names += further
+    names += map(escape, further)
     differ = any(row.read_entries != row.peak_entries for row in rows)
     entries = ("held", "read") if differ else ("peak",)
     for name in (*names, "kept", "kept if right", *entries, "tokens", "cut off", "tok/s"):
@@ -26,7 +27,7 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
     for row in rows:
         count = f"{row.problems}×{row.samples}" + (f" (−{row.excluded})" if row.excluded else "")
         cells = [
-            row.task,
+            escape(row.task),
             row.policy + (f" {row.budget}" if row.budget else ""),
             count,
             _percent(row.accuracy, row.standard_error),

@@ -140,9 +140,12 @@ def test_from_squad_to_rows_that_a_recipe_reads(file: Callable, tmp_path: Path, 
 
 @pytest.mark.skipif(not (AUTHORS / "wikisalad_easy.jsonl").is_file(), reason="the authors' rows are not here")
 @pytest.mark.parametrize(
-    ("name", "questions", "answerable"), [("easy", 400, 382), ("medium", 800, 602), ("hard", 600, 512)]
+    ("name", "questions", "answerable", "nowhere"),
+    [("easy", 400, 382, 62), ("medium", 800, 602, 140), ("hard", 600, 512, 110)],
 )
-def test_the_authors_rows(name: str, questions: int, answerable: int, capsys: pytest.CaptureFixture) -> None:
+def test_the_authors_rows(
+    name: str, questions: int, answerable: int, nowhere: int, capsys: pytest.CaptureFixture
+) -> None:
     """Their prompts are what ours would be of their segments, and a right answer is judged right.
 
     Equality refuses a true answer of more than 100 characters, of which the first sentence alone is looked at.
@@ -158,6 +161,8 @@ def test_the_authors_rows(name: str, questions: int, answerable: int, capsys: py
         assert "".join(one["topic"] for one in salad["questions"]) == salad["metadata"]["pattern"]
     rows = printed(capsys, "questions", str(path))
     assert len(rows) == questions and sum(bool(row["answers"]) for row in rows) == answerable
+    cut_off = [row for row in rows if row["answers"] and row["answers"][0].strip().lower() not in row["prompt"].lower()]
+    assert len(cut_off) == nowhere  # their paragraphs end after three sentences
     said = [f" {row['answers'][0]}\nmore" if row["answers"] else " none" for row in rows]
     true = [row["answers"] for row in rows]
     judged = ShortAnswerReward(match="contained", unanswerable="left_out")(said, answers=true)
