@@ -235,7 +235,15 @@ def test_correct_means_a_reward_of_at_least_one(recipe_of):
 
 def test_what_is_held_and_what_is_read_are_told_apart(recipe_of):
     clustered = {"policy": "clustered", "page": 4, "window": 4, "open_pages": 1}
-    rows = evaluate(recipe_of(rows_of(2), sweep={"policy": [clustered, "full"]}), progress=False)
+    lined = {"policy": "lined", "window": 4, "period": 1}
+    parts = [{"layers": 1, "cache": lined}, {"layers": 1, "cache": clustered}]
+    swept = [clustered, "full", lined, {"policy": "layered", "parts": parts}]
+    *rows, lined_row, layered_row = evaluate(recipe_of(rows_of(2), sweep={"policy": swept}), progress=False)
+    assert rows[0].retention == 1 and rows[0].mean_peak_entries > rows[0].read_entries
+    assert lined_row.retention < 0.9 and lined_row.peak_entries == lined_row.read_entries < rows[0].read_entries
+    assert lined_row.retention < layered_row.retention < 1
+    assert lined_row.peak_entries < layered_row.peak_entries < rows[0].peak_entries
+    assert layered_row.read_entries < layered_row.peak_entries
     longest = rows[1].peak_entries
     assert rows[1].read_entries == longest > 20 and rows[0].peak_entries > rows[0].read_entries > 8
     names = [str(column.header) for column in accuracy_table(rows).columns]
