@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.commands import eval, rollout
+from sparse_rl.commands import eval, perplexity, rollout
 from sparse_rl.commands.arguments import file_path
 from sparse_rl.commands.console import Session
 from sparse_rl.errors import UserError
@@ -73,8 +73,9 @@ def _folder(path: Path) -> str:
     if runs == [path] or left != str(path):
         model = "no model yet" if left == str(path) else f"the model in {left}{_carried(Path(left))}"
         return f"a run{_kind(path)}, {_steps(path)}, with {model}; sparse-rl plot {path} draws it"
-    if (path / eval.RESULTS).is_file():
-        return f"{_file(path / eval.RESULTS)} in {path / eval.RESULTS}"
+    for results in (path / eval.RESULTS, path / perplexity.RESULTS):
+        if results.is_file():
+            return f"{_file(results)} in {results}"
     if traces:
         files = f"{len(traces)} file{'s' * (len(traces) > 1)} of traces"
         return f"{files}; sparse-rl inspect {traces[0]} says what the first holds"
@@ -88,7 +89,7 @@ def _file(path: Path) -> str:
         kind = parse_yaml(path.read_text(), str(path)).get("kind")
         if kind is None:
             return "YAML, but no recipe: it has no kind"
-        command = "eval" if kind == "eval" else "train"
+        command = kind if kind in ("eval", "perplexity") else "train"
         return f"a recipe of kind {kind}; sparse-rl {command} {path} runs it"
     if path.suffix == ".safetensors":
         return f"weights of the model in {path.parent}"
@@ -98,6 +99,8 @@ def _file(path: Path) -> str:
         return f"the cache policy that a model carries, {_json(path).get('policy')}"
     if path.name == eval.RESULTS:
         return f"the results of an evaluation, {len(_json(path)['rows'])} rows"
+    if path.name == perplexity.RESULTS:
+        return f"perplexities of a text, {len(_json(path)['rows'])} rows"
     if path.suffix == ".jsonl":
         lines = path.read_text().splitlines()
         return f"{len(lines)} lines of JSON" + (f", each with {', '.join(json.loads(lines[0]))}" if lines else "")

@@ -35,7 +35,7 @@ from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.am import rows_at_once
 from sparse_rl.policies.config import AMConfig, ClusteredConfig, LayeredConfig, PolicyConfig
 from sparse_rl.policies.registry import make_policy
-from sparse_rl.recipe import EvalRecipe, Recipe, TaughtRecipe, TrainRecipe
+from sparse_rl.recipe import Recipe, SweptRecipe, TaughtRecipe, TrainRecipe
 from trainer.config import LaunchConfig
 
 ASSUMED_PROMPT = 512  # tokens, where a recipe does not bound its prompts
@@ -100,14 +100,15 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     engine = _engine_items(recipe, model, cuda)
     if recipe.trained:
         return _training_plan(recipe.as_training(), model, skeleton, engine, cuda)
-    return Plan(model.parameters, _evaluation_items(recipe.as_evaluation(), model, engine, cuda))
+    return Plan(model.parameters, _evaluation_items(recipe.as_swept(), model, engine, cuda))
 
 
-def _evaluation_items(recipe: EvalRecipe, model: Model, engine: list[Item], cuda: bool) -> list[Item]:
+def _evaluation_items(recipe: SweptRecipe, model: Model, engine: list[Item], cuda: bool) -> list[Item]:
     """The points of a sweep run one after another: the largest is counted, the others are shown."""
     items = engine or [Item("weights", model.bytes, note=recipe.dtype)]
-    prompt = max(map(_prompt_tokens, recipe.tasks.values()))
-    at_once = min(recipe.rollout.max_batch, _problems(recipe) * recipe.samples)
+    prompts = [_prompt_tokens(data) for data in recipe.prompt_sources().values()] or recipe.prompt_bounds()
+    prompt = max(tokens or ASSUMED_PROMPT for tokens in prompts)
+    at_once = min(recipe.rollout.max_batch, recipe.sequences() or recipe.rollout.max_batch)
     caches = cache_configs(recipe)
     points = [_cache_items(recipe, model, cache, prompt, at_once, bool(engine), cuda) for cache in caches]
     largest = max(points, key=lambda point: sum(item.device for item in point))
@@ -330,11 +331,6 @@ def _prompt_tokens(data: DataConfig) -> int:
     if data.synthetic is not None:
         return 2 * data.synthetic.n + 2
     return data.max_prompt_tokens or ASSUMED_PROMPT
-
-
-def _problems(recipe: EvalRecipe) -> int:
-    known = [d.synthetic.size if d.synthetic else d.limit for d in recipe.tasks.values()]
-    return max(n or recipe.rollout.max_batch for n in known)
 
 
 # ---- whether it fits -----------------------------------------------------------------------------------------------

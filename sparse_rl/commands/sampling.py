@@ -67,7 +67,7 @@ def engine_arguments(recipe: Recipe) -> dict[str, Any]:
     return engine_options(
         engine_config_of(recipe),
         dtype=recipe.dtype,
-        prompt_bounds=[data.max_prompt_tokens for data in recipe.prompt_sources().values()],
+        prompt_bounds=recipe.prompt_bounds(),
         max_completion_length=recipe.sampling().max_tokens,
     )
 

@@ -33,7 +33,7 @@ from sparse_rl.recipe import (
 
 ROOT = Path(__file__).parents[2]
 NAMES = list_recipes()
-TRAINED = [name for name in NAMES if load_recipe(name).kind != "eval"]
+TRAINED = [name for name in NAMES if load_recipe(name).trained]
 EVALUATED = [name for name in NAMES if load_recipe(name).kind == "eval"]
 DATA = ROOT.parent / "shared/data"
 CHAT = (
@@ -84,7 +84,12 @@ def problems_for(tmp_path: Path) -> Callable[[Any], str]:
         said = data.columns.get("completion", "completion")
         pairs = [(a, b) for a in range(8) for b in range(5)]
         rows = [
-            {question: f"{a}+{b}=", answer: f"{marker}{a + b}", said: f"{a}+{b} makes it \\boxed{{{a + b}}}"}
+            {
+                question: f"{a}+{b}=",
+                answer: f"{marker}{a + b}",
+                "answers": [str(a + b)],
+                said: f"{a}+{b} makes it \\boxed{{{a + b}}}",
+            }
             for a, b in pairs
         ]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -110,9 +115,9 @@ def test_it_validates(name: str) -> None:
     recipe = load_recipe(name)
     text = (ROOT / "recipes" / f"{name}.yaml").read_text()
     assert recipe.warnings == [] and recipe.output_dir == f"runs/{name}"
-    assert text.startswith("# ") and f"sparse-rl {'eval' if recipe.kind == 'eval' else 'train'} {name}" in text
+    assert text.startswith("# ") and f"sparse-rl {'train' if recipe.trained else recipe.kind} {name}" in text
     assert max(map(len, text.splitlines())) <= 120
-    if not isinstance(recipe, EvalRecipe):
+    if recipe.trained:
         assert recipe.trainer_options == {}
 
 
@@ -374,6 +379,21 @@ def test_it_evaluates(name: str, tiny_model: Callable, problems_for: Callable, t
     assert len(rows) == points * len(recipe.tasks)
     assert all(row.problems == 2 and row.accuracy is not None and 0 <= row.accuracy <= 1 for row in rows)
     assert {row.task for row in rows} == set(recipe.tasks)
+
+
+def test_the_perplexity_of_a_text(tiny_model: Callable, tmp_path: Path) -> None:
+    """The recipe under a sweep that its comment names, scaled down."""
+    from sparse_rl.commands.perplexity import measure
+
+    (name,) = (name for name in NAMES if load_recipe(name).kind == "perplexity")
+    (tmp_path / "book.txt").write_text("Qa1b2c3?a1A1;" * 20)
+    overrides = [f"model={tiny_model('qwen3', True)}", f"text={tmp_path}/book.txt", f"output_dir={tmp_path / 'run'}"]
+    overrides += ["prompt_tokens=16", "completion_tokens=16", "dtype=float32", "rollout.engine=hf"]
+    rows = measure(load_recipe(name, [*overrides, "sweep={policy: [full, streaming, h2o], budget: [8, 12]}"]), False)
+    assert [(row.policy, row.budget) for row in rows] == [
+        ("full", None), ("streaming", 8), ("streaming", 12), ("h2o", 8), ("h2o", 12),
+    ]  # fmt: skip
+    assert len({row.nll for row in rows}) == 5
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the evaluation problems are not here")

@@ -56,7 +56,7 @@ class SampledRecipe(ReplayedRecipe):
         if self.rollout.tensor_parallel > 1:
             wrong = "in training each process has an engine of its own; set it to 1, and use launch.processes"
             raise UserError(wrong, "rollout.tensor_parallel")
-        check_model_len(self.rollout, self.prompt_sources(), self.sampling().max_tokens)
+        check_model_len(self.rollout, self.prompt_bounds(), self.sampling().max_tokens)
 
     def _check_learned(self) -> None:
         """What a learned policy, and scorers that go on learning, ask of the rest."""
