@@ -137,8 +137,7 @@ class PagedCache(EvictingCache):
             read += [(rest, page_values), (far, _read(layer.values, inside).to(wide))]
         out, received = _weighed(read)
         if RECEIVED in layer.state:
-            held = layer.state[RECEIVED]
-            held.scatter_add_(-1, slots, received.mean(2).masked_fill(self._hidden[:, 0], 0.0))
+            layer.state[RECEIVED].scatter_add_(-1, slots, received.mean(2))
         return out.to(value.dtype).reshape(query.shape)
 
     def _close(self, index: int, layer: Layer, now: torch.Tensor) -> None:

@@ -121,7 +121,7 @@ def evaluate(
             with open_engine(policy) as engine:
                 for name, task in tasks.items():
                     bar.set_description(f"{name} · {policy.name}{_budget(policy)}")
-                    point = Point(name, policy, sampling, tuple(task.further))
+                    point = Point(name, engine.policy, sampling, tuple(task.further))
                     for problems, rollouts, seconds in sample_in_parts(engine, task.prompts, sampling):
                         asked = [problem for problem in problems for _ in range(sampling.n)]
                         texts = decode([rollout.completion_ids for rollout in rollouts])

@@ -79,14 +79,13 @@ def measure_perplexity(
         for policy in policies:
             bar.set_description(" ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget"))))))
             with open_engine(policy) as engine:
-                rows.append(_measure(pieces, prompt_tokens, policy, engine, bar))
+                rows.append(_measure(pieces, prompt_tokens, engine, bar))
             on_row(list(rows))
     return rows
 
 
-def _measure(
-    pieces: Sequence[Sequence[int]], prompt_tokens: int, policy: Policy, engine: Engine, bar: tqdm
-) -> PerplexityRow:
+def _measure(pieces: Sequence[Sequence[int]], prompt_tokens: int, engine: Engine, bar: tqdm) -> PerplexityRow:
+    policy = engine.policy  # bound to the model
     entries, seconds = EntryCounts(policy), 0.0
     losses: list[float] = []
     kept: list[float] = []

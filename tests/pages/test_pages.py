@@ -451,6 +451,11 @@ def test_the_recorded_weights_are_what_is_replayed(name: str, sampled: Callable)
         assert gap(replay_logprobs(model, wrong), rollouts) > 1e-2
 
 
+def test_each_layer_has_random_summaries_of_its_own(sampled: Callable) -> None:
+    pi = sampled("quickstart", compressor="random")[1][-1].trace.further["pi"]
+    assert not torch.equal(pi[0], pi[1])
+
+
 def test_equation_3_is_sampled_and_not_replayed(sampled: Callable) -> None:
     model, rollouts = sampled("qwen2", softmax="nested")
     with pytest.raises(TraceError, match="sampled under softmax: nested, which is not replayed; use joint"):
