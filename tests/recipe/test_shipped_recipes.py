@@ -226,6 +226,13 @@ def test_attention_matching_of_the_paper() -> None:
     assert differing("qwen2.5-1.5b/grpo", "qwen2.5-1.5b/grpo_am") == {"cache"}
 
 
+def test_clustered_attention_in_training() -> None:
+    assert differing("qwen2.5-1.5b/grpo", "qwen2.5-1.5b/grpo_clustered") == {"cache"}
+    cache = load_recipe("qwen2.5-1.5b/grpo_clustered").as_training().caches()[0]
+    policy = make_policy(cache)
+    assert policy.most_read(512, 512 + 1024 - 1) == 219  # as its comment says
+
+
 def test_the_evaluations_of_the_papers() -> None:
     """G-KV: AMC at 16,384 tokens beside 32,768; 4,096 tokens at budget 2048. KVpop: 16 samples, top-k 20."""
     long, short, trained, kvpop = (load_recipe(f"eval/{name}") for name in ("amc23", "amc23_16k", "gkv_4k", "kvpop"))
