@@ -47,12 +47,17 @@ def model_card(
     table["Versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
     rows = "\n".join(f"| {what} | {finding} |" for what, finding in table.items())
     local = str(place) if hub_name is None else hub_name.split("/")[-1]
+    commands = [] if hub_name is None else [f"hf download {hub_name} --local-dir {local}"]
+    only_hf = policy is not None and policy.config.only_hf
+    commands += [] if only_hf else [f"sparse-rl serve {local}  # vLLM's OpenAI server"]
+    commands += [f"sparse-rl eval eval/math500 model={local}  # accuracy"]
     return CARD.format(
         metadata=yaml.safe_dump(metadata, sort_keys=False).strip(),
         name=Path(place).resolve().parent.name if hub_name is None else local,
         about=ABOUT_FULL if policy is None else ABOUT_SMALL,
         table=rows,
-        download="" if hub_name is None else f"hf download {hub_name} --local-dir {local}\n",
+        package="sparse-rl" if only_hf else "sparse-rl[vllm]",
+        commands="\n".join(commands),
         local=local,
         carries="No cache policy comes with it" if policy is None else "The policy comes with it (`cache_policy.json`)",
         recipe=yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True).strip(),
@@ -70,7 +75,7 @@ CARD = """---
 
 # {name}
 
-A model trained by sparse-rl (`pip install "sparse-rl[vllm]"`).
+A model trained by sparse-rl (`pip install "{package}"`).
 {about}
 
 | | |
@@ -82,8 +87,7 @@ A model trained by sparse-rl (`pip install "sparse-rl[vllm]"`).
 {carries}; each command takes it from there.
 
 ```bash
-{download}sparse-rl serve {local}  # vLLM's OpenAI server
-sparse-rl eval eval/math500 model={local}  # accuracy
+{commands}
 ```
 
 In Python, under its cache:
