@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "policies": ("configurations", "kernels", "matching", "pages", "scorers", "trace"),
     "attention": ("configurations", "trace", "kernels", "matching", "pages", "policies", "scorers"),
     "models": ("configurations", "policies", "scorers", "attention"),
-    "analysis": ("trace",),
+    "analysis": ("pages", "trace"),
     "recipe": ("configurations",),
     "rollout": ("configurations", *CORE),
     "trainer": ("configurations", *CORE, "rollout"),
