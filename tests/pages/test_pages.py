@@ -187,7 +187,7 @@ def test_of_equal_pages_the_earlier_is_opened() -> None:
     assert choose(logits, 1, 6)[0, 0].tolist() == [1, 3, 0, 2, -1, -1]
 
 
-@pytest.mark.parametrize("changed", CHANGES, ids=str)
+@pytest.mark.parametrize("changed", [*CHANGES, {"fraction": 0.5}, {"fraction": 0.3, "open_pages": 4}], ids=str)
 def test_what_is_read_is_counted(changed: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the logits of a step's attention that are not masked."""
     policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(0)
