@@ -70,15 +70,20 @@ def _check_evict_at(values: torch.Tensor, _: torch.Tensor) -> str | None:
 
 def _moved(values: torch.Tensor, start: int) -> torch.Tensor:
     """The values of a sequence whose first token stands at `start`."""
-    return torch.where(values < NEVER, values + start, NEVER)
+    return torch.where(values < NEVER, values + start, NEVER).to(values.dtype)
 
 
 def _batch_evict_at(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
     """int32 [L, B, Hkv, width], layers first, so that one layer's slice is contiguous; pad keys 0: nobody sees them."""
-    layers, kv_heads, _ = rows[0].shape
-    batch = torch.zeros(layers, len(rows), kv_heads, width, dtype=torch.int32)
+    return _by_layer([_moved(values, start) for values, start in zip(rows, starts, strict=True)], starts, width, 0)
+
+
+def _by_layer(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int, empty: float) -> torch.Tensor:
+    """Values [L, Hkv, S, ...] of each row, at its columns: [L, B, Hkv, width, ...], `empty` elsewhere."""
+    layers, kv_heads, _, *rest = rows[0].shape
+    batch = torch.full((layers, len(rows), kv_heads, width, *rest), empty, dtype=rows[0].dtype)
     for row, (values, start) in enumerate(zip(rows, starts, strict=True)):
-        batch[:, row, :, start : start + values.shape[-1]] = _moved(values, start)
+        batch[:, row, :, start : start + values.shape[2]] = values
     return batch
 
 
@@ -199,20 +204,12 @@ def _check_pi(values: torch.Tensor, _: torch.Tensor) -> str | None:
 
 def _batch_pi(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
     """float32 [L, B, Hkv, width], layers first."""
-    layers, kv_heads, _ = rows[0].shape
-    batch = torch.zeros(layers, len(rows), kv_heads, width)
-    for row, (values, start) in enumerate(zip(rows, starts, strict=True)):
-        batch[:, row, :, start : start + values.shape[2]] = values
-    return batch
+    return _by_layer(rows, starts, width, 0.0)
 
 
 def _batch_opened(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
     """int16 [L, B, Hkv, width, K], layers first; page numbers are those of their row."""
-    layers, kv_heads, _, most = rows[0].shape
-    batch = torch.full((layers, len(rows), kv_heads, width, most), -1, dtype=torch.int16)
-    for row, (values, start) in enumerate(zip(rows, starts, strict=True)):
-        batch[:, row, :, start : start + values.shape[2]] = values
-    return batch
+    return _by_layer(rows, starts, width, -1)
 
 
 OPENED = Section(
