@@ -17,13 +17,13 @@ FINEST = 250  # cells in a row or a column of the map, at most: each is larger t
 
 
 def records_pages(trace: EvictionTrace) -> bool:
-    """Whether its evict_at says when a token's page closed: the token stays, and is read in a summary from then on."""
+    """Whether evict_at says, in its `paged_layers`, when a token's page closed: it is held, and read in a summary."""
     return {"opened", "paged_with"} <= trace.further.keys()
 
 
-def opening_layers(trace: EvictionTrace) -> list[int]:
-    """The layers in which any query opened a page."""
-    return [index for index, layer in enumerate(trace.further["opened"]) if bool((layer >= 0).any())]
+def paged_layers(trace: EvictionTrace) -> list[int]:
+    """The layers whose tokens are paged."""
+    return trace.further.get("paged_layers", torch.arange(trace.layers)).tolist()
 
 
 class Tally:
@@ -67,7 +67,7 @@ def page_statistics(traces: Sequence[EvictionTrace]) -> dict[str, Any] | None:
     median_back : tokens from a query back to the last token of a page that it opened
     repeated : of the queries that opened pages, the share that opened those of the query before
 
-    A trace counts for the layers in which it opened any page.
+    A trace counts for its paged layers.
     """
     if not records_pages(traces[0]):
         return None
@@ -75,7 +75,7 @@ def page_statistics(traces: Sequence[EvictionTrace]) -> dict[str, Any] | None:
     whole, layers = Tally(longest), [Tally(longest) for _ in range(traces[0].layers)]
     for trace in traces:
         pages = Pages.read(trace.further["paged_with"])
-        for layer in opening_layers(trace):
+        for layer in paged_layers(trace):
             for tally in (whole, layers[layer]):
                 tally.add(trace.further["opened"][layer], trace.evict_at[layer], pages)
     return {**whole.as_numbers(), "layers": [layer.as_numbers() for layer in layers]}
@@ -101,10 +101,11 @@ def opened_shares(opened: torch.Tensor, wide: int, high: int) -> torch.Tensor:
 
 def plot_opened(traces: Sequence[EvictionTrace], out: str | Path) -> Path:
     """The map of the pages that each query opened, of the longest trace in which any was."""
-    trace = max((one for one in traces if opening_layers(one)), key=len, default=None)
-    if trace is None:
+    opening = [one for one in traces if bool((one.further["opened"][paged_layers(one)] >= 0).any())]
+    if not opening:
         raise UserError("no query of these traces opened a page: there is no map to draw")
-    pages, layers = Pages.read(trace.further["paged_with"]), opening_layers(trace)
+    trace = max(opening, key=len)
+    pages, layers = Pages.read(trace.further["paged_with"]), paged_layers(trace)
     opened = trace.further["opened"][layers]
     wide, high = -(-len(trace) // FINEST), -(-(int(opened.max()) + 1) // FINEST)
     shares = opened_shares(opened, wide, high)
@@ -120,9 +121,9 @@ def plot_opened(traces: Sequence[EvictionTrace], out: str | Path) -> Path:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("query (position in the sequence)")
     axes.set_ylabel("tokens of the pages it opened")
-    title = f"{len(layers)} layers; pages of {pages.size} tokens, those below the line have closed"
+    title = f"paged layers: {len(layers)}; pages of {pages.size} tokens, those below the line have closed"
     if wide * high > 1:
-        title += f"\na cell shows the most of {wide} queries × {high} pages"
+        title += f"\na cell shows the most of some queries × pages: {wide} × {high}"
     axes.set_title(title, loc="left", fontsize=10, color="#555555")
     return save_figure(figure, out)
 
@@ -133,5 +134,5 @@ def closing_line(evict_at: torch.Tensor, sinks: int) -> tuple[list[float], list[
     evict_at : int32 [S], of any kv head: all of them close a page at the same query
     """
     at, tokens = evict_at[evict_at < NEVER].unique(return_counts=True)
-    ends = tokens.cumsum(0) + sinks
-    return [*(at - 0.5).tolist(), len(evict_at) - 1.5], [*(ends - 0.5).tolist(), ends.amax().item() - 0.5]
+    ends = [sinks, *(tokens.cumsum(0) + sinks).tolist()]
+    return [x - 0.5 for x in (0, *at.tolist(), len(evict_at) - 1)], [y - 0.5 for y in (*ends, ends[-1])]

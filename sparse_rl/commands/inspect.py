@@ -49,7 +49,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
         print(f"{key:<{width}} {text}")
     Console().print(kept_table(statistics, LARGE))
     paged = "pages" in statistics
-    print(f"tokens {'outside closed pages' if paged else 'held'} at the end, by position in the sequence")
+    print(f"tokens {'held outside closed pages' if paged else 'held'} at the end, by position in the sequence")
     print("\n".join(histogram(statistics[(UNPAGED if paged else HELD)[2]])))
     return 0
 
@@ -67,7 +67,7 @@ def summary(statistics: Mapping[str, Any]) -> dict[str, str]:
     lines[HELD[0]] = at_the_end(HELD[0])
     if pages is not None:
         opened, back, repeated = opened_words(pages)
-        lines[UNPAGED[0]] = f"{at_the_end(UNPAGED[0])}: outside closed pages, so read token by token"
+        lines[UNPAGED[0]] = f"{at_the_end(UNPAGED[0])}: held outside closed pages, so read token by token"
         lines["pages"] = (
             f"{opened} of {pages['closed']:.2f} closed ones opened per query, {back} tokens back (median); "
             f"{repeated} of queries opened the same as the query before"

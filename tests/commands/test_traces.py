@@ -15,7 +15,7 @@ from sparse_rl.analysis import opened
 from sparse_rl.analysis.opened import closing_line, opened_shares, page_statistics, plot_opened
 from sparse_rl.commands.main import main
 from sparse_rl.pages import Pages
-from sparse_rl.trace import NEVER, EvictionTrace, save_traces
+from sparse_rl.trace import NEVER, EvictionTrace, load_traces, save_traces
 
 PAGES = Pages(3, 2, 1, 2, True, True)
 CLUSTERED = "cache={policy: clustered, page: 4, window: 8, sinks: 1, open_pages: 2}"
@@ -26,7 +26,7 @@ LONG = ["model=quickstart/model", "max_completion_length=60", "--problems", "2"]
 def paged(
     prompt: int, length: int, seed: int = 0, layers: Sequence[int] = (0, 1), pages: Pages = PAGES
 ) -> EvictionTrace:
-    """2 layers and 2 kv heads whose queries open pages by chance, often those of the query before; in these layers."""
+    """2 layers and 2 kv heads, these layers paged; queries open pages by chance, often those of the query before."""
     generator = torch.Generator().manual_seed(seed)
     evict_at = torch.full((length,), NEVER)
     chosen = torch.full((2, 2, length, pages.most), -1, dtype=torch.int16)
@@ -42,7 +42,11 @@ def paged(
                     picked = chosen[layer, head, query - 1].flip(0)
                 chosen[layer, head, query, : len(picked)] = picked.to(torch.int16)
     further = {"opened": chosen, "paged_with": pages.settings()}
-    return EvictionTrace.recorded(evict_at.expand(2, 2, -1), further)
+    gone = evict_at.repeat(2, 2, 1)
+    if len(layers) == 1:  # the other has a policy of its own, by which tokens leave
+        further["paged_layers"] = torch.tensor(layers, dtype=torch.int32)
+        gone[1 - layers[0]] = torch.arange(length) + 4
+    return EvictionTrace.recorded(gone, further)
 
 
 TRACES = [paged(5, 40, 1), paged(12, 23, 2, layers=[1]), paged(9, 61, 3), paged(4, 6, 4)]
@@ -54,7 +58,7 @@ def counted(traces: Sequence[EvictionTrace], layers: Sequence[int]) -> dict[str,
     for trace in traces:
         for layer in layers:
             rows = trace.further["opened"][layer].tolist()
-            if all(page < 0 for head in rows for row in head for page in row):
+            if layer not in trace.further.get("paged_layers", [0, 1]):
                 continue
             for head, gone in zip(rows, trace.evict_at[layer].tolist(), strict=True):
                 sets = [{page for page in row if page >= 0} for row in head]
@@ -122,7 +126,7 @@ def test_the_map_has_each_opened_page_where_its_tokens_are(
 
 def test_the_line_steps_up_where_pages_close() -> None:
     gone = torch.tensor([NEVER, 5, 5, 5, 8, 8, 8, NEVER, NEVER, NEVER, NEVER])
-    assert closing_line(gone, 1) == ([4.5, 7.5, 9.5], [3.5, 6.5, 6.5])
+    assert closing_line(gone, 1) == ([-0.5, 4.5, 7.5, 9.5], [0.5, 3.5, 6.5, 6.5])
 
 
 # ---- as commands ----------------------------------------------------------------------------------------------------
@@ -144,9 +148,13 @@ def test_traces_with_pages_are_shown_as_what_they_are(here: Path, capsys: pytest
     assert shape == {"layer": 2, "kv_head": 2, "token": shape["token"], "open_page": 2}
     assert found["sections"]["opened"]["bytes"] == found["traces"] * found["length"]["mean"] * 2 * 2 * 2 * 2
     assert found["retention"] == {"min": 1, "mean": 1, "max": 1}
-    assert len(found["unpaged_per_head"]) == 2 and len(found["unpaged_density"]) == 20
+    fed = [len(trace) - 1 for trace in load_traces(file)]
+    read = [n - (n - 10) // 4 * 4 for n in fed]  # all but the pages that have closed for the last query
+    assert found["unpaged"]["mean"] == pytest.approx(sum(r / n for r, n in zip(read, fed, strict=True)) / len(fed))
+    assert found["unpaged_per_head"] == [[round(sum(read) / len(read), 2)] * 2] * 2
+    assert found["unpaged_density"][10] == 0 and found["unpaged_density"][-1] == 1
     text = said(capsys, "inspect", file)
-    assert "retention  100.0% at the end" in text and "tokens outside closed pages at the end" in text
+    assert "retention  100.0% at the end" in text and "tokens held outside closed pages at the end" in text
     assert "held at the end" not in text
     assert f"unpaged    {found['unpaged']['mean']:.1%} at the end" in text and "so read token by token" in text
     assert f"{found['pages']['median_back']} tokens back (median)" in text
@@ -159,7 +167,7 @@ def test_traces_that_opened_nothing_say_so(tmp_path: Path, capsys: pytest.Captur
     for name, trace in (("short", paged(4, 6)), ("none", paged(4, 30, pages=Pages(3, 2, 1, 0, True, True)))):
         file = tmp_path / f"{name}.safetensors"
         save_traces(file, [trace], {})
-        assert "0.00 of 0.00 closed ones opened per query, – tokens back" in said(capsys, "inspect", file)
+        assert " closed ones opened per query, – tokens back (median); – of queries" in said(capsys, "inspect", file)
         assert "no map to draw" in said(capsys, "plot", file, status=2)
 
 
