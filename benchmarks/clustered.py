@@ -3,6 +3,9 @@
 training    forward and backward of one attention layer over one sequence: the path that gathers what was read, the
             masked reference, and plain causal attention over everything
 decoding    one step of one layer after so many tokens: a query that reads pages, and one that reads everything
+breakdown   where such a step spends its time (figure 3 of the paper): planning which tokens and summaries are read,
+            closing pages (every 16th step), choosing pages, gathering keys and values, the softmax and the weighted
+            sum, and the rest, which is the logits
 
 OMP_NUM_THREADS=1 python benchmarks/clustered.py     # writes benchmarks/results/clustered.json
 """
@@ -12,8 +15,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
@@ -21,6 +28,7 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks.cpu_seconds import seconds, show, write
+from rollout import paged
 from rollout.cache import EvictingCache
 from rollout.paged import PagedCache
 from sparse_rl.attention.kernels.sdpa import sdpa
@@ -32,6 +40,14 @@ from sparse_rl.trace import NEVER
 HEADS, GROUP, DIM, PROMPT = 2, 2, 64, 256
 CACHE = {"policy": "clustered", "page": 16, "window": 128, "sinks": 4, "open_pages": 3}
 LENGTHS = {"training": (2048, 4096, 8192), "decoding": (4096, 8192, 32768)}
+STEPS = 64  # of which every 16th closes a page
+PARTS: dict[str, tuple[Any, str]] = {
+    "plan": (PagedCache, "begin_decode"),
+    "close": (PagedCache, "_close"),
+    "choose": (paged, "choose"),
+    "gather": (paged, "_read"),
+    "sum": (paged, "_weighed"),
+}
 
 
 def recorded(length: int) -> dict[str, torch.Tensor]:
@@ -68,32 +84,64 @@ def training_row(length: int, runs: int) -> dict[str, Any]:
     return {"tokens": length, **{name: seconds(lambda way=way: train(way), runs) for name, way in ways.items()}}
 
 
+def stepping(cache: EvictingCache, length: int) -> Callable[[], None]:
+    """What takes the next step, after a prompt of so many tokens and two steps."""
+    generator = torch.Generator().manual_seed(0)
+
+    def new(count: int) -> list[torch.Tensor]:
+        return [torch.randn(1, n, count, DIM, generator=generator) for n in (HEADS * GROUP, HEADS, HEADS)]
+
+    @torch.no_grad()
+    def step() -> None:
+        cache.begin_decode([True], torch.device("cpu"))
+        cache.attend(0, *new(1), DIM**-0.5)
+
+    cache.begin_prefill([length], torch.device("cpu"))
+    with torch.no_grad():
+        cache.attend(0, torch.zeros(1, HEADS * GROUP, length, DIM), *new(length)[1:], DIM**-0.5)
+    step()
+    step()
+    return step
+
+
 def decoding_row(length: int, runs: int) -> dict[str, Any]:
-    """The milliseconds of a step are those of many, one after another."""
+    """The seconds of a step are the mean over many, one after another."""
     row: dict[str, Any] = {"tokens": length}
-    steps = 32
-    for name, policy in (("full", make_policy("full")), ("clustered", make_policy(CACHE))):
-        generator = torch.Generator().manual_seed(0)
-
-        def new(count: int, generator: torch.Generator = generator) -> list[torch.Tensor]:
-            heads = (HEADS * GROUP, HEADS, HEADS)
-            return [torch.randn(1, n, count, DIM, generator=generator) for n in heads]
-
-        cache = (PagedCache if isinstance(policy, Clustered) else EvictingCache)(policy)
-        cache.begin_prefill([length], torch.device("cpu"))
-        key, value = new(length)[1:]
-        query = torch.zeros(1, HEADS * GROUP, length, DIM)
-        with torch.no_grad():
-            cache.attend(0, query, key, value, DIM**-0.5)
-
-            def step(cache: EvictingCache = cache, new: Any = new) -> None:
-                cache.begin_decode([True], torch.device("cpu"))
-                cache.attend(0, *new(1), DIM**-0.5)
-
-            for _ in range(2):
-                step()
-            row[name] = seconds(lambda step=step: [step() for _ in range(steps)], runs) / steps
+    for name, cache in (("full", EvictingCache(make_policy("full"))), ("clustered", PagedCache(make_policy(CACHE)))):
+        step = stepping(cache, length)
+        row[name] = seconds(lambda step=step: [step() for _ in range(STEPS)], runs) / STEPS
     return row
+
+
+def breakdown_row(length: int, runs: int) -> dict[str, Any]:
+    """Seconds of a step and of its parts, of the fastest run."""
+    found: list[dict[str, float]] = []
+    for _ in range(runs):
+        spent = dict.fromkeys(("step", *PARTS), 0.0)
+        with ExitStack() as patched:
+            for name, (owner, function) in PARTS.items():
+                timed = clocked(spent, name, getattr(owner, function))
+                patched.enter_context(mock.patch.object(owner, function, timed))
+            step = stepping(PagedCache(make_policy(CACHE)), length)
+            spent |= dict.fromkeys(PARTS, 0.0)
+            spent["step"] = seconds(lambda step=step: [step() for _ in range(STEPS)], 1)
+        found.append({name: value / STEPS for name, value in spent.items()})
+    best = min(found, key=lambda spent: spent["step"])
+    return {"tokens": length, **best, "logits": 2 * best["step"] - sum(best.values())}
+
+
+def clocked(spent: dict[str, float], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, its time added to `spent`; what one of these calls of another counts for the caller alone."""
+
+    def timed(*given: Any) -> Any:
+        before, start = dict(spent), time.process_time()
+        try:
+            return function(*given)
+        finally:
+            spent.update(before)
+            spent[name] += time.process_time() - start
+
+    return timed
 
 
 def main() -> None:
@@ -105,8 +153,10 @@ def main() -> None:
     decoding = [decoding_row(length, options.runs) for length in LENGTHS["decoding"]]
     shape = f"{HEADS * GROUP} query / {HEADS} kv heads of {DIM}, CPU seconds"
     show(f"a layer of training, {shape}", training, 1)
+    breakdown = [breakdown_row(length, options.runs) for length in LENGTHS["decoding"]]
     show(f"a step of decoding in one layer, {shape}", decoding, 1)
-    write(options.out, cache=CACHE, training=training, decoding=decoding)
+    show("where it spends them", breakdown, 1)
+    write(options.out, cache=CACHE, training=training, decoding=decoding, breakdown=breakdown)
 
 
 if __name__ == "__main__":

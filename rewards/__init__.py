@@ -36,6 +36,7 @@ from rewards.length import SoftOverlongReward
 from rewards.math import MathReward
 from rewards.own import own_reward
 from rewards.repetition import RepetitionReward
+from rewards.short_answer import ShortAnswerReward
 
 __all__ = ["REWARDS", "Reward", "make_rewards"]
 
@@ -47,6 +48,7 @@ REWARDS: dict[str, type] = {
     "format": FormatReward,
     "soft_overlong": SoftOverlongReward,
     "repetition": RepetitionReward,
+    "short_answer": ShortAnswerReward,
 }
 
 

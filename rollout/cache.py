@@ -143,7 +143,7 @@ class EvictingCache:
 
     @property
     def capacity(self) -> int:
-        return self.layers[0].keys.shape[2]
+        return next(iter(self.layers.values())).keys.shape[2]
 
     def allocated_bytes(self) -> int:
         """Bytes of keys and values that are really allocated, all layers."""

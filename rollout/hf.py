@@ -24,6 +24,7 @@ from rollout.cache import EvictingCache
 from rollout.config import SamplingConfig
 from rollout.engine import LEAST_ROWS, Rollout
 from rollout.gated import GatedCache
+from rollout.layered import LayeredCache
 from rollout.paged import PagedCache
 from rollout.requests import Request, forced_token, requests_to_sample, requests_to_simulate, stop_tokens, token_ids
 from rollout.sampling import Uniforms, sample
@@ -33,6 +34,7 @@ from sparse_rl.models.directory import SCORERS
 from sparse_rl.models.load import load_model, load_plain_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.clustered import Clustered
+from sparse_rl.policies.layered import Layered
 from sparse_rl.scorers.base import digests
 from sparse_rl.trace import EvictionTrace
 
@@ -41,7 +43,7 @@ from sparse_rl.trace import EvictionTrace
 class PrefilledPrompts:
     """See `Prefilled` in engine.py. hidden [B, hidden size]: the decoder's, at each prompt's last token."""
 
-    cache: EvictingCache
+    cache: EvictingCache | LayeredCache
     hidden: torch.Tensor
 
     def fork(self, rows: Sequence[int]) -> PrefilledPrompts:
@@ -140,11 +142,9 @@ class HFEngine:
         last = torch.tensor(lengths, device=device) - 1
         return PrefilledPrompts(cache, hidden[torch.arange(len(prompts), device=device), last])
 
-    def _cache(self) -> EvictingCache:
+    def _cache(self) -> EvictingCache | LayeredCache:
         """An empty one of the kind that the policy needs."""
-        if isinstance(self.policy, Clustered):
-            return PagedCache(self.policy)
-        return (GatedCache if self.policy.schedule.counts_vary else EvictingCache)(self.policy)
+        return LayeredCache(self.policy, _cache_of) if isinstance(self.policy, Layered) else _cache_of(self.policy)
 
     def _run(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
         rollouts: list[Rollout | None] = [None] * len(requests)
@@ -230,7 +230,7 @@ class HFEngine:
             positions = torch.tensor([[n - 1] for n in cache.seen], device=device)
             logits = self._logits(self._hidden(ids, positions, cache)[:, 0])
 
-    def _prefill_and_fork(self, prompts: list[list[int]]) -> tuple[EvictingCache, torch.Tensor]:
+    def _prefill_and_fork(self, prompts: list[list[int]]) -> tuple[EvictingCache | LayeredCache, torch.Tensor]:
         """The cache of these prompts, of which each distinct one is prefilled once, and their last logits [B, V]."""
         distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         prefilled = self.prefill(list(distinct))
@@ -239,7 +239,7 @@ class HFEngine:
             prefilled = prefilled.fork(rows)
         return prefilled.cache, self._logits(prefilled.hidden)
 
-    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, cache: EvictingCache) -> torch.Tensor:
+    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, cache: EvictingCache | LayeredCache) -> torch.Tensor:
         """The decoder's last hidden states [B, T, hidden] of ids [B, T]."""
         decoder = self.model.get_decoder()
         out = decoder(input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=cache, use_cache=False)
@@ -250,6 +250,12 @@ class HFEngine:
         return self.model.get_output_embeddings()(hidden)
 
     @staticmethod
-    def _trace(cache: EvictingCache, place: int, row: Row) -> EvictionTrace:
+    def _trace(cache: EvictingCache | LayeredCache, place: int, row: Row) -> EvictionTrace:
         length = len(row.request.prompt) + len(row.tokens)
         return EvictionTrace.recorded(cache.evict_at(place, length), cache.further(place, length))
+
+
+def _cache_of(policy: Policy) -> EvictingCache:
+    if isinstance(policy, Clustered):
+        return PagedCache(policy)
+    return (GatedCache if policy.schedule.counts_vary else EvictingCache)(policy)

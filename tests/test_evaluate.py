@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import statistics
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from rollout.evaluation.estimators import mean_and_error, pass_at_k
 from sparse_rl.analysis.evaluation import accuracy_table
@@ -26,6 +28,10 @@ ACCURACY = '''
 def even(completions, answer, **_):
     """Right where the text has an even length; no gold, no score."""
     return [None if a == "none" else float(len(c) % 2 == 0) for c, a in zip(completions, answer)]
+
+def long(completions, answer, **_):
+    """Right where the text is long; of the even answers alone."""
+    return [None if int(a) % 2 else float(len(c) > 20) for c, a in zip(completions, answer)]
 
 def half(completions, **_):
     return [0.5 for _ in completions]
@@ -123,6 +129,55 @@ def test_a_row_is_what_its_completions_say(recipe_of, tmp_path):
     assert rows[0].longest_prompt == 6 and rows[1].retention == 1 > rows[0].retention
 
 
+def test_further_accuracies_judge_the_same_completions(recipe_of, tmp_path):
+    """Each is the mean over the problems that it can score, and over those alone; the rest of the row stays."""
+    own = {"even": "evaluation_accuracy:even", "long": "evaluation_accuracy:long"}
+    rows = rows_of(6)
+    plain = evaluate(recipe_of(rows), progress=False)[0]
+    before = completions(tmp_path)
+    row = evaluate(recipe_of(rows, further_accuracy=own), progress=False)[0]
+    lines = completions(tmp_path)
+    assert replace(row, further_accuracy={}, seconds=0, tokens_per_second=0) == replace(
+        plain, seconds=0, tokens_per_second=0
+    )
+    rewards = [line.pop("further_rewards") for line in lines]
+    assert lines == before and [given["even"] for given in rewards] == [line["reward"] for line in lines]
+    even, long = row.further_accuracy["even"], row.further_accuracy["long"]
+    assert (even.accuracy, even.standard_error, even.problems) == (row.accuracy, row.standard_error, row.problems)
+    shares = [
+        statistics.mean(len(x["completion"]) > 20 for x in lines if x["problem"] == problem) for problem in (0, 2, 4)
+    ]
+    assert long.problems == 3 and long.accuracy == pytest.approx(statistics.mean(shares))
+    assert long.standard_error == pytest.approx(statistics.stdev(shares) / 3**0.5) and 0 < long.accuracy < 1
+    content = json.loads((tmp_path / "out" / "eval.json").read_text())["rows"][0]["further_accuracy"]
+    assert content["long"] == {"accuracy": long.accuracy, "standard_error": long.standard_error, "problems": 3}
+    table = accuracy_table([row])
+    cells = {str(column.header): next(iter(column.cells)) for column in table.columns}
+    assert cells["even"] == cells["pass@1"] and cells["long"].endswith(" (3)") and "(m)" in str(table.caption)
+    assert accuracy_table([plain]).caption is None
+    odd = replace(row, task="[/a]", further_accuracy={"[/b]": even})  # what rich would take for markup
+    console = Console(file=io.StringIO(), width=200)
+    console.print(accuracy_table([odd]))
+    assert "[/a]" in console.file.getvalue() and "[/b]" in console.file.getvalue()
+
+
+def test_short_answers_over_the_answerable_alone(recipe_of):
+    """Of texts that are all right, or all wrong: an unanswerable question counts as wrong, or does not count."""
+    rows = [{"prompt": f"Qa{i}?", "answers": ["Aa", " "] if i < 3 else []} for i in range(4)]
+    spec = {"name": "short_answer", "match": "contained"}
+    further = {"answerable": {**spec, "unanswerable": "left_out"}, "exact": {"name": "short_answer"}}
+    recipe = replace(recipe_of(rows, further_accuracy=further), accuracy=spec)
+    row = evaluate(recipe, progress=False)[0]
+    assert (row.problems, row.excluded, row.further_accuracy["answerable"].problems) == (4, 0, 3)
+    assert 4 * row.accuracy == pytest.approx(3 * row.further_accuracy["answerable"].accuracy)
+    assert row.further_accuracy["exact"].accuracy <= row.accuracy
+    with pytest.raises(UserError, match=r"tasks\.one: an accuracy needs a column 'answers'; the source has prompt"):
+        evaluate(replace(recipe_of(rows_of(2), further_accuracy={"short": "short_answer"})), progress=False)
+    for wrong, message in (("broken", "broken raised KeyError"), ("short", "short returned 1"), ("none", "reward .*")):
+        with pytest.raises(UserError, match=rf"further_accuracy\.mine: {message}"):
+            evaluate(recipe_of(rows_of(2), further_accuracy={"mine": f"evaluation_accuracy:{wrong}"}), progress=False)
+
+
 def test_each_cache_has_one_engine_at_a_time(recipe_of, as_vllm, monkeypatch):
     """All tasks run on it, and it is closed before the next is opened; the rows are in the order of the tasks."""
     recipe = recipe_of(rows_of(3), sweep={"policy": ["streaming", "full"], "budget": [8]})
@@ -180,7 +235,15 @@ def test_correct_means_a_reward_of_at_least_one(recipe_of):
 
 def test_what_is_held_and_what_is_read_are_told_apart(recipe_of):
     clustered = {"policy": "clustered", "page": 4, "window": 4, "open_pages": 1}
-    rows = evaluate(recipe_of(rows_of(2), sweep={"policy": [clustered, "full"]}), progress=False)
+    lined = {"policy": "lined", "window": 4, "period": 1}
+    parts = [{"layers": 1, "cache": lined}, {"layers": 1, "cache": clustered}]
+    swept = [clustered, "full", lined, {"policy": "layered", "parts": parts}]
+    *rows, lined_row, layered_row = evaluate(recipe_of(rows_of(2), sweep={"policy": swept}), progress=False)
+    assert rows[0].retention == 1 and rows[0].mean_peak_entries > rows[0].read_entries
+    assert lined_row.retention < 0.9 and lined_row.peak_entries == lined_row.read_entries < rows[0].read_entries
+    assert lined_row.retention < layered_row.retention < 1
+    assert lined_row.peak_entries < layered_row.peak_entries < rows[0].peak_entries
+    assert layered_row.read_entries < layered_row.peak_entries
     longest = rows[1].peak_entries
     assert rows[1].read_entries == longest > 20 and rows[0].peak_entries > rows[0].read_entries > 8
     names = [str(column.header) for column in accuracy_table(rows).columns]

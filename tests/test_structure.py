@@ -19,8 +19,9 @@ PACKAGES = ("sparse_rl", "rollout", "trainer", "rewards")
 CORE = ("trace", "policies", "scorers", "kernels", "matching", "pages", "attention", "models", "data")
 BASE = ("errors", "config", "files", "lazy", "metrics")  # each stands on nothing, or on another of these
 
-# Part -> the parts that it may import, besides itself and BASE. "configurations" are the modules named `config`, which
-# hold a component's settings, and the schedule of a cache policy: they import nothing but one another and BASE.
+# Part -> the parts that it may import, besides itself and BASE. "configurations" are the modules and packages named
+# `config`, which hold a component's settings, and the schedule of a cache policy: they import nothing but one another
+# and BASE.
 MAY_IMPORT = {
     "configurations": (),
     "trace": (),
@@ -28,11 +29,11 @@ MAY_IMPORT = {
     "data": ("configurations",),
     "scorers": ("configurations",),
     "matching": ("trace",),
-    "pages": (),
+    "pages": ("kernels",),
     "policies": ("configurations", "kernels", "matching", "pages", "scorers", "trace"),
     "attention": ("configurations", "trace", "kernels", "matching", "pages", "policies", "scorers"),
     "models": ("configurations", "policies", "scorers", "attention"),
-    "analysis": ("trace",),
+    "analysis": ("pages", "trace"),
     "recipe": ("configurations",),
     "rollout": ("configurations", *CORE),
     "trainer": ("configurations", *CORE, "rollout"),
@@ -79,7 +80,7 @@ def part_of(module: str) -> str:
     package, *rest = module.split(".")
     if package == "sparse_rl" and rest and rest[0] in BASE:
         return "base"
-    if rest and rest[-1] in ("config", "schedule"):
+    if rest and (rest[-1] == "schedule" or "config" in rest):
         return "configurations"
     if package != "sparse_rl":
         return package

@@ -10,6 +10,7 @@ import yaml
 
 from sparse_rl.policies.base import Policy
 
+LONG = 100_000  # tokens: of a sequence in which a policy shows whether less is read than is held
 KINDS = {
     "grpo": "GRPO",
     "distill": "distillation",
@@ -47,12 +48,21 @@ def model_card(
     table["Versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
     rows = "\n".join(f"| {what} | {finding} |" for what, finding in table.items())
     local = str(place) if hub_name is None else hub_name.split("/")[-1]
+    commands = [] if hub_name is None else [f"hf download {hub_name} --local-dir {local}"]
+    only_hf = policy is not None and policy.config.only_hf
+    about = ABOUT_FULL
+    if policy is not None:
+        reads_less = policy.most_read(1, LONG) < policy.schedule.most_decoding(1, LONG)
+        about = ABOUT_READ if reads_less else ABOUT_SMALL
+    commands += [] if only_hf else [f"sparse-rl serve {local}  # vLLM's OpenAI server"]
+    commands += [f"sparse-rl eval eval/math500 model={local}  # accuracy"]
     return CARD.format(
         metadata=yaml.safe_dump(metadata, sort_keys=False).strip(),
         name=Path(place).resolve().parent.name if hub_name is None else local,
-        about=ABOUT_FULL if policy is None else ABOUT_SMALL,
+        about=about,
         table=rows,
-        download="" if hub_name is None else f"hf download {hub_name} --local-dir {local}\n",
+        package="sparse-rl" if only_hf else "sparse-rl[vllm]",
+        commands="\n".join(commands),
         local=local,
         carries="No cache policy comes with it" if policy is None else "The policy comes with it (`cache_policy.json`)",
         recipe=yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True).strip(),
@@ -62,6 +72,9 @@ def model_card(
 ABOUT_SMALL = """
 It was trained to reason under a small KV cache. While it generates, entries of the cache are evicted by the policy
 below; used with a full cache it is an ordinary model of its family."""
+ABOUT_READ = """
+It was trained to reason while each token reads a part of the KV cache, as the policy below says; used with a full cache
+it is an ordinary model of its family."""
 ABOUT_FULL = """
 It was trained with a full KV cache."""
 CARD = """---
@@ -70,7 +83,7 @@ CARD = """---
 
 # {name}
 
-A model trained by sparse-rl (`pip install "sparse-rl[vllm]"`).
+A model trained by sparse-rl (`pip install "{package}"`).
 {about}
 
 | | |
@@ -82,8 +95,7 @@ A model trained by sparse-rl (`pip install "sparse-rl[vllm]"`).
 {carries}; each command takes it from there.
 
 ```bash
-{download}sparse-rl serve {local}  # vLLM's OpenAI server
-sparse-rl eval eval/math500 model={local}  # accuracy
+{commands}
 ```
 
 In Python, under its cache:

@@ -3,23 +3,27 @@
 Every problem is sampled n times. A completion is correct iff its score is at least 1; a problem with a sample that has
 no score (its gold answer cannot be read) is left out and counted. pass@k is averaged over problems, with the standard
 error over problems: samples of one problem are not independent. All points see the same seed. Each policy has one
-engine, on which all tasks run.
+engine, on which all tasks run. The same completions may have further scores, each with an accuracy of its own over the
+problems that it can score.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tqdm import tqdm
 
 from rollout.config import SamplingConfig
 from rollout.engine import Engine, Rollout
+from rollout.evaluation.entries import EntryCounts
 from rollout.evaluation.estimators import mean_and_error, pass_at_k
 from rollout.evaluation.samples import sample_in_parts, summary
 from sparse_rl.policies.base import Policy
+
+Score = Callable[[list[int], list[str], list[Rollout]], list[float | None]]
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,21 @@ class Task:
 
     prompts : token ids, one list per problem
     score : (problem of each completion, its text, its rollout) -> its score, None where there is none
+    further : name -> another such score
     """
 
     prompts: Sequence[Sequence[int]]
-    score: Callable[[list[int], list[str], list[Rollout]], list[float | None]]
+    score: Score
+    further: Mapping[str, Score] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """pass@1 by one score over so many problems, with its standard error; None where too few could be scored."""
+
+    accuracy: float | None
+    standard_error: float | None
+    problems: int
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,7 @@ class EvalRow:
     accuracy : pass@1 over `problems` problems of `samples` samples; None where no problem could be scored
     standard_error : of accuracy, over problems; None for fewer than two
     pass_at_k, pass_at_k_error : k = 1, 2, 4, ... <= samples -> the same for pass@k
+    further_accuracy : the same by each of the further scores
     excluded : problems left out, whose gold answer cannot be read
     retention : cache length / sequence length at the end, over all completions, and over the correct ones
     length, truncated : mean tokens of a completion; share that ran into max_tokens
@@ -58,6 +74,7 @@ class EvalRow:
     excluded: int
     accuracy: float | None
     standard_error: float | None
+    further_accuracy: dict[str, Accuracy]
     pass_at_k: dict[int, float]
     pass_at_k_error: dict[int, float | None]
     retention: float
@@ -104,13 +121,14 @@ def evaluate(
             with open_engine(policy) as engine:
                 for name, task in tasks.items():
                     bar.set_description(f"{name} · {policy.name}{_budget(policy)}")
-                    point = Point(name, policy, sampling)
+                    point = Point(name, engine.policy, sampling, tuple(task.further))
                     for problems, rollouts, seconds in sample_in_parts(engine, task.prompts, sampling):
                         asked = [problem for problem in problems for _ in range(sampling.n)]
                         texts = decode([rollout.completion_ids for rollout in rollouts])
                         scores = task.score(asked, texts, rollouts)
-                        point.add(problems, rollouts, scores, seconds)
-                        for line in point.lines(problems, rollouts, texts, scores):
+                        further = {key: score(asked, texts, rollouts) for key, score in task.further.items()}
+                        point.add(problems, rollouts, scores, further, seconds)
+                        for line in point.lines(problems, rollouts, texts, scores, further):
                             on_completion(line)
                         bar.update(len(problems))
                     done[name, place] = point.row()
@@ -121,23 +139,28 @@ def evaluate(
 class Point:
     """What is gathered of one task under one cache."""
 
-    def __init__(self, task: str, policy: Policy, sampling: SamplingConfig) -> None:
+    def __init__(self, task: str, policy: Policy, sampling: SamplingConfig, further: Sequence[str] = ()) -> None:
         self.task, self.policy, self.sampling, self.samples = task, policy, sampling, sampling.n
         self.correct: list[int | None] = []  # per problem; None: left out
+        self.further: dict[str, list[int | None]] = {name: [] for name in further}
         self.kept: list[float] = []
         self.kept_correct: list[float] = []
         self.lengths: list[int] = []
-        self.truncated, self.forced, self.peak, self.read, self.longest_prompt = 0, 0, 0, 0, 0
+        self.truncated, self.forced = 0, 0
         self.seconds = 0.0
-        self.peaks: list[float] = []  # per completion, the mean over layers and kv heads
+        self.entries = EntryCounts(policy)
 
     def add(
-        self, indices: Sequence[int], rollouts: Sequence[Rollout], scores: Sequence[float | None], seconds: float
+        self,
+        indices: Sequence[int],
+        rollouts: Sequence[Rollout],
+        scores: Sequence[float | None],
+        further: Mapping[str, Sequence[float | None]],
+        seconds: float,
     ) -> None:
-        for place in range(len(indices)):
-            mine = scores[place * self.samples : (place + 1) * self.samples]
-            known = [score for score in mine if score is not None]
-            self.correct.append(sum(score >= 1 for score in known) if len(known) == len(mine) else None)
+        self.correct += count_correct(scores, self.samples)
+        for name, others in further.items():
+            self.further[name] += count_correct(others, self.samples)
         for rollout, score in zip(rollouts, scores, strict=True):
             retention = rollout.trace.retention()
             self.kept.append(retention)
@@ -146,26 +169,25 @@ class Point:
             self.lengths.append(len(rollout.completion_ids))
             self.truncated += rollout.finish_reason == "length"
             self.forced += bool(self.sampling.forced) and len(rollout.completion_ids) > self.sampling.forced_from
-            prompt, fed = len(rollout.prompt_ids), len(rollout.trace) - 1
-            peaks = rollout.trace.peak_counts(prompt)
-            self.peaks.append(float(peaks.float().mean()))
-            schedule = self.policy.schedule
-            self.peak = max(
-                self.peak, int(peaks.max()) if schedule.counts_vary else schedule.most_decoding(prompt, fed)
-            )
-            self.read = max(self.read, self.peak if schedule.counts_vary else self.policy.most_read(prompt, fed))
-            self.longest_prompt = max(self.longest_prompt, prompt)
+            self.entries.add(rollout)
         self.seconds += seconds
 
     def lines(
-        self, indices: Sequence[int], rollouts: Sequence[Rollout], texts: Sequence[str], scores: Sequence[float | None]
+        self,
+        indices: Sequence[int],
+        rollouts: Sequence[Rollout],
+        texts: Sequence[str],
+        scores: Sequence[float | None],
+        further: Mapping[str, Sequence[float | None]],
     ) -> Iterator[dict[str, Any]]:
         """One line per completion for eval_completions.jsonl."""
         where = {"task": self.task, "policy": self.policy.name, "parameters": self.policy.parameters()}
         for i, (rollout, text, score) in enumerate(zip(rollouts, texts, scores, strict=True)):
             correct = None if score is None else score >= 1
             place = {"problem": indices[i // self.samples], "sample": i % self.samples}
-            yield {**where, **place, "correct": correct, "reward": score, **summary(rollout), "completion": text}
+            others = {"further_rewards": {name: found[i] for name, found in further.items()}} if further else {}
+            scored = {"correct": correct, "reward": score, **others}
+            yield {**where, **place, **scored, **summary(rollout), "completion": text}
 
     def row(self) -> EvalRow:
         counted = [c for c in self.correct if c is not None]
@@ -182,6 +204,7 @@ class Point:
             excluded=len(self.correct) - len(counted),
             accuracy=accuracy,
             standard_error=error,
+            further_accuracy={name: self._accuracy(correct) for name, correct in self.further.items()},
             pass_at_k={k: mean for k, (mean, _) in at.items() if mean is not None},
             pass_at_k_error={k: se for k, (_, se) in at.items()},
             retention=sum(self.kept) / len(self.kept),
@@ -189,14 +212,24 @@ class Point:
             length=tokens / len(self.lengths),
             truncated=self.truncated / len(self.lengths),
             forced=self.forced / len(self.lengths),
-            peak_entries=self.peak,
-            read_entries=self.read,
-            mean_peak_entries=sum(self.peaks) / len(self.peaks),
-            longest_prompt=self.longest_prompt,
+            peak_entries=self.entries.peak,
+            read_entries=self.entries.read,
+            mean_peak_entries=self.entries.mean_peak,
+            longest_prompt=self.entries.longest_prompt,
             tokens=tokens,
             tokens_per_second=tokens / max(self.seconds, 1e-9),
             seconds=self.seconds,
         )
+
+    def _accuracy(self, correct: Sequence[int | None]) -> Accuracy:
+        shares = [count / self.samples for count in correct if count is not None]
+        return Accuracy(*mean_and_error(shares), len(shares))
+
+
+def count_correct(scores: Sequence[float | None], samples: int) -> list[int | None]:
+    """Correct samples of each problem, given the scores of all, problem-major; None where one of them has none."""
+    problems = [scores[start : start + samples] for start in range(0, len(scores), samples)]
+    return [None if None in mine else sum(score is not None and score >= 1 for score in mine) for mine in problems]
 
 
 def _budget(policy: Policy) -> str:

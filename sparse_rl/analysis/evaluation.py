@@ -1,4 +1,4 @@
-"""The table of an evaluation, from its rows (rollout/evaluation)."""
+"""The tables of evaluations, from their rows (rollout/evaluation)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ if TYPE_CHECKING:
 
 def accuracy_table(rows: Sequence[Any]) -> Table:
     """The rows for people."""
+    from rich.markup import escape
     from rich.table import Table
 
     title = "accuracy: completions with reward >= 1, as kept and cut off in percent; ± one standard error over problems"
     made = Table(title=title)
     largest = max((k for row in rows for k in row.pass_at_k), default=1)
     names = ["task", "cache", "n", "pass@1", *([f"pass@{largest}"] if largest > 1 else [])]
+    further = list(dict.fromkeys(name for row in rows for name in row.further_accuracy))
+    names += map(escape, further)
     differ = any(row.read_entries != row.peak_entries for row in rows)
     entries = ("held", "read") if differ else ("peak",)
     for name in (*names, "kept", "kept if right", *entries, "tokens", "cut off", "tok/s"):
@@ -24,19 +27,55 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
     for row in rows:
         count = f"{row.problems}×{row.samples}" + (f" (−{row.excluded})" if row.excluded else "")
         cells = [
-            row.task,
+            escape(row.task),
             row.policy + (f" {row.budget}" if row.budget else ""),
             count,
             _percent(row.accuracy, row.standard_error),
         ]
         if largest > 1:
             cells.append(_percent(row.pass_at_k.get(largest), row.pass_at_k_error.get(largest)))
+        cells += [_further(row, name) for name in further]
         cells += [_percent(row.retention), _percent(row.retention_correct), str(row.peak_entries)]
         cells += [*([str(row.read_entries)] if differ else []), f"{row.length:.0f}"]
         made.add_row(*cells, _percent(row.truncated), f"{row.tokens_per_second:.0f}")
+    captions = []
     if any(row.excluded for row in rows):
-        made.caption = "(−m): m problems left out, their gold answers cannot be read"
+        captions.append("(−m): m problems left out, their gold answers cannot be read")
+    if any(found.problems != row.problems for row in rows for found in row.further_accuracy.values()):
+        captions.append("(m): an accuracy over m problems")
+    made.caption = "; ".join(captions) or None
     return made
+
+
+def perplexity_table(rows: Sequence[Any]) -> Table:
+    """The rows for people."""
+    from rich.table import Table
+
+    first = rows[0]
+    behind = f"{first.completion_tokens} tokens decoded behind {first.prompt_tokens}"
+    made = Table(title=f"{first.pieces} pieces, {behind}; kept in percent; ± one standard error over pieces")
+    differ = any(row.read_entries != row.peak_entries for row in rows)
+    entries = ("held", "read") if differ else ("peak",)
+    for name in ("cache", "nll of a token", "perplexity", "kept", *entries, "tok/s"):
+        made.add_column(name, justify="left" if name == "cache" else "right", no_wrap=True)
+    for row in rows:
+        made.add_row(
+            row.policy + (f" {row.budget}" if row.budget else ""),
+            f"{row.nll:.4f}" + ("" if row.standard_error is None else f" ± {row.standard_error:.4f}"),
+            "–" if row.perplexity is None else f"{row.perplexity:.2f}",
+            _percent(row.retention),
+            str(row.peak_entries),
+            *([str(row.read_entries)] if differ else []),
+            f"{row.tokens_per_second:.0f}",
+        )
+    return made
+
+
+def _further(row: Any, name: str) -> str:
+    """The accuracy by a further score, and over how many problems, where not over as many as the row's own."""
+    found = row.further_accuracy[name]
+    count = "" if found.problems == row.problems else f" ({found.problems})"
+    return _percent(found.accuracy, found.standard_error) + count
 
 
 def _percent(value: float | None, error: float | None = None) -> str:

@@ -1,4 +1,4 @@
-"""What eviction traces keep: numbers, tables and pictures."""
+"""What eviction traces hold and keep: numbers, tables and pictures."""
 
 from __future__ import annotations
 
@@ -13,27 +13,62 @@ if TYPE_CHECKING:
 
     from sparse_rl.trace import EvictionTrace
 
+HELD = ("retention", "kept_per_head", "density")  # names of what is said of the tokens held at the end
+UNPAGED = ("unpaged", "unpaged_per_head", "unpaged_density")  # and, where all are held, of those outside closed pages
+
 
 def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, str]) -> dict[str, Any]:
-    """What `sparse-rl inspect` says of a file; kept_per_head is [L][Hkv], a mean over traces."""
+    """What `sparse-rl inspect` says of a file.
+
+    HELD; where pages close, its share and UNPAGED: the tokens of a closed page are held, and read in its summary
+    pages : where pages close: what was opened (opened.py)
+    sections : those beside evict_at
+    compactions : of a trace, where they refit entries
+
+    What is said per head is [L][Hkv], a mean over traces.
+    """
     import torch
 
+    from sparse_rl.analysis.opened import page_statistics
+
     kept = torch.stack([t.kept_counts().float() for t in traces]).mean(0)
-    retention = [t.retention() for t in traces]
     lengths = [len(t) for t in traces]
 
     def spread(values: Sequence[float]) -> dict[str, float]:
         return {"min": min(values), "mean": sum(values) / len(values), "max": max(values)}
 
-    return {
+    pages = page_statistics(traces)
+    share, per_head, density = HELD if pages is None else UNPAGED
+    statistics = {
         "traces": len(traces),
         "layers": traces[0].layers,
         "kv_heads": traces[0].kv_heads,
         "length": spread(lengths),
-        "retention": spread(retention),
-        "kept_per_head": [[round(v, 2) for v in row] for row in kept.tolist()],
-        "density": [round(v, 4) for v in mean_density(traces, 20).tolist()],
+        HELD[0]: spread([t.retention() for t in traces]),
+        share: spread([float(t.kept_counts().float().mean()) / max(len(t) - 1, 1) for t in traces]),
+        per_head: [[round(v, 2) for v in row] for row in kept.tolist()],
+        density: [round(v, 4) for v in mean_density(traces, 20).tolist()],
         "fingerprint": dict(fingerprint),
+        "sections": _further(traces),
+    }
+    if pages is not None:
+        statistics["pages"] = pages
+    if "refit_at" in traces[0].further:
+        statistics["compactions"] = spread([len(t.further["refit_at"]) for t in traces])
+    return statistics
+
+
+def _further(traces: Sequence[EvictionTrace]) -> dict[str, Any]:
+    """Of each section beside evict_at: its bytes in all traces, and its dtype and shape in the first."""
+    from sparse_rl.trace import SECTIONS
+
+    return {
+        name: {
+            "bytes": sum(t.further[name].nbytes for t in traces),
+            "dtype": str(first.dtype).removeprefix("torch."),
+            "shape": dict(zip(SECTIONS[name].axes, first.shape, strict=True)),
+        }
+        for name, first in traces[0].further.items()
     }
 
 
@@ -49,23 +84,47 @@ def mean_density(traces: Sequence[EvictionTrace], bins: int, layer: int | None =
     return (stacked * filled).sum(0) / filled.sum(0).clamp(min=1)
 
 
-def kept_table(kept: Sequence[Sequence[float]], large: int) -> Table:
-    """Entries held at the end per layer and kv head; with more than `large` of either, a summary of some layers."""
+def kept_table(statistics: Mapping[str, Any], large: int) -> Table:
+    """What is held at the end per layer and kv head, of `trace_statistics`.
+
+    Where pages close, what is outside them, a mean over kv heads (they close alike in all), and what was opened.
+
+    large : with more layers or heads than this, a summary of some layers
+    """
     from rich.table import Table
 
-    table = Table(title="entries held at the end", title_justify="left")
-    summary = len(kept[0]) > large
-    for name in ("layer", *(("min", "mean", "max") if summary else (f"head {h}" for h in range(len(kept[0]))))):
+    pages = statistics.get("pages")
+    kept = statistics[HELD[1] if pages is None else UNPAGED[1]]
+    summary = pages is None and len(kept[0]) > large
+    if pages is not None:
+        title, names = "pages opened per query", ["unpaged", "opened", "tokens back", "as before"]
+    else:
+        title = "entries held at the end"
+        names = ["min", "mean", "max"] if summary else [f"head {h}" for h in range(len(kept[0]))]
+    table = Table(title=title, title_justify="left")
+    for name in ("layer", *names):
         table.add_column(name, justify="right")
     stride = -(-len(kept) // large)
     for layer in range(0, len(kept), stride):
-        row = kept[layer]
-        table.add_row(
-            str(layer), *(f"{v:.1f}" for v in ((min(row), sum(row) / len(row), max(row)) if summary else row))
-        )
+        row, mean = kept[layer], sum(kept[layer]) / len(kept[layer])
+        if pages is not None:
+            cells = [f"{mean:.1f}", *opened_words(pages["layers"][layer])]
+        else:
+            cells = [f"{v:.1f}" for v in ((min(row), mean, max(row)) if summary else row)]
+        table.add_row(str(layer), *cells)
     if stride > 1:
         table.caption = f"every {stride} layers of {len(kept)}; --json has all"
     return table
+
+
+def opened_words(numbers: Mapping[str, Any]) -> list[str]:
+    """Pages per query, the median of tokens back to them, and the share of queries that opened the same as before."""
+    back, repeated = numbers["median_back"], numbers["repeated"]
+    return [
+        f"{numbers['opened']:.2f}",
+        "–" if back is None else str(back),
+        "–" if repeated is None else f"{repeated:.1%}",
+    ]
 
 
 def histogram(shares: Sequence[float], height: int = 6) -> list[str]:

@@ -104,7 +104,7 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     from rollout.choice import choose_engine
     from sparse_rl.commands.machine import device_memory, host_memory
     from sparse_rl.commands.memory import ASSUMED_PROMPT, plan, verdicts
-    from sparse_rl.commands.sampling import cache_configs, unwise
+    from sparse_rl.commands.sampling import cache_configs, remarks
     from trainer.config import LaunchConfig
 
     made = plan(recipe, config)
@@ -113,7 +113,7 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     if (rollout := recipe.engine_config()) is not None:
         caches = cache_configs(recipe)
         lines.append(f"rollouts: {choose_engine(rollout, config, caches)[1]}")
-        lines += unwise(caches, config)
+        lines += remarks(caches, config)
     if recipe.trained:
         lines += _attention_kernels(recipe.as_training())
     local, cards = launch.processes // launch.machines, torch.cuda.device_count()

@@ -27,6 +27,7 @@ from sparse_rl.recipe import EvalRecipe, Recipe, list_recipes, load_recipe, make
 if TYPE_CHECKING:
     from rollout.engine import Rollout
     from rollout.evaluation.evaluate import EvalRow
+    from rollout.evaluation.perplexity import PerplexityRow
 
 ABOUT = "pass@1 of a model over tasks, cache policies and budgets."
 FORMAT_VERSION = 1
@@ -87,13 +88,17 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
     say("rollouts", finding)
     recipe = chosen.as_evaluation()
     tokenizer = load_tokenizer(recipe.model)
-    reward = _accuracy(recipe)
-    require = ("prompt", "answer") if _needs_answer(recipe) else ("prompt",)
+    rewards = {key: _reward(spec, key) for key, spec in recipe.accuracies().items()}
+    needed = {column for spec in recipe.accuracies().values() if (column := _needed_column(spec))}
     tasks = {}
     for name, data in recipe.tasks.items():
-        problems = load_data(data, tokenizer, require=require, where=f"tasks.{name}")
-        score = partial(_score, reward, problems)
-        tasks[name] = Task(sampling.prompt_tokens(problems, tokenizer, data), score)
+        problems = load_data(data, tokenizer, require=("prompt", *needed & {"answer"}), where=f"tasks.{name}")
+        if missing := sorted(needed - {*problems.column_names}):
+            has = ", ".join(problems.column_names)
+            raise UserError(f"an accuracy needs a column {missing[0]!r}; the source has {has}", f"tasks.{name}")
+        score, *further = (partial(_score, reward, key, problems) for key, reward in rewards.items())
+        prompts = sampling.prompt_tokens(problems, tokenizer, data)
+        tasks[name] = Task(prompts, score, dict(zip(recipe.further_accuracy, further, strict=True)))
     sampled = replace(
         recipe.sampling(recipe.samples), **recipe.forcing(partial(tokenizer.encode, add_special_tokens=False))
     )
@@ -107,43 +112,50 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
             opened,
             partial(tokenizer.batch_decode, skip_special_tokens=True),
             on_completion=lambda line: print(json.dumps(line), file=log),
-            on_row=partial(write_results, folder / RESULTS, recipe),
+            on_row=partial(write_results, folder / RESULTS, recipe, correct_if="accuracy reward >= 1"),
             progress=progress,
         )
 
 
-def write_results(file: Path, recipe: EvalRecipe, rows: Sequence[EvalRow]) -> None:
-    """eval.json: {format_version, recipe, versions, seed, correct_if, rows}; written anew after every point."""
+def write_results(file: Path, recipe: Recipe, rows: Sequence[EvalRow | PerplexityRow], **more: str) -> None:
+    """eval.json: {format_version, recipe, versions, seed, correct_if, rows}; written anew after every point.
+
+    more : further entries, such as correct_if
+    """
     versions = json.loads((file.parent / "environment.json").read_text())
     content = {
         "format_version": FORMAT_VERSION,
         "recipe": recipe.resolved(),
         "versions": versions,
         "seed": recipe.seed,
-        "correct_if": "accuracy reward >= 1",
+        **more,
         "rows": [{**dataclasses.asdict(row), "budget": row.budget} for row in rows],
     }
     file.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _accuracy(recipe: EvalRecipe) -> Any:
+def _reward(spec: Any, key: str) -> Any:
     from rewards import make_rewards
 
     try:
-        return make_rewards([recipe.accuracy])[0][0]
+        return make_rewards([spec])[0][0]
     except ValueError as error:
-        raise UserError(str(error), "accuracy") from error
+        raise UserError(str(error), key) from error
 
 
-def _needs_answer(recipe: EvalRecipe) -> bool:
-    name = recipe.accuracy if isinstance(recipe.accuracy, str) else recipe.accuracy.get("name")
-    return name in ("math", "boxed")
+def _needed_column(spec: Any) -> str | None:
+    """The column without which a reward of ours cannot judge a completion."""
+    name = spec if isinstance(spec, str) else spec.get("name")
+    return {"math": "answer", "boxed": "answer", "short_answer": "answers"}.get(name)
 
 
 def _score(
-    reward: Any, dataset: Any, places: Sequence[int], texts: Sequence[str], rollouts: Sequence[Rollout]
+    reward: Any, key: str, dataset: Any, places: Sequence[int], texts: Sequence[str], rollouts: Sequence[Rollout]
 ) -> list[float | None]:
-    """The accuracy reward of each completion of the problems at these places of a dataset, called as in training."""
+    """The reward of each completion of the problems at these places of a dataset, called as in training.
+
+    key : of the recipe, which names the reward
+    """
     problems = [dataset[place] for place in places]
     chat = not isinstance(problems[0]["prompt"], str)
     completions = [[{"role": "assistant", "content": text}] for text in texts] if chat else list(texts)
@@ -163,7 +175,7 @@ def _score(
             raise TypeError("it is asynchronous")
         scores = [None if score is None else float(score) for score in scores]
     except Exception as error:  # a function of the user's
-        raise UserError(f"{name} raised {type(error).__name__}: {error}", "accuracy") from error
+        raise UserError(f"{name} raised {type(error).__name__}: {error}", key) from error
     if len(scores) != len(texts):
-        raise UserError(f"{name} returned {len(scores)} values for {len(texts)} completions", "accuracy")
+        raise UserError(f"{name} returned {len(scores)} values for {len(texts)} completions", key)
     return scores

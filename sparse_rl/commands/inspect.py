@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.commands import eval, rollout
+from sparse_rl.commands import eval, perplexity, rollout
 from sparse_rl.commands.arguments import file_path
 from sparse_rl.commands.console import Session
+from sparse_rl.commands.machine import show
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, read_metrics, runs_below
 from sparse_rl.models.directory import CONFIG_FILE, POLICY_FILE, model_directory
@@ -32,7 +34,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
         return 0
     from rich.console import Console
 
-    from sparse_rl.analysis.traces import histogram, kept_table, trace_statistics
+    from sparse_rl.analysis.traces import HELD, UNPAGED, histogram, kept_table, trace_statistics
     from sparse_rl.trace import load_traces, read_fingerprint
 
     traces = load_traces(options.trace)
@@ -40,16 +42,43 @@ def run(options: argparse.Namespace, session: Session) -> int:
     if options.json:
         print(json.dumps(statistics))
         return 0
-    length, kept = statistics["length"], statistics["retention"]
     print(f"{statistics['traces']} traces, {statistics['layers']} layers × {statistics['kv_heads']} kv heads")
-    print(f"tokens    {length['mean']:.0f} on average ({length['min']} to {length['max']})")
-    print(f"retention {kept['mean']:.1%} at the end ({kept['min']:.1%} to {kept['max']:.1%})")
-    for key, value in statistics["fingerprint"].items():
-        print(f"{key:<9} {value}")
-    Console().print(kept_table(statistics["kept_per_head"], LARGE))
-    print("tokens held at the end, by position in the sequence")
-    print("\n".join(histogram(statistics["density"])))
+    lines = summary(statistics)
+    width = max(map(len, lines))
+    for key, text in {**lines, **statistics["fingerprint"]}.items():
+        print(f"{key:<{width}} {text}")
+    Console().print(kept_table(statistics, LARGE))
+    paged = "pages" in statistics
+    print(f"tokens {'outside closed pages' if paged else 'held'} at the end, by position in the sequence")
+    print("\n".join(histogram(statistics[(UNPAGED if paged else HELD)[2]])))
     return 0
+
+
+def summary(statistics: Mapping[str, Any]) -> dict[str, str]:
+    """What a file of traces holds, in lines with a name each."""
+    from sparse_rl.analysis.traces import HELD, UNPAGED, opened_words
+
+    def at_the_end(name: str) -> str:
+        found = statistics[name]
+        return f"{found['mean']:.1%} at the end ({found['min']:.1%} to {found['max']:.1%})"
+
+    length, pages = statistics["length"], statistics.get("pages")
+    lines = {"tokens": f"{length['mean']:.0f} on average ({length['min']} to {length['max']})"}
+    lines[HELD[0]] = at_the_end(HELD[0])
+    if pages is not None:
+        opened, back, repeated = opened_words(pages)
+        lines[UNPAGED[0]] = f"{at_the_end(UNPAGED[0])}: outside closed pages, so read token by token"
+        lines["pages"] = (
+            f"{opened} of {pages['closed']:.2f} closed ones opened per query, {back} tokens back (median); "
+            f"{repeated} of queries opened the same as the query before"
+        )
+    if (times := statistics.get("compactions")) is not None:
+        lines["refitted"] = f"at {times['mean']:.1f} compactions on average ({times['min']} to {times['max']})"
+    for name, section in statistics["sections"].items():
+        sizes = section["shape"].items()
+        shape = " × ".join(f"{size} {axis.replace('_', ' ')}{'s' * (size != 1)}" for axis, size in sizes)
+        lines[name] = f"{show(section['bytes'])}; in the first trace {shape} of {section['dtype']}"
+    return lines
 
 
 def what_is(path: Path) -> str | None:
@@ -73,8 +102,9 @@ def _folder(path: Path) -> str:
     if runs == [path] or left != str(path):
         model = "no model yet" if left == str(path) else f"the model in {left}{_carried(Path(left))}"
         return f"a run{_kind(path)}, {_steps(path)}, with {model}; sparse-rl plot {path} draws it"
-    if (path / eval.RESULTS).is_file():
-        return f"{_file(path / eval.RESULTS)} in {path / eval.RESULTS}"
+    for results in (path / eval.RESULTS, path / perplexity.RESULTS):
+        if results.is_file():
+            return f"{_file(results)} in {results}"
     if traces:
         files = f"{len(traces)} file{'s' * (len(traces) > 1)} of traces"
         return f"{files}; sparse-rl inspect {traces[0]} says what the first holds"
@@ -88,7 +118,7 @@ def _file(path: Path) -> str:
         kind = parse_yaml(path.read_text(), str(path)).get("kind")
         if kind is None:
             return "YAML, but no recipe: it has no kind"
-        command = "eval" if kind == "eval" else "train"
+        command = kind if kind in ("eval", "perplexity") else "train"
         return f"a recipe of kind {kind}; sparse-rl {command} {path} runs it"
     if path.suffix == ".safetensors":
         return f"weights of the model in {path.parent}"
@@ -98,6 +128,8 @@ def _file(path: Path) -> str:
         return f"the cache policy that a model carries, {_json(path).get('policy')}"
     if path.name == eval.RESULTS:
         return f"the results of an evaluation, {len(_json(path)['rows'])} rows"
+    if path.name == perplexity.RESULTS:
+        return f"perplexities of a text, {len(_json(path)['rows'])} rows"
     if path.suffix == ".jsonl":
         lines = path.read_text().splitlines()
         return f"{len(lines)} lines of JSON" + (f", each with {', '.join(json.loads(lines[0]))}" if lines else "")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from sparse_rl import __version__
-from sparse_rl.commands import doctor, eval, inspect, plot, quickstart, rollout, serve, teacher, train
+from sparse_rl.commands import doctor, eval, inspect, perplexity, plot, quickstart, rollout, serve, teacher, train
 from sparse_rl.commands.arguments import Parser
 from sparse_rl.commands.completion import add_completion
 from sparse_rl.commands.console import Session, configure, guarded
@@ -18,6 +18,7 @@ COMMANDS = {
     "teacher": teacher,
     "rollout": rollout,
     "eval": eval,
+    "perplexity": perplexity,
     "serve": serve,
     "inspect": inspect,
     "plot": plot,

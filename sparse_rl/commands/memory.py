@@ -20,6 +20,7 @@ from sparse_rl.commands.sizes import (
     fit_bytes,
     lora_parameters,
     mask_bytes,
+    pages_bytes,
     query_bytes,
     redundancy_bytes,
     sdpa_mask_bytes,
@@ -32,9 +33,9 @@ from sparse_rl.data.config import DataConfig
 from sparse_rl.models.load import load_config
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.am import rows_at_once
-from sparse_rl.policies.config import AMConfig, ClusteredConfig, PolicyConfig
+from sparse_rl.policies.config import AMConfig, ClusteredConfig, LayeredConfig, PolicyConfig
 from sparse_rl.policies.registry import make_policy
-from sparse_rl.recipe import EvalRecipe, Recipe, TaughtRecipe, TrainRecipe
+from sparse_rl.recipe import Recipe, SweptRecipe, TaughtRecipe, TrainRecipe
 from trainer.config import LaunchConfig
 
 ASSUMED_PROMPT = 512  # tokens, where a recipe does not bound its prompts
@@ -99,14 +100,15 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     engine = _engine_items(recipe, model, cuda)
     if recipe.trained:
         return _training_plan(recipe.as_training(), model, skeleton, engine, cuda)
-    return Plan(model.parameters, _evaluation_items(recipe.as_evaluation(), model, engine, cuda))
+    return Plan(model.parameters, _evaluation_items(recipe.as_swept(), model, engine, cuda))
 
 
-def _evaluation_items(recipe: EvalRecipe, model: Model, engine: list[Item], cuda: bool) -> list[Item]:
+def _evaluation_items(recipe: SweptRecipe, model: Model, engine: list[Item], cuda: bool) -> list[Item]:
     """The points of a sweep run one after another: the largest is counted, the others are shown."""
     items = engine or [Item("weights", model.bytes, note=recipe.dtype)]
-    prompt = max(map(_prompt_tokens, recipe.tasks.values()))
-    at_once = min(recipe.rollout.max_batch, _problems(recipe) * recipe.samples)
+    prompts = [_prompt_tokens(data) for data in recipe.prompt_sources().values()] or recipe.prompt_bounds()
+    prompt = max(tokens or ASSUMED_PROMPT for tokens in prompts)
+    at_once = min(recipe.rollout.max_batch, recipe.sequences() or recipe.rollout.max_batch)
     caches = cache_configs(recipe)
     points = [_cache_items(recipe, model, cache, prompt, at_once, bool(engine), cuda) for cache in caches]
     largest = max(points, key=lambda point: sum(item.device for item in point))
@@ -166,13 +168,14 @@ def _sampling_items(
     if recipe.keeps_traces():
         layers, kv_heads, _ = model.cache_shape
         traces, dense = (
-            trace_bytes(layers, kv_heads, length, sequences),
+            trace_bytes(layers, kv_heads, length, sequences, max(c.recorded for c in cache_configs(recipe))),
             mask_bytes(sequences, kv_heads, length, layers),
         )
         items.append(Item("traces", host=traces, note=f"{sequences} sequences of {length} tokens"))
-        matched = [cache for cache in cache_configs(recipe) if isinstance(cache, AMConfig)]
-        items += [_refit_item(recipe, model, cache, prompt, length, cuda) for cache in matched]
-        items += [] if matched else [_mask_item(recipe, model, length, cuda)]
+        for cache in cache_configs(recipe):
+            parts = [part.cache for part in cache.ranges] if isinstance(cache, LayeredConfig) else [cache]
+            made = {_replay_item(recipe, model, part, prompt, length, cuda) for part in parts}
+            items.append(max(made, key=lambda item: item.device))  # of one layer at a time
         note = "what the traces replace; not allocated"
         items.append(Item("dense masks instead", host=dense, when="avoided", note=note))
     return items
@@ -194,6 +197,18 @@ def _future_attention_item(rows: int, length: int, model: Model) -> Item:
 
     held = 3 * 4 * rows * model.config.num_attention_heads * min(CHUNK, length) * length
     return Item("future attention", held, when="update", note=f"of one layer, {CHUNK} keys at once")
+
+
+def _replay_item(recipe: TrainRecipe, model: Model, cache: PolicyConfig, prompt: int, length: int, cuda: bool) -> Item:
+    """What the replay of one layer holds besides q, k and v."""
+    if isinstance(cache, AMConfig):
+        return _refit_item(recipe, model, cache, prompt, length, cuda)
+    if isinstance(cache, ClusteredConfig):
+        (_, kv_heads, head_dim), rows = model.cache_shape, recipe.training.per_device_train_batch_size
+        numbers = pages_bytes(rows, model.config.num_attention_heads, kv_heads, head_dim, length, cache)
+        size = numbers * attention_itemsize(recipe.dtype, cuda)
+        return Item("pages of one layer", size, when="update", note="estimate, of one chunk of queries at a time")
+    return _mask_item(recipe, model, length, cuda)
 
 
 def _mask_item(recipe: TrainRecipe, model: Model, length: int, cuda: bool) -> Item:
@@ -250,14 +265,25 @@ def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
 
 
 def _cache_items(
-    recipe: Recipe, model: Model, cache: PolicyConfig, prompt: int, at_once: int, pooled: bool, cuda: bool
+    recipe: Recipe,
+    model: Model,
+    cache: PolicyConfig,
+    prompt: int,
+    at_once: int,
+    pooled: bool,
+    cuda: bool,
+    some: int | None = None,
 ) -> list[Item]:
-    """The cache of one point; `pooled`: it is part of the engine's pool, and only shown."""
-    policy = make_policy(cache)
-    shape, total = model.cache_shape, prompt + recipe.sampling().max_tokens
+    """The cache of one point; `pooled`: it is part of the engine's pool, and only shown; some: of so many layers."""
+    layers, kv_heads, head_dim = model.cache_shape
+    if isinstance(cache, LayeredConfig):
+        parts = zip(cache.ranges, cache.spans(layers), strict=True)
+        asked = (prompt, at_once, pooled, cuda)
+        return [item for part, n in parts if n for item in _cache_items(recipe, model, part.cache, *asked, some=n)]
+    layers, policy = some or layers, make_policy(cache)
+    shape, total = (layers, kv_heads, head_dim), prompt + recipe.sampling().max_tokens
     fed = max(total - 1, prompt)  # the last token is not
     entries = policy.schedule.most_held(prompt, fed)
-    layers, kv_heads, head_dim = shape
     held_head = head_dim
     if pooled and policy.bias is not None and (cuda or recipe.dtype != "float32"):
         held_head = wide_head(head_dim, on_cpu=not cuda)
@@ -267,6 +293,7 @@ def _cache_items(
     heads = model.config.num_attention_heads
     state = state_bytes(policy, entries, *shape) + query_bytes(policy, layers, heads, head_dim, model.itemsize)
     name = " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
+    name += f" in {some} layers" if some else ""
     note = f"{name}: {entries} entries, {show(one)} a sequence; full {show(full)}"
     note += f"; heads of {held_head}, with room for biases" if held_head > head_dim else ""
     when = "avoided" if pooled else "sampling"
@@ -304,11 +331,6 @@ def _prompt_tokens(data: DataConfig) -> int:
     if data.synthetic is not None:
         return 2 * data.synthetic.n + 2
     return data.max_prompt_tokens or ASSUMED_PROMPT
-
-
-def _problems(recipe: EvalRecipe) -> int:
-    known = [d.synthetic.size if d.synthetic else d.limit for d in recipe.tasks.values()]
-    return max(n or recipe.rollout.max_batch for n in known)
 
 
 # ---- whether it fits -----------------------------------------------------------------------------------------------

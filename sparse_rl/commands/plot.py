@@ -1,15 +1,16 @@
-"""`sparse-rl plot`: learning and mismatch curves of runs, any metric that they logged, or the density of a trace."""
+"""`sparse-rl plot`: curves of runs, of learning, mismatch or any metric that they logged; a trace's density, or map."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from sparse_rl.commands.arguments import file_path
 from sparse_rl.commands.console import Session
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import METRICS_FILE, runs_below
 
-ABOUT = "Learning and mismatch curves of runs, or any metric of theirs; the density of a trace."
+ABOUT = "Learning and mismatch curves of runs, or any metric of theirs; the density of a trace, or its map of pages."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, session: Session) -> int:
     from sparse_rl.analysis.curves import logged_metrics, plot_gap, plot_metric, run_labels
-    from sparse_rl.analysis.traces import plot_density
-    from sparse_rl.trace import load_traces
 
     traces = [path for path in options.runs if path.is_file()]
     folders = [path for path in options.runs if path not in traces]
@@ -32,7 +31,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
     if traces and (folders or len(traces) > 1):
         raise UserError("draw one trace file at a time, or run directories", str(traces[0]))
     if traces:
-        print(plot_density(load_traces(traces[0]), out or traces[0].with_suffix(".png")))
+        print(draw_traces(traces[0], out or traces[0].with_suffix(".png")))
         return 0
     for folder in folders:
         if not runs_below(folder):
@@ -52,3 +51,13 @@ def run(options: argparse.Namespace, session: Session) -> int:
         name = "gap.png" if options.out is None else f"{out.stem}_gap{out.suffix}"
         print(plot_gap(runs, out.with_name(name)))
     return 0
+
+
+def draw_traces(file: Path, out: Path) -> Path:
+    """What a file of traces shows best: where queries opened pages, the map of these; else what is held at the end."""
+    from sparse_rl.analysis.opened import plot_opened, records_pages
+    from sparse_rl.analysis.traces import plot_density
+    from sparse_rl.trace import load_traces
+
+    held = load_traces(file)
+    return plot_opened(held, out) if records_pages(held[0]) else plot_density(held, out)

@@ -35,16 +35,17 @@ def choose_recipe_engine(recipe: Recipe, config: Any) -> tuple[Recipe, str]:
     from rollout.choice import choose_engine
 
     rollout, caches = engine_config_of(recipe), cache_configs(recipe)
-    for warning in unwise(caches, config) if config is not None else ():
-        warn(warning)
+    for remark in remarks(caches, config) if config is not None else ():
+        warn(remark)
     kind, reason = choose_engine(rollout, config, caches)
     return recipe.with_engine_config(replace(rollout, engine=kind)), reason
 
 
-def unwise(caches: Iterable[PolicyConfig], config: Any) -> list[str]:
-    """What caches will hardly be wanted with, for a model of this configuration."""
-    group = config.num_attention_heads // cache_shape(config)[1]
-    return [f"{cache.name}: {found}" for cache in caches if (found := cache.unwise(group)) is not None]
+def remarks(caches: Iterable[PolicyConfig], config: Any) -> list[str]:
+    """What a user should hear of caches, for a model of this configuration."""
+    layers, kv_heads, _ = cache_shape(config)
+    group = config.num_attention_heads // kv_heads
+    return [f"{cache.name}: {found}" for cache in caches if (found := cache.remark(group, layers)) is not None]
 
 
 def cache_configs(recipe: Recipe) -> list[PolicyConfig]:
@@ -66,7 +67,7 @@ def engine_arguments(recipe: Recipe) -> dict[str, Any]:
     return engine_options(
         engine_config_of(recipe),
         dtype=recipe.dtype,
-        prompt_bounds=[data.max_prompt_tokens for data in recipe.prompt_sources().values()],
+        prompt_bounds=recipe.prompt_bounds(),
         max_completion_length=recipe.sampling().max_tokens,
     )
 

@@ -13,6 +13,7 @@ from trainer.config import LaunchConfig, LoraConfig
 
 if TYPE_CHECKING:
     from sparse_rl.policies.base import Policy
+    from sparse_rl.policies.config import ClusteredConfig
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -49,9 +50,23 @@ def fit_bytes(rows: int, kv_heads: int, queries: int, entries: int, kept: int, h
     return 8 * rows * kv_heads * (5 * queries * entries + 3 * kept**2 + head_dim * (4 * entries + 2 * queries))
 
 
-def trace_bytes(layers: int, kv_heads: int, length: int, sequences: int = 1) -> int:
-    """Recorded evictions: one int32 per layer, kv head and token, in host memory."""
-    return 4 * layers * kv_heads * length * sequences
+def trace_bytes(layers: int, kv_heads: int, length: int, sequences: int = 1, each: int = 4) -> int:
+    """Recorded decisions, `each` bytes per layer, kv head and token, in host memory; an eviction is one int32."""
+    return each * layers * kv_heads * length * sequences
+
+
+def pages_bytes(rows: int, heads: int, kv_heads: int, head_dim: int, length: int, cache: ClusteredConfig) -> int:
+    """What the replay of clustered attention gathers for a chunk of queries of one layer, in numbers of the attention's
+    dtype: keys, values and logits of what it reads, and the same again for the backward pass.
+    """
+    from sparse_rl.attention.views.paged import CHUNK
+
+    assert cache.open_pages is not None
+    opened, summaries = cache.open_pages * cache.page, length // cache.page
+    raw = cache.sinks + min(cache.window + cache.page + CHUNK, length)
+    read = 2 * head_dim * (CHUNK * opened + raw + summaries)
+    logits = heads // kv_heads * CHUNK * (opened + raw + summaries)
+    return 2 * rows * kv_heads * (read + 2 * logits)
 
 
 def mask_bytes(sequences: int, kv_heads: int, length: int, layers: int = 1) -> int:

@@ -80,11 +80,11 @@ def what_next(recipe: TrainRecipe) -> str:
     """What to do with the run of this recipe, as commands to copy."""
     run = shlex.quote(recipe.output_dir)
     like_it = "quickstart/eval" if recipe.data.synthetic is not None else "eval/math500"
-    commands = {
-        f"eval {run}" if recipe.evaluation(run) else f"eval {like_it} model={run}": "how good it is",
-        f"serve {run}": "OpenAI's API, with vLLM",
-        f"plot {run}": "its curves",
-    }
+    commands = {f"eval {run}" if recipe.evaluation(run) else f"eval {like_it} model={run}": "how good it is"}
+    cache = recipe.exported_cache() or recipe.learned_cache()
+    if cache is None or not cache.only_hf:
+        commands[f"serve {run}"] = "OpenAI's API, with vLLM"
+    commands[f"plot {run}"] = "its curves"
     width = max(map(len, commands))
     return "\n".join(f"next:  sparse-rl {command:<{width}}  # {about}" for command, about in commands.items())
 

@@ -3,5 +3,7 @@
 config.py       the `data:` block of a recipe: where a dataset is, and how a problem becomes a prompt
 problems.py     from that block to rows {prompt, answer, completion}
 tokens.py       from a prompt or a completion to tokens
+text.py         from a text file to pieces of equally many tokens
 running_sum.py  the quickstart's task: its problems, its tokenizer, and an untrained model for it
+wikisalad.py    a command that makes questions about interleaved paragraphs
 """

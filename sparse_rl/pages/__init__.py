@@ -11,6 +11,6 @@ summary.py    their summaries; which of them a query opens
 """
 
 from sparse_rl.pages.pages import Pages
-from sparse_rl.pages.summary import choose, summarise
+from sparse_rl.pages.summary import attention_weights, choose, random_weights, summarise
 
-__all__ = ["Pages", "choose", "summarise"]
+__all__ = ["Pages", "attention_weights", "choose", "random_weights", "summarise"]

@@ -19,6 +19,9 @@ class Pages:
     most : K, pages that a query opens, at most
     weighed : whether a summary's logit has log n added, so that it weighs as much as n tokens; else it weighs as one
     valued : whether a summary has a value; else it is zero
+    uniform : whether a summary is the plain mean; else the record says how much of it each token is (section pi)
+    joint : whether one softmax goes over all that is read; else the tokens of an opened page share the weight that its
+        summary has in the softmax over sinks, tail and summaries (equation 3), which is not replayed
     """
 
     size: int
@@ -27,21 +30,31 @@ class Pages:
     most: int
     weighed: bool
     valued: bool
+    uniform: bool = True
+    joint: bool = True
 
     @classmethod
     def of(cls, config: Any) -> Pages:
         """config : ClusteredConfig"""
-        weighed, valued = config.bias == "log_n", config.values == "kept"
-        return cls(config.page, config.window, config.sinks, config.open_pages, weighed, valued)
+        return cls(
+            config.page,
+            config.window,
+            config.sinks,
+            config.open_pages,
+            weighed=config.bias == "log_n",
+            valued=config.values == "kept",
+            uniform=config.compressor == "mean",
+            joint=config.softmax == "joint",
+        )
 
     @classmethod
     def read(cls, settings: torch.Tensor) -> Pages:
         """Of the section paged_with."""
-        size, window, sinks, most, weighed, valued = settings.tolist()
-        return cls(size, window, sinks, most, bool(weighed), bool(valued))
+        size, window, sinks, most, *flags = settings.tolist()
+        return cls(size, window, sinks, most, *map(bool, flags))
 
     def settings(self) -> torch.Tensor:
-        """The section paged_with: int32 [6]."""
+        """The section paged_with: int32 [8]."""
         return torch.tensor(astuple(self), dtype=torch.int32)
 
     @property

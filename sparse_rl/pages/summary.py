@@ -2,30 +2,72 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from sparse_rl.kernels.ranked import ranked
 from sparse_rl.pages.pages import Pages
 
 
-def summarise(keys: torch.Tensor, values: torch.Tensor, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
-    """k_p = mean over the page of k_t (after RoPE), v_p likewise: [..., n, D] -> [..., D], in their own dtype.
+def summarise(
+    keys: torch.Tensor, values: torch.Tensor, pages: Pages, weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """k_p = sum_t pi_t k_t over the page (k_t after RoPE), v_p likewise: [..., n, D] -> [..., D], in their own dtype.
 
+    weights : pi, float32 [..., n], which get no gradient; None: 1 / n each, the mean
     As the cache holds them: what is read is rounded, in the sampler and in the trainer alike.
     """
-    key, value = (x.double().mean(-2).to(x.dtype) for x in (keys, values))
+
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        wide = x.double()
+        made = wide.mean(-2) if weights is None else (wide * weights.double()[..., None]).sum(-2)
+        return made.to(x.dtype)
+
+    key, value = mean(keys), mean(values)
     return key, value if pages.valued else torch.zeros_like(value)
 
 
-def choose(logits: torch.Tensor, raw: int, most: int) -> torch.Tensor:
+def attention_weights(received: torch.Tensor) -> torch.Tensor:
+    """pi = softmax(w) over a page, w [..., n] the attention that its tokens have got as it closes: float32 [..., n]."""
+    return received.softmax(-1).float()
+
+
+def random_weights(layer: int, heads: int, numbers: torch.Tensor, size: int) -> torch.Tensor:
+    """pi = 1 for one token of each page, 0 for the others: float32 [heads, M, size].
+
+    numbers : int64 [M], the pages; the tokens depend on layer, head and page alone
+    """
+    picked = []
+    for page in numbers.tolist():
+        generator = torch.Generator().manual_seed((layer << 15) + page)  # of a seed no more than 32 bits count
+        picked.append(torch.randint(size, (heads,), generator=generator))
+    one_hot = torch.nn.functional.one_hot(torch.stack(picked, dim=1), size)
+    return one_hot.to(numbers.device, torch.float32)
+
+
+def choose(
+    logits: torch.Tensor,
+    raw: int,
+    most: int,
+    threshold: float | None = None,
+    allowed: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The pages to open: int64 [B, Hkv, K], -1 where there are fewer.
 
     logits : [B, Hkv, G, raw + M] of the cover, raw entries first, then M summaries; -inf: not seen
+    most : K
+    threshold : pages whose mass is no larger stay closed; None: all masses will do
+    allowed : int64 [B], at most so many for a row; None: K
 
-    Those of largest mass under the softmax over the cover, the largest over the group's query heads; of equal ones the
-    earlier.
+    Those of largest mass under the softmax over the cover, the largest over the group's query heads; of masses that are
+    equal in float32 the earlier page.
     """
     mass = (logits[..., raw:] - logits.logsumexp(-1, keepdim=True)).amax(2)
-    best = mass.sort(dim=-1, descending=True, stable=True)
     count = min(most, mass.shape[-1])
-    opened = best.indices[..., :count].masked_fill(best.values[..., :count] == float("-inf"), -1)
+    best = ranked(mass.float(), torch.arange(mass.shape[-1], device=mass.device)).topk(count).indices
+    too_small = mass.gather(-1, best) <= (math.log(threshold) if threshold else float("-inf"))
+    if allowed is not None:
+        too_small |= torch.arange(count, device=logits.device) >= allowed[:, None, None]
+    opened = best.masked_fill(too_small, -1)
     return torch.nn.functional.pad(opened, (0, most - count), value=-1)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from sparse_rl.errors import NotFiniteError, StoppedError
+from sparse_rl.kernels.ranked import ranked
 from sparse_rl.policies.schedule import Schedule
 
 
@@ -273,7 +274,7 @@ class Policy:
                 f"{self.name}: a NaN score in layer {layer}; the model's keys or queries are not finite"
             )
         bounds = torch.iinfo(torch.int64)
-        rank = _rank(scores, entries.positions).masked_fill_(~competing, bounds.max)
+        rank = ranked(scores, entries.positions).masked_fill_(~competing, bounds.max)
         rank.masked_fill_(~entries.valid(), bounds.min)
         most, least = max(entries.left), min(entries.left)
         best = rank.topk(most, sorted=least < most).indices  # sorted where some rows leave fewer than the others
@@ -292,10 +293,3 @@ class Policy:
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{k}={v}' for k, v in self.parameters().items())})"
-
-
-def _rank(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """int64, the greater the higher the float32 score, and of equal scores the earlier the position."""
-    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # a negative float grows as its bits shrink
-    return (ordered.long() << 32) - positions

@@ -1,11 +1,14 @@
 """Clustered attention: nothing goes, but a query reads little of it (sparse_rl/pages).
 
-LuKA section 3.2. Which pages a query opens is recorded, and replayed. A departure, ours: log n is added to the logit of
-a summary of n tokens; in equation 1 it weighs as one token (`bias: none`). And the softmax is over what is read, where
-equation 3 leaves the mass of an opened page as it was.
+LuKA section 3.2. Which pages a query opens is recorded, and replayed. Three departures: log n is added to the logit of
+a summary of n tokens, which in equation 1 weighs as one token (`bias: none`); the softmax is over what is read, where
+equation 3 leaves the mass of an opened page as it was (`softmax: nested`); and a summary is the mean of its page, where
+section 5 weighs tokens by their attention (`compressor: attention`).
 """
 
 from __future__ import annotations
+
+import math
 
 from sparse_rl.pages import Pages
 from sparse_rl.policies.base import Policy
@@ -26,6 +29,7 @@ class Clustered(Policy):
 
         def read(query: int) -> int:
             closed = int(pages.closed(prompt, query))
-            return query + 1 - closed * (pages.size - 1) + min(pages.most, closed) * (pages.size - 1)
+            share = 1 if self.config.fraction is None else self.config.fraction
+            return query + 1 - (closed - min(pages.most, math.ceil(share * closed))) * (pages.size - 1)
 
         return max((read(query) for query in range(max(prompt, fed - pages.size), fed)), default=fed)

@@ -9,11 +9,12 @@ from typing import Any
 from sparse_rl.policies.am import AM
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.clustered import Clustered
-from sparse_rl.policies.config import PolicyConfig
+from sparse_rl.policies.config import LayeredConfig, PolicyConfig
 from sparse_rl.policies.dms import DMS
 from sparse_rl.policies.full import Full
 from sparse_rl.policies.h2o import H2O
 from sparse_rl.policies.kvpop import KVpop
+from sparse_rl.policies.layered import Layered
 from sparse_rl.policies.lined import Lined
 from sparse_rl.policies.scored_window import CAKE, GKV, RKV, MorphKV, SnapKV
 from sparse_rl.policies.streaming import Streaming
@@ -34,6 +35,7 @@ POLICIES: dict[str, type[Policy]] = {
     "kvpop": KVpop,  # this and the next are retrofitted to a model (trainer/kvpop/)
     "dms": DMS,
     "clustered": Clustered,
+    "layered": Layered,
 }
 
 
@@ -52,6 +54,8 @@ def make_policy(policy: str | Policy | PolicyConfig | Mapping[str, Any], /, **pa
     if not isinstance(policy, PolicyConfig):
         block = policy if isinstance(policy, Mapping) else {"policy": policy}
         policy = PolicyConfig.from_block({"policy": "full", **block, **parameters})
+    if isinstance(policy, LayeredConfig):
+        return Layered(policy, [make_policy(part.cache) for part in policy.ranges])
     return POLICIES[policy.name](policy)
 
 

@@ -12,6 +12,7 @@ This module knows neither scores nor tensors' contents: WHICH entries stay is th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -181,6 +182,33 @@ class ReadsPages(NothingCompacts):
 
     def first(self, prompt: Any) -> Any:
         return _larger(prompt + 1, prompt * 0 + self.begins)
+
+
+@dataclass(frozen=True)
+class PerLayer(NothingCompacts):
+    """Each layer is compacted by a schedule of its own; this one only counts: the mean over layers, rounded up.
+
+    parts : (layers, their schedule)
+    """
+
+    parts: tuple[tuple[int, Schedule], ...] = ()
+
+    def first(self, prompt: Any) -> Any:
+        """The least of all layers."""
+        first, *others = (schedule.first(prompt) for _, schedule in self.parts)
+        for other in others:
+            first = _smaller(first, other)
+        return first
+
+    def most_decoding(self, prompt: Any, fed: Any) -> Any:
+        return self._mean([schedule.most_decoding(prompt, fed) for _, schedule in self.parts])
+
+    def most_held(self, prompt: Any, fed: Any) -> Any:
+        return self._mean([schedule.most_held(prompt, fed) for _, schedule in self.parts])
+
+    def _mean(self, counts: Sequence[Any]) -> Any:
+        total = sum(layers for layers, _ in self.parts)
+        return -(-sum(n * layers for n, (layers, _) in zip(counts, self.parts, strict=True)) // total)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from sparse_rl.recipe.kinds.distill import DistillRecipe
 from sparse_rl.recipe.kinds.evaluation import EvalRecipe
 from sparse_rl.recipe.kinds.grpo import GRPORecipe
 from sparse_rl.recipe.kinds.kvpop import KVpopRecipe
+from sparse_rl.recipe.kinds.perplexity import PerplexityRecipe
 from sparse_rl.recipe.kinds.sft import SFTRecipe
+from sparse_rl.recipe.kinds.swept import SweptRecipe
 from sparse_rl.recipe.kinds.taught import TaughtRecipe
 from sparse_rl.recipe.load import list_recipes, load_recipe, make_recipe
 
@@ -25,8 +27,10 @@ __all__ = [
     "EvalRecipe",
     "GRPORecipe",
     "KVpopRecipe",
+    "PerplexityRecipe",
     "Recipe",
     "SFTRecipe",
+    "SweptRecipe",
     "TaughtRecipe",
     "TrainRecipe",
     "list_recipes",

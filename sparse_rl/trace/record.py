@@ -128,26 +128,35 @@ class EvictionTrace:
 
     # ---- statistics ---------------------------------------------------------------------------------------------
 
+    @property
+    def leaves_at(self) -> torch.Tensor:
+        """When an entry leaves the cache, int32 [L, Hkv, S]: evict_at, but never in a layer whose tokens are paged."""
+        if "opened" not in self.further:
+            return self.evict_at
+        paged = self.further.get("paged_layers", torch.arange(self.layers)).long()
+        return self.evict_at.index_fill(0, paged, NEVER)
+
     def kept_counts(self, query: int | None = None) -> torch.Tensor:
         """Tokens that a query (default: the last one fed, S - 2) attends to: int64 [L, Hkv]."""
         query = max(len(self) - 2, 0) if query is None else query
         return (self.evict_at[..., : query + 1] > query).sum(-1)
 
     def peak_counts(self, prompt: int) -> torch.Tensor:
-        """The most tokens that a query of decoding attends to, after a prompt of so many: int64 [L, Hkv]; else 0."""
+        """The most entries that are held as a query of decoding attends, after a prompt of so many: int64 [L, Hkv]."""
         fed = len(self) - 1
         if fed <= prompt:
             return torch.zeros(self.shape[:2], dtype=torch.long)
-        gone_at = self.evict_at[..., :fed].long().clamp(max=fed)
+        gone_at = self.leaves_at[..., :fed].long().clamp(max=fed)
         gone = torch.zeros(*self.shape[:2], fed + 1, dtype=torch.long).scatter_add_(
             -1, gone_at, torch.ones_like(gone_at)
         )
-        seen = torch.arange(1, fed + 1) - gone[..., :fed].cumsum(-1)  # by query
-        return seen[..., prompt:].amax(-1)
+        held = torch.arange(1, fed + 1) - gone[..., :fed].cumsum(-1)  # by query
+        return held[..., prompt:].amax(-1)
 
     def retention(self) -> float:
         """Cache length / sequence length at the end of the sequence, averaged over layers and heads (G-KV)."""
-        return float(self.kept_counts().float().mean()) / max(len(self) - 1, 1)
+        fed = max(len(self) - 1, 1)
+        return float((self.leaves_at[..., :fed] >= fed).float().sum(-1).mean()) / fed
 
     def density(self, bins: int = 20, layer: int | None = None) -> torch.Tensor:
         """Share of the tokens still held at the end, by relative position in the sequence: float [bins].

@@ -161,9 +161,11 @@ REFIT_AT = Section(
 REFIT_WITH = _settings("refit_with", torch.float64, "setting", _check_refit_with)
 
 # ---- opened: int16 [L, Hkv, S, K], the pages that a query read token by token, -1: none -----------------------------
-# ---- paged_with: int32 [6], how tokens are paged (sparse_rl/pages/pages.py) ------------------------------------------
+# ---- paged_with: int32 [8], how tokens are paged (sparse_rl/pages/pages.py) ------------------------------------------
+# ---- paged_layers: int32 [N], the layers whose tokens are paged, where there are others ------------------------------
+# ---- pi: float32 [L, Hkv, S], how much of its page's summary a token is, where that is not the same for all ----------
 
-PAGING = 6  # numbers in paged_with
+PAGING = 8  # numbers in paged_with
 
 
 def _check_opened(values: torch.Tensor, evict_at: torch.Tensor) -> str | None:
@@ -180,6 +182,28 @@ def _check_paged_with(values: torch.Tensor, _: torch.Tensor) -> str | None:
     if len(values) != PAGING or not bool((values >= 0).all()) or not values[0] > 0:
         return f"paged_with {values.tolist()[:20]} is not how tokens can be paged"
     return None
+
+
+def _check_paged_layers(values: torch.Tensor, evict_at: torch.Tensor) -> str | None:
+    layers = values.tolist()
+    if layers != sorted({layer for layer in layers if 0 <= layer < evict_at.shape[0]}):
+        return f"paged_layers {layers[:20]} is not ascending, from layer 0 to {evict_at.shape[0] - 1}"
+    return None
+
+
+def _check_pi(values: torch.Tensor, _: torch.Tensor) -> str | None:
+    if not bool(((values >= 0) & (values <= 1)).all()):
+        return "pi has a weight that is not between 0 and 1"
+    return None
+
+
+def _batch_pi(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
+    """float32 [L, B, Hkv, width], layers first."""
+    layers, kv_heads, _ = rows[0].shape
+    batch = torch.zeros(layers, len(rows), kv_heads, width)
+    for row, (values, start) in enumerate(zip(rows, starts, strict=True)):
+        batch[:, row, :, start : start + values.shape[2]] = values
+    return batch
 
 
 def _batch_opened(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
@@ -201,6 +225,16 @@ OPENED = Section(
     pack=_no_packing,
 )
 PAGED_WITH = _settings("paged_with", torch.int32, "page_setting", _check_paged_with)
+PI = Section(
+    name="pi",
+    dtype=torch.float32,
+    axes=("layer", "kv_head", "token"),
+    joined="token",
+    check=_check_pi,
+    batch=_batch_pi,
+    pack=_no_packing,
+)
+PAGED_LAYERS = _settings("paged_layers", torch.int32, "paged_layer", _check_paged_layers)
 
-ALL = (EVICT_AT, REFIT_AT, REFIT_WITH, OPENED, PAGED_WITH)
+ALL = (EVICT_AT, REFIT_AT, REFIT_WITH, OPENED, PAGED_WITH, PAGED_LAYERS, PI)
 SECTIONS: dict[str, Section] = {section.name: section for section in ALL}

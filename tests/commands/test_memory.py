@@ -16,6 +16,7 @@ from rollout.sampling import sample
 from rollout.vllm.beside import beside_cache
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.kernels.masked import visible_mask
+from sparse_rl.attention.views.paged import PagedView
 from sparse_rl.commands import memory
 from sparse_rl.commands.machine import show
 from sparse_rl.commands.memory import plan, verdict, verdicts
@@ -26,6 +27,7 @@ from sparse_rl.commands.sizes import (
     fit_bytes,
     lora_parameters,
     mask_bytes,
+    pages_bytes,
     query_bytes,
     redundancy_bytes,
     sdpa_mask_bytes,
@@ -40,7 +42,7 @@ from sparse_rl.models.weights import meta_model
 from sparse_rl.policies import Entries, make_policy
 from sparse_rl.policies.scored_window import redundancy
 from sparse_rl.recipe import make_recipe
-from sparse_rl.trace import EvictionTrace
+from sparse_rl.trace import NEVER, EvictionTrace
 from trainer.config import LaunchConfig, LoraConfig
 
 SYNTHETIC = {"synthetic": {"task": "running_sum", "size": 8}}
@@ -153,6 +155,53 @@ def test_rows_beyond_a_bound_are_fitted_one_after_another(new_model, monkeypatch
     for one, other in zip(whole, alone, strict=True):
         assert one.completion_ids == other.completion_ids and one.logprobs == other.logprobs
         assert bool((one.trace.evict_at == other.trace.evict_at).all())
+
+
+PAGES = {"policy": "clustered", "page": 4, "window": 8, "sinks": 1, "open_pages": 2}
+
+
+@pytest.mark.parametrize("changed", [{}, {"open_pages": 5}, {"compressor": "attention"}])
+def test_recorded_pages_are_counted(new_model, changed):
+    policy = make_policy({**PAGES, **changed})
+    rollouts = HFEngine(new_model("qwen2"), policy).generate([[1, 2, 3]] * 2, SamplingConfig(40, ignore_eos=True))
+    recorded = [values.nbytes for r in rollouts for name, values in r.trace.sections.items() if name != "paged_with"]
+    layers, kv_heads, length = rollouts[0].trace.shape
+    assert sum(recorded) == trace_bytes(layers, kv_heads, length, 2, policy.config.recorded)
+
+
+@pytest.mark.parametrize(("length", "changed"), [(300, {}), (2000, {"page": 16, "window": 128})])
+def test_gathered_pages_take_about_what_is_counted(length, changed):
+    policy = make_policy({**PAGES, **changed})
+    query = torch.arange(length)
+    closed = policy.pages.closed(torch.ones_like(query), query)
+    evict_at = torch.full((2, length), NEVER, dtype=torch.int32)
+    for page in range(int(closed[-1])):
+        evict_at[:, policy.pages.tokens(torch.tensor(page))] = int((closed > page).int().argmax())
+    opened = torch.where(closed[:, None] >= 2, torch.tensor([0, 1]), -1).to(torch.int16).expand(1, 1, 2, -1, -1)
+    batch = {"evict_at": evict_at[None, None], "opened": opened, "paged_with": policy.pages.settings()}
+    q, k, v = (torch.randn(1, n, length, 16, requires_grad=True) for n in (4, 2, 2))
+    view = PagedView(batch, "cpu")
+    out = view.attend(0, q, k, v, 0.25)
+    with Peak() as peak:
+        out.sum().backward()
+    told = 4 * 8 * (q.numel() + k.numel() + v.numel())  # copies in float64, and their gradients
+    counted = 8 * pages_bytes(1, 4, 2, 16, length, policy.config)
+    assert counted / 2 < peak.bytes < 2 * counted + told
+
+
+def test_a_plan_counts_each_part_of_the_layers():
+    parts = [{"layers": 1, "cache": {"policy": "lined", "window": 8}}, {"layers": 1, "cache": PAGES}]
+    made = {}
+    for name, cache in (("layered", {"policy": "layered", "parts": parts}), ("clustered", PAGES), ("full", "full")):
+        made[name] = plan(make_recipe({**GRPO, "cache": cache}), tiny_config(num_hidden_layers=2)).items
+    lined, paged = (item for item in made["layered"] if item.name.startswith("KV cache"))
+    (alone,) = (item for item in made["clustered"] if item.name.startswith("KV cache"))
+    assert 2 * paged.device == alone.device > 4 * lined.device
+    assert "lined in 1 layers" in lined.note and "clustered in 1 layers" in paged.note
+    assert [item.name for item in made["clustered"] if "one layer" in item.name] == ["pages of one layer"]
+    assert sum("one layer" in item.name for item in made["layered"]) == 1
+    traces = {name: sum(item.host for item in items if item.name == "traces") for name, items in made.items()}
+    assert traces["layered"] == traces["clustered"] > 0
 
 
 def test_last_queries_are_counted(new_model):

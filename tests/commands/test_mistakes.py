@@ -51,7 +51,7 @@ def mistakes() -> list[tuple[list[str], str]]:
     made = []
     for number, name in enumerate(list_recipes()):
         recipe = load_recipe(name)
-        block = "rollout" if recipe.kind == "eval" else "launch"
+        block = "launch" if recipe.trained else "rollout"
         keys = [
             ("no_such_key=1", "no_such_key: unknown key"),
             (f"{block}.no_such_key=1", f"{block}.no_such_key: unknown key"),
@@ -65,8 +65,9 @@ def mistakes() -> list[tuple[list[str], str]]:
             values.append(("cache.policy=gvk", "unknown cache policy 'gvk'"))
             if not (isinstance(recipe, EvalRecipe) and recipe.sweep.budget):  # there the sweep's budgets count
                 values.append(("cache={policy: gkv, budget: 4, window: 4}", "budget: 4 must exceed window"))
+        command = "train" if recipe.trained else recipe.kind
         for override, says in (keys[number % len(keys)], values[number % len(values)]):
-            made.append((["eval" if recipe.kind == "eval" else "train", name, override], says))
+            made.append(([command, name, override], says))
     return made
 
 
@@ -92,7 +93,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_dry_run_needs_no_trl(model: Path, tmp_path: Path) -> None:
     """Of every kind that is trained, also with TRL's own rewards, which are not called."""
-    assert {recipe.kind for recipe in map(load_recipe, list_recipes())} == {*TRAINED, "eval"}
+    assert {recipe.kind for recipe in map(load_recipe, list_recipes())} == {*TRAINED, "eval", "perplexity"}
     common = ["--dry-run", f"model={model}", f"output_dir={tmp_path / 'out'}", "data.synthetic.size=256"]
     runs = [["train", f"quickstart/{kind}", *common] for kind in TRAINED]
     runs.append([*runs[TRAINED.index("grpo")], "rewards=[repetition, {name: format, style: think}, " + OVERLONG + "]"])

@@ -42,6 +42,9 @@ INSTEAD = {
     "sparse-rl train RECIPE --resume": [],
     "sparse-rl serve": None,  # tests/vllm_engine/test_serve.py
     "sparse-rl plot": [],
+    "sparse-rl perplexity eval/pg19": [
+        "model=quickstart/model", "dtype=float32", "rollout.engine=hf", "prompt_tokens=16", "completion_tokens=16",
+    ],
     "sparse-rl rollout RECIPE": [],
 }  # fmt: skip
 
@@ -84,6 +87,7 @@ def test_its_commands_work_in_its_order(tmp_path: Path) -> None:
     recipe = "kind: grpo\n" + "\n".join(word.replace("=", ": ", 1) for word in TRAINED)
     recipe += f"\noutput_dir: {RUN}\ncache: {{policy: streaming, budget: 40}}\ngradient_checkpointing: false\n"
     (tmp_path / "mine.yaml").write_text(recipe.replace("rollout.engine: hf", "rollout: {engine: hf}"))
+    (tmp_path / "book.txt").write_text("Qa1b2c3?a1A1;b2A1B3;" * 10)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def run(words: list[str]) -> None:

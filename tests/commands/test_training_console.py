@@ -14,6 +14,8 @@ from sparse_rl.commands import console
 from sparse_rl.commands.arguments import read_recipe
 from sparse_rl.commands.main import main, parse
 from sparse_rl.commands.train import what_next, with_choices
+from sparse_rl.policies import make_policy
+from trainer.card import model_card
 
 NO_GPU = "there is no GPU, and on a CPU FlexAttention has no backward"
 QUIET = ("rollout.progress=false", "rollout.engine=auto")
@@ -120,3 +122,28 @@ def test_a_run_with_held_out_problems_is_evaluated_by_its_name(here):
     assert what_next(recipe).splitlines()[0].startswith("next:  sparse-rl eval run ")
     recipe = read_recipe(parse(["train", "grpo.yaml", "output_dir=run", "data={path: own.jsonl}"]))
     assert what_next(recipe).splitlines()[0].startswith("next:  sparse-rl eval eval/math500 model=run ")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cache", "serves"),
+    [
+        ("grpo.yaml", "{policy: streaming, budget: 9}", True),
+        ("grpo.yaml", "lined", False),
+        ("distill.yaml", "clustered", False),
+        ("sft.yaml", None, True),
+        ("quickstart/kvpop", None, True),
+        ("quickstart/kvpop", "dms", False),
+    ],
+)
+def test_a_server_is_proposed_only_where_it_takes_the_cache(here, recipe, cache, serves):
+    """At the end of a training, and in the model's card."""
+    words = ["train", recipe, "output_dir=run", *([f"cache={cache}"] if cache else [])]
+    training = read_recipe(parse(words)).as_training()
+    assert ["serve" in line.split() for line in what_next(training).splitlines()] == [False, *[True] * serves, False]
+    carried = training.exported_cache() or training.learned_cache()
+    policy = None if carried is None else make_policy(carried)
+    card = model_card(training.resolved(), policy, {}, steps=1, place="run/model")
+    _, commands, *_ = card.split("```bash\n")
+    proposed = [line.split()[1] for line in commands.partition("```")[0].splitlines()]
+    assert proposed == [*["serve"] * serves, "eval"]
+    assert f'`pip install "sparse-rl{"[vllm]" * serves}"`' in card

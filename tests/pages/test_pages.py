@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,8 +19,10 @@ from sparse_rl.attention.views.factory import make_view
 from sparse_rl.attention.views.paged import PagedView
 from sparse_rl.attention.views.replay import ReplayView
 from sparse_rl.errors import UserError
-from sparse_rl.pages import Pages, choose
+from sparse_rl.pages import choose, random_weights
 from sparse_rl.policies import make_policy
+from sparse_rl.policies.clustered import Clustered
+from sparse_rl.recipe import load_recipe
 from sparse_rl.trace import NEVER, EvictionTrace, TraceError, batch_traces, load_traces, pack_traces, save_traces
 
 LENGTHS = (1, 5, 23, 24, 41, 60, 150)
@@ -34,6 +37,16 @@ CHANGES: list[dict] = [
     {"page": 16, "window": 20, "sinks": 3},
     {"bias": "none"},
     {"values": "zero"},
+    {"compressor": "attention"},
+    {"compressor": "random", "page": 3, "open_pages": 1},
+]
+FOR_EVALUATION: list[dict] = [
+    {"softmax": "nested"},
+    {"softmax": "nested", "compressor": "attention", "bias": "none"},
+    {"threshold": 0.1},
+    {"threshold": 0.05, "open_pages": 2},
+    {"fraction": 0.5},
+    {"fraction": 1.0, "open_pages": 4},
 ]
 
 
@@ -51,42 +64,72 @@ def sampled(model_of: Callable, prompts_of: Callable) -> Callable[..., tuple]:
 # ---- the equations, one entry at a time -----------------------------------------------------------------------------
 
 
-def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prompt: int, pages: Pages) -> tuple:
-    """One kv head, query [G, S, D] over [S, D]: outputs [G, S, D], pages opened by query, evict_at [S]."""
+def naive(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    prompt: int,
+    policy: Clustered,
+    given: torch.Tensor | None = None,
+) -> tuple:
+    """One kv head, query [G, S, D] over [S, D]: outputs [G, S, D], pages opened by query, evict_at [S], pi [S].
+
+    given : pi, where it is not to be found: the random one, or one that was rounded
+    """
+    pages, config = policy.pages, policy.config
     group, length, dim = query.shape
     scaling, out, opened, evict_at = dim**-0.5, torch.zeros_like(query), [], [NEVER] * length
+    received, pi = torch.zeros(length).double(), torch.zeros(length).double()
     for q in range(length):
         closed = []
         for p in range(length):
             end = pages.sinks + (p + 1) * pages.size
             if end <= length and q >= max(prompt, end + pages.window):
                 closed.append(p)
-                for t in range(end - pages.size, end):
-                    evict_at[t] = min(evict_at[t], q)
+                own = slice(end - pages.size, end)
+                if evict_at[own.start] > q:
+                    evict_at[own] = [q] * pages.size
+                    mean = torch.ones(pages.size).double() / pages.size
+                    found = received[own].softmax(0) if config.compressor == "attention" else mean
+                    pi[own] = found if given is None else given[own].double()
         inside = {t: p for p in closed for t in range(pages.sinks + p * pages.size, pages.sinks + (p + 1) * pages.size)}
         raw = [t for t in range(q + 1) if t not in inside]
-        mean = {p: [t for t, page in inside.items() if page == p] for p in closed}
+        mine = {p: [t for t, page in inside.items() if page == p] for p in closed}
         entries = [(key[t], value[t], 0.0, None) for t in raw]
         entries += [
-            (key[mean[p]].mean(0), value[mean[p]].mean(0) * pages.valued, pages.bias, p) for p in closed
-        ]  # of page p
-        mass = {p: -math.inf for p in closed}
+            (pi[mine[p]] @ key[mine[p]], pi[mine[p]] @ value[mine[p]] * pages.valued, pages.bias, p) for p in closed
+        ]
+        mass, shares = {p: -math.inf for p in closed}, []
         for g in range(group):
             logits = torch.stack([query[g, q] @ k * scaling + b for k, _, b, _ in entries])
+            shares.append(logits.softmax(0))
             for (_, _, _, p), share in zip(entries, logits.log_softmax(0).tolist(), strict=True):
                 if p is not None:
                     mass[p] = max(mass[p], share)
         chosen = sorted(closed, key=lambda p: (-mass[p], p))[: pages.most]
-        read = [(k, v, b) for k, v, b, p in entries if p not in chosen]
-        read += [(key[t], value[t], 0.0) for p in chosen for t in mean[p]]
+        if config.threshold is not None:
+            chosen = [p for p in chosen if mass[p] > math.log(config.threshold)]
+        if config.fraction is not None:
+            chosen = chosen[: math.ceil(config.fraction * len(closed))]
+        read = [(k, v, b, t) for (k, v, b, p), t in zip(entries, raw + closed, strict=True) if p not in chosen]
+        read += [(key[t], value[t], 0.0, None) for p in chosen for t in mine[p]]
         for g in range(group):
-            share = torch.stack([query[g, q] @ k * scaling + b for k, _, b in read]).softmax(0)
-            out[g, q] = sum(a * v for a, (_, v, _) in zip(share, read, strict=True))
+            share = torch.stack([query[g, q] @ k * scaling + b for k, _, b, _ in read]).softmax(0)
+            if not pages.joint:  # equation 3
+                kept = [a for a, (_, _, _, p) in zip(shares[g], entries, strict=True) if p not in chosen]
+                for p in chosen:
+                    whole = shares[g][len(raw) + closed.index(p)]
+                    kept += list(whole * (key[mine[p]] @ query[g, q] * scaling).softmax(0))
+                share = torch.stack(kept)
+            out[g, q] = sum(a * v for a, (_, v, _, _) in zip(share, read, strict=True))
+            with torch.no_grad():
+                for a, t in zip(share[: len(raw)].tolist(), raw, strict=True):
+                    received[t] += a / group
         opened.append(set(chosen))
-    return out, opened, evict_at
+    return out, opened, evict_at, pi.float()
 
 
-@pytest.mark.parametrize("changed", CHANGES, ids=str)
+@pytest.mark.parametrize("changed", [*CHANGES, *FOR_EVALUATION], ids=str)
 def test_the_sampler_and_the_trainer_do_what_the_equations_say(changed: dict) -> None:
     policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(0)
     prompts, totals, heads, group, dim = [3, 17, 30], [40, 36, 45], 2, 2, 8
@@ -105,20 +148,36 @@ def test_the_sampler_and_the_trainer_do_what_the_equations_say(changed: dict) ->
         outputs.append(cache.attend(0, *step, dim**-0.5))
     for row, (prompt, total) in enumerate(zip(prompts, totals, strict=True)):
         trace = EvictionTrace.recorded(cache.evict_at(row, total + 1), cache.further(row, total + 1))
-        view = make_view([trace], [0], total + 1, "cpu")
         padded = [torch.nn.functional.pad(x[row : row + 1, :, :total], (0, 0, 0, 1)) for x in (q, k, v)]
-        replayed = view.attend(0, *padded, dim**-0.5)
+        replayed = None
+        if policy.pages.joint:
+            replayed = make_view([trace], [0], total + 1, "cpu").attend(0, *padded, dim**-0.5)
         for head in range(heads):
             mine = slice(head * group, (head + 1) * group)
             told = (q[row, mine, :total], k[row, head, :total], v[row, head, :total])
-            said, opened, gone = naive(*told, prompt, policy.pages)
-            torch.testing.assert_close(replayed[0, mine, :total], said, atol=1e-10, rtol=0)
+            pi = trace.further["pi"][0, head, :total] if "pi" in trace.further else None
+            if policy.config.compressor == "attention":
+                assert isinstance(pi, torch.Tensor) and pi.sum() >= 1
+                torch.testing.assert_close(naive(*told, prompt, policy)[3], pi, atol=1e-6, rtol=0)
+            said, opened, gone, _ = naive(*told, prompt, policy, pi)
+            if replayed is not None:
+                torch.testing.assert_close(replayed[0, mine, :total], said, atol=1e-10, rtol=0)
             for at in range(prompt, total):
                 theirs = set(trace.further["opened"][0, head, at].tolist()) - {-1}
                 assert theirs == opened[at], (row, head, at)
                 sampled_out = outputs[1 + at - prompt][row, mine, 0]
                 torch.testing.assert_close(sampled_out, said[:, at], atol=1e-10, rtol=0)
             assert trace.evict_at[0, head, :total].tolist() == gone
+
+
+def test_a_random_summary_is_one_token_of_its_page() -> None:
+    """Another one by layer, head and page; the same whichever pages are asked for."""
+    some = {layer: random_weights(layer, 3, torch.arange(40), 16) for layer in (0, 1)}
+    assert all(weights.sum(-1).eq(1).all() and weights.max(-1).values.eq(1).all() for weights in some.values())
+    picked = {layer: weights.argmax(-1) for layer, weights in some.items()}
+    assert not torch.equal(picked[0], picked[1]) and not torch.equal(picked[0][0], picked[0][1])
+    assert len(picked[0].unique()) > 10
+    assert torch.equal(random_weights(1, 3, torch.tensor([7, 30]), 16), some[1][:, [7, 30]])
 
 
 def test_of_equal_pages_the_earlier_is_opened() -> None:
@@ -128,7 +187,7 @@ def test_of_equal_pages_the_earlier_is_opened() -> None:
     assert choose(logits, 1, 6)[0, 0].tolist() == [1, 3, 0, 2, -1, -1]
 
 
-@pytest.mark.parametrize("changed", CHANGES, ids=str)
+@pytest.mark.parametrize("changed", [*CHANGES, {"fraction": 0.5}, {"fraction": 0.3, "open_pages": 4}], ids=str)
 def test_what_is_read_is_counted(changed: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the logits of a step's attention that are not masked."""
     policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(0)
@@ -219,8 +278,8 @@ def test_a_choice_that_rounding_changes_is_replayed_all_the_same(
     """Noise of 1e-3 on the logits that choose, as of half precision: other pages, the same gap."""
     generator = torch.Generator().manual_seed(0)
 
-    def noisy(logits: torch.Tensor, raw: int, most: int) -> torch.Tensor:
-        return choose(logits + 1e-3 * torch.randn(logits.shape, generator=generator), raw, most)
+    def noisy(logits: torch.Tensor, *how: object) -> torch.Tensor:
+        return choose(logits + 1e-3 * torch.randn(logits.shape, generator=generator), *how)
 
     model, prompts = model_of("quickstart"), prompts_of("quickstart", LENGTHS)
     engine = make_engine("hf", model=model, policy=CACHE)
@@ -242,6 +301,8 @@ def test_all_pages_opened_are_full_attention(name: str, sampled: Callable, promp
     for ours, theirs in zip(rollouts, full, strict=True):
         assert ours.completion_ids == theirs.completion_ids
         torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-5, rtol=0)
+    _, nested = sampled(name, open_pages=100, softmax="nested")  # equation 3 leaves the masses as they were
+    assert any(ours.completion_ids != theirs.completion_ids for ours, theirs in zip(nested, full, strict=True))
 
 
 def test_a_sequence_does_not_depend_on_its_batch(sampled: Callable, prompts_of: Callable) -> None:
@@ -286,15 +347,21 @@ def test_gradients_are_those_of_the_equations(changed: dict, kernel: str, monkey
     found = []
     opened: list[set[int]] = []
     evict_at: list[int] = []
+    picked = random_weights(0, 1, torch.arange(total // policy.pages.size), policy.pages.size).flatten()
+    picked = torch.nn.functional.pad(picked, (policy.pages.sinks, 0))
+    q, k, v = given
+    found_pi = naive(q[0], k[0, 0], v[0, 0], prompt, policy)[3]
+    pi = {"mean": None, "random": picked, "attention": found_pi}[policy.config.compressor]
     for way in ("equations", "view"):
         q, k, v = (x.clone().requires_grad_() for x in given)
         if way == "equations":
-            out, opened, evict_at = naive(q[0], k[0, 0], v[0, 0], prompt, policy.pages)
+            out, opened, evict_at, _ = naive(q[0], k[0, 0], v[0, 0], prompt, policy, pi)
             out = out[None]
         else:
             pages = [(sorted(each) + [-1] * 5)[: policy.pages.most] for each in opened]
             further = {"opened": torch.tensor(pages, dtype=torch.int16).view(1, 1, total, -1)}
             further["paged_with"] = policy.pages.settings()
+            further |= {} if pi is None else {"pi": pi[None, None]}
             trace = EvictionTrace(torch.tensor(evict_at, dtype=torch.int32)[None, None], further, validate=False)
             out = make_view([trace], [0], total, "cpu", kernel).attend(0, q, k, v, dim**-0.5)
         found.append([out.detach(), *torch.autograd.grad((out * weights).sum(), (q, k, v))])
@@ -354,6 +421,89 @@ def test_the_record_is_kept_and_refused_where_it_cannot_be_replayed(sampled: Cal
     _, other = sampled("qwen3", window=9)
     with pytest.raises(TraceError, match="settings differ"):
         batch_traces([trace, other[3].trace], [0, 0], 300)
+
+
+def test_weights_are_there_where_they_are_needed_and_there_alone(sampled: Callable) -> None:
+    _, plain = sampled("qwen3")
+    _, weighed = sampled("qwen3", compressor="attention")
+    plain, weighed = plain[3].trace, weighed[3].trace
+    lacking = {name: values for name, values in weighed.further.items() if name != "pi"}
+    for trace in (
+        EvictionTrace(weighed.evict_at, lacking),
+        EvictionTrace(plain.evict_at, {**plain.further, "pi": torch.zeros(plain.shape)}),
+    ):
+        with pytest.raises(TraceError, match="have the section pi where their summaries are no plain means"):
+            make_view([trace], [0], len(trace), "cpu")
+    with pytest.raises(TraceError, match="pi has a weight that is not between 0 and 1"):
+        EvictionTrace(weighed.evict_at, {**weighed.further, "pi": weighed.further["pi"] + 1})
+
+
+@pytest.mark.parametrize("name", ["quickstart", "stories260K"])
+def test_the_recorded_weights_are_what_is_replayed(name: str, sampled: Callable) -> None:
+    model, rollouts = sampled(name, compressor="attention")
+
+    def heads_swapped(trace: EvictionTrace) -> EvictionTrace:
+        return EvictionTrace(trace.evict_at, {**trace.further, "pi": trace.further["pi"].roll(1, dims=1)})
+
+    with torch.no_grad():
+        assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
+        wrong = [replace(r, trace=heads_swapped(r.trace)) for r in rollouts]
+        assert gap(replay_logprobs(model, wrong), rollouts) > 1e-2
+
+
+def test_each_layer_has_random_summaries_of_its_own(sampled: Callable) -> None:
+    pi = sampled("quickstart", compressor="random")[1][-1].trace.further["pi"]
+    assert not torch.equal(pi[0], pi[1])
+
+
+def test_equation_3_is_sampled_and_not_replayed(sampled: Callable) -> None:
+    model, rollouts = sampled("qwen2", softmax="nested")
+    with pytest.raises(TraceError, match="sampled under softmax: nested, which is not replayed; use joint"):
+        replay_logprobs(model, rollouts)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"threshold": 0.1, "fraction": 0.5}, "fraction: .*give a threshold or a fraction, not both"),
+        ({"threshold": 2.0}, "threshold: expected a number between 0 and 1"),
+        ({"compressor": "median"}, "compressor: expected one of mean, attention, random"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_told(changed: dict, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        make_policy({**CACHE, **changed})
+
+
+def test_rules_open_16_pages_at_most_unless_told_otherwise() -> None:
+    of = {"policy": "clustered"}
+    assert make_policy(of).config.open_pages == 3
+    assert make_policy({**of, "threshold": 0.05}).config.open_pages == 16
+    assert make_policy({**of, "fraction": 0.5, "open_pages": 90}).config.open_pages == 90
+
+
+@pytest.mark.parametrize(("key", "value"), [("threshold", 0.1), ("fraction", 0.1), ("softmax", "nested")])
+def test_no_training_runs_under_what_is_for_evaluation(key: str, value: object) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe("quickstart/grpo", [f"cache={json.dumps({**CACHE, key: value})}"])
+    assert caught.value.key == f"cache.{key}" and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("compressor", ["mean", "attention"])
+def test_gradients_are_finite_differences(compressor: str) -> None:
+    policy, generator = make_policy({**CACHE, "compressor": compressor}), torch.Generator().manual_seed(2)
+    prompt, total, dim = 5, 26, 4
+    given = [torch.randn(1, n, total, dim, generator=generator, dtype=torch.float64) for n in (2, 1, 1)]
+    _, opened, evict_at, pi = naive(given[0][0], given[1][0, 0], given[2][0, 0], prompt, policy)
+    pages = [(sorted(each) + [-1] * 5)[: policy.pages.most] for each in opened]
+    further = {"opened": torch.tensor(pages, dtype=torch.int16).view(1, 1, total, -1)}
+    further["paged_with"] = policy.pages.settings()
+    further |= {} if policy.pages.uniform else {"pi": pi[None, None]}
+    trace = EvictionTrace(torch.tensor(evict_at, dtype=torch.int32)[None, None], further, validate=False)
+    view = make_view([trace], [0], total, "cpu")
+    leaves = [x.requires_grad_() for x in given]
+    assert torch.autograd.gradcheck(lambda *x: view.attend(0, *x, dim**-0.5), leaves, atol=1e-6, rtol=1e-6)
 
 
 def test_more_pages_than_the_record_can_name_are_refused(model_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

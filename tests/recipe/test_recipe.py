@@ -40,7 +40,8 @@ output_dir: runs/x
 data: {path: x.jsonl}
 cache: {policy: kvpop, budget: 64, window: 16}
 """
-TEXTS = {"grpo": GRPO, "distill": DISTILL, "kvpop": KVPOP, "sft": SFT, "eval": EVAL}
+PERPLEXITY = "{kind: perplexity, model: m, output_dir: o, text: book.txt}"
+TEXTS = {"grpo": GRPO, "distill": DISTILL, "kvpop": KVPOP, "sft": SFT, "eval": EVAL, "perplexity": PERPLEXITY}
 
 
 def make(text=GRPO, overrides=()):
@@ -60,13 +61,14 @@ def refused(*overrides, text=GRPO):
 
 
 def test_kinds_and_defaults():
-    grpo, distill, kvpop, sft, evaluation = (make(text) for text in TEXTS.values())
+    grpo, distill, kvpop, sft, evaluation, perplexity = (make(text) for text in TEXTS.values())
     assert (kvpop.loss.top_k, kvpop.training.learning_rate, kvpop.kvpop.scorer_learning_rate) == (256, 8e-5, 1e-3)
     assert isinstance(grpo, GRPORecipe) and isinstance(sft, SFTRecipe) and isinstance(evaluation, EvalRecipe)
     assert isinstance(distill, DistillRecipe) and (distill.loss.divergence, distill.loss.top_k) == ("forward", None)
     assert (grpo.kind, grpo.training.learning_rate, grpo.grpo.loss_type, grpo.grpo.beta) == ("grpo", 1e-6, "grpo", 0.0)
     assert grpo.data.columns == {"prompt": "problem"} and grpo.rewards[1] == {"name": "format", "weight": 0.1}
     assert sft.data.synthetic.size == 8 and evaluation.tasks["aime"].path == "aime.jsonl"
+    assert (perplexity.text, perplexity.prompt_tokens, perplexity.sequences()) == ("book.txt", 1024, None)
     assert grpo.warnings == [] == evaluation.warnings
 
 
@@ -74,7 +76,7 @@ def test_kinds_and_defaults():
 def test_round_trip_through_a_file(kind, tmp_path):
     overrides = (
         ["seed=7"]
-        if kind == "eval"
+        if not KINDS[kind].trained
         else ["seed=7", *(["lora.r=4"] if kind != "kvpop" else []), "run_name='1e-6'", "warmup_steps=0.1"]
     )
     options = {"optim": "sgd", "lr_scheduler_kwargs": {"fused": True, "eps": 1e-8}} if kind in PASSED_THROUGH else {}
@@ -223,8 +225,8 @@ def test_a_key_at_the_wrong_level():
         ("scorers={}", "scorers: gkv has none that learn on; remove this, or name kvpop as cache.policy"),
         ("num_generations=3", "3 does not divide the global batch 8"),
         ("validation.every=2", "validation.data: missing; give a mapping"),
-        ("kind=grop", "unknown kind 'grop'; one of grpo, distill, kvpop, sft, eval (did you mean grpo?)"),
-        ("kind=null", "kind: missing; one of grpo, distill, kvpop, sft, eval"),
+        ("kind=grop", "unknown kind 'grop'; one of grpo, distill, kvpop, sft, eval, perplexity (did you mean grpo?)"),
+        ("kind=null", "kind: missing; one of grpo, distill, kvpop, sft, eval, perplexity"),
     ],
 )
 def test_wrong_values_say_key_expected_and_got(override, says):

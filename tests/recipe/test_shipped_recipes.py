@@ -33,7 +33,7 @@ from sparse_rl.recipe import (
 
 ROOT = Path(__file__).parents[2]
 NAMES = list_recipes()
-TRAINED = [name for name in NAMES if load_recipe(name).kind != "eval"]
+TRAINED = [name for name in NAMES if load_recipe(name).trained]
 EVALUATED = [name for name in NAMES if load_recipe(name).kind == "eval"]
 DATA = ROOT.parent / "shared/data"
 CHAT = (
@@ -84,7 +84,12 @@ def problems_for(tmp_path: Path) -> Callable[[Any], str]:
         said = data.columns.get("completion", "completion")
         pairs = [(a, b) for a in range(8) for b in range(5)]
         rows = [
-            {question: f"{a}+{b}=", answer: f"{marker}{a + b}", said: f"{a}+{b} makes it \\boxed{{{a + b}}}"}
+            {
+                question: f"{a}+{b}=",
+                answer: f"{marker}{a + b}",
+                "answers": [str(a + b)],
+                said: f"{a}+{b} makes it \\boxed{{{a + b}}}",
+            }
             for a, b in pairs
         ]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -96,7 +101,7 @@ def problems_for(tmp_path: Path) -> Callable[[Any], str]:
 def shortened(recipe: Recipe) -> str:
     """Its cache, scaled down so that a dozen tokens are evicted from: as an override."""
     cache = recipe.resolved()["cache"]
-    most = {"budget": 12, "window": 4, "period": 4, "reference_queries": 16}
+    most = {"budget": 12, "window": 4, "period": 4, "reference_queries": 16, "page": 2}
     small = {key: min(value, cache[key]) for key, value in most.items() if key in cache}
     return f"cache={json.dumps(cache | small)}"
 
@@ -110,9 +115,9 @@ def test_it_validates(name: str) -> None:
     recipe = load_recipe(name)
     text = (ROOT / "recipes" / f"{name}.yaml").read_text()
     assert recipe.warnings == [] and recipe.output_dir == f"runs/{name}"
-    assert text.startswith("# ") and f"sparse-rl {'eval' if recipe.kind == 'eval' else 'train'} {name}" in text
+    assert text.startswith("# ") and f"sparse-rl {'train' if recipe.trained else recipe.kind} {name}" in text
     assert max(map(len, text.splitlines())) <= 120
-    if not isinstance(recipe, EvalRecipe):
+    if recipe.trained:
         assert recipe.trainer_options == {}
 
 
@@ -219,6 +224,13 @@ def test_attention_matching_of_the_paper() -> None:
         cache = load_recipe(f"qwen2.5-1.5b/{name}").as_training().caches()[0]
         assert cache is not None and cache.schedule.peak == 160
     assert differing("qwen2.5-1.5b/grpo", "qwen2.5-1.5b/grpo_am") == {"cache"}
+
+
+def test_clustered_attention_in_training() -> None:
+    assert differing("qwen2.5-1.5b/grpo", "qwen2.5-1.5b/grpo_clustered") == {"cache"}
+    cache = load_recipe("qwen2.5-1.5b/grpo_clustered").as_training().caches()[0]
+    policy = make_policy(cache)
+    assert policy.most_read(512, 512 + 1024 - 1) == 219  # as its comment says
 
 
 def test_the_evaluations_of_the_papers() -> None:
@@ -328,7 +340,7 @@ def test_it_trains(
         replayed = recipe.grpo.train_attention == "replay"
         limit = 0.05 if name == BFLOAT16 else 1e-5
         assert all((line["replay/gap_max"] <= limit) is replayed for line in lines)
-        evicts = recipe.cache.name != "full"
+        evicts = recipe.cache.name not in ("full", "clustered")
         assert all((line["cache/retention"] < 1) is evicts for line in lines)
         saved = saved_policy(model)
         assert saved is not None and saved.name == recipe.cache.name
@@ -374,6 +386,21 @@ def test_it_evaluates(name: str, tiny_model: Callable, problems_for: Callable, t
     assert len(rows) == points * len(recipe.tasks)
     assert all(row.problems == 2 and row.accuracy is not None and 0 <= row.accuracy <= 1 for row in rows)
     assert {row.task for row in rows} == set(recipe.tasks)
+
+
+def test_the_perplexity_of_a_text(tiny_model: Callable, tmp_path: Path) -> None:
+    """The recipe under a sweep that its comment names, scaled down."""
+    from sparse_rl.commands.perplexity import measure
+
+    (name,) = (name for name in NAMES if load_recipe(name).kind == "perplexity")
+    (tmp_path / "book.txt").write_text("Qa1b2c3?a1A1;" * 20)
+    overrides = [f"model={tiny_model('qwen3', True)}", f"text={tmp_path}/book.txt", f"output_dir={tmp_path / 'run'}"]
+    overrides += ["prompt_tokens=16", "completion_tokens=16", "dtype=float32", "rollout.engine=hf"]
+    rows = measure(load_recipe(name, [*overrides, "sweep={policy: [full, streaming, h2o], budget: [8, 12]}"]), False)
+    assert [(row.policy, row.budget) for row in rows] == [
+        ("full", None), ("streaming", 8), ("streaming", 12), ("h2o", 8), ("h2o", 12),
+    ]  # fmt: skip
+    assert len({row.nll for row in rows}) == 5
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the evaluation problems are not here")

@@ -1,4 +1,4 @@
-r"""Laws of the rewards that need no worker: boxed, format, soft_overlong, repetition."""
+r"""Laws of the rewards that need no worker: boxed, format, soft_overlong, repetition; of all, that none crashes."""
 
 import pickle
 
@@ -113,6 +113,7 @@ def test_hostile_texts_neither_hang_nor_crash(name, style):
     texts = list(ADVERSARIAL.values())
     columns = {
         "answer": ["42"] * len(texts),
+        "answers": [["42", "maybe " * 100_000]] * len(texts),
         "completion_ids": [list(text.encode("utf-8", "replace")[:20_000]) for text in texts],
     }
     rewards = within(60, lambda: function(texts, **columns))
@@ -123,7 +124,7 @@ def test_hostile_texts_neither_hang_nor_crash(name, style):
 def test_rewards_survive_pickling(name):
     (function,), _ = make_rewards([{"name": name, **NEEDED.get(name, {})}])
     twin = pickle.loads(pickle.dumps(function))
-    columns = {"answer": ["1", "2"], "completion_ids": [[1] * 90, [1, 2, 3]]}
+    columns = {"answer": ["1", "2"], "answers": [["boxed1"], ["2"]], "completion_ids": [[1] * 90, [1, 2, 3]]}
     texts = [r"\boxed{1}", "none"]
     assert twin(texts, **columns) == function(texts, **columns)
     assert len(set(function(texts, **columns))) == 2  # the control: the comparison can tell two texts apart

@@ -105,7 +105,7 @@ def test_trl_sees_through_a_bound_function(own):
         (None, "must be a list"),
         (["mth"], "unknown reward 'mth': did you mean 'math'?"),
         (["soft_overlongg"], "did you mean 'soft_overlong'?"),
-        (["zzz"], "there are math, boxed, format, soft_overlong, repetition"),
+        (["zzz"], "there are math, boxed, format, soft_overlong, repetition, short_answer"),
         ([7], "a name or a mapping"),
         ([{"weight": 1.0}], "a name or a mapping"),
         ([{"name": "math", "timeot": 3}], "'math' has no parameter 'timeot': did you mean 'timeout'?"),

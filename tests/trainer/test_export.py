@@ -156,9 +156,11 @@ def test_the_card_of_each_shipped_recipe(name: str, tmp_path: Path) -> None:
     card = ModelCard(text)
     assert card.data.base_model == (recipe.model if not recipe.model.startswith("runs/") else None)
     assert card.data.tags[:2] == ["sparse-rl", recipe.kind] and "# mine\n" in card.text
-    assert "hf download me/mine --local-dir mine\nsparse-rl serve mine" in card.text
+    assert "hf download me/mine --local-dir mine\nsparse-rl " in card.text
+    assert ("sparse-rl serve mine" in card.text) is (policy is None or policy.config.only_hf is None)
     assert (f"`{policy!r}`" in card.text and policy.name in card.data.tags) if policy else "full cache" in card.text
-    if cache is not None and policy.schedule.evicts:
+    assert ("each token reads a part" in card.text) is (policy is not None and policy.name == "clustered")
+    if cache is not None and policy.schedule.peak is not None:
         assert f"| Budget | {cache.budget} entries per kv head" in card.text
         assert f"; at most {policy.schedule.peak} are held" in card.text
     assert make_recipe(yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])) == recipe

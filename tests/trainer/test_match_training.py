@@ -24,6 +24,8 @@ from sparse_rl.recipe import make_recipe
 
 CACHE = {"policy": "am", "budget": 12, "sinks": 1, "window": 4, "period": 6, "reference_queries": 16}
 PAGED = {"policy": "clustered", "page": 4, "window": 4, "sinks": 1, "open_pages": 1}
+PARTS = ({"policy": "lined", "window": 4, "period": 2}, {**PAGED, "compressor": "attention"})
+LAYERED = {"policy": "layered", "parts": [{"layers": 1, "cache": part} for part in PARTS]}
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def test_a_run(kind: str, recipe: Callable, tmp_path: Path) -> None:
     assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("cache", [CACHE, PAGED], ids=lambda cache: cache["policy"])
+@pytest.mark.parametrize("cache", [CACHE, PAGED, LAYERED], ids=lambda cache: cache["policy"])
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_a_resumed_run_is_the_one_that_was_not_stopped(
     kind: str, cache: dict[str, Any], recipe: Callable, tmp_path: Path
@@ -66,14 +68,15 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(
     check_resumed(partial(recipe, kind, cache=cache), tmp_path)
 
 
+@pytest.mark.parametrize("cache", [PAGED, LAYERED], ids=lambda cache: cache["policy"])
 @pytest.mark.parametrize("kind", SAMPLED)
-def test_a_run_under_pages(kind: str, recipe: Callable, tmp_path: Path) -> None:
-    final = train(recipe(kind, cache=PAGED))
+def test_a_run_under_pages(kind: str, cache: dict[str, Any], recipe: Callable, tmp_path: Path) -> None:
+    final = train(recipe(kind, cache=cache))
     lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
-    assert len(lines) == 3
+    assert len(lines) == 3 and all((line["cache/retention"] == 1) == (cache is PAGED) for line in lines)
     assert all(line["replay/gap_max"] <= 1e-5 for line in lines if kind == "grpo")
     engine, model = make_engine("hf", model=final), load_model(final)
-    assert engine.policy.config.as_block() == make_policy(PAGED).config.as_block()
+    assert engine.policy.config.as_block() == make_policy(cache).config.as_block()
     sampling = SamplingConfig(max_tokens=30, seed=0, ignore_eos=True)
     rollouts = engine.generate([list(range(3, 30)), [5, 6, 7]], sampling)
     with torch.no_grad():

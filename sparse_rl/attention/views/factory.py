@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from sparse_rl.attention.interface import KVView, TraceView
+from sparse_rl.attention.views.layered import LayeredView
 from sparse_rl.attention.views.matched import MatchedView
 from sparse_rl.attention.views.paged import PagedView
 from sparse_rl.attention.views.replay import ReplayView
 from sparse_rl.trace import EvictionTrace, TraceError, batch_traces
 
-VIEWS: tuple[type[TraceView], ...] = (ReplayView, MatchedView, PagedView)
+VIEWS: tuple[type[TraceView], ...] = (ReplayView, MatchedView, PagedView, LayeredView)
 
 
 def make_view(

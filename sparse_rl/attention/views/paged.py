@@ -1,7 +1,8 @@
 """Replay of clustered attention: a query reads what its sampler read, page choices as recorded, summaries made again.
 
 Summaries follow from keys and values, and are made again with gradients. The choice has none: it is a decision, as an
-eviction is.
+eviction is. So are the weights of a summary's tokens, where they are recorded: they depend on the model, and no
+gradient goes that way.
 
 A chunk of queries gathers what it reads: sinks, the tail that any of its queries sees, the summaries, and for each
 query the tokens of its opened pages. So a layer costs O(S x cover), and no S x S mask is made. The kernel `dense` is
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from sparse_rl.attention.interface import check_sections
 from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
 from sparse_rl.pages import Pages, summarise
-from sparse_rl.trace import NEVER
+from sparse_rl.trace import NEVER, TraceError
 
 CHUNK = 128  # queries
 
@@ -45,15 +46,16 @@ class PagedView:
 
     Parameters
     ----------
-    batch : from `batch_traces`; evict_at int32 [L, B, Hkv, S], opened int16 [L, B, Hkv, S, K], paged_with int32 [6]
+    batch : from `batch_traces`; evict_at int32 [L, B, Hkv, S], opened int16 [L, B, Hkv, S, K], paged_with int32 [8],
+        and pi float32 [L, B, Hkv, S] where a summary is not the mean of its page
     device : where the model runs
     kernel : dense, for the reference; any other stands for the gathered path
     through : has no meaning here: summaries always have gradients
 
-    Raises TraceError where the batch has another section.
+    Raises TraceError where the batch has another section, or lacks one; and for a softmax that is not replayed.
     """
 
-    replays: ClassVar = frozenset({"evict_at", "opened", "paged_with"})
+    replays: ClassVar = frozenset({"evict_at", "opened", "paged_with", "pi"})
 
     def __init__(
         self, batch: Mapping[str, torch.Tensor], device: torch.device | str, kernel: str = "sdpa", through: bool = True
@@ -61,7 +63,11 @@ class PagedView:
         check_sections(type(self), batch)
         self.device, self.dense = torch.device(device), kernel == "dense"
         self.evict_at, self.opened = batch["evict_at"], batch["opened"]
-        self.pages = Pages.read(batch["paged_with"])
+        self.pages, self.pi = Pages.read(batch["paged_with"]), batch.get("pi")
+        if self.pages.uniform != (self.pi is None):
+            raise TraceError("traces have the section pi where their summaries are no plain means, and there alone")
+        if not self.pages.joint:
+            raise TraceError("these sequences were sampled under softmax: nested, which is not replayed; use joint")
         real = self.evict_at[0, :, 0] > 0  # a pad key is seen by nobody
         start, width = real.int().argmax(1), real.shape[1]
         self.start = start.to(self.device)
@@ -81,7 +87,12 @@ class PagedView:
         heads, dim = key.shape[1], key.shape[3]
         at = self.columns.flatten(1)[:, None, :, None].expand(-1, heads, -1, dim)
         inside = [x.gather(2, at).unflatten(2, self.columns.shape[1:]) for x in (key, value)]
-        summaries = summarise(inside[0], inside[1], self.pages)
+        weights = None
+        if self.pi is not None:
+            pi = self.pi[layer].to(self.device, non_blocking=True)
+            columns = self.columns.flatten(1)[:, None].expand(-1, heads, -1)
+            weights = pi.gather(2, columns).unflatten(2, self.columns.shape[1:])
+        summaries = summarise(inside[0], inside[1], self.pages, weights)
         closes = evict_at.gather(2, self.columns[:, None, :, 0].expand(-1, heads, -1))
         closes = closes.masked_fill(~self.whole[:, None], NEVER)
         if self.dense:

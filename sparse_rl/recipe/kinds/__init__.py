@@ -3,8 +3,8 @@
 A kind nests the configurations of the components that it sets up (trainer/*/config.py, rollout/config.py, ...). Where
 it holds one `flat`, its keys stand at the top level of the YAML. So a new key of a component is one edit, there.
 
-To add a kind: a file here with a subclass of Recipe, one entry in KINDS, and what makes its trainer in TRAINERS of
-sparse_rl/commands/trainers.py. Then make docs/recipes.md anew (reference.py).
+To add a kind: a file here with a subclass of Recipe, one entry in KINDS, and, if it is trained, what makes its trainer
+in TRAINERS of sparse_rl/commands/trainers.py. Then make docs/recipes.md anew (reference.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from sparse_rl.recipe.kinds.distill import DistillRecipe
 from sparse_rl.recipe.kinds.evaluation import EvalRecipe
 from sparse_rl.recipe.kinds.grpo import GRPORecipe
 from sparse_rl.recipe.kinds.kvpop import KVpopRecipe
+from sparse_rl.recipe.kinds.perplexity import PerplexityRecipe
 from sparse_rl.recipe.kinds.sft import SFTRecipe
 
 KINDS: dict[str, type[Recipe]] = {
@@ -22,4 +23,5 @@ KINDS: dict[str, type[Recipe]] = {
     "kvpop": KVpopRecipe,
     "sft": SFTRecipe,
     "eval": EvalRecipe,
+    "perplexity": PerplexityRecipe,
 }

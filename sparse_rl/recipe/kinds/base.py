@@ -98,6 +98,14 @@ class Recipe(Configuration):
         """Itself (an EvalRecipe), where it is an evaluation. Raises UserError otherwise."""
         self._refuse("is not evaluated; it needs kind: eval")
 
+    def as_perplexity(self) -> Any:
+        """Itself (a PerplexityRecipe), where it has a text to decode. Raises UserError otherwise."""
+        self._refuse("has no text to decode; it needs kind: perplexity")
+
+    def as_swept(self) -> Any:
+        """Itself (a SweptRecipe), where it measures under a sweep of caches. Raises UserError otherwise."""
+        self._refuse("sweeps no caches; use one of eval or perplexity")
+
     def evaluation(self, run: str) -> dict[str, Any] | None:
         """The mapping of a recipe of kind eval for the model that a training by this recipe has left in the directory
         `run`; None where it does not say which problems tell how good that model is.
@@ -132,6 +140,10 @@ class Recipe(Configuration):
     def prompt_sources(self) -> dict[str, DataConfig]:
         """Where its prompts come from: dotted key -> dataset."""
         return {}
+
+    def prompt_bounds(self) -> list[int | None]:
+        """The most tokens of a prompt, of each source of prompts; None: not known."""
+        return [data.max_prompt_tokens for data in self.prompt_sources().values()]
 
 
 @dataclass(frozen=True, kw_only=True)

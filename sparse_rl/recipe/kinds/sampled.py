@@ -9,7 +9,7 @@ from typing import Self
 from rollout.config import RolloutConfig
 from sparse_rl.config import flat
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import AMConfig, KVpopPolicyConfig, LearnedConfig, PolicyConfig
+from sparse_rl.policies.config import KVpopPolicyConfig, LearnedConfig, PolicyConfig
 from sparse_rl.recipe.kinds.base import TrainRecipe, ValidationConfig
 from sparse_rl.recipe.kinds.caches import check_model_len
 from trainer.config import ReplayConfig
@@ -49,12 +49,14 @@ class SampledRecipe(ReplayedRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_learned()
-        if isinstance(self.cache, AMConfig) and self.cache.fit == "paper":
-            raise UserError("the paper's own solvers cannot be followed in training; use ridge", "cache.fit")
+        try:
+            self.cache.check_trainable()
+        except UserError as error:
+            raise UserError(error.message, f"cache.{error.key}") from None
         if self.rollout.tensor_parallel > 1:
             wrong = "in training each process has an engine of its own; set it to 1, and use launch.processes"
             raise UserError(wrong, "rollout.tensor_parallel")
-        check_model_len(self.rollout, self.prompt_sources(), self.sampling().max_tokens)
+        check_model_len(self.rollout, self.prompt_bounds(), self.sampling().max_tokens)
 
     def _check_learned(self) -> None:
         """What a learned policy, and scorers that go on learning, ask of the rest."""

@@ -1,0 +1,71 @@
+"""`short_answer`: is the first line of a completion one of the true answers? For questions with answers of a few words.
+
+The rules are those of LuKA's evaluation WikiSalad, whose "exact match" is `match: contained` here.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from rewards.text import completion_text, require_column
+
+LONG_LINE, SHORT_SENTENCE = 100, 10  # characters
+Match = Literal["exact", "contained"]
+Unanswerable = Literal["wrong", "left_out"]
+_SENTENCE_END = re.compile(r"[.!?](?=\s)")
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = re.compile(r"[^\w\s]")
+
+
+def short_answer(completion: str) -> str:
+    """The first line of a completion; of more than 100 characters its first sentence, where that has more than 10."""
+    line = completion.lstrip().partition("\n")[0].rstrip()
+    end = _SENTENCE_END.search(line) if len(line) > LONG_LINE else None
+    return line[: end.start()] if end and end.start() > SHORT_SENTENCE else line
+
+
+def normalised(text: str) -> str:
+    """A text in lower case, without articles and punctuation, its white space joined."""
+    return " ".join(_PUNCTUATION.sub("", _ARTICLE.sub(" ", text.lower())).split())
+
+
+class ShortAnswerReward:
+    """1.0 where the short answer of a completion matches one of the true answers after normalisation, else 0.0.
+
+    The true answers of each problem are a list of texts in the column `answers`. What normalisation leaves nothing of
+    matches nothing.
+
+    match : exact: they are equal; contained: or one of the two is contained in the other, as a text (`art` in `heart`)
+    unanswerable : an empty list of true answers: wrong (0.0, whatever is said) or left_out (None)
+    """
+
+    __name__ = "short_answer"
+
+    def __init__(self, *, match: Match = "exact", unanswerable: Unanswerable = "wrong") -> None:
+        for name, value, choices in (
+            ("match", match, get_args(Match)),
+            ("unanswerable", unanswerable, get_args(Unanswerable)),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        self.match, self.unanswerable = match, unanswerable
+
+    def __call__(
+        self, completions: Sequence[Any], answers: Sequence[Any] | None = None, **columns: Any
+    ) -> list[float | None]:
+        if answers is None:
+            had = f"the data has {sorted(columns) or 'no other'}"
+            raise ValueError(f"the 'short_answer' reward needs a column 'answers', a list of texts, and {had}")
+        require_column("short_answer", "answers", answers, completions, list(columns))
+        return [self._score(completion, true) for completion, true in zip(completions, answers, strict=True)]
+
+    def _score(self, completion: Any, answers: Any) -> float | None:
+        if answers is not None and (isinstance(answers, str) or not isinstance(answers, Sequence)):
+            raise ValueError(f"answers must be a list of texts for each completion, not {type(answers).__name__}")
+        if not answers:
+            return 0.0 if self.unanswerable == "wrong" else None
+        said = normalised(short_answer(completion_text(completion)))
+        found = [text for text in (normalised(str(answer)) for answer in answers) if text]
+        if self.match == "exact":
+            return float(said in found)
+        return float(said != "" and any(said in text or text in said for text in found))

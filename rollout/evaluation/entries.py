@@ -1,0 +1,33 @@
+"""How many entries the caches of sampled sequences hold, and how many of them a query reads."""
+
+from __future__ import annotations
+
+from rollout.engine import Rollout
+from sparse_rl.policies.base import Policy
+
+
+class EntryCounts:
+    """Entries of a kv head under one policy, gathered over rollouts. Where no count is recorded, bounds stand for them.
+
+    peak : the most that a kv head held while decoding
+    read : the most that a query of decoding read
+    peaks : of each rollout, what its kv heads held at most while decoding, averaged over heads and layers
+    longest_prompt : the most held while prefilling
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.peak, self.read, self.longest_prompt = 0, 0, 0
+        self.peaks: list[float] = []
+
+    def add(self, rollout: Rollout) -> None:
+        prompt, fed = len(rollout.prompt_ids), len(rollout.trace) - 1
+        peaks, schedule = rollout.trace.peak_counts(prompt), self.policy.schedule
+        self.peaks.append(float(peaks.float().mean()))
+        self.peak = max(self.peak, int(peaks.max()) if schedule.counts_vary else schedule.most_decoding(prompt, fed))
+        self.read = max(self.read, self.peak if schedule.counts_vary else self.policy.most_read(prompt, fed))
+        self.longest_prompt = max(self.longest_prompt, prompt)
+
+    @property
+    def mean_peak(self) -> float:
+        return sum(self.peaks) / len(self.peaks)

@@ -1,0 +1,122 @@
+"""Perplexity of token sequences under a cache, as PG-19 is evaluated: decoded token by token behind a prompt.
+
+Every piece of a text has a prompt, which is prefilled, and a rest, which is fed as if it had been sampled. The error is
+over pieces, as if they were independent.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from rollout.engine import Engine
+from rollout.evaluation.entries import EntryCounts
+from rollout.evaluation.estimators import mean_and_error
+from sparse_rl.policies.base import Policy
+
+LARGEST_NLL = 700.0  # whose exp is a float
+
+
+@dataclass(frozen=True)
+class PerplexityRow:
+    """A text under one cache.
+
+    pieces, prompt_tokens, completion_tokens : the text as it was cut
+    nll : natural logarithm of 1 / probability, mean over the tokens behind the prompts
+    standard_error : of nll, over pieces; None for fewer than two
+    perplexity : exp(nll); None where it is no float
+    retention : cache length / sequence length at the end, over all pieces
+    peak_entries : the most entries that a kv head held while decoding
+    read_entries : the most that a query of decoding read of a kv head
+    mean_peak_entries : the same as peak_entries of each kv head, averaged over heads, layers and pieces
+    tokens, seconds : those behind the prompts, and the time in the engine, the prompts' included
+    """
+
+    policy: str
+    parameters: dict[str, Any]
+    pieces: int
+    prompt_tokens: int
+    completion_tokens: int
+    nll: float
+    standard_error: float | None
+    perplexity: float | None
+    retention: float
+    peak_entries: int
+    read_entries: int
+    mean_peak_entries: float
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+
+    @property
+    def budget(self) -> int | None:
+        return self.parameters.get("budget")
+
+
+def measure_perplexity(
+    pieces: Sequence[Sequence[int]],
+    prompt_tokens: int,
+    policies: Sequence[Policy],
+    open_engine: Callable[[Policy], AbstractContextManager[Engine]],
+    *,
+    on_row: Callable[[list[PerplexityRow]], None],
+    progress: bool = True,
+) -> list[PerplexityRow]:
+    """One row per policy.
+
+    pieces : token ids, all as many, more than `prompt_tokens`
+    open_engine : policy -> a context with the engine that decodes under it
+    on_row : is told all rows so far, after each new one
+    """
+    rows: list[PerplexityRow] = []
+    with tqdm(total=len(policies) * len(pieces), unit="piece", disable=None if progress else True) as bar:
+        for policy in policies:
+            bar.set_description(" ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget"))))))
+            with open_engine(policy) as engine:
+                rows.append(_measure(pieces, prompt_tokens, engine, bar))
+            on_row(list(rows))
+    return rows
+
+
+def _measure(pieces: Sequence[Sequence[int]], prompt_tokens: int, engine: Engine, bar: tqdm) -> PerplexityRow:
+    policy = engine.policy  # bound to the model
+    entries, seconds = EntryCounts(policy), 0.0
+    losses: list[float] = []
+    kept: list[float] = []
+    for first in range(0, len(pieces), engine.max_batch):  # in parts, so that the traces need not all be held at once
+        part = pieces[first : first + engine.max_batch]
+        start = time.perf_counter()
+        rollouts = engine.simulate([p[:prompt_tokens] for p in part], [p[prompt_tokens:] for p in part])
+        seconds += time.perf_counter() - start
+        for rollout in rollouts:
+            losses.append(-math.fsum(rollout.model_logprobs) / len(rollout.model_logprobs))
+            kept.append(rollout.trace.retention())
+            entries.add(rollout)
+        bar.update(len(part))
+    nll, error = mean_and_error(losses)
+    assert nll is not None
+    completion_tokens = len(pieces[0]) - prompt_tokens
+    tokens = len(pieces) * completion_tokens
+    return PerplexityRow(
+        policy=policy.name,
+        parameters=policy.parameters(),
+        pieces=len(pieces),
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        nll=nll,
+        standard_error=error,
+        perplexity=math.exp(nll) if nll < LARGEST_NLL else None,
+        retention=sum(kept) / len(kept),
+        peak_entries=entries.peak,
+        read_entries=entries.read,
+        mean_peak_entries=entries.mean_peak,
+        tokens=tokens,
+        tokens_per_second=tokens / max(seconds, 1e-9),
+        seconds=seconds,
+    )

@@ -1,0 +1,137 @@
+"""Which pages the queries of clustered attention opened: numbers, and a map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparse_rl.analysis.drawing import COLOURS, new_figure, save_figure
+from sparse_rl.errors import UserError
+from sparse_rl.pages import Pages
+from sparse_rl.trace import NEVER, EvictionTrace
+
+FINEST = 250  # cells in a row or a column of the map, at most: each is larger than a pixel
+
+
+def records_pages(trace: EvictionTrace) -> bool:
+    """Whether its evict_at says when a token's page closed: the token stays, and is read in a summary from then on."""
+    return {"opened", "paged_with"} <= trace.further.keys()
+
+
+def opening_layers(trace: EvictionTrace) -> list[int]:
+    """The layers in which any query opened a page."""
+    return [index for index, layer in enumerate(trace.further["opened"]) if bool((layer >= 0).any())]
+
+
+class Tally:
+    """What queries opened, of any number of traces; only queries for which a page had closed are counted."""
+
+    def __init__(self, longest: int) -> None:
+        self.queries = self.closed = self.opened = self.following = self.repeated = 0
+        self.back = torch.zeros(longest, dtype=torch.long)  # by tokens from a query back to the end of its page
+
+    def add(self, opened: torch.Tensor, evict_at: torch.Tensor, pages: Pages) -> None:
+        """opened : int16 [Hkv, S, K]; evict_at : int32 [Hkv, S]"""
+        length = opened.shape[1]
+        query = torch.arange(length)
+        counted = (query >= evict_at.amin(-1, keepdim=True)) & (query < length - 1)  # the last token is never fed
+        self.queries += int(counted.sum())
+        self.closed += int((length - 1 - evict_at.long()).clamp(min=0).sum()) // pages.size
+        chosen = opened >= 0
+        self.opened += int(chosen.sum())
+        ends = pages.sinks + (opened.long() + 1) * pages.size - 1
+        self.back += torch.bincount((query[:, None] - ends)[chosen].clamp(min=0), minlength=len(self.back))
+        ordered = opened.sort(-1).values
+        following = counted[:, :-1] & counted[:, 1:] & chosen[:, 1:].any(-1)
+        self.following += int(following.sum())
+        self.repeated += int((following & (ordered[:, 1:] == ordered[:, :-1]).all(-1)).sum())
+
+    def as_numbers(self) -> dict[str, Any]:
+        """Means over queries and kv heads; None where nothing was opened."""
+        middle = (int(self.back.sum()) + 1) // 2
+        return {
+            "opened": round(self.opened / max(self.queries, 1), 4),
+            "closed": round(self.closed / max(self.queries, 1), 4),
+            "median_back": int((self.back.cumsum(0) < middle).sum()) if self.opened else None,
+            "repeated": round(self.repeated / self.following, 4) if self.following else None,
+        }
+
+
+def page_statistics(traces: Sequence[EvictionTrace]) -> dict[str, Any] | None:
+    """What was opened, over all traces, and of each layer; None for traces without pages.
+
+    opened, closed : pages per query, of those queries that had any closed
+    median_back : tokens from a query back to the last token of a page that it opened
+    repeated : of the queries that opened pages, the share that opened those of the query before
+
+    A trace counts for the layers in which it opened any page.
+    """
+    if not records_pages(traces[0]):
+        return None
+    longest = max(map(len, traces))
+    whole, layers = Tally(longest), [Tally(longest) for _ in range(traces[0].layers)]
+    for trace in traces:
+        pages = Pages.read(trace.further["paged_with"])
+        for layer in opening_layers(trace):
+            for tally in (whole, layers[layer]):
+                tally.add(trace.further["opened"][layer], trace.evict_at[layer], pages)
+    return {**whole.as_numbers(), "layers": [layer.as_numbers() for layer in layers]}
+
+
+# ---- the map --------------------------------------------------------------------------------------------------------
+
+
+def opened_shares(opened: torch.Tensor, wide: int, high: int) -> torch.Tensor:
+    """The share of layers and kv heads that opened a page: float [pages / high, queries / wide], each rounded up.
+
+    opened : int16 [L, Hkv, S, K]; pages behind the last that was opened are left out
+    A cell is the largest share in it.
+    """
+    count, cells = int(opened.max()) + 1, []
+    for part in opened.split(wide, dim=2):  # queries x pages of a whole sequence can be too many to be held at once
+        query = torch.arange(part.shape[2])[:, None].expand_as(part)
+        places = (query * count + part)[part >= 0]
+        times = torch.bincount(places, minlength=part.shape[2] * count).view(-1, count).amax(0)
+        cells.append(torch.stack([group.max() for group in times.split(high)]))
+    return torch.stack(cells, dim=1) / (opened.shape[0] * opened.shape[1])
+
+
+def plot_opened(traces: Sequence[EvictionTrace], out: str | Path) -> Path:
+    """The map of the pages that each query opened, of the longest trace in which any was."""
+    trace = max((one for one in traces if opening_layers(one)), key=len, default=None)
+    if trace is None:
+        raise UserError("no query of these traces opened a page: there is no map to draw")
+    pages, layers = Pages.read(trace.further["paged_with"]), opening_layers(trace)
+    opened = trace.further["opened"][layers]
+    wide, high = -(-len(trace) // FINEST), -(-(int(opened.max()) + 1) // FINEST)
+    shares = opened_shares(opened, wide, high)
+    across = [column * wide - 0.5 for column in range(shares.shape[1] + 1)]
+    up = [pages.sinks + row * high * pages.size - 0.5 for row in range(shares.shape[0] + 1)]
+    figure, axes = new_figure()
+    cells = shares.where(shares > 0, torch.nan).numpy()
+    drawn = axes.pcolormesh(across, up, cells, cmap="viridis_r", vmin=0, vmax=1, rasterized=True)
+    figure.colorbar(drawn, label="share of layers and kv heads")
+    axes.step(*closing_line(trace.evict_at[layers[0], 0], pages.sinks), where="post", color=COLOURS[1], linewidth=1)
+    axes.grid(visible=False)
+    axes.set_xlim(-0.5, len(trace) - 1.5)  # the last token is never fed
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("query (position in the sequence)")
+    axes.set_ylabel("tokens of the pages it opened")
+    title = f"{len(layers)} layers; pages of {pages.size} tokens, those below the line have closed"
+    if wide * high > 1:
+        title += f"\na cell shows the most of {wide} queries × {high} pages"
+    axes.set_title(title, loc="left", fontsize=10, color="#555555")
+    return save_figure(figure, out)
+
+
+def closing_line(evict_at: torch.Tensor, sinks: int) -> tuple[list[float], list[float]]:
+    """Where pages close, as the edges of cells: the queries, and the end of what has closed.
+
+    evict_at : int32 [S], of any kv head: all of them close a page at the same query
+    """
+    at, tokens = evict_at[evict_at < NEVER].unique(return_counts=True)
+    ends = tokens.cumsum(0) + sinks
+    return [*(at - 0.5).tolist(), len(evict_at) - 1.5], [*(ends - 0.5).tolist(), ends.amax().item() - 0.5]

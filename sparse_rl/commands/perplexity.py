@@ -1,0 +1,72 @@
+"""`sparse-rl perplexity`: of a text under cache policies and budgets (rollout/evaluation/perplexity.py says how).
+
+Writes output_dir/perplexity.json (recipe, versions, rows).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparse_rl.commands.arguments import add_overwrite, add_recipe, file_name, read_recipe, refuse_used
+from sparse_rl.commands.console import Session, quiet_loading, say, warn
+from sparse_rl.commands.eval import write_results
+from sparse_rl.recipe import PerplexityRecipe
+
+if TYPE_CHECKING:
+    from rollout.evaluation.perplexity import PerplexityRow
+
+ABOUT = "Perplexity of a text under cache policies and budgets."
+RESULTS = "perplexity.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument("--model", metavar="DIR", type=file_name, help="the same as model=DIR")
+    add_overwrite(parser)
+
+
+def run(options: argparse.Namespace, session: Session) -> int:
+    from rich.console import Console
+
+    from sparse_rl.analysis.evaluation import perplexity_table
+
+    model = [f"model={json.dumps(options.model)}"] if options.model else []
+    recipe = read_recipe(options, *model).as_perplexity()
+    refuse_used(Path(recipe.output_dir), (RESULTS,), "output_dir", options.overwrite)
+    session.folder = Path(recipe.output_dir)
+    quiet_loading(session.verbose)
+    rows = measure(recipe, progress=recipe.rollout.progress)
+    wide = None if sys.stdout.isatty() else 200
+    Console(width=wide).print(perplexity_table(rows))
+    print(Path(recipe.output_dir) / RESULTS)
+    return 0
+
+
+def measure(recipe: PerplexityRecipe, progress: bool = True) -> list[PerplexityRow]:
+    """One row per cache point; also written to the recipe's output_dir.
+
+    Raises UserError for what the user can mend, before the model is loaded where possible.
+    """
+    from rollout.evaluation.perplexity import measure_perplexity
+    from sparse_rl.commands import sampling
+    from sparse_rl.data.text import read_pieces
+    from sparse_rl.models.load import load_config, load_tokenizer
+    from trainer.rundir import prepare
+
+    policies, config = sampling.policies_of(recipe), load_config(recipe.model)
+    chosen, finding = sampling.choose_recipe_engine(recipe, config)
+    recipe, length = chosen.as_perplexity(), recipe.prompt_tokens + recipe.completion_tokens
+    pieces = read_pieces(recipe.text, load_tokenizer(recipe.model), length, recipe.pieces)
+    say("rollouts", finding)
+    say("text", f"{len(pieces)} pieces of {recipe.prompt_tokens} + {recipe.completion_tokens} tokens")
+    if length > config.max_position_embeddings:
+        warn(f"the model is made for {config.max_position_embeddings} tokens, and a piece has {length}")
+    folder = prepare(recipe.output_dir, recipe.as_yaml())
+    opened = sampling.engines(recipe)
+    on_row = partial(write_results, folder / RESULTS, recipe)
+    return measure_perplexity(pieces, recipe.prompt_tokens, policies, opened, on_row=on_row, progress=progress)

@@ -1,0 +1,30 @@
+"""A text file as pieces of equally many tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sparse_rl.data.tokens import prompt_ids
+from sparse_rl.errors import UserError, reason
+
+
+def read_pieces(path: str, tokenizer: Any, length: int, most: int | None = None) -> list[list[int]]:
+    """The first `most` pieces (None: all) of so many tokens each; what is left over at the end is dropped.
+
+    The whole file is tokenized once, so a token that begins every text (BOS) begins the first piece only.
+
+    Raises UserError where the file cannot be read as UTF-8, or holds no such piece.
+    """
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start + 1}); re-encode the file", "text") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {reason(error)}", "text") from error
+    ids = prompt_ids(text, tokenizer)
+    if len(ids) < length:
+        wrong = f"{path} has {len(ids)} tokens, and a piece takes {length}; take a longer text or fewer tokens"
+        raise UserError(wrong, "text")
+    pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+    return pieces[:most]

@@ -1,0 +1,77 @@
+"""The settings of every cache policy, each one dataclass; to be read without torch.
+
+    config = PolicyConfig.from_block({"policy": "gkv", "budget": 512, "alpha": 0.7})
+    config.schedule.peak            # entries; see schedule.py
+
+Here, and here alone, a parameter has its default and the rule that its value must keep.
+"""
+
+from __future__ import annotations
+
+from sparse_rl.config import yaml_fields
+from sparse_rl.policies.config.base import CONFIGS, FullConfig, PolicyConfig
+from sparse_rl.policies.config.evicting import (
+    AMConfig,
+    CAKEConfig,
+    EvictingConfig,
+    GKVConfig,
+    H2OConfig,
+    LinedConfig,
+    MorphKVConfig,
+    RKVConfig,
+    ScoredWindowConfig,
+    SnapKVConfig,
+    StreamingConfig,
+    TovaConfig,
+)
+from sparse_rl.policies.config.learned import DMSConfig, KVpopPolicyConfig, LearnedConfig
+from sparse_rl.policies.config.pages import ClusteredConfig, LayeredConfig
+
+__all__ = [
+    "CONFIGS",
+    "AMConfig",
+    "CAKEConfig",
+    "ClusteredConfig",
+    "DMSConfig",
+    "EvictingConfig",
+    "FullConfig",
+    "GKVConfig",
+    "H2OConfig",
+    "KVpopPolicyConfig",
+    "LayeredConfig",
+    "LearnedConfig",
+    "LinedConfig",
+    "MorphKVConfig",
+    "PolicyConfig",
+    "RKVConfig",
+    "ScoredWindowConfig",
+    "SnapKVConfig",
+    "StreamingConfig",
+    "TovaConfig",
+    "accepted_parameters",
+]
+
+CONFIGS.update(
+    {
+        "full": FullConfig,
+        "streaming": StreamingConfig,
+        "h2o": H2OConfig,
+        "lined": LinedConfig,
+        "tova": TovaConfig,
+        "snapkv": SnapKVConfig,
+        "morphkv": MorphKVConfig,
+        "rkv": RKVConfig,
+        "gkv": GKVConfig,
+        "cake": CAKEConfig,
+        "am": AMConfig,
+        "kvpop": KVpopPolicyConfig,
+        "dms": DMSConfig,
+        "clustered": ClusteredConfig,
+        "layered": LayeredConfig,
+    }
+)
+
+
+def accepted_parameters(policy: str) -> list[str]:
+    """The parameters that a policy of this name takes."""
+    return list(yaml_fields(CONFIGS[policy]))

@@ -1,0 +1,70 @@
+"""What the settings of every cache policy have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sparse_rl.config import NamedConfiguration, as_mapping, yaml_fields
+from sparse_rl.errors import UserError
+from sparse_rl.policies.schedule import NeverEvicts, Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig(NamedConfiguration):
+    """What all have: the policy's name, and its schedule."""
+
+    family: ClassVar[str] = "cache policy"
+    name_key: ClassVar[str] = "policy"
+    packs: ClassVar[bool] = True  # whether several sequences can be replayed in one row
+    in_parts: ClassVar[bool] = True  # whether some layers can have it, and others another one
+
+    @classmethod
+    def members(cls) -> Mapping[str, type[PolicyConfig]]:
+        return CONFIGS
+
+    @classmethod
+    def chosen(cls, block: Mapping[str, Any]) -> type[PolicyConfig]:
+        member: type[PolicyConfig] = super().chosen(block)
+        if "budget" in yaml_fields(member) and "budget" not in block:
+            raise UserError(f"cache policy {member.name!r} needs a budget: the entries to keep per kv head")
+        return member
+
+    @property
+    def schedule(self) -> Schedule:
+        """When the policy compacts, and how many entries that leaves."""
+        raise NotImplementedError
+
+    @property
+    def only_hf(self) -> str | None:
+        """Why no other engine than hf samples under it, in a few words; None where all do."""
+        return None
+
+    @property
+    def recorded(self) -> int:
+        """Bytes that a trace holds per layer, kv head and token."""
+        return 4
+
+    def check_trainable(self) -> None:
+        """Raise UserError, with the setting as its key, where no trainer can follow what is sampled under it."""
+
+    def remark(self, group: int, layers: int) -> str | None:
+        """What a user should hear of it, for a model with `group` query heads to a kv head; None: nothing."""
+        return None
+
+    def parameters(self) -> dict[str, Any]:
+        """Plain values: those of `as_block` without the policy's name."""
+        return as_mapping(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullConfig(PolicyConfig):
+    name: ClassVar[str] = "full"
+
+    @property
+    def schedule(self) -> Schedule:
+        return NeverEvicts()
+
+
+CONFIGS: dict[str, type[PolicyConfig]] = {}  # by name; filled by the package

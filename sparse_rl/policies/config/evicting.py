@@ -1,0 +1,205 @@
+"""The settings of the policies that compact a cache on a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from sparse_rl.config import NonNegative, NonNegativeInt, Positive, PositiveInt, Probability, Rule
+from sparse_rl.errors import UserError
+from sparse_rl.policies.config.base import PolicyConfig
+from sparse_rl.policies.schedule import KeepsAFraction, Schedule
+
+Pooling = Annotated[int, Rule(">= 1 and odd (1 is off)", lambda v: v >= 1 and v % 2 == 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictingConfig(PolicyConfig):
+    """
+    budget : entries kept per kv head, sinks and window included
+    sinks : the first tokens, never evicted
+    window : the most recent tokens, never evicted
+    period : entries that gather between two compactions; the peak in decoding is budget + period
+    """
+
+    budget: PositiveInt
+    sinks: NonNegativeInt = 0
+    window: NonNegativeInt = 0
+    period: PositiveInt = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.budget <= self.window + self.sinks:
+            mend = f"{self.budget} must exceed window {self.window} + sinks {self.sinks}; raise it or lower them"
+            raise UserError(mend, "budget")
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.budget, self.period)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingConfig(EvictingConfig):
+    """The window is what the sinks leave of the budget."""
+
+    name: ClassVar[str] = "streaming"
+    sinks: NonNegativeInt = 4
+    window: int = field(default=0, init=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2OConfig(EvictingConfig):
+    """window : None: half of the budget"""
+
+    name: ClassVar[str] = "h2o"
+    window: NonNegativeInt | None = None  # type: ignore[assignment]  # a number from here on
+
+    def __post_init__(self) -> None:
+        PolicyConfig.__post_init__(self)  # what is halved must be a number
+        if self.window is None:
+            object.__setattr__(self, "window", self.budget // 2)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinedConfig(PolicyConfig):
+    """
+    compression : of so many tokens behind sinks and window one is kept
+    of : seen, all tokens so far, so that the cache grows; prompt, those of the prompt alone
+    sinks, window, period : as for the others
+    """
+
+    name: ClassVar[str] = "lined"
+    compression: Annotated[int, Rule(">= 2", lambda v: v >= 2)] = 8
+    of: Literal["seen", "prompt"] = "seen"
+    sinks: NonNegativeInt = 0
+    window: PositiveInt = 128
+    period: PositiveInt = 8
+
+    @property
+    def schedule(self) -> Schedule:
+        return KeepsAFraction(self.sinks + self.window, self.period, self.compression, self.of == "prompt")
+
+    @property
+    def only_hf(self) -> str | None:
+        return "vllm gives each sequence a bounded number of blocks, and this cache grows"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TovaConfig(EvictingConfig):
+    name: ClassVar[str] = "tova"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredWindowConfig(EvictingConfig):
+    """window : its queries are what scores the rest"""
+
+    window: PositiveInt = 16
+    period: PositiveInt = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKVConfig(ScoredWindowConfig):
+    """pooling : entries over which the score's maximum is taken"""
+
+    name: ClassVar[str] = "snapkv"
+    pooling: Pooling = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class MorphKVConfig(ScoredWindowConfig):
+    name: ClassVar[str] = "morphkv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RKVConfig(ScoredWindowConfig):
+    """
+    lam : lambda, the weight of importance against redundancy
+    pooling : as for snapkv
+    """
+
+    name: ClassVar[str] = "rkv"
+    lam: Probability = 0.1
+    pooling: Pooling = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class GKVConfig(ScoredWindowConfig):
+    """
+    form : of the global score
+    alpha : how much the global score keeps of the last
+    redundancy : whether repeated keys lose
+    lam : lambda, the weight of the score against redundancy
+    pooling : as for snapkv
+    """
+
+    name: ClassVar[str] = "gkv"
+    form: Literal["max", "mean", "sum"] = "max"
+    alpha: Probability = 0.8
+    redundancy: bool = True
+    lam: Probability = 0.7
+    pooling: Pooling = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CAKEConfig(ScoredWindowConfig):
+    """gamma : the weight of the variance of attention over the window"""
+
+    name: ClassVar[str] = "cake"
+    gamma: NonNegative = 200.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AMConfig(EvictingConfig):
+    """
+    period : as for the others; None: the budget
+    reference_queries : of how many of the last tokens the queries say what must be kept; None: 128, where the first
+        compaction has as many
+    select : attention, the keys that receive most of it; omp, orthogonal matching pursuit of the attention mass
+    aggregate : of the attention of the reference queries
+    ridge : of the values' fit, which shrinks towards what they were; in units of the attention's mean square
+    fit : ridge; or paper, the paper's own solvers, for comparison: no trainer can follow them
+    """
+
+    name: ClassVar[str] = "am"
+    packs: ClassVar[bool] = False
+    in_parts: ClassVar[bool] = False
+    window: PositiveInt = 16
+    period: PositiveInt | None = None  # type: ignore[assignment]  # a number from here on
+    reference_queries: PositiveInt | None = None
+    select: Literal["attention", "omp"] = "attention"
+    aggregate: Literal["rms", "mean", "max"] = "rms"
+    ridge: Positive = 1e-3
+    fit: Literal["ridge", "paper"] = "ridge"
+
+    def __post_init__(self) -> None:
+        PolicyConfig.__post_init__(self)
+        if self.period is None:
+            object.__setattr__(self, "period", self.budget)
+        most = self.schedule.first(0)  # tokens seen at the first compaction, at least
+        if self.reference_queries is None:
+            object.__setattr__(self, "reference_queries", min(128, most))
+        super().__post_init__()
+        if self.reference_queries > most:
+            wrong = f"{self.reference_queries}: the first compaction has no more queries than budget + period, {most}"
+            raise UserError(wrong, "reference_queries")
+
+    @property
+    def refitted(self) -> int:
+        """The entries of a kv head that a compaction leaves and fits; sinks and window stay as they are."""
+        return self.budget - self.sinks - self.window
+
+    def check_trainable(self) -> None:
+        if self.fit == "paper":
+            raise UserError("the paper's own solvers cannot be followed in training; use ridge", "fit")
+
+    def conditions(self, group: int) -> int:
+        """The reference queries of a kv head, to which a group of query heads belongs."""
+        assert self.reference_queries is not None
+        return self.reference_queries * group
+
+    def remark(self, group: int, layers: int) -> str | None:
+        if (queries := self.conditions(group)) >= self.refitted:
+            return None
+        few = f"{self.reference_queries} reference queries of {group} heads are {queries} conditions"
+        return f"{few} for the {self.refitted} entries that are fitted; raise reference_queries, or lower the budget"

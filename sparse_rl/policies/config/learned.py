@@ -1,0 +1,88 @@
+"""The settings of the policies that go by scorers, which a model has learned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from sparse_rl.config import AtLeastOne, NonNegativeInt, PositiveInt, Rule
+from sparse_rl.errors import UserError
+from sparse_rl.policies.config.base import PolicyConfig
+from sparse_rl.policies.config.evicting import EvictingConfig
+from sparse_rl.policies.schedule import EvictsBeforeAttending, GatesDecide, Schedule
+from sparse_rl.scorers.config import MLPConfig, ScorerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedConfig(PolicyConfig):
+    """What policies have that go by a model's scorers.
+
+    scorer : a scorer, {name: ..., its parameters} or the name alone
+    prefill : dense: a prompt sees the whole of itself, and is cut at its end; masked: it is cut from its beginning on,
+        as in the paper's appendix C (hf only)
+    """
+
+    in_parts: ClassVar[bool] = False
+    sinks: NonNegativeInt = 4
+    window: PositiveInt = 256
+    scorer: ScorerConfig = field(default_factory=MLPConfig)
+    prefill: Literal["dense", "masked"] = "dense"
+
+    @property
+    def only_hf(self) -> str | None:
+        return "vllm does not mask prompts (prefill: masked)" if self.prefill == "masked" else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVpopPolicyConfig(LearnedConfig, EvictingConfig):
+    """
+    budget : B = sinks + window + k (+ state_entries)
+    decay_every : n
+    state_entries : so many entries of the budget give way to the scorer's state, which takes their memory
+    """
+
+    name: ClassVar[str] = "kvpop"
+    period: int = field(default=1, init=False)
+    decay_every: PositiveInt = 1
+    state_entries: NonNegativeInt = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.k < 1:
+            raise UserError(f"{self.budget} leaves no entry beside sinks, window and state_entries; raise it", "budget")
+
+    @property
+    def k(self) -> int:
+        """Long-range entries per kv head."""
+        return self.budget - self.sinks - self.window - self.state_entries
+
+    @property
+    def schedule(self) -> Schedule:
+        return EvictsBeforeAttending(self.budget - self.state_entries)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DMSConfig(LearnedConfig):
+    """
+    compression : tokens for each entry, which the gates are trained to on average over layers and kv heads
+    bias : added to a gate's score; a gate starts there, nearly closed (ours, the papers do not say)
+    """
+
+    name: ClassVar[str] = "dms"
+    compression: AtLeastOne = 4.0
+    bias: Annotated[float, Rule("between -100 and 100", lambda v: -100 <= v <= 100)] = -5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scorer.name == "recency" or getattr(self.scorer, "readout", "immediate") == "delayed":
+            raise UserError(
+                "a gate is known as its token comes: linear, mlp, or mlstm with readout immediate", "scorer"
+            )
+
+    @property
+    def schedule(self) -> Schedule:
+        return GatesDecide(begins=self.sinks + self.window + 1)
+
+    @property
+    def only_hf(self) -> str | None:
+        return "vllm holds as many entries in every kv head"

@@ -1,0 +1,48 @@
+"""kind: perplexity, of a text under a cache or a sweep of caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rollout.config import SamplingConfig
+from sparse_rl.config import PathText, PositiveInt
+from sparse_rl.recipe.kinds.base import SampledProblems
+from sparse_rl.recipe.kinds.caches import check_model_len
+from sparse_rl.recipe.kinds.swept import SweptRecipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityRecipe(SweptRecipe):
+    """Perplexity of a text, decoded token by token under policies × budgets.
+
+    text : a file, UTF-8; it is cut into pieces of prompt_tokens + completion_tokens tokens
+    prompt_tokens : of a piece, prefilled with full attention, and not counted
+    completion_tokens : of a piece, decoded behind them under the cache
+    pieces : at most so many, the first of the text; null: all
+    """
+
+    kind: ClassVar[str] = "perplexity"
+    text: PathText
+    prompt_tokens: PositiveInt = 1024
+    completion_tokens: PositiveInt = 1024
+    pieces: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_model_len(self.rollout, self.prompt_bounds(), self.completion_tokens)
+
+    def as_perplexity(self) -> PerplexityRecipe:
+        return self
+
+    def sampled_problems(self) -> SampledProblems:
+        self._refuse("samples nothing; use sparse-rl perplexity")
+
+    def sampling(self, samples: int = 1) -> SamplingConfig:
+        return SamplingConfig(self.completion_tokens, n=samples, seed=self.seed)
+
+    def prompt_bounds(self) -> list[int | None]:
+        return [self.prompt_tokens]
+
+    def sequences(self) -> int | None:
+        return self.pieces

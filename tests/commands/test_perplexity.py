@@ -1,0 +1,204 @@
+"""`sparse-rl perplexity`: with a full cache it is that of a plain forward; what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sparse_rl.commands.main import main
+from sparse_rl.commands.perplexity import measure
+from sparse_rl.data.text import read_pieces
+from sparse_rl.errors import UserError
+from sparse_rl.recipe import PerplexityRecipe, make_recipe
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "recipes/quickstart/model"
+STORIES = ROOT.parent / "shared/models/stories260K"  # optional, outside the repository
+TOLD = "One day, a little girl named Lily found a needle in her room. She knew it was difficult to play with it. " * 6
+RECIPE = """
+kind: perplexity
+model: {model}
+output_dir: out
+dtype: float32
+text: book.txt
+prompt_tokens: 12
+completion_tokens: 20
+rollout: {{engine: hf, progress: false}}
+"""
+
+
+def symbols(count: int, seed: int = 0) -> str:
+    """A text of the quickstart's symbols, one token each."""
+    drawn = random.Random(seed)
+    return "".join(drawn.choice("0123456789abcdefABCDEF;?[]") for _ in range(count))
+
+
+@pytest.fixture
+def book(here: Path, model: Path) -> Callable[..., PerplexityRecipe]:
+    """book(text, model, **keys) -> a recipe on book.txt, also written to text.yaml."""
+
+    def make(text: str = symbols(150), model: Path = model, **keys: Any) -> PerplexityRecipe:
+        (here / "book.txt").write_text(text, encoding="utf-8")
+        (here / "text.yaml").write_text(RECIPE.format(model=model))
+        mapping = {
+            "kind": "perplexity", "model": str(model), "output_dir": "out", "dtype": "float32", "text": "book.txt",
+            "prompt_tokens": 12, "completion_tokens": 20,
+        }  # fmt: skip
+        keys["rollout"] = {"engine": "hf", **keys.get("rollout", {})}
+        return make_recipe({**mapping, **keys}).as_perplexity()
+
+    return make
+
+
+def plain_losses(folder: Path, ids: list[int], prompt: int, length: int) -> list[float]:
+    """Of each piece, the mean loss behind its prompt, by transformers' own forward over the whole piece."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    losses = []
+    for start in range(0, len(ids) - length + 1, length):
+        piece = torch.tensor([ids[start : start + length]])
+        with torch.no_grad():
+            logits = model(input_ids=piece).logits[0, prompt - 1 : -1].double()
+        losses.append(float(torch.nn.functional.cross_entropy(logits, piece[0, prompt:])))
+    return losses
+
+
+@pytest.mark.parametrize("name", ["random", "quickstart", "stories"])
+@pytest.mark.parametrize(("prompt", "completion"), [(12, 20), (1, 31), (31, 1), (1, 1)])
+def test_a_full_cache_has_the_perplexity_of_a_plain_forward(
+    book: Callable, model: Path, name: str, prompt: int, completion: int
+) -> None:
+    if name == "stories" and not (STORIES / "model.safetensors").exists():
+        pytest.skip("the trained model stories260K is not here")
+    folder = {"random": model, "quickstart": QUICKSTART, "stories": STORIES}[name]
+    text = TOLD if name == "stories" else symbols(150)
+    recipe = book(text, folder, cache="full", prompt_tokens=prompt, completion_tokens=completion)
+    (row,) = measure(recipe, progress=False)
+    ids = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    losses = plain_losses(folder, ids, prompt, prompt + completion)
+    assert row.pieces == len(losses) == len(ids) // (prompt + completion) > 1
+    assert row.nll == pytest.approx(statistics.mean(losses), abs=1e-5)
+    assert row.standard_error == pytest.approx(statistics.stdev(losses) / len(losses) ** 0.5, abs=1e-5)
+    assert row.perplexity == pytest.approx(math.exp(row.nll)) and row.retention == 1
+    assert row.tokens == completion * len(losses) and row.seconds > 0
+    assert row.peak_entries == row.read_entries == prompt + completion - 1
+    if completion > 1:  # the control: another place in the piece has another loss
+        assert abs(row.nll - statistics.mean(plain_losses(folder, ids, prompt + 1, prompt + completion))) > 1e-3
+
+
+def test_a_sweep_has_a_row_for_each_cache(book: Callable, here: Path) -> None:
+    """What evicts has another perplexity, as long as its budget is smaller than a piece."""
+    clustered = {"policy": "clustered", "page": 4, "window": 4, "open_pages": 1}
+    sweep = {"policy": ["full", "streaming", clustered], "budget": [8, 500]}
+    rows = measure(book(model=QUICKSTART, sweep=sweep), progress=False)
+    assert [(row.policy, row.budget) for row in rows] == [
+        ("full", None), ("streaming", 8), ("streaming", 500), ("clustered", None),
+    ]  # fmt: skip
+    full, small, large, pages = rows
+    assert large.nll == pytest.approx(full.nll, abs=1e-5) and large.retention == 1
+    assert min(abs(row.nll - full.nll) for row in (small, pages)) > 1e-3
+    assert small.peak_entries == small.read_entries == 9 and small.retention < 1
+    assert 0 < small.mean_peak_entries <= 9
+    assert pages.read_entries < pages.peak_entries == full.peak_entries == 31
+    content = json.loads((here / "out/perplexity.json").read_text())
+    assert [row["nll"] for row in content["rows"]] == [row.nll for row in rows]
+    assert content["rows"][1]["budget"] == 8 and content["format_version"] == 1 and "torch" in content["versions"]
+    assert make_recipe(content["recipe"]) == book(model=QUICKSTART, sweep=sweep)
+
+
+def test_the_batch_changes_nothing_and_the_first_pieces_are_taken(book: Callable) -> None:
+    cache = {"policy": "h2o", "budget": 8}
+    rows = [
+        measure(book(cache=cache, rollout={"max_batch": batch}, **keys), progress=False)[0]
+        for batch, keys in ((64, {}), (1, {}), (3, {"pieces": 2}), (64, {"pieces": 99}))
+    ]
+    assert rows[1].nll == pytest.approx(rows[0].nll, abs=1e-6) and rows[3].nll == rows[0].nll
+    assert [row.pieces for row in rows] == [4, 4, 2, 4] and rows[2].nll != rows[0].nll
+    assert measure(book(symbols(70), cache=cache), progress=False)[0].nll == pytest.approx(rows[2].nll, abs=1e-6)
+    one = measure(book(symbols(40), cache=cache), progress=False)[0]
+    assert one.pieces == 1 and one.standard_error is None
+
+
+def test_each_cache_has_one_engine(book: Callable, as_vllm: list[str]) -> None:
+    sweep = {"policy": ["full", "streaming"], "budget": [8]}
+    expected = measure(book(sweep=sweep), progress=False)
+    rows = measure(book(sweep=sweep, rollout={"engine": "auto"}), progress=False)
+    assert as_vllm == ["full", "closed", "streaming", "closed"]
+    assert [row.nll for row in rows] == [row.nll for row in expected]
+
+
+def test_pieces_are_the_text_in_order(tmp_path: Path) -> None:
+    tokenizer, text = AutoTokenizer.from_pretrained(QUICKSTART), symbols(100)
+    (tmp_path / "t.txt").write_text(text)
+    pieces = read_pieces(str(tmp_path / "t.txt"), tokenizer, 32)
+    assert [len(piece) for piece in pieces] == [32] * 3
+    assert [token for piece in pieces for token in piece] == tokenizer(text)["input_ids"][:96]
+    assert len(read_pieces(str(tmp_path / "t.txt"), tokenizer, 100)) == 1
+    with pytest.raises(UserError, match="has 100 tokens, and a piece takes 101"):
+        read_pieces(str(tmp_path / "t.txt"), tokenizer, 101)
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table(book: Callable, here: Path, capsys: pytest.CaptureFixture) -> None:
+    book()
+    words = ["perplexity", "text.yaml", "sweep={policy: [full, streaming], budget: [8]}"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "4 pieces, 20 tokens decoded behind 12" in out and "streaming 8" in out and "perplexity" in out
+    assert out.endswith("out/perplexity.json\n")
+    assert main(words) == 2 and "already holds perplexity.json" in capsys.readouterr().err
+    assert main([*words, "--overwrite", "pieces=1"]) == 0 and "1 pieces, 20" in capsys.readouterr().out
+    for place, says in {
+        "out": "perplexities of a text, 2 rows in out/perplexity.json",
+        "out/perplexity.json": "perplexities of a text, 2 rows",
+        "text.yaml": "a recipe of kind perplexity; sparse-rl perplexity text.yaml runs it",
+    }.items():
+        assert main(["inspect", place]) == 0
+        assert capsys.readouterr().out == f"{place}: {says}\n"
+    assert main(["doctor", "text.yaml", "cache={policy: streaming, budget: 8}"]) == 0
+    assert "streaming 8: 12 entries" in " ".join(capsys.readouterr().out.split())
+    long = ["text.yaml", "--overwrite", "prompt_tokens=1", "completion_tokens=1024", "output_dir=long"]
+    book(symbols(1025))
+    assert main(["perplexity", *long]) == 0
+    assert "warning: the model is made for 1024 tokens, and a piece has 1025" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["perplexity", "text.yaml", "prompt_tokens=400"], "text: book.txt has 150 tokens, and a piece takes 420"),
+        (["perplexity", "text.yaml", "text=empty.txt"], "text: empty.txt has 0 tokens"),
+        (["perplexity", "text.yaml", "text=nothing.txt"], "text: nothing.txt cannot be read: [Errno 2] No such file"),
+        (["perplexity", "text.yaml", "text=."], "text: . cannot be read: [Errno 21] Is a directory"),
+        (["perplexity", "text.yaml", "text=latin.txt"], "text: latin.txt is not UTF-8 (byte 4); re-encode the file"),
+        (["perplexity", "text.yaml", "prompt_tokens=0"], "prompt_tokens: expected a whole number >= 1"),
+        (["perplexity", "text.yaml", "cache=gvk"], "unknown cache policy 'gvk'"),
+        (["perplexity", "text.yaml", "rollout.max_model_len=31"], "must hold a prompt and a completion, at least 32"),
+        (["perplexity", "text.yaml", "--model", "."], ". is not a model directory"),
+        (["perplexity", "text.yaml", "samples=3"], "samples: unknown key"),
+        (["perplexity", "eval.yaml"], "a recipe of kind eval has no text to decode; it needs kind: perplexity"),
+        (["eval", "text.yaml"], "a recipe of kind perplexity is not evaluated"),
+        (["train", "text.yaml"], "a recipe of kind perplexity is not trained; use sparse-rl perplexity"),
+        (["rollout", "text.yaml"], "a recipe of kind perplexity samples nothing; use sparse-rl perplexity"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], message: str, book: Callable, here: Path, capsys: pytest.CaptureFixture
+) -> None:
+    book()
+    (here / "empty.txt").write_text("")
+    (here / "latin.txt").write_bytes("café".encode("latin-1"))
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("sparse-rl: error: ") and err.count("\n") == 1 and message in err
+    assert not (here / "out/perplexity.json").exists()

@@ -1,0 +1,189 @@
+"""`inspect` and `plot` of traces with further sections: what was opened and refitted, held to what a loop counts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_rl.analysis import opened
+from sparse_rl.analysis.opened import closing_line, opened_shares, page_statistics, plot_opened
+from sparse_rl.commands.main import main
+from sparse_rl.pages import Pages
+from sparse_rl.trace import NEVER, EvictionTrace, save_traces
+
+PAGES = Pages(3, 2, 1, 2, True, True)
+CLUSTERED = "cache={policy: clustered, page: 4, window: 8, sinks: 1, open_pages: 2}"
+AM = "cache={policy: am, budget: 12, window: 2}"
+LONG = ["model=quickstart/model", "max_completion_length=60", "--problems", "2"]
+
+
+def paged(
+    prompt: int, length: int, seed: int = 0, layers: Sequence[int] = (0, 1), pages: Pages = PAGES
+) -> EvictionTrace:
+    """2 layers and 2 kv heads whose queries open pages by chance, often those of the query before; in these layers."""
+    generator = torch.Generator().manual_seed(seed)
+    evict_at = torch.full((length,), NEVER)
+    chosen = torch.full((2, 2, length, pages.most), -1, dtype=torch.int16)
+    for query in range(prompt, length - 1):
+        closed = int(pages.closed(prompt, query))
+        behind = evict_at[pages.sinks : pages.sinks + closed * pages.size]
+        behind[behind == NEVER] = query
+        for layer in layers:
+            for head in range(2):
+                most = int(torch.randint(pages.most + 1, (), generator=generator))
+                picked = torch.randperm(closed, generator=generator)[:most]
+                if float(torch.rand((), generator=generator)) < 0.4:
+                    picked = chosen[layer, head, query - 1].flip(0)
+                chosen[layer, head, query, : len(picked)] = picked.to(torch.int16)
+    further = {"opened": chosen, "paged_with": pages.settings()}
+    return EvictionTrace.recorded(evict_at.expand(2, 2, -1), further)
+
+
+TRACES = [paged(5, 40, 1), paged(12, 23, 2, layers=[1]), paged(9, 61, 3), paged(4, 6, 4)]
+
+
+def counted(traces: Sequence[EvictionTrace], layers: Sequence[int]) -> dict[str, Any]:
+    """`Tally.as_numbers` of these layers, query by query."""
+    opened, closed, back, repeated = [], [], [], []
+    for trace in traces:
+        for layer in layers:
+            rows = trace.further["opened"][layer].tolist()
+            if all(page < 0 for head in rows for row in head for page in row):
+                continue
+            for head, gone in zip(rows, trace.evict_at[layer].tolist(), strict=True):
+                sets = [{page for page in row if page >= 0} for row in head]
+                having = [sum(at <= query for at in gone) // PAGES.size for query in range(len(trace) - 1)]
+                for query, (mine, count) in enumerate(zip(sets, having, strict=False)):
+                    if not count:
+                        continue
+                    opened.append(len(mine))
+                    closed.append(count)
+                    back += [query - (PAGES.sinks + PAGES.size * (page + 1) - 1) for page in mine]
+                    if mine and having[query - 1]:
+                        repeated.append(mine == sets[query - 1])
+    return {
+        "opened": pytest.approx(sum(opened) / max(len(opened), 1), abs=1e-4),
+        "closed": pytest.approx(sum(closed) / max(len(closed), 1), abs=1e-4),
+        "median_back": sorted(back)[(len(back) - 1) // 2] if back else None,
+        "repeated": pytest.approx(sum(repeated) / len(repeated), abs=1e-4) if repeated else None,
+    }
+
+
+@pytest.mark.parametrize("traces", [TRACES, *([trace] for trace in TRACES)])
+def test_what_was_opened_is_what_a_loop_counts(traces: list[EvictionTrace]) -> None:
+    found = page_statistics(traces)
+    assert found is not None
+    assert found.pop("layers") == [counted(traces, [0]), counted(traces, [1])]
+    assert found == counted(traces, [0, 1])
+
+
+@pytest.mark.parametrize(("wide", "high"), [(1, 1), (7, 1), (1, 3), (4, 2), (100, 100)])
+def test_a_cell_of_the_map_is_the_largest_share_in_it(wide: int, high: int) -> None:
+    chosen = TRACES[0].further["opened"]
+    shares = opened_shares(chosen, wide, high)
+    count = int(chosen.max()) + 1
+    assert shares.shape == (-(-count // high), -(-chosen.shape[2] // wide))
+    for row, column in torch.cartesian_prod(*map(torch.arange, shares.shape)).tolist():
+        queries = range(column * wide, min((column + 1) * wide, chosen.shape[2]))
+        pages = range(row * high, (row + 1) * high)
+        most = max(int((chosen[:, :, query] == page).sum()) for query in queries for page in pages)
+        assert float(shares[row, column]) == most / 4
+
+
+@pytest.mark.parametrize(("traces", "finest", "lanes"), [(TRACES, 250, 4), (TRACES, 10, 4), (TRACES[1:2], 250, 2)])
+def test_the_map_has_each_opened_page_where_its_tokens_are(
+    monkeypatch: pytest.MonkeyPatch, traces: list[EvictionTrace], finest: int, lanes: int
+) -> None:
+    """Of the longest trace, as a share of the layers that open any; below the line, which says what has closed."""
+    monkeypatch.setattr(opened, "FINEST", finest)
+    monkeypatch.setattr(opened, "save_figure", lambda figure, out: figure)
+    drawn: Any = plot_opened(traces, "unused")
+    (mesh,), (line,), longest = drawn.axes[0].collections, drawn.axes[0].lines, max(traces, key=len)
+    corners, cells = mesh.get_coordinates(), mesh.get_array()
+    assert max(cells.shape) <= finest
+    at, ends = line.get_data()
+    times: Counter[tuple[int, int]] = Counter()
+    for layer, head, query, place in (longest.further["opened"] >= 0).nonzero().tolist():
+        page = int(longest.further["opened"][layer, head, query, place])
+        tokens = PAGES.sinks + page * PAGES.size, PAGES.sinks + (page + 1) * PAGES.size - 1
+        first, last = (int(corners[:, 0, 1].searchsorted(token)) - 1 for token in tokens)
+        times[first, int(corners[0, :, 0].searchsorted(query)) - 1] += 1
+        assert first == last and at[0] < query < at[-1] and tokens[1] < ends[at.searchsorted(query) - 1]
+    assert len(times) == cells.count()  # nothing else is drawn
+    for cell, count in times.items():
+        assert cells[cell] * lanes == count if finest == 250 else 1 <= cells[cell] * lanes <= count
+
+
+def test_the_line_steps_up_where_pages_close() -> None:
+    gone = torch.tensor([NEVER, 5, 5, 5, 8, 8, 8, NEVER, NEVER, NEVER, NEVER])
+    assert closing_line(gone, 1) == ([4.5, 7.5, 9.5], [3.5, 6.5, 6.5])
+
+
+# ---- as commands ----------------------------------------------------------------------------------------------------
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object, status: int = 0) -> str:
+    assert main([str(word) for word in words]) == status
+    captured = capsys.readouterr()
+    return captured.err if status else captured.out
+
+
+def test_traces_with_pages_are_shown_as_what_they_are(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "rollout", "grpo.yaml", CLUSTERED, *LONG)
+    file = here / "out/rollouts/traces-00000.safetensors"
+    found = json.loads(said(capsys, "inspect", file, "--json"))
+    assert found["pages"]["opened"] > 1 and found["pages"]["median_back"] > 8 and len(found["pages"]["layers"]) == 2
+    assert list(found["sections"]) == ["opened", "paged_with"]
+    shape = found["sections"]["opened"]["shape"]
+    assert shape == {"layer": 2, "kv_head": 2, "token": shape["token"], "open_page": 2}
+    assert found["sections"]["opened"]["bytes"] == found["traces"] * found["length"]["mean"] * 2 * 2 * 2 * 2
+    assert found["retention"] == {"min": 1, "mean": 1, "max": 1}
+    assert len(found["unpaged_per_head"]) == 2 and len(found["unpaged_density"]) == 20
+    text = said(capsys, "inspect", file)
+    assert "retention  100.0% at the end" in text and "tokens outside closed pages at the end" in text
+    assert "held at the end" not in text
+    assert f"unpaged    {found['unpaged']['mean']:.1%} at the end" in text and "so read token by token" in text
+    assert f"{found['pages']['median_back']} tokens back (median)" in text
+    assert f"2 layers × 2 kv heads × {shape['token']} tokens × 2 open pages of int16" in text
+    assert said(capsys, "plot", file).strip() == str(file.with_suffix(".png"))
+    assert file.with_suffix(".png").stat().st_size > 5000
+
+
+def test_traces_that_opened_nothing_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, trace in (("short", paged(4, 6)), ("none", paged(4, 30, pages=Pages(3, 2, 1, 0, True, True)))):
+        file = tmp_path / f"{name}.safetensors"
+        save_traces(file, [trace], {})
+        assert "0.00 of 0.00 closed ones opened per query, – tokens back" in said(capsys, "inspect", file)
+        assert "no map to draw" in said(capsys, "plot", file, status=2)
+
+
+def test_refitted_traces_say_how_often(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "rollout", "grpo.yaml", AM, *LONG)
+    file = here / "out/rollouts/traces-00000.safetensors"
+    times = json.loads(said(capsys, "inspect", file, "--json"))["compactions"]
+    assert times["min"] >= 1
+    text = said(capsys, "inspect", file)
+    assert f"refitted   at {times['mean']:.1f} compactions on average ({times['min']} to {times['max']})" in text
+    assert "retention" in text and "entries held at the end" in text
+    said(capsys, "plot", file)
+
+
+def test_any_declared_section_is_shown(tmp_path: Path, with_visits: Callable, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "t.safetensors"
+    traces = [with_visits(EvictionTrace.dense(2, 2, 9), places) for places in ([1, 4], [2])]
+    save_traces(file, traces, {})
+    text = said(capsys, "inspect", file)
+    assert (
+        "12 B; in the first trace 2 visits of int32" in text and "24 B; in the first trace 2 visits × 2 layer" in text
+    )
+    mixed = EvictionTrace(TRACES[0].evict_at, {**TRACES[0].further, **traces[0].further})
+    save_traces(file, [mixed], {})
+    text = said(capsys, "inspect", file)
+    assert "tokens back" in text and "2 visits of int32" in text
+    said(capsys, "plot", file)

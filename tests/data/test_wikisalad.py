@@ -1,0 +1,225 @@
+"""WikiSalad: salads have the authors' form and only what the source says, and each question becomes a row."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rewards.short_answer import ShortAnswerReward
+from sparse_rl.data.config import DataConfig
+from sparse_rl.data.problems import load_data
+from sparse_rl.data.wikisalad import Question, flatten, main, make_salads, read_squad, salad_prompt
+from sparse_rl.errors import UserError
+
+AUTHORS = Path(__file__).parents[3] / "shared/data"  # optional, outside the repository
+PATTERNS = ["A", "ABAB", "AABBAABB", "ABCABC", "AAABBBCCCAAABBBCCC", "BA"]
+SOURCE = [
+    Question(
+        f"Town_{t}", f"Town {t} has {p} bridges.", f"How many bridges has town {t}, {p}, {q}?", (str(p),) * (q < 2)
+    )
+    for t in range(5)
+    for p in range(4)
+    for q in range(3)
+]
+
+
+def as_row(question: Question) -> dict[str, Any]:
+    answers = {"text": list(question.answers), "answer_start": [0] * len(question.answers)}
+    return {"id": "x", "title": question.title, "context": question.context, "question": question.question} | {
+        "answers": answers
+    }
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[[Any, str], str]:
+    """file(rows or content, name) -> the path of a file with them."""
+
+    def write(content: Any, name: str) -> str:
+        path = tmp_path / name
+        lines = "".join(json.dumps(row) + "\n" for row in content) if name.endswith(".jsonl") else json.dumps(content)
+        path.write_text(lines)
+        return str(path)
+
+    return write
+
+
+def printed(capsys: pytest.CaptureFixture, *words: str) -> list[dict[str, Any]]:
+    assert main(words) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+# ---- salads --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_salad_follows_its_pattern_and_its_source(pattern: str, seed: int) -> None:
+    """One article for each letter, in the pattern's order; its questions are consecutive ones, none twice."""
+    at = {question.question: i for i, question in enumerate(SOURCE)}
+    for number, salad in enumerate(make_salads(SOURCE, pattern, 20, seed)):
+        asked = salad["questions"]
+        assert salad["example_id"] == number and salad["metadata"]["pattern"] == pattern
+        assert "".join(one["topic"] for one in asked) == pattern
+        assert [one["segment_id"] for one in asked] == list(range(len(pattern)))
+        articles = dict(zip(dict.fromkeys(pattern), salad["metadata"]["articles"], strict=True))
+        assert len(set(articles.values())) == len(articles)
+        for one in asked:
+            source = SOURCE[at[one["question"]]]
+            assert one["article"] == source.title == articles[one["topic"]]
+            assert one["answers"] == {"text": list(source.answers)}
+        for topic in articles:
+            places = [at[one["question"]] for one in asked if one["topic"] == topic]
+            assert places == list(range(places[0], places[0] + len(places)))
+        assert salad["prompt"] == salad_prompt(SOURCE[at[one["question"]]] for one in asked)
+
+
+def test_a_seed_decides_and_articles_and_questions_vary() -> None:
+    first, again, other = (list(make_salads(SOURCE, "ABAB", 30, seed)) for seed in (0, 0, 1))
+    assert first == again != other
+    assert len({salad["metadata"]["articles"][0] for salad in first}) == 5
+    assert len({salad["questions"][0]["question"] for salad in first}) > 10
+    assert list(make_salads(SOURCE, "ABAB", 5, 0)) == first[:5]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("abab", "pattern: expected capital letters"),
+        ("", "pattern: expected capital letters"),
+        ("ABCDEF", "ABCDEF needs 6 articles with at least 1 questions each, and of 5 articles 5 have them"),
+        ("A" * 13, "needs 1 articles with at least 13 questions each, and of 5 articles 0 have them"),
+    ],
+)
+def test_a_pattern_that_cannot_be_made(pattern: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        list(make_salads(SOURCE, pattern, 1))
+
+
+def test_squad_is_read_in_each_of_its_forms(file: Callable) -> None:
+    """Rows as JSON lines or as a list, and the one object of SQuAD's own files, a large one too."""
+    rows = [as_row(question) for question in SOURCE]
+    assert read_squad(file(rows, "a.jsonl")) == read_squad(file(rows, "a.json")) == SOURCE
+    paragraphs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for question in SOURCE:
+        found = [{"text": text, "answer_start": 3} for text in question.answers * 2]  # a true answer given twice
+        asked = {"id": "x", "question": question.question, "answers": found, "is_impossible": not found}
+        paragraphs.setdefault((question.title, question.context), []).append(asked)
+    articles = [
+        {"title": title, "paragraphs": [{"context": c, "qas": q} for (t, c), q in paragraphs.items() if t == title]}
+        for title in dict.fromkeys(question.title for question in SOURCE)
+    ]
+    assert read_squad(file({"version": "v2.0", "data": articles}, "own.json")) == SOURCE
+    large = {"title": "Large", "paragraphs": [{"context": "word " * 4_000_000, "qas": []}]}
+    assert read_squad(file({"version": "v2.0", "data": [large, *articles]}, "large.json")) == SOURCE
+
+
+# ---- questions -----------------------------------------------------------------------------------------------------
+
+
+def test_from_squad_to_rows_that_a_recipe_reads(file: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    squad = file([as_row(question) for question in SOURCE], "squad.jsonl")
+    salads = printed(capsys, "make", squad, "--pattern", "ABCABC", "--count", "7", "--seed", "3")
+    assert salads == list(make_salads(SOURCE, "ABCABC", 7, 3))
+    rows = printed(capsys, "questions", file(salads, "salads.jsonl"))
+    assert rows == list(flatten(salads)) and len(rows) == 7 * 6
+    data = load_data(DataConfig(path=file(rows, "rows.jsonl"), chat=False))
+    assert data.to_list() == [dict(row) for row in rows] and any(not row["answers"] for row in rows)
+    first, asked = rows[0], salads[0]["questions"][0]
+    instruction = "\n\nAnswer the following question in one short phrase. Do not include any other text.\n\nQuestion: "
+    assert first["prompt"] == f"{salads[0]['prompt']}{instruction}{asked['question']}\n\nAnswer:"
+    assert {name: first[name] for name in ("pattern", "segment", "topic")} == {
+        "pattern": "ABCABC", "segment": 0, "topic": "A",
+    }  # fmt: skip
+    assert first["answers"] == asked["answers"]["text"]
+
+
+@pytest.mark.skipif(not (AUTHORS / "wikisalad_easy.jsonl").is_file(), reason="the authors' rows are not here")
+@pytest.mark.parametrize(
+    ("name", "questions", "answerable", "nowhere"),
+    [("easy", 400, 382, 62), ("medium", 800, 602, 140), ("hard", 600, 512, 110)],
+)
+def test_the_authors_rows(
+    name: str, questions: int, answerable: int, nowhere: int, capsys: pytest.CaptureFixture
+) -> None:
+    """Their prompts are what ours would be of their segments, and a right answer is judged right.
+
+    Equality refuses a true answer of more than 100 characters, of which the first sentence alone is looked at.
+    """
+    path = AUTHORS / f"wikisalad_{name}.jsonl"
+    for salad in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        bodies = re.split(r"(?:^|\n\n)# Segment \d+: .*\n\n", salad["prompt"])[1:]
+        segments = [
+            Question(asked["article"], body.rpartition("\n\n\nQuestion ")[0], asked["question"], ())
+            for asked, body in zip(salad["questions"], bodies, strict=True)
+        ]
+        assert salad_prompt(segments) == salad["prompt"]
+        assert "".join(one["topic"] for one in salad["questions"]) == salad["metadata"]["pattern"]
+    rows = printed(capsys, "questions", str(path))
+    assert len(rows) == questions and sum(bool(row["answers"]) for row in rows) == answerable
+    cut_off = [row for row in rows if row["answers"] and row["answers"][0].strip().lower() not in row["prompt"].lower()]
+    assert len(cut_off) == nowhere  # their paragraphs end after three sentences
+    said = [f" {row['answers'][0]}\nmore" if row["answers"] else " none" for row in rows]
+    true = [row["answers"] for row in rows]
+    judged = ShortAnswerReward(match="contained", unanswerable="left_out")(said, answers=true)
+    assert judged == [1.0 if answers else None for answers in true]
+    exact = ShortAnswerReward(unanswerable="left_out")(said, answers=true)
+    refused = [answers for answers, reward in zip(true, exact, strict=True) if reward == 0]
+    assert len(refused) <= 1 and all(len(answers[0]) > 100 for answers in refused)
+
+
+# ---- what is wrong -------------------------------------------------------------------------------------------------
+
+SALAD = {"prompt": "p", "questions": [{"question": "q", "answers": {"text": ["a"]}}]}
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "message"),
+    [
+        (["questions"], [{"questions": []}], "no text 'prompt'"),
+        (["questions"], [{"prompt": "p"}], "no list of 'questions'; is it a file of salads?"),
+        (["questions"], [{"prompt": "p", "questions": "q"}], "no list of 'questions'"),
+        (["questions"], [SALAD, {"prompt": "p", "questions": [{"question": "q"}]}], "row 2: expected answers"),
+        (["questions"], [{"prompt": "p", "questions": [{"question": 3, "answers": ["a"]}]}], "no text 'question'"),
+        (["questions"], [], "has no rows"),
+        (["questions"], [3], "rows that are no JSON objects"),
+        (["make", "--pattern", "AB"], [{"title": "t"}], "row 1 has no text 'context'; it has title"),
+        (["make", "--pattern", "AB"], [as_row(SOURCE[0]) | {"answers": 3}], "row 1: expected answers {text: [...]}"),
+        (["questions"], [SALAD | {"metadata": 3}], "has metadata that is no mapping"),
+        (["make", "--pattern", "AB"], [{"data": [3]}], "not in the form of SQuAD's own files"),
+        (["make", "--pattern", "AB"], [{"data": [{"title": "t"}]}], "not in the form of SQuAD's own files"),
+        (["make", "--pattern", "AB"], [as_row(SOURCE[0])], "needs 2 articles"),
+        (["make"], [], "the following arguments are required: --pattern"),
+        (["make", "--pattern", "AB", "--count", "0"], [], "--count: expected a whole number from 1 to 1,000,000"),
+        (["make", "--pattern", "AB", "--seed", "x"], [], "--seed"),
+        (["mix"], [], "invalid choice"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], content: Any, message: str, file: Callable, capsys: pytest.CaptureFixture
+) -> None:
+    assert main([words[0], file(content, "it.jsonl"), *words[1:]]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("wikisalad: error: ") and err.count("\n") == 1 and message in err
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "broken.jsonl").write_text('\n{"prompt": \n')
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    for path, message in (
+        ("nothing.jsonl", "No such file"),
+        (".", "Is a directory"),
+        ("broken.jsonl", "line 2: not JSON"),
+        ("deep.json", "not JSON"),
+        ("latin.jsonl", "can't decode byte"),
+        ("null\0", "null byte"),
+    ):
+        assert main(["questions", str(tmp_path / path)]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and message in err
+    assert main([]) == 2 and "required: make | questions" in capsys.readouterr().err

@@ -1,0 +1,234 @@
+"""Layers under policies of their own, in the hf engine and the trainer: exact in replay, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from judging import gap, same
+
+from rollout import Rollout, SamplingConfig, make_engine
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.attention.views.factory import make_view
+from sparse_rl.attention.views.layered import LayeredView
+from sparse_rl.errors import UserError
+from sparse_rl.policies import make_policy
+from sparse_rl.policies.config.pages import mixed, spans
+from sparse_rl.recipe import load_recipe
+from sparse_rl.trace import EvictionTrace, TraceError
+
+LENGTHS = (1, 5, 23, 41, 60, 150)
+LINED = {"policy": "lined", "window": 8, "period": 3, "compression": 2}
+PAGES = {"policy": "clustered", "page": 4, "window": 8, "sinks": 1, "open_pages": 2}
+GKV = {"policy": "gkv", "budget": 12, "window": 4, "period": 4}
+SAMPLING = SamplingConfig(max_tokens=50, seed=1, ignore_eos=True)
+MIXES: dict[str, list[tuple[int, Any]]] = {
+    "as in the paper": [(8, LINED), (20, PAGES), (8, LINED)],
+    "weighed": [(1, {**PAGES, "compressor": "attention"}), (1, GKV)],
+    "evictions alone": [(1, GKV), (1, LINED)],
+    "full beside pages": [(1, "full"), (1, PAGES)],
+}
+
+
+def block(mix: str) -> dict[str, Any]:
+    return {"policy": "layered", "parts": [{"layers": n, "cache": cache} for n, cache in MIXES[mix]]}
+
+
+@pytest.fixture
+def sampled(model_of: Callable, prompts_of: Callable) -> Callable[..., tuple]:
+    def make(name: str, cache: dict) -> tuple:
+        model = model_of(name)
+        return model, make_engine("hf", model=model, policy=cache).generate(prompts_of(name, LENGTHS), SAMPLING)
+
+    return make
+
+
+def changed(rollouts: list[Rollout], **sections: Callable[[torch.Tensor], torch.Tensor]) -> list[Rollout]:
+    """The rollouts, some sections of their traces changed."""
+
+    def make(trace: EvictionTrace) -> EvictionTrace:
+        further = {name: sections[name](x) if name in sections else x for name, x in trace.further.items()}
+        evict_at = sections.get("evict_at", lambda x: x)(trace.evict_at)
+        return EvictionTrace(evict_at, further, validate=False)
+
+    return [replace(r, trace=make(r.trace)) for r in rollouts]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("name", ["quickstart", "stories260K", "qwen3", "llama"])
+def test_replay_is_exact(name: str, mix: str, sampled: Callable) -> None:
+    model, rollouts = sampled(name, block(mix))
+    with torch.no_grad():
+        assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
+        assert gap(replay_logprobs(model, rollouts, attention_kernel="dense"), rollouts) <= 1e-5
+
+
+@pytest.mark.parametrize("cache", [block("weighed"), {**PAGES, "compressor": "attention"}], ids=str)
+def test_what_is_simulated_is_what_would_have_been_sampled(cache: dict, sampled: Callable) -> None:
+    model, rollouts = sampled("quickstart", cache)
+    engine = make_engine("hf", model=model, policy=cache)
+    simulated = engine.simulate([r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts])
+    for ours, theirs in zip(simulated, rollouts, strict=True):
+        assert ours.model_logprobs == theirs.model_logprobs
+        for name, values in theirs.trace.sections.items():
+            assert torch.equal(ours.trace.sections[name], values)
+    # rows that have ended leave the batch, and the others go on
+    ends = [5 + 9 * place for place in range(len(rollouts))]
+    parts = [r.completion_ids[:end] for r, end in zip(rollouts, ends, strict=True)]
+    for ours, theirs in zip(engine.simulate([r.prompt_ids for r in rollouts], parts), rollouts, strict=True):
+        assert ours.model_logprobs == theirs.model_logprobs[: len(ours.completion_ids)]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "stories260K"])
+def test_controls(name: str, sampled: Callable) -> None:
+    model, rollouts = sampled(name, block("as in the paper"))
+    layers = model.config.num_hidden_layers
+    wrong = {
+        "layers reversed": changed(rollouts, evict_at=lambda x: x.flip(0), opened=lambda x: x.flip(0)),
+        "nothing opened": changed(rollouts, opened=lambda x: torch.full_like(x, -1)),
+        "all layers paged": changed(rollouts, paged_layers=lambda _: torch.arange(layers, dtype=torch.int32)),
+    }
+    if layers == 2:  # both of which are paged
+        del wrong["all layers paged"]
+    with torch.no_grad():
+        for control, traces in wrong.items():
+            assert gap(replay_logprobs(model, traces), rollouts) > 0.1, control
+
+
+@pytest.mark.parametrize("cache", [PAGES, GKV, LINED], ids=lambda cache: cache["policy"])
+def test_one_part_is_its_policy(cache: dict, sampled: Callable) -> None:
+    _, alone = sampled("quickstart", cache)
+    _, layered = sampled("quickstart", {"policy": "layered", "parts": [{"layers": 1, "cache": cache}]})
+    assert same(alone, layered)
+    for ours, theirs in zip(layered, alone, strict=True):
+        assert ours.logprobs == theirs.logprobs
+        for section, values in theirs.trace.sections.items():
+            assert torch.equal(ours.trace.sections[section], values)
+
+
+def test_parts_hold_and_record_what_is_theirs(sampled: Callable, prompts_of: Callable) -> None:
+    """Layer 0 under the first part is what it is under its policy alone: nothing below it differs."""
+    model, rollouts = sampled("stories260K", block("as in the paper"))
+    _, lined = sampled("stories260K", LINED)
+    for ours, theirs in zip(rollouts, lined, strict=True):
+        prompt = len(ours.prompt_ids)
+        assert ours.completion_ids[0] == theirs.completion_ids[0]
+        at_the_prompt = [trace.evict_at[0, :, :prompt] == prompt for trace in (ours.trace, theirs.trace)]
+        assert torch.equal(*at_the_prompt)
+        assert ours.trace.further["paged_layers"].tolist() == [1, 2, 3]
+        assert (ours.trace.further["opened"][[0, 4]] == -1).all()
+    engine = make_engine("hf", model=model, policy=block("as in the paper"))
+    engine.generate(prompts_of("stories260K", [60] * 4), replace(SAMPLING, max_tokens=1))
+    held = [60, 60, 60]  # a compaction at the prompt's end leaves 8 + (60 - 8) // 2 = 34 of a lined layer
+    _, kv_heads, head_dim = 5, model.config.num_key_value_heads, 8
+    per_entry = 2 * kv_heads * head_dim * 4
+    assert engine.peak_cache_bytes == 4 * per_entry * (sum(held) + 2 * 34)
+
+
+def test_a_sequence_does_not_depend_on_its_batch(sampled: Callable, prompts_of: Callable) -> None:
+    model, rollouts = sampled("quickstart", block("weighed"))
+    engine = make_engine("hf", model=model, policy=block("weighed"))
+    for place in (0, 3, 5):
+        (alone,) = engine.generate(prompts_of("quickstart", LENGTHS)[place : place + 1], SAMPLING)
+        assert alone.completion_ids == rollouts[place].completion_ids and alone.logprobs == rollouts[place].logprobs
+        for name, values in alone.trace.sections.items():
+            assert torch.equal(values, rollouts[place].trace.sections[name])
+
+
+def test_the_queries_of_a_layer_are_those_of_its_part(model_of: Callable, prompts_of: Callable) -> None:
+    engine = make_engine("hf", model=model_of("quickstart"), policy=block("weighed"))
+    prefilled = engine.prefill(prompts_of("quickstart", [9, 20])).fork([1, 0, 1])
+    assert prefilled.queries(1).shape[:1] == (3,)
+    with pytest.raises(UserError, match="clustered scores by no queries"):
+        prefilled.queries(0)
+
+
+@pytest.mark.parametrize(
+    ("shares", "layers", "expected"),
+    [
+        ([8, 20, 8], 36, [8, 20, 8]),
+        ([8, 20, 8], 28, [6, 16, 6]),
+        ([8, 20, 8], 5, [1, 3, 1]),
+        ([8, 20, 8], 2, [0, 2, 0]),
+        ([1], 7, [7]),
+        ([3, 3], 6, [3, 3]),
+        ([1, 1], 3, [2, 1]),
+    ],
+)
+def test_layers_are_cut_in_proportion(shares: list[int], layers: int, expected: list[int]) -> None:
+    assert spans(shares, layers) == expected
+
+
+def test_how_layers_are_cut_is_told_where_it_is_not_as_written() -> None:
+    config = make_policy("layered").config
+    assert config.remark(2, 36) is None
+    assert config.remark(2, 5) == "of the model's 5 layers: 1 lined, 3 clustered, 1 lined"
+
+
+def test_by_default_it_is_the_papers() -> None:
+    assert make_policy("layered").config.ranges == mixed()
+    assert [part.cache.name for part in mixed()] == ["lined", "clustered", "lined"]
+    policy = make_policy("layered")
+    assert make_policy(json.loads(json.dumps(policy.config.as_block()))).config == policy.config
+
+
+def test_counts_are_means_over_layers() -> None:
+    policy = make_policy(block("as in the paper"))
+    bound = policy.bound_to(SimpleNamespace(config=SimpleNamespace(num_hidden_layers=5)))
+    lined, pages = make_policy(LINED), make_policy(PAGES)
+    for prompt, fed in ((30, 60), (1, 200)):
+        held = [p.schedule.most_held(prompt, fed) for p in (lined, pages)]
+        assert bound.schedule.most_held(prompt, fed) == -(-(2 * held[0] + 3 * held[1]) // 5)
+        decoding = [p.schedule.most_decoding(prompt, fed) for p in (lined, pages)]
+        assert bound.schedule.most_decoding(prompt, fed) == -(-(2 * decoding[0] + 3 * decoding[1]) // 5)
+        read = [p.most_read(prompt, fed) for p in (lined, pages)]
+        assert bound.most_read(prompt, fed) == -(-(2 * read[0] + 3 * read[1]) // 5)
+        assert bound.schedule.first(prompt) == min(p.schedule.first(prompt) for p in (lined, pages))
+    assert bound.schedule.evicts and bound.schedule.peak is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ([], "parts: .*name at least one"),
+        ([(1, {"policy": "am", "budget": 20})], r"parts\[0\].cache: .*am works on all layers together"),
+        ([(1, "full"), (1, {"policy": "dms"})], r"parts\[1\].cache: .*dms works on all layers together"),
+        ([(1, {"policy": "layered"})], r"parts\[0\].cache: .*layered works on all layers together"),
+        ([(1, PAGES), (1, {**PAGES, "page": 5})], "all clustered layers have the same settings"),
+        ([(0, "full")], r"parts\[0\].layers: expected a whole number >= 1, got 0"),
+        ([(1, "gkv")], r"parts\[0\].cache: .*'gkv' needs a budget"),
+    ],
+    ids=str,
+)
+def test_wrong_parts_are_told(parts: list, says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        make_policy({"policy": "layered", "parts": [{"layers": n, "cache": cache} for n, cache in parts]})
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_for_evaluation_is_refused_in_training() -> None:
+    cache = {"policy": "layered", "parts": [{"layers": 1, "cache": "full"}, {"layers": 1, "cache": PAGES}]}
+    assert load_recipe("quickstart/grpo", [f"cache={json.dumps(cache)}"]).caches()[0].name == "layered"
+    cache["parts"][1]["cache"] = {**PAGES, "threshold": 0.1}
+    with pytest.raises(UserError) as caught:
+        load_recipe("quickstart/grpo", [f"cache={json.dumps(cache)}"])
+    assert caught.value.key == "cache.parts[1].cache.threshold"
+
+
+def test_no_other_engine_samples_under_it() -> None:
+    with pytest.raises(UserError, match="hf"):
+        make_engine("vllm", model="nowhere", policy="layered")
+
+
+def test_a_record_of_layers_that_are_not_there_is_refused(sampled: Callable) -> None:
+    _, rollouts = sampled("qwen3", block("weighed"))
+    trace = rollouts[2].trace
+    assert isinstance(make_view([trace], [0], len(trace), "cpu"), LayeredView)
+    for layers in ([2], [1, 0], [0, 0], [-1]):
+        with pytest.raises(TraceError, match=r"paged_layers .* is not ascending, from layer 0 to 1"):
+            EvictionTrace(trace.evict_at, {**trace.further, "paged_layers": torch.tensor(layers, dtype=torch.int32)})

@@ -1,0 +1,106 @@
+"""Laws of the short answer: which part of a completion is the answer, and when it is one of the true ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from rewards import make_rewards
+from rewards.short_answer import ShortAnswerReward, normalised, short_answer
+
+LONG = "word " * 30  # more than 100 characters
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        (" Paris\n\nQuestion: another", "Paris"),
+        ("\n \n Paris \nLyon", "Paris"),
+        ("Paris. It is large.", "Paris. It is large."),  # not long
+        (f"It is Paris. {LONG}", "It is Paris"),
+        (f"It is Paris! {LONG}\nLyon.", "It is Paris"),
+        (f"It is 3.5 metres? {LONG}", "It is 3.5 metres"),  # a stop within a word ends no sentence
+        (f"Paris. {LONG}", f"Paris. {LONG}".strip()),  # its first sentence is short
+        (f"Paris {LONG}.", f"Paris {LONG}."),
+        ("", ""),
+        (" \n\n ", ""),
+    ],
+)
+def test_the_answer_is_the_first_line_or_its_first_sentence(completion: str, answer: str) -> None:
+    assert short_answer(completion) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("The  Great\tWall!", "great wall"),
+        ("an apple a day", "apple day"),
+        ("Theatre, anthem & atlas", "theatre anthem atlas"),  # articles are whole words
+        ("U.S.A.", "us"),  # articles go before punctuation
+        ("400,325", "400325"),
+        ("'the'", ""),
+        ("Frédéric", "frédéric"),
+    ],
+)
+def test_normalisation(text: str, left: str) -> None:
+    assert normalised(text) == left
+
+
+@pytest.mark.parametrize(
+    ("said", "answers", "exact", "contained"),
+    [
+        ("The Danube.", ["danube"], 1, 1),
+        ("Danube", ["the Rhine", "the Danube"], 1, 1),
+        ("the river Danube", ["Danube"], 0, 1),
+        ("Danube", ["the river Danube"], 0, 1),
+        ("in art", ["heart"], 0, 0),
+        ("art", ["heart"], 0, 1),  # a text within a text, as the authors have it
+        ("Rhine", ["Danube"], 0, 0),
+        ("", ["Danube"], 0, 0),
+        ("the", ["Danube"], 0, 0),  # nothing is left of it
+        ("anything", ["the"], 0, 0),
+        ("the", ["the"], 0, 0),
+        ("Danube\nRhine", ["Rhine"], 0, 0),
+    ],
+)
+def test_one_of_the_true_answers(said: str, answers: list[str], exact: float, contained: float) -> None:
+    message = [{"role": "assistant", "content": said}]
+    for match, reward in (("exact", exact), ("contained", contained)):
+        function = ShortAnswerReward(match=match)  # type: ignore[arg-type]
+        assert function([said, message], answers=[answers, answers]) == [reward, reward]
+
+
+def test_equality_implies_containment_and_order_does_not_matter() -> None:
+    texts = ["the Danube", "Danube river", "a Rhine", "", "42", "4"]
+    for said in texts:
+        for one in texts:
+            for two in texts:
+                rewards = {
+                    (match, order): ShortAnswerReward(match=match)([said], answers=[list(order)])  # type: ignore[arg-type]
+                    for match in ("exact", "contained")
+                    for order in ((one, two), (two, one))
+                }
+                assert rewards["exact", (one, two)] == rewards["exact", (two, one)]
+                assert rewards["contained", (one, two)] == rewards["contained", (two, one)]
+                assert rewards["exact", (one, two)] <= rewards["contained", (one, two)]
+
+
+@pytest.mark.parametrize("match", ["exact", "contained"])
+@pytest.mark.parametrize("empty", [[], None])
+def test_an_unanswerable_question_is_wrong_or_left_out(match: str, empty: list | None) -> None:
+    said, answers = ["no answer", "", "7"], [empty, empty, ["7"]]
+    for unanswerable, expected in (("wrong", [0.0, 0.0, 1.0]), ("left_out", [None, None, 1.0])):
+        (function,), _ = make_rewards([{"name": "short_answer", "match": match, "unanswerable": unanswerable}])
+        assert function(said, answers=answers) == expected
+
+
+def test_a_wrong_parameter_or_column_is_one_line() -> None:
+    for parameter in ("match", "unanswerable"):
+        with pytest.raises(ValueError, match=f"reward 'short_answer': {parameter} must be one of"):
+            make_rewards([{"name": "short_answer", parameter: "maybe"}])
+    with pytest.raises(ValueError, match=r"needs a column 'answers', a list of texts, and the data has \['answer'\]"):
+        ShortAnswerReward()(["7"], answer=["7"])
+    with pytest.raises(ValueError, match="got 1 completions and 2 'answers'"):
+        ShortAnswerReward()(["7"], answers=[["7"], ["8"]])
+    for wrong in ("7", {"text": ["7"]}):
+        with pytest.raises(ValueError, match="must be a list of texts for each completion, not"):
+            ShortAnswerReward()(["7"], answers=[wrong])
