@@ -4,12 +4,16 @@
                it room to learn; from there GRPO with scorers frozen, in both engines, and with scorers that learn on
     matched    Attention Matching, from the shipped model, in both engines; with gradients through what compactions fit,
                and with these as constants
+    paged      clustered attention, from the shipped model: GRPO with the recorded pages replayed, and trained under
+               full attention on samples of the same kind. Others have as many entries as it reads on average, or at
+               most; and, before RL alone, as many as it holds, which is all
 
-Beside each GRPO from the shipped model under streaming and G-KV, with as many entries at their peak. Accuracy is
-measured before and after, each under its own cache. A second call goes on where the first one stopped.
+Beside each GRPO from the shipped model under streaming and G-KV with as many entries at their peak, or as `paged` says.
+Accuracy is measured before and after, each under its own cache. A second call goes on where the first one stopped.
 
     python benchmarks/cache_rl.py learned     # on two cores; writes benchmarks/results/cache_rl_learned.json
     python benchmarks/cache_rl.py matched
+    python benchmarks/cache_rl.py paged
 """
 
 from __future__ import annotations
@@ -26,9 +30,11 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.entries_read import read_and_held
 from sparse_rl.commands.quickstart import Stages
 from sparse_rl.metrics import read_metrics
 
@@ -36,7 +42,8 @@ SHIPPED = "quickstart/model"
 HF, VLLM = "rollout.engine=hf", "rollout.engine=vllm rollout.kv_cache_gb=0.2"
 LEARN = "scorers={{weight:1.0,learning_rate:{},boundary:{{queries:64}}}}"
 RATES = ("1e-3", "1e-4", "1e-5")
-RUNS: dict[str, dict[str, tuple[str, str]]] = {  # question -> row -> (cache, what the recipe changes)
+NO_RL = None
+RUNS: dict[str, dict[str, tuple[str, str | None]]] = {  # question -> row -> (cache, what the recipe changes)
     "learned": {
         "KVpop, scorers frozen, hf": ("kvpop", HF),
         "KVpop, scorers frozen, vllm": ("kvpop", VLLM),
@@ -51,16 +58,35 @@ RUNS: dict[str, dict[str, tuple[str, str]]] = {  # question -> row -> (cache, wh
         "streaming, hf": ("streaming", HF),
         "G-KV, hf": ("gkv", HF),
     },
+    "paged": {
+        "clustered, replayed": ("clustered", HF),
+        "clustered, trained under full attention": ("clustered", f"{HF} train_attention=full"),
+        "streaming, as many read on average": ("streaming", HF),
+        "G-KV, as many read on average": ("gkv", HF),
+        "streaming, as many read at most": ("streaming-most", HF),
+        "G-KV, as many read at most": ("gkv-most", HF),
+        "streaming, as many held": ("streaming-held", NO_RL),
+        "G-KV, as many held": ("gkv-held", NO_RL),
+    },
 }
-STEPS = {"learned": 40, "matched": 24}
-PEAK = {"learned": 32, "matched": 44}
+STEPS = {"learned": 40, "matched": 24, "paged": 24}
+PEAK = {"learned": 32, "matched": 44, "paged": 32}
+CLUSTERED = "{policy: clustered, page: 8, window: 6, sinks: 1, open_pages: 2}"
+MOST_READ, HELD = 48, 170  # of CLUSTERED, in 18 tokens of prompt and 152 of completion
 
 
 def caches(question: str, peak: int, scorer: str) -> dict[str, str]:
-    """Each holds `peak` entries at its peak."""
-    period = 1 if question == "learned" else 16
+    """Each holds `peak` entries at its peak, where its name or the policy does not say otherwise."""
+    period = 16 if question == "matched" else 1
     budget = peak - period
+    more = {
+        f"{policy}-{name}": f"{{policy: {policy}, budget: {entries - 1}, sinks: 1, period: 1{window}}}"
+        for policy, window in (("streaming", ""), ("gkv", ", window: 8"))
+        for name, entries in (("most", MOST_READ), ("held", HELD))
+    }
     return {
+        **more,
+        "clustered": CLUSTERED,
         "kvpop": f"{{policy: kvpop, budget: {peak}, sinks: 1, window: {peak // 2}, scorer: {scorer}}}",
         "am": f"{{policy: am, budget: {budget}, sinks: 1, window: 8, period: {period}, reference_queries: {peak - 4}}}",
         "streaming": f"{{policy: streaming, budget: {budget}, sinks: 1, period: {period}}}",
@@ -77,10 +103,11 @@ def run_seed(seed: int, stages: Stages, options: argparse.Namespace) -> list[dic
             words = [command, recipe, f"output_dir={place}", f"seed={seed}", *keys, "--overwrite"]
             stages.run(f"seed {seed}: {label}", place, words if command == "eval" else words[:-1])
 
-    def accuracy(label: str, place: Path, model: str, cache: str) -> float:
+    def evaluated(label: str, place: Path, model: str, cache: str) -> dict[str, Any]:
         stage(f"evaluating {label}", place, "eval", "quickstart/eval", f"model={model}", f"cache={cache}",
               HF, f"tasks.running_sum.synthetic.size={options.problems}")  # fmt: skip
-        return json.loads((place / "eval.json").read_text())["rows"][0]["accuracy"]
+        row = json.loads((place / "eval.json").read_text())["rows"][0]
+        return {**row, "read": mean_read(place, row)}
 
     retrofit = folder / "retrofit"
     if any(RUNS[options.question][name][0] == "kvpop" for name in options.rows):
@@ -91,39 +118,54 @@ def run_seed(seed: int, stages: Stages, options: argparse.Namespace) -> list[dic
     for name in options.rows:
         policy, changes = RUNS[options.question][name]
         start = str(retrofit / "model") if policy == "kvpop" else SHIPPED
+        before = evaluated(f"before: {policy}", folder / f"start-{policy}", start, held[policy])
+        row = {"seed": seed, "run": name, "cache": held[policy]}
+        row |= {"accuracy_before": before["accuracy"], "read_before": before["read"]}
+        rows.append(row)
+        if changes is NO_RL:
+            continue
         place = folder / name.replace(", ", "-").replace(" ", "-")
-        before = accuracy(f"before: {policy}", folder / f"start-{policy}", start, held[policy])
         stage(name, place, "train", "quickstart/grpo", f"model={start}", f"cache={held[policy]}",
               f"data.synthetic.seed={seed + 2}", f"max_steps={options.steps}", *changes.split())  # fmt: skip
+        after = evaluated(name, place / "eval", str(place / "model"), held[policy])
         steps = [line for line in read_metrics(place) if "loss" in line]
         rewards = [line["reward"] for line in steps]
         ends = max(1, min(5, len(steps) // 2))
         agree = [line["cache/decisions_agree"] for line in steps if "cache/decisions_agree" in line]
-        rows.append(
-            {
-                "seed": seed,
-                "run": name,
-                "accuracy_before": before,
-                "accuracy_after": accuracy(name, place / "eval", str(place / "model"), held[policy]),
-                "reward_first": statistics.mean(rewards[:ends]),
-                "reward_last": statistics.mean(rewards[-ends:]),
-                "gap_max": max(line["replay/gap_max"] for line in steps),
-                "decisions_agree": min(agree) if agree else None,
-                "steps": len(steps),
-            }
-        )
+        row |= {
+            "accuracy_after": after["accuracy"],
+            "read_after": after["read"],
+            "reward_first": statistics.mean(rewards[:ends]),
+            "reward_last": statistics.mean(rewards[-ends:]),
+            "gap_max": max(line["replay/gap_max"] for line in steps),
+            "decisions_agree": min(agree) if agree else None,
+            "steps": len(steps),
+        }
     return rows
+
+
+def mean_read(place: Path, row: dict[str, Any]) -> float:
+    """Entries of a kv head that a query of decoding reads, over all queries of an evaluation.
+
+    All prompts of the task have as many tokens.
+    """
+    lines = (place / "eval_completions.jsonl").read_text().splitlines()
+    prompt, lengths = row["longest_prompt"], [json.loads(line)["tokens"] for line in lines]
+    queries = torch.cat([torch.arange(prompt, prompt + length - 1) for length in lengths])
+    return read_and_held({"policy": row["policy"], **row["parameters"]}, prompt, queries)[0].mean().item()
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     made = Table(title="GRPO under several caches: accuracy under the own cache, mean reward, largest gap")
-    for name in ("seed", "run", "before", "after", "reward", "", "gap", "decisions agree"):
+    for name in ("seed", "run", "before", "after", "read before", "after", "reward", "", "gap", "decisions agree"):
         made.add_column(name, justify="left" if name == "run" else "right")
+    shown = {
+        "accuracy_before": ".3f", "accuracy_after": ".3f", "read_before": ".1f", "read_after": ".1f",
+        "reward_first": ".3f", "reward_last": ".3f", "gap_max": ".1e", "decisions_agree": ".4f",
+    }  # fmt: skip
     for row in rows:
-        agree = "" if row["decisions_agree"] is None else f"{row['decisions_agree']:.4f}"
-        first, last = f"{row['reward_first']:.3f}", f"{row['reward_last']:.3f}"
-        before, after = f"{row['accuracy_before']:.3f}", f"{row['accuracy_after']:.3f}"
-        made.add_row(str(row["seed"]), row["run"], before, after, first, last, f"{row['gap_max']:.1e}", agree)
+        cells = ["" if row.get(name) is None else format(row[name], how) for name, how in shown.items()]
+        made.add_row(str(row["seed"]), row["run"], *cells)
     return made
 
 
