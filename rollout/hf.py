@@ -22,12 +22,15 @@ from transformers import PreTrainedModel
 
 from rollout.cache import EvictingCache
 from rollout.config import SamplingConfig
+from rollout.context import Context, ContextCache, PromptCacheConfig
+from rollout.context.compact import compact
 from rollout.engine import LEAST_ROWS, Rollout
 from rollout.gated import GatedCache
 from rollout.layered import LayeredCache
 from rollout.paged import PagedCache
 from rollout.requests import Request, forced_token, requests_to_sample, requests_to_simulate, stop_tokens, token_ids
 from rollout.sampling import Uniforms, sample
+from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import SCORERS
@@ -38,12 +41,14 @@ from sparse_rl.policies.layered import Layered
 from sparse_rl.scorers.base import digests
 from sparse_rl.trace import EvictionTrace
 
+AnyCache = EvictingCache | LayeredCache | ContextCache
+
 
 @dataclass
 class PrefilledPrompts:
     """See `Prefilled` in engine.py. hidden [B, hidden size]: the decoder's, at each prompt's last token."""
 
-    cache: EvictingCache | LayeredCache
+    cache: AnyCache
     hidden: torch.Tensor
 
     def fork(self, rows: Sequence[int]) -> PrefilledPrompts:
@@ -105,15 +110,50 @@ class HFEngine:
         self.progress = progress
         self.peak_cache_bytes = 0  # of the last generate, keys and values
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Rollout]:
-        """See `Engine.generate`."""
-        return self._run(requests_to_sample(prompts, sampling, self.model.config.vocab_size), sampling)
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
+    ) -> list[Rollout]:
+        """See `Engine.generate`.
+
+        context : from `compact`; the prompts stand behind it, and rollouts have its tokens in front of their prompts.
+            Behind it nothing is evicted, whatever the policy.
+        """
+        return self._run(requests_to_sample(prompts, sampling, self.model.config.vocab_size), sampling, context)
 
     def simulate(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        context: Context | None = None,
     ) -> list[Rollout]:
-        """See `Engine.simulate`."""
-        return self._run(*requests_to_simulate(prompts, completions, temperature, self.model.config.vocab_size))
+        """See `Engine.simulate`; context : as in `generate`."""
+        asked = requests_to_simulate(prompts, completions, temperature, self.model.config.vocab_size)
+        return self._run(*asked, context)
+
+    def compact(
+        self, tokens: Sequence[int], config: PromptCacheConfig, study_prompts: Sequence[Sequence[int]] = ()
+    ) -> Context:
+        """Prefill a context once, and compact it: what `generate` and `simulate` go on from, any number of times.
+
+        study_prompts : what asks about the context, for reference queries of the kind self_study
+
+        Raises UserError for a context that is shorter than what stays as it is, and for self_study without prompts.
+        """
+        (tokens,) = token_ids([tokens], self.model.config.vocab_size)
+        study = token_ids(study_prompts, self.model.config.vocab_size)
+        sampling = SamplingConfig(config.study_tokens, n=config.study_samples, seed=config.seed)
+
+        def read(texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
+            self._read(token_ids(texts, self.model.config.vocab_size), cache)
+
+        def write(whole: Context) -> list[tuple[list[int], list[int]]]:
+            answers = self.generate(study, sampling, whole) if study else []
+            return [(r.prompt_ids[len(tokens) :], r.completion_ids) for r in answers]
+
+        _, _, head_dim = cache_shape(self.model.config)
+        with self._sampling():
+            return compact(tokens, config, read, write, head_dim**-0.5)
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
@@ -126,19 +166,22 @@ class HFEngine:
         finally:
             self.model.train(training)
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> PrefilledPrompts:
-        """See `Engine.prefill`. The prompts are one batch, however many they are."""
+    def prefill(self, prompts: Sequence[Sequence[int]], context: Context | None = None) -> PrefilledPrompts:
+        """See `Engine.prefill`. The prompts are one batch, however many they are; context : as in `generate`."""
         prompts = token_ids(prompts, self.model.config.vocab_size)
+        return self._read(prompts, self._cache() if context is None else ContextCache(context))
+
+    def _read(self, prompts: list[list[int]], cache: AnyCache) -> PrefilledPrompts:
         device = next(self.model.parameters()).device
         lengths = [len(p) for p in prompts]
         width = max(LEAST_ROWS, *lengths)
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         for i, prompt in enumerate(prompts):
             ids[i, : len(prompt)] = torch.tensor(prompt)
-        cache = self._cache()
         cache.begin_prefill(lengths, device)
+        places = torch.arange(width, device=device)[None] + (cache.past if isinstance(cache, ContextCache) else 0)
         with self._sampling():
-            hidden = self._hidden(ids.to(device), torch.arange(width, device=device)[None], cache)
+            hidden = self._hidden(ids.to(device), places, cache)
         last = torch.tensor(lengths, device=device) - 1
         return PrefilledPrompts(cache, hidden[torch.arange(len(prompts), device=device), last])
 
@@ -146,17 +189,23 @@ class HFEngine:
         """An empty one of the kind that the policy needs."""
         return LayeredCache(self.policy, _cache_of) if isinstance(self.policy, Layered) else _cache_of(self.policy)
 
-    def _run(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
+    def _run(self, requests: list[Request], sampling: SamplingConfig, context: Context | None = None) -> list[Rollout]:
+        before = [] if context is None else context.tokens
         rollouts: list[Rollout | None] = [None] * len(requests)
         self.peak_cache_bytes = 0
         hidden = None if self.progress else True  # None: hidden where stderr is not a terminal
         bar = tqdm(total=len(requests), desc="rollout", unit="seq", leave=False, disable=hidden)
         with self._sampling(), bar:
             for start in range(0, len(requests), self.max_batch):
-                for row, trace in self._wave(requests[start : start + self.max_batch], sampling, bar):
+                for row, trace in self._wave(requests[start : start + self.max_batch], sampling, bar, context):
                     assert row.finish_reason is not None
                     rollouts[row.request.place] = Rollout(
-                        row.request.prompt, row.tokens, row.logprobs, row.model_logprobs, trace, row.finish_reason
+                        [*before, *row.request.prompt],
+                        row.tokens,
+                        row.logprobs,
+                        row.model_logprobs,
+                        trace,
+                        row.finish_reason,
                     )
                     bar.update()
         return rollouts  # type: ignore[return-value]
@@ -184,13 +233,14 @@ class HFEngine:
     # ---- one wave: at most max_batch sequences, from prefill to the last token --------------------------------------
 
     def _wave(
-        self, requests: list[Request], sampling: SamplingConfig, bar: tqdm
+        self, requests: list[Request], sampling: SamplingConfig, bar: tqdm, context: Context | None
     ) -> Iterable[tuple[Row, EvictionTrace]]:
         device = next(self.model.parameters()).device
         stop = stop_tokens(sampling, self.model.generation_config, self.model.config)
         filler = [Row(Request(-1, requests[0].prompt, 1), tokens=[0], finish_reason="length")]
         rows = [Row(request) for request in requests] + filler * (LEAST_ROWS - len(requests))
-        cache, logits = self._prefill_and_fork([row.request.prompt for row in rows])
+        cache, logits = self._prefill_and_fork([row.request.prompt for row in rows], context)
+        past = 0 if context is None else len(context.tokens)
         streams = [Uniforms(row.request.seed) for row in rows]
         for step in range(sampling.max_tokens):
             self.peak_cache_bytes = max(self.peak_cache_bytes, cache.allocated_bytes())
@@ -215,7 +265,7 @@ class HFEngine:
                     row.finish_reason = "length"
                 else:
                     continue
-                yield row, self._trace(cache, i, row)
+                yield row, self._trace(cache, i, past + len(row.request.prompt) + len(row.tokens))
 
             active = [row.finish_reason is None for row in rows]
             if not any(active):
@@ -230,16 +280,16 @@ class HFEngine:
             positions = torch.tensor([[n - 1] for n in cache.seen], device=device)
             logits = self._logits(self._hidden(ids, positions, cache)[:, 0])
 
-    def _prefill_and_fork(self, prompts: list[list[int]]) -> tuple[EvictingCache | LayeredCache, torch.Tensor]:
+    def _prefill_and_fork(self, prompts: list[list[int]], context: Context | None) -> tuple[AnyCache, torch.Tensor]:
         """The cache of these prompts, of which each distinct one is prefilled once, and their last logits [B, V]."""
         distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        prefilled = self.prefill(list(distinct))
+        prefilled = self.prefill(list(distinct), context)
         rows = [distinct[tuple(prompt)] for prompt in prompts]
         if rows != list(range(len(distinct))):
             prefilled = prefilled.fork(rows)
         return prefilled.cache, self._logits(prefilled.hidden)
 
-    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, cache: EvictingCache | LayeredCache) -> torch.Tensor:
+    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, cache: AnyCache) -> torch.Tensor:
         """The decoder's last hidden states [B, T, hidden] of ids [B, T]."""
         decoder = self.model.get_decoder()
         out = decoder(input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=cache, use_cache=False)
@@ -250,8 +300,7 @@ class HFEngine:
         return self.model.get_output_embeddings()(hidden)
 
     @staticmethod
-    def _trace(cache: EvictingCache | LayeredCache, place: int, row: Row) -> EvictionTrace:
-        length = len(row.request.prompt) + len(row.tokens)
+    def _trace(cache: AnyCache, place: int, length: int) -> EvictionTrace:
         return EvictionTrace.recorded(cache.evict_at(place, length), cache.further(place, length))
 
 

@@ -233,5 +233,16 @@ PI = Section(
 )
 PAGED_LAYERS = _settings("paged_layers", torch.int32, "paged_layer", _check_paged_layers)
 
-ALL = (EVICT_AT, REFIT_AT, REFIT_WITH, OPENED, PAGED_WITH, PAGED_LAYERS, PI)
+# ---- compacted_at: int32 [1], where a context ended whose entries were fitted to queries that are not recorded -----
+
+
+def _check_compacted_at(values: torch.Tensor, evict_at: torch.Tensor) -> str | None:
+    if len(values) != 1 or not 0 < int(values[0]) < evict_at.shape[-1]:
+        return f"compacted_at {values.tolist()[:20]} is no place in a sequence of {evict_at.shape[-1]} tokens"
+    return None
+
+
+COMPACTED_AT = _settings("compacted_at", torch.int32, "context_end", _check_compacted_at)
+
+ALL = (EVICT_AT, REFIT_AT, REFIT_WITH, OPENED, PAGED_WITH, PAGED_LAYERS, PI, COMPACTED_AT)
 SECTIONS: dict[str, Section] = {section.name: section for section in ALL}

@@ -1,0 +1,14 @@
+"""A context that is prefilled once, compacted, and continued any number of times (Attention Matching, one-shot).
+
+    context = engine.compact(tokens, PromptCacheConfig(ratio=0.05, queries=["repeat"]))
+    rollouts = engine.generate(questions, sampling, context=context)
+
+config.py    what is kept, and by which reference queries
+cache.py     Context, the entries that are left; ContextCache, what is decoded behind it
+compact.py   from a context's tokens to its Context
+"""
+
+from rollout.context.cache import Context, ContextCache
+from rollout.context.config import PromptCacheConfig
+
+__all__ = ["Context", "ContextCache", "PromptCacheConfig"]

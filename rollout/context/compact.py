@@ -1,0 +1,151 @@
+"""From a context's tokens to its Context: prefill, reference queries, what stays of each layer (AM, sections 3 and 4).
+
+Departures from the paper: values are fitted with a ridge (sparse_rl/matching/fit.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rollout.context.cache import Context, ContextCache, Entries
+from rollout.context.config import PromptCacheConfig
+from sparse_rl.errors import UserError
+from sparse_rl.matching import Block, Fit, match
+from sparse_rl.matching.select import attention_score
+
+Read = Callable[[Sequence[Sequence[int]], ContextCache], None]  # a forward of texts, right-padded, through a cache
+Write = Callable[[Context], list[tuple[list[int], list[int]]]]  # (prompt, what was sampled) of self-study
+
+
+class Stages(dict[str, float]):
+    """Stage -> seconds."""
+
+    @contextmanager
+    def timed(self, stage: str) -> Any:
+        start = time.perf_counter()
+        yield
+        self[stage] = self.get(stage, 0.0) + time.perf_counter() - start
+
+
+def compact(tokens: Sequence[int], config: PromptCacheConfig, read: Read, write: Write, scaling: float) -> Context:
+    """The Context of these tokens.
+
+    read : the model's forward
+    write : lets the model answer the prompts of self-study behind a context
+    scaling : the factor on q . k
+    """
+    tokens, stages = list(tokens), Stages()
+    count = config.kept(len(tokens))
+    with stages.timed("prefill"):
+        prefilled = ContextCache(None, captures=True)
+        read([tokens], prefilled)
+        positions = torch.arange(len(tokens))
+        whole = Context(tokens, [_entries(keys, values, positions) for keys, values in prefilled.own.values()], False)
+    with stages.timed("queries"):
+        kinds = _queries(config, whole, prefilled, read, write)
+        queries = [_drawn(torch.cat(found, dim=2), config) for found in zip(*kinds, strict=True)]
+    with stages.timed("compaction"):
+        layers = [_compacted(e, q, count, config, scaling) for e, q in zip(whole.layers, queries, strict=True)]
+    return Context(tokens, layers, config.policy == "am", stages)
+
+
+def _entries(keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> Entries:
+    bias = torch.zeros(keys.shape[:3], device=keys.device)
+    return Entries(keys, values, bias, positions.to(keys.device).expand(keys.shape[:3]))
+
+
+# ---- reference queries ----------------------------------------------------------------------------------------------
+
+
+def _queries(
+    config: PromptCacheConfig, whole: Context, prefilled: ContextCache, read: Read, write: Write
+) -> list[list[torch.Tensor]]:
+    """Of each kind, of each layer: [1, Hkv, n, D]."""
+    own = [_by_kv_head(prefilled.queries_of[layer], e) for layer, e in enumerate(whole.layers)]
+    found = []
+    for kind in config.queries:
+        if kind == "context":
+            found.append(own)
+        elif kind == "repeat":
+            again = ContextCache(whole, captures=True)
+            read([whole.tokens], again)
+            found.append([_by_kv_head(again.queries_of[layer], e) for layer, e in enumerate(whole.layers)])
+        elif kind == "random":
+            generator = torch.Generator().manual_seed(config.seed)
+            found.append([_random_like(q, generator) for q in own])
+        else:
+            found.append(_studied(whole, write(whole), read))
+    return found
+
+
+def _by_kv_head(query: torch.Tensor, entries: Entries) -> torch.Tensor:
+    """[1, Hq, T, D] -> [1, Hkv, G T, D]."""
+    return query.unflatten(1, (entries.keys.shape[1], -1)).flatten(2, 3)
+
+
+def _random_like(queries: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Normal queries, as many, each scaled to the mean norm of a kv head's (appendix D)."""
+    drawn = torch.randn(queries.shape, generator=generator).to(queries)
+    norm = queries.norm(dim=-1, keepdim=True).mean(2, keepdim=True)
+    return drawn / drawn.norm(dim=-1, keepdim=True) * norm
+
+
+def _studied(whole: Context, written: list[tuple[list[int], list[int]]], read: Read) -> list[torch.Tensor]:
+    """The queries of what was sampled behind the context: of each layer [1, Hkv, n, D]."""
+    if not written:
+        raise UserError("self_study needs prompts that ask about the context", "queries")
+    cache = ContextCache(whole, captures=True)
+    read([[*prompt, *answer] for prompt, answer in written], cache)
+    found = []
+    for layer, entries in enumerate(whole.layers):
+        rows = zip(cache.queries_of[layer], written, strict=True)
+        answers = [q[None, :, len(prompt) : len(prompt) + len(answer)] for q, (prompt, answer) in rows]
+        found.append(_by_kv_head(torch.cat(answers, dim=2), entries))
+    return found
+
+
+def _drawn(queries: torch.Tensor, config: PromptCacheConfig) -> torch.Tensor:
+    """At most `most_queries` of [1, Hkv, n, D], the same places in every kv head."""
+    count = queries.shape[2]
+    if count <= config.most_queries:
+        return queries
+    places = torch.randperm(count, generator=torch.Generator().manual_seed(config.seed))[: config.most_queries]
+    return queries[:, :, places.sort().values.to(queries.device)]
+
+
+# ---- what stays -----------------------------------------------------------------------------------------------------
+
+
+def _compacted(
+    entries: Entries, queries: torch.Tensor, count: int, config: PromptCacheConfig, scaling: float
+) -> Entries:
+    """One layer's entries: `first` and `last` as they were, and `count` of those between them."""
+    tokens = entries.keys.shape[2]
+    place = torch.arange(tokens, device=entries.keys.device)
+    competing = ((place >= config.first) & (place < tokens - config.last)).expand(1, 1, -1)
+    block = Block(entries.keys, entries.values, queries, entries.bias, competing, scaling)
+    if config.policy == "am":
+        fit = Fit(config.select, config.aggregate, config.ridge, config.fit == "paper")
+        index, bias, values = match(block, count, fit)
+    else:
+        score = attention_score(block.logits(), config.aggregate).masked_fill(~competing, float("-inf"))
+        index = score.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(-1).values
+        bias, values = entries.bias.gather(2, index), _at(entries.values, index)
+    fixed = place[~competing[0, 0]].expand(*index.shape[:2], -1)
+    stays = torch.cat([fixed, index], dim=2)
+    return Entries(
+        keys=_at(entries.keys, stays),
+        values=torch.cat([_at(entries.values, fixed), values], dim=2),
+        bias=torch.cat([entries.bias.gather(2, fixed), bias], dim=2),
+        positions=stays,
+    )
+
+
+def _at(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x [R, H, N, D] at int64 [R, H, t]."""
+    return x.gather(2, index[..., None].expand(*index.shape, x.shape[-1]))

@@ -1,0 +1,162 @@
+"""A context compacted once, in the hf engine: what stays, what continuations see, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from judging import gap
+
+from rollout import SamplingConfig, make_engine
+from rollout.context import Context, ContextCache, PromptCacheConfig
+from sparse_rl.attention.interface import NO_MASK
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.errors import UserError
+from sparse_rl.matching import match
+from sparse_rl.trace import TraceError
+
+SAMPLING = SamplingConfig(max_tokens=20, seed=1, ignore_eos=True)
+MODELS = ["quickstart", "stories260K", "qwen3", "llama"]
+
+
+@pytest.fixture
+def engine_of(model_of: Callable) -> Callable:
+    return lambda name: make_engine("hf", model=model_of(name), policy="full")
+
+
+class Slow:
+    """A `kv_view`, entry by entry: causal attention over a context's entries, with their biases, and own tokens."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        past, out = self.context.layers[layer], torch.zeros_like(query)
+        group = query.shape[1] // key.shape[1]
+        for q_head in range(query.shape[1]):
+            head = q_head // group
+            for t in range(query.shape[2]):
+                keys = torch.cat([past.keys[0, head], key[0, head, : t + 1]]).double()
+                values = torch.cat([past.values[0, head], value[0, head, : t + 1]]).double()
+                bias = torch.cat([past.bias[0, head], torch.zeros(t + 1)]).double()
+                share = (keys @ query[0, q_head, t].double() * scaling + bias).softmax(0)
+                out[0, q_head, t] = (share @ values).to(out.dtype)
+        return out
+
+
+def slow_logprobs(model: object, context: Context, question: list[int], completion: list[int]) -> torch.Tensor:
+    ids = torch.tensor([[*question, *completion]])
+    places = torch.arange(ids.shape[1])[None] + len(context.tokens)
+    with torch.no_grad():
+        out = model(input_ids=ids, position_ids=places, attention_mask=NO_MASK, kv_view=Slow(context), use_cache=False)
+    logits = out.logits[0, len(question) - 1 : -1].log_softmax(-1)
+    return logits.gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("changed", [{}, {"select": "omp"}, {"policy": "evict"}], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_continuations_see_what_is_left(
+    name: str, changed: dict, engine_of: Callable, model_of: Callable, prompts_of: Callable
+) -> None:
+    engine, (tokens, *questions) = engine_of(name), prompts_of(name, [60, 1, 7])
+    context = engine.compact(tokens, PromptCacheConfig(ratio=0.3, first=2, last=3, **changed))
+    assert all(layer.keys.shape[2] == 2 + 3 + round(0.3 * 55) for layer in context.layers)
+    for r, question in zip(engine.generate(questions, SAMPLING, context), questions, strict=True):
+        assert r.prompt_ids == [*tokens, *question] and len(r.trace) == len(r.prompt_ids) + 20
+        assert gap([slow_logprobs(model_of(name), context, question, r.completion_ids)], [r]) <= 1e-5
+        (simulated,) = engine.simulate([question], [r.completion_ids], context=context)
+        assert gap([torch.tensor(simulated.model_logprobs)], [r]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_only_evicts_is_replayed(name: str, engine_of: Callable, model_of: Callable, prompts_of: Callable) -> None:
+    engine, (tokens, *questions) = engine_of(name), prompts_of(name, [60, 1, 7])
+    rollouts = engine.generate(
+        questions, SAMPLING, engine.compact(tokens, PromptCacheConfig(ratio=0.3, policy="evict", first=2))
+    )
+    with torch.no_grad():
+        assert gap(replay_logprobs(model_of(name), rollouts), rollouts) <= 1e-5
+    fitted = engine.generate(questions, SAMPLING, engine.compact(tokens, PromptCacheConfig(ratio=0.3, first=2)))
+    with pytest.raises(TraceError, match="no view replays traces with the sections evict_at, compacted_at"):
+        replay_logprobs(model_of(name), fitted)
+
+
+def test_with_everything_left_it_is_a_full_cache(engine_of: Callable, prompts_of: Callable) -> None:
+    engine, (tokens, question) = engine_of("quickstart"), prompts_of("quickstart", [60, 7])
+    (plain,) = engine.generate([[*tokens, *question]], SAMPLING)
+    context = engine.compact(tokens, PromptCacheConfig(ratio=1.0, policy="evict"))
+    (ours,) = engine.simulate([question], [plain.completion_ids], context=context)
+    assert gap([torch.tensor(ours.model_logprobs)], [plain]) <= 1e-5
+
+
+def test_forks_of_one_prefill_are_as_many_prefills(engine_of: Callable, prompts_of: Callable) -> None:
+    engine, (tokens, *questions) = engine_of("quickstart"), prompts_of("quickstart", [60, 1, 7, 4, 12, 7])
+    config = PromptCacheConfig(ratio=0.2)
+    context = engine.compact(tokens, config)
+    ragged = [list(range(3, 3 + n)) for n in (4, 20, 9, 2, 13)]
+    together = engine.simulate(questions, ragged, context=context)
+    for question, completion, theirs in zip(questions, ragged, together, strict=True):
+        (alone,) = engine.simulate([question], [completion], context=engine.compact(tokens, config))
+        assert gap([torch.tensor(alone.model_logprobs)], [theirs]) <= 1e-5
+
+
+def test_the_contexts_memory_is_freed(engine_of: Callable, prompts_of: Callable) -> None:
+    engine, (tokens,) = engine_of("qwen2"), prompts_of("qwen2", [201])
+    whole = engine.compact(tokens, PromptCacheConfig(ratio=1.0, policy="evict")).nbytes
+    small = engine.compact(tokens, PromptCacheConfig(ratio=0.1)).nbytes
+    assert small * 201 == whole * 21
+
+
+@pytest.mark.parametrize("kind", ["context", "repeat", "self_study", "random"])
+def test_reference_queries(
+    kind: str, engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, (tokens, asked) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
+    seen: list[torch.Tensor] = []
+    config = PromptCacheConfig(ratio=0.2, queries=[kind], study_samples=3, study_tokens=9)
+    monkeypatch.setattr(
+        "rollout.context.compact.match", lambda block, *rest: seen.append(block.queries) or match(block, *rest)
+    )
+    engine.compact(tokens, config, [asked])
+    heads, count = 4, {"self_study": 3 * 9}.get(kind, 60)
+    assert len(seen) == 5 and all(q.shape == (1, heads, 2 * count, 8) or kind == "self_study" for q in seen)
+    if kind == "context":
+        cache = ContextCache(None, captures=True)
+        engine._read([tokens], cache)
+        assert torch.equal(seen[2], cache.queries_of[2].reshape(1, 4, -1, 8))
+    if kind == "repeat":  # the queries of the second half of the text twice
+        cache = ContextCache(None, captures=True)
+        engine._read([[*tokens, *tokens]], cache)
+        torch.testing.assert_close(seen[2], cache.queries_of[2][:, :, 60:].reshape(1, 4, -1, 8), atol=1e-4, rtol=0)
+    if kind == "random":
+        own = ContextCache(None, captures=True)
+        engine._read([tokens], own)
+        norm = own.queries_of[1].reshape(1, 4, -1, 8).norm(dim=-1).mean(-1)
+        torch.testing.assert_close(seen[1].norm(dim=-1).mean(-1), norm)
+
+
+def test_of_many_queries_some_are_drawn(engine_of: Callable, prompts_of: Callable) -> None:
+    engine, (tokens,) = engine_of("qwen2"), prompts_of("qwen2", [60])
+    few = engine.compact(tokens, PromptCacheConfig(ratio=0.2, most_queries=7))
+    many = engine.compact(tokens, PromptCacheConfig(ratio=0.2))
+    again = engine.compact(tokens, PromptCacheConfig(ratio=0.2, most_queries=7))
+    assert torch.equal(few.layers[0].values, again.layers[0].values)
+    assert not torch.equal(few.layers[0].values, many.layers[0].values)
+
+
+def test_what_is_refused(engine_of: Callable) -> None:
+    engine = engine_of("qwen2")
+    with pytest.raises(UserError, match=r"the context has 3 tokens, and first \+ last are 5"):
+        engine.compact([1, 2, 3], PromptCacheConfig(first=5))
+    with pytest.raises(UserError, match="self_study needs prompts"):
+        engine.compact([1, 2, 3, 4], PromptCacheConfig(queries=["self_study"]))
+    with pytest.raises(UserError, match="prompt 0 is empty"):
+        engine.compact([], PromptCacheConfig())
+    with pytest.raises(UserError, match="name at least one"):
+        PromptCacheConfig(queries=[])
+    context = engine.compact([1, 2, 3, 4], PromptCacheConfig())
+    with pytest.raises(UserError, match="behind a compacted context no queries are kept"):
+        engine.prefill([[1]], context).queries(0)
