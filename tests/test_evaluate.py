@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from rollout.evaluation.estimators import mean_and_error, pass_at_k
-from sparse_rl.analysis.evaluation import accuracy_table
+from sparse_rl.analysis.evaluation import accuracy_table, cache_labels
 from sparse_rl.commands.eval import evaluate
 from sparse_rl.commands.rollout import sample
 from sparse_rl.commands.sampling import policies_of
@@ -249,6 +249,13 @@ def test_what_is_held_and_what_is_read_are_told_apart(recipe_of):
     names = [str(column.header) for column in accuracy_table(rows).columns]
     assert "held" in names and "read" in names and "peak" not in names
     assert "peak" in [str(column.header) for column in accuracy_table(rows[1:]).columns]
+
+
+def test_caches_of_one_name_are_told_apart(recipe_of):
+    swept = [{"policy": "clustered", "open_pages": 1}, {"policy": "clustered", "open_pages": 2}, "full"]
+    rows = evaluate(recipe_of(rows_of(2), sweep={"policy": swept}), progress=False)
+    assert cache_labels(rows) == ["clustered, open_pages 1", "clustered, open_pages 2", "full"]
+    assert cache_labels(rows[1:]) == ["clustered", "full"]
 
 
 def test_an_answer_is_forced_at_the_limit(recipe_of, tmp_path):

@@ -24,11 +24,11 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
     entries = ("held", "read") if differ else ("peak",)
     for name in (*names, "kept", "kept if right", *entries, "tokens", "cut off", "tok/s"):
         made.add_column(name, justify="left" if name in ("task", "cache") else "right", no_wrap=True)
-    for row in rows:
+    for row, cache in zip(rows, cache_labels(rows), strict=True):
         count = f"{row.problems}×{row.samples}" + (f" (−{row.excluded})" if row.excluded else "")
         cells = [
             escape(row.task),
-            row.policy + (f" {row.budget}" if row.budget else ""),
+            escape(cache),
             count,
             _percent(row.accuracy, row.standard_error),
         ]
@@ -49,6 +49,7 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
 
 def perplexity_table(rows: Sequence[Any]) -> Table:
     """The rows for people."""
+    from rich.markup import escape
     from rich.table import Table
 
     first = rows[0]
@@ -56,11 +57,11 @@ def perplexity_table(rows: Sequence[Any]) -> Table:
     made = Table(title=f"{first.pieces} pieces, {behind}; kept in percent; ± one standard error over pieces")
     differ = any(row.read_entries != row.peak_entries for row in rows)
     entries = ("held", "read") if differ else ("peak",)
-    for name in ("cache", "nll of a token", "perplexity", "kept", *entries, "tok/s"):
+    for name in ("cache", "nll a token, nats", "perplexity", "kept", *entries, "tok/s"):
         made.add_column(name, justify="left" if name == "cache" else "right", no_wrap=True)
-    for row in rows:
+    for row, cache in zip(rows, cache_labels(rows), strict=True):
         made.add_row(
-            row.policy + (f" {row.budget}" if row.budget else ""),
+            escape(cache),
             f"{row.nll:.4f}" + ("" if row.standard_error is None else f" ± {row.standard_error:.4f}"),
             "–" if row.perplexity is None else f"{row.perplexity:.2f}",
             _percent(row.retention),
@@ -68,6 +69,17 @@ def perplexity_table(rows: Sequence[Any]) -> Table:
             *([str(row.read_entries)] if differ else []),
             f"{row.tokens_per_second:.0f}",
         )
+    return made
+
+
+def cache_labels(rows: Sequence[Any]) -> list[str]:
+    """What each row calls its cache: policy and budget; where others have the same, also the settings that differ."""
+    labels = [row.policy + (f" {row.budget}" if row.budget else "") for row in rows]
+    made = []
+    for row, label in zip(rows, labels, strict=True):
+        alike = [other.parameters for other, its in zip(rows, labels, strict=True) if its == label]
+        differ = [key for key, value in row.parameters.items() if any(one.get(key) != value for one in alike)]
+        made.append(label + "".join(f", {key} {row.parameters[key]}" for key in differ))
     return made
 
 

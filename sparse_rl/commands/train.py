@@ -79,8 +79,10 @@ def _run(options: argparse.Namespace, recipe: Recipe) -> int:
 def what_next(recipe: TrainRecipe) -> str:
     """What to do with the run of this recipe, as commands to copy."""
     run = shlex.quote(recipe.output_dir)
-    like_it = "quickstart/eval" if recipe.data.synthetic is not None else "eval/math500"
-    commands = {f"eval {run}" if recipe.evaluation(run) else f"eval {like_it} model={run}": "how good it is"}
+    judged = f"eval eval/math500 model={run}"
+    if recipe.data.synthetic is not None:  # whose evaluation names a cache of its own
+        judged = f"eval quickstart/eval model={run} cache=null"
+    commands = {f"eval {run}" if recipe.evaluation(run) else judged: "how good it is"}
     cache = recipe.exported_cache() or recipe.learned_cache()
     if cache is None or not cache.only_hf:
         commands[f"serve {run}"] = "OpenAI's API, with vLLM"

@@ -110,9 +110,10 @@ class LayeredConfig(PolicyConfig):
             raise UserError("name at least one, for example [{layers: 1, cache: full}]", "parts")
         for place, part in enumerate(self.ranges):
             if not part.cache.in_parts:
-                raise UserError(f"{part.cache.name} works on all layers together", f"parts[{place}].cache")
+                wrong = f"{part.cache.name} is for all layers together, and cannot be a part"
+                raise UserError(wrong, f"parts[{place}].cache")
         if len({str(part.cache) for part in self.ranges if isinstance(part.cache, ClusteredConfig)}) > 1:
-            raise UserError("all clustered layers have the same settings", "parts")
+            raise UserError("clustered parts must have the same settings", "parts")
 
     @property
     def ranges(self) -> list[PartConfig]:
