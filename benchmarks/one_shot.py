@@ -1,0 +1,120 @@
+"""One-shot compaction of a context: KL to the full cache on continuations, by method and by the entries that are left.
+
+A model tells stories: of each, so many tokens are a context, of which the first token and the last four stay as they
+are, and what it goes on with is judged under every compacted context: KL(full cache || compacted) per token, in nats.
+
+    OMP_NUM_THREADS=1 python benchmarks/one_shot.py MODEL     # writes benchmarks/results/one_shot.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cpu_seconds import write
+from rollout import SamplingConfig, make_engine
+from rollout.context import Context, ContextCache, PromptCacheConfig
+from sparse_rl.attention.interface import NO_MASK
+
+CONTEXT, BEHIND, FIRST, LAST = 192, 96, 1, 4
+KEPT = (6, 12, 24, 48, 96)
+BEGINNINGS = ("He", "She", "They", "One day")  # what self-study goes on from
+BOTH = ["self_study", "repeat"]
+METHODS: dict[str, dict[str, Any]] = {
+    "evict, mean of context (H2O+)": {"policy": "evict", "aggregate": "mean", "queries": ["context"]},
+    "evict, max of repeat (KVzip-like)": {"policy": "evict", "aggregate": "max", "queries": ["repeat"]},
+    "evict, mean of self-study and repeat": {"policy": "evict", "aggregate": "mean", "queries": BOTH},
+    "evict, max of self-study and repeat": {"policy": "evict", "aggregate": "max", "queries": BOTH},
+    "evict, rms of self-study and repeat": {"policy": "evict", "queries": BOTH},
+    "am, attention": {"queries": BOTH},
+    "am, attention, repeat": {"queries": ["repeat"]},
+    "am, attention, context": {"queries": ["context"]},
+    "am, attention, random": {"queries": ["random"]},
+    "am, attention, the paper's solvers": {"queries": BOTH, "fit": "paper"},
+    "am, omp": {"queries": BOTH, "select": "omp"},
+    "am, omp, repeat": {"queries": ["repeat"], "select": "omp"},
+    "am, omp, the paper's solvers": {"queries": BOTH, "select": "omp", "fit": "paper"},
+}
+
+
+class Judge:
+    """Contexts of a model and what it goes on with; the KL of a way to compact them."""
+
+    def __init__(self, engine: Any, tokenizer: Any, contexts: int, seed: int) -> None:
+        self.engine, self.model = engine, engine.model
+        sampling = SamplingConfig(CONTEXT + BEHIND - 1, n=contexts, seed=seed, ignore_eos=True)
+        texts = [[*r.prompt_ids, *r.completion_ids] for r in engine.generate([[tokenizer.bos_token_id]], sampling)]
+        self.contexts, self.behind = [t[:CONTEXT] for t in texts], [t[CONTEXT:] for t in texts]
+        self.beginnings = [tokenizer.encode(text, add_special_tokens=False) for text in BEGINNINGS]
+        self.full = [self.logprobs(None, [*c, *b])[CONTEXT:] for c, b in zip(self.contexts, self.behind, strict=True)]
+
+    @torch.no_grad()
+    def logprobs(self, context: Context | None, tokens: list[int]) -> torch.Tensor:
+        """float64 [tokens, vocabulary], of what comes after each."""
+        cache = ContextCache(context)
+        cache.begin_prefill([len(tokens)], torch.device("cpu"))
+        places = torch.arange(len(tokens))[None] + cache.past
+        out = self.model(
+            input_ids=torch.tensor([tokens]),
+            position_ids=places,
+            attention_mask=NO_MASK,
+            kv_view=cache,
+            use_cache=False,
+        )
+        return out.logits[0].double().log_softmax(-1)
+
+    def kl(self, kept: int, settings: dict[str, Any]) -> tuple[float, float]:
+        """Mean over tokens and contexts, and its standard error over contexts."""
+        ratio = kept / (CONTEXT - FIRST - LAST)
+        config = PromptCacheConfig(ratio=ratio, first=FIRST, last=LAST, study_tokens=BEHIND, **settings)
+        found = []
+        for tokens, behind, full in zip(self.contexts, self.behind, self.full, strict=True):
+            own = self.logprobs(self.engine.compact(tokens, config, self.beginnings), behind)
+            found.append(float((full.exp() * (full - own)).sum(-1).mean()))
+        means = torch.tensor(found)
+        return float(means.mean()), float(means.std() / len(found) ** 0.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="the directory of a small model that tells stories")
+    parser.add_argument("--contexts", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="rows whose name has this")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/one_shot.json"))
+    options = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    engine = make_engine("hf", model=options.model, policy="full")
+    judge = Judge(engine, AutoTokenizer.from_pretrained(options.model), options.contexts, options.seed)
+    table = Table(title=f"KL to the full cache; entries left of {CONTEXT - FIRST - LAST}")
+    for name in ("method", *map(str, KEPT), "seconds"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    rows = []
+    for name, settings in METHODS.items():
+        if options.only not in name:
+            continue
+        start = time.process_time()
+        found = [judge.kl(kept, settings) for kept in KEPT]
+        taken = time.process_time() - start
+        rows.append({"method": name, **{str(k): value for k, value in zip(KEPT, found, strict=True)}, "seconds": taken})
+        table.add_row(name, *(f"{mean:.4f} ± {error:.4f}" for mean, error in found), f"{taken:.0f}")
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    write(options.out, contexts=options.contexts, seed=options.seed, rows=rows)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    main()
