@@ -3,6 +3,8 @@
 A model tells stories: of each, so many tokens are a context, of which the first token and the last four stay as they
 are, and what it goes on with is judged under every compacted context: KL(full cache || compacted) per token, in nats.
 
+Head budgets come from sensitivity curves over contexts that are not judged (rollout/context/budgets.py).
+
     OMP_NUM_THREADS=1 python benchmarks/one_shot.py MODEL     # writes benchmarks/results/one_shot.json
 """
 
@@ -24,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.cpu_seconds import write
 from rollout import SamplingConfig, make_engine
-from rollout.context import Context, ContextCache, PromptCacheConfig
+from rollout.context import Context, ContextCache, PromptCacheConfig, budgets
 from sparse_rl.attention.interface import NO_MASK
 
 CONTEXT, BEHIND, FIRST, LAST = 192, 96, 1, 4
@@ -47,12 +49,18 @@ METHODS: dict[str, dict[str, Any]] = {
     "am, omp, the paper's solvers": {"queries": BOTH, "select": "omp", "fit": "paper"},
 }
 
+BUDGETED = {
+    "am, attention, head budgets": {"queries": BOTH},
+    "evict, rms of self-study and repeat, head budgets": {"policy": "evict", "queries": BOTH},
+}
+METHODS |= BUDGETED
+
 
 class Judge:
     """Contexts of a model and what it goes on with; the KL of a way to compact them."""
 
     def __init__(self, engine: Any, tokenizer: Any, contexts: int, seed: int) -> None:
-        self.engine, self.model = engine, engine.model
+        self.engine, self.model, self.tokenizer = engine, engine.model, tokenizer
         sampling = SamplingConfig(CONTEXT + BEHIND - 1, n=contexts, seed=seed, ignore_eos=True)
         texts = [[*r.prompt_ids, *r.completion_ids] for r in engine.generate([[tokenizer.bos_token_id]], sampling)]
         self.contexts, self.behind = [t[:CONTEXT] for t in texts], [t[CONTEXT:] for t in texts]
@@ -74,22 +82,37 @@ class Judge:
         )
         return out.logits[0].double().log_softmax(-1)
 
-    def kl(self, kept: int, settings: dict[str, Any]) -> tuple[float, float]:
-        """Mean over tokens and contexts, and its standard error over contexts."""
-        ratio = kept / (CONTEXT - FIRST - LAST)
-        config = PromptCacheConfig(ratio=ratio, first=FIRST, last=LAST, study_tokens=BEHIND, **settings)
-        found = []
-        for tokens, behind, full in zip(self.contexts, self.behind, self.full, strict=True):
-            own = self.logprobs(self.engine.compact(tokens, config, self.beginnings), behind)
-            found.append(float((full.exp() * (full - own)).sum(-1).mean()))
-        means = torch.tensor(found)
-        return float(means.mean()), float(means.std() / len(found) ** 0.5)
+    def loss(self, number: int, context: Context) -> float:
+        """KL(full || compacted) per token behind one context."""
+        own, full = self.logprobs(context, self.behind[number]), self.full[number]
+        return float((full.exp() * (full - own)).sum(-1).mean())
+
+    def kl(self, kept: int, settings: dict[str, Any], shares: torch.Tensor | None = None) -> tuple[float, float]:
+        """Mean over tokens and contexts, and its standard error over contexts; shares : of the heads, None: equal."""
+        config = configured(kept, settings)
+        counts = None if shares is None else budgets.counts(shares, config.ratio, CONTEXT, config)
+        contexts = (self.engine.compact(tokens, config, self.beginnings, counts) for tokens in self.contexts)
+        means = torch.tensor([self.loss(number, context) for number, context in enumerate(contexts)])
+        return float(means.mean()), float(means.std() / len(means) ** 0.5)
+
+    def shares(self, settings: dict[str, Any], ratio: float) -> torch.Tensor:
+        """Head budgets from these contexts, at a ratio."""
+        config = configured(24, settings)
+        studied = [self.engine.study(tokens, config, self.beginnings) for tokens in self.contexts]
+        curves = budgets.sensitivity(studied, config, self.loss)
+        return budgets.allocate(curves, budgets.RATIOS, ratio)
+
+
+def configured(kept: int, settings: dict[str, Any]) -> PromptCacheConfig:
+    ratio = kept / (CONTEXT - FIRST - LAST)
+    return PromptCacheConfig(ratio=ratio, first=FIRST, last=LAST, study_tokens=BEHIND, **settings)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="the directory of a small model that tells stories")
     parser.add_argument("--contexts", type=int, default=16)
+    parser.add_argument("--calibration", type=int, default=10, help="contexts of which head budgets are made")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="rows whose name has this")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/one_shot.json"))
@@ -106,7 +129,11 @@ def main() -> None:
         if options.only not in name:
             continue
         start = time.process_time()
-        found = [judge.kl(kept, settings) for kept in KEPT]
+        shares = None
+        if name in BUDGETED:
+            calibration = Judge(engine, judge.tokenizer, options.calibration, options.seed + 100)
+            shares = calibration.shares(settings, budgets.BASE)
+        found = [judge.kl(kept, settings, shares) for kept in KEPT]
         taken = time.process_time() - start
         rows.append({"method": name, **{str(k): value for k, value in zip(KEPT, found, strict=True)}, "seconds": taken})
         table.add_row(name, *(f"{mean:.4f} ± {error:.4f}" for mean, error in found), f"{taken:.0f}")

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from rollout.cache import EvictingCache
 from rollout.config import SamplingConfig
 from rollout.context import Context, ContextCache, PromptCacheConfig
-from rollout.context.compact import compact
+from rollout.context.compact import Studied, study
 from rollout.engine import LEAST_ROWS, Rollout
 from rollout.gated import GatedCache
 from rollout.layered import LayeredCache
@@ -132,28 +132,42 @@ class HFEngine:
         return self._run(*asked, context)
 
     def compact(
-        self, tokens: Sequence[int], config: PromptCacheConfig, study_prompts: Sequence[Sequence[int]] = ()
+        self,
+        tokens: Sequence[int],
+        config: PromptCacheConfig,
+        study_prompts: Sequence[Sequence[int]] = (),
+        counts: Sequence[Sequence[int]] | None = None,
     ) -> Context:
         """Prefill a context once, and compact it: what `generate` and `simulate` go on from, any number of times.
 
         study_prompts : what asks about the context, for reference queries of the kind self_study
+        counts : how many entries of each layer's kv heads stay (budgets.py); None: as many in all
+
+        Raises UserError as `study` does.
+        """
+        return self.study(tokens, config, study_prompts).compacted(config, counts)
+
+    def study(
+        self, tokens: Sequence[int], config: PromptCacheConfig, study_prompts: Sequence[Sequence[int]] = ()
+    ) -> Studied:
+        """A context prefilled, with its reference queries; study_prompts : as in `compact`.
 
         Raises UserError for a context that is shorter than what stays as it is, and for self_study without prompts.
         """
         (tokens,) = token_ids([tokens], self.model.config.vocab_size)
-        study = token_ids(study_prompts, self.model.config.vocab_size)
+        asked = token_ids(study_prompts, self.model.config.vocab_size)
         sampling = SamplingConfig(config.study_tokens, n=config.study_samples, seed=config.seed)
 
         def read(texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
             self._read(token_ids(texts, self.model.config.vocab_size), cache)
 
         def write(whole: Context) -> list[tuple[list[int], list[int]]]:
-            answers = self.generate(study, sampling, whole) if study else []
+            answers = self.generate(asked, sampling, whole) if asked else []
             return [(r.prompt_ids[len(tokens) :], r.completion_ids) for r in answers]
 
         _, _, head_dim = cache_shape(self.model.config)
         with self._sampling():
-            return compact(tokens, config, read, write, head_dim**-0.5)
+            return study(tokens, config, read, write, head_dim**-0.5)
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:

@@ -6,9 +6,11 @@
 config.py    what is kept, and by which reference queries
 cache.py     Context, the entries that are left; ContextCache, what is decoded behind it
 compact.py   from a context's tokens to its Context
+budgets.py   how many entries each kv head needs
 """
 
+from rollout.context import budgets
 from rollout.context.cache import Context, ContextCache
 from rollout.context.config import PromptCacheConfig
 
-__all__ = ["Context", "ContextCache", "PromptCacheConfig"]
+__all__ = ["Context", "ContextCache", "PromptCacheConfig", "budgets"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,26 +33,81 @@ class Stages(dict[str, float]):
         self[stage] = self.get(stage, 0.0) + time.perf_counter() - start
 
 
-def compact(tokens: Sequence[int], config: PromptCacheConfig, read: Read, write: Write, scaling: float) -> Context:
-    """The Context of these tokens.
+@dataclass
+class Studied:
+    """A context that has been prefilled, and its reference queries: from it compactions of any size are made.
+
+    whole : everything; queries : of each layer [1, Hkv, n, D]; scaling : the factor on q . k
+    """
+
+    whole: Context
+    queries: list[torch.Tensor]
+    scaling: float
+    seconds: Stages
+
+    def compacted(self, config: PromptCacheConfig, counts: Sequence[Sequence[int]] | None = None) -> Context:
+        """What stays. counts : how many of each layer's kv heads, `first` and `last` apart; None: as the ratio says."""
+        every = config.kept(len(self.whole.tokens))
+        with self.seconds.timed("compaction"):
+            layers = []
+            for place, entries in enumerate(self.whole.layers):
+                mine = [every] * entries.keys.shape[1] if counts is None else counts[place]
+                layers.append(self.layer(config, place, mine))
+        return Context(self.whole.tokens, layers, config.policy == "am", self.seconds)
+
+    def layer(self, config: PromptCacheConfig, place: int, counts: Sequence[int]) -> Entries:
+        """One layer's entries, `counts` of its kv heads. Shorter heads are padded with entries that nobody sees."""
+        entries, queries = self.whole.layers[place], self.queries[place]
+        if len(set(counts)) == 1:
+            return _compacted(entries, queries, counts[0], config, self.scaling)
+        heads = [self.head(config, place, head, count) for head, count in enumerate(counts)]
+        return joined(heads)
+
+    def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> Entries:
+        """One kv head's entries."""
+        entries, one = self.whole.layers[place], slice(head, head + 1)
+        mine = Entries(entries.keys[:, one], entries.values[:, one], entries.bias[:, one], entries.positions[:, one])
+        return _compacted(mine, self.queries[place][:, one], count, config, self.scaling)
+
+
+def joined(heads: Sequence[Entries]) -> Entries:
+    """Heads of different lengths as one layer: what pads a head has a bias of -inf, and the position of its first."""
+    most = max(head.keys.shape[2] for head in heads)
+    padded = []
+    for head in heads:
+        missing = most - head.keys.shape[2]
+        first = torch.zeros(missing, dtype=torch.long, device=head.keys.device)
+        bias = head.bias.new_full((*head.bias.shape[:2], missing), float("-inf"))
+        padded.append(
+            (
+                torch.cat([head.keys, head.keys[:, :, first]], dim=2),
+                torch.cat([head.values, head.values[:, :, first]], dim=2),
+                torch.cat([head.bias, bias], dim=2),
+                torch.cat([head.positions, head.positions[:, :, first]], dim=2),
+            )
+        )
+    return Entries(*(torch.cat(parts, dim=1) for parts in zip(*padded, strict=True)))
+
+
+def study(tokens: Sequence[int], config: PromptCacheConfig, read: Read, write: Write, scaling: float) -> Studied:
+    """Prefill these tokens, and find the reference queries.
 
     read : the model's forward
     write : lets the model answer the prompts of self-study behind a context
     scaling : the factor on q . k
     """
     tokens, stages = list(tokens), Stages()
-    count = config.kept(len(tokens))
+    config.kept(len(tokens))  # refuses a context that is too short
     with stages.timed("prefill"):
         prefilled = ContextCache(None, captures=True)
         read([tokens], prefilled)
         positions = torch.arange(len(tokens))
-        whole = Context(tokens, [_entries(keys, values, positions) for keys, values in prefilled.own.values()], False)
+        held = ([x[:, :, : len(tokens)] for x in pair] for pair in prefilled.own.values())
+        whole = Context(tokens, [_entries(keys, values, positions) for keys, values in held], False)
     with stages.timed("queries"):
         kinds = _queries(config, whole, prefilled, read, write)
         queries = [_drawn(torch.cat(found, dim=2), config) for found in zip(*kinds, strict=True)]
-    with stages.timed("compaction"):
-        layers = [_compacted(e, q, count, config, scaling) for e, q in zip(whole.layers, queries, strict=True)]
-    return Context(tokens, layers, config.policy == "am", stages)
+    return Studied(whole, queries, scaling, stages)
 
 
 def _entries(keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> Entries:
@@ -66,7 +122,9 @@ def _queries(
     config: PromptCacheConfig, whole: Context, prefilled: ContextCache, read: Read, write: Write
 ) -> list[list[torch.Tensor]]:
     """Of each kind, of each layer: [1, Hkv, n, D]."""
-    own = [_by_kv_head(prefilled.queries_of[layer], e) for layer, e in enumerate(whole.layers)]
+    own = [
+        _by_kv_head(prefilled.queries_of[layer][:, :, : len(whole.tokens)], e) for layer, e in enumerate(whole.layers)
+    ]
     found = []
     for kind in config.queries:
         if kind == "context":
@@ -74,13 +132,24 @@ def _queries(
         elif kind == "repeat":
             again = ContextCache(whole, captures=True)
             read([whole.tokens], again)
-            found.append([_by_kv_head(again.queries_of[layer], e) for layer, e in enumerate(whole.layers)])
+            found.append(
+                [
+                    _by_kv_head(again.queries_of[layer][:, :, : len(whole.tokens)], e)
+                    for layer, e in enumerate(whole.layers)
+                ]
+            )
         elif kind == "random":
             generator = torch.Generator().manual_seed(config.seed)
             found.append([_random_like(q, generator) for q in own])
         else:
             found.append(_studied(whole, write(whole), read))
     return found
+
+
+def _captured(cache: ContextCache, whole: Context) -> list[torch.Tensor]:
+    """The queries that a context's tokens had as a cache read them: of each layer [1, Hkv, G tokens, D]."""
+    queries = (cache.queries_of[layer][:, :, : len(whole.tokens)] for layer in range(len(whole.layers)))
+    return [_by_kv_head(query, entries) for query, entries in zip(queries, whole.layers, strict=True)]
 
 
 def _by_kv_head(query: torch.Tensor, entries: Entries) -> torch.Tensor:

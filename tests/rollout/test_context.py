@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from judging import gap
 
 from rollout import SamplingConfig, make_engine
 from rollout.context import Context, ContextCache, PromptCacheConfig
+from rollout.context.budgets import allocate, counts, load, save, sensitivity
 from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.errors import UserError
@@ -145,6 +148,75 @@ def test_of_many_queries_some_are_drawn(engine_of: Callable, prompts_of: Callabl
     again = engine.compact(tokens, PromptCacheConfig(ratio=0.2, most_queries=7))
     assert torch.equal(few.layers[0].values, again.layers[0].values)
     assert not torch.equal(few.layers[0].values, many.layers[0].values)
+
+
+# ---- budgets of heads -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["am", "evict"])
+def test_heads_keep_what_they_are_given(
+    policy: str, engine_of: Callable, model_of: Callable, prompts_of: Callable
+) -> None:
+    """And what pads a shorter head is seen by nobody: continuations and replay agree with it."""
+    engine, (tokens, question) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
+    config = PromptCacheConfig(policy=policy, first=2)
+    mine = [[1 + layer + 3 * head for head in range(4)] for layer in range(5)]
+    context = engine.compact(tokens, config, counts=mine)
+    kept = (context.evict_at() > 60).sum(-1) - 2
+    assert kept.tolist() == mine
+    (r,) = engine.generate([question], SAMPLING, context)
+    assert gap([slow_logprobs(model_of("stories260K"), context, question, r.completion_ids)], [r]) <= 1e-5
+    if policy == "evict":
+        with torch.no_grad():
+            assert gap(replay_logprobs(model_of("stories260K"), [r]), [r]) <= 1e-5
+    even = engine.compact(tokens, config, counts=[[6] * 4] * 5)
+    assert torch.equal(even.layers[3].values, engine.compact(tokens, replace(config, ratio=6 / 58)).layers[3].values)
+
+
+def test_entries_go_to_the_heads_that_gain_most() -> None:
+    """The loss of one head falls steeply with its entries, that of another not at all; two are alike."""
+    ratios = (0.01, 0.1, 1.0)
+    curves = torch.tensor([[[1.0, 0.5, 0.0], [0.1, 0.1, 0.1]], [[0.2, 0.1, 0.0], [0.2, 0.1, 0.0]]]).double()
+    shares = allocate(curves, ratios, 0.1)
+    assert float(shares.mean()) == pytest.approx(0.1)
+    assert shares[0, 0] > 2 * shares[1, 0] and shares[1, 0] == pytest.approx(float(shares[1, 1]), abs=2e-3)
+    assert shares[0, 1] <= 0.0105
+    flat = allocate(torch.zeros(2, 2, 3).double(), ratios, 0.1)
+    assert torch.equal(flat, torch.full((2, 2), 0.1, dtype=torch.float64))
+    with pytest.raises(UserError, match=r"2.0 is not between 0.01 and 1.0"):
+        allocate(curves, ratios, 2.0)
+
+
+def test_a_curve_is_the_loss_with_one_head_changed(engine_of: Callable, prompts_of: Callable) -> None:
+    engine, (tokens,) = engine_of("quickstart"), prompts_of("quickstart", [50])
+    studied = engine.study(tokens, PromptCacheConfig(first=0))
+    seen: list[list[list[int]]] = []
+
+    def loss(place: int, context: Context) -> float:
+        seen.append((context.evict_at() > 50).sum(-1).tolist())
+        return float(len(seen))
+
+    layers, heads = len(studied.whole.layers), studied.whole.layers[0].keys.shape[1]
+    curves = sensitivity([studied], PromptCacheConfig(first=0), loss, ratios=(0.02, 0.5), base=0.1)
+    assert curves.shape == (layers, heads, 2) and curves.flatten().tolist() == list(range(1, 2 * layers * heads + 1))
+    for number, kept in enumerate(seen):
+        layer, head, place = number // (2 * heads), number // 2 % heads, number % 2
+        assert kept[layer][head] == (1, 25)[place]
+        assert sum(map(sum, kept)) == (layers * heads - 1) * 5 + (1, 25)[place]
+
+
+def test_budgets_are_kept_and_refused(tmp_path: Path) -> None:
+    shares = torch.tensor([[0.1, 0.2, 0.3], [0.1, 0.05, 0.15]]).double()
+    save(tmp_path / "b.json", shares)
+    torch.testing.assert_close(load(tmp_path / "b.json", 2, 3), shares / 0.15)
+    config = PromptCacheConfig(first=1, last=1)
+    assert counts(shares, 0.1, 102, config) == [[7, 13, 20], [7, 3, 10]]
+    assert counts(shares, 0.001, 102, config) == [[1, 1, 1], [1, 1, 1]]
+    (tmp_path / "no.json").write_text("[]")
+    for file, says in (("absent", "No such file"), ("no.json", "list indices"), ("b.json", r"\[2, 3\], and the model")):
+        with pytest.raises(UserError, match=says) as caught:
+            load(tmp_path / file, 2, 2)
+        assert "\n" not in str(caught.value)
 
 
 def test_what_is_refused(engine_of: Callable) -> None:

@@ -1,0 +1,107 @@
+"""How many entries each kv head needs: budgets from sensitivity curves (Attention Matching, section 4, algorithm 4).
+
+Heads differ in how much they lose. A curve says what the loss is with one head at each of some ratios, all others at a
+base ratio; entries are then moved, a step at a time, from the head that loses least to the head that gains most. The
+size of the step is ours. Budgets belong to a model, not to a context.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from rollout.context.cache import Context
+from rollout.context.compact import Studied, joined
+from rollout.context.config import PromptCacheConfig
+from sparse_rl.errors import UserError, reason
+
+RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
+BASE = 0.05
+STEPS = 200  # of a ratio, that are moved between two heads at a time: 1 / STEPS of the mean
+
+
+def sensitivity(
+    contexts: Sequence[Studied],
+    config: PromptCacheConfig,
+    loss: Callable[[int, Context], float],
+    ratios: Sequence[float] = RATIOS,
+    base: float = BASE,
+) -> torch.Tensor:
+    """float64 [L, Hkv, ratios]: the mean loss over contexts with one head at a ratio, all others at `base`.
+
+    loss : (place in `contexts`, a compaction of it) -> how bad it is
+    """
+    shape = (len(contexts[0].whole.layers), contexts[0].whole.layers[0].keys.shape[1])
+    curves = torch.zeros(*shape, len(ratios), dtype=torch.float64)
+    for number, studied in enumerate(contexts):
+        between = len(studied.whole.tokens) - config.first - config.last
+        count = [max(1, round(ratio * between)) for ratio in (base, *ratios)]
+        rest = [[studied.head(config, layer, head, count[0]) for head in range(shape[1])] for layer in range(shape[0])]
+        layers = [joined(heads) for heads in rest]
+        for layer in range(shape[0]):
+            for head in range(shape[1]):
+                for place in range(len(ratios)):
+                    mine = list(rest[layer])
+                    mine[head] = studied.head(config, layer, head, count[place + 1])
+                    changed = [*layers[:layer], joined(mine), *layers[layer + 1 :]]
+                    context = Context(studied.whole.tokens, changed, config.policy == "am")
+                    curves[layer, head, place] += loss(number, context) / len(contexts)
+    return curves
+
+
+def allocate(curves: torch.Tensor, ratios: Sequence[float], ratio: float) -> torch.Tensor:
+    """The ratio of each head, float64 [L, Hkv], whose mean is `ratio`: greedy swaps on the curves, between whose points
+    the loss is linear in the ratio's logarithm.
+
+    Raises UserError where `ratio` is not between the ratios of the curves.
+    """
+    if not ratios[0] <= ratio <= ratios[-1]:
+        raise UserError(f"{ratio} is not between {ratios[0]} and {ratios[-1]}, for which the losses are known", "ratio")
+    flat = curves.flatten(0, 1)
+    at, step = torch.tensor(ratios, dtype=torch.float64).log(), ratio / STEPS
+    mine = torch.full((len(flat),), ratio, dtype=torch.float64)
+
+    def said(shares: torch.Tensor) -> torch.Tensor:
+        where = shares.log().clamp(at[0], at[-1])
+        right = torch.searchsorted(at, where).clamp(1, len(at) - 1)
+        low, high = at[right - 1], at[right]
+        part = (where - low) / (high - low)
+        rows = torch.arange(len(flat))
+        return flat[rows, right - 1] * (1 - part) + flat[rows, right] * part
+
+    while True:
+        now = said(mine)
+        gains = (now - said(mine + step)).masked_fill(mine + step > ratios[-1], float("-inf"))
+        losses = (said(mine - step) - now).masked_fill(mine - step < ratios[0], float("inf"))
+        best, least = int(gains.argmax()), int(losses.argmin())
+        if best == least or not float(gains[best] - losses[least]) > 1e-12:
+            return mine.view(curves.shape[:2])
+        mine[best] += step
+        mine[least] -= step
+
+
+def counts(shares: torch.Tensor, ratio: float, tokens: int, config: PromptCacheConfig) -> list[list[int]]:
+    """How many entries of each head stay of so many tokens, where the mean head keeps `ratio`; shares [L, Hkv]."""
+    between = tokens - config.first - config.last
+    wanted = (shares / shares.mean() * ratio * between).round().clamp(1, between)
+    return wanted.long().tolist()
+
+
+def save(path: str | Path, shares: torch.Tensor) -> None:
+    """Budgets as JSON, [layer][kv head], relative to their mean."""
+    Path(path).write_text(json.dumps({"shares": (shares / shares.mean()).tolist()}) + "\n")
+
+
+def load(path: str | Path, layers: int, kv_heads: int) -> torch.Tensor:
+    """float64 [L, Hkv]. Raises UserError where the file is none of budgets, or not of a model of this shape."""
+    try:
+        shares = torch.tensor(json.loads(Path(path).read_text())["shares"], dtype=torch.float64)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} holds no head budgets: {reason(error)}") from error
+    if shares.shape != (layers, kv_heads) or not bool((shares > 0).all()):
+        wrong = f"{list(shares.shape)}, and the model has {[layers, kv_heads]} layers and kv heads"
+        raise UserError(f"{path} has budgets of {wrong}")
+    return shares
