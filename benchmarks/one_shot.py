@@ -11,6 +11,7 @@ Head budgets come from sensitivity curves over contexts that are not judged (rol
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -114,7 +115,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, default=16)
     parser.add_argument("--calibration", type=int, default=10, help="contexts of which head budgets are made")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="", help="rows whose name has this")
+    parser.add_argument("--only", default="", help="rows whose name has this; the others stay in the file as they were")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/one_shot.json"))
     options = parser.parse_args()
     from transformers import AutoTokenizer
@@ -137,7 +138,9 @@ def main() -> None:
         taken = time.process_time() - start
         rows.append({"method": name, **{str(k): value for k, value in zip(KEPT, found, strict=True)}, "seconds": taken})
         table.add_row(name, *(f"{mean:.4f} ± {error:.4f}" for mean, error in found), f"{taken:.0f}")
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+        Console(width=None if sys.stdout.isatty() else 160).print(table)
+    known = json.loads(options.out.read_text())["rows"] if options.only and options.out.is_file() else []
+    rows = [row for row in known if row["method"] not in {new["method"] for new in rows}] + rows
     write(options.out, contexts=options.contexts, seed=options.seed, rows=rows)
 
 

@@ -9,8 +9,23 @@ compact.py   from a context's tokens to its Context
 budgets.py   how many entries each kv head needs
 """
 
-from rollout.context import budgets
-from rollout.context.cache import Context, ContextCache
-from rollout.context.config import PromptCacheConfig
+from __future__ import annotations
 
-__all__ = ["Context", "ContextCache", "PromptCacheConfig", "budgets"]
+from typing import TYPE_CHECKING
+
+from sparse_rl.lazy import public_names
+
+if TYPE_CHECKING:
+    from rollout.context.cache import Context, ContextCache
+    from rollout.context.config import PromptCacheConfig
+
+__getattr__ = public_names(
+    __name__,
+    {
+        "Context": "rollout.context.cache",
+        "ContextCache": "rollout.context.cache",
+        "PromptCacheConfig": "rollout.context.config",
+    },
+)
+
+__all__ = ["Context", "ContextCache", "PromptCacheConfig"]
