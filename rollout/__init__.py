@@ -9,7 +9,7 @@ make.py      make_engine, an engine by its name;  choice.py  which engine this m
 requests.py  what engines do alike before they sample: prompt checks, seeds, stop tokens;  sampling.py  the sampler
 hf.py        the reference engine on plain transformers;  cache.py  its caches, which record the evictions
 gated.py     its caches whose kv heads hold different numbers of entries;  paged.py  whose queries read pages
-layered.py   its caches whose layers have policies of their own
+layered.py   its caches whose layers have policies of their own;  context/  contexts that are compacted once
 vllm/        the fast engine, which keeps its own copy of the weights
 evaluation/  pass@k over tasks and caches
 
