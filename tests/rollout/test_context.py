@@ -134,11 +134,37 @@ def test_reference_queries(
         cache = ContextCache(None, captures=True)
         engine._read([[*tokens, *tokens]], cache)
         torch.testing.assert_close(seen[2], cache.queries_of[2][:, :, 60:].reshape(1, 4, -1, 8), atol=1e-4, rtol=0)
+    if kind == "self_study":  # the queries of what was sampled, each behind context and prompt
+        everything = engine.compact(tokens, PromptCacheConfig(ratio=1.0, policy="evict"))
+        answers = engine.generate([asked], SamplingConfig(9, n=3, seed=0), everything)
+        wanted = []
+        for r in answers:
+            cache = ContextCache(None, captures=True)
+            engine._read([[*r.prompt_ids, *r.completion_ids]], cache)
+            wanted.append(cache.queries_of[3][:, :, 65 : 65 + len(r.completion_ids)])
+        wanted = torch.cat(wanted, dim=2).reshape(1, 4, -1, 8)
+        torch.testing.assert_close(seen[3], wanted, atol=1e-4, rtol=0)
     if kind == "random":
         own = ContextCache(None, captures=True)
         engine._read([tokens], own)
         norm = own.queries_of[1].reshape(1, 4, -1, 8).norm(dim=-1).mean(-1)
         torch.testing.assert_close(seen[1].norm(dim=-1).mean(-1), norm)
+
+
+@pytest.mark.parametrize("aggregate", ["rms", "mean", "max"])
+def test_what_receives_most_attention_stays(aggregate: str, engine_of: Callable, prompts_of: Callable) -> None:
+    engine, (tokens,) = engine_of("stories260K"), prompts_of("stories260K", [60])
+    config = PromptCacheConfig(ratio=0.2, policy="evict", aggregate=aggregate, first=2, last=1)
+    studied = engine.study(tokens, config)
+    evicted, matched = studied.compacted(config), studied.compacted(replace(config, policy="am"))
+    for layer, (entries, queries) in enumerate(zip(studied.whole.layers, studied.queries, strict=True)):
+        shares = (queries.double() @ entries.keys.double().mT * 8**-0.5)[..., 2:-1].softmax(-1)
+        of = {"rms": shares.square().mean(2), "mean": shares.mean(2), "max": shares.amax(2)}[aggregate]
+        best = of.topk(round(0.2 * 57), dim=-1).indices.sort(-1).values + 2
+        for context in (evicted, matched):
+            assert torch.equal(context.layers[layer].positions[:, :, 3:], best)  # behind what stays as it is
+    paper = studied.compacted(replace(config, policy="am", fit="paper"))
+    assert not torch.equal(paper.layers[0].values, matched.layers[0].values)
 
 
 def test_of_many_queries_some_are_drawn(engine_of: Callable, prompts_of: Callable) -> None:
