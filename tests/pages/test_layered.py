@@ -100,6 +100,21 @@ def test_controls(name: str, sampled: Callable) -> None:
             assert gap(replay_logprobs(model, traces), rollouts) > 0.1, control
 
 
+@pytest.mark.parametrize("cache", [PAGES, {**PAGES, "compressor": "attention"}, block("as in the paper")], ids=str)
+def test_checkpointing_changes_no_bit_of_a_gradient(cache: dict, new_model: Callable, prompts_of: Callable) -> None:
+    model = new_model("qwen3", num_hidden_layers=5)
+    rollouts = make_engine("hf", model=model, policy=cache).generate(prompts_of("qwen3", LENGTHS), SAMPLING)
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train(checkpointing)
+        model.zero_grad()
+        torch.cat(replay_logprobs(model, rollouts)).sum().backward()
+        found.append([weight.grad.clone() for weight in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and found[0][0].abs().sum() > 0
+
+
 @pytest.mark.parametrize("cache", [PAGES, GKV, LINED], ids=lambda cache: cache["policy"])
 def test_one_part_is_its_policy(cache: dict, sampled: Callable) -> None:
     _, alone = sampled("quickstart", cache)
