@@ -45,7 +45,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "plan": (PagedCache, "begin_decode"),
     "close": (PagedCache, "_close"),
     "choose": (paged, "choose"),
-    "gather": (paged, "_read"),
+    "gather": (paged, "at_slots"),
     "sum": (paged, "_weighed"),
 }
 

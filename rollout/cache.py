@@ -361,3 +361,8 @@ def _oldest_first(queries: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Queries [B, Hq, W, D] of rows that have seen int64 [B] tokens, in order of position instead of position % W."""
     order = (seen[:, None] + torch.arange(queries.shape[2], device=seen.device)) % queries.shape[2]
     return queries.gather(2, order[:, None, :, None].expand_as(queries))
+
+
+def at_slots(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """x [B, Hkv, C, D] at int64 [B, Hkv, N]: [B, Hkv, N, D]."""
+    return x.gather(2, slots[..., None].expand(*slots.shape, x.shape[-1]))

@@ -30,7 +30,6 @@ from rollout.layered import LayeredCache
 from rollout.paged import PagedCache
 from rollout.requests import Request, forced_token, requests_to_sample, requests_to_simulate, stop_tokens, token_ids
 from rollout.sampling import Uniforms, sample
-from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import SCORERS
@@ -165,9 +164,8 @@ class HFEngine:
             answers = self.generate(asked, sampling, whole) if asked else []
             return [(r.prompt_ids[len(tokens) :], r.completion_ids) for r in answers]
 
-        _, _, head_dim = cache_shape(self.model.config)
         with self._sampling():
-            return study(tokens, config, read, write, head_dim**-0.5)
+            return study(tokens, config, read, write)
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
@@ -201,7 +199,7 @@ class HFEngine:
 
     def _cache(self) -> EvictingCache | LayeredCache:
         """An empty one of the kind that the policy needs."""
-        return LayeredCache(self.policy, _cache_of) if isinstance(self.policy, Layered) else _cache_of(self.policy)
+        return LayeredCache.of(self.policy, _cache_of) if isinstance(self.policy, Layered) else _cache_of(self.policy)
 
     def _run(self, requests: list[Request], sampling: SamplingConfig, context: Context | None = None) -> list[Rollout]:
         before = [] if context is None else context.tokens

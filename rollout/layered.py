@@ -6,6 +6,7 @@ Each part counts for itself: the entries held differ from layer to layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -18,19 +19,17 @@ OF_LAYERS = {"opened": -1, "pi": 0.0}  # sections of all layers, and what they h
 
 
 class LayeredCache:
-    """See the module.
+    """See the module. parts : (layers, their cache), from the first layer on"""
 
-    policy : bound to the model
-    make : makes the empty cache of a part's policy
-    """
+    def __init__(self, parts: Sequence[tuple[range, EvictingCache]]) -> None:
+        self.parts = list(parts)
 
-    def __init__(self, policy: Policy, make: Callable[[Policy], EvictingCache]) -> None:
-        assert isinstance(policy, Layered)
-        self.parts: list[tuple[range, EvictingCache]] = []
-        for part, span in zip(policy.parts, policy.spans, strict=True):
-            start = self.parts[-1][0].stop if self.parts else 0
-            self.parts.append((range(start, start + span), make(part)))
-        self.parts = [(layers, cache) for layers, cache in self.parts if layers]
+    @classmethod
+    def of(cls, policy: Layered, make: Callable[[Policy], EvictingCache]) -> LayeredCache:
+        """An empty one. policy : bound to the model; make : makes the empty cache of a part's policy"""
+        ends = list(accumulate(policy.spans))
+        ranges = [range(end - span, end) for end, span in zip(ends, policy.spans, strict=True)]
+        return cls([(layers, make(part)) for layers, part in zip(ranges, policy.parts, strict=True) if layers])
 
     @property
     def seen(self) -> list[int]:
@@ -49,9 +48,7 @@ class LayeredCache:
             cache.select(rows)
 
     def fork(self, rows: Sequence[int]) -> LayeredCache:
-        forked = object.__new__(LayeredCache)
-        forked.parts = [(layers, cache.fork(rows)) for layers, cache in self.parts]
-        return forked
+        return LayeredCache([(layers, cache.fork(rows)) for layers, cache in self.parts])
 
     def queries(self, layer: int) -> torch.Tensor:
         return self._of(layer).queries(layer)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from rollout.cache import EvictingCache, Layer
+from rollout.cache import EvictingCache, Layer, at_slots
 from sparse_rl.attention.kernels.sdpa import computing_dtype
 from sparse_rl.errors import UserError
 from sparse_rl.pages import attention_weights, choose, random_weights, summarise
@@ -114,9 +114,9 @@ class PagedCache(EvictingCache):
         # The G query heads of a group attend as G "queries" to their kv head: nothing is repeated.
         grouped = query.reshape(batch, heads, -1, dim).to(wide) * scaling
         slots = self._tokens[:, None].expand(-1, heads, -1)
-        raw = grouped @ _read(layer.keys, slots).to(wide).mT
+        raw = grouped @ at_slots(layer.keys, slots).to(wide).mT
         raw = raw.masked_fill_(self._hidden, float("-inf"))
-        read = [(raw, _read(layer.values, slots).to(wide))]
+        read = [(raw, at_slots(layer.values, slots).to(wide))]
         if most := self._open.shape[-1]:
             page_keys, page_values = (layer.memory[name][:, :, :most] for name in (KEYS, VALUES))
             sums = grouped @ page_keys.mT + pages.bias
@@ -127,14 +127,14 @@ class PagedCache(EvictingCache):
             record[rows, :, now] = torch.where(active, opened, record[rows, :, now].long()).to(torch.int16)
             inside = pages.tokens(opened.clamp(min=0)).flatten(2).clamp(max=layer.keys.shape[2] - 1)
             is_open = opened[:, :, None] >= 0
-            far = (grouped @ _read(layer.keys, inside).to(wide).mT).unflatten(-1, (-1, pages.size))
+            far = (grouped @ at_slots(layer.keys, inside).to(wide).mT).unflatten(-1, (-1, pages.size))
             if not pages.joint:
                 theirs = sums.gather(-1, opened.clamp(min=0)[:, :, None].expand(*sums.shape[:3], -1))
                 far = far.log_softmax(-1) + theirs[..., None]
             far = far.masked_fill(~is_open[..., None], float("-inf")).flatten(-2)
             place = opened.masked_fill(opened < 0, most)[:, :, None].expand(*sums.shape[:3], -1)
             rest = F.pad(sums, (0, 1)).scatter_(-1, place, float("-inf"))[..., :most]
-            read += [(rest, page_values), (far, _read(layer.values, inside).to(wide))]
+            read += [(rest, page_values), (far, at_slots(layer.values, inside).to(wide))]
         out, received = _weighed(read)
         if RECEIVED in layer.state:
             layer.state[RECEIVED].scatter_add_(-1, slots, received.mean(2))
@@ -157,7 +157,7 @@ class PagedCache(EvictingCache):
             weights = attention_weights(layer.state[RECEIVED].gather(2, slots).unflatten(2, shape))
         elif self.config.compressor == "random":
             weights = random_weights(index, heads, numbers, pages.size).expand(batch, -1, -1, -1)
-        raw = [_read(x, slots).unflatten(2, shape) for x in (layer.keys, layer.values)]
+        raw = [at_slots(x, slots).unflatten(2, shape) for x in (layer.keys, layer.values)]
         for name, made in zip((KEYS, VALUES), summarise(raw[0], raw[1], pages, weights), strict=True):
             held = layer.memory[name]
             if high > held.shape[2]:
@@ -194,8 +194,3 @@ def _prompt_attention(query: torch.Tensor, key: torch.Tensor, scaling: float, le
         real = (asked < lengths[:, None])[:, None, None, :, None]
         received += shares.masked_fill_(~real, 0.0).sum(3).mean(2)
     return received
-
-
-def _read(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """x [B, Hkv, C, D] at int64 [B, Hkv, N]: [B, Hkv, N, D]."""
-    return x.gather(2, slots[..., None].expand(*slots.shape, x.shape[-1]))

@@ -19,7 +19,7 @@ GROW = 128  # slots added at a time
 
 
 @dataclass(frozen=True)
-class Entries:
+class LayerEntries:
     """What one layer holds of a context: keys (after RoPE), values [1, Hkv, N, D]; bias float32 [1, Hkv, N], which is
     added to the logits; positions int64 [1, Hkv, N].
     """
@@ -40,7 +40,7 @@ class Context:
     """
 
     tokens: list[int]
-    layers: list[Entries]
+    layers: list[LayerEntries]
     fitted: bool
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -71,6 +71,7 @@ class ContextCache:
         self.past = 0 if context is None else len(context.tokens)
         self.own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys, values [B, Hkv, C, D]
         self.queries_of: dict[int, torch.Tensor] = {}
+        self.scaling = 0.0  # the factor on q . k, once something was read
         self.lengths: list[int] = []  # own tokens of each row
 
     @property
@@ -129,6 +130,7 @@ class ContextCache:
     ) -> torch.Tensor:
         """See `KVView.attend`."""
         batch, heads, count, dim = key.shape
+        self.scaling = scaling
         if self.captures:
             self.queries_of[layer] = query
         at = torch.arange(count, device=key.device).expand(batch, -1) if self._at is None else self._at
@@ -153,7 +155,7 @@ class ContextCache:
             self.own[layer] = key.clone(), value.clone()
             return self.own[layer]
         keys, values = self.own[layer]
-        if int(at.max()) >= keys.shape[2]:
+        if max(self.lengths) > keys.shape[2]:
             keys, values = (F.pad(x, (0, 0, 0, GROW)) for x in (keys, values))
         rows = torch.arange(len(key), device=key.device)
         keys[rows, :, at[:, 0]], values[rows, :, at[:, 0]] = key[:, :, 0], value[:, :, 0]

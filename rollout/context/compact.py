@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from rollout.context.cache import Context, ContextCache, Entries
+from rollout.cache import at_slots
+from rollout.context.cache import Context, ContextCache, LayerEntries
 from rollout.context.config import PromptCacheConfig
 from sparse_rl.errors import UserError
 from sparse_rl.matching import Block, Fit, match
@@ -55,7 +56,7 @@ class Studied:
                 layers.append(self.layer(config, place, mine))
         return Context(self.whole.tokens, layers, config.policy == "am", self.seconds)
 
-    def layer(self, config: PromptCacheConfig, place: int, counts: Sequence[int]) -> Entries:
+    def layer(self, config: PromptCacheConfig, place: int, counts: Sequence[int]) -> LayerEntries:
         """One layer's entries, `counts` of its kv heads. Shorter heads are padded with entries that nobody sees."""
         entries, queries = self.whole.layers[place], self.queries[place]
         if len(set(counts)) == 1:
@@ -63,14 +64,16 @@ class Studied:
         heads = [self.head(config, place, head, count) for head, count in enumerate(counts)]
         return joined(heads)
 
-    def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> Entries:
+    def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries:
         """One kv head's entries."""
         entries, one = self.whole.layers[place], slice(head, head + 1)
-        mine = Entries(entries.keys[:, one], entries.values[:, one], entries.bias[:, one], entries.positions[:, one])
+        mine = LayerEntries(
+            entries.keys[:, one], entries.values[:, one], entries.bias[:, one], entries.positions[:, one]
+        )
         return _compacted(mine, self.queries[place][:, one], count, config, self.scaling)
 
 
-def joined(heads: Sequence[Entries]) -> Entries:
+def joined(heads: Sequence[LayerEntries]) -> LayerEntries:
     """Heads of different lengths as one layer: what pads a head has a bias of -inf, and the position of its first."""
     most = max(head.keys.shape[2] for head in heads)
     padded = []
@@ -86,15 +89,14 @@ def joined(heads: Sequence[Entries]) -> Entries:
                 torch.cat([head.positions, head.positions[:, :, first]], dim=2),
             )
         )
-    return Entries(*(torch.cat(parts, dim=1) for parts in zip(*padded, strict=True)))
+    return LayerEntries(*(torch.cat(parts, dim=1) for parts in zip(*padded, strict=True)))
 
 
-def study(tokens: Sequence[int], config: PromptCacheConfig, read: Read, write: Write, scaling: float) -> Studied:
+def study(tokens: Sequence[int], config: PromptCacheConfig, read: Read, write: Write) -> Studied:
     """Prefill these tokens, and find the reference queries.
 
     read : the model's forward
     write : lets the model answer the prompts of self-study behind a context
-    scaling : the factor on q . k
     """
     tokens, stages = list(tokens), Stages()
     config.kept(len(tokens))  # refuses a context that is too short
@@ -107,12 +109,12 @@ def study(tokens: Sequence[int], config: PromptCacheConfig, read: Read, write: W
     with stages.timed("queries"):
         kinds = _queries(config, whole, prefilled, read, write)
         queries = [_drawn(torch.cat(found, dim=2), config) for found in zip(*kinds, strict=True)]
-    return Studied(whole, queries, scaling, stages)
+    return Studied(whole, queries, prefilled.scaling, stages)
 
 
-def _entries(keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> Entries:
+def _entries(keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> LayerEntries:
     bias = torch.zeros(keys.shape[:3], device=keys.device)
-    return Entries(keys, values, bias, positions.to(keys.device).expand(keys.shape[:3]))
+    return LayerEntries(keys, values, bias, positions.to(keys.device).expand(keys.shape[:3]))
 
 
 # ---- reference queries ----------------------------------------------------------------------------------------------
@@ -122,9 +124,7 @@ def _queries(
     config: PromptCacheConfig, whole: Context, prefilled: ContextCache, read: Read, write: Write
 ) -> list[list[torch.Tensor]]:
     """Of each kind, of each layer: [1, Hkv, n, D]."""
-    own = [
-        _by_kv_head(prefilled.queries_of[layer][:, :, : len(whole.tokens)], e) for layer, e in enumerate(whole.layers)
-    ]
+    own = _captured(prefilled, whole)
     found = []
     for kind in config.queries:
         if kind == "context":
@@ -132,12 +132,7 @@ def _queries(
         elif kind == "repeat":
             again = ContextCache(whole, captures=True)
             read([whole.tokens], again)
-            found.append(
-                [
-                    _by_kv_head(again.queries_of[layer][:, :, : len(whole.tokens)], e)
-                    for layer, e in enumerate(whole.layers)
-                ]
-            )
+            found.append(_captured(again, whole))
         elif kind == "random":
             generator = torch.Generator().manual_seed(config.seed)
             found.append([_random_like(q, generator) for q in own])
@@ -152,7 +147,7 @@ def _captured(cache: ContextCache, whole: Context) -> list[torch.Tensor]:
     return [_by_kv_head(query, entries) for query, entries in zip(queries, whole.layers, strict=True)]
 
 
-def _by_kv_head(query: torch.Tensor, entries: Entries) -> torch.Tensor:
+def _by_kv_head(query: torch.Tensor, entries: LayerEntries) -> torch.Tensor:
     """[1, Hq, T, D] -> [1, Hkv, G T, D]."""
     return query.unflatten(1, (entries.keys.shape[1], -1)).flatten(2, 3)
 
@@ -191,8 +186,8 @@ def _drawn(queries: torch.Tensor, config: PromptCacheConfig) -> torch.Tensor:
 
 
 def _compacted(
-    entries: Entries, queries: torch.Tensor, count: int, config: PromptCacheConfig, scaling: float
-) -> Entries:
+    entries: LayerEntries, queries: torch.Tensor, count: int, config: PromptCacheConfig, scaling: float
+) -> LayerEntries:
     """One layer's entries: `first` and `last` as they were, and `count` of those between them."""
     tokens = entries.keys.shape[2]
     place = torch.arange(tokens, device=entries.keys.device)
@@ -204,17 +199,12 @@ def _compacted(
     else:
         score = attention_score(block.logits(), config.aggregate).masked_fill(~competing, float("-inf"))
         index = score.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(-1).values
-        bias, values = entries.bias.gather(2, index), _at(entries.values, index)
+        bias, values = entries.bias.gather(2, index), at_slots(entries.values, index)
     fixed = place[~competing[0, 0]].expand(*index.shape[:2], -1)
     stays = torch.cat([fixed, index], dim=2)
-    return Entries(
-        keys=_at(entries.keys, stays),
-        values=torch.cat([_at(entries.values, fixed), values], dim=2),
+    return LayerEntries(
+        keys=at_slots(entries.keys, stays),
+        values=torch.cat([at_slots(entries.values, fixed), values], dim=2),
         bias=torch.cat([entries.bias.gather(2, fixed), bias], dim=2),
         positions=stays,
     )
-
-
-def _at(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """x [R, H, N, D] at int64 [R, H, t]."""
-    return x.gather(2, index[..., None].expand(*index.shape, x.shape[-1]))
