@@ -34,7 +34,7 @@ class PagedCache(EvictingCache):
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
         assert isinstance(policy, Clustered)
-        self.config, self.pages = policy.config, policy.pages
+        self.config, self.pages, self.most_opened = policy.config, policy.pages, policy.most_opened
 
     def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
         """See EvictingCache.begin_decode."""
@@ -60,7 +60,9 @@ class PagedCache(EvictingCache):
         closed = torch.tensor(self._closed, device=device)
         numbers = torch.arange(max(self._closed), device=device)
         self._open = (numbers >= closed[:, None])[:, None, None]  # [B, 1, 1, M], pages that are no summaries yet
-        self._allowed = None if self.config.fraction is None else (self.config.fraction * closed).ceil().long()
+        self._allowed = None
+        if self.config.fraction is not None:
+            self._allowed = torch.tensor([self.most_opened(count) for count in self._closed], device=device)
 
     def _extend_records(self) -> None:
         super()._extend_records()

@@ -23,13 +23,17 @@ class Clustered(Policy):
     def pages(self) -> Pages:
         return Pages.of(self.config)
 
+    def most_opened(self, closed: int) -> int:
+        """The pages that a query may open of so many closed ones."""
+        share = 1 if self.config.fraction is None else self.config.fraction
+        return min(self.pages.most, math.ceil(share * closed - 1e-9))  # 0.07 x 100 is a little more than 7
+
     def most_read(self, prompt: int, fed: int) -> int:
         """Sinks, tail and summaries, and for each page that is opened its tokens in the place of its summary."""
         pages = self.pages
 
         def read(query: int) -> int:
             closed = int(pages.closed(prompt, query))
-            share = 1 if self.config.fraction is None else self.config.fraction
-            return query + 1 - (closed - min(pages.most, math.ceil(share * closed))) * (pages.size - 1)
+            return query + 1 - (closed - self.most_opened(closed)) * (pages.size - 1)
 
         return max((read(query) for query in range(max(prompt, fed - pages.size), fed)), default=fed)

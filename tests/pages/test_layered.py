@@ -101,9 +101,21 @@ def test_controls(name: str, sampled: Callable) -> None:
 
 
 @pytest.mark.parametrize("cache", [PAGES, {**PAGES, "compressor": "attention"}, block("as in the paper")], ids=str)
-def test_checkpointing_changes_no_bit_of_a_gradient(cache: dict, new_model: Callable, prompts_of: Callable) -> None:
+def test_checkpointing_changes_no_bit_of_a_gradient(
+    cache: dict, new_model: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = new_model("qwen3", num_hidden_layers=5)
     rollouts = make_engine("hf", model=model, policy=cache).generate(prompts_of("qwen3", LENGTHS), SAMPLING)
+    calls: list[int] = []
+    views = make_view
+
+    def counted(*given: Any) -> Any:
+        view = views(*given)
+        attend = view.attend
+        monkeypatch.setattr(view, "attend", lambda layer, *rest: calls.append(layer) or attend(layer, *rest))
+        return view
+
+    monkeypatch.setattr("sparse_rl.attention.logprobs.make_view", counted)
     found = []
     for checkpointing in (False, True):
         if checkpointing:
@@ -112,6 +124,8 @@ def test_checkpointing_changes_no_bit_of_a_gradient(cache: dict, new_model: Call
         model.zero_grad()
         torch.cat(replay_logprobs(model, rollouts)).sum().backward()
         found.append([weight.grad.clone() for weight in model.parameters()])
+        assert model.is_gradient_checkpointing is checkpointing
+    assert len(calls) == 5 + 2 * 5  # each layer again, as its gradients are computed
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and found[0][0].abs().sum() > 0
 
 

@@ -477,6 +477,11 @@ def test_wrong_settings_are_told(changed: dict, says: str) -> None:
         make_policy({**CACHE, **changed})
 
 
+def test_a_fraction_is_rounded_up() -> None:
+    policy = make_policy("clustered", fraction=0.07, open_pages=90)
+    assert [policy.most_opened(closed) for closed in (0, 1, 14, 15, 100, 101, 2000)] == [0, 1, 1, 2, 7, 8, 90]
+
+
 def test_rules_open_16_pages_at_most_unless_told_otherwise() -> None:
     of = {"policy": "clustered"}
     assert make_policy(of).config.open_pages == 3
