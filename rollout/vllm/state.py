@@ -21,8 +21,11 @@ from rollout.vllm.compat import paged
 from rollout.vllm.compat.arguments import CacheConfig
 from rollout.vllm.messages import Begun, Due
 from rollout.vllm.record import RunRecord
+from rollout.vllm.slabs import APART, Arrangement, Slab
+from sparse_rl.errors import NotFiniteError
 from sparse_rl.policies.base import Entries
 
+AT_ONCE = {"cuda": 2**27, "cpu": 2**17}  # elements of keys of several layers; on a CPU they are to stay in its cache
 UNKNOWN = 1 << 40  # the prompt length of no request: nothing of it is ever compacted
 
 
@@ -84,15 +87,17 @@ class CacheState:
             self.folded = [keys[..., own] for keys, _ in self.caches]
             self.caches = [(keys[..., :own], values[..., :own]) for keys, values in self.caches]
         keys = self.caches[0][0]
+        self.arrangement = Arrangement.of([k for k, _ in self.caches])
         blocks, heads, self.block_size, _ = keys.shape
         self.device = keys.device
         self.heads = torch.arange(heads, device=self.device)
         layer = next(iter(layers.values()))
         self.scaling = layer.impl.scale
         shape = (len(layers), blocks, heads, self.block_size)
-        self.positions = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        arranged = self.arrangement or APART
+        self.positions = arranged.filled(shape, 0, torch.int32, self.device)
         self.state = {
-            name: torch.full(shape, start, dtype=torch.float32, device=self.device)
+            name: arranged.filled(shape, start, torch.float32, self.device)
             for name, start in self.policy.entry_memory.items()
         }
         rows = paged.max_running(vllm_config)
@@ -225,9 +230,10 @@ class CacheState:
             self.queries[layer].flatten(0, 1).index_copy_(0, plan.slots_of_recent, query.index_select(0, token))
         for watch in plan.watches:
             group = watch.group
-            entries = self._entries(layer, group, self.policy.observe_reads)
+            slab = self._slab(layer)
+            entries = self._entries(slab, group, self.policy.observe_reads)
             self.policy.observe(layer, entries, query[watch.tokens].transpose(1, 2), watch.positions)
-            self._remember(layer, group, entries.state)
+            self._remember(slab, group, entries.state)
 
     # ---- after the forward ------------------------------------------------------------------------------------------
 
@@ -258,7 +264,7 @@ class CacheState:
             self.row[first],
             due[0].left,
         )
-        dropped = [self._compact_layer(layer, group) for layer in range(len(self.caches))]
+        dropped = self._compact_layers(group)
         if self.record is not None:
             self.record.drop(
                 [d.request_id for d in due],
@@ -267,14 +273,57 @@ class CacheState:
                 torch.stack(dropped).cpu().numpy(),
             )
 
-    def _compact_layer(self, layer: int, group: Group) -> torch.Tensor:
+    def _compact_layers(self, group: Group) -> list[torch.Tensor]:
+        """Of each layer what it dropped, as `_compact_slab` has it. Layers that are one slab are compacted at once."""
+        count = len(self.caches)
+        if self.arrangement is None or self.policy.layered_parameters or count == 1:
+            return [self._compact_slab(layer, self._slab(layer), group) for layer in range(count)]
+        slab, found = self._slab(None), list[torch.Tensor]()
+        _, heads, size, dim = slab.keys.shape
+        at_once = max(1, AT_ONCE[self.device.type] // (group.blocks.numel() * heads * size * dim))
+        rows = 0 if self.queries is None else self.queries.shape[1]
+        for start in range(0, count, at_once):
+            layers = torch.arange(start, min(start + at_once, count), device=self.device)
+            blocks = group.blocks * self.arrangement.of_block + layers[:, None, None] * self.arrangement.of_layer
+            wide = Group(
+                blocks.flatten(0, 1),
+                group.lengths.repeat(len(layers)),
+                group.seen.repeat(len(layers)),
+                (group.rows + layers[:, None] * rows).flatten(),
+                group.left,
+            )
+            try:
+                dropped = self._compact_slab(start, slab, wide)
+            except NotFiniteError:  # which of the layers it was says the layer itself
+                for layer in layers.tolist():
+                    self._compact_slab(layer, self._slab(layer), group)
+                raise
+            found += dropped.view(len(layers), -1) if dropped.numel() else [dropped] * len(layers)
+        return found
+
+    def _slab(self, layer: int | None) -> Slab:
+        """The memory of a layer; None: of all, which are arranged as one."""
+        if layer is not None:
+            queries = None if self.queries is None else self.queries[layer]
+            coordinate = None if self.folded is None else self.folded[layer]
+            state = {name: value[layer] for name, value in self.state.items()}
+            return Slab(*self.caches[layer], self.positions[layer], state, queries, coordinate)
+        assert self.arrangement is not None
+        joined = self.arrangement.joined
+        keys, values = (joined(views) for views in zip(*self.caches, strict=True))
+        queries = None if self.queries is None else self.queries.flatten(0, 1)
+        coordinate = None if self.folded is None else joined(self.folded)
+        state = {name: joined(list(value)) for name, value in self.state.items()}
+        return Slab(keys, values, joined(list(self.positions)), state, queries, coordinate)
+
+    def _compact_slab(self, layer: int, slab: Slab, group: Group) -> torch.Tensor:
         """The positions dropped, row by row: int32 [the sum of Hkv x (length - left)]; none without a record."""
-        entries = self._entries(layer, group, self.policy.score_reads, recent=True)
+        entries = self._entries(slab, group, self.policy.score_reads, recent=True)
         kept, left = self.policy.compact(layer, entries), group.left
         kept.check_counts(entries, self.policy.name)
-        self._remember(layer, group, kept.state)
+        self._remember(slab, group, kept.state)
         if kept.values is not None:
-            self._write(self.caches[layer][1], group, kept.values)
+            self._write(slab.values, group, kept.values)
         dropped = torch.empty(0)
         if self.record is not None:
             dropped = entries.positions[entries.valid() & ~kept.keep].int()
@@ -282,12 +331,12 @@ class CacheState:
         # Survivors behind the first `left` go where, before it, something was dropped: a head has equally many of them.
         behind = self._listed(group.blocks, kept.keep[..., left:], left)
         freed = self._listed(group.blocks, ~kept.keep[..., :left], 0)
-        for buffer in (*self.caches[layer], self.positions[layer], *(s[layer] for s in self.state.values())):
+        for buffer in slab.moved():
             buffer[freed] = buffer[behind]
-        if self.folded is not None:
+        if slab.coordinate is not None:
             assert self.policy.bias is not None
             blocks = group.blocks.flatten()
-            self.folded[layer][blocks] = self.state[self.policy.bias][layer, blocks].to(self.folded[layer].dtype)
+            slab.coordinate[blocks] = slab.state[self.policy.bias][blocks].to(slab.coordinate.dtype)
         return dropped
 
     # ---- paged access -----------------------------------------------------------------------------------------------
@@ -295,10 +344,10 @@ class CacheState:
     def _blocks(self, blocks: torch.Tensor, held: int) -> torch.Tensor:
         return blocks[:, : -(-held // self.block_size)]
 
-    def _remember(self, layer: int, group: Group, state: dict[str, torch.Tensor]) -> None:
+    def _remember(self, slab: Slab, group: Group, state: dict[str, torch.Tensor]) -> None:
         """Write a policy's memory back, name -> [R, Hkv, N], to the blocks that hold entries of their row."""
         for name, value in state.items():
-            self._write(self.state[name][layer], group, value)
+            self._write(slab.state[name], group, value)
 
     def _write(self, beside: torch.Tensor, group: Group, value: torch.Tensor) -> None:
         """[R, Hkv, N, ...] to the blocks of [blocks, Hkv, block size, ...] that hold entries of their row."""
@@ -313,23 +362,22 @@ class CacheState:
         slot = slot + start
         return blocks[row, slot // self.block_size], head, slot % self.block_size
 
-    def _entries(self, layer: int, group: Group, reads: tuple[str, ...], recent: bool = False) -> Entries:
+    def _entries(self, slab: Slab, group: Group, reads: tuple[str, ...], recent: bool = False) -> Entries:
         """What a group holds, as a policy that reads so much sees it; `recent`: its last queries too."""
         queries = None
-        if recent and self.queries is not None:
-            window = self.queries.shape[2]
+        if recent and slab.queries is not None:
+            window = slab.queries.shape[1]
             oldest_first = (group.seen[:, None] + torch.arange(window, device=self.device)) % window
-            queries = self.queries[layer][group.rows[:, None], oldest_first].transpose(1, 2)
-        keys, values = self.caches[layer]
+            queries = slab.queries[group.rows[:, None], oldest_first].transpose(1, 2)
         return Entries(
-            keys=paged.read_blocks(keys, group.blocks) if "keys" in reads else None,
-            values=paged.read_blocks(values, group.blocks) if "values" in reads else None,
-            positions=paged.read_blocks(self.positions[layer], group.blocks).long(),
+            keys=paged.read_blocks(slab.keys, group.blocks) if "keys" in reads else None,
+            values=paged.read_blocks(slab.values, group.blocks) if "values" in reads else None,
+            positions=paged.read_blocks(slab.positions, group.blocks).long(),
             lengths=group.lengths,
             seen=group.seen,
             queries=queries,
             scaling=self.scaling,
-            state={name: paged.read_blocks(state[layer], group.blocks) for name, state in self.state.items()},
+            state={name: paged.read_blocks(state, group.blocks) for name, state in slab.state.items()},
             left=[group.left] * len(group.lengths),
             mean_over_ranks=paged.mean_over_ranks,
         )

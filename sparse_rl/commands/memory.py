@@ -339,8 +339,9 @@ def _cache_items(
     when = "avoided" if pooled else "sampling"
     items = [Item(f"KV cache of {at_once}", at_once * (one + state), when=when, note=note)]
     compacts = policy.schedule.first(prompt) <= fed
-    if compacts and (transient := redundancy_bytes(policy, entries, *shape[1:])):
-        note = f"{name}: similarities among {entries} entries, in tiles, one sequence of one layer at a time"
+    device = "cuda" if cuda else "cpu"
+    if compacts and (transient := redundancy_bytes(policy, entries, *shape[1:], at_once * layers, device)):
+        note = f"{name}: similarities among {entries} entries, in tiles, some sequences and layers at a time"
         items.append(Item("redundancy", transient, when="sampling", note=note))
     if compacts and isinstance(cache, AMConfig):
         queries = cache.conditions(heads // kv_heads)

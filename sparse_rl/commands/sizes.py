@@ -135,17 +135,20 @@ def tiles_bytes(sequences: int, kv_heads: int, length: int) -> int:
     return sequences * kv_heads * (width * (4 + 4 + 8) + length * 8 + 4 * 4 * (count + count**2))
 
 
-def redundancy_bytes(policy: Policy, entries: int, kv_heads: int, head_dim: int) -> int:
-    """The transient of R-KV's redundancy, where a policy has it, for one sequence at a time.
+def redundancy_bytes(
+    policy: Policy, entries: int, kv_heads: int, head_dim: int, sequences: int = 1, device: str = "cpu"
+) -> int:
+    """The transient of R-KV's redundancy, where a policy has it, for as many of the sequences as are taken at a time.
 
     A tile of similarities in float32, and again in float64; three arrays of keys in float32; a few numbers per entry.
     """
-    from sparse_rl.policies.scored_window import GKV, RKV, similarity_tiles
+    from sparse_rl.policies.scored_window import AT_ONCE, GKV, RKV, similarity_tiles
 
     if not (isinstance(policy, RKV) or (isinstance(policy, GKV) and policy.config.redundancy)):
         return 0
     rows = max(last - first for first, last in similarity_tiles(entries))
-    return kv_heads * entries * (12 * rows + 12 * head_dim + 64)
+    at_once = min(sequences, max(1, AT_ONCE[device] // (kv_heads * rows * entries)))
+    return at_once * kv_heads * entries * (12 * rows + 12 * head_dim + 64)
 
 
 # ---- weights and training state ------------------------------------------------------------------------------------

@@ -102,12 +102,12 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_redundancy_takes_no_more_than_is_counted(rows):
-    """Whatever the rows; and no less than half of it."""
+    """However many rows at a time; and no less than half of it."""
     keys, lengths = torch.randn(rows, 2, 300, 4), torch.full((rows,), 300)
     positions = torch.arange(300).expand(rows, 2, 300)
     with Peak() as peak:
         redundancy(Entries(keys, keys, positions, lengths, lengths, None, 1.0, {}))
-    counted = redundancy_bytes(make_policy("rkv", budget=200, period=100), 300, 2, 4)
+    counted = redundancy_bytes(make_policy("rkv", budget=200, period=100), 300, 2, 4, rows)
     assert counted / 2 < peak.bytes <= counted
 
 
