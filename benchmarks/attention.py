@@ -3,12 +3,14 @@
 What limits it is the number of 128 x 128 tiles that hold a visible pair. With a budget B the pairs are about S * B, but
 evictions scatter, so the tiles of keys in natural order are many more; keys sorted in segments come near. Measured:
 
-    tiles       the share visited: ideal (visible pairs), natural, sorted; and what one layer holds beside q, k and v
+    tiles       the share visited: ideal (visible pairs), natural, sorted; of `gather`, which has no tiles, the share of
+                the pairs that it computes; and what one layer holds beside q, k and v
     building    the lists from evict_at against torch's create_block_mask (one 16k x 8 heads: seconds and gigabytes)
     speed       forward and backward of flex_sorted against flex in natural order (the same direct lists, so that only
                 the tiles differ), flex with create_block_mask, and dense causal SDPA (flash); on a CPU, where compiled
                 FlexAttention has no backward, the forward alone
     parity      on a GPU: output, gradients and LSE at production shapes, see sparse_rl/attention/parity.py
+    target      of KVpop's scorers, one layer of 8B: tiles visited; on a GPU milliseconds and whether it is exact
 
     OMP_NUM_THREADS=1 python benchmarks/attention.py     # writes benchmarks/results/attention.json; a GPU: 8 minutes
 """
@@ -35,10 +37,13 @@ from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from sparse_rl.attention.future import attention_lse, future_attention_mass
+from sparse_rl.attention.future_parity import check_target
 from sparse_rl.attention.kernels import flex
 from sparse_rl.attention.kernels.flex import flex_attend
+from sparse_rl.attention.kernels.gather import make_chunks, visited_share
 from sparse_rl.attention.kernels.masked import masked_attention
-from sparse_rl.attention.kernels.tiles import make_tiles, segment_of, visible_share
+from sparse_rl.attention.kernels.tiles import make_tiles, segment_of, tile_tests, visible_share
 from sparse_rl.attention.parity import check_parity
 from sparse_rl.kernels import running_topk
 
@@ -49,6 +54,7 @@ SPEED = {  # (S, B); heads, kv heads, head dim; dtype
     "cpu": ([(4096, 512), (4096, 1024), (16384, 512), (16384, 2048)], (4, 2, 64), torch.float32),
 }
 PARITY = [(4096, 28, 4), (4096, 32, 8), (16384, 28, 4), (16384, 32, 8)]
+TARGET = (16384, 2048, (32, 8, 128))  # S, B, shape
 BUILD = (16384, 8)
 MASK_BYTES = 4e9  # create_block_mask is not run on more pairs than this
 
@@ -68,7 +74,8 @@ def tiles_row(kind: str, length: int, budget: int, device: str) -> dict[str, Any
     keys = 2 * 4 * length * 128 * 2  # 4 kv heads of 128, bfloat16
     return {
         "scores": kind, "S": length, "B": budget, "ideal": visible_share(evict_at), "natural": natural.visited,
-        "sorted": ordered.visited, "evict_at_bytes": evict_at.nbytes, "tiles_bytes": ordered.nbytes + 4 * length * 8,
+        "sorted": ordered.visited, "gathered": visited_share(make_chunks(evict_at)),
+        "evict_at_bytes": evict_at.nbytes, "tiles_bytes": ordered.nbytes + 4 * length * 8,
         "sorted_keys_bytes": keys, "mask_bytes": 4 * length**2,
     }  # fmt: skip
 
@@ -142,8 +149,9 @@ def speed(length: int, budget: int, device: str, runs: int) -> dict[str, Any]:
 
     def with_torch_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # as one writes it
         mask = create_block_mask(visible, kv_heads, None, length, length, device=device)
-        return compiled(q.view(kv_heads, -1, length, dim), k[0, :, None], v[0, :, None], block_mask=mask,
-                        scale=dim**-0.5, enable_gqa=True, kernel_options=dict(flex.OPTIONS)).view(q.shape)  # fmt: skip
+        options: dict[str, Any] = {"scale": dim**-0.5, "enable_gqa": True, "kernel_options": dict(flex.KERNEL_OPTIONS)}
+        grouped = q.view(kv_heads, -1, length, dim)
+        return compiled(grouped, k[0, :, None], v[0, :, None], block_mask=mask, **options).view(q.shape)
 
     def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         attend = torch.nn.functional.scaled_dot_product_attention
@@ -179,6 +187,32 @@ def parity_row(length: int, heads: int, kv_heads: int, kernel: str) -> dict[str,
             "errors": found.errors}  # fmt: skip
 
 
+def target(device: str, runs: int) -> dict[str, Any]:
+    """Of one layer and one sequence: the log-sum-exp of the queries, and the mass that flows into the keys."""
+    length, budget, (heads, kv_heads, dim) = TARGET
+    evict_at = evictions("uniform", length, budget, kv_heads, device)[None]
+    place = torch.arange(length, dtype=torch.int32, device=device)[None]
+    found: dict[str, Any] = {
+        "S": length, "B": budget, "heads": heads, "kv_heads": kv_heads, "head_dim": dim,
+        "tiles of the mass": float(tile_tests(place + WINDOW, torch.full_like(place, length))[0].float().mean()),
+        "tiles of the log-sum-exp": make_tiles(evict_at[0], length, segment_of(length)).visited,
+    }  # fmt: skip
+    if device == "cpu":
+        return found
+    found["parity"] = str(check_target(torch.device("cuda", 0), torch.bfloat16, TARGET[2], length))
+    query, key = (torch.randn(1, h, length, dim, device=device, dtype=torch.bfloat16) for h in (heads, kv_heads))
+    scaling = dim**-0.5
+    for kernel in ("torch", "flex"):
+
+        def work(kernel: Any = kernel) -> None:
+            lse = attention_lse(query, key, scaling=scaling, evict_at=evict_at, kernel=kernel)
+            options: dict[str, Any] = {"log_sum_exp": lse, "group": "max", "floor": 1e-6, "kernel": kernel}
+            future_attention_mass(query, key, window=WINDOW, scaling=scaling, **options)
+
+        found[kernel] = timed(work, runs, device)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5)
@@ -193,6 +227,7 @@ def main() -> None:
         "parity": [parity_row(*shape, kernel) for shape in PARITY for kernel in ("flex", "flex_sorted")]
         if device == "cuda"
         else [],
+        "target": target(device, options.runs),
     }
     shape = dict(zip(("heads", "kv_heads", "head_dim"), SPEED[device][1], strict=True))
     content["speed"] = {
@@ -211,10 +246,10 @@ def show(content: dict[str, Any], console: Console) -> None:
         title="Tiles visited, and what a layer of 4 kv heads of 128 holds beside q, k, v", title_justify="left"
     )
     sizes = ("evict_at", "tiles", "keys sorted", "S x S mask instead")
-    for column in ("scores", "S", "B", "ideal", "natural", "sorted", *sizes):
+    for column in ("scores", "S", "B", "ideal", "natural", "sorted", "gathered", *sizes):
         table.add_column(column, justify="left" if column == "scores" else "right")
     for row in content["tiles"]:
-        shares = [f"{row[key]:.1%}" for key in ("ideal", "natural", "sorted")]
+        shares = [f"{row[key]:.1%}" for key in ("ideal", "natural", "sorted", "gathered")]
         names = ("evict_at_bytes", "tiles_bytes", "sorted_keys_bytes", "mask_bytes")
         held = [f"{row[name] / 1e6:.1f} MB" for name in names]
         table.add_row(row["scores"], str(row["S"]), str(row["B"]), *shares, *held)
@@ -224,6 +259,12 @@ def show(content: dict[str, Any], console: Console) -> None:
     console.print(
         f"One layer's lists, {built['S']} x {built['heads']} kv heads: natural {built['natural']:.1f} ms, sorted "
         f"{built['sorted']:.1f} ms, create_block_mask {built['create_block_mask']:.0f} ms ({ratio:.0f} x)"
+    )
+    mass = content["target"]
+    took = f"; {mass['flex']:.1f} ms by FlexAttention, {mass['torch']:.0f} ms by the loop" if "flex" in mass else ""
+    console.print(
+        f"The scorers' target, {mass['S']} tokens, budget {mass['B']}: {mass['tiles of the mass']:.1%} of the tiles "
+        f"for the mass, {mass['tiles of the log-sum-exp']:.1%} for the log-sum-exp{took}"
     )
     of, rows = content["speed"]["of"], content["speed"]["rows"]
     kinds = [kind for kind in rows[0] if kind not in ("S", "B", "saving realised", "peak bytes of sorted")]

@@ -6,7 +6,8 @@
 config.py    SamplingConfig, and RolloutConfig, a recipe's `rollout:` block
 engine.py    the Engine protocol and the Rollout record
 make.py      make_engine, an engine by its name;  choice.py  which engine this machine and this model are best served by
-requests.py  what engines do alike before they sample: prompt checks, seeds, stop tokens;  sampling.py  the sampler
+requests.py  what engines do alike before they sample: prompt checks, seeds, stop tokens
+sampling.py  the sampler;  sampling_reference.py  the plain one, which it equals
 hf.py        the reference engine on plain transformers;  cache.py  its caches, which record the evictions
 gated.py     its caches whose kv heads hold different numbers of entries;  paged.py  whose queries read pages
 layered.py   its caches whose layers have policies of their own;  context/  contexts that are compacted once

@@ -63,6 +63,8 @@ def engine_options(
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "tensor_parallel": rollout.tensor_parallel,
         "sleep_mode": rollout.sleep,
+        "full_graphs": rollout.full_graphs,
+        "exact": rollout.exact,
     }
 
 

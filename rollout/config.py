@@ -47,15 +47,21 @@ class SamplingConfig(Configuration):
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Configuration):
     """The sampling engine: hf, the reference engine; vllm, fast, with its own copy of the weights; auto, which is vllm
-    where it is installed and takes the model, else hf. kv_cache_gb and the keys after it are for vllm; hf does without.
+    where it is installed and takes the model, else hf. The keys from kv_cache_gb to full_graphs are for vllm alone.
 
     max_batch : sequences sampled at a time
     progress : show a progress bar
-    kv_cache_gb : GiB for keys and values; None: what gpu_memory_utilization leaves, or 1 on a CPU
+    kv_cache_gb : GiB for keys and values, at most: no more is taken than max_batch sequences can fill; None: what
+        gpu_memory_utilization leaves, or 1 on a CPU
     gpu_memory_utilization : the engine's share of the GPU's memory, its weights included
     tensor_parallel : GPUs that one engine is spread over; not in training
     max_model_len : the longest prompt + completion; None: max_prompt_tokens + max_completion_length, or the model's own
     sleep : in training, give the engine's GPU memory back while the weights are updated
+    full_graphs : on a GPU, under an evicting policy, run a decode step as one CUDA graph instead of one per layer;
+        written without a GPU and never run on one
+    exact : on a CPU, compute float32 attention in float64, in the engine and in the trainer: hf and vllm then sample
+        the same to the last bit. false: compute it in float32 (vllm by its own kernels), which is faster; the log-probs
+        of engine and trainer then differ by about 1e-5
     """
 
     engine: Literal["auto", EngineName] = "auto"
@@ -66,12 +72,14 @@ class RolloutConfig(Configuration):
     tensor_parallel: PositiveInt = 1
     max_model_len: PositiveInt | None = None
     sleep: bool = False
+    full_graphs: bool = False
+    exact: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRolloutConfig(RolloutConfig):
-    """The sampling engine, auto, hf or vllm as in training, with the GPU to itself as in `sparse-rl serve`. kv_cache_gb
-    and the keys after it are for vllm; hf does without.
+    """The sampling engine, auto, hf or vllm as in training, with the GPU to itself as in `sparse-rl serve`. The keys
+    from kv_cache_gb to full_graphs are for vllm alone.
     """
 
     gpu_memory_utilization: Fraction = ALONE

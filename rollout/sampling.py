@@ -11,6 +11,8 @@ import torch
 from rollout.config import SamplingConfig
 
 BLOCK = 512  # uniforms drawn at a time
+AT_ONCE = 2**18  # logits that a CPU takes at a time: 2 MiB in float64, so that they stay in a core's cache
+LANES = 64  # no CPU adds more numbers side by side
 
 
 class Uniforms:
@@ -39,16 +41,25 @@ def sample(
 
     logits [B, V]; uniform float64 [B], None: the most likely token; forced int64 [B]: where it is not -1, take this
     token instead. Returns tokens int64 [B], their log-probs float32 [B] under the distribution sampled from, and those
-    before top-p and top-k.
+    before top-p and top-k. Never waits for the device.
     """
-    logprobs = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1)
+    rows = max(1, AT_ONCE // logits.shape[-1]) if logits.is_cpu else len(logits)
+    if len(logits) > rows:
+        parts = []
+        for i in range(0, len(logits), rows):
+            u, f = (None if each is None else each[i : i + rows] for each in (uniform, forced))
+            parts.append(sample(logits[i : i + rows], sampling, u, f))
+        tokens, logprobs, model_logprobs = map(torch.cat, zip(*parts, strict=True))
+        return tokens, logprobs, model_logprobs
+    scaled = sampling.temperature not in (0, 1)
+    logprobs = (logits.float() / sampling.temperature if scaled else logits.float()).log_softmax(-1)
     processed = logprobs
     if uniform is None:
         tokens = logprobs.argmax(-1)
     else:
         if sampling.truncated_support:
             processed = truncate(logprobs, sampling.top_p, sampling.top_k)
-        cdf = processed.double().exp().cumsum(-1)
+        cdf = processed.double().exp_().cumsum_(-1)
         target = (uniform * cdf[:, -1])[:, None]
         tokens = torch.searchsorted(cdf, target, right=True)[:, 0].clamp(max=cdf.shape[-1] - 1)
     if forced is not None:
@@ -58,15 +69,37 @@ def sample(
 
 
 def truncate(logprobs: torch.Tensor, top_p: float, top_k: int | None) -> torch.Tensor:
-    """Renormalised log-probs [B, V] after top-k, then top-p (the smallest set with mass >= top_p); -inf outside."""
-    ranked, order = logprobs.sort(dim=-1, descending=True, stable=True)
-    outside = torch.zeros_like(ranked, dtype=torch.bool)
+    """Renormalised log-probs [B, V] after top-k, then top-p (the smallest set with mass >= top_p); -inf outside.
+
+    With top-k only the best tokens are ranked. Those behind them would add zeros, so that on a CPU every sum has the
+    same bits as over the whole vocabulary, if only it adds up as many numbers side by side: LANES.
+    """
+    size = logprobs.shape[-1]
+    order = ranking(logprobs, size if top_k is None else min(size, max(top_k, LANES)))
+    outside = torch.zeros_like(order, dtype=torch.bool)
     if top_k is not None:
         outside[:, top_k:] = True
     if top_p < 1:
-        ranked = ranked.masked_fill(outside, float("-inf")).log_softmax(-1)
-        before = ranked.exp().cumsum(-1) - ranked.exp()
-        outside |= before >= top_p
-        outside[:, 0] = False
-    outside = torch.zeros_like(outside).scatter(-1, order, outside)
+        mass = logprobs.gather(-1, order).masked_fill_(outside, float("-inf")).log_softmax(-1).exp_()
+        outside |= mass.cumsum(-1).sub_(mass) >= top_p
+    outside = torch.ones_like(logprobs, dtype=torch.bool).scatter_(-1, order, outside)
     return logprobs.masked_fill(outside, float("-inf")).log_softmax(-1)
+
+
+def ranking(logprobs: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` best tokens of each row [B, V], int64 [B, count]: best first, and of equals the earlier first.
+
+    The bits of a number that is not positive grow as it falls. With the token behind them no two keys are equal, so
+    that any selection gives this order: NumPy's, which is far faster on a CPU than PyTorch's stable sort, or top-k.
+    """
+    size = logprobs.shape[-1]
+    if count == size and not logprobs.is_cpu:  # a GPU sorts by bytes, of which a key has twice as many
+        return logprobs.sort(dim=-1, descending=True, stable=True).indices
+    keys = logprobs.view(torch.int32).long().bitwise_and_(0x7FFFFFFF)
+    keys.bitwise_left_shift_(32).add_(torch.arange(size, device=logprobs.device))
+    if not logprobs.is_cpu:
+        return keys.topk(count, largest=False).values & 0xFFFFFFFF
+    keys.numpy().partition(count - 1)
+    best = keys[:, :count]
+    best.numpy().sort()
+    return best & 0xFFFFFFFF

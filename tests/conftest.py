@@ -205,6 +205,8 @@ def as_vllm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             gpu_memory_utilization: float = 0.3,
             tensor_parallel: int = 1,
             sleep_mode: bool = False,
+            full_graphs: bool = False,
+            exact: bool = True,
             progress: bool = False,
         ) -> None:
             assert isinstance(model, (str, Path))

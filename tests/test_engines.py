@@ -229,7 +229,7 @@ def test_an_engine_is_given_what_it_takes() -> None:
     assert given.keys() < inspect.signature(VLLMEngine.__init__).parameters.keys()
     assert given == {
         "dtype": "float32", "max_batch": 7, "max_prompt": None, "max_model_len": None, "kv_cache_gb": 2.0,
-        "gpu_memory_utilization": 0.5, "tensor_parallel": 1, "sleep_mode": False,
+        "gpu_memory_utilization": 0.5, "tensor_parallel": 1, "sleep_mode": False, "full_graphs": False, "exact": True,
     }  # fmt: skip
     on_hf = engine_arguments(grpo(rollout={**rollout, "engine": "hf"}, dtype="bfloat16"))
     assert on_hf == {"dtype": "bfloat16", "max_batch": 7}
@@ -269,10 +269,11 @@ def test_memory_counts_the_engines_own_weights(machine: Callable) -> None:
 
     own = items(rollout={"kv_cache_gb": 0.5})
     assert own["vllm: weights"].device == 4 * 102_848 and own["vllm: weights"].when == "always"
-    assert own["vllm: KV pool"].device == 2**29
+    assert own["vllm: KV pool"].device == (64 * 32 + 1) * 32 * 4 * 2 * 32 * 4  # what 64 x 1024 tokens can fill
     cache = next(item for name, item in own.items() if name.startswith("KV cache"))
     assert cache.when == "avoided"
-    assert items()["vllm: KV pool"].device == 2**30
+    assert items(rollout={"max_batch": 10_000})["vllm: KV pool"].device == 2**30
+    assert items(rollout={"max_batch": 10_000, "kv_cache_gb": 0.5})["vllm: KV pool"].device == 2**29
     assert items(rollout={"sleep": True})["vllm: weights"].when == "sampling"
     assert "gathered weights" not in items(launch={"zero_stage": 3})
     hf = items(rollout={"engine": "hf"}, launch={"zero_stage": 3})

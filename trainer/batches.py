@@ -33,7 +33,7 @@ class Batch:
     where: tuple[torch.Tensor, torch.Tensor]
     targets: torch.Tensor
     rows: list[list[Example]]
-    attention_kernel: str = "sdpa"
+    attention_kernel: str = "gather"
     through: bool = True
 
     @classmethod
@@ -42,7 +42,7 @@ class Batch:
         examples: Sequence[Example],
         device: torch.device,
         packing: bool = False,
-        attention_kernel: str = "sdpa",
+        attention_kernel: str = "gather",
         through: bool = True,
     ) -> Batch:
         rows = _packed(examples) if packing else [[example] for example in examples]

@@ -72,9 +72,10 @@ class TrainingConfig(Configuration):
 class ReplayConfig(Configuration):
     """Training under evictions.
 
-    attention_kernel : what computes it. sdpa makes a layer's S x S mask; flex and flex_sorted (FlexAttention, on a GPU)
-        visit the 128 x 128 tiles that hold something, with keys in natural order or sorted by eviction; dense is the
-        reference. auto takes flex_sorted, else flex, where they are exact on this very machine, else sdpa
+    attention_kernel : what computes it. gather takes for a chunk of queries the keys that any of them sees; flex and
+        flex_sorted (FlexAttention, on a GPU) visit the 128 x 128 tiles that hold something, with keys in natural order
+        or sorted by eviction; sdpa makes a layer's S x S mask; dense is the reference. auto takes flex_sorted, else
+        flex, where they are exact on this very machine, else gather
     match_gradient : under the policy am, whether gradients flow through the biases and values that compactions have
         fitted to what they were fitted to, or these are constants
     """

@@ -8,10 +8,14 @@ beside.py     what a worker holds beside the cache, taken off the share of a GPU
 spec.py       scheduler side: how many blocks a sequence owns; what eviction frees goes back to the pool
 connector.py  from scheduler to workers: who begins, who ends, and who is due to compact
 state.py      worker side: positions and policy state beside the paged cache, and the compaction itself
+plan.py       what one forward does to every layer alike;  slabs.py  layers that lie in one allocation, as one
+fixed.py      memory that a CUDA graph reads, for what is new in each step
 arrivals.py   that of a learned policy, which decides before a layer attends: one token comes, and one goes, per kv head
 backend.py    the attention backend: physical lengths and slots in, queries out; on backend_cpu.py, backend_cuda.py
 exact.py      attention in float32 on a CPU, as the trainer computes it
 worker.py     what the engine calls on a worker, and the sampler
+pool.py       vLLM's worker, with a cache no larger than all its sequences can fill
+handover.py   weights for an engine in processes of its own
 record.py     what a worker writes down of a run, and hands to the engine once it is over: evictions and log-probs
 compat/       everything that depends on vLLM's version or on the platform
 

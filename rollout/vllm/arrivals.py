@@ -10,7 +10,7 @@ computed after the forward, of all layers at once (L is folded into the heads).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from torch import nn
 
 from rollout.vllm.compat import paged
 from rollout.vllm.compat.arguments import CacheConfig
+from rollout.vllm.fixed import Fixed
 from rollout.vllm.messages import Begun
-from rollout.vllm.state import CacheState, Plan
+from rollout.vllm.plan import Plan
+from rollout.vllm.state import CacheState
 from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.policies.base import Chunk, Entries
 from sparse_rl.policies.kvpop import PRIORITY, KVpop
@@ -33,9 +35,8 @@ class Singles:
 
     tokens : of the batch, a slice or int64 [R]; first, seen int64 [R]; full bool [R]: a token takes another's slot
     block, place : int64 [L, R, Hkv], where it goes; dropped : int64 [L, R, Hkv], the position that goes, -1: none
-    came : by layer, the new keys and values [R, Hkv, 2 D], where they are scored as they come
-    Where scores are delayed (else None): left_block, left_place : where the token is that leaves the window;
-    candidate : float32 [L, R, Hkv], the priority of what goes unless that token does; rows : int64 [R], of the memory
+    came : the new keys and values [L, R, Hkv, 2 D], where they are scored as they come
+    leaving : where scores are delayed, of what leaves the window
     """
 
     tokens: Any
@@ -45,10 +46,27 @@ class Singles:
     block: torch.Tensor
     place: torch.Tensor
     dropped: torch.Tensor
-    came: dict[int, torch.Tensor] = field(default_factory=dict)
-    left_block: torch.Tensor | None = None
-    left_place: torch.Tensor | None = None
-    candidate: torch.Tensor | None = None
+    came: torch.Tensor | None = None
+    leaving: Leaving | None = None
+
+
+@dataclass
+class Leaving:
+    """Of each of R requests the token that leaves its window, which is scored as the new one meets the memory.
+
+    positions int64 [R], < 0: none; block, place : int64 [L, R, Hkv], where it is
+    competes : bool [R], it may go; candidate : float32 [L, R, Hkv], the priority of what goes unless it does, NaN where
+        it may not; aged : float32 [L, R, Hkv], what its score is less than that of a token 0
+    priority : float32 [L, R, Hkv], its own, layer by layer; rows : int64 [R], of the memory, known in the forward
+    """
+
+    positions: torch.Tensor
+    block: torch.Tensor
+    place: torch.Tensor
+    competes: torch.Tensor
+    candidate: torch.Tensor
+    aged: torch.Tensor
+    priority: torch.Tensor
     rows: torch.Tensor | None = None
 
 
@@ -67,7 +85,8 @@ class Scorers:
 
     def __init__(self, policy: KVpop, layers: int, heads: int, dim: int, device: torch.device) -> None:
         config = policy.config.scorer
-        self.heads = heads
+        self.heads, self.device = heads, device
+        self.log_decay: torch.Tensor
         self.all: Scorer = sketch_scorer(config, heads=layers * heads, dim=dim).to_empty(device=device)
         self.all.requires_grad_(False)
         self.of_layer = [sketch_scorer(config, heads=heads, dim=dim) for _ in range(layers)]
@@ -77,21 +96,21 @@ class Scorers:
                 setattr(scorer, name, nn.Parameter(mine, requires_grad=False))
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """By the names of cache_scorer.safetensors: a layer's number, and the parameter's name. Heads come first."""
+        """By the names of cache_scorer.safetensors: a layer's number, and the parameter's name. Heads come first.
+
+        log_decay : [L, Hkv], from here on
+        """
         own = self.by_name()
         if own.keys() != weights.keys():
             raise UserError(f"the engine has other scorers: {', '.join(sorted(own.keys() ^ weights.keys())[:3])}")
         first = paged.rank() * self.heads
         for name, weight in own.items():
             weight.copy_(weights[name][first : first + self.heads])
+        self.log_decay = torch.stack([scorer.log_decay() for scorer in self.of_layer]).to(self.device)
 
     def by_name(self) -> dict[str, torch.Tensor]:
         """This rank's, by the names of cache_scorer.safetensors."""
         return {f"{i}.{name}": w for i, scorer in enumerate(self.of_layer) for name, w in scorer.named_parameters()}
-
-    def log_decay(self) -> torch.Tensor:
-        """[L x Hkv]"""
-        return self.all.log_decay()
 
 
 class ArrivalState(CacheState):
@@ -108,7 +127,7 @@ class ArrivalState(CacheState):
         self.empty = {name: value.to(self.device) for name, value in policy.sequence_memory(heads, dim).items()}
         rows = paged.max_running(vllm_config)
         self.memory = {  # name -> [L, rows, Hkv, ...]
-            name: value.repeat(layers, rows, *[1] * value.ndim) for name, value in self.empty.items()
+            name: value.repeat(layers, rows + 1, *[1] * value.ndim) for name, value in self.empty.items()
         }
         self.is_nan = torch.zeros((), dtype=torch.bool, device=self.device)
         self.singles: Singles | None = None
@@ -116,7 +135,7 @@ class ArrivalState(CacheState):
 
     def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
         super().begin(ended, begun)
-        rows = torch.tensor([self.row_of[each.block] for each in begun], dtype=torch.long, device=self.device)
+        rows = self._sent([self.row_of[each.block] for each in begun])
         for name, value in self.memory.items():
             value[:, rows] = self.empty[name]
 
@@ -145,7 +164,7 @@ class ArrivalState(CacheState):
         prompt, schedule = self.prompt_length[first], self.policy.schedule
         held = schedule.held(prompt, seen - 1)
         full = (seen > prompt) & (held >= schedule.budget)
-        blocks = self._blocks(plan.blocks[rows], self._most_held(held))
+        blocks = self._blocks(plan.blocks[rows], self._most_held(held) + 1)
         layers, heads, count = len(self.caches), len(self.heads), len(alone)
         entries = self._all_layers(blocks, held, seen)
         slot, candidate, is_nan = self.policy.worst(entries, but=1 if self.policy.delay else 0)
@@ -156,16 +175,21 @@ class ArrivalState(CacheState):
         dropped = torch.where(goes, dropped, -1).view(layers, count, heads)
         singles = Singles(tokens, first, seen, full, block, place, dropped)
         if self.policy.delay:
-            left = entries.at((seen - 1 - self.policy.delay).repeat(layers))
-            singles.left_block, singles.left_place = self._at(blocks, left)
-            singles.candidate = candidate.view(layers, count, heads)
+            positions = seen - 1 - self.policy.delay
+            competes = (positions >= self.policy.config.sinks) & full
+            candidate = candidate.view(layers, count, heads).masked_fill(~competes[:, None], torch.nan)
+            aged = self.policy.aged(self.scorers.log_decay[:, None], positions.clamp(min=0)[:, None])
+            left = self._at(blocks, entries.at(positions.repeat(layers)))
+            singles.leaving = Leaving(positions, *left, competes, candidate, aged, torch.empty_like(candidate))
+        else:
+            keys = self.caches[0][0]
+            singles.came = keys.new_empty(layers, count, heads, 2 * keys.shape[-1])
         return singles
 
-    def _most_held(self, held: torch.Tensor) -> int:
-        """At least the slots that any of these requests needs to read and write; a device is not asked."""
-        if held.device.type == "cpu":
-            return int(held.max()) + 1
-        return max(self.policy.schedule.budget, *self.prompts.values()) + 1
+    def stay(self, plan: Plan, fixed: Fixed) -> None:
+        super().stay(plan, fixed)
+        if self.singles is not None and not self.parts:
+            fixed.copy_fields(self.singles, len(self.singles.first))
 
     def _all_layers(self, blocks: torch.Tensor, held: torch.Tensor, seen: torch.Tensor) -> Entries:
         """Positions and priorities of R requests in all layers, [L x R, Hkv, N]."""
@@ -192,10 +216,10 @@ class ArrivalState(CacheState):
         layer, singles = self.index[name], self.singles
         if singles is not None:
             new = key[singles.tokens], value[singles.tokens]
-            if self.policy.delay:
+            if singles.came is None:
                 self._decide(layer, singles, *new)
             else:
-                singles.came[layer] = torch.cat(new, dim=-1)
+                torch.cat(new, dim=-1, out=singles.came[layer])
             where = singles.block[layer], self.heads, singles.place[layer]
             for cache, one in zip(self.caches[layer], new, strict=True):
                 cache[where] = one
@@ -206,33 +230,21 @@ class ArrivalState(CacheState):
 
     def _decide(self, layer: int, singles: Singles, key: torch.Tensor, value: torch.Tensor) -> None:
         """Score the token that leaves the window, now that the memory meets the layer's new one: who goes?"""
-        assert singles.left_block is not None and singles.left_place is not None and singles.candidate is not None
-        if singles.rows is None:
-            singles.rows = self.row[singles.first]
-        left = singles.left_block[layer], self.heads, singles.left_place[layer]
-        asked = torch.cat([cache[left] for cache in self.caches[layer]], dim=-1)[:, :, None]
-        leaving = (singles.seen - 1 - self.policy.delay)[:, None]
-        mine = self._follow(layer, singles.rows, torch.cat([key, value], dim=-1)[:, :, None], asked, leaving)
-        competes = (leaving >= self.policy.config.sinks) & singles.full[:, None]
-        self.is_nan |= (mine.isnan() & competes).any()
-        goes = competes & (mine <= singles.candidate[layer])  # of equal ones the latest goes, and this is the latest
-        singles.block[layer] = torch.where(goes, left[0], singles.block[layer])
-        singles.place[layer] = torch.where(goes, left[2], singles.place[layer])
-        singles.dropped[layer] = torch.where(goes, leaving, singles.dropped[layer])
-        priority = self.state[PRIORITY][layer]
-        priority[left] = torch.where(leaving >= 0, mine, priority[left])
-
-    def _follow(
-        self, layer: int, rows: torch.Tensor, x: torch.Tensor, asked: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """The priority float32 [R, Hkv] of one token each; the memory of their sequences goes on."""
-        scorer = self.scorers.of_layer[layer]
-        memory = {name: value[layer, rows] for name, value in self.memory.items()}
-        positions = positions.clamp(min=0)
-        scores = scorer.follow(memory, x, asked, positions)
-        for name, value in memory.items():
-            self.memory[name][layer, rows] = value
-        return self.policy.priority(scores, scorer.log_decay(), positions)[:, :, 0]
+        leaving = singles.leaving
+        assert leaving is not None
+        if leaving.rows is None:
+            leaving.rows = self.row[singles.first]
+        block, place = leaving.block[layer], leaving.place[layer]
+        asked = torch.cat([cache[block, self.heads, place] for cache in self.caches[layer]], dim=-1)[:, :, None]
+        memory = {name: value[layer, leaving.rows] for name, value in self.memory.items()}
+        x, positions = torch.cat([key, value], dim=-1)[:, :, None], leaving.positions[:, None]
+        scores = self.scorers.of_layer[layer].follow(memory, x, asked, positions)[:, :, 0]
+        for name, after in memory.items():
+            self.memory[name][layer, leaving.rows] = after
+        priority = torch.sub(scores, leaving.aged[layer], out=leaving.priority[layer])
+        goes = priority <= leaving.candidate[layer]  # of equal ones the latest goes, and this is the latest
+        for at, left in ((singles.block[layer], block), (singles.place[layer], place)):
+            torch.where(goes, left, at, out=at)
 
     def _take_in(self, layer: int, part: Part, key: torch.Tensor, value: torch.Tensor) -> None:
         """A chunk of a prompt [T, Hkv, D], which is held whole, in order of position, until its end."""
@@ -272,7 +284,8 @@ class ArrivalState(CacheState):
         layers = torch.arange(len(self.caches), device=self.device)[:, None, None]
         where = layers, singles.block, self.heads, singles.place
         self.positions[where] = now.int()[:, None]
-        if self.policy.delay:
+        if singles.leaving is not None:
+            self._settle(singles, singles.leaving, layers)
             self.state[PRIORITY][where] = 0.0
         else:
             self.state[PRIORITY][where] = self._score(singles, now)
@@ -281,15 +294,24 @@ class ArrivalState(CacheState):
         if self.record is not None:
             self.record.arrive(self.number[singles.first], now, singles.dropped)
 
+    def _settle(self, singles: Singles, leaving: Leaving, layers: torch.Tensor) -> None:
+        """Write down the priorities of what has left the window, and where it was this that went."""
+        goes = leaving.priority <= leaving.candidate
+        singles.dropped = torch.where(goes, leaving.positions[:, None], singles.dropped)
+        self.is_nan |= (leaving.priority.isnan() & leaving.competes[:, None]).any()
+        left, priorities = (layers, leaving.block, self.heads, leaving.place), self.state[PRIORITY]
+        priorities[left] = torch.where((leaving.positions >= 0)[:, None], leaving.priority, priorities[left])
+
     def _score(self, singles: Singles, now: torch.Tensor) -> torch.Tensor:
         """The priorities float32 [L, R, Hkv] of the tokens that have come."""
-        x = torch.cat([singles.came[layer] for layer in range(len(self.caches))], dim=1)[:, :, None]  # L x Hkv heads
+        assert singles.came is not None
+        x = singles.came.transpose(0, 1).flatten(1, 2)[:, :, None]  # L x Hkv heads
         rows = self.row[singles.first]
         memory = {name: m[:, rows].transpose(0, 1).flatten(1, 2) for name, m in self.memory.items()}
         scores = self.scorers.all.follow(memory, x, x, now[:, None])
         for name, value in memory.items():
             self.memory[name][:, rows] = value.unflatten(1, (len(self.caches), -1)).transpose(0, 1)
-        priority = self.policy.priority(scores, self.scorers.log_decay(), now[:, None])[:, :, 0]
+        priority = self.policy.priority(scores, self.scorers.log_decay.flatten(), now[:, None])[:, :, 0]
         return priority.unflatten(1, (len(self.caches), -1)).transpose(0, 1)
 
     def check_finite(self) -> None:

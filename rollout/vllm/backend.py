@@ -18,28 +18,50 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from rollout.vllm import folded
 from rollout.vllm.compat import arguments, paged, refusals
 from rollout.vllm.context_spec import ContextSpec
+from rollout.vllm.fixed import Fixed
 from rollout.vllm.spec import EvictingSpec
 from sparse_rl.policies.registry import fingerprint
+from sparse_rl.policies.schedule import NEVER
 
 
 class EvictingBuilder:
-    """Mixed into a metadata builder: physical lengths and slots instead of logical ones."""
+    """Mixed into a metadata builder: physical lengths and slots instead of logical ones.
 
-    _cudagraph_support = AttentionCGSupport.NEVER  # for whole forwards: Python runs in every layer
+    They are written to memory that stays where it is: a CUDA graph of a whole decode step reads them there.
+    """
+
     supports_update_block_table = False  # it would put logical slots into metadata of ours
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        scheduler, device = self.vllm_config.scheduler_config, self.device  # type: ignore[attr-defined]
+        self.fixed = Fixed(scheduler.max_num_seqs)
+        self.slots = torch.zeros(scheduler.max_num_batched_tokens, dtype=torch.long, device=device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """For whole forwards: else Python runs in every layer."""
+        config = arguments.cache_config(vllm_config)
+        whole = config is not None and config.full_graphs
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if whole else AttentionCGSupport.NEVER
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         state = paged.live_state()
         if state is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
         common = common_attn_metadata
-        plan = state.make_plan(
-            common.block_table_tensor, common.seq_lens, common.query_start_loc, common.query_start_loc_cpu
-        )
-        slots = common.slot_mapping.clone()  # may be padded behind
+        seen, starts = common.seq_lens, [common.query_start_loc, common.query_start_loc_cpu]
+        rows = len(seen)
+        if int(starts[1][-1]) < rows:  # a graph's padding: as requests with one token, in the block that is nobody's
+            starts = [torch.arange(rows + 1, dtype=torch.int32, device=each.device) for each in starts]
+            seen = seen.clamp(min=1)
+        plan = state.make_plan(common.block_table_tensor, seen, *starts)
+        state.stay(plan, self.fixed)
+        lengths = self.fixed.copy("lengths", plan.lengths, rows)
+        slots = self.slots[: len(common.slot_mapping)].copy_(common.slot_mapping)  # may be padded behind
         slots[: len(plan.slots)] = plan.slots
         longest = state.longest(common.max_seq_len, common.max_query_len)
-        physical = common.replace(seq_lens=plan.lengths, slot_mapping=slots, max_seq_len=longest)
+        physical = common.replace(seq_lens=lengths, slot_mapping=slots, max_seq_len=longest)
         return super().build(common_prefix_len, physical, fast_build)  # type: ignore[misc]
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
@@ -50,17 +72,21 @@ class EvictingImpl:
     """Mixed into an implementation: writes at physical slots, and hands the queries out."""
 
     config: arguments.CacheConfig | None = None  # of the engine whose model was built last in this process
+    longest = NEVER  # tokens of its sequences
+    head_size: int
     wide = 0  # the head size of the cache, where biases are folded into it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         vllm_config = get_current_vllm_config()
         EvictingImpl.config = arguments.cache_config(vllm_config)
+        EvictingImpl.longest = vllm_config.model_config.max_model_len
         if EvictingImpl.config is not None and EvictingImpl.config.physical:
-            refusals.refuse_unsupported(vllm_config)
+            refusals.refuse_unsupported(vllm_config, EvictingImpl.config.full_graphs)
             refusals.refuse_layer(self)
             if EvictingImpl.config.folds:
-                self.wide = folded.wide_head(self.head_size, arguments.on_cpu())  # type: ignore[attr-defined]
+                # the stock implementations part keys from values by their own head size
+                self.head_size = self.wide = folded.wide_head(self.head_size, arguments.on_cpu())
 
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
         # The slots that vLLM hands over come from the forward context and are logical; those of the metadata are ours.
@@ -113,4 +139,4 @@ def evicting_spec(spec: Any) -> Any:
         spec = replace(spec, head_size=wide, head_size_v=wide)
     if config.contexts is not None:
         return ContextSpec.bounded(spec, config.most)
-    return EvictingSpec.bounded(spec, fingerprint(config.policy), config.max_prompt)
+    return EvictingSpec.bounded(spec, fingerprint(config.policy), config.max_prompt, EvictingImpl.longest)

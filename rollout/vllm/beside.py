@@ -16,7 +16,7 @@ from sparse_rl.errors import UserError
 if TYPE_CHECKING:
     from sparse_rl.policies.base import Policy
 
-LOGIT = 4 + 2 * 8  # of a logit while a token is drawn: its log-prob in float32, and two arrays in float64
+LOGIT = 2 * 4 + 8  # while a token is drawn: a log-prob before and after top-k in float32, and a number in float64
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,10 @@ def beside_cache(
     layers, kv_heads, head_dim = cache_shape(config)
     per_entry = 4 * (1 + len(policy.entry_memory)) if policy.schedule.evicts or policy.bias is not None else 0
     own = policy.sequence_memory(kv_heads // tensor_parallel, head_dim).values()
-    queries = policy.last_queries * (config.num_attention_heads // tensor_parallel) * head_dim * itemsize
+    remembered = policy.last_queries or int(policy.every_query)  # queries of each request
+    queries = remembered * (config.num_attention_heads // tensor_parallel) * head_dim * itemsize
     return Beside(
         per_byte=per_entry / (2 * head_dim * itemsize),
-        requests=layers * max_batch * (queries + sum(value.nbytes for value in own)),
+        requests=layers * (max_batch + 1) * (queries + sum(value.nbytes for value in own)),  # a row is nobody's
         sampler=LOGIT * max_batch * config.vocab_size * own_sampler,
     )

@@ -42,8 +42,8 @@ class EvictionConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         config = arguments.cache_config(vllm_config)
         if config is None or not config.physical:
-            raise UserError(f"{type(self).__name__} needs a cache policy in additional_config.{arguments.KEY}")
-        refusals.refuse_unsupported(vllm_config)
+            raise UserError(f"{type(self).__name__} needs a cache policy in its extra config, as {arguments.KEY}")
+        refusals.refuse_unsupported(vllm_config, config.full_graphs)
         refusals.refuse_cache(kv_cache_config)
         self.config, self.schedule = config, config.policy.schedule
         self.step = Step()
@@ -88,7 +88,8 @@ class EvictionConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return True  # queries are captured, and attention observed, by Python between the layers
+        """Unless whole steps were asked for."""
+        return not extra_config.get(arguments.KEY, {}).get("full_graphs", False)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False

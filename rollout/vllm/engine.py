@@ -29,6 +29,7 @@ from rollout.context.files import save_context
 from rollout.engine import Rollout
 from rollout.requests import Request, requests_to_sample, requests_to_simulate, stop_tokens
 from rollout.vllm.beside import beside_cache
+from rollout.vllm.handover import handed_over
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import StoppedError, UserError
 from sparse_rl.models.directory import attach_scorers, check_scorers
@@ -54,8 +55,9 @@ class VLLMEngine:
     max_batch : sequences that run at a time (vLLM's max_num_seqs)
     max_model_len : the longest prompt + completion; None: the model's context
     max_prompt : the longest prompt; the pool must hold it whole. None: max_model_len
-    kv_cache_gb : GiB for the cache; None: on a GPU by `gpu_memory_utilization`, on a CPU what is needed, at most 1
-    gpu_memory_utilization : share of the GPU's memory for weights and cache together
+    kv_cache_gb : GiB for the cache, at most: it takes no more than max_batch sequences can fill. None: on a GPU by
+        `gpu_memory_utilization`, on a CPU 1
+    gpu_memory_utilization : share of the GPU's memory for weights and cache together, at most
     block_size : tokens of a cache block; None: the platform's own choice, 32 on a CPU
     max_num_batched_tokens : tokens of a forward; a longer prompt is prefilled in chunks. None: vLLM's choice
     tensor_parallel : processes that share the model's heads
@@ -65,6 +67,7 @@ class VLLMEngine:
     sleep_mode : let `sleep` give a GPU's memory back; nothing on a CPU
     context_entries : sequences may go on from a compacted context (rollout/context), and hold at most so many entries;
         the policy is then a full cache
+    full_graphs : on a GPU, run a decode step as one CUDA graph
 
     Raises
     ------
@@ -94,6 +97,7 @@ class VLLMEngine:
         exact: bool = True,
         sleep_mode: bool = False,
         context_entries: int | None = None,
+        full_graphs: bool = False,
     ) -> None:
         if max_batch < 1:
             raise UserError(f"max_batch must be >= 1, got {max_batch}")
@@ -126,15 +130,12 @@ class VLLMEngine:
         refusals.refuse_expandable_segments(policy, self.can_sleep, OTHERWISE)
         self.generation_config = load_generation_config(model)
         block = block_size or arguments.default_block_size()
-        longest = max_model_len or config.max_position_embeddings
-        held = context_entries or policy.schedule.most_held(max_prompt or longest, longest)
-        entries = max_batch * (held + (block or 0)) + 2 * (block or 0)  # one block more for vLLM itself
         itemsize = 4 if dtype == "float32" else 2
         behind: dict[str, Any] = {} if context_entries is None else {"contexts": (), "most": context_entries}
-        ours = arguments.engine_arguments(policy, dtype=dtype, max_prompt=max_prompt, exact=exact, **behind)
+        ours = arguments.engine_arguments(
+            policy, dtype=dtype, max_prompt=max_prompt, exact=exact, full_graphs=full_graphs, **behind
+        )
         kept = arguments.BehindContext(policy.config) if behind else policy
-        width = arguments.held_head(kept, head_dim, exact=ours["additional_config"][arguments.KEY]["exact"])
-        need = 2 * layers * kv_heads * width * entries * itemsize
         beside = beside_cache(kept, config, itemsize=itemsize, max_batch=max_batch, tensor_parallel=tensor_parallel)
         optional = {
             "max_model_len": max_model_len,
@@ -152,9 +153,10 @@ class VLLMEngine:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "seed": 0,
+            "worker_cls": "rollout.vllm.pool.BoundedWorker",
             "worker_extension_cls": "rollout.vllm.worker.WorkerExtension",
             **{name: value for name, value in optional.items() if value is not None},
-            **arguments.memory_arguments(kv_cache_gb, gpu_memory_utilization, beside, need),
+            **arguments.memory_arguments(kv_cache_gb, gpu_memory_utilization, beside),
             **arguments.launch_arguments(self.separate),
             **sleeping,
             **ours,
@@ -313,14 +315,10 @@ class VLLMEngine:
         """
         checked = self._checked(weights)
         if not self.separate:
-            self._replace(checked)
+            self._replace("replace_weights", checked)
             return
-        from safetensors.torch import save_file
-
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "weights.safetensors"
-            save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in checked}, file)
-            self._replace(str(file))
+        with handed_over(checked) as (path, places):
+            self._replace("receive_weights", path, places)
 
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The same, held against the model: vLLM fuses weights, and would not miss one of those."""
@@ -356,9 +354,9 @@ class VLLMEngine:
         ranks = self.llm.collective_rpc("scorer_digests")
         return {name: [head for rank in ranks for head in rank[name]] for name in ranks[0]}
 
-    def _replace(self, source: Any) -> None:
+    def _replace(self, how: str, *source: Any) -> None:
         with self.turn:
-            self.llm.collective_rpc("replace_weights", args=(source,))
+            self.llm.collective_rpc(how, args=source)
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 

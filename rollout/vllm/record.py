@@ -153,9 +153,11 @@ def _by_step(drawn: list[Drawn]) -> dict[str, dict[int, list[float]]]:
 
 
 def _evict_at(dropped: list[Dropped], length: int) -> np.ndarray:
-    """int32 [L, Hkv, length] of one request."""
-    positions = np.concatenate([each.positions for each in dropped], axis=-1)
+    """int32 [L, Hkv, length] of one request. Row by row, and joined token by token: a policy may drop one at a time."""
+    layers, heads, _ = dropped[0].positions.shape
     at = np.concatenate([each.at for each in dropped]).astype(np.int32)
-    evict_at = np.full((*positions.shape[:2], length), NEVER, dtype=np.int32)
-    np.put_along_axis(evict_at, positions.astype(np.int64), at[None, None], axis=-1)
-    return evict_at
+    by_token = np.concatenate([each.positions.transpose(2, 0, 1) for each in dropped]).reshape(-1, layers * heads)
+    evict_at = np.full((layers * heads, length), NEVER, dtype=np.int32)
+    for row, positions in zip(evict_at, np.ascontiguousarray(by_token.T), strict=True):
+        row[positions] = at
+    return evict_at.reshape(layers, heads, length)

@@ -62,6 +62,7 @@ def serve(
     allowed_origins: Sequence[str] = (),
     context: str | None = None,
     prompt_cache: Mapping[str, Any] | None = None,
+    full_graphs: bool = False,
     further: Sequence[str] = (),
     verbose: bool = False,
 ) -> NoReturn:
@@ -80,6 +81,7 @@ def serve(
     allowed_origins : web pages, besides the server's own, that may use it, as https://example.com; "*": any
     context : a file with a text: prompts that begin with it go on from what a compaction leaves of it
     prompt_cache : the settings of that compaction (`PromptCacheConfig`)
+    full_graphs : on a GPU, run a decode step as one CUDA graph
     further : arguments for `vllm serve` itself; they win, but cannot undo what eviction needs
     verbose : show what vLLM says
 
@@ -129,7 +131,7 @@ def serve(
         allowed_origins=list(allowed_origins),
         **({} if block is None else {"block_size": block}),
         **memory,
-        **arguments.engine_arguments(policy, dtype=dtype, contexts=contexts),
+        **arguments.engine_arguments(policy, dtype=dtype, contexts=contexts, full_graphs=full_graphs),
     )
     shown = f"[{host}]" if ":" in host else host
     print(f"serving {model} on http://{shown}:{port}/v1\ncache: {policy!r}, {source}", flush=True)

@@ -26,15 +26,17 @@ class EvictingSpec(FullAttentionSpec):
 
     policy : the policy as one canonical JSON line (`sparse_rl.policies.fingerprint`)
     max_prompt : the longest prompt that the pool must hold whole; None: as long as the model's context
+    longest : tokens of a sequence, at most
     """
 
     policy: str
     max_prompt: int | None = None
+    longest: int = NEVER
 
     @classmethod
-    def bounded(cls, spec: FullAttentionSpec, policy: str, max_prompt: int | None) -> EvictingSpec:
+    def bounded(cls, spec: FullAttentionSpec, policy: str, max_prompt: int | None, longest: int) -> EvictingSpec:
         same = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
-        return cls(**same, policy=policy, max_prompt=max_prompt)
+        return cls(**same, policy=policy, max_prompt=max_prompt, longest=longest)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """What one sequence may need: its prompt while that is prefilled, and the peak of decoding."""
@@ -60,7 +62,7 @@ class EvictingManager(FullAttentionManager):
         super().__init__(kv_cache_spec, *args, **kwargs)
         if self.enable_caching:
             raise UserError("prefix caching must be off under eviction (enable_prefix_caching=False)")
-        self.schedule = kv_cache_spec.schedule
+        self.schedule, self.longest = kv_cache_spec.schedule, kv_cache_spec.longest
         self.prompts: dict[str, int] = {}  # request -> tokens that it prefills densely; 0 once they are compacted
 
     def slots(self, request_id: str, tokens: int) -> int:
@@ -69,7 +71,7 @@ class EvictingManager(FullAttentionManager):
 
     def claim(self, prompt: int) -> int:
         """The blocks that a sequence may come to need, however long it gets."""
-        return self._blocks(self.schedule.most_held(prompt, NEVER))
+        return self._blocks(self.schedule.most_held(prompt, self.longest))
 
     def get_num_blocks_to_allocate(
         self,

@@ -11,66 +11,24 @@ shown: a request's blocks, read whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from rollout.vllm.compat import paged
 from rollout.vllm.compat.arguments import CacheConfig
+from rollout.vllm.fixed import Fixed
 from rollout.vllm.messages import Begun, Due
+from rollout.vllm.plan import NOBODYS, Group, Plan, Watch, last_of_each
 from rollout.vllm.record import RunRecord
 from rollout.vllm.slabs import APART, Arrangement, Slab
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.policies.base import Entries
 
 AT_ONCE = {"cuda": 2**27, "cpu": 2**17}  # elements of keys of several layers; on a CPU they are to stay in its cache
+MOST = 2**27  # of the requests of one layer that are compacted at once
 UNKNOWN = 1 << 40  # the prompt length of no request: nothing of it is ever compacted
-
-
-@dataclass
-class Group:
-    """Requests of a batch whose entries are shown to the policy together, padded to N entries.
-
-    blocks int64 [R, N / block size]; lengths, seen int64 [R]; rows int64 [R], of the query buffer
-    left : of a compaction, the entries that it leaves in each kv head; vLLM takes no policy under which they differ
-    """
-
-    blocks: torch.Tensor
-    lengths: torch.Tensor
-    seen: torch.Tensor
-    rows: torch.Tensor
-    left: int = 0
-
-
-@dataclass
-class Watch:
-    """A group whose queries of this forward are observed: tokens (of the batch) and positions, int64 [R, T]."""
-
-    group: Group
-    tokens: torch.Tensor
-    positions: torch.Tensor
-
-
-@dataclass
-class Plan:
-    """What one forward does to every layer alike.
-
-    first int64 [B], blocks int64 [B, max blocks]: of each request in the batch
-    slots int64 [T]: where each token's entry goes; lengths int32 [B]: entries attended to
-    recent: (token, its request's first block, place) int64 each: the queries to remember
-    slots_of_recent: int64, where those go in a layer's query buffer. The block's row is known only in the forward:
-        vLLM's V2 runner makes the plan before it says which requests begin.
-    """
-
-    first: torch.Tensor
-    blocks: torch.Tensor
-    slots: torch.Tensor
-    lengths: torch.Tensor
-    recent: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-    watches: list[Watch]
-    slots_of_recent: torch.Tensor | None = None
 
 
 class CacheState:
@@ -83,7 +41,7 @@ class CacheState:
         self.caches = [paged.key_value_views(kv_caches[name], paged.keys_are_transposed()) for name in layers]
         self.folded: list[torch.Tensor] | None = None  # by layer, the coordinate that holds biases; see folded.py
         if config.folds:
-            own = next(iter(layers.values())).impl.head_size
+            own = next(iter(layers.values())).head_size
             self.folded = [keys[..., own] for keys, _ in self.caches]
             self.caches = [(keys[..., :own], values[..., :own]) for keys, values in self.caches]
         keys = self.caches[0][0]
@@ -101,13 +59,13 @@ class CacheState:
             for name, start in self.policy.entry_memory.items()
         }
         rows = paged.max_running(vllm_config)
-        window = self.policy.last_queries
+        window = self.policy.last_queries or int(self.policy.every_query)
         self.queries = None
         if window:
-            size = (len(layers), rows, window, layer.num_heads, keys.shape[-1])
+            size = (len(layers), rows + 1, window, layer.num_heads, keys.shape[-1])  # the last row is nobody's
             self.queries = torch.zeros(size, dtype=paged.model_dtype(vllm_config), device=self.device)
         self.prompt_length = torch.full((blocks,), UNKNOWN, device=self.device)  # by first block
-        self.row = torch.zeros(blocks, dtype=torch.long, device=self.device)  # by first block
+        self.row = torch.full((blocks,), rows, device=self.device)  # by first block
         self.free_rows = list(range(rows))
         self.row_of: dict[int, int] = {}
         self.number = torch.zeros(blocks, dtype=torch.long, device=self.device)  # in the record, by first block
@@ -123,16 +81,20 @@ class CacheState:
             self.free_rows.append(self.row_of.pop(block))
             del self.prompts[block]
         if ended:
-            self.prompt_length[torch.tensor(ended, device=self.device)] = UNKNOWN
+            self.prompt_length[self._sent(ended)] = UNKNOWN
         for each in begun:
             self.row_of[each.block] = self.free_rows.pop()
             self.prompts[each.block] = each.prompt
         numbers = [0 if self.record is None else self.record.begin(each.request_id) for each in begun]
         if begun:
-            first = torch.tensor([each.block for each in begun], device=self.device)
-            self.prompt_length[first] = torch.tensor([each.prompt for each in begun], device=self.device)
-            self.row[first] = torch.tensor([self.row_of[each.block] for each in begun], device=self.device)
-            self.number[first] = torch.tensor(numbers, device=self.device)
+            first = self._sent([each.block for each in begun])
+            self.prompt_length[first] = self._sent([each.prompt for each in begun])
+            self.row[first] = self._sent([self.row_of[each.block] for each in begun])
+            self.number[first] = self._sent(numbers)
+
+    def _sent(self, numbers: Sequence[Any]) -> torch.Tensor:
+        """Whole numbers, as int64, to the device; nobody waits for them."""
+        return torch.tensor(numbers, dtype=torch.long).to(self.device, non_blocking=True)
 
     # ---- before the forward -----------------------------------------------------------------------------------------
 
@@ -147,30 +109,35 @@ class CacheState:
         blocks = block_table.long()
         first = blocks[:, 0]
         prompt = self.prompt_length[first]
-        count = (starts[1:] - starts[:-1]).long()
-        seen = seq_lens.long()
-        before = seen - count
-        held = self.policy.schedule.held(prompt, before)
-        tokens = int(starts_cpu[-1])
-        row = torch.arange(len(first), device=self.device)
-        slot, logical = held, before
-        if tokens != len(first) or int(starts_cpu.diff().max()) > 1:  # not one token each
+        tokens, seen = int(starts_cpu[-1]), seq_lens.long()
+        lengths = self.policy.schedule.attended(prompt, seen)
+        row, slot, logical = torch.arange(len(first), device=self.device), lengths - 1, seen - 1
+        one_each = tokens == len(first) and int(starts_cpu.diff().max()) == 1
+        if not one_each:
+            count = (starts[1:] - starts[:-1]).long()
             row = torch.repeat_interleave(row, count, output_size=tokens)
-            offset = torch.arange(tokens, device=self.device) - starts[row].long()
-            slot, logical = held[row] + offset, before[row] + offset
+            behind = (torch.arange(tokens, device=self.device) - starts[1:][row].long()) + 1
+            slot, logical = slot[row] + behind, logical[row] + behind
         block, place = blocks[row, slot // self.block_size], slot % self.block_size
         recent = None
         if self.queries is not None:
             window = self.queries.shape[2]
-            last = _last_of_each(starts_cpu, window).to(self.device, non_blocking=True)
+            last: Any = slice(0, tokens)
+            if not one_each:
+                last = last_of_each(starts_cpu, window).to(self.device, non_blocking=True)
             recent = last, first[row[last]], logical[last] % window
-        lengths = self.policy.schedule.attended(prompt, seen)
-        plan = Plan(first, blocks, block * self.block_size + place, lengths.int(), recent, [])
+        plan = Plan(first, blocks, block * self.block_size + place, lengths.int(), recent)
         self.enter(block, place, logical)
         if self.policy.every_query:
-            plan.watches = self._watches(plan, seen, lengths, starts, starts_cpu)
+            self._watch(plan, seen, lengths, starts, starts_cpu)
         self.plan = plan
         return plan
+
+    def stay(self, plan: Plan, fixed: Fixed) -> None:
+        """What layers read of this step's plan, where all requests bring one token, goes to where it always is."""
+        if plan.recent is not None and isinstance(plan.recent[0], slice):
+            tokens, block, place = plan.recent
+            plan.recent = tokens, fixed.copy("block", block, len(block)), fixed.copy("place", place, len(block))
 
     def enter(self, block: torch.Tensor, place: torch.Tensor, logical: torch.Tensor) -> None:
         """Write the position and the first state of new entries, in all layers and heads alike; int64 [T] each."""
@@ -184,29 +151,48 @@ class CacheState:
 
         logical : no fewer than the tokens that any of them has seen; new : than those that it brings
         """
-        most = self.policy.schedule.most_held
-        return min(logical, max(new, *(most(prompt, logical) for prompt in {0, *self.prompts.values()})))
+        held = [self.policy.schedule.most_held(prompt, logical) for prompt in {*self.prompts.values()}]
+        return min(logical, max(new, *held)) if held else logical  # of no request: a graph is made, for every batch
 
-    def _watches(
+    def _watch(
         self, plan: Plan, seen: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, starts_cpu: torch.Tensor
-    ) -> list[Watch]:
-        """Requests that bring one token, and those that bring more: each group is padded on its own."""
-        counts = starts_cpu[1:] - starts_cpu[:-1]
-        watches = []
-        for chosen in (counts == 1, counts > 1):
-            members = chosen.nonzero()[:, 0]
+    ) -> None:
+        """Plan to observe the requests that bring one token, and those that bring more; each group is padded alone."""
+        counts = starts_cpu.diff()
+        alone, many = (counts == 1).nonzero()[:, 0], (counts > 1).nonzero()[:, 0]
+        if not len(many):
+            plan.alone = self._group(plan.blocks, lengths, seen, self._most_held(lengths))
+            return
+        for members in (alone, many):
             if not len(members):
                 continue
-            width = int(counts[members].max())
-            rows = members.to(self.device)
+            rows = members.to(self.device, non_blocking=True)
             held = lengths[rows]
-            group = Group(self._blocks(plan.blocks[rows], int(held.max())), held, seen[rows], rows)
-            step = torch.arange(width, device=self.device)
-            count = counts[members].to(self.device).long()[:, None]
+            group = self._group(plan.blocks[rows], held, seen[rows], int(held.max()))
+            if members is alone:
+                plan.alone = group
+                continue
+            step = torch.arange(int(counts.max()), device=self.device)
+            count = (starts[1:] - starts[:-1])[rows].long()[:, None]
             tokens = starts[rows].long()[:, None] + torch.minimum(step, count - 1)
-            positions = torch.where(step < count, seen[rows][:, None] - count + step, seen[rows][:, None])
-            watches.append(Watch(group, tokens, positions))
-        return watches
+            positions = torch.where(step < count, group.seen[:, None] - count + step, group.seen[:, None])
+            plan.watch = Watch(group, tokens, positions)
+
+    def _most_held(self, held: torch.Tensor) -> int:
+        """At least what any of these requests holds, int64 [R]; each brings one token. A device is not asked."""
+        if held.device.type == "cpu":
+            return int(held.max())
+        peak = self.policy.schedule.peak
+        assert peak is not None
+        return max([peak, *self.prompts.values()])
+
+    def _group(
+        self, blocks: torch.Tensor, lengths: torch.Tensor, seen: torch.Tensor, most: int, left: int = 0
+    ) -> Group:
+        """Requests with blocks int64 [R, max blocks], which hold int64 [R] entries, `most` at the most."""
+        blocks = self._blocks(blocks, most)
+        start = torch.arange(0, blocks.shape[1] * self.block_size, self.block_size, device=self.device)
+        return Group(blocks.masked_fill(start >= lengths[:, None], NOBODYS), lengths, seen, left)
 
     # ---- in the forward ---------------------------------------------------------------------------------------------
 
@@ -219,26 +205,38 @@ class CacheState:
         return None if self.policy.bias is None else self.state[self.policy.bias][self.index[name]]
 
     def after_layer(self, name: str, query: torch.Tensor) -> None:
-        """A layer has attended with queries [T, Hq, D]: remember the last ones, and let the policy observe all."""
+        """A layer has attended with queries [T, Hq, D]: remember the last ones, and let the policy see the others."""
         plan, layer = self.plan, self.index[name]
         assert plan is not None
         if plan.recent is not None:
             assert self.queries is not None
-            token, block, place = plan.recent
+            tokens, block, place = plan.recent
             if plan.slots_of_recent is None:
                 plan.slots_of_recent = self.row[block] * self.queries.shape[2] + place
-            self.queries[layer].flatten(0, 1).index_copy_(0, plan.slots_of_recent, query.index_select(0, token))
-        for watch in plan.watches:
-            group = watch.group
+            self.queries[layer].flatten(0, 1).index_copy_(0, plan.slots_of_recent, query[tokens])
+        if (watch := plan.watch) is not None:
             slab = self._slab(layer)
-            entries = self._entries(slab, group, self.policy.observe_reads)
+            entries = self._entries(slab, watch.group, self.policy.observe_reads)
             self.policy.observe(layer, entries, query[watch.tokens].transpose(1, 2), watch.positions)
-            self._remember(slab, group, entries.state)
+            self._remember(slab, watch.group, entries.state)
 
     # ---- after the forward ------------------------------------------------------------------------------------------
 
     def after_forward(self) -> None:
-        """Called once all layers have attended, before `compact`."""
+        """Called once all layers have attended, before `compact`: requests that brought one token are observed."""
+        alone = None if self.plan is None else self.plan.alone
+        if alone is None:
+            return
+        alone.rows = self.row[alone.blocks[:, 0]]
+        for layers, slab, group in self._at_once(alone):
+            self._observe_last(layers[0], slab, group)
+
+    def _observe_last(self, layer: int, slab: Slab, group: Group) -> None:
+        """Let the policy see the last query of each row."""
+        entries = self._entries(slab, group, self.policy.observe_reads, recent=True)
+        assert entries.queries is not None
+        self.policy.observe(layer, entries, entries.queries[:, :, -1:], group.seen[:, None] - 1)
+        self._remember(slab, group, entries.state)
 
     def check_finite(self) -> None:
         """Raise NotFiniteError where a decision was made by a NaN, and nobody has asked the device yet."""
@@ -247,24 +245,29 @@ class CacheState:
         """Compact these requests: those that decode together, those that end their prefill together."""
         self.prompts.update((d.block, 0) for d in due)
         peak = self.policy.schedule.peak
+        _, heads, _, dim = self.caches[0][0].shape
         for group in ([d for d in due if d.held == peak], [d for d in due if d.held != peak]):
-            if group:
-                self._compact(group)
+            while group:
+                count = max(1, MOST // (heads * dim * max(d.held for d in group)))
+                self._compact(group[:count])
+                group = group[count:]
 
     def _compact(self, due: list[Due]) -> None:
         plan = self.plan
         assert plan is not None
-        first = torch.tensor([d.block for d in due], device=self.device)
+        first, held, seen = self._sent([(d.block, d.held, d.seen) for d in due]).unbind(1)
         rows = (plan.first[None] == first[:, None]).int().argmax(1)
-        held = max(d.held for d in due)
-        group = Group(
-            self._blocks(plan.blocks[rows], held),
-            torch.tensor([d.held for d in due], device=self.device),
-            torch.tensor([d.seen for d in due], device=self.device),
-            self.row[first],
-            due[0].left,
-        )
-        dropped = self._compact_layers(group)
+        group = self._group(plan.blocks[rows], held, seen, max(d.held for d in due), due[0].left)
+        group.rows = self.row[first]
+        dropped = list[torch.Tensor]()
+        for layers, slab, wide in self._at_once(group):
+            try:
+                found = self._compact_slab(layers[0], slab, wide)
+            except NotFiniteError:  # which of the layers it was says the layer itself
+                for layer in layers:
+                    self._compact_slab(layer, self._slab(layer), group)
+                raise
+            dropped += found.view(len(layers), -1) if found.numel() else [found] * len(layers)
         if self.record is not None:
             self.record.drop(
                 [d.request_id for d in due],
@@ -273,33 +276,28 @@ class CacheState:
                 torch.stack(dropped).cpu().numpy(),
             )
 
-    def _compact_layers(self, group: Group) -> list[torch.Tensor]:
-        """Of each layer what it dropped, as `_compact_slab` has it. Layers that are one slab are compacted at once."""
+    def _at_once(self, group: Group) -> Iterator[tuple[range, Slab, Group]]:
+        """The group in all layers, some at a time: which, their memory, and the group as rows of it, layer by layer.
+
+        One layer at a time where they do not lie as one.
+        """
         count = len(self.caches)
-        if self.arrangement is None or self.policy.layered_parameters or count == 1:
-            return [self._compact_slab(layer, self._slab(layer), group) for layer in range(count)]
-        slab, found = self._slab(None), list[torch.Tensor]()
+        if self.arrangement is None or count == 1:
+            for layer in range(count):
+                yield range(layer, layer + 1), self._slab(layer), group
+            return
+        assert group.rows is not None
+        slab = self._slab(None)
         _, heads, size, dim = slab.keys.shape
-        at_once = max(1, AT_ONCE[self.device.type] // (group.blocks.numel() * heads * size * dim))
-        rows = 0 if self.queries is None else self.queries.shape[1]
-        for start in range(0, count, at_once):
-            layers = torch.arange(start, min(start + at_once, count), device=self.device)
-            blocks = group.blocks * self.arrangement.of_block + layers[:, None, None] * self.arrangement.of_layer
-            wide = Group(
-                blocks.flatten(0, 1),
-                group.lengths.repeat(len(layers)),
-                group.seen.repeat(len(layers)),
-                (group.rows + layers[:, None] * rows).flatten(),
-                group.left,
-            )
-            try:
-                dropped = self._compact_slab(start, slab, wide)
-            except NotFiniteError:  # which of the layers it was says the layer itself
-                for layer in layers.tolist():
-                    self._compact_slab(layer, self._slab(layer), group)
-                raise
-            found += dropped.view(len(layers), -1) if dropped.numel() else [dropped] * len(layers)
-        return found
+        most = max(1, AT_ONCE[self.device.type] // (group.blocks.numel() * heads * size * dim))
+        per_layer = 0 if self.queries is None else self.queries.shape[1]
+        for start in range(0, count, most):
+            layers = range(start, min(start + most, count))
+            number = torch.arange(layers.start, layers.stop, device=self.device)[:, None]
+            blocks = group.blocks * self.arrangement.of_block + number[..., None] * self.arrangement.of_layer
+            lengths, seen = group.lengths.repeat(len(layers)), group.seen.repeat(len(layers))
+            rows = (group.rows + number * per_layer).flatten()
+            yield layers, slab, Group(blocks.flatten(0, 1), lengths, seen, group.left, rows)
 
     def _slab(self, layer: int | None) -> Slab:
         """The memory of a layer; None: of all, which are arranged as one."""
@@ -345,16 +343,14 @@ class CacheState:
         return blocks[:, : -(-held // self.block_size)]
 
     def _remember(self, slab: Slab, group: Group, state: dict[str, torch.Tensor]) -> None:
-        """Write a policy's memory back, name -> [R, Hkv, N], to the blocks that hold entries of their row."""
+        """Write a policy's memory back, name -> [R, Hkv, N]."""
         for name, value in state.items():
             self._write(slab.state[name], group, value)
 
     def _write(self, beside: torch.Tensor, group: Group, value: torch.Tensor) -> None:
-        """[R, Hkv, N, ...] to the blocks of [blocks, Hkv, block size, ...] that hold entries of their row."""
-        start = torch.arange(group.blocks.shape[1], device=self.device) * self.block_size
-        real = start < group.lengths[:, None]
+        """[R, Hkv, N, ...] to the blocks of [blocks, Hkv, block size, ...]; of what is padding, to nobody's."""
         by_block = value.unflatten(2, (-1, self.block_size)).transpose(1, 2)
-        beside[group.blocks[real]] = by_block[real]
+        beside[group.blocks.flatten()] = by_block.flatten(0, 1)
 
     def _listed(self, blocks: torch.Tensor, mask: torch.Tensor, start: int) -> tuple[torch.Tensor, ...]:
         """Where bool [R, Hkv, K] is true, of the slots from `start`: (block, head, place), one after another."""
@@ -366,6 +362,7 @@ class CacheState:
         """What a group holds, as a policy that reads so much sees it; `recent`: its last queries too."""
         queries = None
         if recent and slab.queries is not None:
+            assert group.rows is not None
             window = slab.queries.shape[1]
             oldest_first = (group.seen[:, None] + torch.arange(window, device=self.device)) % window
             queries = slab.queries[group.rows[:, None], oldest_first].transpose(1, 2)
@@ -381,10 +378,3 @@ class CacheState:
             left=[group.left] * len(group.lengths),
             mean_over_ranks=paged.mean_over_ranks,
         )
-
-
-def _last_of_each(starts: torch.Tensor, window: int) -> torch.Tensor:
-    """The last `window` tokens of each request of a batch: int64, from int [B + 1] in host memory."""
-    count = starts.diff().clamp(max=window)
-    tokens = torch.arange(int(count.sum()))
-    return tokens + (starts[1:] - count.cumsum(0)).repeat_interleave(count)

@@ -14,6 +14,7 @@ from rollout.context.files import load_context
 from rollout.requests import forced_token
 from rollout.sampling import Uniforms, sample
 from rollout.vllm.compat.paged import live_state
+from rollout.vllm.handover import received
 from rollout.vllm.messages import Result
 from rollout.vllm.record import RunRecord
 from sparse_rl.models.directory import SCORERS
@@ -46,9 +47,9 @@ class SequenceSampler(nn.Module):
         uniform = None
         if self.sampling.temperature > 0 and "forced" not in asked[0]:
             numbers = [self._uniform(each["seed"], step) for each, step in zip(asked, steps, strict=True)]
-            uniform = torch.tensor(numbers, dtype=torch.float64).to(logits.device)
+            uniform = _sent(numbers, torch.float64, logits.device)
         tokens = [forced_token(n, each.get("forced"), self.sampling) for each, n in zip(asked, steps, strict=True)]
-        forced = torch.tensor(tokens).to(logits.device) if max(tokens) >= 0 else None
+        forced = _sent(tokens, torch.int64, logits.device) if max(tokens) >= 0 else None
         sampled, *logprobs = sample(logits, self.sampling, uniform, forced)
         if self.record is not None:
             self.record.draw(ids, [each["place"] for each in asked], steps, torch.stack(logprobs, dim=-1))
@@ -93,15 +94,15 @@ class WorkerExtension:
         """Keep a compacted context, or what a file has of one, for requests that go on from it, until another comes."""
         live_state().hold(name, load_context(source) if isinstance(source, str) else source)
 
-    def replace_weights(self, source: str | Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load weights by checkpoint name, from an iterable or a safetensors file."""
-        if isinstance(source, str):
-            from safetensors.torch import load_file
+    def receive_weights(self, path: str, places: list[list]) -> None:
+        """`replace_weights` from another process, with what `handed_over` gives."""
+        self.replace_weights(received(path, places))
 
-            source = load_file(source).items()
+    def replace_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load weights by checkpoint name."""
         scorers: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            self.model_runner.model.load_weights(_without_scorers(source, scorers))
+            self.model_runner.model.load_weights(_without_scorers(weights, scorers))
             if scorers:
                 live_state().scorers.load(scorers)
 
@@ -109,6 +110,11 @@ class WorkerExtension:
         """See `Engine.scorer_digests`; of this rank's heads."""
         scorers = getattr(live_state(), "scorers", None)
         return {} if scorers is None else digests(scorers.by_name())
+
+
+def _sent(numbers: list[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers on the device, which is not waited for: it copies them from pinned memory when it comes to it."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _without_scorers(

@@ -4,7 +4,9 @@ families.py    which models can be replayed;  interface.py  the attention functi
 views/         from traces to what a forward carries: make_view;  kernels/  what computes attention under evict_at
 parity.py      whether a kernel is exact on this machine;  choice.py  which one is taken
 logprobs.py    replay_logprobs, the invariant that all serves
+ahead.py       a kernel compiled before training
 future.py      what attention a token will still get, for policies that learn it
+future_parity.py  whether FlexAttention computes that here
 oracle.py      how much of what the best cache would hold is held
 """
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from sparse_rl.attention.families import cache_shape
     from sparse_rl.attention.future import future_attention_mass
     from sparse_rl.attention.interface import NO_MASK, adopt
+    from sparse_rl.attention.kernels.sdpa import compute_exactly
     from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
     from sparse_rl.attention.views.factory import make_view
 
@@ -25,6 +28,7 @@ __all__ = [
     "NO_MASK",
     "adopt",
     "cache_shape",
+    "compute_exactly",
     "dense_logprobs",
     "future_attention_mass",
     "make_view",
@@ -38,6 +42,7 @@ __getattr__ = public_names(
         "NO_MASK": "sparse_rl.attention.interface",
         "adopt": "sparse_rl.attention.interface",
         "cache_shape": "sparse_rl.attention.families",
+        "compute_exactly": "sparse_rl.attention.kernels.sdpa",
         "dense_logprobs": "sparse_rl.attention.logprobs",
         "future_attention_mass": "sparse_rl.attention.future",
         "make_view": "sparse_rl.attention.views.factory",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.attention.families import cache_shape
@@ -15,8 +17,17 @@ if TYPE_CHECKING:
 BEST_FIRST = ("flex_sorted", "flex")  # those that a GPU must be found exact with
 
 
-def check_kernels(kernels: Sequence[str], configs: Iterable[Any], dtype: str) -> Iterator[Parity]:
-    """Each of these kernels on this process's GPU, at the shapes of all models: compiles, and takes seconds.
+def will_check(wanted: str) -> bool:
+    """Whether `choose_kernel` compiles and checks kernels on a GPU, which takes a while."""
+    import torch
+
+    return torch.cuda.is_available() and (wanted == "auto" or wanted in BEST_FIRST)
+
+
+def check_kernels(
+    kernels: Sequence[str], configs: Iterable[Any], dtype: str, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[Parity]:
+    """Each of these kernels on this process's GPU, at the shapes of all models.
 
     configs : of the models, read only where a kernel is checked; dtype : torch's name of what they compute in
     """
@@ -24,16 +35,35 @@ def check_kernels(kernels: Sequence[str], configs: Iterable[Any], dtype: str) ->
 
     from sparse_rl.attention.parity import check_parity
 
-    place = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()  # as accelerate has it
-    device, configs = torch.device("cuda", place), list(configs)
+    device, configs = own_device(), list(configs)
     for kernel in kernels:
+        start = clock()
         for config in configs:
             _, kv_heads, head_dim = cache_shape(config)
             shape = {"heads": config.num_attention_heads, "kv_heads": kv_heads, "head_dim": head_dim}
             parity = check_parity(kernel, device, getattr(torch, dtype), **shape)
             if parity.failure is not None:
                 break
-        yield parity
+        yield dataclasses.replace(parity, seconds=clock() - start)
+
+
+def check_target(config: Any, dtype: str, clock: Callable[[], float] = time.perf_counter) -> Parity:
+    """FlexAttention's form of the scorers' target on this process's GPU; what it finds holds for this process."""
+    import torch
+
+    from sparse_rl.attention import future_parity
+
+    _, kv_heads, head_dim = cache_shape(config)
+    shape, start = (config.num_attention_heads, kv_heads, head_dim), clock()
+    parity = future_parity.check_target(own_device(), getattr(torch, dtype), shape)
+    return dataclasses.replace(parity, seconds=clock() - start)
+
+
+def own_device() -> Any:
+    """This process's GPU, as accelerate has it."""
+    import torch
+
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
 def choose_kernel(wanted: str, configs: Iterable[Any], dtype: str) -> tuple[str, str]:
@@ -44,20 +74,20 @@ def choose_kernel(wanted: str, configs: Iterable[Any], dtype: str) -> tuple[str,
 
     Raises UserError where flex or flex_sorted is asked for by name and is not exact, or not to be had, here.
     """
-    if wanted in ("sdpa", "dense"):
+    if wanted in ("gather", "sdpa", "dense"):
         return wanted, wanted
     import torch
 
     if not torch.cuda.is_available():
         why = "there is no GPU, and on a CPU FlexAttention has no backward"
         if wanted != "auto":
-            raise UserError(f"{why}; use sdpa", "attention_kernel")
-        return "sdpa", f"sdpa ({why})"
+            raise UserError(f"{why}; use gather", "attention_kernel")
+        return "gather", f"gather ({why})"
     findings = []
     for parity in check_kernels(BEST_FIRST if wanted == "auto" else (wanted,), configs, dtype):
         findings.append(str(parity))
         if parity.failure is None:
             return parity.kernel, "; ".join(findings)
     if wanted != "auto":
-        raise UserError(f"{findings[0]}; use sdpa", "attention_kernel")
-    return "sdpa", "; ".join([*findings, "sdpa"])
+        raise UserError(f"{findings[0]}; use gather", "attention_kernel")
+    return "gather", "; ".join([*findings, "gather"])

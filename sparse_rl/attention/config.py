@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from sparse_rl.config import Configuration, Positive, PositiveInt
 
-AttentionKernel = Literal["sdpa", "flex", "flex_sorted", "dense"]  # see kernels/
+AttentionKernel = Literal["gather", "sdpa", "flex", "flex_sorted", "dense"]  # see kernels/
 ATTENTION_KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
 
 

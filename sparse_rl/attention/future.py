@@ -4,7 +4,7 @@
 
 with p the attention of query d over the tokens before it. It is the transpose of a causal attention: what flows into a
 key, instead of what a query reads. Computed for some keys at a time, from the log-sum-exp of each query, so that no
-S x S tensor is alive.
+S x S tensor is alive; or by FlexAttention (kernels/transposed.py), which visits only the tiles that count.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from typing import Literal
 
 import torch
 
+from sparse_rl.attention.kernels.flex import flex_attend
+from sparse_rl.attention.kernels.transposed import VALUE_DIM, mass_by_flex
+
+Kernel = Literal["torch", "flex"]
 CHUNK = 512  # keys or queries at a time
 LARGEST = 40.0  # of log p: an evicted token may weigh more than all that is seen, but its mass must not overflow
 
@@ -31,8 +35,9 @@ def future_attention_mass(
     group: Literal["max", "mean"] | None = None,
     floor: float = 0.0,
     chunk: int = CHUNK,
+    kernel: Kernel = "torch",
 ) -> torch.Tensor:
-    """log(floor + m_t): float32 [B, Hq, S], or [B, Hkv, S] where the queries of a kv head are joined.
+    """log(floor + m_t): float32 [B, Hq, S], or [B, Hkv, S] where the queries of a kv head are joined; float64 of that.
 
     Parameters
     ----------
@@ -47,37 +52,59 @@ def future_attention_mass(
     normalise : divide by N_t
     group : None; "max": the largest log of a kv head's queries; "mean": the log of their mean probability
     floor : epsilon; 0 leaves -inf where nothing looks back
-    chunk : keys at a time
+    chunk : keys at a time, of the torch kernel
+    kernel : flex is FlexAttention: compiled on a GPU, with scores as exact as the dtype of queries and keys; on a CPU
+        torch's plain operator, which is slow
     """
-    batch, q_heads, length, dim = query.shape
+    batch, q_heads, length, _ = query.shape
     kv_heads = key.shape[1]
     if ends is None:
         ends = torch.full((batch, length), length, device=query.device)
-    grouped = query.float().reshape(batch, kv_heads, -1, length, dim) * scaling
     if log_sum_exp is None:
-        log_sum_exp = attention_lse(query, key, scaling=scaling, ends=ends, chunk=chunk)
-    lse = log_sum_exp.float().reshape(batch, kv_heads, -1, length)
-    queries = torch.arange(length, device=query.device)
-    mass = grouped.new_zeros(batch, kv_heads, grouped.shape[2], length)
-    count = torch.zeros(batch, length, dtype=torch.long, device=query.device)
-    for start in range(0, length, chunk):
-        part = slice(start, start + chunk)
-        first, last = queries[part] + window, ends[:, part]
-        if lookahead is not None:
-            last = torch.minimum(last, first + lookahead + 1)
-        later = slice(min(start + window, length), None)  # no query before is of any key here
-        counted = (queries[later] >= first[:, None]) & (queries[later] < last[..., None])  # [B, keys, queries]
-        scores = key[:, :, None, part].float() @ grouped[..., later, :].transpose(-1, -2)
-        scores = (scores - lse[..., None, later]).masked_fill(~counted[:, None, None], float("-inf"))
-        mass[..., part] = scores.clamp(max=LARGEST).exp().sum(-1)
-        count[:, part] = counted.sum(-1)
+        log_sum_exp = attention_lse(query, key, scaling=scaling, ends=ends, chunk=chunk, kernel=kernel)
+    first, last = torch.arange(length, device=query.device) + window, ends.clamp(max=length)
+    if lookahead is not None:
+        last = torch.minimum(last, first + lookahead + 1)
+    if kernel == "flex":
+        spans = first.expand_as(last), last
+        logs = mass_by_flex(query, key, log_sum_exp, *spans, scaling, LARGEST, compiled=query.is_cuda)
+        mass = logs.exp().reshape(batch, kv_heads, -1, length)
+    else:
+        mass = _mass(query, key, log_sum_exp, window, last, scaling, chunk)
     if normalise:
-        mass = mass / count.clamp(min=1)[:, None, None]
+        mass = mass / (last - first).clamp(min=1)[:, None, None]
     if group == "mean":
         return (floor + mass.mean(2)).log()
     if group == "max":
         return (floor + mass).log().amax(2)
     return (floor + mass).log().reshape(batch, q_heads, length)
+
+
+def _mass(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    window: int,
+    last: torch.Tensor,
+    scaling: float,
+    chunk: int,
+) -> torch.Tensor:
+    """sum over t + w <= d < last[t] of p_{d -> t}, [B, Hkv, G, S]; last int64 [B, S]."""
+    batch, _, length, dim = query.shape
+    kv_heads, wide = key.shape[1], _wide(query)
+    grouped = query.to(wide).reshape(batch, kv_heads, -1, length, dim) * scaling
+    lse = log_sum_exp.to(wide).reshape(batch, kv_heads, -1, length)
+    queries = torch.arange(length, device=query.device)
+    mass = torch.zeros_like(lse)
+    for start in range(0, length, chunk):
+        part = slice(start, start + chunk)
+        later = slice(min(start + window, length), None)  # no query before is of any key here
+        far_enough = queries[later] >= queries[part, None] + window
+        counted = far_enough & (queries[later] < last[:, part, None])  # [B, keys, queries]
+        scores = key[:, :, None, part].to(wide) @ grouped[..., later, :].transpose(-1, -2)
+        scores = (scores - lse[..., None, later]).masked_fill(~counted[:, None, None], float("-inf"))
+        mass[..., part] = scores.clamp(max=LARGEST).exp().sum(-1)
+    return mass
 
 
 @torch.no_grad()
@@ -89,18 +116,27 @@ def attention_lse(
     ends: torch.Tensor | None = None,
     evict_at: torch.Tensor | None = None,
     chunk: int = CHUNK,
+    kernel: Kernel = "torch",
 ) -> torch.Tensor:
-    """The log-sum-exp of each query's scaled scores: float32 [B, Hq, S].
+    """The log-sum-exp of each query's scaled scores: float32 [B, Hq, S], or float64 of that; -inf where none is seen.
 
-    query, key, scaling, ends : as in future_attention_mass
+    query, key, scaling, ends, kernel : as in future_attention_mass
     evict_at : int32 [B, Hkv, S]; a query counts only the tokens that it sees. None: all before it
-    chunk : queries at a time
+    chunk : queries at a time, of the torch kernel
     """
     batch, q_heads, length, dim = query.shape
-    kv_heads = key.shape[1]
+    kv_heads, wide = key.shape[1], _wide(query)
     if ends is None:
         ends = torch.full((batch, length), length, device=query.device)
-    grouped = query.float().reshape(batch, kv_heads, -1, length, dim) * scaling
+    if kernel == "flex":
+        gone = ends[:, None].expand(-1, kv_heads, -1).int()
+        seen = gone if evict_at is None else torch.minimum(gone, evict_at)
+        value = key.new_zeros(*key.shape[:3], VALUE_DIM)
+        options = {"in_segments": evict_at is not None, "compiled": query.is_cuda, "want_lse": True}
+        lse = flex_attend(seen, query, key, value, scaling, **options)[1]
+        assert lse is not None
+        return lse.to(wide)
+    grouped = query.to(wide).reshape(batch, kv_heads, -1, length, dim) * scaling
     places = torch.arange(length, device=query.device)
     parts = []
     for start in range(0, length, chunk):
@@ -108,6 +144,10 @@ def attention_lse(
         seen = ((places <= at) & (at < ends[:, None]))[:, None]  # [B, 1, queries, keys]
         if evict_at is not None:
             seen = seen & (at < evict_at[:, :, None])
-        scores = grouped[..., start : start + chunk, :] @ key[:, :, None].float().transpose(-1, -2)
+        scores = grouped[..., start : start + chunk, :] @ key[:, :, None].to(wide).transpose(-1, -2)
         parts.append(scores.masked_fill(~seen[:, :, None], float("-inf")).logsumexp(-1))
     return torch.cat(parts, dim=-1).reshape(batch, q_heads, length)
+
+
+def _wide(query: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(query.dtype, torch.float32)

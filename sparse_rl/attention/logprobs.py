@@ -29,7 +29,7 @@ def replay_logprobs(
     rollouts: Sequence[Sampled],
     temperature: float = 1.0,
     batch_size: int = 8,
-    attention_kernel: str = "sdpa",
+    attention_kernel: str = "gather",
 ) -> list[torch.Tensor]:
     """Log-probs of each rollout's completion tokens, at `temperature`, under its trace.
 

@@ -26,16 +26,21 @@ LSE = 1e-3  # allowed |error|; it is computed in float32 in any case
 
 @dataclass(frozen=True)
 class Parity:
-    """errors : of out, dq, dk, dv and lse, (the kernel's, what is allowed); failure: why it is not used, or None."""
+    """errors : of out, dq, dk, dv and lse, (the kernel's, what is allowed); failure: why it is not used, or None.
+
+    seconds : that the check took, compiling included; None: not measured
+    """
 
     kernel: str
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     failure: str | None = None
+    seconds: float | None = None
 
     def __str__(self) -> str:
+        took = "" if self.seconds is None else f"; checked in {self.seconds:.0f} s"
         if self.failure:
-            return f"{self.kernel} is not used: {self.failure}"
-        return f"{self.kernel} is exact here (error / allowed: {_ratios(self.errors)})"
+            return f"{self.kernel} is not used: {self.failure}{took}"
+        return f"{self.kernel} is exact here (error / allowed: {_ratios(self.errors)}){took}"
 
 
 def check_parity(
@@ -69,8 +74,7 @@ def check_parity(
             lse = flex_attend(evict_at, q, k, v, scaling, **options)[1]
         assert lse is not None
     except Exception as error:  # whatever a compiler or kernel raises, it says that this kernel is not to be had here
-        first = next((line for line in str(error).splitlines() if line.strip()), "")
-        return Parity(kernel, failure=f"{type(error).__name__}: {first}")
+        return Parity(kernel, failure=in_a_line(error))
     finally:
         if q.is_cuda:
             torch.cuda.empty_cache()  # an engine beside us counts what is free
@@ -79,11 +83,20 @@ def check_parity(
         if name == "out":  # padding: there flex sees nothing and gives 0, the others see themselves
             b, right = b * real, right * real
         floor = FLOOR[dtype] * float(right.abs().max())
-        errors[name] = _distance(a, right), max(ALLOWED * _distance(b, right), floor)
-    errors["lse"] = _distance(lse.where(real[..., 0], 0), wanted[-1].where(real[..., 0], 0)), LSE
+        errors[name] = distance(a, right), max(ALLOWED * distance(b, right), floor)
+    errors["lse"] = distance(lse.where(real[..., 0], 0), wanted[-1].where(real[..., 0], 0)), LSE
+    return judged(kernel, errors)
+
+
+def judged(kernel: str, errors: dict[str, tuple[float, float]]) -> Parity:
     if bad := {name: pair for name, pair in errors.items() if not pair[0] <= pair[1]}:  # NaN is bad, too
         return Parity(kernel, errors, f"it is not exact on this machine (error / allowed: {_ratios(bad)})")
     return Parity(kernel, errors)
+
+
+def in_a_line(error: Exception) -> str:
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first}"
 
 
 def random_evictions(rows: int, kv_heads: int, length: int, budget: int, generator: torch.Generator) -> torch.Tensor:
@@ -133,7 +146,7 @@ def _reference(
     return out, dq, dk, dv, lse
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).abs().max())
 
 

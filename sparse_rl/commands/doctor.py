@@ -122,6 +122,7 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
         lines.append(CONTEXT_TIME)
     if recipe.trained:
         lines += _attention_kernels(recipe.as_training())
+    lines += _kernels(recipe, config)
     local, cards = launch.processes // launch.machines, torch.cuda.device_count()
     if cards and local > cards:
         lines.append(f"launch.processes: {local} processes on {cards} GPU{'s' * (cards > 1)}; lower it")
@@ -132,7 +133,7 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
 
 
 def _attention_kernels(recipe: TrainRecipe) -> list[str]:
-    """Which attention kernels are exact here, on a GPU; else which one is taken."""
+    """Which attention kernels are exact here, on a GPU, the scorers' target among them; else which one is taken."""
     import torch
 
     from sparse_rl.attention import choice
@@ -145,7 +146,35 @@ def _attention_kernels(recipe: TrainRecipe) -> list[str]:
         findings = [str(parity) for parity in choice.check_kernels(choice.BEST_FIRST, configs, recipe.dtype)]
     else:
         findings = [choice.choose_kernel(wanted, configs, recipe.dtype)[1]]
-    return [f"attention kernel: {finding}" for finding in findings]
+    lines = [f"attention kernel: {finding}" for finding in findings]
+    if torch.cuda.is_available() and recipe.foresees():
+        lines.append(f"scorers' target: {choice.check_target(load_config(recipe.model), recipe.dtype)}")
+    return lines
+
+
+def _kernels(recipe: Recipe, config: Any) -> list[str]:
+    """Which form of their own kernels the caches of a recipe run in, on a GPU."""
+    import torch
+
+    from sparse_rl.attention.families import cache_shape
+    from sparse_rl.commands.sampling import cache_configs
+    from sparse_rl.commands.sizes import compares_keys
+    from sparse_rl.kernels.redundancy import redundancy_choice
+    from sparse_rl.kernels.topk import topk_choice
+    from sparse_rl.policies.config import KVpopPolicyConfig, LayeredConfig
+
+    if not torch.cuda.is_available():
+        return []
+    caches = cache_configs(recipe)
+    if recipe.trained and (learned := recipe.as_training().learned_cache()) is not None:
+        caches.append(learned)
+    caches += [part.cache for cache in caches if isinstance(cache, LayeredConfig) for part in cache.ranges]
+    lines = []
+    if any(compares_keys(cache) for cache in caches):
+        lines.append(f"redundancy: {redundancy_choice(getattr(torch, recipe.dtype), cache_shape(config)[2])}")
+    if any(isinstance(cache, KVpopPolicyConfig) for cache in caches):
+        lines.append(f"running top-k: {topk_choice()}")
+    return lines
 
 
 def _version(package: str) -> str | None:

@@ -9,35 +9,38 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout.evaluation.contexts import label
-from rollout.vllm.folded import wide_head
 from sparse_rl.commands.machine import device_memory, show
-from sparse_rl.commands.sampling import cache_configs
+from sparse_rl.commands.sampling import cache_configs, engine_arguments
 from sparse_rl.commands.sizes import (
     ITEMSIZE,
     activation_bytes,
     attention_itemsize,
     cache_bytes,
     compaction_bytes,
+    computes_exactly,
     context_bytes,
     count_parameters,
     fit_bytes,
+    future_bytes,
+    gathered_bytes,
+    held_head,
     lora_parameters,
     mask_bytes,
     pages_bytes,
+    pool_bytes,
     query_bytes,
     reading_bytes,
-    redundancy_bytes,
     reference_queries,
     sdpa_mask_bytes,
     state_bytes,
     tiles_bytes,
     trace_bytes,
     training_state,
+    transient_bytes,
 )
 from sparse_rl.data.config import DataConfig
 from sparse_rl.models.load import load_config
 from sparse_rl.models.weights import meta_model
-from sparse_rl.policies.am import rows_at_once
 from sparse_rl.policies.config import AMConfig, ClusteredConfig, LayeredConfig, PolicyConfig
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import Recipe, SweptRecipe, TaughtRecipe, TrainRecipe
@@ -112,7 +115,7 @@ def _evaluation_items(recipe: SweptRecipe, model: Model, engine: list[Item], cud
     """The points of a sweep run one after another: the largest is counted, the others are shown."""
     weights = [Item("weights", model.bytes, note=recipe.dtype)]
     items = engine or weights
-    prompts = [_prompt_tokens(data) for data in recipe.prompt_sources().values()] or recipe.prompt_bounds()
+    prompts = [prompt_tokens(data) for data in recipe.prompt_sources().values()] or recipe.prompt_bounds()
     prompt = max(tokens or ASSUMED_PROMPT for tokens in prompts)
     at_once = min(recipe.rollout.max_batch, recipe.sequences() or recipe.rollout.max_batch)
     if recipe.prompt_caches():
@@ -172,7 +175,7 @@ def _training_plan(recipe: TrainRecipe, model: Model, skeleton: Any, engine: lis
     if stored > model.itemsize:
         copies = parameters * model.itemsize
         items.append(Item("weights under autocast", copies, when="update", note=f"their {recipe.dtype} copies"))
-    prompt = _prompt_tokens(recipe.data)
+    prompt = prompt_tokens(recipe.data)
     rows, length = training.per_device_train_batch_size, recipe.longest_row(prompt) or ASSUMED_LENGTH
     with_or_without = "with" if training.gradient_checkpointing else "without"
     held = activation_bytes(
@@ -183,7 +186,8 @@ def _training_plan(recipe: TrainRecipe, model: Model, skeleton: Any, engine: lis
     if (taught := recipe.taught()) is not None:
         items += _teacher_items(taught, replace(model, parameters=parameters))
     if learned is not None:
-        items += [_mask_item(recipe, model, length, cuda), _future_attention_item(rows, length, model)]
+        items += [_mask_item(recipe, model, learned, prompt, length, cuda)]
+        items += [_future_attention_item(rows, length, model, cuda)]
     copy = parameters * model.itemsize
     items += [Item(name, copy, note=note) for name, note in recipe.further_models(bool(engine))]
     if recipe.engine_config() is not None:
@@ -231,12 +235,9 @@ def _teacher_items(recipe: TaughtRecipe, model: Model) -> list[Item]:
     return [Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards"))]
 
 
-def _future_attention_item(rows: int, length: int, model: Model) -> Item:
-    """The target of the scorers, float32, three arrays of some keys over all queries."""
-    from sparse_rl.attention.future import CHUNK
-
-    held = 3 * 4 * rows * model.config.num_attention_heads * min(CHUNK, length) * length
-    return Item("future attention", held, when="update", note=f"of one layer, {CHUNK} keys at once")
+def _future_attention_item(rows: int, length: int, model: Model, cuda: bool) -> Item:
+    held = future_bytes(rows, model.config.num_attention_heads, model.cache_shape[2], length, model.itemsize, cuda)
+    return Item("future attention", held, when="update", note="the scorers' target, of one layer")
 
 
 def _replay_item(recipe: TrainRecipe, model: Model, cache: PolicyConfig, prompt: int, length: int, cuda: bool) -> Item:
@@ -246,20 +247,24 @@ def _replay_item(recipe: TrainRecipe, model: Model, cache: PolicyConfig, prompt:
     if isinstance(cache, ClusteredConfig):
         (_, kv_heads, head_dim), rows = model.cache_shape, recipe.training.per_device_train_batch_size
         numbers = pages_bytes(rows, model.config.num_attention_heads, kv_heads, head_dim, length, cache)
-        size = numbers * attention_itemsize(recipe.dtype, cuda)
+        size = numbers * attention_itemsize(recipe, cuda)
         return Item("pages of one layer", size, when="update", note="estimate, of one chunk of queries at a time")
-    return _mask_item(recipe, model, length, cuda)
+    return _mask_item(recipe, model, cache, prompt, length, cuda)
 
 
-def _mask_item(recipe: TrainRecipe, model: Model, length: int, cuda: bool) -> Item:
+def _mask_item(recipe: TrainRecipe, model: Model, cache: PolicyConfig, prompt: int, length: int, cuda: bool) -> Item:
     """What replay attention holds besides q, k and v; a GPU's `auto` is taken to find FlexAttention exact."""
-    layers, kv_heads, _ = model.cache_shape
+    layers, kv_heads, head_dim = model.cache_shape
     rows, kernel = recipe.training.per_device_train_batch_size, recipe.attention_kernel() or ""
+    wide = 8 if kernel == "dense" else attention_itemsize(recipe, cuda)
+    held = 1 if recipe.training.gradient_checkpointing else layers
     if kernel.startswith("flex") or (kernel == "auto" and cuda):
-        held = 1 if recipe.training.gradient_checkpointing else layers
         note = "FlexAttention, " + ("one layer at a time" if held == 1 else "of every layer: no checkpointing")
         return Item("tiles", held * tiles_bytes(rows, kv_heads, length), when="update", note=note)
-    wide = 8 if kernel == "dense" else attention_itemsize(recipe.dtype, cuda)
+    if kernel in ("auto", "gather"):
+        seen = make_policy(cache).schedule.most_decoding(prompt, length)
+        size = gathered_bytes(rows * kv_heads, min(prompt, length), length, seen, head_dim, wide, held)
+        return Item("gathered keys", size, when="update", note="replay attention: keys, values and masks, at most")
     note = f"replay attention, one layer at a time: 1 byte, and {wide} as SDPA converts it"
     return Item("mask of one layer", sdpa_mask_bytes(rows, kv_heads, length, wide), when="update", note=note)
 
@@ -282,6 +287,7 @@ def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
         return []
     own = -(-model.bytes // rollout.tensor_parallel)
     when, note = "sampling" if rollout.sleep else "always", f"{recipe.dtype}, its own copy"
+    kept = own if rollout.sleep and recipe.kind == "distill" else 0  # grpo replaces them after each sleep
     size: dict[str, Any] = {
         "itemsize": model.itemsize,
         "max_batch": rollout.max_batch,
@@ -295,9 +301,11 @@ def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
     else:
         total, source = device_memory() or 0, f"gpu_memory_utilization {rollout.gpu_memory_utilization:g}"
         pool = max(int(beside.share(rollout.gpu_memory_utilization, total) * total) - own, 0) if total else 0
+    if (need := max(pool_bytes(policy, engine_arguments(recipe), model.config, cuda) for policy in policies)) < pool:
+        pool, source = need, f"all that {rollout.max_batch} sequences can fill; {source} would be {show(pool)}"
     held = int(pool * beside.per_byte) + beside.requests
     return [
-        Item("vllm: weights", own, when=when, note=note),
+        Item("vllm: weights", own, kept, when=when, note=note),
         Item("vllm: KV pool", pool, when=when, note=source),
         Item("vllm: beside the pool", held, note="positions and the policy's memory, last queries; also in its sleep"),
         Item("vllm: sampler", beside.sampler, when="sampling", note=f"{rollout.max_batch} tokens drawn in float64"),
@@ -324,31 +332,22 @@ def _cache_items(
     shape, total = (layers, kv_heads, head_dim), prompt + recipe.sampling().max_tokens
     fed = max(total - 1, prompt)  # the last token is not
     entries = policy.schedule.most_held(prompt, fed)
-    held_head = head_dim
-    if pooled and policy.bias is not None and (cuda or recipe.dtype != "float32"):
-        held_head = wide_head(head_dim, on_cpu=not cuda)
+    wide = held_head(policy, head_dim, computes_exactly(recipe, cuda), cuda) if pooled else head_dim
     summaries = entries // cache.page if isinstance(cache, ClusteredConfig) else 0
-    one = cache_bytes(entries + summaries, layers, kv_heads, held_head, model.itemsize)
+    one = cache_bytes(entries + summaries, layers, kv_heads, wide, model.itemsize)
     full = cache_bytes(total - 1, *shape, model.itemsize)
     heads = model.config.num_attention_heads
     state = state_bytes(policy, entries, *shape) + query_bytes(policy, layers, heads, head_dim, model.itemsize)
     name = " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
     name += f" in {some} layers" if some else ""
     note = f"{name}: {entries} entries, {show(one)} a sequence; full {show(full)}"
-    note += f"; heads of {held_head}, with room for biases" if held_head > head_dim else ""
+    note += f"; heads of {wide}, with room for biases" if wide > head_dim else ""
     when = "avoided" if pooled else "sampling"
     items = [Item(f"KV cache of {at_once}", at_once * (one + state), when=when, note=note)]
-    compacts = policy.schedule.first(prompt) <= fed
-    device = "cuda" if cuda else "cpu"
-    if compacts and (transient := redundancy_bytes(policy, entries, *shape[1:], at_once * layers, device)):
-        note = f"{name}: similarities among {entries} entries, in tiles, some sequences and layers at a time"
-        items.append(Item("redundancy", transient, when="sampling", note=note))
-    if compacts and isinstance(cache, AMConfig):
-        queries = cache.conditions(heads // kv_heads)
-        rows = min(at_once, rows_at_once(kv_heads * queries * entries))
-        transient = fit_bytes(rows, kv_heads, queries, entries, cache.refitted, head_dim)
-        note = f"{name}: of one layer, {rows} sequences at once, in float64"
-        items.append(Item("fits", transient, when="sampling", note=note))
+    if policy.schedule.first(prompt) <= fed or policy.every_query:
+        device = "cuda" if cuda else "cpu"
+        found = transient_bytes(policy, at_once, entries, shape, heads // kv_heads, recipe.dtype, device, pooled)
+        items += [Item(n, size, when="sampling", note=f"{name}: {how}") for n, (size, how) in found.items() if size]
     return items
 
 
@@ -358,7 +357,7 @@ def _refit_item(recipe: TrainRecipe, model: Model, cache: AMConfig, prompt: int,
     rows, held = recipe.training.per_device_train_batch_size, cache.schedule.most_held(prompt, length)
     queries = cache.conditions(model.config.num_attention_heads // kv_heads)
     fits = fit_bytes(rows, kv_heads, queries, held, cache.refitted, head_dim)
-    masks = rows * kv_heads * (held - cache.budget) * held * (4 + attention_itemsize(recipe.dtype, cuda))
+    masks = rows * kv_heads * (held - cache.budget) * held * (4 + attention_itemsize(recipe, cuda))
     note = "estimate, of one layer and one segment at a time; the fits in float64"
     return Item("fits and masks", 3 * fits // 2 + masks, when="update", note=note)  # a backward pass keeps more
 
@@ -368,7 +367,8 @@ def _dtype_note(recipe: TrainRecipe, stored: int) -> str:
     return kept + (f", ZeRO-{recipe.launch.zero_stage}" if recipe.launch.zero_stage else "")
 
 
-def _prompt_tokens(data: DataConfig) -> int:
+def prompt_tokens(data: DataConfig) -> int:
+    """Of the longest prompt; where it is not bounded, what is assumed."""
     if data.synthetic is not None:
         return 2 * data.synthetic.n + 2
     return data.max_prompt_tokens or ASSUMED_PROMPT

@@ -13,7 +13,7 @@ MAY_CHANGE = (
 )
 MAY_CHANGE_BUT_FOR_ROUNDING = (
     *("gradient_checkpointing", "rollout.max_batch", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"),
-    *("rollout.max_model_len", "rollout.sleep", "attention_kernel"),
+    *("rollout.max_model_len", "rollout.sleep", "rollout.full_graphs", "rollout.exact", "attention_kernel"),
 )
 LENGTH = ("max_steps", "num_train_epochs")  # these may change too where the learning rate does not depend on them
 ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.config import SAMPLE_LIVE, RolloutConfig
+from sparse_rl.attention import compute_exactly
 from sparse_rl.attention.families import cache_shape, window_of
 from sparse_rl.commands.console import warn
 from sparse_rl.data.config import DataConfig
@@ -42,6 +43,7 @@ def choose_recipe_engine(recipe: Recipe, config: Any) -> tuple[Recipe, str]:
     for remark in remarks(caches, config) if config is not None else ():
         warn(remark)
     kind, reason = choose_engine(rollout, config, caches)
+    compute_exactly(rollout.exact)
     return recipe.with_engine_config(replace(rollout, engine=kind)), reason
 
 

@@ -60,6 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch", metavar="N", type=positive, default=64, help="sequences at a time")
     parser.add_argument("--max-model-len", metavar="N", type=positive, help="the longest prompt + completion")
     parser.add_argument("--kv-cache-gb", metavar="GIB", type=gibibytes, help="default: most of the GPU; 1 on a CPU")
+    parser.add_argument(
+        "--full-graphs", action="store_true", help="decode steps as single CUDA graphs; never run on a GPU so far"
+    )
 
 
 def names(text: str) -> list[str]:
@@ -86,6 +89,7 @@ def run(options: argparse.Namespace, session: Session) -> NoReturn:
         max_batch=options.max_batch,
         max_model_len=options.max_model_len,
         kv_cache_gb=options.kv_cache_gb,
+        full_graphs=options.full_graphs,
         allowed_hosts=options.allowed_hosts,
         allowed_origins=options.allowed_origins,
         further=options.further,

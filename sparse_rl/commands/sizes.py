@@ -9,14 +9,19 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from rollout.vllm.folded import wide_head
+from sparse_rl.attention.families import cache_shape
+from sparse_rl.policies.config import GKVConfig, PolicyConfig, RKVConfig
 from trainer.config import LaunchConfig, LoraConfig
 
 if TYPE_CHECKING:
     from rollout.context import PromptCacheConfig
     from sparse_rl.policies.base import Policy
     from sparse_rl.policies.config import ClusteredConfig
+    from sparse_rl.recipe import Recipe
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+BLOCK = {"cuda": 16, "cpu": 32}  # tokens, of vllm's cache
 
 
 # ---- caches, traces, masks -----------------------------------------------------------------------------------------
@@ -25,6 +30,30 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 def cache_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
     """Keys and values of one sequence that holds `entries` per kv head."""
     return 2 * layers * kv_heads * head_dim * entries * itemsize
+
+
+def held_head(policy: Policy, head_dim: int, exact: bool, cuda: bool) -> int:
+    """The head size of vllm's cache: wider than the model's where a bias is stored in the heads (folded.py).
+
+    exact : see `computes_exactly`
+    """
+    if policy.bias is None or exact:
+        return head_dim
+    return wide_head(head_dim, on_cpu=not cuda)
+
+
+def pool_bytes(policy: Policy, given: dict[str, Any], config: Any, cuda: bool) -> int:
+    """The cache of one worker of vllm that all sequences can fill, each at its longest; one block is vLLM's own.
+
+    given : what `make_engine` is given; config : the model's
+    """
+    layers, kv_heads, head_dim = cache_shape(config)
+    longest = given["max_model_len"] or config.max_position_embeddings
+    block = BLOCK["cuda" if cuda else "cpu"]
+    blocks = -(-policy.schedule.most_held(given["max_prompt"] or longest, longest) // block)
+    exact = given["exact"] and given["dtype"] == "float32" and not cuda
+    head, entries = held_head(policy, head_dim, exact, cuda), (given["max_batch"] * blocks + 1) * block
+    return cache_bytes(entries, layers, kv_heads // given["tensor_parallel"], head, ITEMSIZE[given["dtype"]])
 
 
 def state_bytes(policy: Policy, entries: int, layers: int, kv_heads: int, head_dim: int) -> int:
@@ -49,6 +78,81 @@ def fit_bytes(rows: int, kv_heads: int, queries: int, entries: int, kept: int, h
     In float64 five arrays like the logits, three of kept x kept, and the block's keys, values and queries.
     """
     return 8 * rows * kv_heads * (5 * queries * entries + 3 * kept**2 + head_dim * (4 * entries + 2 * queries))
+
+
+def folded_rows(entries: int, requests: int, shape: tuple[int, int, int], device: str) -> int:
+    """How many (request, layer) pairs vllm compacts in one call, of requests that are due together.
+
+    entries : that each holds in a kv head; shape : (layers, kv heads, head dim)
+    """
+    from rollout.vllm.state import AT_ONCE, MOST
+
+    layers, kv_heads, head_dim = shape
+    one = entries * kv_heads * head_dim
+    requests = min(requests, max(1, MOST // one))
+    return requests * min(layers, max(1, AT_ONCE[device] // (requests * one)))
+
+
+def folded_bytes(
+    policy: Policy, rows: int, entries: int, kv_heads: int, head_dim: int, group: int, dtype: str, device: str
+) -> int:
+    """The transient of vllm's compaction of `folded_rows`, or of H2O's observation, beside redundancy and fits.
+
+    group : query heads of a kv head; dtype : of the cache
+
+    Keys are read twice to become one run of memory, and converted to float32; logits of the window's queries stand
+    beside their softmax. A fit has keys and values beside copies of them in order. A policy that reads no keys to
+    decide reads only the entries that move, and their places. And of each entry its position and a few more numbers.
+    """
+    itemsize = ITEMSIZE[dtype]
+    keys, window = itemsize * head_dim, policy.last_queries or int(policy.every_query)
+    remembered = 8 + 4 * len(policy.entry_memory)
+    if policy.bias is not None:
+        queries, each = itemsize, 4 * keys + 32 + remembered
+    elif window:
+        queries, logits = 4 + itemsize, 4 * group * window
+        converted = 4 * head_dim if itemsize < 4 else 0
+        each = max(2 * keys, keys + converted + logits, keys + 2 * logits) + remembered
+    else:
+        left = policy.schedule.budget
+        moved = max(min(left, entries - left), 0) / entries
+        queries, each = 0, int((keys + 48) * moved) + 24
+    largest = rows * kv_heads * (entries * each + group * window * head_dim * queries)
+    similar = redundancy_bytes(
+        policy, entries, kv_heads, head_dim, rows, device, dtype
+    )  # made while the keys are there
+    return max(largest - similar, rows * kv_heads * entries * (keys + 16 + remembered)) if similar else largest
+
+
+def transient_bytes(
+    policy: Policy,
+    requests: int,
+    entries: int,
+    shape: tuple[int, int, int],
+    group: int,
+    dtype: str,
+    device: str,
+    vllm: bool,
+) -> dict[str, tuple[int, str]]:
+    """Of a compaction of requests that are due together: what takes bytes, how many, and a note.
+
+    shape : (layers, kv heads, head dim); group : query heads of a kv head. hf takes one layer at a time; of its own
+    reading and scoring nothing is counted.
+    """
+    from sparse_rl.policies.am import AM, rows_at_once
+
+    rows = folded_rows(entries, requests, shape, device) if vllm else requests
+    sizes, once = (entries, *shape[1:]), f"of {rows} " + ("(sequence, layer)" if vllm else "sequences of one layer")
+    found = {"redundancy": (redundancy_bytes(policy, *sizes, rows, device, dtype), f"{once}, similarities in tiles")}
+    if vllm:
+        folded = folded_bytes(policy, rows, *sizes, group, dtype, device)
+        found["compaction"] = folded, f"{once}, what is read and what scores it"
+    if isinstance(policy, AM):
+        queries = policy.config.conditions(group)
+        fitted = min(rows, rows_at_once(shape[1] * queries * entries))
+        fits = fit_bytes(fitted, shape[1], queries, entries, policy.config.refitted, shape[2])
+        found["fits"] = fits, f"{once}, {fitted} at once, in float64"
+    return found
 
 
 def context_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
@@ -110,19 +214,50 @@ def pages_bytes(rows: int, heads: int, kv_heads: int, head_dim: int, length: int
     return 2 * rows * kv_heads * (read + 2 * logits)
 
 
+def future_bytes(sequences: int, heads: int, head_dim: int, length: int, itemsize: int, cuda: bool) -> int:
+    """One layer's target of KVpop's scorers: three float32 arrays of some keys over all queries; on a GPU, which is
+    taken to find FlexAttention exact, queries and keys once more for each query head.
+    """
+    from sparse_rl.attention.future import CHUNK
+    from sparse_rl.attention.kernels.flex import padded
+
+    if cuda:
+        return 2 * itemsize * sequences * heads * padded(length) * head_dim
+    return 3 * 4 * sequences * heads * min(CHUNK, length) * length
+
+
 def mask_bytes(sequences: int, kv_heads: int, length: int, layers: int = 1) -> int:
     """Boolean masks [B, Hkv, S, S]: of one layer, as replay attention makes them, or of all, as dense traces would."""
     return sequences * layers * kv_heads * length * length
 
 
-def attention_itemsize(dtype: str, cuda: bool) -> int:
-    """Bytes of a number in the attention: the dtype's, but on a CPU float32 is computed in float64."""
-    return 8 if dtype == "float32" and not cuda else ITEMSIZE[dtype]
+def computes_exactly(recipe: Recipe, cuda: bool) -> bool:
+    """Whether float32 attention is computed in float64, as it is on a CPU where a recipe says nothing else."""
+    rollout = recipe.engine_config()
+    return recipe.dtype == "float32" and not cuda and (rollout is None or rollout.exact)
+
+
+def attention_itemsize(recipe: Recipe, cuda: bool) -> int:
+    """Bytes of a number in the attention: the dtype's, or float64's."""
+    return 8 if computes_exactly(recipe, cuda) else ITEMSIZE[recipe.dtype]
 
 
 def sdpa_mask_bytes(sequences: int, kv_heads: int, length: int, itemsize: int) -> int:
     """One layer's mask in replay attention: the boolean one, and what SDPA makes of it, a bias in its own dtype."""
     return mask_bytes(sequences, kv_heads, length) * (1 + itemsize)
+
+
+def gathered_bytes(rows: int, prompt: int, length: int, seen: int, head_dim: int, itemsize: int, layers: int) -> int:
+    """What attention over gathered keys holds until the backward pass, where a query sees `seen` entries, and all of
+    its prompt; rows: sequences x kv heads. Of one layer, where that is too much to be kept of all of them.
+    """
+    import torch
+
+    from sparse_rl.attention.kernels.gather import HELD, held_bytes, make_chunks
+
+    evict_at = (torch.arange(length, dtype=torch.int32) + seen).clamp(min=prompt)
+    held = rows * held_bytes(make_chunks(evict_at[None]), head_dim, itemsize)
+    return held if held > HELD else layers * held
 
 
 def tiles_bytes(sequences: int, kv_heads: int, length: int) -> int:
@@ -135,17 +270,33 @@ def tiles_bytes(sequences: int, kv_heads: int, length: int) -> int:
     return sequences * kv_heads * (width * (4 + 4 + 8) + length * 8 + 4 * 4 * (count + count**2))
 
 
+def compares_keys(cache: PolicyConfig) -> bool:
+    """Whether a compaction compares every two keys: R-KV's redundancy."""
+    return isinstance(cache, RKVConfig) or (isinstance(cache, GKVConfig) and cache.redundancy)
+
+
 def redundancy_bytes(
-    policy: Policy, entries: int, kv_heads: int, head_dim: int, sequences: int = 1, device: str = "cpu"
+    policy: Policy,
+    entries: int,
+    kv_heads: int,
+    head_dim: int,
+    sequences: int = 1,
+    device: str = "cpu",
+    dtype: str = "float32",
 ) -> int:
     """The transient of R-KV's redundancy, where a policy has it, for as many of the sequences as are taken at a time.
 
     A tile of similarities in float32, and again in float64; three arrays of keys in float32; a few numbers per entry.
+    Triton's kernel, where it is taken for keys of this dtype: of all sequences a copy of the keys, and a few numbers.
     """
-    from sparse_rl.policies.scored_window import AT_ONCE, GKV, RKV, similarity_tiles
+    import torch
 
-    if not (isinstance(policy, RKV) or (isinstance(policy, GKV) and policy.config.redundancy)):
+    from sparse_rl.kernels.redundancy import AT_ONCE, redundancy_choice, similarity_tiles
+
+    if not compares_keys(policy.config):
         return 0
+    if device == "cuda" and redundancy_choice(getattr(torch, dtype), head_dim).kernel == "triton":
+        return sequences * kv_heads * entries * (2 * head_dim + 24)
     rows = max(last - first for first, last in similarity_tiles(entries))
     at_once = min(sequences, max(1, AT_ONCE[device] // (kv_heads * rows * entries)))
     return at_once * kv_heads * entries * (12 * rows + 12 * head_dim + 64)

@@ -6,6 +6,7 @@ import argparse
 import shlex
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from sparse_rl.commands.arguments import add_recipe, file_name, read_recipe
 from sparse_rl.commands.console import Session, quiet_loading, rank, readable_progress, say
@@ -127,6 +128,7 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
             rundir.wandb_offline_without_key(folder)
         trainer = TRAINERS[training.kind](training, folder)
         trainer.recipe = training.resolved()
+        compile_attention(trainer, training)
         if training.taught() is not None:
             trainer.args.eval_on_start = trainer.eval_dataset is not None and checkpoint is None
         final = folder / RUN_MODEL
@@ -140,7 +142,7 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
 
 def with_choices(recipe: TrainRecipe) -> TrainRecipe:
     """The recipe with its engine and its attention kernel chosen for this machine; both are said, with the reason."""
-    from sparse_rl.attention.choice import choose_kernel
+    from sparse_rl.attention.choice import check_target, choose_kernel, will_check
     from sparse_rl.commands.sampling import choose_recipe_engine
     from sparse_rl.models.load import load_config
     from trainer.rundir import check_world
@@ -152,7 +154,29 @@ def with_choices(recipe: TrainRecipe) -> TrainRecipe:
         say("rollouts", finding)
         recipe = chosen.as_training()
     if (wanted := recipe.attention_kernel()) is not None:
+        if will_check(wanted):
+            say("attention kernel", "FlexAttention is compiled and checked on this GPU, which takes a while")
         kernel, finding = choose_kernel(wanted, map(load_config, recipe.attending_models()), recipe.dtype)
         say("attention kernel", finding)
         recipe = recipe.with_attention_kernel(kernel)
+        if recipe.foresees() and will_check("auto"):
+            say("scorers' target", str(check_target(config, recipe.dtype)))
     return recipe
+
+
+def compile_attention(trainer: Any, recipe: TrainRecipe) -> None:
+    """Compile FlexAttention for the longest rows before the first step, and say so."""
+    if not (kernel := recipe.attention_kernel() or "").startswith("flex"):
+        return
+    from sparse_rl.attention.ahead import compile_ahead, sizes_up_to
+    from sparse_rl.commands.memory import prompt_tokens
+
+    longest = recipe.longest_row(prompt_tokens(recipe.data))
+    assert longest is not None, "what is trained under evictions bounds its rows"
+    *shorter, size = sizes_up_to(longest)
+    later = f"; {len(shorter)} smaller sizes when they are first met" if shorter else ""
+    say("attention kernel", f"compiling for rows of {size} tokens{later}")
+    rows, weights = recipe.training.per_device_train_batch_size, next(trainer.model.parameters())
+    where = trainer.accelerator.device, weights.dtype
+    with trainer.accelerator.autocast():
+        compile_ahead(kernel, trainer.model.config, rows, longest, *where, target=recipe.foresees())

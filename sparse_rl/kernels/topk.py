@@ -14,13 +14,19 @@ ceil(log2 S) passes of cumsum, gather and scatter; no loop over tokens, rows or 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
 
 from sparse_rl.errors import NotFiniteError, UserError
+from sparse_rl.kernels.choice import Choice, choose, seconds_on_gpu
 from sparse_rl.trace import NEVER
+
+Descent = Callable[[torch.Tensor, int], torch.Tensor]
+CHECKED = ((3, 1000, 17), (8, 16_384, 2016))  # rows, tokens and k of the check; the last is timed
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ def running_topk(
     log_decay: torch.Tensor | None = None,
     decay_every: int = 1,
     lengths: torch.Tensor | None = None,
-    kernel: Literal["torch", "triton"] = "torch",
+    kernel: Literal["torch", "triton"] | None = None,
 ) -> RunningTopK:
     """See the module.
 
@@ -59,7 +65,8 @@ def running_topk(
     log_decay : log gamma, [H] <= 0
     decay_every : n; ages count in whole steps of n positions, r_t - floor(t / n) log gamma
     lengths : int64 [B], the end of each row; what stands behind is padding
-    kernel : who descends; triton needs a GPU, and has been run under its interpreter only
+    kernel : who makes the passes over the bits; None: triton on a GPU where it has been found right and faster, else
+        torch
 
     Raises
     ------
@@ -70,11 +77,10 @@ def running_topk(
     """
     rows = Rows.of(scores, sinks, window, k, log_decay, decay_every, lengths)
     ranks, order = rows.ranks()
-    if kernel == "triton":
-        from sparse_rl.kernels.topk_triton import kth_smallest_of_prefixes
-    else:
-        kth_smallest_of_prefixes = _kth_smallest_of_prefixes
-    cutoff = kth_smallest_of_prefixes(ranks, k)  # [R, M - k + 1], of the prefixes of k, k + 1, ... tokens
+    if kernel is None:
+        kernel = topk_choice().kernel if scores.is_cuda else "torch"
+    descend = _triton_form() if kernel == "triton" else kth_smallest_of_prefixes
+    cutoff = descend(ranks, k)  # [R, M - k + 1], of the prefixes of k, k + 1, ... tokens
     worst = order.gather(-1, cutoff)
     # Once k are held, each step drops one: the newcomer, or the worst so far.
     newcomer = torch.arange(k, ranks.shape[-1], device=ranks.device).expand(len(ranks), -1)
@@ -150,7 +156,7 @@ class Rows:
         return RunningTopK(*(part[:, :length].int().reshape(self.shape) for part in found))
 
 
-def _kth_smallest_of_prefixes(ranks: torch.Tensor, k: int) -> torch.Tensor:
+def kth_smallest_of_prefixes(ranks: torch.Tensor, k: int) -> torch.Tensor:
     """int64 [R, M - k + 1]: of permutations of 0 .. M - 1, the k-th smallest of the first k, k + 1, ... to M."""
     rows, width = ranks.shape
     device = ranks.device
@@ -174,6 +180,32 @@ def _kth_smallest_of_prefixes(ranks: torch.Tensor, k: int) -> torch.Tensor:
         moved = torch.where(zero, zeros_before[:, :-1], zeros + place - zeros_before[:, :-1])
         ranks = torch.empty_like(ranks).scatter_(-1, moved, ranks)
     return answer
+
+
+@cache
+def topk_choice() -> Choice:
+    """Who descends on this process's GPU."""
+    return check_topk(_triton_form, seconds_on_gpu, "cuda")
+
+
+def check_topk(load: Callable[[], Descent], seconds: Callable[[Callable[[], object]], float], device: str) -> Choice:
+    """Triton's form where it gives what torch's does, and takes less of `seconds`."""
+
+    def judge(form: Descent) -> tuple[bool, str]:
+        for rows, width, k in CHECKED:
+            ranks = torch.rand(rows, width, generator=torch.Generator().manual_seed(0)).argsort(-1).to(device)
+            if not torch.equal(form(ranks, k), kth_smallest_of_prefixes(ranks, k)):
+                return False, f"it is wrong here, of {rows} rows of {width} tokens"
+        ours, plain = seconds(lambda: form(ranks, k)), seconds(lambda: kth_smallest_of_prefixes(ranks, k))
+        return ours < plain, f"{1e3 * ours:.2f} ms, torch's form {1e3 * plain:.2f} ms: {rows} rows of {width} tokens"
+
+    return choose(load, judge)
+
+
+def _triton_form() -> Descent:
+    from sparse_rl.kernels.topk_triton import kth_smallest_of_prefixes as form
+
+    return form
 
 
 def recall(

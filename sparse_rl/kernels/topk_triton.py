@@ -1,8 +1,10 @@
-"""The descent of topk.py as one Triton kernel: the k-th smallest of every prefix, one program per row.
+"""The passes of topk.py over the bits, in Triton: the k-th smallest of every prefix, over blocks of every row.
 
-A row does not fit into registers, so a level of the wavelet matrix takes it block by block, twice: count the zeros
-before each place; then move every rank to its half, and send every query after its answer. What stands between the two
-passes is in global memory (28 bytes a token), small enough for the L2 cache, and behind a barrier.
+A node is a range of ranks, from n to n + 2^(bit + 1) - 1. At the level of that bit its tokens stand at the places from
+n on, oldest first: the ranks of a row are 0 to M - 1, each once. Of a prefix of the tokens those in the node come first
+in it, so that one count describes them. A level reads what the one before wrote, in a launch of its own: no program
+waits for another, and blocks of 512 tokens fill a GPU with the programs of a few rows. Between two levels torch counts
+the zeros before each place, over all rows at once.
 """
 
 from __future__ import annotations
@@ -13,75 +15,60 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 4096  # of 16,384 the registers spill
+BLOCK = 512  # tokens of a program: 8 rows of 16,384 are 256 programs
+WARPS = 4
 
 
-@triton.jit
-def _kernel(ranks, scratch, answers, width, k, levels, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
-    ranks += row * width
-    answers += row * width
-    one = scratch + row * (6 * width + 1)  # the ranks at this level, and at the next
-    other = one + width
-    left = other + width  # each query's part of them
-    right = left + width
-    wanted = right + width  # how many smaller ones its answer has there
-    before = wanted + width  # zeros before each place, [width + 1]
-    lane = tl.arange(0, BLOCK)
-    for start in range(0, width, BLOCK):
-        i = start + lane
-        real = i < width
-        tl.store(one + i, tl.load(ranks + i, mask=real, other=0), mask=real)
-        tl.store(left + i, tl.zeros([BLOCK], tl.int32), mask=real)
-        tl.store(right + i, i + 1, mask=real)
-        tl.store(wanted + i, tl.zeros([BLOCK], tl.int32) + (k - 1), mask=real)
-        tl.store(answers + i, tl.zeros([BLOCK], tl.int32), mask=real)
-    tl.store(before, 0)
-    tl.debug_barrier()
-    for level in range(levels):
-        bit = levels - 1 - level
-        odd = level % 2
-        here = one + odd * width
-        there = other - odd * width
-        zeros = tl.zeros([], tl.int32)
-        for start in range(0, width, BLOCK):
-            i = start + lane
-            real = i < width
-            rank = tl.load(here + i, mask=real, other=0)
-            zero = tl.where(real & (((rank >> bit) & 1) == 0), 1, 0)
-            tl.store(before + 1 + i, zeros + tl.cumsum(zero, 0), mask=real)
-            zeros += tl.sum(zero, 0)
-        tl.debug_barrier()
-        for start in range(0, width, BLOCK):
-            i = start + lane
-            real = i < width
-            rank = tl.load(here + i, mask=real, other=0)
-            smaller = tl.load(before + i, mask=real, other=0)
-            tl.store(there + tl.where(((rank >> bit) & 1) == 0, smaller, zeros + i - smaller), rank, mask=real)
-            active = real & (i + 1 >= k)
-            first = tl.load(left + i, mask=active, other=0)
-            last = tl.load(right + i, mask=active, other=0)
-            count = tl.load(wanted + i, mask=active, other=0)
-            from_left = tl.load(before + first, mask=active, other=0)
-            from_right = tl.load(before + last, mask=active, other=0)
-            inside = from_right - from_left
-            high = count >= inside
-            tl.store(wanted + i, tl.where(high, count - inside, count), mask=active)
-            tl.store(left + i, tl.where(high, zeros + first - from_left, from_left), mask=active)
-            tl.store(right + i, tl.where(high, zeros + last - from_right, from_right), mask=active)
-            found = tl.load(answers + i, mask=active, other=0)
-            tl.store(answers + i, found + tl.where(high, 1 << bit, 0), mask=active)
-        tl.debug_barrier()
+@triton.jit(do_not_specialize=["width", "queries", "bit"])  # one kernel for all levels and sizes
+def _level(ranks, before, moved, zeros, held, wanted, answers, width, queries, bit, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Move the ranks of a block to their halves, and send as many queries after their answers.
+
+    All int32. ranks, moved [R, M] : by place, at this level and at the next; zeros [R, M] : 1 where the next bit is 0
+    before [R M + 1] : zeros of this bit before each place, counted from the first row's on
+    held, wanted, answers [R, queries] : the tokens of a query's prefix in its node, how many of them are smaller than
+        its answer, and the node's first rank, which is the answer in the end
+    """
+    row = tl.program_id(0).to(tl.int64) * width
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = place < width
+
+    rank = tl.load(ranks + row + place, mask=real, other=0)
+    node = rank >> (bit + 1) << (bit + 1)
+    smaller = tl.load(before + row + place, mask=real, other=0) - tl.load(before + row + node, mask=real, other=0)
+    to = tl.where((rank >> bit) & 1 == 0, node + smaller, (1 << bit) + place - smaller)
+    tl.store(moved + row + to, rank, mask=real)
+    if bit > 0:
+        tl.store(zeros + row + to, 1 - ((rank >> (bit - 1)) & 1), mask=real)
+
+    asked = place < queries
+    query = tl.program_id(0).to(tl.int64) * queries + place
+    node = tl.load(answers + query, mask=asked, other=0)
+    count = tl.load(held + query, mask=asked, other=0)
+    rest = tl.load(wanted + query, mask=asked, other=0)
+    low = tl.load(before + row + node + count, mask=asked, other=0) - tl.load(before + row + node, mask=asked, other=0)
+    high = rest >= low
+    tl.store(answers + query, tl.where(high, node + (1 << bit), node), mask=asked)
+    tl.store(held + query, tl.where(high, count - low, low), mask=asked)
+    tl.store(wanted + query, tl.where(high, rest - low, rest), mask=asked)
 
 
 def kth_smallest_of_prefixes(ranks: torch.Tensor, k: int) -> torch.Tensor:
     """As in topk.py, int64 [R, M - k + 1], of int64 [R, M] on a GPU (or under TRITON_INTERPRET=1)."""
     rows, width = ranks.shape
-    scratch = torch.empty(rows, 6 * width + 1, dtype=torch.int32, device=ranks.device)
-    answers = torch.empty(rows, width, dtype=torch.int32, device=ranks.device)
-    block = min(BLOCK, triton.next_power_of_2(width))
-    _kernel[(rows,)](ranks.int(), scratch, answers, width, k, levels_of(width), BLOCK=block, num_warps=8)
-    return answers[:, k - 1 :].long()
+    top = levels_of(width) - 1
+    here = ranks.int()
+    there = torch.empty_like(here)
+    zeros = 1 - (here >> top & 1)
+    before = here.new_zeros(rows * width + 1)
+    held = torch.arange(k, width + 1, dtype=torch.int32, device=ranks.device).repeat(rows, 1)
+    wanted, answers = torch.full_like(held, k - 1), torch.zeros_like(held)
+    sizes = width, width - k + 1
+    grid = rows, triton.cdiv(width, BLOCK)
+    for bit in range(top, -1, -1):
+        torch.cumsum(zeros.view(-1), 0, dtype=torch.int32, out=before[1:])
+        _level[grid](here, before, there, zeros, held, wanted, answers, *sizes, bit, BLOCK=BLOCK, num_warps=WARPS)
+        here, there = there, here
+    return answers.long()
 
 
 def levels_of(width: int) -> int:
@@ -89,11 +76,12 @@ def levels_of(width: int) -> int:
     return max(1, (width - 1).bit_length())
 
 
-def compiled(target: Any, block: int = BLOCK) -> Any:
+def compiled(target: Any) -> Any:
     """The kernel compiled for a triton.backends.compiler.GPUTarget, without that GPU."""
     from triton.compiler import ASTSource
 
-    pointers = dict.fromkeys(("ranks", "scratch", "answers"), "*i32")
-    signature = {**pointers, "width": "i32", "k": "i32", "levels": "i32", "BLOCK": "constexpr"}
-    source = ASTSource(_kernel, signature, constexprs={"BLOCK": block})
-    return triton.compile(source, target=target, options={"num_warps": 8})
+    pointers = ("ranks", "before", "moved", "zeros", "held", "wanted", "answers")
+    numbers = ("width", "queries", "bit")
+    signature = {**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(numbers, "i32"), "BLOCK": "constexpr"}
+    source = ASTSource(_level, signature, constexprs={"BLOCK": BLOCK})
+    return triton.compile(source, target=target, options={"num_warps": WARPS})

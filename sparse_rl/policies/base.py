@@ -56,6 +56,10 @@ class Entries:
         slots = torch.arange(self.positions.shape[2], device=self.positions.device)
         return (slots < self.lengths[:, None])[:, None]
 
+    def left_tensor(self) -> torch.Tensor:
+        """`left` as int64 [R]."""
+        return torch.tensor(self.left).to(self.positions.device, non_blocking=True)
+
     def by_position(self) -> torch.Tensor:
         """int64 [R, Hkv, N]: the slots in order of position, padding last."""
         return self.positions.masked_fill(~self.valid(), torch.iinfo(torch.int64).max).argsort(-1)
@@ -157,7 +161,7 @@ class Kept:
 
     def check_counts(self, entries: Entries, policy: str) -> None:
         """For engines that hold `Entries.left` entries in every kv head of a row: StoppedError where they differ."""
-        left = torch.tensor(entries.left, device=self.keep.device)[:, None]
+        left = entries.left_tensor()[:, None]
         if bool((counts := self.counts()).ne(left).any()):
             row = int(counts.ne(left).any(1).nonzero()[0, 0])
             raise StoppedError(
@@ -177,9 +181,9 @@ class Policy:
 
     A new policy is one file with a subclass that writes `score`; the package's docstring says what else.
 
-    Without parameters of its own for each layer a policy does not ask which layer it works on: `layer` then only names
-    the place in an error, and several layers may be stacked along R in one call. One with such parameters
-    (`layered_parameters`) is called layer by layer.
+    `observe` and `compact` do not ask which layer they work on: `layer` there only names the place in an error, and
+    several layers may be stacked along R in one call. `take_in` and `before_attending`, which may go by parameters of
+    each layer (`layered_parameters`), are called layer by layer.
 
     config : its settings, a `sparse_rl.policies.config.PolicyConfig`
     """
@@ -278,7 +282,7 @@ class Policy:
         rank.masked_fill_(~entries.valid(), bounds.min)
         most, least = max(entries.left), min(entries.left)
         best = rank.topk(most, sorted=least < most).indices  # sorted where some rows leave fewer than the others
-        stays = torch.arange(most, device=best.device) < torch.tensor(entries.left, device=best.device)[:, None, None]
+        stays = torch.arange(most, device=best.device) < entries.left_tensor()[:, None, None]
         return Kept(torch.zeros_like(competing).scatter_(-1, best, stays.expand_as(best)), entries.state)
 
     def further(self, prompt: int, length: int) -> dict[str, torch.Tensor]:

@@ -30,7 +30,11 @@ class KVpop(LearnedPolicy):
 
     def priority(self, scores: torch.Tensor, log_decay: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """r_t - floor(t / n) log gamma of scores [R, Hkv, T] of tokens at int64 [R, T], as running_topk computes it."""
-        return scores - log_decay[:, None] * (positions // self.config.decay_every)[:, None]
+        return scores - self.aged(log_decay[:, None], positions[:, None])
+
+    def aged(self, log_decay: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """floor(t / n) log gamma, of what broadcasts."""
+        return log_decay * (positions // self.config.decay_every)
 
     def take_in(self, layer: int, chunk: Chunk) -> dict[str, torch.Tensor]:
         scores, positions = self.scores_of(layer, chunk)

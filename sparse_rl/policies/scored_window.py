@@ -26,13 +26,10 @@ gamma = 200 is what CAKE's own code runs with; pooling over competing entries on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
+from sparse_rl.kernels import mean_similarity
 from sparse_rl.policies.base import Entries, Policy
 from sparse_rl.policies.config import (
     CAKEConfig,
@@ -44,10 +41,6 @@ from sparse_rl.policies.config import (
 )
 
 NO_HISTORY = -1.0
-UNDER = 0.5 - 2**-25  # the float32 before 0.5: what exceeds it is similar
-SIMILARITIES = 2**20  # of a kv head that are made at a time, or up to twice as many,
-AT_ONCE = {"cuda": 2**25, "cpu": 2**20}  # similarities of several sequences; on a CPU they are to stay in its cache
-LEAST_ROWS = 32  # but never of fewer rows: a product of very few rows is summed in another order
 
 
 class ScoredWindow(Policy):
@@ -138,51 +131,4 @@ def _over_max(scores: torch.Tensor, competing: torch.Tensor) -> torch.Tensor:
 def redundancy(entries: Entries) -> torch.Tensor:
     """R: how much each entry repeats others, float32 [R, Hkv, N] (R-KV §3.2)."""
     assert entries.keys is not None
-    order = entries.by_position()
-    mean = torch.full(order.shape, float("-inf"), device=order.device)
-    lengths = entries.lengths.tolist()
-    for length in dict.fromkeys(lengths):
-        of_length = [row for row, other in enumerate(lengths) if other == length]
-        for rows in _rows_at_once(of_length, order.shape[1], length, AT_ONCE[order.device.type]):
-            similar = _total_similarity(entries.keys[rows, :, :length].float(), order[rows, :, :length])
-            mean[rows, :, :length] = similar / length
-    return mean.softmax(-1)
-
-
-def _rows_at_once(rows: Sequence[int], heads: int, entries: int, most: int) -> Iterator[Any]:
-    """Rows of so many entries in parts of at most so many similarities; a slice where they follow one another."""
-    largest = max(last - first for first, last in similarity_tiles(entries))
-    count = max(1, most // (heads * largest * entries))
-    for start in range(0, len(rows), count):
-        part = rows[start : start + count]
-        together = part[-1] - part[0] + 1 == len(part)
-        yield slice(part[0], part[-1] + 1) if together else list(part)
-
-
-def similarity_tiles(entries: int) -> list[tuple[int, int]]:
-    """The rows [first, last) of N x N similarities that are made at a time."""
-    count = max(entries // max(SIMILARITIES // entries, LEAST_ROWS), 1)
-    edges = [entries * i // count for i in range(count + 1)]
-    return list(pairwise(edges))
-
-
-def _total_similarity(keys: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Per entry, the sum of its similarities to the others: [..., Hkv, N].
-
-    keys [..., Hkv, N, D]; order int64 [..., Hkv, N]: slots, oldest first
-
-    However the rows are tiled the sum is the same, to the last bit: a similarity is 0 or a multiple of 2**-24 between
-    0.5 and 1 (and rounding), so that float64 adds 2**28 of them without any rounding.
-    """
-    unit = keys / keys.square().sum(-1, keepdim=True).sqrt().clamp(min=1e-8)
-    age = torch.arange(1, keys.shape[-2] + 1, device=keys.device, dtype=keys.dtype).expand(order.shape)
-    rank = torch.empty_like(age).scatter_(-1, order, age)[..., None, :]
-    total = torch.zeros(order.shape, device=keys.device, dtype=torch.float64)
-    for first, last in similarity_tiles(keys.shape[-2]):
-        similarity = unit[..., first:last, :] @ unit.transpose(-1, -2)
-        similarity.diagonal(first, dim1=-2, dim2=-1).zero_()
-        torch.threshold_(similarity, UNDER, 0.0)
-        most_recent = similarity.sign().mul_(rank).amax(-1).long() - 1  # -1: nothing is similar
-        slot = order.gather(-1, most_recent.clamp(min=0))
-        total += similarity.scatter_(-1, slot[..., None], 0.0).sum(dim=-2, dtype=torch.float64)
-    return total.float()
+    return mean_similarity(entries.keys, entries.positions, entries.lengths).softmax(-1)

@@ -8,6 +8,7 @@ told to the mode and not counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,6 +68,9 @@ def set_checkpointing(model: PreTrainedModel, on: bool) -> PreTrainedModel:
     return model.train()
 
 
+under_masks = partial(ReplayView, kernel="sdpa")
+
+
 class KeepsEveryMask(ReplayView):
     """A control: the masks of all layers at once, as the published code holds them."""
 
@@ -104,7 +108,7 @@ LAYERS, BATCH, KV_HEADS, WIDTH = 6, 3, 2, 37
 
 
 def most_alive(
-    model: PreTrainedModel, view_class: type[ReplayView], traces: Iterable[EvictionTrace], starts: Iterable[int]
+    model: PreTrainedModel, view_class: Callable, traces: Iterable[EvictionTrace], starts: Iterable[int]
 ) -> dict[str, int]:
     """The most tensors of a kind alive at once in a training step: masks, torch's float copies of them, slices."""
 
@@ -131,7 +135,7 @@ def test_one_mask_and_two_slices(
     traces = [trace_of(n, layers=LAYERS) for n in lengths]
     for side in ("left", "right"):
         starts = starts_of(side, lengths)
-        assert most_alive(model, ReplayView, traces, starts) == {"mask": 1, "float mask": 1, "evict_at": 2}
+        assert most_alive(model, under_masks, traces, starts) == {"mask": 1, "float mask": 1, "evict_at": 2}
 
     assert most_alive(model, KeepsEveryMask, traces, starts)["mask"] >= LAYERS
     assert most_alive(model, FetchesEverything, traces, starts)["evict_at"] >= LAYERS
@@ -143,9 +147,9 @@ def test_causal_layers_have_neither(new_model: Callable, trace_of: Callable) -> 
     """Layers without evictions make no mask and fetch nothing, also between others."""
     model = set_checkpointing(adopt(new_model("qwen3", num_hidden_layers=LAYERS)), True)
     none = [trace_of(WIDTH, layers=LAYERS, causal=range(LAYERS)) for _ in range(BATCH)]
-    assert most_alive(model, ReplayView, none, [0] * BATCH) == {"mask": 0, "float mask": 0, "evict_at": 0}
+    assert most_alive(model, under_masks, none, [0] * BATCH) == {"mask": 0, "float mask": 0, "evict_at": 0}
     some = [trace_of(WIDTH, layers=LAYERS, causal=[0, 2, 3]) for _ in range(BATCH)]
-    assert most_alive(model, ReplayView, some, [0] * BATCH) == {"mask": 1, "float mask": 1, "evict_at": 2}
+    assert most_alive(model, under_masks, some, [0] * BATCH) == {"mask": 1, "float mask": 1, "evict_at": 2}
 
 
 class Copies(TorchDispatchMode):
@@ -181,7 +185,7 @@ def test_the_next_layer_is_fetched_ahead(trace_of: Callable) -> None:
     assert sorted(fetched) == sorted([*up, *range(top)])
 
 
-def peak_bytes(model: PreTrainedModel, view_class: type[ReplayView], traces: list[EvictionTrace], width: int) -> int:
+def peak_bytes(model: PreTrainedModel, view_class: Callable, traces: list[EvictionTrace], width: int) -> int:
     """Peak bytes of all bool and int32 tensors that a training step makes, temporaries included."""
     batch = batch_traces(traces, [0] * len(traces), width)
     with Alive(lambda t: str(t.dtype) if t.dtype in OWNED else None, batch["evict_at"]) as alive:
@@ -196,7 +200,7 @@ def test_a_twelfth_of_the_dense_masks(checkpointing: bool, new_model: Callable, 
     model = set_checkpointing(adopt(new_model("qwen3", num_hidden_layers=layers)), checkpointing)
     traces = [trace_of(width, layers=layers, seed=i) for i in range(batch)]
     dense = layers * batch * kv_heads * width * width
-    assert dense / 18 < peak_bytes(model, ReplayView, traces, width) <= dense / 12
+    assert dense / 18 < peak_bytes(model, under_masks, traces, width) <= dense / 12
     assert peak_bytes(model, KeepsEveryMask, traces, width) >= dense
 
 
@@ -209,6 +213,6 @@ def test_a_twelfth_of_the_dense_masks_at_2048_tokens(
     tiny = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": layers}
     model = set_checkpointing(adopt(new_model("qwen3", **tiny)), True)
     traces = [trace_of(width, layers=layers, seed=i) for i in range(batch)]
-    peak = peak_bytes(model, ReplayView, traces, width)
+    peak = peak_bytes(model, under_masks, traces, width)
     record_property("peak bytes", peak)
     assert peak <= layers * batch * kv_heads * width * width / 12

@@ -53,8 +53,8 @@ def test_equals_the_loop(where: str, window: int, option: dict, tensors: Any) ->
     ends = ENDS[where]
     expected = brute(*tensors, ends, window, option)
     given = {"window": window, "scaling": SCALE, "ends": None if ends is None else torch.tensor(ends), **option}
-    for chunk in (512, 7):
-        found = future_attention_mass(*tensors, **given, chunk=chunk)
+    for how in ({"chunk": 512}, {"chunk": 7}, {"kernel": "flex"}):
+        found = future_attention_mass(*tensors, **given, **how)
         assert found.shape == (B, HQ, S) and found.dtype == torch.float32 and not found.isnan().any()
         assert torch.equal(found == float("-inf"), expected == 0)
         assert (found.exp() - expected).abs().max() <= 1e-5

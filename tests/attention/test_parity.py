@@ -15,6 +15,7 @@ from sparse_rl.attention.kernels import flex
 from sparse_rl.attention.parity import Parity, check_parity, random_evictions
 from sparse_rl.commands import doctor
 from sparse_rl.errors import UserError
+from sparse_rl.kernels.choice import Choice
 from sparse_rl.models.load import load_config
 from sparse_rl.recipe import load_recipe
 
@@ -124,16 +125,16 @@ def test_the_traces_of_the_check() -> None:
 
 
 def test_without_a_gpu() -> None:
-    """auto is sdpa, and says why; flex by name is one line about the key."""
+    """auto is gather, and says why; flex by name is one line about the key."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert choose_kernel("auto", [CONFIG], "float32") == (
-        "sdpa", "sdpa (there is no GPU, and on a CPU FlexAttention has no backward)"
+        "gather", "gather (there is no GPU, and on a CPU FlexAttention has no backward)"
     )  # fmt: skip
-    for kernel in ("sdpa", "dense"):
+    for kernel in ("gather", "sdpa", "dense"):
         assert choose_kernel(kernel, [CONFIG], "float32") == (kernel, kernel)
     for kernel in ("flex", "flex_sorted"):
-        with pytest.raises(UserError, match=r"^attention_kernel: there is no GPU, .* use sdpa$"):
+        with pytest.raises(UserError, match=r"^attention_kernel: there is no GPU, .* use gather$"):
             choose_kernel(kernel, [CONFIG], "float32")
     with pytest.raises(UserError, match="attention_kernel"):
         load_recipe("quickstart/grpo", ["attention_kernel=flash"])
@@ -144,7 +145,7 @@ def test_without_a_gpu() -> None:
     [
         ({"flex_sorted", "flex"}, "auto", "flex_sorted"),
         ({"flex"}, "auto", "flex"),
-        (set(), "auto", "sdpa"),
+        (set(), "auto", "gather"),
         ({"flex"}, "flex", "flex"),
         ({"flex"}, "flex_sorted", None),
     ],
@@ -166,15 +167,26 @@ def test_on_a_gpu_only_what_is_exact(
     monkeypatch.setenv("LOCAL_RANK", "3")  # of one visible GPU each
     monkeypatch.setattr("sparse_rl.attention.parity.check_parity", check)
     if chosen is None:
-        with pytest.raises(UserError, match=r"^attention_kernel: flex_sorted is not used: .*; use sdpa$"):
+        with pytest.raises(UserError, match=r"^attention_kernel: flex_sorted is not used: .*; use gather$"):
             choose_kernel(asked, [CONFIG], "float32")
         return
     kernel, finding = choose_kernel(asked, [CONFIG], "float32")
     assert kernel == chosen and finding.endswith(
-        f"{chosen} is exact here (error / allowed: )" if chosen != "sdpa" else "sdpa"
+        f"{chosen} is exact here (error / allowed: ); checked in 0 s" if chosen != "gather" else "gather"
     )
-    wanted = {"flex_sorted": ["flex_sorted"], "flex": ["flex_sorted", "flex"], "sdpa": ["flex_sorted", "flex"]}
+    wanted = {"flex_sorted": ["flex_sorted"], "flex": ["flex_sorted", "flex"], "gather": ["flex_sorted", "flex"]}
     assert done == (wanted[chosen] if asked == "auto" else [asked])
+
+
+def test_the_check_says_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all models together, whatever it finds."""
+    monkeypatch.setattr(choice, "own_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr("sparse_rl.attention.parity.check_parity", lambda kernel, *_, **__: Parity(kernel))
+    monkeypatch.setattr("sparse_rl.attention.future_parity.check_target", lambda *_: Parity("flex", failure="no"))
+    clock = iter((0.0, 31.4, 100.0, 107.0)).__next__
+    (found,) = choice.check_kernels(["flex"], [CONFIG, CONFIG], "float32", clock)
+    assert str(found) == "flex is exact here (error / allowed: ); checked in 31 s"
+    assert str(choice.check_target(CONFIG, "float32", clock)) == "flex is not used: no; checked in 7 s"
 
 
 def test_a_teacher_of_packed_rows_is_checked_too(
@@ -205,13 +217,42 @@ def test_a_teacher_of_packed_rows_is_checked_too(
     assert seen == [("flex_sorted", 4)]
 
 
+def test_doctor_shows_the_form_of_other_kernels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
+) -> None:
+    """Of those that a recipe needs, on a GPU; what raises, as all does without one, is why torch's form is taken."""
+    new_model("qwen3").save_pretrained(tmp_path)
+    config = load_config(str(tmp_path))
+
+    def shown(name: str, *keys: str) -> list[str]:
+        recipe = load_recipe(name, [f"model={tmp_path}", *keys])
+        return [line for line in doctor.fit(recipe, config)[1] if line.startswith(("redundancy", "running top-k"))]
+
+    gkv = "quickstart/grpo", "dtype=bfloat16", "cache={policy: gkv, budget: 40, window: 8, period: 8}"
+    if not torch.cuda.is_available():
+        assert shown(*gkv) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(choice, "check_kernels", lambda *_: [])
+    monkeypatch.setattr(choice, "check_target", lambda *_: Parity("flex"))
+    for place in ("machine", "memory"):
+        monkeypatch.setattr(f"sparse_rl.commands.{place}.device_memory", lambda: None)
+    found = shown(*gkv)
+    assert len(found) == 1 and found[0].startswith("redundancy: ")
+    assert shown(*gkv, "cache.redundancy=false") == []
+    assert shown(*gkv, "dtype=float32") == ["redundancy: torch (the keys are float32)"]
+    monkeypatch.setattr("sparse_rl.kernels.topk.topk_choice", lambda: Choice("triton", "1 ms, torch's form 2 ms"))
+    assert shown("quickstart/kvpop") == ["running top-k: triton (1 ms, torch's form 2 ms)"]
+
+
 def test_doctor_shows_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable) -> None:
     """With a recipe: natural and sorted where there is a GPU, else what is used."""
     new_model("qwen3").save_pretrained(tmp_path)
     recipe = load_recipe("quickstart/grpo", [f"model={tmp_path}"])
     config = load_config(str(tmp_path))
     if not torch.cuda.is_available():
-        assert any(line.startswith("attention kernel: sdpa (there is no GPU") for line in doctor.fit(recipe, config)[1])
+        assert any(
+            line.startswith("attention kernel: gather (there is no GPU") for line in doctor.fit(recipe, config)[1]
+        )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(choice, "check_kernels", lambda *_: [Parity("flex_sorted"), Parity("flex", failure="no")])
     for place in ("machine", "memory"):

@@ -10,7 +10,7 @@ import torch
 from sparse_rl.attention.kernels.dense import dense_attention
 from sparse_rl.attention.kernels.masked import visible_mask
 from sparse_rl.attention.views.factory import make_view
-from sparse_rl.trace import EvictionTrace, batch_traces
+from sparse_rl.trace import EvictionTrace, batch_traces, pack_traces
 
 LENGTHS = (13, 29, 1, 21)
 WIDTH = max(LENGTHS)
@@ -97,28 +97,32 @@ def test_pad_queries_have_gradients_without_nan(side: str, trace_of: Callable, s
         assert all(g.isfinite().all() for g in torch.autograd.grad(out.square().sum(), (q, k, v)))
 
 
-def test_a_layer_without_evictions_is_causal(trace_of: Callable) -> None:
-    """It is recognised, takes the causal path, and equals the masked path, gradients included."""
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_a_layer_without_evictions_is_causal(side: str, trace_of: Callable, starts_of: Callable) -> None:
+    """It is recognised, takes the causal path without any mask, and equals the masked path, gradients included."""
     traces = [trace_of(n, causal=[1]) for n in LENGTHS]
-    view, masked = (make_view(traces, [0] * 4, WIDTH, "cpu") for _ in range(2))
+    starts = [(WIDTH - n) // 2 for n in LENGTHS] if side == "both" else starts_of(side, LENGTHS)
+    view, masked = (make_view(traces, starts, WIDTH, "cpu") for _ in range(2))
     assert view.causal == [False, True, False]
     masked.causal = [False] * 3
+    view.layer = None  # type: ignore[method-assign,assignment]  # evict_at is not even fetched
     q, k, v = random_qkv(2)
-    real = torch.arange(WIDTH)[:, None] < torch.tensor(LENGTHS)[:, None, None, None]
+    column, first = torch.arange(WIDTH)[:, None], torch.tensor(starts)[:, None, None, None]
+    real = (column >= first) & (column < first + torch.tensor(LENGTHS)[:, None, None, None])
     outs = [x.attend(1, q, k, v, DIM**-0.5) * real for x in (view, masked)]
     grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in outs]
     torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=1e-12)
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-    assert (view.attend(0, q, k, v, DIM**-0.5) * real - outs[0]).abs().max() > 1e-2
+    assert (masked.attend(0, q, k, v, DIM**-0.5) * real - outs[0]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(
-    ("lengths", "starts", "causal"),
-    [((9, 4), (0, 0), [False, True, False]), ((9, 9), (0, 0), [False, True, False]), ((9, 4), (0, 5), [False] * 3)],
-    ids=["right", "none", "left"],
+    ("lengths", "starts"), [((9, 4), (0, 0)), ((9, 9), (0, 0)), ((9, 4), (0, 5))], ids=["right", "none", "left"]
 )
-def test_which_layers_are_causal(lengths: tuple, starts: tuple, causal: list, trace_of: Callable) -> None:
-    """Right padding needs no mask; a pad key before a real one does."""
+def test_which_layers_are_causal(lengths: tuple, starts: tuple, trace_of: Callable) -> None:
+    """Padding on either side needs no mask; packed documents do, which do not see one another."""
     traces = [trace_of(n, causal=[1]) for n in lengths]
-    assert make_view(traces, starts, 9, "cpu").causal == causal
+    view = make_view(traces, starts, 9, "cpu")
+    assert view.causal == [False, True, False] and view.starts == list(starts)
+    assert make_view([pack_traces(traces)], [0], sum(lengths), "cpu").causal == [False] * 3

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peaks import Peak
 from peft import LoraConfig as PeftLora
 from peft import get_peft_model
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout import SamplingConfig, make_engine
 from rollout.cache import GROW
@@ -15,6 +14,7 @@ from rollout.hf import HFEngine
 from rollout.sampling import sample
 from rollout.vllm.beside import beside_cache
 from sparse_rl.attention.families import cache_shape
+from sparse_rl.attention.kernels.gather import HELD, held_bytes, make_chunks
 from sparse_rl.attention.kernels.masked import visible_mask
 from sparse_rl.attention.views.paged import PagedView
 from sparse_rl.commands import memory
@@ -25,6 +25,7 @@ from sparse_rl.commands.sizes import (
     cache_bytes,
     count_parameters,
     fit_bytes,
+    gathered_bytes,
     lora_parameters,
     mask_bytes,
     pages_bytes,
@@ -37,6 +38,7 @@ from sparse_rl.commands.sizes import (
     training_state,
 )
 from sparse_rl.data.running_sum import build_model
+from sparse_rl.kernels.choice import Choice
 from sparse_rl.matching import Block, Fit, match
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies import Entries, make_policy
@@ -71,33 +73,21 @@ def test_traces_and_masks_are_counted_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cuda", "itemsize"),
-    [("bfloat16", True, 2), ("float16", False, 2), ("float32", True, 4), ("float32", False, 8)],
+    ("dtype", "cuda", "exact", "itemsize"),
+    [
+        ("bfloat16", True, True, 2),
+        ("float16", False, True, 2),
+        ("float32", True, True, 4),
+        ("float32", False, True, 8),
+        ("float32", False, False, 4),
+    ],
 )
-def test_the_mask_is_counted_again_as_sdpa_converts_it(dtype, cuda, itemsize):
-    assert attention_itemsize(dtype, cuda) == itemsize
+def test_the_mask_is_counted_again_as_sdpa_converts_it(dtype, cuda, exact, itemsize):
+    recipe = make_recipe(GRPO | {"dtype": dtype, "rollout": {"engine": "hf", "exact": exact}})
+    assert attention_itemsize(recipe, cuda) == itemsize
     mask = visible_mask(torch.stack([EvictionTrace.dense(1, 2, 50).layer(0)] * 4))
     converted = mask.to(torch.float64 if itemsize == 8 else getattr(torch, dtype))
     assert sdpa_mask_bytes(4, 2, 50, itemsize) == mask.nbytes + converted.nbytes
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes alive at once among the tensors that operators made."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages, self.bytes = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for one in out if isinstance(out, tuple | list) else (out,):
-            if not isinstance(one, torch.Tensor):
-                continue
-            storage = one.untyped_storage()
-            self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
-        self.bytes = max(self.bytes, sum(size for _, size in self.storages.values()))
-        return out
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -121,13 +111,25 @@ def test_redundancy_of_a_long_prompt_is_made_in_tiles():
     assert counted / 2 < peak.bytes <= counted < 20e6 < 4 * 8192**2 / 10
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_drawing_a_token_takes_what_is_counted(temperature):
+def test_redundancy_by_tritons_kernel_takes_the_keys_and_a_few_numbers(monkeypatch):
+    """Where the GPU has it, for keys of this dtype and size."""
+    policy, shape = make_policy("rkv", budget=200, period=100), (300, 2, 64, 3, "cuda")
+    whole = redundancy_bytes(policy, *shape, "bfloat16")
+    asked = []
+    chosen = lambda *given: asked.append(given) or Choice("triton", "here")  # noqa: E731
+    monkeypatch.setattr("sparse_rl.kernels.redundancy.redundancy_choice", chosen)
+    assert redundancy_bytes(policy, *shape, "bfloat16") == 3 * 2 * 300 * (128 + 24) < whole / 10
+    assert asked == [(torch.bfloat16, 64)]
+    assert redundancy_bytes(policy, 300, 2, 64, 3, "cpu", "bfloat16") == whole and len(asked) == 1
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "share"), [(1.0, None, 0.75), (0.6, None, 0.75), (1.0, 20, 1.0)])
+def test_drawing_a_token_takes_what_is_counted(temperature, top_k, share):
     logits = torch.randn(6, 5000)
     with Peak() as peak:
-        sample(logits, SamplingConfig(1, temperature), torch.rand(6, dtype=torch.float64))
+        sample(logits, SamplingConfig(1, temperature, top_k=top_k), torch.rand(6, dtype=torch.float64))
     counted = beside_cache(make_policy("full"), tiny_config(vocab_size=5000), itemsize=2, max_batch=6).sampler
-    assert 0.99 * counted < peak.bytes < 1.01 * counted
+    assert 0.99 * share * counted < peak.bytes < 1.01 * share * counted
 
 
 @pytest.mark.parametrize(("queries", "entries", "kept", "select"), [(64, 96, 40, "attention"), (16, 128, 60, "omp")])
@@ -225,7 +227,7 @@ def test_a_plan_widens_heads_for_biases(monkeypatch):
         (notes[dtype, cuda],) = [item.note for item in items if item.name.startswith("KV cache")]
         assert sum(item.name == "fits" for item in items) == 1
         assert sum(item.name == "fits and masks" for item in items) == 1
-        assert not any(item.name in ("tiles", "mask of one layer") for item in items)
+        assert not any(item.name in ("tiles", "gathered keys", "mask of one layer") for item in items)
     assert "heads of" not in notes["float32", False]
     assert "heads of 136" in notes["float32", True] and "heads of 160" in notes["bfloat16", False]
 
@@ -234,18 +236,61 @@ def test_a_plan_counts_what_stands_beside_the_cache_of_vllm(monkeypatch):
     """For a GPU of 80 GB: weights, cache and what stands beside it fill the share, and no more."""
     monkeypatch.setattr(memory, "device_memory", lambda: 80 * 10**9)
     monkeypatch.setattr("rollout.choice.choose_engine", lambda *_: ("vllm", ""))
-    gkv = {"policy": "gkv", "budget": 512, "window": 16, "period": 128}
-    config = tiny_config(vocab_size=150_000, num_hidden_layers=8, num_attention_heads=16, head_dim=128)
+    gkv = {"policy": "gkv", "budget": 4096, "window": 16, "period": 128}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128}
+    config = tiny_config(vocab_size=150_000, num_hidden_layers=8, **heads)
     for cache, size in (({"policy": "full"}, 64), (gkv, 64), (gkv, 256)):
-        rollout = {"engine": "vllm", "gpu_memory_utilization": 0.3, "max_batch": size}
+        rollout = {"engine": "vllm", "gpu_memory_utilization": 0.3, "max_batch": size, "max_model_len": 8192}
         items = plan(make_recipe({**GRPO, "cache": cache, "rollout": rollout}), config, cuda=True).items
         held = {item.name: item.device for item in items if item.name.startswith("vllm")}
         assert list(held) == ["vllm: weights", "vllm: KV pool", "vllm: beside the pool", "vllm: sampler"]
         assert 0.23 * 80e9 < sum(held.values()) <= 0.3 * 80e9
-        assert held["vllm: sampler"] == 20 * size * 150_000
-        queries = 8 * size * 16 * 16 * 128 * 4 if cache is gkv else 0  # layers, rows, window, heads, dim, float32
+        assert held["vllm: sampler"] == 16 * size * 150_000
+        queries = 8 * (size + 1) * 16 * 16 * 128 * 4 if cache is gkv else 0  # layers, rows, window, heads, dim, float32
         per_entry = held["vllm: KV pool"] / (2 * 128 * 4) * 8 if cache is gkv else 0  # a position and a score
         assert held["vllm: beside the pool"] == pytest.approx(queries + per_entry)
+
+
+@pytest.mark.parametrize(("cuda", "block", "rest"), [(True, 16, 24e9), (False, 32, 2**30)])
+def test_a_pool_is_no_larger_than_all_sequences_can_fill(monkeypatch, cuda, block, rest):
+    """What they fill, in blocks; and at most the share of a GPU, or 1 GiB on a CPU."""
+    monkeypatch.setattr(memory, "device_memory", lambda: 80 * 10**9)
+    monkeypatch.setattr("rollout.choice.choose_engine", lambda *_: ("vllm", ""))
+    cache = {"policy": "streaming", "budget": 100, "period": 10}  # 110 tokens: 7 blocks of 16, or 4 of 32
+    for most in (2, 1_000_000):
+        rollout = {"engine": "vllm", "max_batch": most, "max_model_len": 8192}
+        recipe = {**GRPO, "data": {**GRPO["data"], "max_prompt_tokens": 50}, "cache": cache, "rollout": rollout}
+        items = plan(make_recipe(recipe), tiny_config(), cuda=cuda).items
+        pool = next(item for item in items if item.name == "vllm: KV pool")
+        need = cache_bytes((most * -(-110 // block) + 1) * block, *cache_shape(tiny_config()), 4)
+        assert pool.device == need if most == 2 else 0.5 * rest < pool.device <= rest < need
+        assert ("that 2 sequences can fill" in pool.note) == (most == 2)
+
+
+def test_weights_that_a_sleep_keeps_are_in_host_memory(monkeypatch):
+    """In distillation; grpo gives the engine new ones."""
+    monkeypatch.setattr("rollout.choice.choose_engine", lambda *_: ("vllm", ""))
+    config, distilled = tiny_config(), {key: value for key, value in GRPO.items() if key != "rewards"}
+    distilled |= {"kind": "distill", "data": {"path": "said.jsonl"}}
+    for recipe, sleep, kept in ((GRPO, True, False), (distilled, True, True), (distilled, False, False)):
+        items = plan(make_recipe({**recipe, "rollout": {"engine": "vllm", "sleep": sleep}}), config, cuda=False).items
+        weights = next(item for item in items if item.name == "vllm: weights")
+        assert weights.host == kept * weights.device and weights.device == 4 * count_parameters(meta_model(config))
+
+
+def test_a_compaction_is_counted_where_vllm_samples(monkeypatch):
+    """What it reads and scores; what fits and similarities take is counted beside it, in either engine."""
+    h2o, am = {"policy": "h2o", "budget": 32}, {"policy": "am", "budget": 32, "period": 32}
+    for engine in ("hf", "vllm"):
+        monkeypatch.setattr("rollout.choice.choose_engine", lambda *_, engine=engine: (engine, ""))
+        held = {}
+        for name, cache in (("full", {"policy": "full"}), ("h2o", h2o), ("am", am), ("streaming", GRPO["cache"])):
+            task = {**GRPO, "cache": cache, "rollout": {"engine": engine}}
+            items = plan(make_recipe(task), tiny_config(), cuda=True).items
+            held[name] = {item.name: item.device for item in items}
+            assert ("compaction" in held[name]) == (engine == "vllm" and name != "full")
+            assert ("fits" in held[name]) == (name == "am")
+    assert held["streaming"]["compaction"] < held["h2o"]["compaction"] < held["am"]["compaction"] < held["am"]["fits"]
 
 
 def test_redundancy_is_counted_where_a_policy_has_it():
@@ -346,6 +391,15 @@ def test_zero_partitions_more_with_each_stage():
         assert (state["weights"][0] == 0) == (stage == 3)
 
 
+@pytest.mark.parametrize(("length", "layers"), [(300, 3), (3000, 1)])
+def test_gathered_keys_are_counted_as_they_are_held(length, layers):
+    """Of every layer; of one where that is too much: it is gathered again."""
+    evict_at = (torch.arange(length, dtype=torch.int32) + 60).clamp(min=100).expand(16, -1)
+    held = held_bytes(make_chunks(evict_at), 64, 8)
+    assert (held > HELD) == (layers == 1)
+    assert gathered_bytes(16, 100, length, 60, 64, 8, 3) == layers * held
+
+
 def test_a_plan_adds_up():
     recipe = make_recipe(GRPO)
     made = plan(recipe, tiny_config(), cuda=False)
@@ -355,7 +409,7 @@ def test_a_plan_adds_up():
     entry = cache_bytes(1, *shape, 4) + state_bytes(make_policy(recipe.cache), 1, *shape)
     assert by["KV cache of 8"].device == 8 * 40 * entry
     assert by["traces"].host == trace_bytes(*shape[:2], 118, 8)
-    assert by["mask of one layer"].device == 9 * mask_bytes(8, 2, 118)  # attention in float64
+    assert by["gathered keys"].device == gathered_bytes(8 * 2, 18, 118, 40, shape[2], 8, 1)  # attention in float64
     for keys, layers in (({}, 1), ({"gradient_checkpointing": False}, shape[0])):  # on a GPU FlexAttention
         on_gpu = {item.name: item for item in plan(make_recipe(GRPO | keys), tiny_config(), cuda=True).items}
         assert on_gpu["tiles"].device == layers * tiles_bytes(8, 2, 118)
@@ -363,7 +417,7 @@ def test_a_plan_adds_up():
     assert next(i for i in masked.items if i.name == "mask of one layer").device == 5 * mask_bytes(8, 2, 118)
     always = by["weights"].device + by["gradients"].device + by["optimizer"].device
     assert always == 16 * made.parameters
-    update = by["activations"].device + by["mask of one layer"].device
+    update = by["activations"].device + by["gathered keys"].device
     assert made.device == always + max(update, by["KV cache of 8"].device)
     assert made.host == by["traces"].host  # dense masks are shown, not counted
 
@@ -372,7 +426,7 @@ def test_a_plan_adds_up():
     ("change", "present", "absent"),
     [
         ({"train_attention": "full"}, "activations", "traces"),
-        ({"cache": "full"}, "activations", "mask of one layer"),
+        ({"cache": "full"}, "activations", "gathered keys"),
         ({"beta": 0.1}, "reference model", "gathered weights"),
         ({"launch": {"zero_stage": 3}}, "gathered weights", "weights under autocast"),
         ({"dtype": "bfloat16"}, "weights under autocast", "gathered weights"),

@@ -7,13 +7,16 @@ import importlib.util
 import shlex
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from sparse_rl.attention.parity import Parity
 from sparse_rl.commands import console
 from sparse_rl.commands.arguments import read_recipe
 from sparse_rl.commands.main import main, parse
-from sparse_rl.commands.train import what_next, with_choices
+from sparse_rl.commands.train import compile_attention, what_next, with_choices
 from sparse_rl.policies import make_policy
 from trainer.card import model_card
 
@@ -35,7 +38,7 @@ def test_what_auto_falls_back_to_is_said_with_the_reason(here, without_vllm, cap
     assert main(["eval", "eval.yaml", *QUIET]) == 0
     assert capsys.readouterr().out.splitlines()[0] == fallback
     with_choices(read_recipe(parse(["train", "grpo.yaml", *QUIET])))
-    assert capsys.readouterr().out.splitlines() == [fallback, f"attention kernel: sdpa ({NO_GPU})"]
+    assert capsys.readouterr().out.splitlines() == [fallback, f"attention kernel: gather ({NO_GPU})"]
 
 
 def test_of_several_processes_the_first_says_it(here, without_vllm, capsys, monkeypatch):
@@ -43,6 +46,36 @@ def test_of_several_processes_the_first_says_it(here, without_vllm, capsys, monk
     monkeypatch.setenv("RANK", "1")
     with_choices(recipe)
     assert capsys.readouterr().out == ""
+
+
+def test_what_takes_a_while_on_a_gpu_is_said_before(here, without_vllm, capsys, monkeypatch):
+    """The check, with its seconds; of the sizes of rows the largest is compiled before the first step."""
+    choice = "sparse_rl.attention.choice"
+    monkeypatch.setattr(f"{choice}.will_check", lambda wanted: wanted == "auto")
+    monkeypatch.setattr(f"{choice}.choose_kernel", lambda *_: ("flex_sorted", str(Parity("flex_sorted", seconds=31.4))))
+    monkeypatch.setattr(f"{choice}.check_target", lambda *_: Parity("flex", failure="no", seconds=7))
+    recipe = read_recipe(parse(["train", "grpo.yaml", *QUIET]))
+    monkeypatch.setattr(type(recipe), "foresees", lambda _: True)
+    chosen = with_choices(recipe)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "attention kernel: FlexAttention is compiled and checked on this GPU, which takes a while",
+        "attention kernel: flex_sorted is exact here (error / allowed: ); checked in 31 s",
+        "scorers' target: flex is not used: no; checked in 7 s",
+    ]
+    done, model = [], torch.nn.Linear(2, 2)
+    model.config = "its configuration"
+    accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
+    trainer = SimpleNamespace(model=model, accelerator=accelerator)
+    monkeypatch.setattr("sparse_rl.attention.ahead.compile_ahead", lambda *args, **more: done.append((*args, more)))
+    monkeypatch.setattr(type(recipe), "longest_row", lambda *_: 1000)
+    compile_attention(trainer, chosen)
+    said = "attention kernel: compiling for rows of 1024 tokens; 5 smaller sizes when they are first met"
+    assert capsys.readouterr().out.splitlines() == [said]
+    rows = recipe.training.per_device_train_batch_size
+    place = accelerator.device, torch.float32
+    assert done == [("flex_sorted", "its configuration", rows, 1000, *place, {"target": True})]
+    compile_attention(trainer, recipe.with_attention_kernel("sdpa"))
+    assert len(done) == 1 and not capsys.readouterr().out
 
 
 class Touched(BaseException):

@@ -6,10 +6,15 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from sparse_rl.attention.ahead import compile_ahead
+from sparse_rl.attention.config import TargetConfig
+from sparse_rl.attention.future import attention_lse, future_attention_mass
+from sparse_rl.attention.future_parity import check_target, target_kernel
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.kernels.flex import flex_attend
 from sparse_rl.attention.parity import check_parity, random_evictions
 from sparse_rl.attention.views.factory import make_view
+from sparse_rl.attention.views.learned import FutureTarget
 from sparse_rl.trace import EvictionTrace
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -80,3 +85,53 @@ def test_a_model_trains_as_under_sdpa(kernel: str, checkpointing: bool) -> None:
         for name, grad in found[1][1].items():
             torch.testing.assert_close(found[0][1][name], grad, rtol=0, atol=1e-4 * float(grad.abs().max()))
     assert counters["stats"]["unique_graphs"] == 2  # sizes 768 and 1024
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("shape", "length"), [((32, 8, 128), 4096), ((28, 4, 128), 4096), ((14, 2, 64), 2000), ((32, 8, 128), 16384)]
+)
+def test_the_scorers_target(dtype: torch.dtype, shape: tuple[int, int, int], length: int) -> None:
+    """The transposed pass, under the log-sum-exp of the sparse and of the dense attention, against float64."""
+    assert check_target.__wrapped__(torch.device("cuda", 0), dtype, shape, length).failure is None
+
+
+def test_the_target_is_taken_by_flex_and_of_one_graph() -> None:
+    """Under autocast of what the attention has; other lengths of a size, windows and ends compile nothing more."""
+    generator = torch.Generator().manual_seed(0)
+    assert target_kernel(torch.device("cuda", 0), torch.bfloat16, (4, 2, 64)) == "flex"
+    torch._dynamo.reset()
+    counters.clear()
+    for length, window in ((768, 5), (700, 60), (513, 256)):
+        query, key = (torch.randn(2, h, length, 64, generator=generator).cuda() for h in (4, 2))
+        evict_at = random_evictions(1, 2, length, 90, generator).expand(2, -1, -1).cuda()
+        ends = torch.full((2, length), length, device="cuda")
+        ends[1] = length - 100
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            found = FutureTarget(TargetConfig())(query, key, 0.125, window, ends, evict_at)
+        query, key = query.bfloat16(), key.bfloat16()
+        lse = attention_lse(query, key, scaling=0.125, ends=ends, evict_at=evict_at)
+        options = {"window": window, "scaling": 0.125, "ends": ends, "log_sum_exp": lse, "group": "max", "floor": 1e-6}
+        torch.testing.assert_close(found, future_attention_mass(query, key, **options), rtol=0, atol=1e-3)
+        assert counters["stats"]["unique_graphs"] == 2  # the log-sum-exp of queries, and the mass
+
+
+@KERNELS
+def test_what_is_compiled_ahead_is_what_a_step_uses(kernel: str) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 64}
+    config = Qwen3Config(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, **shape)
+    model = adopt(Qwen3ForCausalLM(config)).cuda().train()
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        compile_ahead(kernel, config, 1, 700, torch.device("cuda", 0), torch.float32)
+        before = counters["stats"]["unique_graphs"]
+        traces = [
+            EvictionTrace.recorded(random_evictions(2, 2, 700, 90, torch.Generator().manual_seed(0)).clamp(min=1))
+        ]
+        view = make_view(traces, [0], 700, "cuda", kernel)
+        ids = torch.zeros(1, 700, dtype=torch.long, device="cuda")
+        model(input_ids=ids, attention_mask=NO_MASK.cuda(), kv_view=view, use_cache=False).logits.mean().backward()
+    assert counters["stats"]["unique_graphs"] == before == 2

@@ -1,4 +1,4 @@
-"""running_topk and its Triton kernel on a GPU, against the heap: missing barriers show here and nowhere else."""
+"""running_topk and its Triton kernel on a GPU, against the heap; the interpreter runs one program after another."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from sparse_rl.kernels import running_topk, running_topk_reference
+from sparse_rl.kernels.topk import topk_choice
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.mark.parametrize("kernel", ["torch", "triton"])
+@pytest.mark.parametrize("kernel", [None, "torch", "triton"])
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(
     ("length", "window", "k"), [(1, 1, 1), (300, 8, 17), (4500, 256, 2016), (9000, 16, 5), (20000, 256, 4032)]
 )
-def test_equals_the_heap(length: int, window: int, k: int, ties: bool, kernel: str) -> None:
+def test_equals_the_heap(length: int, window: int, k: int, ties: bool, kernel: str | None) -> None:
     generator = torch.Generator().manual_seed(length)
     scores = torch.randn(2, 3, length, generator=generator)
     scores = scores.round() if ties else scores
@@ -26,3 +27,10 @@ def test_equals_the_heap(length: int, window: int, k: int, ties: bool, kernel: s
         ours = running_topk(scores.cuda(), 1, log_decay=decay.cuda(), kernel=kernel, **given)
         for name in ("evict_at", "cutoff_rank", "boundary"):
             assert torch.equal(getattr(ours, name).cpu(), getattr(right, name)), name
+
+
+def test_the_check_finds_it_right() -> None:
+    """Whether it is the faster, the finding says."""
+    found = topk_choice()
+    print(found)
+    assert found.kernel == "triton" or " ms, torch's form " in found.finding

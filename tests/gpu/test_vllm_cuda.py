@@ -233,6 +233,38 @@ def test_graphs(
     assert max(found) <= 1.5 * min(found)
 
 
+@pytest.mark.parametrize("policy_name", ["gkv", "streaming", "am"])
+@pytest.mark.parametrize("kernels", ["Flash", "Triton"])
+def test_whole_decode_steps_as_graphs(
+    kernels: str,
+    policy_name: str,
+    open_engine: Callable,
+    policy_of: Callable,
+    prompts: list,
+    replayed: Callable,
+    record_property: Callable,
+) -> None:
+    """full_graphs: the gap is that of piecewise graphs, with padded batches too, and no Python runs in decoding."""
+    from rollout.vllm.compat.paged import live_state
+
+    policy, found = policy_of(policy_name, **BUDGET), []
+    for full_graphs in (False, True):
+        engine = open_engine(policy, kernels=kernels, full_graphs=full_graphs, max_num_batched_tokens=256)
+        mode = engine.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
+        assert mode == ("FULL_AND_PIECEWISE" if full_graphs else "PIECEWISE")
+        state, calls = live_state(), []
+        after_layer = state.after_layer
+        state.after_layer = lambda name, query, run=after_layer, calls=calls: (calls.append(name), run(name, query))
+        for batch in (prompts, prompts[:3]):  # 9 and 3 are no sizes of graphs
+            calls.clear()
+            rollouts = engine.generate(batch, GREEDY)
+            assert (len(calls) > SIZES["num_hidden_layers"] * 100) is not full_graphs
+            assert evicts(rollouts)
+            found.append(p99(replayed(rollouts, temperature=0.0)))
+    record_property("p99", found)
+    assert max(found) <= 1.5 * min(found)
+
+
 def test_blocks_are_freed(open_engine: Callable, policy_of: Callable, prompts: list) -> None:
     """A pool that holds half of what a full cache takes runs all sequences at once, and is whole again at the end."""
     engine = open_engine(policy_of("gkv", **BUDGET), max_batch=36, kv_cache_gb=0.02, max_prompt=450)
@@ -253,6 +285,18 @@ def test_blocks_are_freed(open_engine: Callable, policy_of: Callable, prompts: l
     running, left = least[len(least) // 2]
     assert running == len(rollouts) and free - left <= running * -(-80 // size)
     assert pool.get_num_free_blocks() == free
+
+
+@pytest.mark.parametrize(("policy_name", "blocks"), [("gkv", 29), ("full", 64)])
+def test_a_pool_is_no_larger_than_all_sequences_can_fill(
+    policy_name: str, blocks: int, open_engine: Callable, policy_of: Callable, prompts: list
+) -> None:
+    """Blocks of 16 for prompts of 450 tokens, or for 1024; the share of the GPU would hold many times as many."""
+    policy = policy_of(policy_name, **BUDGET)
+    engine = open_engine(policy, kv_cache_gb=None, gpu_memory_utilization=0.3, max_batch=9, max_prompt=450)
+    config = engine.llm.llm_engine.vllm_config.cache_config
+    assert config.block_size == 16 and config.num_gpu_blocks == 9 * blocks + 1
+    assert len(engine.generate(prompts, GREEDY)) == len(prompts)
 
 
 # ---- sleep ----------------------------------------------------------------------------------------------------------

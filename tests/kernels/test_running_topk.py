@@ -124,5 +124,5 @@ def test_what_is_wrong_shows(wrong: str, monkeypatch: pytest.MonkeyPatch) -> Non
         flipped = lambda x, **keys: sort(x + 1e-6 * torch.arange(x.shape[-1]), **keys)  # noqa: E731
         monkeypatch.setattr(torch.Tensor, "sort", flipped)
     elif wrong == "cutoff":
-        monkeypatch.setattr(f"{module}._kth_smallest_of_prefixes", lambda ranks, k: ranks.new_zeros(len(ranks), 31))
+        monkeypatch.setattr(f"{module}.kth_smallest_of_prefixes", lambda ranks, k: ranks.new_zeros(len(ranks), 31))
     assert not same(running_topk(**case, window=4 if wrong == "window" else 3, k=5), expected)

@@ -1,19 +1,19 @@
-"""The Triton kernel without a GPU: its results under Triton's interpreter, and its registers as compiled for Hopper.
+"""The Triton form of the running top-k without a GPU: its results, its registers, and the check that stands before it.
 
-In processes of their own: TRITON_INTERPRET is read when a kernel is defined, and says whether it can be compiled.
-The interpreter cannot see a missing barrier; tests/gpu/ can.
+The interpreter runs one program after another; tests/gpu/ has them run at once.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from without_gpu import run, used
 
-ROOT = Path(__file__).parents[2]
+from sparse_rl.kernels.topk import check_topk, kth_smallest_of_prefixes
+
 INTERPRETED = """
 import torch
 from sparse_rl.kernels import running_topk, running_topk_reference
@@ -39,37 +39,46 @@ for length, sinks, window, k, decay, ties in (
     compared += 1
 print("compared", compared)
 """
-COMPILED = """
-import os, re, subprocess, tempfile, triton
-from triton.backends.compiler import GPUTarget
-from sparse_rl.kernels.topk_triton import compiled
-kernel = compiled(GPUTarget("cuda", 90, 32), *BLOCKS)
-tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
-with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-    file.write(kernel.asm["cubin"])
-    file.flush()
-    said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-print(re.search(r"REG:.*", said.stdout + said.stderr).group(0))
-"""
-
-
-def run(program: str, **environment: str) -> str:
-    pytest.importorskip("triton")
-    known = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    known |= {"PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=known, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
 
 
 def test_interpreted_it_equals_the_heap() -> None:
     assert "compared 10" in run(INTERPRETED, TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("block", ["", pytest.param("16384", marks=pytest.mark.slow)])
-def test_compiled_for_hopper_it_spills_nothing(block: str, tmp_path: Path) -> None:
-    """What spills stands in LOCAL or on the STACK; it does where a block is too large."""
-    said = run(COMPILED.replace("BLOCKS", f"[{block}]"), TRITON_CACHE_DIR=str(tmp_path))
-    used = dict(pair.split(":") for pair in said.split() if ":" in pair)
-    assert 0 < int(used["REG"]) <= 255
-    assert (used["LOCAL"] == used["STACK"] == "0") is (block == "")
+def test_compiled_it_spills_nothing(tmp_path: Path) -> None:
+    found = used("topk_triton", "[kernels.compiled(target)]", tmp_path)
+    assert len(found) == 2
+    assert all(0 < each["REG"] <= 255 and each["LOCAL"] == each["STACK"] == 0 for each in found)
+
+
+@pytest.mark.slow
+def test_too_large_a_block_spills(tmp_path: Path) -> None:
+    """The control."""
+    found = used("topk_triton", "[setattr(kernels, 'BLOCK', 16384) or kernels.compiled(target)]", tmp_path)
+    assert all(each["LOCAL"] + each["STACK"] > 0 for each in found)
+
+
+def absent() -> Callable:
+    raise ImportError("No module named 'triton'\nand more")
+
+
+def one_off(ranks: torch.Tensor, k: int) -> torch.Tensor:
+    found = kth_smallest_of_prefixes(ranks, k)
+    found[-1, -1] += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("load", "seconds", "kernel", "finding"),
+    [
+        (lambda: kth_smallest_of_prefixes, [0.001, 0.002], "triton", "1.00 ms, torch's form 2.00 ms: 8 rows of 16384"),
+        (lambda: kth_smallest_of_prefixes, [0.002, 0.002], "torch", "2.00 ms, torch's form 2.00 ms: 8 rows of 16384"),
+        (lambda: one_off, [0.001, 0.002], "torch", "it is wrong here, of 3 rows of 1000 tokens"),
+        (absent, [0.001, 0.002], "torch", "ImportError: No module named 'triton'"),
+    ],
+)
+def test_it_is_taken_where_it_is_right_and_faster(load: Callable, seconds: list, kernel: str, finding: str) -> None:
+    choice = check_topk(load, lambda work: seconds.pop(0), "cpu")
+    assert choice.kernel == kernel
+    assert finding in choice.finding and "\n" not in str(choice)
+    assert ("Triton's kernel is not used" in str(choice)) == (kernel == "torch")

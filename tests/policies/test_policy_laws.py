@@ -17,7 +17,7 @@ from test_policy_exactness import check
 
 from rollout.cache import EvictingCache
 from sparse_rl.errors import StoppedError
-from sparse_rl.policies import POLICIES, Entries, Kept, Policy, fingerprint, make_policy
+from sparse_rl.policies import POLICIES, Entries, Kept, Policy, fingerprint, make_policy, scored_window
 from sparse_rl.policies.config import CONFIGS, EvictingConfig
 
 
@@ -182,9 +182,8 @@ def test_a_trace_does_not_depend_on_the_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVICTING)
 def test_several_layers_in_one_call_keep_what_each_keeps_alone(name: str) -> None:
-    """Of a policy without parameters of its own per layer, layers may be stacked along R."""
+    """Layers may be stacked along R."""
     policy = make_policy(name, **small(name, period=3))
-    assert not policy.layered_parameters and make_policy("kvpop", budget=600).layered_parameters
     shown: list[Entries] = []
 
     class Listening(type(policy)):  # type: ignore[misc]
@@ -378,6 +377,10 @@ def test_a_policy_does_not_mind_the_order_of_its_entries(
     assert compactions > 10
     as_they_lie = torch.arange(1000)
     monkeypatch.setattr(Entries, "by_position", lambda e: as_they_lie[: e.positions.shape[2]].expand_as(e.positions))
+    of_positions = scored_window.mean_similarity
+    monkeypatch.setattr(
+        scored_window, "mean_similarity", lambda k, p, n: of_positions(k, as_they_lie[: p.shape[2]].expand_as(p), n)
+    )
     astray = feed(policy, batch).records
     same = all(torch.equal(ours, theirs) for ours, theirs in zip(astray, plain.records, strict=True))
     assert same == (name not in ("snapkv", "rkv", "gkv") and not (name == "am" and tied))

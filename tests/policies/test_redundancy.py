@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sparse_rl.policies import scored_window
-from sparse_rl.policies.scored_window import LEAST_ROWS, SIMILARITIES, UNDER, _total_similarity, similarity_tiles
+from sparse_rl.kernels import redundancy
+from sparse_rl.kernels.redundancy import LEAST_ROWS, SIMILARITIES, UNDER, similarity_tiles, total_similarity
 
 
 def plain(keys: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -45,12 +45,12 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize("tile", [1, 2**14])
 @pytest.mark.parametrize("thread_count", [1, 2, 4])
 def test_tiles_change_no_bit(tile: int, thread_count: int, threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scored_window, "SIMILARITIES", tile)
+    monkeypatch.setattr(redundancy, "SIMILARITIES", tile)
     torch.set_num_threads(thread_count)
     seen = set()
     for seed, (count, dim) in enumerate([(1, 8), (2, 32), (17, 8), (63, 64), (100, 80), (257, 128), (411, 32)]):
         keys, order = similar_keys(1 + seed % 3, count, dim, seed)
-        tiled = _total_similarity(keys, order)
+        tiled = total_similarity(keys, order)
         assert torch.equal(tiled, plain(keys, order)), (count, dim)
         seen.add(len(similarity_tiles(count)))
         if count > 60:

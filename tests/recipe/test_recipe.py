@@ -181,7 +181,7 @@ def test_a_key_at_the_wrong_level():
     assert "rollout.temperature: unknown key; did you mean temperature at the top level?" in refused(
         "rollout.temperature=1"
     )
-    assert "valid keys: engine, gpu_memory_utilization, kv_cache_gb, max_batch," in refused("rollout.zzzz=1")
+    assert "valid keys: engine, exact, full_graphs, gpu_memory_utilization, kv_cache_gb," in refused("rollout.zzzz=1")
 
 
 @pytest.mark.parametrize(

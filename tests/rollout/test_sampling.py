@@ -1,4 +1,7 @@
-"""The sampler against independent references: which distribution it draws from, what it reports, how it is seeded."""
+"""The sampler against independent references: which distribution it draws from, what it reports, how it is seeded.
+
+That it equals `sample_reference` bit for bit is in test_sampling_bits.py.
+"""
 
 from __future__ import annotations
 

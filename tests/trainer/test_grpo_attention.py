@@ -24,7 +24,7 @@ class Gradients(TrainerCallback):
 def test_every_kernel_has_the_same_step(checkpointing: bool, flex_trains: list[bool], grpo: Callable) -> None:
     """Loss, log-probs and gradients within 1e-5, padded on both sides; full attention, the control, is far off."""
     found = {}
-    for name in ("sdpa", "flex", "flex_sorted", "dense", "full"):
+    for name in ("sdpa", "gather", "flex", "flex_sorted", "dense", "full"):
         seen = Gradients()
         which: dict[str, Any] = {"train_attention": "full"} if name == "full" else {"attention_kernel": name}
         trainer = grpo(
@@ -39,7 +39,7 @@ def test_every_kernel_has_the_same_step(checkpointing: bool, flex_trains: list[b
         pairs = [(found[name][1][key], right) for key, right in found["sdpa"][1].items()]
         return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
-    for name in ("flex", "flex_sorted", "dense"):
+    for name in ("gather", "flex", "flex_sorted", "dense"):
         for key in ("loss", "replay/gap_max", "entropy", "grad_norm"):
             assert found[name][0][key] == pytest.approx(found["sdpa"][0][key], abs=1e-5), key
         assert distance(name) <= 1e-5
@@ -47,5 +47,5 @@ def test_every_kernel_has_the_same_step(checkpointing: bool, flex_trains: list[b
 
 
 def test_another_kernel_is_refused(grpo: Callable) -> None:
-    with pytest.raises(ValueError, match=r"^attention_kernel: must be one of \('sdpa', .*\), got 'flash'$"):
+    with pytest.raises(ValueError, match=r"^attention_kernel: must be one of \('gather', .*\), got 'flash'$"):
         grpo(attention_kernel="flash")

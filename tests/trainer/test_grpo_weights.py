@@ -6,6 +6,7 @@ The engine is hf, from a directory: what it samples is, to the bit, what the liv
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -235,19 +236,57 @@ def test_an_adapter_that_learns(own: Callable) -> None:
 # ---- its life ------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_sleeps_between_samplings(own: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where it is asked to."""
+def as_sleeper(engine: Any) -> list[str]:
+    """Let an engine sleep as vLLM does on a GPU: its weights become NaN, and asleep it takes and samples nothing.
+
+    Returns what it is asked to do, as it comes.
+    """
     done: list[str] = []
-    for name in ("sleep", "wake_up"):
-        monkeypatch.setattr(rollout.hf.HFEngine, name, lambda self, name=name: done.append(name), raising=False)
-    own().train()
-    assert not done
-    trainer = own("sleeping", sleep=True)
-    load, generate = trainer.engine.load_weights, trainer.engine.generate
-    trainer.engine.load_weights = lambda weights: (done.append("load"), load(weights))
-    trainer.engine.generate = lambda *arguments: (done.append("generate"), generate(*arguments))[1]
-    trainer.train()
-    assert done == ["sleep"] + 2 * ["wake_up", "load", "generate", "generate", "sleep"]
+    asleep: set[str] = set()
+    load, generate = engine.load_weights, engine.generate
+
+    def sleep(level: int) -> None:
+        done.append(f"sleep {level}")
+        asleep.update(("weights", "kv_cache"))
+        with torch.no_grad():
+            for weight in engine.model.parameters():
+                weight.fill_(float("nan"))
+
+    def wake_up(tags: list[str]) -> None:
+        done.append(f"wake {' '.join(tags)}")
+        asleep.difference_update(tags)
+
+    def load_weights(weights: Any) -> None:
+        done.append("load")
+        assert "weights" not in asleep
+        load(weights)
+
+    def sample(*arguments: Any) -> Any:
+        done.append("generate")
+        assert not asleep
+        return generate(*arguments)
+
+    engine.sleep, engine.wake_up, engine.load_weights, engine.generate = sleep, wake_up, load_weights, sample
+    return done
+
+
+def test_an_engine_sleeps_between_samplings(own: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are dropped, and come before its cache; a validation needs them too. The run is the one without."""
+    logs, make = [], rollout.hf.HFEngine.__init__
+
+    @wraps(make)
+    def make_sleeper(engine: Any, *args: Any, **kwargs: Any) -> None:
+        make(engine, *args, **kwargs)
+        logs.append(as_sleeper(engine))
+
+    monkeypatch.setattr(rollout.hf.HFEngine, "__init__", make_sleeper)
+    awake = trained(own("awake", max_steps=2, **VALIDATED))
+    asleep = trained(own("asleep", max_steps=2, sleep=True, **VALIDATED))
+    assert set(logs[0]) == {"load", "generate"}  # only where it is asked to
+    woken = ["wake weights", "load", "wake kv_cache"]
+    once, probed = [*woken, "generate", "sleep 2"], [*woken, "generate", "generate", "sleep 2"]
+    assert logs[1] == ["sleep 2", *probed, *probed, *once, *probed]
+    assert timeless(asleep) == timeless(awake)
 
 
 @pytest.mark.parametrize("reward", ["digits", "problems"])

@@ -50,6 +50,8 @@ def attend(
     assert causal and max_seqlen_q >= int(cu_seqlens_q.diff().max()) and max_seqlen_k >= int(seqused_k.max())
     for i, held in enumerate(seqused_k.tolist()):
         rows = slice(*cu_seqlens_q[i : i + 2].tolist())
+        if rows.start == rows.stop:  # padding of a graph's batch
+            continue
         blocks = block_table[i, : -(-held // k.shape[1])].long()
         query, key, value = (
             t.transpose(0, 1).double() for t in (q[rows], *(c[blocks].flatten(0, 1)[:held] for c in (k, v)))
@@ -83,7 +85,7 @@ def use_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
     selector._cached_get_attn_backend.cache_clear()
 
 
-@pytest.mark.parametrize("policy_name", ["gkv", "h2o"])
+@pytest.mark.parametrize("policy_name", ["gkv", "h2o", "am"])
 @pytest.mark.parametrize("kernels", ["Flash", "Triton"])
 def test_all_but_the_kernels(
     kernels: str,
@@ -140,7 +142,7 @@ def test_the_kernels_that_are_chosen(
 
 @pytest.mark.parametrize("kernels", ["Flash", "Triton"])
 def test_what_vllm_must_not_do_behind_our_back(kernels: str) -> None:
-    """No graph of a whole forward, no cascade, no metadata with logical slots; the K/V write is reached, and ours."""
+    """No graph of a whole forward unasked, no cascade, no logical slots; the K/V write is reached, and ours."""
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -148,7 +150,9 @@ def test_what_vllm_must_not_do_behind_our_back(kernels: str) -> None:
 
     backend = getattr(backend_cuda, f"Evicting{kernels}Backend")
     builder = backend.get_builder_cls()
-    assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.NEVER
+    assert builder.get_cudagraph_support(SimpleNamespace(additional_config={}, kv_transfer_config=None), None) is (
+        AttentionCGSupport.NEVER
+    )
     assert not builder.supports_update_block_table and not builder.use_cascade_attention(None)
     assert not backend.forward_includes_kv_cache_update
     assert backend.get_impl_cls().do_kv_cache_update is backend_cuda.EvictingImpl.do_kv_cache_update
@@ -158,18 +162,37 @@ def test_what_vllm_must_not_do_behind_our_back(kernels: str) -> None:
     )
 
 
-def test_the_arguments_for_a_gpu(policy_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM takes them, and leaves the K/V write out of its graphs; a full cache has vLLM's own backends and graphs."""
-    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+@pytest.mark.parametrize("full_graphs", [False, True])
+def test_the_arguments_for_a_gpu(full_graphs: bool, policy_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM takes them, and leaves the K/V write out of its graphs, but of those of whole decode steps, where asked for.
+
+    A full cache has vLLM's own backends and graphs.
+    """
+    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, KVTransferConfig
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from rollout.vllm.backend_cuda import EvictingFlashBuilder
+    from rollout.vllm.connector import EvictionConnector
 
     monkeypatch.setattr(arguments, "on_cpu", lambda: False)
-    evicting = arguments.engine_arguments(policy_of("gkv", budget=64), dtype="bfloat16")
+    evicting = arguments.engine_arguments(policy_of("gkv", budget=64), dtype="bfloat16", full_graphs=full_graphs)
     assert evicting["attention_backend"] == "CUSTOM" and not evicting["async_scheduling"]
     compilation = CompilationConfig(**evicting["compilation_config"])
-    assert compilation.cudagraph_mode is CUDAGraphMode.PIECEWISE and not compilation.pass_config.fuse_rope_kvcache
+    assert compilation.cudagraph_mode is CUDAGraphMode["FULL_AND_PIECEWISE" if full_graphs else "PIECEWISE"]
+    assert not compilation.pass_config.fuse_rope_kvcache
     compilation.mode = CompilationMode.VLLM_COMPILE
     compilation.set_splitting_ops_for_v1("allgather_reducescatter")
     assert "vllm::unified_kv_cache_update" in compilation.splitting_ops
+    transfer = KVTransferConfig(**evicting["kv_transfer_config"])
+    made = configuration(
+        compilation_config=compilation, kv_transfer_config=transfer, additional_config=evicting["additional_config"]
+    )
+    support = EvictingFlashBuilder.get_cudagraph_support(made, None)
+    assert support is AttentionCGSupport["UNIFORM_SINGLE_TOKEN_DECODE" if full_graphs else "NEVER"]
+    extra = transfer.kv_connector_extra_config
+    assert EvictionConnector.requires_piecewise_for_cudagraph(extra) is not full_graphs
+    assert compilation.resolve_cudagraph_mode_and_sizes(support, "ours") is compilation.cudagraph_mode
+    refusals.refuse_unsupported(made, full_graphs)
     full = arguments.engine_arguments(policy_of("full"), dtype="bfloat16")
     assert not {"attention_backend", "compilation_config", "kv_transfer_config"} & set(full)
 

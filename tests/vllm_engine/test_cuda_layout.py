@@ -249,7 +249,7 @@ class Pool:
         for r, count in zip(batch, counts, strict=True):
             r.blocks += [self.free.pop() for _ in range(self.blocks(r, r.seen + count) - len(r.blocks))]
         mine = sorted({b for r in batch for b in r.blocks})
-        others = [b for b in range(BLOCKS) if b not in mine]
+        others = [b for b in range(1, BLOCKS) if b not in mine]  # 0 is where what is padding goes
         before = self.bits(others)
 
         from rollout.vllm.messages import Begun
@@ -270,6 +270,7 @@ class Pool:
                 view[plan.slots // SIZE, plan.slots % SIZE] = new.bfloat16()
             query = torch.stack([r.queries[layer, t] for r, t in tokens]).bfloat16()
             state.after_layer(name, torch.cat([query, query.new_full((3, *query.shape[1:]), torch.nan)]))  # padded
+        state.after_forward()
         assert max(plan.lengths.tolist()) <= state.longest(int(seen.max()), max(counts))
         for r, count, length in zip(batch, counts, plan.lengths.tolist(), strict=True):
             r.feed(count)
@@ -417,19 +418,17 @@ def rows_of_the_plan(state: Any) -> None:
 
 
 def padding_written(state: Any) -> None:
-    remember = state._remember
+    from rollout.vllm.plan import Group
 
-    def wrong(layer: int, group: Any, memory: Any) -> None:
-        remember(layer, replace(group, lengths=torch.full_like(group.lengths, 10**6)), memory)
-
-    state._remember = wrong
+    state._group = lambda blocks, lengths, seen, most, left=0: Group(state._blocks(blocks, most), lengths, seen, left)
 
 
 @pytest.mark.parametrize(
     "sabotage", [another_head, keys_of_the_next_slot, one_row_of_queries, rows_of_the_plan, padding_written]
 )
 def test_what_is_wrong_shows(sabotage: Callable[[Any], None]) -> None:
-    pool = Pool(MEMORY_ORDERS[0], True, 0)
-    sabotage(pool.state)
     with pytest.raises(AssertionError):
-        pool.run()
+        for seed in range(4):
+            pool = Pool(MEMORY_ORDERS[0], True, seed)
+            sabotage(pool.state)
+            pool.run()

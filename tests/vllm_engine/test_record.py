@@ -130,3 +130,25 @@ def test_without_a_compaction_there_are_no_evictions() -> None:
     draw(record, {"a-1": 0}, -1.0)  # of a full cache no request is said to begin
     (a,) = record.take({7: 4})
     assert a["evict_at"] is None and not a["preempted"] and len(logprobs(a)) == 1
+
+
+@pytest.mark.parametrize(
+    "counts", [[1] * 60, [17, 8, 8, 8, 8], [40], [5, 1, 1, 0, 12]], ids=["one at a time", "prompt", "once", "mixed"]
+)
+def test_what_was_dropped_is_put_where_it_stood(counts: list[int]) -> None:
+    """Against the plain form, in pieces that lie in memory as `drop` and `arrive` leave them."""
+    from rollout.vllm.record import Dropped, _evict_at
+
+    layers, heads, length = 3, 2, 70
+    chosen = np.argsort(np.random.default_rng(0).random((layers, heads, length)), axis=-1).astype(np.int32)
+    dropped, wanted, start = [], np.full((layers, heads, length), NEVER), 0
+    for number, count in enumerate(counts):
+        piece, at = chosen[..., start : start + count], np.arange(count) + 100 * number
+        if number % 2:
+            piece = np.ascontiguousarray(piece.transpose(0, 2, 1)).transpose(0, 2, 1)
+        dropped.append(Dropped(at, piece))
+        np.put_along_axis(wanted, piece.astype(np.int64), at[None, None], axis=-1)
+        start += count
+    found = _evict_at(dropped, length)
+    assert found.dtype == np.int32 and found.tobytes() == wanted.astype(np.int32).tobytes()
+    assert (found == NEVER).sum() == layers * heads * (length - sum(counts))

@@ -212,7 +212,8 @@ def test_vllm_reads_the_arguments_and_eviction_keeps_its_own(
     assert (given.max_num_seqs, given.max_model_len, given.max_num_batched_tokens) == (7, -1, 256)
     assert given.enable_prefix_caching is False and given.async_scheduling is False and given.enforce_eager is True
     assert given.kv_transfer_config.kv_connector == "EvictionConnector"
-    assert given.additional_config["sparse_rl"]["max_prompt"] is None
+    assert given.additional_config["sparse_rl"] == {"exact": True, "folds": False}
+    assert given.kv_transfer_config.kv_connector_extra_config["sparse_rl"]["max_prompt"] is None
     for further, says in (
         (["--enable-prefix-caching"], "--enable-prefix-caching cannot be chosen where the cache evicts"),
         (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype cannot be chosen where the cache evicts"),

@@ -66,7 +66,8 @@ def test_a_text_is_compacted_before_the_server_starts(
     settings = "ratio=0.25,queries=[context, repeat],last=2"
     run(model, "--port", free_port(), "--context", text, "--prompt-cache", settings)
     (words,) = started
-    ours = json.loads(words[words.index("--additional-config") + 1])["sparse_rl"]
+    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    ours = transfer["kv_connector_extra_config"]["sparse_rl"]
     (path,) = ours["contexts"]
     context, tokenizer = load_context(path), load_tokenizer(str(model))
     whole = prompt_ids([{"role": "user", "content": TEXT + "a1?"}], tokenizer)

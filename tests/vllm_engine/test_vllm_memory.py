@@ -11,6 +11,7 @@ from watching import pool_of, watched
 
 from rollout import SamplingConfig
 from rollout.vllm.beside import Beside, beside_cache
+from sparse_rl.commands.sizes import pool_bytes
 from sparse_rl.errors import UserError
 from sparse_rl.policies import Policy
 
@@ -135,12 +136,40 @@ def test_a_full_cache_needs_more(with_blocks: Callable, policy_of: Callable, ran
     """The control: without eviction the same sequences use three times the blocks."""
     prompts, sampling = random_prompts([20] * 8), SamplingConfig(300, seed=0, ignore_eos=True)
     most = {}
-    for name in ("full", "gkv"):
-        engine = with_blocks(policy_of(name, budget=64, window=8, period=32), 100, 8)
+    for name, blocks in (("full", 100), ("gkv", 64)):
+        engine = with_blocks(policy_of(name, budget=64, window=8, period=32), blocks, 8)
         with watched(engine) as seen:
             engine.generate(prompts, sampling)
         most[name] = max(seen.used)
     assert most == {"full": 8 * 10, "gkv": 8 * PEAK}
+
+
+@pytest.mark.parametrize(
+    ("policy_name", "longest", "max_prompt", "blocks"),
+    [("full", 320, 256, 10), ("gkv", 320, 256, 8), ("gkv", 320, 40, PEAK), ("gkv", 64, 40, 2)],
+)
+def test_a_pool_is_no_larger_than_all_sequences_can_fill(
+    policy_name: str,
+    longest: int,
+    max_prompt: int,
+    blocks: int,
+    policy_of: Callable,
+    open_engine: Callable,
+    directory_of: Callable,
+    random_prompts: Callable,
+) -> None:
+    """Each its prompt and its peak, or what is shorter; of a GiB no more is taken, and all of them run at once."""
+    policy = policy_of(policy_name, budget=64, window=8, period=32)
+    sizes: dict[str, Any] = {"max_batch": 4, "max_model_len": longest, "max_prompt": max_prompt}
+    engine = open_engine(policy, directory_of("qwen2", **ONE_LAYER), kv_cache_gb=None, **sizes)
+    assert pool_of(engine).get_num_free_blocks() == 4 * blocks
+    given = {**sizes, "dtype": "float32", "tensor_parallel": 1}
+    assert pool_bytes(policy, given, engine.config, False) == (4 * blocks + 1) * BLOCK_BYTES  # as doctor says
+    with watched(engine) as seen:
+        engine.generate(
+            random_prompts([min(max_prompt, longest - 24)] * 4), SamplingConfig(24, seed=0, ignore_eos=True)
+        )
+    assert max(seen.running) == 4 and seen.preempted == 0
 
 
 def test_a_pool_too_small_for_one_is_refused(

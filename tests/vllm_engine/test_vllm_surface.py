@@ -28,6 +28,8 @@ SIGNATURES = {  # name -> its parameters, all of them, as we override, replace o
     f"{BACKENDS}.cpu_attn.CPUAttentionMetadataBuilder.build": "common_prefix_len common_attn_metadata fast_build",
     f"{BACKENDS}.flash_attn.FlashAttentionMetadataBuilder.build": "common_prefix_len common_attn_metadata fast_build",
     f"{BACKENDS}.triton_attn.TritonAttentionMetadataBuilder.build": "common_prefix_len common_attn_metadata fast_build",
+    f"{BASE}.AttentionMetadataBuilder.get_cudagraph_support": "vllm_config kv_cache_spec",
+    f"{BACKENDS}.flash_attn.FlashAttentionMetadataBuilder.get_cudagraph_support": "vllm_config kv_cache_spec",
     f"{BACKENDS}.cpu_attn.CPUAttentionMetadataBuilder._set_isa_to_layers": "layer_names",
     f"{BACKENDS}.cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update": UPDATE,
     f"{BACKENDS}.flash_attn.FlashAttentionImpl.do_kv_cache_update": UPDATE,
@@ -61,6 +63,9 @@ SIGNATURES = {  # name -> its parameters, all of them, as we override, replace o
     f"{CONNECTOR}.request_finished": "request block_ids",
     f"{CONNECTOR}.get_num_new_matched_tokens": "request num_computed_tokens",
     f"{CONNECTOR}.requires_piecewise_for_cudagraph": "extra_config",
+    "v1.worker.gpu_worker.Worker.determine_available_memory": "",
+    "v1.worker.gpu_worker.Worker.get_kv_cache_spec": "",
+    "v1.worker.cpu_worker.CPUWorker.determine_available_memory": "",
     "v1.sample.sampler.batched_count_greater_than": "x values",
     "v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_native": "logits generators k p",
     "v1.engine.input_processor.InputProcessor._validate_model_input": "prompt_input prompt_type",
@@ -81,7 +86,7 @@ SIGNATURES = {  # name -> its parameters, all of them, as we override, replace o
     "v1.engine.llm_engine.LLMEngine.has_unfinished_requests": "",
 }
 MEMBERS = {  # class or module -> what it defines: fields, properties, methods, names
-    f"{BASE}.AttentionMetadataBuilder": "use_cascade_attention _cudagraph_support supports_update_block_table",
+    f"{BASE}.AttentionMetadataBuilder": "use_cascade_attention supports_update_block_table",
     f"{BASE}.AttentionBackend": "get_impl_cls get_builder_cls validate_configuration",
     f"{BACKENDS}.registry.AttentionBackendEnum": "CPU_ATTN CUSTOM",
     f"{BASE}.CommonAttentionMetadata": "block_table_tensor seq_lens query_start_loc query_start_loc_cpu slot_mapping "
@@ -103,13 +108,13 @@ MEMBERS = {  # class or module -> what it defines: fields, properties, methods, 
     "config.CUDAGraphMode": "NONE has_full_cudagraphs",
     "config.ModelConfig": "use_mla is_hybrid is_encoder_decoder get_total_num_kv_heads max_model_len dtype "
     "get_vocab_size",
-    "config.CacheConfig": "enable_prefix_caching cache_dtype",
+    "config.CacheConfig": "enable_prefix_caching cache_dtype kv_cache_memory_bytes",
     "config.ParallelConfig": "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size "
     "tensor_parallel_size use_ubatching",
-    "config.SchedulerConfig": "async_scheduling scheduler_reserve_full_isl max_num_seqs",
+    "config.SchedulerConfig": "async_scheduling scheduler_reserve_full_isl max_num_seqs max_num_batched_tokens",
     "config.CompilationConfig": "cudagraph_mode splitting_ops use_inductor_graph_partition pass_config custom_ops",
-    "config.KVTransferConfig": "kv_connector kv_connector_module_path kv_role",
-    "config.VllmConfig": "additional_config speculative_config kv_transfer_config compilation_config",
+    "config.KVTransferConfig": "kv_connector kv_connector_module_path kv_role kv_connector_extra_config",
+    "config.VllmConfig": "additional_config speculative_config kv_transfer_config compilation_config compute_hash",
 }
 ASSIGNED = {  # class -> what its objects are given when they are made
     "v1.worker.gpu_model_runner.GPUModelRunner": "sampler requests",
@@ -117,6 +122,10 @@ ASSIGNED = {  # class -> what its objects are given when they are made
     "v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": "enable_caching block_size req_to_blocks "
     "block_pool",
     f"{CONNECTOR}": "_vllm_config _kv_cache_config",
+    f"{BASE}.AttentionMetadataBuilder": "vllm_config device",
+    "model_executor.layers.attention.Attention": "head_size",
+    f"{BACKENDS}.flash_attn.FlashAttentionImpl": "head_size",
+    f"{BACKENDS}.triton_attn.TritonAttentionImpl": "head_size",
     f"{BACKENDS}.cpu_attn.CPUAttentionMetadataBuilder": "isa",
     f"{BACKENDS}.cpu_attn.CPUAttentionBackendImpl": "scale sliding_window alibi_slopes sinks logits_soft_cap "
     "kv_sharing_target_layer_name attn_type",
@@ -198,6 +207,15 @@ def test_processes_of_vllm_are_known_by_name() -> None:
         assert re.search(rf"""name=f?"{name}[-"_]""", source)
 
 
+def test_the_padding_of_a_graphs_batch_has_the_null_block() -> None:
+    """Which no request ever has: what a graph writes for its padding goes there."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    assert of_vllm(f"{BACKENDS}.utils.NULL_BLOCK_ID") == 0 == BlockPool(4, False, 16).null_block.block_id
+    source = inspect.getsource(of_vllm("v1.worker.gpu_model_runner.GPUModelRunner._build_attention_metadata"))
+    assert "blk_table_tensor[num_reqs:num_reqs_padded].fill_(NULL_BLOCK_ID)" in source
+
+
 def test_both_runners_call_the_connector() -> None:
     for runner in ("v1.worker.gpu_model_runner", "v1.worker.gpu.kv_connector"):
         assert ".handle_preemptions(" in inspect.getsource(of_vllm(runner))
@@ -209,11 +227,20 @@ def test_head_sizes_are_those_of_the_cpu_kernel() -> None:
     assert set(CPU_HEAD_SIZES) == set(of_vllm(f"{BACKENDS}.cpu_attn.CPUAttentionBackend.get_supported_head_sizes")())
 
 
+def test_one_block_is_nobodys() -> None:
+    """What our padding writes goes there."""
+    from rollout.vllm.plan import NOBODYS
+
+    pool = of_vllm("v1.core.block_pool.BlockPool")(4, False, 16)
+    assert pool.null_block.block_id == NOBODYS
+    assert NOBODYS not in {block.block_id for block in pool.get_new_blocks(3)}
+
+
 def test_the_table_says_so() -> None:
     """Every name that is held here stands in docs/internals.md, but for the fields of configurations."""
     table = TABLE.read_text()
     names = {name.rpartition(".")[2] for name in SIGNATURES} - {"__init__", "forward_native"}
-    names |= {"check_cpu_sgl_kernel", "cpu_unquantized_gemm"}
+    names |= {"check_cpu_sgl_kernel", "cpu_unquantized_gemm", "null_block"}
     for owner, members in [*MEMBERS.items(), *ASSIGNED.items()]:
         names |= set() if owner.startswith("config.") else set(members.split())
     assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", table)] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -155,3 +156,60 @@ def test_updates_come_under_zero_3(
     rollouts = engine.generate(prompts, SAMPLING)
     with torch.no_grad():
         assert gap(replay_logprobs(other, rollouts), rollouts) <= 1e-5
+
+
+# ---- to another process ---------------------------------------------------------------------------------------------
+
+
+def test_weights_are_handed_over_bit_for_bit(new_model: Callable) -> None:
+    """Of any dtype, shape and order in memory, drawn one at a time; afterwards, or after an error, nothing is left."""
+    from rollout.vllm.handover import handed_over, received
+
+    weights = {
+        "odd": torch.randn(7),
+        "half": torch.randn(5, 3).bfloat16(),
+        "turned": torch.randn(6, 4).T,
+        "one": torch.tensor(2.5, dtype=torch.float64),
+        "learns": torch.nn.Parameter(torch.tensor([-0.0, float("nan"), float("inf")])),
+        **dict(new_model("qwen2").named_parameters()),
+    }
+    drawn = []
+
+    def one_at_a_time() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in weights.items():
+            passing = weight.detach().clone()
+            yield name, passing
+            passing.zero_()
+            drawn.append(name)
+
+    before = os.listdir("/proc/self/fd")
+    with handed_over(one_at_a_time()) as (path, places):
+        assert drawn == list(weights)
+        for (name, weight), found in zip(weights.items(), received(path, places), strict=True):
+            assert found[0] == name and found[1].dtype == weight.dtype and found[1].shape == weight.shape
+            assert same_bits(found[1], weight.detach())
+    assert not os.path.exists(path) and os.listdir("/proc/self/fd") == before
+    with pytest.raises(ZeroDivisionError), handed_over((str(1 // 0), w) for w in weights.values()):
+        raise AssertionError
+    assert os.listdir("/proc/self/fd") == before
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool((a.contiguous().view(-1).view(torch.uint8) == b.contiguous().view(-1).view(torch.uint8)).all())
+
+
+def test_an_engine_apart_gets_all_weights(
+    policy: Policy, open_engine: Callable, new_model: Callable, random_prompts: Callable
+) -> None:
+    """By the way that engines in processes of their own get them, within this one: as if they were handed over here."""
+    engine, prompts = open_engine(policy, "qwen3"), random_prompts(LENGTHS)
+    other = new_model("qwen3", seed=1, hidden_size=128, head_dim=32, intermediate_size=96)
+    before = engine.generate(prompts, SAMPLING)
+    found = []
+    for separate in (False, True):
+        engine.separate = separate
+        engine.load_weights(other.named_parameters())
+        engine.separate = False  # as it is, when it is closed
+        found.append(engine.generate(prompts, SAMPLING))
+        engine.load_weights((name, weight * 0) for name, weight in other.named_parameters())
+    assert same(*found) and not same(found[0], before)

@@ -25,7 +25,7 @@ class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
     """
 
     sparse: SparseGRPOConfig = field(default_factory=SparseGRPOConfig)
-    attention_kernel: str = "sdpa"
+    attention_kernel: str = "gather"
     match_gradient: str = "through"
     scorers: ScorersConfig | None = None
 

@@ -21,6 +21,7 @@ from trainer.weights import give_weights
 
 PROBE_PROMPTS, PROBE_TOKENS = 8, 32  # prompts of the data, and the tokens that are sampled after each
 SHORTEST = 8  # tokens of a prompt that are left where the cache holds few
+DROPPED = 2  # the level of a sleep in which an engine's weights are let go, and not kept in host memory
 
 
 class ProbedEngine:
@@ -43,7 +44,7 @@ class ProbedEngine:
         self.synced: int | None = None
         self.probed: int | None = None
         if self.sleeper is not None:
-            self.sleeper.sleep()
+            self.sleeper.sleep(DROPPED)
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -63,17 +64,24 @@ class ProbedEngine:
                     stack.enter_context(trainer.accelerator.autocast())
                     due = self.limit is None
                 else:
-                    if self.sleeper is not None:
-                        self.sleeper.wake_up()
                     due = self.synced != step
-                    if due:
-                        give_weights(self.engine, trainer.model, trainer.accelerator)
-                        self.synced = step
+                    self._wake_with_weights(due)
+                    self.synced = step
                 if due:
                     self._probe()
             yield
         if self.sleeper is not None:
-            self.sleeper.sleep()
+            self.sleeper.sleep(DROPPED)
+
+    def _wake_with_weights(self, due: bool) -> None:
+        """The trainer's weights, where they are `due`, or the engine has slept. Only then the engine takes the memory
+        of its cache, which is larger than what the hand-over needs."""
+        if self.sleeper is not None:
+            self.sleeper.wake_up(["weights"])
+        if due or self.sleeper is not None:
+            give_weights(self.engine, self.trainer.model, self.trainer.accelerator)
+        if self.sleeper is not None:
+            self.sleeper.wake_up(["kv_cache"])
 
     def _probe(self) -> None:
         """Engine and trainer score what the engine writes after some prompts of the data, too short for an eviction.

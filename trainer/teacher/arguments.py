@@ -20,7 +20,7 @@ class TaughtArguments(ReplayedArguments, TrainingArguments):
     """
 
     loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
-    attention_kernel: str = "sdpa"
+    attention_kernel: str = "gather"
     match_gradient: str = "through"
 
     def __post_init__(self) -> None:

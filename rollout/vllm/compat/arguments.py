@@ -12,7 +12,6 @@ from typing import Any
 from torch import distributed
 
 from rollout.vllm.beside import Beside
-from rollout.vllm.folded import wide_head
 from sparse_rl.errors import UserError
 from sparse_rl.policies.am import BIAS
 from sparse_rl.policies.base import Policy
@@ -20,10 +19,9 @@ from sparse_rl.policies.full import Full
 from sparse_rl.policies.registry import fingerprint, make_policy
 
 SUPPORTED = "0.31."
-KEY = "sparse_rl"  # in vLLM's additional_config
+KEY = "sparse_rl"  # what is ours in vLLM's additional_config, and in its kv_connector_extra_config
 CONNECTORS = (("EvictionConnector", "rollout.vllm.connector"), ("ContextConnector", "rollout.vllm.contexts"))
 CUDA_COMPILATION = {  # our Python runs in every layer, between the pieces of a graph, and the K/V write is ours
-    "cudagraph_mode": "PIECEWISE",
     "use_inductor_graph_partition": False,
     "pass_config": {
         "fuse_rope_kvcache": False,
@@ -50,6 +48,7 @@ class CacheConfig:
     exact : float32 on a CPU is computed as the trainer does, to the last bit (exact.py), instead of by vLLM's kernels
     contexts : files of compacted contexts that prompts may begin with; None: sequences go on from none (contexts.py)
     most : entries that a sequence may come to hold behind a context; None: as many as the model's context
+    full_graphs : on a GPU, a decode step is one CUDA graph, instead of one for each piece between two layers' attention
     """
 
     policy: Policy
@@ -57,6 +56,7 @@ class CacheConfig:
     exact: bool
     contexts: Sequence[str] | None = None
     most: int | None = None
+    full_graphs: bool = False
 
     @property
     def physical(self) -> bool:
@@ -99,21 +99,28 @@ def engine_arguments(
     exact: bool = True,
     contexts: Sequence[str] | None = None,
     most: int | None = None,
+    full_graphs: bool = False,
 ) -> dict[str, Any]:
     """vLLM's engine arguments for a cache policy.
 
-    dtype : as vLLM takes it; max_prompt, exact, contexts, most : see CacheConfig
+    vLLM compiles anew where `additional_config` differs, and not where the connector's own configuration does. So the
+    first says what changes the forward, and the second the rest: one compilation serves every policy and budget.
+
+    dtype : as vLLM takes it; max_prompt, exact, contexts, most, full_graphs : see CacheConfig. A full cache has vLLM's
+        own choice of graphs.
     """
     exact = exact and on_cpu() and dtype in ("float32", "float")
-    ours: dict[str, Any] = {"policy": fingerprint(policy), "max_prompt": max_prompt, "exact": exact}
+    ours: dict[str, Any] = {"policy": fingerprint(policy), "max_prompt": max_prompt, "full_graphs": full_graphs}
+    bias = policy.bias
     if contexts is not None:
         if policy.schedule.evicts:
             raise UserError(f"behind a compacted context nothing is evicted; leave the policy {policy.name} out")
         ours |= {"contexts": list(contexts), "most": most}
+        bias = BehindContext.bias
     arguments: dict[str, Any] = {
         "enable_prefix_caching": False,
         "async_scheduling": False,
-        "additional_config": {KEY: ours},
+        "additional_config": {KEY: {"exact": exact, "folds": bias is not None and not exact}},
     }
     if on_cpu():
         arguments["enforce_eager"] = True
@@ -124,36 +131,39 @@ def engine_arguments(
     if policy.schedule.evicts and policy.schedule.peak is None:
         raise UserError(f"vLLM cannot sample under {policy.name}: its cache grows with the sequence; use the hf engine")
     if not on_cpu():
-        arguments |= {"attention_backend": "CUSTOM", "compilation_config": CUDA_COMPILATION}
+        graphs = "FULL_AND_PIECEWISE" if full_graphs else "PIECEWISE"
+        compilation = {**CUDA_COMPILATION, "cudagraph_mode": graphs}
+        arguments |= {"attention_backend": "CUSTOM", "compilation_config": compilation}
     name, module = CONNECTORS[contexts is not None]
-    transfer = {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}
+    transfer = {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {KEY: ours},
+    }
     return {**arguments, "kv_transfer_config": transfer, "scheduler_reserve_full_isl": True}
 
 
 def cache_config(vllm_config: Any) -> CacheConfig | None:
     """What `engine_arguments` said; None for an engine that is not ours."""
-    ours = (vllm_config.additional_config or {}).get(KEY)
-    if ours is None:
+    forward, transfer = (vllm_config.additional_config or {}).get(KEY), vllm_config.kv_transfer_config
+    if forward is None:
         return None
+    ours = {} if transfer is None else transfer.kv_connector_extra_config.get(KEY, {})
+    if not ours:
+        return CacheConfig(make_policy("full"), None, forward["exact"])
     policy = make_policy(json.loads(ours["policy"]))
-    return CacheConfig(**{**ours, "policy": policy if ours.get("contexts") is None else BehindContext(policy.config)})
+    kept = policy if ours.get("contexts") is None else BehindContext(policy.config)
+    return CacheConfig(**{**ours, "policy": kept}, exact=forward["exact"])
 
 
-def held_head(policy: Policy, head_dim: int, *, exact: bool) -> int:
-    """The head size of the cache, where the model's is `head_dim`."""
-    return head_dim if policy.bias is None or exact else wide_head(head_dim, on_cpu())
-
-
-def memory_arguments(
-    kv_cache_gb: float | None, gpu_memory_utilization: float, beside: Beside, need: int | None = None
-) -> dict[str, Any]:
+def memory_arguments(kv_cache_gb: float | None, gpu_memory_utilization: float, beside: Beside) -> dict[str, Any]:
     """How much memory the cache may take. On a GPU vLLM also refuses to start where less than the share is free.
 
     beside : what vLLM does not know of, taken off the share where that decides
-    need : bytes beyond which nothing is gained; bounds what a CPU gives where nothing is said
     """
     if kv_cache_gb is None and on_cpu():
-        kv_cache_gb = 1.0 if need is None else min(1.0, need / 2**30)
+        kv_cache_gb = 1.0
     if kv_cache_gb is None:
         from vllm.platforms import current_platform
 

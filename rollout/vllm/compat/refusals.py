@@ -39,8 +39,11 @@ def refuse_expandable_segments(policy: Policy, sleep_mode: bool, otherwise: str 
         )
 
 
-def refuse_unsupported(vllm_config: Any) -> None:
-    """Raises UserError for what breaks eviction or its record, whoever configured it (`vllm serve`, for example)."""
+def refuse_unsupported(vllm_config: Any, full_graphs: bool = False) -> None:
+    """Raises UserError for what breaks eviction or its record, whoever configured it (`vllm serve`, for example).
+
+    full_graphs : see CacheConfig
+    """
     from vllm import envs
     from vllm.config import CUDAGraphMode
     from vllm.platforms import current_platform
@@ -73,7 +76,7 @@ def refuse_unsupported(vllm_config: Any) -> None:
         ),
         "with a quantized cache (--kv-cache-dtype auto)": is_quantized_kv_cache(cache.cache_dtype),
         "with CUDA graphs of whole forwards (cudagraph_mode PIECEWISE)": (
-            graphs and compilation.cudagraph_mode.has_full_cudagraphs()
+            graphs and compilation.cudagraph_mode.has_full_cudagraphs() and not full_graphs
         ),
         "with the K/V write inside CUDA graphs (leave splitting_ops and use_inductor_graph_partition alone)": (
             graphs and "vllm::unified_kv_cache_update" not in (compilation.splitting_ops or ())

@@ -25,11 +25,11 @@ KERNEL_OPTIONS: Any = {"BACKEND": "TRITON"} if "BACKEND" in FlexKernelOptions.__
 
 
 def padded(length: int) -> int:
-    """The size that a length is padded to: a multiple of 128, at most four between a power of two and the next.
+    """The size that a length is padded to: a multiple of 128, at most two between a power of two and the next.
 
-    Padding visits no tile.
+    Padding visits no tile; the inputs' copies grow to at most 1.5 times the length, the lists of tiles to 2.25 times.
     """
-    step = max(TILE, 1 << max(0, (length - 1).bit_length() - 3))
+    step = max(TILE, 1 << max(0, (length - 1).bit_length() - 2))
     return -(-length // step) * step
 
 
@@ -44,7 +44,7 @@ def flex_attend(
     compiled: bool = True,
     want_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """query [B, Hq, S, D] over key, value [B, Hkv, S, D] under int32 evict_at [B, Hkv, S].
+    """query [B, Hq, S, D] over key [B, Hkv, S, D], value [B, Hkv, S, E] under int32 evict_at [B, Hkv, S].
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def flex_attend(
 
     Returns
     -------
-    The output [B, Hq, S, D], 0 where a query sees nothing (padding); and where it is wanted, the log-sum-exp of each
+    The output [B, Hq, S, E], 0 where a query sees nothing (padding); and where it is wanted, the log-sum-exp of each
     query's scaled scores, [B, Hq, S] in float32 (or the inputs' float64), there -inf. Both are differentiable.
     """
     batch, q_heads, length, dim = query.shape
@@ -67,7 +67,7 @@ def flex_attend(
     behind = (0, 0, 0, width - length)
     query = _padded(query.reshape(rows, q_heads * batch // rows, length, dim), behind)
     if tiles.order is None:
-        key, value = (_padded(x.reshape(rows, 1, length, dim), behind) for x in (key, value))
+        key, value = (_padded(x.reshape(rows, 1, length, x.shape[-1]), behind) for x in (key, value))
     else:
         back = tiles.order.argsort(dim=-1)[:, :length]
         key, value = (_Reordered.apply(x, tiles.order.clamp(max=length - 1), back)[:, None] for x in (key, value))
@@ -78,7 +78,7 @@ def flex_attend(
             out, lse = _compiled()(*inputs)
     else:
         out, lse = _attend(*inputs)
-    out = out[:, :, :length].reshape(batch, q_heads, length, dim).to(wanted)
+    out = out[:, :, :length].reshape(batch, q_heads, length, value.shape[-1]).to(wanted)
     return out, None if lse is None else lse[:, :, :length].reshape(batch, q_heads, length)
 
 

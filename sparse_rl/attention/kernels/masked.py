@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sparse_rl.attention.kernels.dense import dense_attention
 from sparse_rl.attention.kernels.flex import flex_attend
+from sparse_rl.attention.kernels.gather import gathered_attention
 from sparse_rl.attention.kernels.sdpa import sdpa
 
 
@@ -26,13 +27,15 @@ def masked_attention(
 ) -> torch.Tensor:
     """query [B, Hq, S, D] over key, value [B, Hkv, S, D] under int32 [B, Hkv, S]: [B, Hq, S, D].
 
-    evict_at : fetches it, in the forward and again in the backward pass (flex: in the forward)
+    evict_at : fetches it, in the forward and again in the backward pass (flex, gather: in the forward)
     kernel : one of ATTENTION_KERNELS; flex on a CPU is torch's plain operator, which is slow, and whose gradients torch
         refuses
     """
     if kernel.startswith("flex"):  # saves lists of tiles, nothing S x S
         sort, compiled = kernel == "flex_sorted", query.is_cuda
         return flex_attend(evict_at(), query, key, value, scaling, in_segments=sort, compiled=compiled)[0]
+    if kernel == "gather":
+        return gathered_attention(evict_at(), query, key, value, scaling)
     attend = partial(_WITH_MASK[kernel], evict_at)
     if not torch.is_grad_enabled():
         return attend(query, key, value, scaling)

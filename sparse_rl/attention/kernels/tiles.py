@@ -76,18 +76,24 @@ def make_tiles(evict_at: torch.Tensor, width: int, segment: int | None = None) -
         position, evict_at = position.gather(-1, order), evict_at.gather(-1, order)
     position, evict_at = position.contiguous(), evict_at.contiguous()
 
-    count = width // TILE
+    visited, full = tile_tests(position, evict_at)
+    return Tiles(position, evict_at, order, *listed(visited & ~full), *listed(full))
+
+
+def tile_tests(position: torch.Tensor, evict_at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(not empty, full) of each tile of queries and of keys: bool [R, n, n], of int32 [R, N], N a multiple of 128."""
+    rows, count = len(position), position.shape[-1] // TILE
     first = torch.arange(count, dtype=torch.int32, device=evict_at.device)[:, None] * TILE  # query of each tile
     last = first + TILE - 1
     unseen = evict_at <= position
     born = position.masked_fill(unseen, FAR).view(rows, 1, count, TILE).amin(-1)
     died = evict_at.masked_fill(unseen, -1).view(rows, 1, count, TILE)
-    visited = (born <= last) & (died.amax(-1) > first)  # [R, n (queries), n (keys)]
+    visited = (born <= last) & (died.amax(-1) > first)
     full = visited & (position.view(rows, 1, count, TILE).amax(-1) <= first) & (died.amin(-1) > last)
-    return Tiles(position, evict_at, order, *_listed(visited & ~full), *_listed(full))
+    return visited, full
 
 
-def _listed(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def listed(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Bool [R, n, n] as (how many in each row, which first): int32 [R, 1, n] and [R, 1, n, n]."""
     which = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return mask.sum(-1, dtype=torch.int32)[:, None], which[:, None].int()

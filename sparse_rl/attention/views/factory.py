@@ -21,7 +21,7 @@ def make_view(
     starts: Sequence[int],
     width: int,
     device: torch.device | str,
-    kernel: str = "sdpa",
+    kernel: str = "gather",
     through: bool = True,
 ) -> KVView:
     """The view of ragged traces, one to a row, whose first tokens stand in columns starts[b] of `width`.

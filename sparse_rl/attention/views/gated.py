@@ -44,7 +44,7 @@ class GatedView:
         *,
         prompts: torch.Tensor | None = None,
         temperature: float | None = None,
-        kernel: str = "sdpa",
+        kernel: str = "gather",
     ) -> None:
         self.scorers, self.policy, self.lengths = scorers, policy, lengths
         self.prompts = torch.zeros_like(lengths) if prompts is None else prompts

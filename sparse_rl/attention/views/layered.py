@@ -26,7 +26,11 @@ class LayeredView:
     replays: ClassVar = PagedView.replays | {"paged_layers"}
 
     def __init__(
-        self, batch: Mapping[str, torch.Tensor], device: torch.device | str, kernel: str = "sdpa", through: bool = True
+        self,
+        batch: Mapping[str, torch.Tensor],
+        device: torch.device | str,
+        kernel: str = "gather",
+        through: bool = True,
     ) -> None:
         check_sections(type(self), batch)
         layers = range(len(batch["evict_at"]))

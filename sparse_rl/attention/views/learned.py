@@ -14,8 +14,9 @@ import torch
 
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.future import attention_lse, future_attention_mass
+from sparse_rl.attention.future_parity import target_kernel
 from sparse_rl.attention.kernels.masked import masked_attention
-from sparse_rl.attention.kernels.sdpa import sdpa
+from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
 from sparse_rl.kernels import RunningTopK, recall, running_topk
 from sparse_rl.policies.config import KVpopPolicyConfig
 
@@ -25,6 +26,9 @@ class FutureTarget:
 
     The student's attention (p is divided by the sum over what a query sees), or the dense one; lookahead and normalise
     as in future_attention_mass. The floor, epsilon, is ours: the papers do not say.
+
+    By the loop it is of queries and keys as they come; by FlexAttention on a GPU as the attention has them, rounded to
+    autocast's dtype. Sums are in float32 in either case.
     """
 
     def __init__(self, config: TargetConfig) -> None:
@@ -41,18 +45,23 @@ class FutureTarget:
     ) -> torch.Tensor:
         """float32 [B, Hkv, S]."""
         sparse = evict_at if self.config.normaliser == "sparse" else None
+        dtype = computing_dtype(query, key)
         with torch.autocast(query.device.type, enabled=False):  # in float32, whatever the model computes in
+            kernel = target_kernel(query.device, dtype, (query.shape[1], key.shape[1], query.shape[3]))
+            if kernel == "flex":
+                query, key = query.to(dtype), key.to(dtype)
             return future_attention_mass(
                 query,
                 key,
                 window=window,
                 scaling=scaling,
                 ends=ends,
-                log_sum_exp=attention_lse(query, key, scaling=scaling, ends=ends, evict_at=sparse),
+                log_sum_exp=attention_lse(query, key, scaling=scaling, ends=ends, evict_at=sparse, kernel=kernel),
                 lookahead=self.config.lookahead,
                 normalise=self.config.normalise,
                 group=self.config.group,
                 floor=self.config.floor,
+                kernel=kernel,
             )
 
 
@@ -107,7 +116,7 @@ class LearnedView:
         target: FutureTarget | None = None,
         prepare: Callable[[LayerTarget, torch.Tensor], Any] | None = None,
         loss: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor] | None = None,
-        kernel: str = "sdpa",
+        kernel: str = "gather",
         recorded: torch.Tensor | None = None,
     ) -> None:
         self.recorded = recorded

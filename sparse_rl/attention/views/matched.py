@@ -65,7 +65,11 @@ class MatchedView:
     replays: ClassVar = frozenset({"evict_at", "refit_at", "refit_with"})
 
     def __init__(
-        self, batch: Mapping[str, torch.Tensor], device: torch.device | str, kernel: str = "sdpa", through: bool = True
+        self,
+        batch: Mapping[str, torch.Tensor],
+        device: torch.device | str,
+        kernel: str = "gather",
+        through: bool = True,
     ) -> None:
         check_sections(type(self), batch)
         self.device, self.through = torch.device(device), through

@@ -58,7 +58,11 @@ class PagedView:
     replays: ClassVar = frozenset({"evict_at", "opened", "paged_with", "pi"})
 
     def __init__(
-        self, batch: Mapping[str, torch.Tensor], device: torch.device | str, kernel: str = "sdpa", through: bool = True
+        self,
+        batch: Mapping[str, torch.Tensor],
+        device: torch.device | str,
+        kernel: str = "gather",
+        through: bool = True,
     ) -> None:
         check_sections(type(self), batch)
         self.device, self.dense = torch.device(device), kernel == "dense"

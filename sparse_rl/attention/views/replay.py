@@ -35,7 +35,11 @@ class ReplayView:
     replays: ClassVar = frozenset({"evict_at"})
 
     def __init__(
-        self, batch: Mapping[str, torch.Tensor], device: torch.device | str, kernel: str = "sdpa", through: bool = True
+        self,
+        batch: Mapping[str, torch.Tensor],
+        device: torch.device | str,
+        kernel: str = "gather",
+        through: bool = True,
     ) -> None:
         check_sections(type(self), batch)
         evict_at = batch["evict_at"]
@@ -43,10 +47,9 @@ class ReplayView:
         pinned = self.device.type == "cuda" and not evict_at.is_pinned()
         self.evict_at = evict_at.pin_memory() if pinned else evict_at
         width = evict_at.shape[-1]
-        # A layer where nothing was evicted and no pad key stands before a real one needs no mask: causal is enough.
-        leading_pad = evict_at[:, :, :, 0] == 0
-        evicted = (evict_at > 0) & (evict_at < width)
-        self.causal = (~(evicted.flatten(1).any(1) | leading_pad.flatten(1).any(1))).tolist()
+        # A layer where nothing was evicted needs no mask: causal is enough, of rows that begin at column 0.
+        self.causal = (~((evict_at > 0) & (evict_at < width)).flatten(1).any(1)).tolist()
+        self.starts = (evict_at[0, :, 0] == 0).long().cumprod(-1).sum(-1).tolist()
         self._fetched: dict[int, torch.Tensor] = {}
         self._last = -1
         self._stream = _side_stream(self.device) if self.device.type == "cuda" else None
@@ -80,8 +83,21 @@ class ReplayView:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         if self.causal[layer]:
-            return sdpa(query, key, value, scaling, causal=True)
+            return _causal(query, key, value, scaling, self.starts)
         return masked_attention(lambda: self.layer(layer), query, key, value, scaling, self.kernel)
+
+
+def _causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, starts: list[int]
+) -> torch.Tensor:
+    """Rows that begin at `starts` see all of themselves; what stands before is moved behind, where nobody sees it."""
+    if not any(starts):
+        return sdpa(query, key, value, scaling, causal=True)
+
+    def moved(x: torch.Tensor, by: int) -> torch.Tensor:
+        return torch.stack([row.roll(by * start, 1) for row, start in zip(x, starts, strict=True)])
+
+    return moved(sdpa(moved(query, -1), moved(key, -1), moved(value, -1), scaling, causal=True), 1)
 
 
 @cache

@@ -224,6 +224,10 @@ class TrainRecipe(Recipe):
         """The cache whose policy is learned in this training; None where none is."""
         return None
 
+    def foresees(self) -> bool:
+        """Whether KVpop's scorers learn: for that their target is computed, the mass of future attention."""
+        return False
+
     def trains_model(self) -> bool:
         """Whether the model itself learns, and not only what is attached to it."""
         return True

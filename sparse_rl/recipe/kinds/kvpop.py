@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from sparse_rl.config import flat
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import PolicyConfig
+from sparse_rl.policies.config import KVpopPolicyConfig, PolicyConfig
 from sparse_rl.recipe.kinds.taught import TaughtRecipe
 from trainer.config import TrainingConfig
 from trainer.kvpop.config import KVpopConfig, KVpopLossConfig, KVpopTrainingConfig
@@ -44,6 +44,9 @@ class KVpopRecipe(TaughtRecipe):
 
     def learned_cache(self) -> PolicyConfig | None:
         return self.cache
+
+    def foresees(self) -> bool:
+        return isinstance(self.cache, KVpopPolicyConfig)
 
     def trains_model(self) -> bool:
         return self.kvpop.train_base

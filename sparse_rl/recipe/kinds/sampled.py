@@ -74,6 +74,9 @@ class SampledRecipe(ReplayedRecipe):
             )
         self.refuse_own_groups()
 
+    def foresees(self) -> bool:
+        return self.scorers is not None
+
     def engine_config(self) -> RolloutConfig | None:
         return self.rollout
 

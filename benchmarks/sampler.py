@@ -1,0 +1,153 @@
+"""The sampler against its plain reference, which sorts the vocabulary; and the CDF against one in two levels.
+
+Two levels: sums of chunks of the vocabulary, then one chunk's tokens. They round otherwise than one scan does, so a row
+whose draw falls within the bound of rounding of a border between two tokens is drawn again by the scan. Whether there
+is one, a GPU has to be asked: that is a wait in every step. Last, how often top-p would leave other tokens if it did
+not add up the whole ranked list. So often the best few tokens alone do not say where it cuts.
+
+    OMP_NUM_THREADS=1 python benchmarks/sampler.py      # writes benchmarks/results/sampler.json; minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+
+from rollout import SamplingConfig
+from rollout.sampling import AT_ONCE, ranking, sample
+from rollout.sampling_reference import sample_reference
+
+SIZES = [(64, 151_936), (8, 32_000), (64, 64)]
+SETTINGS: list[dict[str, Any]] = [{}, {"top_k": 20}, {"top_p": 0.95}, {"top_k": 20, "top_p": 0.95}]
+CHUNK = 512
+
+
+def timed(work: Callable[[], Any], runs: int) -> float:
+    """The median of milliseconds, after one run to warm up: of the clock on a GPU, on a CPU of its own time."""
+    cuda = torch.cuda.is_available()
+    clock, found = time.perf_counter if cuda else time.process_time, []
+    for _ in range(runs + 1):
+        if cuda:
+            torch.cuda.synchronize()
+        start = clock()
+        work()
+        if cuda:
+            torch.cuda.synchronize()
+        found.append((clock() - start) * 1e3)
+    return statistics.median(found[1:])
+
+
+def by_scan(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Tokens int64 [B], as the sampler draws them."""
+    cdf = logprobs.double().exp_().cumsum_(-1)
+    return torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0]
+
+
+def in_two_levels(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The same tokens. Sums of V numbers >= 0 differ by less than V 2^-52 of their total, in whatever order."""
+    rows, size = logprobs.shape
+    mass = logprobs.new_zeros(rows, -(-size // CHUNK) * CHUNK, dtype=torch.float64)
+    mass[:, :size].copy_(logprobs).exp_()
+    mass = mass.view(rows, -1, CHUNK)
+    ends = F.pad(mass.sum(-1).cumsum(-1), (1, 0))  # of chunk c: from ends[c] to ends[c + 1]
+    total = ends[:, -1:]
+    target = uniform[:, None] * total
+    chunk = (torch.searchsorted(ends, target, right=True) - 1).clamp(max=mass.shape[1] - 1)
+    mine = mass[torch.arange(rows, device=mass.device), chunk[:, 0]]
+    inside = torch.cat([ends.gather(-1, chunk), mine], -1).cumsum_(-1)
+    place = (torch.searchsorted(inside, target, right=True) - 1).clamp(max=CHUNK - 1)
+    below, above = inside.gather(-1, place), inside.gather(-1, place + 1)
+    doubt = (size + 16) * 2.0**-51 * total  # of two sums, and of what is looked for in them
+    clear = (target - below > doubt) & (above - target > doubt)
+    tokens = (chunk * CHUNK + place)[:, 0]
+    for row, sure in enumerate(clear[:, 0].tolist()):
+        if not sure:
+            tokens[row] = by_scan(logprobs[row : row + 1], uniform[row : row + 1])[0]
+    return tokens
+
+
+def in_rows(draw: Callable[..., torch.Tensor], logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """`draw`, of as many rows at a time as the sampler takes."""
+    rows = max(1, AT_ONCE // logprobs.shape[-1]) if logprobs.is_cpu else len(logprobs)
+    return torch.cat([draw(*part) for part in zip(logprobs.split(rows), uniform.split(rows), strict=True)])
+
+
+def measure(rows: int, size: int, runs: int) -> dict[str, Any]:
+    """Milliseconds of each; all gave the same tokens."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(rows, size, generator=generator)).to(device)
+    uniform = torch.rand(rows, generator=generator, dtype=torch.float64).to(device)
+    logprobs = logits.log_softmax(-1)
+    ways = {"scan": by_scan, "two levels": in_two_levels}
+    assert torch.equal(*(in_rows(draw, logprobs, uniform) for draw in ways.values()))
+    cdf = {name: timed(lambda draw=draw: in_rows(draw, logprobs, uniform), runs) for name, draw in ways.items()}
+    settings = []
+    for setting in SETTINGS:
+        given = logits, SamplingConfig(1, **setting), uniform
+        assert torch.equal(sample(*given)[0], sample_reference(*given)[0])
+        pair = {"reference": partial(sample_reference, *given), "sampler": partial(sample, *given)}
+        settings.append({**setting, **{name: timed(work, runs) for name, work in pair.items()}})
+    return {"B": rows, "V": size, "settings": settings, "cdf": cdf}
+
+
+def cut_elsewhere(deviation: float, rows: int = 192, size: int = 151_936, top_p: float = 0.95) -> int:
+    """In how many rows top-p alone leaves other tokens where the ranked list is not added up before it is cut."""
+    generator, count = torch.Generator().manual_seed(0), 0
+    for _ in range(rows):
+        logprobs = (deviation * torch.randn(1, size, generator=generator)).log_softmax(-1)
+        ranked = logprobs.gather(-1, ranking(logprobs, size))
+        lengths = [int((mass.cumsum(-1) - mass < top_p).sum()) for mass in (ranked.log_softmax(-1).exp(), ranked.exp())]
+        count += lengths[0] != lengths[1]
+    return count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sampler.json"))
+    options = parser.parse_args()
+    found = [measure(rows, size, options.runs) for rows, size in SIZES]
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    machine = {"machine": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    cuts = {str(deviation): cut_elsewhere(deviation) for deviation in (2, 3, 5)}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(
+        json.dumps({"machine": machine, "sizes": found, "cut elsewhere, of 192": cuts}, indent=2) + "\n"
+    )
+    table = Table(title=f"One token per row, milliseconds ({name}, {machine['threads']} threads)")
+    for column in ("B x V", "setting", "reference", "sampler", "times faster"):
+        table.add_column(column, justify="right")
+    for each in found:
+        size = f"{each['B']} x {each['V']}"
+        for row in each["settings"]:
+            told = ", ".join(f"{key} {row[key]}" for key in ("top_k", "top_p") if key in row) or "whole distribution"
+            numbers = row["reference"], row["sampler"], row["reference"] / row["sampler"]
+            table.add_row(size, told, *(f"{number:.3g}" for number in numbers))
+        scan, levels = each["cdf"]["scan"], each["cdf"]["two levels"]
+        table.add_row(size, "its CDF: scan, two levels", f"{scan:.3g}", f"{levels:.3g}", f"{scan / levels:.3g}")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    console.print("Rows of 192 that top-p 0.95 cuts elsewhere if the ranked list is not added up, by deviation:", cuts)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

@@ -1,0 +1,66 @@
+"""What is the same for every layer of one forward: state.py computes it before it, and each layer carries it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+NOBODYS = 0  # vLLM's null block: no request ever has it, so what is written for padding goes there
+
+
+@dataclass
+class Group:
+    """Requests of a batch whose entries are shown to the policy together, padded to N entries.
+
+    blocks int64 [R, N / block size], NOBODYS behind those that hold entries of their row; lengths, seen int64 [R]
+    left : how many entries a compaction leaves in each kv head, the same in all: other policies are refused
+    rows : int64 [R], their rows of the query buffer; None until the forward, when they are known
+    """
+
+    blocks: torch.Tensor
+    lengths: torch.Tensor
+    seen: torch.Tensor
+    left: int = 0
+    rows: torch.Tensor | None = None
+
+
+@dataclass
+class Watch:
+    """A group whose queries of this forward are observed: tokens (of the batch) and positions, int64 [R, T]."""
+
+    group: Group
+    tokens: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass
+class Plan:
+    """See the module.
+
+    first int64 [B], blocks int64 [B, max blocks]: of each request in the batch
+    slots int64 [T]: where each token's entry goes; lengths int32 [B]: entries attended to
+    recent: (tokens, their requests' first blocks, places): the queries to remember. The tokens are a slice where each
+        request brings one, else int64, as the others are.
+    slots_of_recent: int64, where those go in a layer's query buffer. The block's row is known only in the forward:
+        vLLM's V2 runner makes the plan before it says which requests begin.
+    watch: the requests that bring several tokens, under a policy that observes every query: observed in each layer
+    alone: those that bring one: observed after the forward, in all layers at once
+    """
+
+    first: torch.Tensor
+    blocks: torch.Tensor
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    recent: tuple[Any, torch.Tensor, torch.Tensor] | None
+    watch: Watch | None = None
+    alone: Group | None = None
+    slots_of_recent: torch.Tensor | None = None
+
+
+def last_of_each(starts: torch.Tensor, window: int) -> torch.Tensor:
+    """The last `window` tokens of each request of a batch: int64, from int [B + 1] in host memory."""
+    count = starts.diff().clamp(max=window)
+    tokens = torch.arange(int(count.sum()))
+    return tokens + (starts[1:] - count.cumsum(0)).repeat_interleave(count)

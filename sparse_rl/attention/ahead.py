@@ -1,0 +1,50 @@
+"""FlexAttention compiled before a training meets it: a graph takes tens of seconds, which would look like a hang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparse_rl.attention.config import TargetConfig
+from sparse_rl.attention.families import cache_shape
+from sparse_rl.attention.kernels.flex import padded
+from sparse_rl.attention.kernels.masked import masked_attention
+from sparse_rl.attention.views.learned import FutureTarget
+from sparse_rl.trace import NEVER
+
+
+def compile_ahead(
+    kernel: str, config: Any, rows: int, length: int, device: torch.device, dtype: torch.dtype, target: bool = False
+) -> None:
+    """Attend once, forward and backward and without gradient, as `rows` sequences padded to `length` tokens will.
+
+    kernel : flex or flex_sorted; config : the model's; dtype : of its weights; target : the scorers' target, too
+
+    To be called under the training's autocast, which is a part of what is compiled.
+    """
+    _, kv_heads, dim = cache_shape(config)
+    heads = (config.num_attention_heads, kv_heads, kv_heads)
+    query, key, value = (torch.zeros(rows, h, length, dim, device=device, dtype=dtype) for h in heads)
+    evict_at = torch.full((rows, kv_heads, length), NEVER, dtype=torch.int32, device=device)
+    scaling = dim**-0.5
+
+    def attend() -> torch.Tensor:
+        return masked_attention(lambda: evict_at, query, key, value, scaling, kernel)
+
+    with torch.no_grad():
+        attend()
+        if target:
+            ends = torch.full((rows, length), length, device=device)
+            FutureTarget(TargetConfig())(query, key, scaling, 1, ends, evict_at)
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    torch.autograd.grad(attend().sum(), inputs)
+
+
+def sizes_up_to(length: int) -> list[int]:
+    """The sizes that lengths up to this one are padded to."""
+    found, size = [], 0
+    while size < length:
+        size = padded(size + 1)
+        found.append(size)
+    return found

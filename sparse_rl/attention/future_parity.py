@@ -1,0 +1,58 @@
+"""Whether KVpop's target is computed by FlexAttention: on a GPU where that has been found right.
+
+It is checked against future.py's loop over chunks, in float64: the log of the mass may differ by 1e-3.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from sparse_rl.attention.future import Kernel, attention_lse, future_attention_mass
+from sparse_rl.attention.parity import LENGTH, LSE, Parity, distance, in_a_line, judged, random_evictions
+
+Shape = tuple[int, int, int]  # query heads, kv heads, head dim
+
+
+def target_kernel(device: torch.device, dtype: torch.dtype, shape: Shape) -> Kernel:
+    """What computes the target of queries and keys of this dtype and shape; the first call on a GPU compiles."""
+    if device.type != "cuda":
+        return "torch"
+    return "flex" if check_target(device, dtype, shape).failure is None else "torch"
+
+
+@cache
+def check_target(device: torch.device, dtype: torch.dtype, shape: Shape, length: int = LENGTH) -> Parity:
+    """Compare FlexAttention's log mass with the loop's, once in a process.
+
+    Two rows, the second of two documents and padding, under the log-sum-exp of a sparse attention and of the dense one.
+    """
+    heads, kv_heads, dim = shape
+    generator = torch.Generator().manual_seed(0)
+    query, key = (2 * torch.randn(2, h, length, dim, generator=generator).to(device, dtype) for h in (heads, kv_heads))
+    evict_at = random_evictions(1, kv_heads, length, max(1, length // 8), generator).expand(2, -1, -1).to(device)
+    ends = torch.full((2, length), length, device=device)
+    ends[1, : length // 3], ends[1, length // 3 :], ends[1, -(length // 6) :] = length // 3, length - length // 6, 0
+    errors = {}
+    try:
+        for name, seen in (("sparse", evict_at), ("dense", None)):
+            ours = _target(query, key, seen, ends, "flex")
+            wanted = _target(query.double(), key.double(), seen, ends, "torch")
+            nobody = (ours == wanted) & wanted.isinf()  # looks back at these
+            errors[name] = distance(ours.masked_fill(nobody, 0), wanted.masked_fill(nobody, 0)), LSE
+    except Exception as error:  # whatever a compiler or kernel raises, it says that this kernel is not to be had here
+        return Parity("flex", failure=in_a_line(error))
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # an engine beside us counts what is free
+    return judged("flex", errors)
+
+
+def _target(
+    query: torch.Tensor, key: torch.Tensor, evict_at: torch.Tensor | None, ends: torch.Tensor, kernel: Kernel
+) -> torch.Tensor:
+    options: dict[str, Any] = {"scaling": query.shape[-1] ** -0.5, "ends": ends, "kernel": kernel}
+    lse = attention_lse(query, key, evict_at=evict_at, **options)
+    return future_attention_mass(query, key, window=query.shape[2] // 16, log_sum_exp=lse, **options)

@@ -1,0 +1,65 @@
+"""What is compiled before the first step is what the steps use: a model trains without another graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from sparse_rl.attention.ahead import compile_ahead, sizes_up_to
+from sparse_rl.attention.interface import NO_MASK, adopt
+from sparse_rl.attention.kernels import flex
+from sparse_rl.attention.kernels.flex import flex_attend, padded
+from sparse_rl.attention.views.factory import make_view
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_no_step_compiles(
+    autocast: bool,
+    flex_trains: list[bool],
+    new_model: Callable,
+    trace_of: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With gradients, without, and under checkpointing; a row more, the control, is compiled anew."""
+    traced = torch.compile(flex._attend, backend="aot_eager", dynamic=False, fullgraph=True)
+    monkeypatch.setattr(flex, "_compiled", lambda: traced)
+    monkeypatch.setattr(
+        "sparse_rl.attention.kernels.masked.flex_attend",
+        lambda *args, compiled, **kwargs: flex_attend(*args, compiled=True, **kwargs),
+    )
+    model = adopt(new_model("qwen3", num_hidden_layers=2, head_dim=16)).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    torch._dynamo.reset()
+    counters.clear()
+    place = torch.device("cpu"), torch.float32
+
+    def step(rows: int, width: int) -> None:
+        view = make_view(
+            [trace_of(width, layers=2, seed=i) for i in range(rows)], [0] * rows, width, "cpu", "flex_sorted"
+        )
+        ids = torch.full((rows, width), 5)
+        out = model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
+        if torch.is_grad_enabled():
+            out.float().square().mean().backward()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
+        compile_ahead("flex_sorted", model.config, 2, 300, *place)
+        before = counters["stats"]["unique_graphs"]
+        assert before == 2
+        for width in (300, 257):
+            step(2, width)
+            with torch.no_grad():
+                step(2, width)
+        assert counters["stats"]["unique_graphs"] == before
+        step(3, 300)
+        assert counters["stats"]["unique_graphs"] == before + 1
+
+
+@pytest.mark.parametrize("length", [1, 128, 129, 1000, 16384, 20000])
+def test_sizes(length: int) -> None:
+    """Each that a length up to this one is padded to, once."""
+    assert sizes_up_to(length) == sorted({padded(n) for n in range(1, length + 1)})

@@ -1,0 +1,177 @@
+"""Attention over gathered keys against the dense reference, and the chunks that it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sparse_rl.attention.kernels import gather
+from sparse_rl.attention.kernels.dense import dense_attention
+from sparse_rl.attention.kernels.gather import Chunk, gathered_attention, held_bytes, make_chunks, visited_share
+from sparse_rl.attention.kernels.masked import visible_mask
+from sparse_rl.attention.kernels.tiles import visible_share
+from sparse_rl.kernels import running_topk
+from sparse_rl.trace import EvictionTrace, batch_traces, pack_traces
+
+DIM, KV_HEADS, GROUP, SCALE = 16, 2, 3, 0.4  # not torch's own scaling, 0.25
+LENGTHS = (150, 1, 97)
+DOCUMENTS = ((75, 1, 74), (150,), (15, 97, 30))  # of packed rows
+WIDTH = 150
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several in a few tokens, the last one shorter."""
+    monkeypatch.setattr(gather, "SMALLEST", 32)
+    monkeypatch.setattr(gather, "LARGEST", 32)
+
+
+def batched(layout: str, trace_of: Callable) -> torch.Tensor:
+    """evict_at int32 [B, Hkv, S] of ragged traces, padded or packed."""
+    if layout == "packed":
+        rows = [pack_traces([trace_of(n, layers=1) for n in row]) for row in DOCUMENTS]
+        return batch_traces(rows, [0] * 3, WIDTH)["evict_at"][0]
+    traces = [trace_of(n, layers=1) for n in LENGTHS]
+    return batch_traces(traces, [WIDTH - n if layout == "left" else 0 for n in LENGTHS], WIDTH)["evict_at"][0]
+
+
+def best(length: int, budget: int) -> torch.Tensor:
+    """evict_at int32 [1, 1, S] of the running best by uniform scores."""
+    scores = torch.randn(1, 1, length, generator=torch.Generator().manual_seed(0))
+    return running_topk(scores, 4, window=8, k=budget - 12).evict_at
+
+
+def random_qkv(rows: int, width: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(rows, heads, width, DIM) for heads in (GROUP * KV_HEADS, KV_HEADS, KV_HEADS)]
+    return [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["held", "gathered again"])
+@pytest.mark.parametrize("layout", ["right", "left", "packed"])
+def test_output_and_gradients(layout: str, held: bool, monkeypatch: pytest.MonkeyPatch, trace_of: Callable) -> None:
+    """Of ragged batches with groups of query heads, in float64: rounding alone."""
+    monkeypatch.setattr(gather, "HELD", 2**30 if held else 0)
+    evict_at = batched(layout, trace_of)
+    q, k, v = random_qkv(3, WIDTH)
+    real = (evict_at[:, :1, :, None] > 0).double()
+    wanted = dense_attention(q, k, v, visible_mask(evict_at), SCALE)
+    out = gathered_attention(evict_at, q, k, v, SCALE)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-13)
+    weight = torch.randn_like(wanted) * real
+    ours, theirs = (torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (out, wanted))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    causal = dense_attention(q, k, v, visible_mask(evict_at.clamp(max=1) * (1 << 20)), SCALE)
+    assert ((causal - wanted) * real).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtypes(dtype: torch.dtype, trace_of: Callable) -> None:
+    """float32 is computed in float64 on a CPU; what the model is in comes back."""
+    evict_at = batched("right", trace_of)
+    exact = random_qkv(3, WIDTH)
+    given = [x.detach().to(dtype).requires_grad_() for x in exact]
+    out = gathered_attention(evict_at, *given, SCALE)
+    wanted = dense_attention(*(x.double() for x in given), visible_mask(evict_at), SCALE)
+    grads = torch.autograd.grad(out.float().square().sum(), given)
+    assert out.dtype == dtype and all(grad.dtype == dtype for grad in grads)
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-6 if dtype == torch.float32 else 0.05)
+
+
+def a_key_less(chunk: Chunk) -> None:
+    chunk.until[:, 0] = 0
+
+
+def a_step_later(chunk: Chunk) -> None:
+    chunk.until += 1
+
+
+def other_keys(chunk: Chunk) -> None:
+    chunk.columns = chunk.columns.roll(1, -1)
+
+
+@pytest.mark.parametrize("damage", [a_key_less, a_step_later, other_keys])
+def test_damaged_chunks_show(damage: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the comparison."""
+    evict_at = best(WIDTH, 20).expand(1, KV_HEADS, -1)
+    q, k, v = (x.detach() for x in random_qkv(1, WIDTH))
+    right = gathered_attention(evict_at, q, k, v, SCALE)
+    made = make_chunks(evict_at.flatten(0, 1))
+    damage(made[2])
+    monkeypatch.setattr(gather, "make_chunks", lambda _: made)
+    assert (gathered_attention(evict_at, q, k, v, SCALE) - right).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("layout", ["right", "left", "packed"])
+def test_every_visible_pair_once(layout: str, trace_of: Callable) -> None:
+    """And no other, but each query itself; a chunk is given no more than what its fullest row sees, and its own."""
+    evict_at = batched(layout, trace_of).flatten(0, 1)
+    wanted = visible_mask(evict_at[:, None])[:, 0]
+    found = torch.zeros_like(wanted, dtype=torch.int32)
+    for chunk in make_chunks(evict_at):
+        queries = slice(chunk.first, chunk.last)
+        at = chunk.columns[:, None].expand(-1, chunk.last - chunk.first, -1)
+        found[:, queries].scatter_add_(2, at, chunk.visible()[:, 0].int())
+        before = wanted[:, queries, : chunk.first].any(1).sum(-1).max()
+        assert chunk.columns.shape[1] == before + chunk.last - chunk.first
+    assert torch.equal(found, wanted.int())
+
+
+@pytest.mark.parametrize(("length", "budget", "most"), [(16384, 2048, 0.14), (4096, 256, 0.08), (1056, 256, 0.27)])
+def test_how_much_is_computed(length: int, budget: int, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With chunks of about a quarter of the budget: near to what is visible."""
+    monkeypatch.undo()
+    evict_at = best(length, budget)[0]
+    share = visited_share(make_chunks(evict_at))
+    assert visible_share(evict_at) < share <= most
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64])
+def test_short_sequences(length: int) -> None:
+    """A trace that evicts nothing is causal attention, at a chunk's end and beside it."""
+    evict_at = EvictionTrace.dense(1, KV_HEADS, length).evict_at
+    q, k, v = random_qkv(1, length)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
+    torch.testing.assert_close(gathered_attention(evict_at, q, k, v, SCALE), wanted, rtol=0, atol=1e-13)
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that an operator made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))])
+        return result
+
+
+def test_nothing_is_of_the_size_of_a_mask() -> None:
+    """Forward and backward."""
+    length, evict_at = 1024, best(1024, 64).expand(1, KV_HEADS, -1)
+    q, k, v = random_qkv(1, length)
+    with Largest() as largest:
+        torch.autograd.grad(gathered_attention(evict_at, q, k, v, SCALE).sum(), (q, k, v))
+    assert largest.elements <= GROUP * KV_HEADS * length * DIM  # a query's; one mask has 1,048,576
+
+
+def test_what_is_held_is_counted() -> None:
+    evict_at = best(WIDTH, 20).expand(1, KV_HEADS, -1)
+    q, k, v = random_qkv(1, WIDTH)
+    held: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes() if x.dtype == torch.float64 else 0
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = gathered_attention(evict_at, q, k, v, SCALE)
+    own = {x.untyped_storage().data_ptr(): x for x in (q, k, v, out)}
+    outputs_and_lse = GROUP * KV_HEADS * WIDTH * (DIM + 1) * 8
+    counted = held_bytes(make_chunks(evict_at.flatten(0, 1)), DIM, 8)
+    assert sum(size for place, size in held.items() if place not in own) == counted + outputs_and_lse

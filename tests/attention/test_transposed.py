@@ -1,0 +1,246 @@
+"""The mass of future attention by a transposed FlexAttention, against the loop of future.py and masks pair by pair.
+
+As in test_flex: the plain operator has the log-sum-exp but ignores the lists of tiles; compiled for a CPU it honours
+these but has no log-sum-exp, so that what is compared there is a sum of values under the same options.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from sparse_rl.attention import future, future_parity
+from sparse_rl.attention.config import TargetConfig
+from sparse_rl.attention.future import LARGEST, attention_lse, future_attention_mass
+from sparse_rl.attention.future_parity import check_target, target_kernel
+from sparse_rl.attention.kernels import flex, transposed
+from sparse_rl.attention.kernels.flex import padded
+from sparse_rl.attention.kernels.tiles import TILE
+from sparse_rl.attention.kernels.transposed import transposed_options, transposed_tiles
+from sparse_rl.attention.parity import Parity
+from sparse_rl.attention.views import learned
+from sparse_rl.attention.views.learned import FutureTarget
+from sparse_rl.commands.sizes import future_bytes
+
+B, HQ, HKV, S, D, SCALE = 2, 4, 2, 700, 32, 0.3
+WHOLE = [[S] * S, [S] * S]
+RIGHT = [[S] * S, [450] * 450 + [0] * 250]
+LEFT = [[S] * S, [0] * 200 + [S] * 500]
+PACKED = [[130] * 130 + [131] + [S] * (S - 131), [256] * 256 + [640] * 384 + [0] * 60]
+LAYOUTS = {"whole": WHOLE, "right": RIGHT, "left": LEFT, "packed": PACKED}
+SPANS = [(1, None), (100, None), (256, None), (40, 60), (900, None)]  # window, lookahead
+
+
+def random_qk(length: int = S, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    query, key = (torch.randn(B, heads, length, D, generator=generator) for heads in (HQ, HKV))
+    return 2 * query, key
+
+
+def spans(layout: str, window: int, lookahead: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """first, last int32 [B, padded]: by token the queries that count."""
+    first = torch.arange(S) + window
+    last = torch.tensor(LAYOUTS[layout])
+    if lookahead is not None:
+        last = torch.minimum(last, first + lookahead + 1)
+    behind = (0, padded(S) - S)
+    return tuple(torch.nn.functional.pad(x, behind).int().contiguous() for x in (first.expand(B, -1), last))  # type: ignore[return-value]
+
+
+def counted(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """bool [B, N (token), N (query)]"""
+    query = torch.arange(first.shape[1])
+    return (query >= first[..., None]) & (query < last[..., None])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equals_the_loop(layout: str) -> None:
+    """Under the log-sum-exp of either attention; evicted tokens may weigh more than all that is seen."""
+    query, key = random_qk()
+    ends = torch.tensor(LAYOUTS[layout])
+    evict_at = future_parity.random_evictions(B, HKV, S, 90, torch.Generator().manual_seed(1))
+    evict_at[1] = evict_at[0]
+    for seen in (None, evict_at):
+        common: dict[str, Any] = {"scaling": SCALE, "ends": ends}
+        lse, loop = (attention_lse(query, key, evict_at=seen, kernel=kernel, **common) for kernel in ("flex", "torch"))
+        assert lse.dtype == torch.float32 and torch.equal(lse.isinf(), loop.isinf())
+        torch.testing.assert_close(lse, loop, rtol=0, atol=1e-5)
+        for window, lookahead in ((100, None), (40, 60)):
+            options = {**common, "window": window, "lookahead": lookahead, "log_sum_exp": lse}
+            found, wanted = (
+                future_attention_mass(query, key, kernel=kernel, **options) for kernel in ("flex", "torch")
+            )
+            exact = future_attention_mass(query.double(), key.double(), **options)
+            assert found.dtype == torch.float32 and exact.dtype == torch.float64
+            assert torch.equal(found.isinf(), exact.isinf())
+            torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+            torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-5)
+        assert (found > 0).any() == (seen is not None)
+
+
+def test_what_is_evicted_is_bounded_as_in_the_loop() -> None:
+    """log p beyond 40 counts as 40, and a query that sees nothing gives nothing."""
+    query, key = random_qk()
+    lse = attention_lse(query, key, scaling=SCALE)
+    lse[:, :, 300:320] -= 100
+    lse[1, :, 600:] = float("-inf")
+    ends = torch.tensor([[S] * S, [600] * 600 + [0] * 100])
+    options: dict[str, Any] = {"window": 5, "scaling": SCALE, "ends": ends, "log_sum_exp": lse}
+    found, wanted = (future_attention_mass(query, key, kernel=kernel, **options) for kernel in ("flex", "torch"))
+    assert torch.equal(found.isinf(), wanted.isinf()) and not found.isnan().any()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    assert found.max() > LARGEST - 7  # a mean over up to 695 queries
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("window", "lookahead"), SPANS)
+def test_lists_of_tiles(layout: str, window: int, lookahead: int | None) -> None:
+    """Of one document torch's own; of several every pair that counts is visited, and full ones hold nothing else."""
+    first, last = spans(layout, window, lookahead)
+    truth, width = counted(first, last), first.shape[1]
+    theirs = create_block_mask(lambda b, _, t, d: truth[b, t, d], B, None, width, width, device="cpu", BLOCK_SIZE=TILE)
+    ours = transposed_tiles(first, last)
+    assert all(found.is_contiguous() for found in ours)  # kernels do not look at the last stride
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    if layout != "packed":
+        for name, found in zip(names, ours, strict=True):
+            assert torch.equal(found, getattr(theirs, name)), name
+        return
+    assert torch.equal(ours[2], theirs.full_kv_num_blocks) and torch.equal(ours[3], theirs.full_kv_indices)
+    for b in range(B):
+        for tile in range(width // TILE):
+            needed, visited = (
+                set(which[b, 0, tile, : int(count[b, 0, tile])].tolist())
+                for count, which in ((theirs.kv_num_blocks, theirs.kv_indices), ours[:2])
+            )
+            assert needed <= visited and len(visited - needed) <= 1 + window // TILE
+
+
+def compiled_sum(tiles: tuple[torch.Tensor, ...], first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """What the compiled operator makes of random values under these lists, [B, Hq, N, D]."""
+    query, key = (torch.nn.functional.pad(x, (0, 0, 0, padded(S) - S)) for x in random_qk())
+    value, lse = torch.randn(query.shape, generator=torch.Generator().manual_seed(2)), query.sum(-1)
+
+    def attend(keys: torch.Tensor, queries: torch.Tensor, value: torch.Tensor, *rest: Any) -> Any:
+        return flex_attention(keys, queries, value, **transposed_options(*rest, SCALE, LARGEST))
+
+    compiled = torch.compile(attend, dynamic=False, fullgraph=True)
+    return compiled(key.repeat_interleave(2, 1), query, value, lse, first, last, *tiles)
+
+
+@pytest.mark.slow  # a C++ compiler runs
+def test_the_compiled_operator_visits_the_lists() -> None:
+    """Right under the lists that are made, wrong under damaged ones."""
+    for layout, window, lookahead in (("right", 100, None), ("packed", 40, 60)):
+        first, last = spans(layout, window, lookahead)
+        tiles = transposed_tiles(first, last)
+        found = compiled_sum(tiles, first, last)
+        query, key = (torch.nn.functional.pad(x, (0, 0, 0, padded(S) - S)).double() for x in random_qk())
+        value = torch.randn(query.shape, generator=torch.Generator().manual_seed(2)).double()
+        logits = key.repeat_interleave(2, 1) @ query.transpose(-1, -2) * SCALE - query.sum(-1)[:, :, None]
+        truth = counted(first, last)[:, None]
+        some = truth.any(-1, keepdim=True)
+        weights = logits.clamp(max=LARGEST).masked_fill(~truth, float("-inf")).softmax(-1)
+        wanted = (weights.masked_fill(~some, 0) @ value).float()
+        torch.testing.assert_close(found * some, wanted, rtol=0, atol=1e-5)
+    fewer = ((tiles[0] - 1).clamp(min=0), *tiles[1:])
+    without_mask = (torch.zeros_like(tiles[0]), tiles[1].clone(), *tiles[:2])
+    for damaged in (fewer, without_mask):
+        assert ((compiled_sum(damaged, first, last) - wanted) * some).abs().max() > 1e-2
+
+
+def test_one_graph_for_all_layers_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU compiles, traced: one for the log-sum-exp and one for the mass, over other lengths, windows, ends."""
+    for module, name, called in ((flex, "_attend", "flex_attend"), (transposed, "_log_mass", "mass_by_flex")):
+        traced = torch.compile(getattr(module, name), backend="aot_eager", dynamic=False, fullgraph=True)
+        monkeypatch.setattr(module, "_compiled", lambda traced=traced: traced)
+        call = getattr(module, called)
+        monkeypatch.setattr(
+            future, called, lambda *args, call=call, **kwargs: call(*args, **{**kwargs, "compiled": True})
+        )
+    torch._dynamo.reset()
+    counters.clear()
+    evictions = torch.Generator().manual_seed(1)
+    for step, length in enumerate((384, 300, 257)):
+        query, key = random_qk(length, step)
+        common: dict[str, Any] = {"scaling": SCALE, "ends": torch.full((B, length), length - 20 * step)}
+        seen = future_parity.random_evictions(1, HKV, length, 90, evictions).expand(B, -1, -1)
+        lse, loop = (attention_lse(query, key, evict_at=seen, kernel=kernel, **common) for kernel in ("flex", "torch"))
+        torch.testing.assert_close(lse, loop, rtol=0, atol=1e-5)
+        options = {**common, "window": 5 + 30 * step, "log_sum_exp": lse, "group": "max", "floor": 1e-6}
+        found, wanted = (future_attention_mass(query, key, kernel=kernel, **options) for kernel in ("flex", "torch"))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+        assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_what_is_held_is_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory plan's bytes of one layer: queries, and keys for each of them."""
+    held = []
+
+    def compiled(keys: torch.Tensor, queries: torch.Tensor, _: torch.Tensor, lse: torch.Tensor, *__: Any) -> Any:
+        held.append(keys.nbytes + queries.nbytes)
+        return lse
+
+    monkeypatch.setattr(transposed, "_compiled", lambda: compiled)
+    query, key = (x.bfloat16() for x in random_qk())
+    spans = torch.zeros(2, B, S, dtype=torch.long)
+    transposed.mass_by_flex(query, key, torch.zeros(B, HQ, S), *spans, SCALE, LARGEST)
+    assert held == [future_bytes(B, HQ, D, S, 2, cuda=True)]
+
+
+def test_the_check_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes what is exact, and stops what is not: one percent, a query too few, what is no number, what raises."""
+    for dtype in (torch.float32, torch.bfloat16):
+        at = torch.device("cpu"), dtype, (HQ, HKV, D)
+        found = check_target.__wrapped__(*at, 256)
+        assert found.failure is None and set(found.errors) == {"sparse", "dense"}
+    right = transposed.mass_by_flex
+
+    def one_percent(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return right(*args, **kwargs) + 0.01
+
+    def without_the_last(query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, first: Any, last: Any, *rest: Any,
+                         **kwargs: Any) -> torch.Tensor:  # fmt: skip
+        return right(query, key, lse, first, last - 1, *rest, **kwargs)
+
+    def nan(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return right(*args, **kwargs).index_fill(2, torch.tensor(9), torch.nan)
+
+    def raises(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("\nno triton\nat all")
+
+    for fault in (one_percent, without_the_last, nan, raises):
+        monkeypatch.setattr("sparse_rl.attention.future.mass_by_flex", fault)
+        failure = check_target.__wrapped__(*at, 256).failure
+        assert failure is not None
+        assert failure.startswith("it is not exact on this machine (error / allowed: sparse ") or fault is raises
+    assert failure == "RuntimeError: no triton"
+
+
+def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that passes the check, of queries and keys as the attention has them; else the loop."""
+    shape, gpu = (HQ, HKV, D), torch.device("cuda", 0)
+    for failure, kernel in ((None, "flex"), ("no", "torch")):
+        monkeypatch.setattr(future_parity, "check_target", lambda *_, failure=failure: Parity("flex", failure=failure))
+        assert target_kernel(gpu, torch.bfloat16, shape) == kernel
+        assert target_kernel(torch.device("cpu"), torch.bfloat16, shape) == "torch"
+
+    query, key = random_qk(300)
+    ends, evict_at = torch.full((B, 300), 300), torch.full((B, HKV, 300), 1000, dtype=torch.int32)
+    evict_at[:, :, 10:50] = 60
+    asked: list[Any] = []
+
+    def target(kernel: str) -> torch.Tensor:
+        monkeypatch.setattr(learned, "target_kernel", lambda *args: asked.append(args) or kernel)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return FutureTarget(TargetConfig())(query, key, SCALE, 5, ends, evict_at)
+
+    by_flex, by_loop = target("flex"), target("torch")
+    assert asked == [(torch.device("cpu"), torch.bfloat16, shape)] * 2
+    assert 0 < (by_flex - by_loop).abs().max() < 0.2  # keys and queries are rounded in one of them
+    query, key = query.bfloat16(), key.bfloat16()
+    torch.testing.assert_close(by_flex, target("torch"), rtol=0, atol=1e-4)

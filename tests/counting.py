@@ -1,0 +1,160 @@
+"""What a worker's state asks of a GPU, counted without one: operators (an upper proxy for launches) and waits.
+
+`Device` is torch's `meta` device with numbers: tensors there compute on the CPU, but what runs on the host and what on
+the device is told apart as on a GPU, and so is what waits for the device: reading a number, indexing by a mask,
+copying to the host, and copying from it without `non_blocking`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from sparse_rl.policies import Policy
+from sparse_rl.policies.kvpop import KVpop
+from sparse_rl.scorers.registry import sketch_scorer
+
+LAYERS, HEADS, GROUP, DIM, SIZE = 28, 4, 7, 8, 16
+DEVICE = torch.device("meta")
+FREE = {  # views and allocations
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "diagonal", "empty", "empty_like",
+    "empty_strided", "expand", "lift_fresh", "new_empty", "permute", "select", "slice", "split", "split_with_sizes",
+    "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view",
+}  # fmt: skip
+WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on the device; its numbers are in `inner`, on the CPU."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> OnDevice:
+        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **layout, dtype=inner.dtype, device=DEVICE)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("only while it is counted")
+
+    def tolist(self) -> list[Any]:
+        return self.cpu().tolist()
+
+
+class Counted(TorchDispatchMode):
+    """Within it the device is there; what has run on it, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+
+    def __enter__(self) -> Counted:
+        self.tensor = torch.tensor
+        self.patches = pytest.MonkeyPatch()
+        self.patches.setattr(torch, "tensor", self._tensor)
+        self.patches.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # it knows no meta device
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.patches.undo()
+
+    def _tensor(self, data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        """torch's own leaves nothing but the shape on the meta device; on a GPU it is this blocking copy."""
+        made = self.tensor(data, **kwargs)
+        return made if device is None else made.to(device)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.__name__.split(".")[0], dict(kwargs or {})
+        given: list[bool] = []
+
+        def plain(x: Any) -> Any:
+            if isinstance(x, torch.Tensor):
+                given.append(isinstance(x, OnDevice))
+            return x.inner if isinstance(x, OnDevice) else x
+
+        inputs, options = tree_map(plain, args), tree_map(plain, kwargs)
+        there = came = any(given)
+        if kwargs.get("device") is not None:
+            there = kwargs["device"].type == DEVICE.type
+            options["device"] = torch.device("cpu")
+            if given and there != came:
+                self.waits["copied to the host" if came else "copied to the device"] += not kwargs.get("non_blocking")
+        if there or came:
+            self.operators[name] += name not in FREE
+            self.waits[name] += name in WAITS
+            if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+                self.waits["by a mask"] += sum(i is not None and i.dtype == torch.bool for i in args[1])
+        out = func(*inputs, **options)
+        if "out" in kwargs:
+            return kwargs["out"]
+        if there and (name == "copy_" or func._schema.is_mutable) and isinstance(args[0], OnDevice):
+            return args[0]
+        return tree_map(lambda x: OnDevice(x) if there and isinstance(x, torch.Tensor) else x, out)
+
+    def taken(self) -> tuple[int, int]:
+        """(operators, waits) since the last call."""
+        counts = self.operators.total(), self.waits.total()
+        self.operators.clear()
+        self.waits.clear()
+        return counts
+
+
+def state_of(
+    policy: Policy,
+    requests: int,
+    blocks_inside: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, int] = (LAYERS, DIM),
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = DEVICE,
+) -> Any:
+    """A worker's state over random caches of one allocation, on the device: (state, blocks of each request).
+
+    The requests have prompts of a block; what they hold lies there in order of position. shape : (layers, head dim)
+    """
+    from rollout.vllm.arrivals import ArrivalState
+    from rollout.vllm.compat import paged
+    from rollout.vllm.compat.arguments import CacheConfig
+    from rollout.vllm.messages import Begun
+    from rollout.vllm.state import CacheState
+
+    peak = policy.schedule.peak
+    assert peak is not None
+    layers, dim = shape
+    each = peak // SIZE + 1
+    blocks, layer = requests * each + 1, SimpleNamespace(impl=SimpleNamespace(scale=1.0), num_heads=HEADS * GROUP)
+    outer = (layers, blocks) if blocks_inside else (blocks, layers)
+    whole = torch.randn(*outer, SIZE, HEADS, 2 * dim).to(device, dtype).transpose(-2, -3)
+    whole = whole if blocks_inside else whole.transpose(0, 1)
+    names = [str(i) for i in range(layers)]
+    monkeypatch.setattr(paged, "attention_layers", lambda config, given: dict.fromkeys(given, layer))
+    monkeypatch.setattr(paged, "keys_are_transposed", lambda: False)
+    monkeypatch.setattr(paged, "mean_over_ranks", lambda value: value)
+    monkeypatch.setattr(paged, "rank", lambda: 0)
+    kind = CacheState
+    if isinstance(policy, KVpop):
+        kind, weights = ArrivalState, dict(sketch_scorer(policy.config.scorer, heads=HEADS, dim=dim).named_parameters())
+        stored = {f"{i}.{name}": torch.randn(w.shape) for i in range(layers) for name, w in weights.items()}
+        monkeypatch.setattr(paged, "stored_scorers", lambda config: stored)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=requests), model_config=SimpleNamespace(dtype=dtype)
+    )
+    state = kind(config, CacheConfig(policy, None, True), dict(zip(names, whole, strict=True)))
+    table = torch.arange(1, blocks, dtype=torch.int32).view(requests, each)
+    state.begin([], [Begun(str(i), int(row[0]), SIZE) for i, row in enumerate(table)])
+    positions = torch.arange(each * SIZE, dtype=torch.int32).view(each, 1, SIZE).to(device)
+    for row in table.long().to(device):
+        state.positions[:, row] = positions
+    return state, table

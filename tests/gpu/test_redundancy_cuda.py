@@ -1,0 +1,61 @@
+"""Redundancy's Triton kernel on a GPU, compiled, against the reference; and that it is used there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparse_rl.kernels import mean_similarity, redundancy
+from sparse_rl.kernels.redundancy import redundancy_choice
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def entries(rows: int, heads: int, width: int, dim: int) -> list[torch.Tensor]:
+    """[keys bfloat16, positions, lengths] around a few directions, ragged; cosines near 0.5 are there, too."""
+    generator = torch.Generator().manual_seed(width + dim)
+    few = torch.randn(rows, heads, 4, dim, generator=generator)
+    which = torch.randint(4, (rows, heads, width, 1), generator=generator).expand(-1, -1, -1, dim)
+    keys = few.gather(2, which) + torch.randn(rows, heads, width, dim, generator=generator)
+    positions = torch.rand(rows, heads, width, generator=generator).argsort(-1)
+    lengths = torch.randint(1, width + 1, (rows,), generator=generator)
+    lengths[0] = width
+    return [keys.bfloat16().cuda(), positions.cuda(), lengths.cuda()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_the_check_finds_it_right(dtype: torch.dtype, dim: int) -> None:
+    assert redundancy_choice(dtype, dim).kernel == "triton", redundancy_choice(dtype, dim)
+
+
+@pytest.mark.parametrize(("rows", "heads", "width", "dim"), [(3, 2, 500, 64), (28, 4, 2176, 128), (2, 8, 9000, 128)])
+def test_equals_the_reference_but_for_decisions_within_rounding(rows: int, heads: int, width: int, dim: int) -> None:
+    keys, positions, lengths = entries(rows, heads, width, dim)
+    ours = mean_similarity(keys, positions, lengths, "triton")
+    right = mean_similarity(keys, positions, lengths, "torch")
+    padding = right.isinf()
+    assert torch.equal(ours.isinf(), padding) and (ours[~padding] >= 0).all()
+    apart = ((ours - right) * lengths[:, None, None])[~padding].abs()  # in similarities
+    assert (apart > 0.4).float().mean() < 0.01  # a decision went the other way
+    rest = apart[apart <= 0.4]
+    assert (rest <= 3e-5 * (1 + (right * lengths[:, None, None])[~padding][apart <= 0.4])).all()
+
+
+def test_neither_the_batch_nor_the_slots_show() -> None:
+    """To the last bit, again and again."""
+    keys, positions, lengths = entries(9, 4, 700, 128)
+    together = mean_similarity(keys, positions, lengths, "triton")
+    for _ in range(3):
+        assert torch.equal(mean_similarity(keys, positions, lengths, "triton"), together)
+    for row, length in enumerate(lengths.tolist()):
+        slots = torch.randperm(length, device="cuda")
+        alone = keys[row : row + 1, :, slots], positions[row : row + 1, :, slots], lengths[row : row + 1]
+        assert torch.equal(mean_similarity(*alone, "triton")[0], together[row][:, slots])
+
+
+def test_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = entries(2, 2, 100, 64)
+    assert redundancy_choice(torch.bfloat16, 64).kernel == "triton"
+    monkeypatch.setattr(redundancy, "total_similarity", None)
+    assert mean_similarity(*given).isfinite().any()

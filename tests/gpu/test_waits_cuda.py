@@ -1,0 +1,64 @@
+"""What tests/counting.py counts without a GPU, on one: a decode step waits for nothing, a compaction for a few numbers.
+
+NOT RUN YET: written on a machine without one. torch says of each call that waits, its copies among them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from counting import DIM, GROUP, HEADS, state_of
+
+from sparse_rl.policies import Policy
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+REQUESTS, MOST_WAITS = 8, 6
+POLICIES: list[dict[str, Any]] = [
+    {"policy": "streaming", "period": 128},
+    {"policy": "h2o", "period": 1},
+    {"policy": "gkv", "window": 16, "period": 128},
+    {"policy": "kvpop", "window": 64, "scorer": {"name": "mlp"}},
+    {"policy": "kvpop", "window": 64, "scorer": {"name": "mlstm"}},
+]
+
+
+@pytest.fixture
+def says_what_waits() -> Iterator[Callable[[str], None]]:
+    """torch's own check: "error", "warn" or "default"."""
+    yield torch.cuda.set_sync_debug_mode
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@torch.no_grad()
+def test_what_waits_for_the_device(
+    policy: dict, policy_of: Callable[..., Policy], says_what_waits: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm")
+    from rollout.vllm.messages import Due
+
+    made = policy_of(policy["policy"], budget=128, **{name: p for name, p in policy.items() if name != "policy"})
+    peak, left, device = made.schedule.peak, made.schedule.left(0, 0), torch.device("cuda")
+    assert peak is not None
+    held = peak + 8 * made.schedule.before_attending
+    state, table = state_of(made, REQUESTS, True, monkeypatch, dtype=torch.bfloat16, device=device)
+    starts, seen = torch.arange(REQUESTS + 1, dtype=torch.int32), torch.full((REQUESTS,), held, dtype=torch.int32)
+    new = torch.randn(REQUESTS, HEADS, DIM, device=device, dtype=torch.bfloat16)
+    query = torch.randn(REQUESTS, HEADS * GROUP, DIM, device=device, dtype=torch.bfloat16)
+    blocks, seen, starts_there = table.to(device), seen.to(device), starts.to(device)
+
+    says_what_waits("error")
+    state.make_plan(blocks, seen, starts_there, starts)
+    for name in state.index:
+        state.arrive(name, new, new)
+        state.after_layer(name, query)
+    state.after_forward()
+    says_what_waits("warn")
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        state.compact([Due(str(i), int(row[0]), held, held, left) for i, row in enumerate(table)])
+    assert 0 < len(waits) <= MOST_WAITS

@@ -1,0 +1,49 @@
+"""Triton kernels without a GPU: run under Triton's interpreter, or compiled and their registers read.
+
+In processes of their own: TRITON_INTERPRET is read when a kernel is defined, and says whether it can be compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+USED = """
+import os, re, subprocess, tempfile, triton
+from triton.backends.compiler import GPUTarget
+from sparse_rl.kernels import {module} as kernels
+tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+for generation in (80, 90):
+    target = GPUTarget("cuda", generation, 32)
+    for kernel in {kernels}:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+        print(re.search(r"REG:.*", said.stdout + said.stderr).group(0), f"SHARED_BY_TRITON:{{kernel.metadata.shared}}")
+"""
+
+
+def run(program: str, **environment: str) -> str:
+    """What a program prints."""
+    pytest.importorskip("triton")
+    known = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    known |= {"PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=known, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def used(module: str, kernels: str, cache: Path) -> list[dict[str, int]]:
+    """What kernels take, compiled for sm_80 and then for sm_90: REG and so on; what spills is LOCAL or on the STACK.
+
+    module : of sparse_rl.kernels; kernels : an expression that gives them, of `kernels`, the module, and `target`
+    """
+    lines = run(USED.format(module=module, kernels=kernels), TRITON_CACHE_DIR=str(cache)).splitlines()
+    pairs = [[pair.split(":") for pair in line.split() if ":" in pair] for line in lines]
+    return [{name: int(number) for name, number in each if not name.startswith("CONSTANT")} for each in pairs]

@@ -1,0 +1,82 @@
+"""What a compaction of all layers at once takes beside the cache, as `doctor` counts it, against what it allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from counting import GROUP, HEADS, state_of
+from peaks import Peak
+
+from sparse_rl.commands.sizes import transient_bytes
+from sparse_rl.policies import Policy
+
+LAYERS, DIM, REQUESTS = 4, 64, 3
+POLICIES: list[tuple[dict[str, Any], float]] = [  # and how much more may be counted than is taken
+    ({"policy": "gkv", "period": 64, "window": 16, "redundancy": False}, 1.02),
+    ({"policy": "gkv", "period": 64, "window": 16}, 2),  # as much as of the redundancy alone
+    ({"policy": "cake", "period": 64, "window": 16}, 1.02),
+    ({"policy": "streaming", "period": 64}, 1.1),
+    ({"policy": "h2o", "period": 64}, 1.05),
+    ({"policy": "tova", "period": 64}, 1.05),
+    ({"policy": "am", "period": 64, "window": 16}, 1.3),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("policy", "slack"), POLICIES, ids=str)
+def test_a_compaction_takes_what_is_counted(
+    policy: dict, slack: float, dtype: torch.dtype, policy_of: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers at once, and two at a time."""
+    from rollout.vllm import state as states
+    from rollout.vllm.messages import Due
+
+    made = policy_of(policy["policy"], budget=96, **{name: p for name, p in policy.items() if name != "policy"})
+    peak, left = made.schedule.peak, made.schedule.left(0, 0)
+    assert peak is not None
+    starts, lengths = torch.arange(REQUESTS + 1, dtype=torch.int32), torch.full((REQUESTS,), peak, dtype=torch.int32)
+    for at_once in (LAYERS, 2):
+        monkeypatch.setitem(states.AT_ONCE, "cpu", at_once * REQUESTS * HEADS * peak * DIM)
+        state, table = state_of(
+            made, REQUESTS, True, monkeypatch, shape=(LAYERS, DIM), dtype=dtype, device=torch.device("cpu")
+        )
+        state.make_plan(table, lengths, starts, starts)
+        for name in state.index:
+            state.after_layer(name, torch.randn(REQUESTS, HEADS * GROUP, DIM, dtype=dtype))
+        with Peak() as taken:
+            state.after_forward()
+            state.compact([Due(str(i), int(row[0]), peak, peak, left) for i, row in enumerate(table)])
+        shape = (LAYERS, HEADS, DIM)
+        found = transient_bytes(made, REQUESTS, peak, shape, GROUP, str(dtype).removeprefix("torch."), "cpu", vllm=True)
+        counted = sum(size for size, _ in found.values())
+        assert 0.98 * taken.bytes <= counted <= slack * taken.bytes
+
+
+def test_requests_are_compacted_in_parts_that_fit(
+    policy_of: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are due: what stays is what stays of each alone, and no more is taken than for one part."""
+    from rollout.vllm import state as states
+    from rollout.vllm.messages import Due
+
+    made = policy_of("gkv", budget=96, period=64, window=16, redundancy=False)
+    peak, left = made.schedule.peak, made.schedule.left(0, 0)
+    assert peak is not None
+    kept, taken = [], []
+    for most in (states.MOST, 2 * HEADS * peak * DIM):
+        torch.manual_seed(0)
+        monkeypatch.setattr(states, "MOST", most)
+        state, table = state_of(made, 5, True, monkeypatch, shape=(2, DIM), device=torch.device("cpu"))
+        starts = torch.arange(6, dtype=torch.int32)
+        state.make_plan(table, torch.full((5,), peak, dtype=torch.int32), starts, starts)
+        for name in state.index:
+            state.after_layer(name, torch.randn(5, HEADS * GROUP, DIM))
+        with Peak() as measured:
+            state.compact([Due(str(i), int(row[0]), peak, peak, left) for i, row in enumerate(table)])
+        kept.append(state.positions[:, table[:, : left // 16].long()])
+        taken.append(measured.bytes)
+    assert torch.equal(*kept)
+    assert taken[1] < 0.5 * taken[0]

@@ -1,0 +1,79 @@
+"""What vLLM's compile cache goes by: one compilation serves every policy and budget, and no other forward takes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollout.vllm.compat import arguments, plugin
+from rollout.vllm.serve import command_line
+
+EVICTING = [
+    ("gkv", {"budget": 64, "window": 8, "period": 16}),
+    ("gkv", {"budget": 128, "window": 8, "period": 16}),
+    ("streaming", {"budget": 64}),
+    ("h2o", {"budget": 64}),
+    ("kvpop", {"budget": 64, "window": 16}),
+]
+
+
+@pytest.fixture
+def config_of(directory_of: Callable, policy_of: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """config_of(policy name, parameters, on_gpu=, as_words=, **options) -> the VllmConfig of an engine under it."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    plugin.register()  # for what this machine is, which vLLM would otherwise do below
+
+    def make(name: str, parameters: dict, *, on_gpu: bool = True, as_words: bool = False, **options: Any) -> Any:
+        monkeypatch.setattr(arguments, "on_cpu", lambda: not on_gpu)
+        ours = arguments.engine_arguments(policy_of(name, **parameters), **{"dtype": "float32", **options})
+        given = {"model": str(directory_of("qwen2")), "dtype": "float32", "skip_tokenizer_init": True, **ours}
+        if not as_words:
+            return EngineArgs(**given).create_engine_config()
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        return EngineArgs.from_cli_args(parser.parse_args(command_line(**given))).create_engine_config()
+
+    return make
+
+
+@pytest.mark.parametrize("as_words", [False, True], ids=["engine", "serve"])
+def test_no_policy_and_no_budget_is_compiled_anew(as_words: bool, config_of: Callable) -> None:
+    """On a GPU, in an engine and in a server; and each worker knows its own policy all the same."""
+    configs = [config_of(name, parameters, as_words=as_words) for name, parameters in EVICTING]
+    configs.append(config_of(*EVICTING[0], as_words=as_words, max_prompt=700))
+    known = [arguments.cache_config(config) for config in configs]
+    assert [one.policy.config.name for one in known] == [name for name, _ in EVICTING] + ["gkv"]
+    assert [one.policy.config.budget for one in known] == [64, 128, 64, 64, 64, 64]
+    assert [one.max_prompt for one in known] == [None] * len(EVICTING) + [700]
+    assert len({config.compute_hash() for config in configs}) == 1
+
+
+def test_what_changes_the_forward_is_compiled_anew(config_of: Callable) -> None:
+    """A full cache with vLLM's own backend, heads with room for biases, and the trainer's own float32."""
+    plain = config_of(*EVICTING[0])
+    others = {
+        "a full cache": config_of("full", {}),
+        "biases in the heads": config_of("full", {}, contexts=[]),
+        "vLLM's kernels on a CPU": config_of(*EVICTING[0], on_gpu=False, exact=False),
+        "the trainer's float32 on a CPU": config_of(*EVICTING[0], on_gpu=False),
+    }
+    hashes = {what: config.compute_hash() for what, config in {"plain": plain, **others}.items()}
+    assert len(set(hashes.values())) == len(hashes), hashes
+    for config in (plain, *others.values()):
+        known = arguments.cache_config(config)
+        assert config.additional_config[arguments.KEY] == {"exact": known.exact, "folds": known.folds}
+
+
+def test_the_hash_sees_what_is_ours(config_of: Callable) -> None:
+    """A control: vLLM hashes additional_config, and not the connector's own configuration."""
+    config = config_of(*EVICTING[0])
+    before = config.compute_hash()
+    extra = config.kv_transfer_config.kv_connector_extra_config[arguments.KEY]
+    extra["policy"] = json.dumps({"policy": "streaming"})
+    assert config.compute_hash() == before
+    config.additional_config[arguments.KEY]["folds"] = True
+    assert config.compute_hash() != before

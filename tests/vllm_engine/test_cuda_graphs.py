@@ -1,0 +1,289 @@
+"""A decode step as one CUDA graph, without a GPU: its operators are recorded once, and then run again on their tensors.
+
+As on a GPU, a graph is made of a dummy batch before the first request, for a few batch sizes; no Python of a forward
+runs again, numbers are those of the recording, and every tensor is read where it was then. So whatever is new in a
+step has to stand where the last step's stood. The kernels of attention are torch's, as in test_cuda_backend.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from judging import gap, same
+from learned import learned_policy, save_learned, with_scorers
+from test_cuda_backend import attend, use_backend, write  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from rollout import SamplingConfig, make_engine
+from rollout.context import PromptCacheConfig
+from rollout.vllm.compat import paged
+from rollout.vllm.fixed import Fixed
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.models.load import load_model
+
+LENGTHS = (
+    5,
+    33,
+    64,
+    79,
+    80,
+    81,
+    100,
+    130,
+    193,
+)  # the last alone: a prompt's last token, in a batch as of decoding
+SIZES = (1, 4, 8)  # of batches that have a graph
+GREEDY = SamplingConfig(60, temperature=0, ignore_eos=True)
+HEADS_OF_32 = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
+WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}  # in which a host waits
+EMPTY = {"empty", "empty_like", "empty_strided", "new_empty"}
+
+
+class Graph(TorchDispatchMode):
+    """What runs in it is recorded; `replay` runs it again."""
+
+    recording: Graph | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "vllm":  # Python, whose operators are recorded
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CPU, *args, **(kwargs or {}))
+        name = func.__name__.split(".")[0]
+        indices = args[1] if name.startswith(("index", "_index")) and isinstance(args[1], (list, tuple)) else ()
+        masked = any(index is not None and index.dtype == torch.bool for index in indices)
+        assert name not in WAITS and not masked, f"{name} waits for the device"
+        out = func(*args, **(kwargs or {}))
+        outputs = [] if func._schema.is_mutable or name in EMPTY else _listed(out)
+        self.steps.append((func, args, kwargs or {}, outputs))
+        return out
+
+    def replay(self) -> None:
+        for run, args, kwargs, outputs in self.steps:
+            out = run(*args, **kwargs)
+            for old, new in zip(outputs, _listed(out), strict=False):
+                if old.data_ptr() != new.data_ptr():  # not a view
+                    old.copy_(new)
+
+
+def _listed(out: Any) -> list[torch.Tensor]:
+    return [out] if isinstance(out, torch.Tensor) else list(out or ())
+
+
+def kernel(function: Callable) -> Callable:
+    """A function that a graph records as a whole."""
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        with _disable_current_modes():
+            function(*args, **kwargs)
+        if Graph.recording is not None:
+            Graph.recording.steps.append((function, args, kwargs, []))
+
+    return launch
+
+
+class Graphs:
+    """Stands around a model, as vLLM's CUDAGraphWrapper does."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.graphs: dict[Any, tuple[Graph, Any, list[int]]] = {}
+        self.replayed: list[tuple[int, int]] = []  # rows, of them padding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        from vllm.config import CUDAGraphMode
+        from vllm.forward_context import get_forward_context
+
+        context = get_forward_context()
+        if context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:
+            return self.model(**inputs)
+        size = context.batch_descriptor.num_tokens
+        at = [tensor.data_ptr() for tensor in inputs.values() if tensor is not None]
+        if size not in self.graphs:
+            Graph.recording = Graph()
+            with Graph.recording as graph:
+                out = self.model(**inputs)
+            Graph.recording = None
+            self.graphs[size] = graph, out, at
+            return out
+        graph, out, before = self.graphs[size]
+        assert at == before
+        graph.replay()
+        starts = next(iter(context.attn_metadata.values())).query_start_loc
+        self.replayed.append((size, int((starts.diff() == 0).sum())))
+        return out
+
+
+def runner_of(engine: Any) -> Any:
+    return engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+@contextmanager
+def graphs_of(engine: Any) -> Iterator[Graphs]:
+    """The engine decodes by graphs from here on, where the batch is small enough."""
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import BatchDescriptor
+
+    runner = runner_of(engine)
+    graphs, stock = Graphs(runner.model), runner._determine_batch_execution_and_padding
+
+    def determine(num_tokens: int, num_reqs: int, scheduled: Any = None, **given: Any) -> Any:
+        scheduled = given.pop("num_scheduled_tokens_np", scheduled)
+        padded = next((size for size in SIZES if size >= num_reqs), None)
+        if padded is None or num_tokens != num_reqs or given["max_num_scheduled_tokens"] > 1:
+            return stock(num_tokens, num_reqs, scheduled, **given)
+        batch = BatchDescriptor(num_tokens=padded, num_reqs=padded, uniform=True)
+        return CUDAGraphMode.FULL, batch, False, None, None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "model", graphs)
+        patch.setattr(runner, "_determine_batch_execution_and_padding", determine)
+        with torch.inference_mode():
+            for size in reversed(SIZES):
+                mode = CUDAGraphMode.FULL
+                runner._dummy_run(size, cudagraph_runtime_mode=mode, uniform_decode=True, is_graph_capturing=True)
+        yield graphs
+
+
+@pytest.fixture
+def kernels(use_backend: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:  # noqa: F811
+    from vllm.v1.attention.backends import flash_attn, triton_attn
+
+    monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", kernel(write), raising=False)
+    monkeypatch.setattr(flash_attn, "_FA4_DENSE_ATTENTION_KERNEL", kernel(attend))
+    monkeypatch.setattr(triton_attn, "triton_reshape_and_cache_flash", kernel(write))
+    monkeypatch.setattr(triton_attn, "unified_attention", kernel(attend))
+    return use_backend
+
+
+@pytest.mark.parametrize(
+    ("policy_name", "kind"),
+    [
+        ("gkv", "Flash"),
+        ("am", "Flash"),
+        ("h2o", "Flash"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("streaming", "Flash"), ("gkv", "Triton"))),
+    ],
+)
+def test_a_graph_decodes_as_python_does(
+    policy_name: str, kind: str, kernels: Callable, open_engine: Callable, policy_of: Callable,
+    random_prompts: Callable, agrees_with_hf: Callable,
+) -> None:  # fmt: skip
+    kernels(kind)
+    policy, prompts = policy_of(policy_name, budget=64, window=8, period=16), random_prompts(LENGTHS)
+    engine = open_engine(policy, exact=False, max_batch=8, max_num_batched_tokens=192)
+    with graphs_of(engine) as graphs:
+        rollouts = engine.generate(prompts[:-1], GREEDY) + engine.generate(prompts[-1:], GREEDY)
+    assert {size for size, _ in graphs.replayed} == set(SIZES)
+    assert len(graphs.replayed) > 50 and any(padding for _, padding in graphs.replayed)
+    agrees_with_hf(policy, prompts, GREEDY, {"graphs": rollouts})
+
+
+@pytest.mark.parametrize("scorer", [pytest.param("linear", marks=pytest.mark.slow), "delayed"])
+def test_a_graph_decides_before_a_layer_attends(
+    scorer: str, kernels: Callable, open_engine: Callable, random_prompts: Callable, new_model: Callable,
+    tmp_path: Any,
+) -> None:  # fmt: skip
+    """Tokens that are scored as they come, and as they leave the window."""
+    kernels("Flash")
+    policy, prompts = learned_policy(scorer), random_prompts(LENGTHS)
+    save_learned(with_scorers(new_model("qwen3", **HEADS_OF_32), policy, scale=0.2), policy, tmp_path)
+    engine = open_engine(None, tmp_path, exact=False, max_batch=8, max_num_batched_tokens=192)
+    with graphs_of(engine) as graphs:
+        rollouts = engine.generate(prompts[:-1], GREEDY) + engine.generate(prompts[-1:], GREEDY)
+    assert len(graphs.replayed) > 50 and any(padding for _, padding in graphs.replayed)
+    model = load_model(tmp_path)
+    assert same(rollouts, make_engine("hf", model=model, policy=policy).generate(prompts, GREEDY))
+    assert gap(replay_logprobs(model, rollouts, 1.0), rollouts) <= 1e-5
+
+
+@pytest.mark.slow
+def test_a_graph_decodes_behind_a_context(
+    kernels: Callable, open_engine: Callable, directory_of: Callable, policy_of: Callable, random_prompts: Callable
+) -> None:
+    kernels("Flash")
+    *prompts, text = random_prompts((5, 17, 40, 70))
+    hf = make_engine("hf", model=directory_of("qwen2"), policy="full")
+    context = hf.compact(text, PromptCacheConfig(ratio=0.3))
+    engine = open_engine(policy_of("full"), exact=False, context_entries=200)
+    with graphs_of(engine) as graphs:
+        rollouts = engine.generate(prompts, GREEDY, context)
+    assert len(graphs.replayed) > 50 and any(padding for _, padding in graphs.replayed)
+    assert same(rollouts, hf.generate(prompts, GREEDY, context))
+
+
+# ---- what the recordings would miss ---------------------------------------------------------------------------------
+
+
+def fresh_lengths(runner: Any, patch: pytest.MonkeyPatch) -> None:
+    copied(patch, {"lengths"})
+
+
+def fresh_places_of_queries(runner: Any, patch: pytest.MonkeyPatch) -> None:
+    copied(patch, {"block", "place"})
+
+
+def copied(patch: pytest.MonkeyPatch, but: set[str]) -> None:
+    copy = Fixed.copy
+    patch.setattr(Fixed, "copy", lambda self, name, *given: given[0] if name in but else copy(self, name, *given))
+
+
+class Fresh:
+    def __getitem__(self, part: slice) -> torch.Tensor:
+        return torch.zeros(part.stop, dtype=torch.long)
+
+
+def fresh_slots(runner: Any, patch: pytest.MonkeyPatch) -> None:
+    builder = runner.attn_groups[0][0].get_metadata_builder()
+    patch.setattr(builder, "slots", Fresh())
+
+
+def padding_in_somebodys_row(runner: Any, patch: pytest.MonkeyPatch) -> None:
+    state = paged.live_state()
+    begin = state.begin
+
+    def wrong(ended: Any, begun: Any) -> None:
+        begin(ended, begun)
+        for each in begun:
+            state.row[0] = state.row_of[each.block]
+
+    patch.setattr(state, "begin", wrong)
+
+
+def bounds_of_a_dummy_batch(runner: Any, patch: pytest.MonkeyPatch) -> None:
+    """Attention's own longest sequence is a number in the graph."""
+    patch.setattr(paged.live_state(), "longest", lambda logical, new: 1 if logical == 1024 else logical)
+
+
+def test_what_does_not_stay_shows(
+    kernels: Callable, open_engine: Callable, policy_of: Callable, random_prompts: Callable
+) -> None:
+    kernels("Flash")
+    prompts, sampling = random_prompts((60, 64, 70)), SamplingConfig(40, temperature=0, ignore_eos=True)
+    engine = open_engine(policy_of("gkv", budget=64, window=8, period=16), exact=False)
+    rows = paged.live_state().free_rows
+    assert int(paged.live_state().row[0]) not in rows and len(rows) == 16  # what the null block has is nobody's
+    wanted = engine.generate(prompts, sampling)
+    with graphs_of(engine):
+        assert same(engine.generate(prompts, sampling), wanted)
+    for sabotage in (
+        fresh_lengths,
+        fresh_slots,
+        fresh_places_of_queries,
+        padding_in_somebodys_row,
+        bounds_of_a_dummy_batch,
+    ):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError):
+            sabotage(runner_of(engine), patch)
+            with graphs_of(engine):
+                assert same(engine.generate(prompts, sampling), wanted), sabotage.__name__

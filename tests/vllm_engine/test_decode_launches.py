@@ -1,0 +1,87 @@
+"""What a decode step in vLLM costs a GPU beyond vLLM's own: operators (an upper proxy for launches), and no waits.
+
+What a step does to every layer alike is found once before the forward; what can wait until after it is done there, for
+all layers at once. What that gives, test_cuda_layout.py and the comparisons with hf hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from counting import DEVICE, DIM, GROUP, HEADS, Counted, state_of
+
+from sparse_rl.policies import Policy
+
+# of a step, the operators before the forward, in each layer, and after all of them
+POLICIES: list[tuple[dict[str, Any], tuple[int, int, int]]] = [
+    ({"policy": "streaming", "period": 128}, (32, 0, 0)),
+    ({"policy": "h2o", "period": 1}, (40, 1, 40)),
+    ({"policy": "tova", "period": 1}, (36, 1, 0)),
+    ({"policy": "gkv", "window": 16, "period": 128}, (36, 1, 0)),
+    ({"policy": "am", "period": 128}, (36, 1, 0)),
+    ({"policy": "kvpop", "window": 64, "scorer": {"name": "mlp"}}, (72, 3, 18)),
+    ({"policy": "kvpop", "window": 64, "scorer": {"name": "mlstm", "readout": "immediate"}}, (72, 3, 60)),
+    ({"policy": "kvpop", "window": 64, "scorer": {"name": "mlstm"}}, (92, 55, 20)),
+]
+
+
+@pytest.mark.parametrize(("policy", "most"), POLICIES, ids=str)
+def test_a_decode_step_is_a_few_launches_and_waits_for_nothing(
+    policy: dict, most: tuple[int, int, int], policy_of: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the requests; layer by layer, H2O's observation took 28 operators and 2 waits in each."""
+    pytest.importorskip("vllm")
+    from rollout.vllm import state as states
+
+    monkeypatch.setitem(states.AT_ONCE, DEVICE.type, states.AT_ONCE["cuda"])
+    made = policy_of(policy["policy"], budget=128, **{name: p for name, p in policy.items() if name != "policy"})
+    for requests in (1, 8):
+        with Counted() as counted, torch.no_grad():
+            state, table = state_of(made, requests, True, monkeypatch)
+            starts = torch.arange(requests + 1, dtype=torch.int32)
+            seen = torch.full((requests,), 129, dtype=torch.int32).to(DEVICE)
+            new = torch.randn(requests, HEADS, DIM).to(DEVICE)
+            query = torch.randn(requests, HEADS * GROUP, DIM).to(DEVICE)
+            blocks, starts_there = table.to(DEVICE), starts.to(DEVICE)
+            counted.taken()
+            state.make_plan(blocks, seen, starts_there, starts)
+            before = counted.taken()
+            layers = []
+            for name in state.index:
+                state.arrive(name, new, new)
+                state.after_layer(name, query)
+                layers.append(counted.taken())
+            state.after_forward()
+            after = counted.taken()
+        first, *others = layers
+        for (operators, waits), budget in zip((before, max(others), after), most, strict=True):
+            assert operators <= budget and waits == 0
+        assert first[0] <= most[1] + 3  # and the rows of the requests, which only the forward knows
+
+
+def test_what_waits_is_counted() -> None:
+    """Of the counting itself: each kind of wait, and what does not wait."""
+    with Counted() as counted:
+        there = torch.arange(4, device=DEVICE)
+        for wait in (
+            lambda: int(there[1]),
+            lambda: bool((there > 1).any()),
+            lambda: there.tolist(),
+            lambda: there.cpu(),
+            lambda: there[there > 1],
+            lambda: (there > 1).nonzero(),
+            lambda: torch.tensor([1, 2], device=DEVICE),
+            lambda: torch.tensor([1, 2]).to(DEVICE),
+        ):
+            counted.taken()
+            wait()
+            assert counted.taken()[1] == 1
+        counted.taken()
+        sent = torch.tensor([1, 2]).to(DEVICE, non_blocking=True)
+        there.index_copy_(0, sent, torch.where(there[sent] > 1, sent, 0).view(2))
+        host = torch.arange(3)
+        assert int(host.max()) == 2 and len(host[host > 1]) == 1
+        assert counted.taken() == (6, 0)  # and 0 becomes a tensor

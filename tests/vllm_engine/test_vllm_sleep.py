@@ -1,0 +1,110 @@
+"""Sleep, without a GPU: vLLM's own worker code, over a double of the allocator that takes the memory away.
+
+What vLLM allocates for the model and for the cache is overwritten in a sleep, as memory that is unmapped may come back
+with anything in it. tests/gpu has the same with the allocator itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from judging import same
+
+from rollout import SamplingConfig
+
+SAMPLING = SamplingConfig(30, seed=0, ignore_eos=True)
+LENGTHS = (5, 70, 130)
+
+
+OWNERS = ("torch.nn", "vllm.model_executor", "vllm.v1.attention", "rollout")
+
+
+def tensors(value: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
+    """All that a model holds on its device, whatever it is: weights, buffers, plain attributes of its parts."""
+    if id(value) in seen:
+        return
+    seen[id(value)] = value
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            if not str(name).endswith("_cpu"):  # so vLLM names what stays in host memory
+                yield from tensors(each, seen)
+    elif isinstance(value, list | tuple | set):
+        for each in value:
+            yield from tensors(each, seen)
+    elif type(value).__module__.startswith(OWNERS) and hasattr(value, "__dict__"):
+        yield from tensors(vars(value), seen)
+
+
+class Memory:
+    """In place of vLLM's sleep mode backend: "weights", what `load` allocates, and "kv_cache", a runner's caches."""
+
+    def __init__(self) -> None:
+        self.weights: list[torch.UntypedStorage] = []
+        self.runner: Any = None
+        self.kept: list[torch.UntypedStorage] | None = None
+
+    def load(self, runner: Any, load: Callable) -> None:
+        load(runner)
+        found = {each.untyped_storage().data_ptr(): each for each in tensors(runner.model, {})}
+        self.weights = [each.untyped_storage() for each in found.values()]
+        self.runner = runner
+
+    def suspend(self, level: int) -> None:
+        self.kept = [storage.clone() for storage in self.weights] if level == 1 else None
+        for storage in self.weights:
+            storage.fill_(255)  # NaN, or -1
+        for cache in self.runner.kv_caches:
+            cache.untyped_storage().fill_(66)  # 48.6: the CPU kernel multiplies what is nobody's by 0
+
+    def resume(self, tags: list[str] | None) -> None:
+        if self.kept is not None and (tags is None or "weights" in tags):
+            for storage, kept in zip(self.weights, self.kept, strict=True):
+                storage.copy_(kept)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    """That of the next engine, which sleeps by the code that vLLM has for GPUs."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    memory, load = Memory(), CPUModelRunner.load_model
+    monkeypatch.setattr(CPUModelRunner, "load_model", lambda runner, **_: memory.load(runner, load))
+    monkeypatch.setattr(CPUWorker, "sleep", Worker.sleep)
+    monkeypatch.setattr(CPUWorker, "wake_up", Worker.wake_up)
+    monkeypatch.setattr(CPUWorker, "sleep_mode_backend", memory)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 1))
+    return memory
+
+
+@pytest.mark.parametrize("policy_name", ["full", "gkv"])
+def test_what_a_sleep_drops_comes_back(
+    policy_name: str,
+    memory: Memory,
+    open_engine: Callable,
+    policy_of: Callable,
+    directory_of: Callable,
+    loaded: Callable,
+    random_prompts: Callable,
+) -> None:
+    """At level 2 by `load_weights`, but for the buffers, which vLLM keeps. Nothing of the cache is needed."""
+    engine = open_engine(policy_of(policy_name, budget=64, window=8, period=16), "qwen3")
+    engine.can_sleep, prompts = True, random_prompts(LENGTHS)
+    wanted = engine.generate(prompts, SAMPLING)
+    for level in (1, 2):
+        engine.sleep(level)
+        assert all(weight.isnan().all() for weight in memory.runner.model.parameters())
+        engine.wake_up(["weights"])
+        if level == 2:
+            assert all(weight.isnan().all() for weight in memory.runner.model.parameters())
+            engine.load_weights(loaded(directory_of("qwen3")).named_parameters())
+        engine.wake_up(["kv_cache"])
+        assert len(memory.weights) > len(dict(memory.runner.model.named_parameters()))
+        assert same(engine.generate(prompts, SAMPLING), wanted)
