@@ -163,7 +163,7 @@ def test_a_pool_is_no_larger_than_all_sequences_can_fill(
     sizes: dict[str, Any] = {"max_batch": 4, "max_model_len": longest, "max_prompt": max_prompt}
     engine = open_engine(policy, directory_of("qwen2", **ONE_LAYER), kv_cache_gb=None, **sizes)
     assert pool_of(engine).get_num_free_blocks() == 4 * blocks
-    given = {**sizes, "dtype": "float32", "tensor_parallel": 1}
+    given = {**sizes, "dtype": "float32", "exact": True, "tensor_parallel": 1}
     assert pool_bytes(policy, given, engine.config, False) == (4 * blocks + 1) * BLOCK_BYTES  # as doctor says
     with watched(engine) as seen:
         engine.generate(
