@@ -3,12 +3,12 @@
     policy = make_policy("gkv", budget=512, window=16, period=128)
 
 schedule.py   when a cache is compacted and how many entries it holds, for everyone who asks
-config.py     the settings of each policy, with defaults and rules; both of these without torch
+config/       the settings of each policy, with defaults and rules; both of these without torch
 base.py       the contract with an engine: what a policy sees, and what a compaction returns
 registry.py   the policies by name
 
 To add one:
-1. its settings: a dataclass in config.py and one line in CONFIGS; the recipe, the command line and the errors follow.
+1. its settings: a dataclass in config/ and one line in CONFIGS; the recipe, the command line and the errors follow.
    A budget that grows is a subclass of `Schedule` (schedule.py) with a `left`, and a `first`, of its own;
 2. a file here with a subclass of `Policy` that says `config: ItsConfig` and writes `score` (base.py says what it sees);
    at its top the paper and the equation;
