@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from test_flex import DIM, GROUP, KV_HEADS, SCALE, WIDTH, batched, random_qkv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -15,12 +16,7 @@ from sparse_rl.attention.kernels.gather import Chunk, gathered_attention, held_b
 from sparse_rl.attention.kernels.masked import visible_mask
 from sparse_rl.attention.kernels.tiles import visible_share
 from sparse_rl.kernels import running_topk
-from sparse_rl.trace import EvictionTrace, batch_traces, pack_traces
-
-DIM, KV_HEADS, GROUP, SCALE = 16, 2, 3, 0.4  # not torch's own scaling, 0.25
-LENGTHS = (150, 1, 97)
-DOCUMENTS = ((75, 1, 74), (150,), (15, 97, 30))  # of packed rows
-WIDTH = 150
+from sparse_rl.trace import EvictionTrace
 
 
 @pytest.fixture(autouse=True)
@@ -30,25 +26,14 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "LARGEST", 32)
 
 
-def batched(layout: str, trace_of: Callable) -> torch.Tensor:
-    """evict_at int32 [B, Hkv, S] of ragged traces, padded or packed."""
-    if layout == "packed":
-        rows = [pack_traces([trace_of(n, layers=1) for n in row]) for row in DOCUMENTS]
-        return batch_traces(rows, [0] * 3, WIDTH)["evict_at"][0]
-    traces = [trace_of(n, layers=1) for n in LENGTHS]
-    return batch_traces(traces, [WIDTH - n if layout == "left" else 0 for n in LENGTHS], WIDTH)["evict_at"][0]
-
-
 def best(length: int, budget: int) -> torch.Tensor:
     """evict_at int32 [1, 1, S] of the running best by uniform scores."""
     scores = torch.randn(1, 1, length, generator=torch.Generator().manual_seed(0))
     return running_topk(scores, 4, window=8, k=budget - 12).evict_at
 
 
-def random_qkv(rows: int, width: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(rows, heads, width, DIM) for heads in (GROUP * KV_HEADS, KV_HEADS, KV_HEADS)]
-    return [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+def random_inputs(rows: int, width: int) -> list[torch.Tensor]:
+    return random_qkv(rows, width, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["held", "gathered again"])
@@ -57,7 +42,7 @@ def test_output_and_gradients(layout: str, held: bool, monkeypatch: pytest.Monke
     """Of ragged batches with groups of query heads, in float64: rounding alone."""
     monkeypatch.setattr(gather, "HELD", 2**30 if held else 0)
     evict_at = batched(layout, trace_of)
-    q, k, v = random_qkv(3, WIDTH)
+    q, k, v = random_inputs(3, WIDTH)
     real = (evict_at[:, :1, :, None] > 0).double()
     wanted = dense_attention(q, k, v, visible_mask(evict_at), SCALE)
     out = gathered_attention(evict_at, q, k, v, SCALE)
@@ -74,7 +59,7 @@ def test_output_and_gradients(layout: str, held: bool, monkeypatch: pytest.Monke
 def test_dtypes(dtype: torch.dtype, trace_of: Callable) -> None:
     """float32 is computed in float64 on a CPU; what the model is in comes back."""
     evict_at = batched("right", trace_of)
-    exact = random_qkv(3, WIDTH)
+    exact = random_inputs(3, WIDTH)
     given = [x.detach().to(dtype).requires_grad_() for x in exact]
     out = gathered_attention(evict_at, *given, SCALE)
     wanted = dense_attention(*(x.double() for x in given), visible_mask(evict_at), SCALE)
@@ -99,7 +84,7 @@ def other_keys(chunk: Chunk) -> None:
 def test_damaged_chunks_show(damage: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the comparison."""
     evict_at = best(WIDTH, 20).expand(1, KV_HEADS, -1)
-    q, k, v = (x.detach() for x in random_qkv(1, WIDTH))
+    q, k, v = (x.detach() for x in random_inputs(1, WIDTH))
     right = gathered_attention(evict_at, q, k, v, SCALE)
     made = make_chunks(evict_at.flatten(0, 1))
     damage(made[2])
@@ -135,7 +120,7 @@ def test_how_much_is_computed(length: int, budget: int, most: float, monkeypatch
 def test_short_sequences(length: int) -> None:
     """A trace that evicts nothing is causal attention, at a chunk's end and beside it."""
     evict_at = EvictionTrace.dense(1, KV_HEADS, length).evict_at
-    q, k, v = random_qkv(1, length)
+    q, k, v = random_inputs(1, length)
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
     torch.testing.assert_close(gathered_attention(evict_at, q, k, v, SCALE), wanted, rtol=0, atol=1e-13)
 
@@ -154,15 +139,17 @@ class Largest(TorchDispatchMode):
 def test_nothing_is_of_the_size_of_a_mask() -> None:
     """Forward and backward."""
     length, evict_at = 1024, best(1024, 64).expand(1, KV_HEADS, -1)
-    q, k, v = random_qkv(1, length)
+    q, k, v = random_inputs(1, length)
     with Largest() as largest:
         torch.autograd.grad(gathered_attention(evict_at, q, k, v, SCALE).sum(), (q, k, v))
     assert largest.elements <= GROUP * KV_HEADS * length * DIM  # a query's; one mask has 1,048,576
 
 
-def test_what_is_held_is_counted() -> None:
+@pytest.mark.parametrize("most", [2**30, 0], ids=["held", "gathered again"])
+def test_what_is_held_is_counted(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "HELD", most)
     evict_at = best(WIDTH, 20).expand(1, KV_HEADS, -1)
-    q, k, v = random_qkv(1, WIDTH)
+    q, k, v = random_inputs(1, WIDTH)
     held: dict[int, int] = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -174,4 +161,4 @@ def test_what_is_held_is_counted() -> None:
     own = {x.untyped_storage().data_ptr(): x for x in (q, k, v, out)}
     outputs_and_lse = GROUP * KV_HEADS * WIDTH * (DIM + 1) * 8
     counted = held_bytes(make_chunks(evict_at.flatten(0, 1)), DIM, 8)
-    assert sum(size for place, size in held.items() if place not in own) == counted + outputs_and_lse
+    assert sum(size for place, size in held.items() if place not in own) == (counted + outputs_and_lse if most else 0)
