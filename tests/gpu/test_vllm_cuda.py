@@ -233,7 +233,7 @@ def test_graphs(
     assert max(found) <= 1.5 * min(found)
 
 
-@pytest.mark.parametrize("policy_name", ["gkv", "streaming", "am"])
+@pytest.mark.parametrize("policy_name", ["gkv", "streaming", "am", "h2o"])
 @pytest.mark.parametrize("kernels", ["Flash", "Triton"])
 def test_whole_decode_steps_as_graphs(
     kernels: str,
