@@ -5,14 +5,17 @@ ENGINE ?= hf
 SCRATCH ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
+DOCS := .venv-docs
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0+cpu
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: quickstart test test-all lint clean
+.PHONY: install quickstart test test-all lint docs clean
 .DELETE_ON_ERROR:
+
+install: $(READY)
 
 quickstart: $(READY)
 	@$(BIN)/python -m sparse_rl.cli quickstart --seeds $(SEEDS) --engine $(ENGINE) $(if $(filter 1,$(SCRATCH)),--scratch)
@@ -28,6 +31,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(DOCS)/.ready
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	@echo "Open site/index.html; with a search: $(DOCS)/bin/mkdocs serve"
+
 $(READY): requirements/cpu.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11"; exit 2; }
 	@echo "Setting up $(VENV): $(TORCH), vLLM, TRL, transformers and what they need, $$(grep -c == $<) packages" \
@@ -39,5 +46,11 @@ $(READY): requirements/cpu.lock pyproject.toml
 	@$(BIN)/pip install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
+$(DOCS)/.ready: requirements/docs.lock
+	@echo "Setting up $(DOCS): MkDocs and what it needs, $$(grep -c == $<) packages pinned in $<"
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/pip install -qq --no-deps -r $<
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -41,6 +41,7 @@ from rewards.short_answer import ShortAnswerReward
 __all__ = ["REWARDS", "Reward", "make_rewards"]
 
 Reward = Callable[..., list[float | None]]
+"""A reward, called as fn(completions, **columns): one number for each completion, None for "cannot be scored"."""
 
 REWARDS: dict[str, type] = {
     "math": MathReward,
@@ -50,6 +51,7 @@ REWARDS: dict[str, type] = {
     "repetition": RepetitionReward,
     "short_answer": ShortAnswerReward,
 }
+"""The class of each reward that is shipped, by the name that recipes give it."""
 
 
 def make_rewards(specs: Sequence[str | Mapping[str, Any]]) -> tuple[list[Reward], list[float]]:

@@ -47,6 +47,7 @@ class Layer:
         return {"keys": self.keys, "values": self.values, "positions": self.positions, **self.state}
 
     def replace(self, buffers: dict[str, torch.Tensor]) -> None:
+        """Put other buffers in the place of those of `slotted`, by the same names."""
         self.keys, self.values, self.positions = buffers["keys"], buffers["values"], buffers["positions"]
         self.state = {name: buffers[name] for name in self.state}
 
@@ -143,6 +144,7 @@ class EvictingCache:
 
     @property
     def capacity(self) -> int:
+        """C, the slots of each kv head that are allocated."""
         return next(iter(self.layers.values())).keys.shape[2]
 
     def allocated_bytes(self) -> int:
@@ -364,5 +366,5 @@ def _oldest_first(queries: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
 
 
 def at_slots(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """x [B, Hkv, C, D] at int64 [B, Hkv, N]: [B, Hkv, N, D]."""
+    """What stands in slots of keys or values x [B, Hkv, C, D]: [B, Hkv, N, D]. slots : int64 [B, Hkv, N]"""
     return x.gather(2, slots[..., None].expand(*slots.shape, x.shape[-1]))

@@ -25,7 +25,7 @@ def default_engine() -> EngineName:
 def choose_engine(
     rollout: RolloutConfig, config: Any, caches: Iterable[PolicyConfig], cuda: bool | None = None
 ) -> tuple[EngineName, str]:
-    """(the engine's name for `make_engine`, why it is this one).
+    """Choose the engine that samples: (its name for `make_engine`, why it is this one, in words).
 
     config : of the model; None where a live module is to be sampled from
     caches : the policies to be sampled under
@@ -70,7 +70,7 @@ def engine_options(
 
 def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None) -> str | None:
     """Why vllm cannot sample here from a model of this configuration, under these policies; None where it can."""
-    from sparse_rl.attention.families import cache_shape
+    from sparse_rl.attention.families import cache_shape, family_only_hf
 
     if config is None:
         return "vllm keeps its own weights, and a live module was given"
@@ -86,7 +86,8 @@ def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None
     head_size = cache_shape(config)[2]
     if on_cpu and head_size not in CPU_HEAD_SIZES:
         return f"head size {head_size} is not supported by vllm on this platform"
-    return next((f"{cache.name}: {cache.only_hf}" for cache in caches if cache.only_hf), None)
+    of_policies = (f"{cache.name}: {cache.only_hf}" for cache in caches if cache.only_hf)
+    return family_only_hf(config) or next(of_policies, None)
 
 
 def _is_cpu_build() -> bool:

@@ -10,6 +10,7 @@ from sparse_rl.config import Configuration, Fraction, NonNegative, NonNegativeIn
 
 EngineName = Literal["hf", "vllm"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+"""The names of the engines; `auto`, which recipes know too, stands for one of them."""
 MOST_GIB = 1_000_000  # of a cache
 ALONE = 0.9  # of a GPU's memory, for an engine that shares it with no training
 SAMPLE_LIVE: tuple[EngineName, ...] = ("hf",)  # engines that can sample from a live module; the others load weights
@@ -19,12 +20,21 @@ SAMPLE_LIVE: tuple[EngineName, ...] = ("hf",)  # engines that can sample from a 
 class SamplingConfig(Configuration):
     """How to sample.
 
-    temperature 0 is greedy (log-probs are then those at temperature 1). Sampling is seeded per (seed, prompt, sample
-    index): the place in the batch, the batch's size and its order change nothing. seed None draws a fresh one.
-    stop_token_ids None means the model's own end-of-sequence tokens (with ignore_eos none); a stop token is part of the
-    completion.
+    Sampling is seeded per (seed, prompt, sample index): the place in the batch, the batch's size and its order change
+    nothing.
 
+    max_tokens : of a completion, at most
+    temperature : 0 is greedy; log-probs are then those at temperature 1
+    top_p : the smallest set of tokens with at least this probability is sampled from; 1: all
+    top_k : the so many most likely tokens are sampled from; None: all
+    n : completions of each prompt
+    seed : None draws a fresh one
+    stop_token_ids : tokens that end a completion, of which they are a part; None: the model's end-of-sequence tokens
+    ignore_eos : with stop_token_ids None, nothing ends a completion but max_tokens
     forced : tokens that every completion takes from step `forced_from` on, whatever the model says
+    forced_from : so many tokens of a completion come before the forced ones
+
+    Raises UserError where a value breaks its rule.
     """
 
     max_tokens: PositiveInt
@@ -46,9 +56,10 @@ class SamplingConfig(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Configuration):
-    """The sampling engine: hf, the reference engine; vllm, fast, with its own copy of the weights; auto, which is vllm
-    where it is installed and takes the model, else hf. The keys from kv_cache_gb to full_graphs are for vllm alone.
+    """The sampling engine. The keys from kv_cache_gb to full_graphs are for vllm alone.
 
+    engine : hf, the reference engine; vllm, fast, with its own copy of the weights; auto, which is vllm where it is
+        installed and takes the model, else hf
     max_batch : sequences sampled at a time
     progress : show a progress bar
     kv_cache_gb : GiB for keys and values, at most: no more is taken than max_batch sequences can fill; None: what
@@ -60,8 +71,8 @@ class RolloutConfig(Configuration):
     full_graphs : on a GPU, under an evicting policy, run a decode step as one CUDA graph instead of one per layer;
         written without a GPU and never run on one
     exact : on a CPU, compute float32 attention in float64, in the engine and in the trainer: hf and vllm then sample
-        the same to the last bit. false: compute it in float32 (vllm by its own kernels), which is faster; the log-probs
-        of engine and trainer then differ by about 1e-5
+        the same tokens, but for ties. false: compute it in float32 (vllm by its own kernels), which is faster; the
+        log-probs of engine and trainer then differ by about 1e-5
     """
 
     engine: Literal["auto", EngineName] = "auto"
@@ -78,8 +89,8 @@ class RolloutConfig(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRolloutConfig(RolloutConfig):
-    """The sampling engine, auto, hf or vllm as in training, with the GPU to itself as in `sparse-rl serve`. The keys
-    from kv_cache_gb to full_graphs are for vllm alone.
+    """The sampling engine, which has the GPU to itself, as in `sparse-rl serve`. The keys from kv_cache_gb to
+    full_graphs are for vllm alone.
     """
 
     gpu_memory_utilization: Fraction = ALONE

@@ -26,6 +26,7 @@ LEAST_ROWS = 4
 class Rollout:
     """One sampled sequence.
 
+    prompt_ids, completion_ids : token ids
     logprobs : one per completion token, of the distribution that was sampled from (temperature, top-p, top-k)
     model_logprobs : the same before top-p and top-k; this is what replay is compared with
     trace : len(trace) = prompt + completion
@@ -58,6 +59,7 @@ class Prefilled(Protocol):
 class Engine(Protocol):
     """Samples with eviction active and records every eviction.
 
+    policy : the cache policy that it samples under, bound to the model
     max_batch : sequences sampled at a time
     shares_weights : whether it samples from the caller's live module, so that nothing needs to be synchronised
     """
@@ -69,10 +71,13 @@ class Engine(Protocol):
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
     ) -> list[Rollout]:
-        """len(prompts) * n rollouts, prompt-major. Raises UserError on an empty prompt.
+        """Sample `sampling.n` completions of each prompt: len(prompts) * n rollouts, prompt-major.
 
+        prompts : token ids
         context : compacted, by `HFEngine.compact`; the prompts stand behind it, and rollouts have its tokens in front
             of their prompts. Behind it nothing is evicted.
+
+        Raises UserError on an empty prompt.
         """
         ...
 
@@ -85,20 +90,29 @@ class Engine(Protocol):
     ) -> list[Rollout]:
         """What `generate` would have recorded, had it sampled these completions: their log-probs and evictions.
 
-        One rollout per prompt, by the very computation of decoding. Raises UserError on an empty prompt or completion.
+        One rollout per prompt, by the very computation of decoding. `logprobs` are those at `temperature`.
+
+        Raises UserError on an empty prompt or completion.
         """
         ...
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
-        """The prompts, prefilled. Raises UserError in an engine that cannot hand its cache out."""
+        """The prompts' cache after their prefill, a row each. Raises UserError in an engine that cannot hand it out."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace weights by their names in a Hugging Face checkpoint."""
+        """Replace weights of the engine's copy.
+
+        weights : (name in a Hugging Face checkpoint, tensor [...] of the shape that the weight has)
+
+        Raises UserError for a name or a shape that the engine's model has not.
+        """
         ...
 
     def scorer_digests(self) -> dict[str, list[str]]:
         """Digests of the scorers that it samples by (`sparse_rl.scorers.base.digests`), by stored names; {}: none."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let the model, its cache and its processes go; the engine is of no use after that."""
+        ...

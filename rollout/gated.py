@@ -21,7 +21,10 @@ GROW = 16  # slots added at a time
 
 
 class GatedCache(EvictingCache):
-    """See the module. Counts per row (`lengths`, `_held`) are bounds: the tokens seen."""
+    """The caches of DMS, whose kv heads hold different numbers of entries.
+
+    Counts per row (`lengths`, `_held`) are bounds: the tokens seen.
+    """
 
     policy: DMS
 

@@ -48,7 +48,10 @@ PIECE = 1024  # tokens of a long context that one forward reads
 
 @dataclass
 class PrefilledPrompts:
-    """See `Prefilled` in engine.py. hidden [B, hidden size]: the decoder's, at each prompt's last token."""
+    """Prompts in the cache of this engine; see `Prefilled` in engine.py.
+
+    hidden : [B, hidden size], the decoder's last hidden state at each prompt's last token
+    """
 
     cache: AnyCache
     hidden: torch.Tensor

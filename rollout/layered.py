@@ -19,7 +19,10 @@ OF_LAYERS = {"opened": -1, "pi": 0.0}  # sections of all layers, and what they h
 
 
 class LayeredCache:
-    """See the module. parts : (layers, their cache), from the first layer on"""
+    """A cache for each range of layers, with the methods of an EvictingCache.
+
+    parts : (layers, their cache), from the first layer on
+    """
 
     def __init__(self, parts: Sequence[tuple[range, EvictingCache]]) -> None:
         self.parts = list(parts)

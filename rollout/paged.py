@@ -29,7 +29,7 @@ ROOM = 64  # pages for which memory is added at a time
 
 
 class PagedCache(EvictingCache):
-    """See the module."""
+    """The caches of clustered attention: all entries, and for each page a summary; see the module."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
@@ -72,6 +72,7 @@ class PagedCache(EvictingCache):
                 layer.memory[OPENED] = F.pad(layer.memory[OPENED], (0, 0, 0, missing), value=-1)
 
     def further(self, row: int, length: int) -> dict[str, torch.Tensor]:
+        """The sections opened, int16 [L, Hkv, length, K], paged_with, and pi where summaries are no plain means."""
         layers = [self.layers[i] for i in sorted(self.layers)]
         opened = torch.stack([layer.memory[OPENED][row] for layer in layers]).cpu()
         missing = length - opened.shape[2]

@@ -39,14 +39,17 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """Of the context and the prompt."""
+        """The tokens of the context and the prompt."""
         return self.prompt if self.context is None else [*self.context.tokens, *self.prompt]
 
 
 def requests_to_sample(
     prompts: Sequence[Sequence[int]], sampling: SamplingConfig, vocabulary: int, context: Context | None = None
 ) -> list[Request]:
-    """Those of `Engine.generate`, prompt-major. A prompt that comes twice is sampled anew. vocabulary : its size"""
+    """The requests of `Engine.generate`, prompt-major. A prompt that comes twice is sampled anew.
+
+    vocabulary : its size
+    """
     seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
     times: Counter[tuple[int, ...]] = Counter()
     requests: list[Request] = []
@@ -66,7 +69,7 @@ def requests_to_simulate(
     vocabulary: int,
     context: Context | None = None,
 ) -> tuple[list[Request], SamplingConfig]:
-    """Those of `Engine.simulate`, and how they are "sampled": to the last token of the longest."""
+    """The requests of `Engine.simulate`, and how they are "sampled": to the last token of the longest."""
     if len(prompts) != len(completions):
         raise UserError(f"{len(prompts)} prompts and {len(completions)} completions; there must be one for each")
     forced = token_ids(completions, vocabulary, "completion")

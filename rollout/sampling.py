@@ -37,7 +37,7 @@ def sample(
     uniform: torch.Tensor | None,
     forced: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One token per row.
+    """Draw one token for each of B rows.
 
     logits [B, V]; uniform float64 [B], None: the most likely token; forced int64 [B]: where it is not -1, take this
     token instead. Returns tokens int64 [B], their log-probs float32 [B] under the distribution sampled from, and those

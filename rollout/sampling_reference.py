@@ -13,7 +13,7 @@ def sample_reference(
     uniform: torch.Tensor | None,
     forced: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `rollout.sampling.sample`."""
+    """What `rollout.sampling.sample` computes, of the same arguments, plainly."""
     logprobs = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1)
     processed = logprobs
     if uniform is None:

@@ -37,6 +37,7 @@ class Rule:
 
 
 def at_most(most: float) -> Rule:
+    """The rule that a number is no larger."""
     return Rule(f"of at most {most:,}", lambda v: v <= most)
 
 
@@ -229,7 +230,7 @@ class NamedConfiguration(Configuration):
 
     @classmethod
     def members(cls) -> Mapping[str, type[Any]]:
-        """Name -> class."""
+        """The classes of the family, by name."""
         raise NotImplementedError
 
     @classmethod

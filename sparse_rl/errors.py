@@ -31,6 +31,11 @@ def reason(error: BaseException) -> str:
     )
 
 
+def unread(error: OSError | ValueError) -> str:
+    """Why a file cannot be read, for a line that names it already."""
+    return (error.strerror if isinstance(error, OSError) else None) or reason(error)
+
+
 class UserError(ValueError):
     """A mistake that a user can mend, in one line.
 

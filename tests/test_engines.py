@@ -14,7 +14,9 @@ import pytest
 from rollout import ENGINES, RolloutConfig, choice, default_engine, make_engine
 from rollout.choice import CPU_HEAD_SIZES, choose_engine
 from rollout.config import ALONE
+from rollout.vllm.compat.refusals import refuse_family
 from rollout.vllm.engine import VLLMEngine
+from sparse_rl.attention.families import FAMILIES
 from sparse_rl.commands.checks import check_training
 from sparse_rl.commands.memory import plan
 from sparse_rl.commands.sampling import choose_recipe_engine, engine_arguments, engine_config_of
@@ -43,7 +45,8 @@ def evaluation(**keys: Any) -> EvalRecipe:
 
 
 def config(head_dim: int = 32) -> SimpleNamespace:
-    return SimpleNamespace(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim)
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim}
+    return SimpleNamespace(model_type="llama", **shape)
 
 
 @pytest.fixture
@@ -109,6 +112,31 @@ def test_what_only_hf_holds_is_left_to_it(machine: Callable) -> None:
     with pytest.raises(UserError) as caught:
         choose_engine(RolloutConfig(engine="vllm"), config(32), [plain, masked], False)
     assert str(caught.value) == f"rollout.engine: {why}; use the engine hf"
+
+
+def test_a_refusal_is_not_preceded_by_a_warning(machine: Callable, capsys: pytest.CaptureFixture) -> None:
+    """Of the same cache, which hf (the control) is warned of."""
+    machine("cpu")
+    vllm, hf = (evaluation(cache={"policy": "layered"}, rollout={"engine": engine}) for engine in ("vllm", "hf"))
+    with pytest.raises(UserError, match=r"rollout\.engine: layered: vllm gives all layers"):
+        choose_recipe_engine(vllm, config(32))
+    assert not capsys.readouterr().err
+    choose_recipe_engine(hf, config(32))
+    assert "warning: layered: of the model's 2 layers" in capsys.readouterr().err
+
+
+def test_a_family_that_only_hf_holds_is_left_to_it(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine itself and `serve` refuse it, too."""
+    machine("cpu")
+    assert choose_engine(RolloutConfig(), config(32), (), False) == ("vllm", "vllm engine")
+    monkeypatch.setitem(FAMILIES, "llama", "vllm has no code for it")
+    why = "llama: vllm has no code for it"
+    assert choose_engine(RolloutConfig(), config(32), (), False) == ("hf", f"hf engine ({why})")
+    with pytest.raises(UserError) as caught:
+        choose_engine(RolloutConfig(engine="vllm"), config(32), (), False)
+    assert str(caught.value) == f"rollout.engine: {why}; use the engine hf"
+    with pytest.raises(UserError, match=f"^model: {why}; use"):
+        refuse_family(config(32), "; use the engine hf")
 
 
 def test_a_live_module_is_sampled_from_by_hf(machine: Callable) -> None:

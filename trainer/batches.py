@@ -45,6 +45,7 @@ class Batch:
         attention_kernel: str = "gather",
         through: bool = True,
     ) -> Batch:
+        """The batch of these examples on `device`, each a row, or with `packing` several to a row."""
         rows = _packed(examples) if packing else [[example] for example in examples]
         width = max(sum(example.length for example in row) for row in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -88,7 +89,7 @@ class Batch:
         return self.hidden_under(model, view)
 
     def hidden_under(self, model: Any, view: KVView) -> torch.Tensor:
-        """The same under any view."""
+        """A model's last hidden states [N, H] where it predicts the targets, under any view of the rows."""
         device = self.ids.device
         decoder = base_of(model).get_decoder()
         out = decoder(
@@ -102,6 +103,7 @@ class Batch:
 
 
 def trace_of(example: Example) -> EvictionTrace:
+    """The evictions of an example that an engine has sampled or simulated."""
     assert example.trace is not None, "no engine has seen this example: there is nothing to replay"
     return example.trace
 

@@ -29,10 +29,14 @@ def model_card(
     place : the directory; hub_name : its name on a hub, where it is pushed
     """
     base, kind = recipe["model"], recipe["kind"]
+    reads_less = policy is not None and policy.most_read(1, LONG) < policy.schedule.most_decoding(1, LONG)
+    about = ABOUT_FULL if policy is None else ABOUT_READ if reads_less else ABOUT_SMALL
+    named = [] if policy is None else [policy.name]
+    named = ["kv-cache-eviction", *named] if policy is not None and policy.schedule.evicts and not reads_less else named
     metadata: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["sparse-rl", kind, *(["kv-cache-eviction", policy.name] if policy is not None else [])],
+        "tags": ["sparse-rl", kind, *named],
     }
     if base.count("/") == 1 and not Path(base).exists():
         metadata["base_model"] = base
@@ -50,10 +54,6 @@ def model_card(
     local = str(place) if hub_name is None else hub_name.split("/")[-1]
     commands = [] if hub_name is None else [f"hf download {hub_name} --local-dir {local}"]
     only_hf = policy is not None and policy.config.only_hf
-    about = ABOUT_FULL
-    if policy is not None:
-        reads_less = policy.most_read(1, LONG) < policy.schedule.most_decoding(1, LONG)
-        about = ABOUT_READ if reads_less else ABOUT_SMALL
     commands += [] if only_hf else [f"sparse-rl serve {local}  # vLLM's OpenAI server"]
     commands += [f"sparse-rl eval eval/math500 model={local}  # accuracy"]
     return CARD.format(

@@ -115,6 +115,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's folder names."""
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
@@ -124,6 +125,7 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_whole(folder: Path) -> Path | None:
+    """The whole checkpoint of the latest step; None where there is none."""
     return next(reversed(whole_checkpoints(folder)), None)
 
 
@@ -138,7 +140,7 @@ def keep_last(folder: Path, limit: int | None, best: str | None = None) -> None:
 
 
 def clear_partial(folder: Path) -> None:
-    """Remove what a killed run left."""
+    """Remove the half-written checkpoints that a killed run left in a run's folder."""
     shutil.rmtree(folder / PARTIAL, ignore_errors=True)
 
 

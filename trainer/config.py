@@ -70,7 +70,7 @@ class TrainingConfig(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig(Configuration):
-    """Training under evictions.
+    """Attention in a training under evictions.
 
     attention_kernel : what computes it. gather takes for a chunk of queries the keys that any of them sees; flex and
         flex_sorted (FlexAttention, on a GPU) visit the 128 x 128 tiles that hold something, with keys in natural order

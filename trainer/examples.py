@@ -33,10 +33,12 @@ class Example:
 
     @classmethod
     def from_rollout(cls, rollout: Rollout) -> Example:
+        """A rollout's tokens and trace."""
         return cls(rollout.prompt_ids, rollout.completion_ids, rollout.trace)
 
     @property
     def length(self) -> int:
+        """Tokens of prompt and completion."""
         return len(self.prompt) + len(self.completion)
 
 

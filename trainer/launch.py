@@ -33,6 +33,13 @@ def needs_launch(asked: LaunchConfig) -> bool:
     return asked.processes > 1 or asked.zero_stage > 0 or torch.cuda.device_count() > 1
 
 
+def crowded(asked: LaunchConfig) -> str | None:
+    """What is wrong with more processes on this machine than it has GPUs, or without any, CPU cores; None: nothing."""
+    local, cards = asked.processes // asked.machines, torch.cuda.device_count()
+    places, kind = (cards, "GPU") if cards else (os.cpu_count() or 1, "CPU core")
+    return f"{local} processes on {places} {kind}{'s' * (places > 1)}; lower it" if local > places else None
+
+
 def launch(asked: LaunchConfig, arguments: Sequence[str]) -> int:
     """Run `sparse-rl ARGUMENTS` in this machine's share of the processes; returns the exit status (2: user error).
 

@@ -5,6 +5,7 @@ What a run is comes as plain data (the resolved recipe) with the keys that may c
 
 from __future__ import annotations
 
+import configparser
 import contextlib
 import json
 import logging
@@ -14,8 +15,10 @@ import platform
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from math import isnan
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from transformers import TrainerCallback
 
@@ -55,7 +58,7 @@ def prepare(output_dir: str, recipe: str) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, the machine and the packages that a run depends on."""
+    """The versions of Python and of the packages that a run depends on, and the kind of machine, by name."""
     named = {"python": platform.python_version(), "machine": platform.machine()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -64,14 +67,30 @@ def versions() -> dict[str, str]:
 
 
 def wandb_offline_without_key(folder: Path) -> None:
-    """Let W&B write into the run directory, and offline where nobody is logged in."""
+    """Let W&B write into the run directory, and offline, with a warning, where nobody is logged in to its server."""
     os.environ.setdefault("WANDB_DIR", str(folder))
+    if any(name in os.environ for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+        return
+    host = urlsplit(_wandb_server()).netloc
     try:
-        logged_in = netrc.netrc().authenticators("api.wandb.ai") is not None
+        logins = netrc.netrc(Path(os.environ.get("NETRC") or "~/.netrc").expanduser())  # where `wandb login` writes
+        logged_in = logins.authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         logged_in = False
-    if not logged_in and "WANDB_API_KEY" not in os.environ:
-        os.environ.setdefault("WANDB_MODE", "offline")
+    if not logged_in:
+        os.environ["WANDB_MODE"] = "offline"
+        mend = f"`wandb login` or WANDB_API_KEY logs in; `wandb sync` sends what is in {folder}/wandb later"
+        logger.warning("nobody is logged in to Weights & Biases at %s: this run is logged offline. %s", host, mend)
+
+
+def _wandb_server() -> str:
+    """Its URL, found where W&B looks for it: the environment, or the settings that `wandb login --host` writes."""
+    settings = configparser.ConfigParser()
+    user = os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb"
+    with contextlib.suppress(OSError, configparser.Error):
+        settings.read(Path(user) / "settings")
+    saved = settings.get("default", "base_url", fallback="https://api.wandb.ai")
+    return os.environ.get("WANDB_BASE_URL") or saved
 
 
 def check_world(processes: int) -> None:
@@ -208,7 +227,7 @@ class RunLog(TrainerCallback):
 
 
 class CompletionLog(TrainerCallback):
-    """completions.jsonl: the first few sampled completions of each step, with rewards and advantage."""
+    """completions.jsonl: the first few sampled completions of each step, with rewards (null: none) and advantage."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "completions.jsonl"
@@ -223,7 +242,8 @@ class CompletionLog(TrainerCallback):
             return
         logged = self.trainer._logs
         columns = {"prompt": logged["prompt"], "completion": logged["completion"], "advantage": logged["advantages"]}
-        columns |= {f"rewards/{name}": values for name, values in logged["rewards"].items()}
+        for name, values in logged["rewards"].items():  # TRL has NaN where a reward gave None, and JSON has no NaN
+            columns[f"rewards/{name}"] = [None if isnan(value) else value for value in values]
         count = min(COMPLETIONS_PER_STEP, *map(len, columns.values()))
         with self.file.open("a") as file:
             for i in range(count):

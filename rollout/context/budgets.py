@@ -32,7 +32,9 @@ class Studied(Protocol):
 
     whole: Context
 
-    def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries: ...
+    def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries:
+        """What stays of one kv head of layer `place`: `count` entries, `first` and `last` apart."""
+        ...
 
 
 def planned(config: PromptCacheConfig, tokens: int, layers: int, kv_heads: int) -> list[list[int]]:
@@ -67,7 +69,9 @@ def sensitivity(
     ratios: Sequence[float] = RATIOS,
     base: float = BASE,
 ) -> torch.Tensor:
-    """float64 [L, Hkv, ratios]: the mean loss over contexts with one head at a ratio, all others at `base`.
+    """Sensitivity curves: the mean loss over contexts with one head at a ratio, all others at `base`.
+
+    Returns float64 [L, Hkv, ratios].
 
     loss : (place in `contexts`, a compaction of it) -> how bad it is
     """
@@ -133,7 +137,10 @@ def save(path: str | Path, shares: torch.Tensor) -> None:
 
 
 def load(path: str | Path, layers: int, kv_heads: int) -> torch.Tensor:
-    """float64 [L, Hkv]. Raises UserError where the file is none of budgets, or not of a model of this shape."""
+    """Budgets that `save` wrote, relative to their mean: float64 [L, Hkv].
+
+    Raises UserError where the file is none of budgets, or not of a model of this shape.
+    """
     try:
         shares = torch.tensor(json.loads(Path(path).read_text())["shares"], dtype=torch.float64)
     except (OSError, ValueError, KeyError, TypeError) as error:

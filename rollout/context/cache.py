@@ -47,11 +47,12 @@ def joined(heads: Sequence[LayerEntries]) -> LayerEntries:
 
 @dataclass(frozen=True)
 class Context:
-    """
-    tokens : of the whole context
-    layers : what is left of them
+    """What a compaction left of a context, which any number of sequences go on from.
+
+    tokens : ids of the whole context
+    layers : what is left of them in each layer
     fitted : whether biases and values are others than the tokens had
-    seconds : stage -> how long it took
+    seconds : stage -> how long it took, in seconds
     """
 
     tokens: list[int]
@@ -66,25 +67,27 @@ class Context:
 
     @property
     def entries(self) -> int:
-        """The most that a kv head of any layer has."""
+        """The most entries that a kv head of any layer has."""
         return max(layer.keys.shape[2] for layer in self.layers)
 
     def check_shape(self, shape: tuple[int, int, int]) -> None:
-        """Raise UserError unless it is of a model with so many layers, kv heads and numbers of a head."""
+        """Raise UserError unless it is of a model of this shape. shape : (L, Hkv, D)"""
         _, kv_heads, _, dim = self.layers[0].keys.shape
         if (own := (len(self.layers), kv_heads, dim)) != shape:
             raise UserError(f"the context is of another model: layers, kv heads and head size are {own}, not {shape}")
 
     def trace(self, length: int) -> EvictionTrace:
-        """Of a sequence of so many tokens that goes on from it. Where entries were fitted, it has a section that no
-        trainer replays: the queries that they were fitted to are not in the record.
+        """The trace of a sequence that goes on from it, of `length` tokens with those of the context.
+
+        Where entries were fitted, it has a section that no trainer replays: the queries that they were fitted to are
+        not in the record.
         """
         gone = F.pad(self.evict_at(), (0, length - len(self.tokens)), value=NEVER)
         section = {"compacted_at": torch.tensor([len(self.tokens)], dtype=torch.int32)}
         return EvictionTrace.recorded(gone, section if self.fitted else {})
 
     def evict_at(self) -> torch.Tensor:
-        """int32 [L, Hkv, tokens]: what went is seen by nobody behind the context."""
+        """When each token of the context was evicted: int32 [L, Hkv, tokens], at the context's end, or NEVER."""
         count = len(self.tokens)
         gone = []
         for layer in self.layers:
@@ -94,7 +97,7 @@ class Context:
 
 
 class ContextCache:
-    """A `kv_view`, with the methods of an EvictingCache: sequences that go on from one context.
+    """The caches of B sequences that go on from one context: a `kv_view` with the methods of an EvictingCache.
 
     context : None: there is none, and sequences begin at position 0
     captures : whether the queries of what is read are kept, for `captured`
@@ -110,6 +113,7 @@ class ContextCache:
 
     @property
     def seen(self) -> list[int]:
+        """Tokens that each row has seen, those of the context included."""
         return [self.past + n for n in self.lengths]
 
     # ---- the engine's side ----------------------------------------------------------------------------------------
@@ -132,33 +136,37 @@ class ContextCache:
         self._starts, self._at = starts, torch.tensor(starts, device=device)[:, None]
 
     def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order; a row may be taken several times."""
         index = torch.tensor(list(rows), device=next(iter(self.own.values()))[0].device)
         self.own = {layer: (keys[index], values[index]) for layer, (keys, values) in self.own.items()}
         self.lengths = [self.lengths[row] for row in rows]
 
     def fork(self, rows: Sequence[int]) -> ContextCache:
+        """A cache of its own with these rows, in this order, behind the same context; see `select`."""
         forked = ContextCache(self.context)
         forked.own, forked.lengths = dict(self.own), list(self.lengths)
         forked.select(rows)
         return forked
 
     def captured(self, layer: int) -> torch.Tensor:
-        """The queries of all that was read: [B, Hq, T, D]."""
+        """The queries of one layer of all that was read, after RoPE: [B, Hq, T, D]. Only where it `captures`."""
         return torch.cat(self._queries[layer], dim=2)
 
     def forget(self, layer: int) -> None:
-        """Let these queries go."""
+        """Let the captured queries of one layer go."""
         self._queries.pop(layer, None)
 
     def queries(self, layer: int) -> torch.Tensor:
+        """Raises UserError: the last queries [B, Hq, W, D], which an EvictingCache has, are not kept here."""
         raise UserError("behind a compacted context no queries are kept")
 
     def trace(self, length: int) -> EvictionTrace:
-        """Of any sequence behind the context, of so many tokens with it."""
+        """The trace of any sequence behind the context; see `Context.trace`."""
         assert self.context is not None  # without one, nothing is sampled
         return self.context.trace(length)
 
     def allocated_bytes(self) -> int:
+        """Bytes of keys and values that are really allocated for all rows, and those of the context."""
         own = sum(t.untyped_storage().nbytes() for pair in self.own.values() for t in pair)
         return own + (0 if self.context is None else self.context.nbytes)
 
@@ -167,7 +175,10 @@ class ContextCache:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """See `KVView.attend`."""
+        """Store what comes, and attend to the context's entries and to own tokens up to each query: [B, Hq, T, D].
+
+        query : [B, Hq, T, D]; key, value : [B, Hkv, T, D]; queries and keys after RoPE; scaling : the factor on q . k
+        """
         batch, heads, count, _ = key.shape
         self.scaling = scaling
         if self.captures:

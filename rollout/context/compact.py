@@ -34,10 +34,11 @@ MOST_LOGITS = 2**28  # of more, kv heads are fitted one after another, and score
 
 
 class Stages(dict[str, float]):
-    """Stage -> seconds."""
+    """How long each stage of a compaction took: stage -> seconds."""
 
     @contextmanager
     def timed(self, stage: str) -> Any:
+        """Set the seconds of a stage to those that pass within."""
         start = time.perf_counter()
         yield
         if torch.cuda.is_initialized():
@@ -81,7 +82,7 @@ class Studied:
         return joined([self.head(config, place, head, count) for head, count in enumerate(counts)])
 
     def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries:
-        """One kv head's entries."""
+        """What stays of one kv head of layer `place`: `count` entries, `first` and `last` apart."""
         one = slice(head, head + 1)
         mine = LayerEntries(*(x[:, one] for x in self.whole.layers[place]))
         return _compacted(mine, self.queries[place][:, one], count, config, self.scaling)

@@ -14,7 +14,8 @@ OddInt = Annotated[PositiveInt, Rule("that is odd", lambda v: v % 2 == 1)]
 
 @dataclass(frozen=True, kw_only=True)
 class PromptCacheConfig(Configuration):
-    """
+    """How a context is compacted once.
+
     policy : am, what stays gets biases and values that stand for what went; evict, it stays as it was; full, everything
         stays; none, only first and last do (the last two are baselines, and of the other keys take these two alone)
     ratio : of the context's tokens that stay; first and last do not count
@@ -23,7 +24,7 @@ class PromptCacheConfig(Configuration):
         its last `window` tokens
     window : tokens of the query kind window, SnapKV's observation window
     select : attention, the keys that receive most of it; omp, orthogonal matching pursuit of the attention mass
-    aggregate : of the attention of the reference queries
+    aggregate : how the attention of all reference queries to a key becomes one number: root mean square, mean or max
     pool : the attention that a key receives is averaged over so many neighbours, itself the middle one (SnapKV)
     ridge : of the values' fit, as for the policy am
     fit : ridge, or paper, the paper's own solvers
@@ -36,7 +37,7 @@ class PromptCacheConfig(Configuration):
         fitted tokens compete with those of the whole context
     most_queries : of a kv head; of more, so many are drawn
     study_samples, study_tokens : self_study: how often each of its prompts is answered, in so many tokens at most
-    seed : of what is drawn
+    seed : of what is drawn: random queries, those taken of too many, and self-study
     """
 
     policy: Literal["am", "evict", "full", "none"] = "am"

@@ -28,7 +28,7 @@ PARTS = tuple(part.name for part in fields(LayerEntries))
 
 
 def save_context(path: str | Path, context: Context) -> None:
-    """Write a context. Raises NotWrittenError where that fails."""
+    """Write a context as one safetensors file (see the module). Raises NotWrittenError where that fails."""
     tensors = {"tokens": torch.tensor(context.tokens)}
     for number, layer in enumerate(context.layers):
         # Cloned: layers may share memory, which the library refuses.
@@ -45,7 +45,7 @@ def save_context(path: str | Path, context: Context) -> None:
 
 
 def load_context(path: str | Path, device: str | torch.device = "cpu") -> Context:
-    """The context that `save_context` wrote.
+    """The context that `save_context` wrote, its entries on `device`.
 
     Raises UserError: no file, not such a file, damaged, or of another format version.
     """

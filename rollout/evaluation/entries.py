@@ -22,6 +22,7 @@ class EntryCounts:
         self.peaks: list[float] = []
 
     def add(self, rollout: Rollout) -> None:
+        """Count one more rollout."""
         prompt, fed = len(rollout.prompt_ids), len(rollout.trace) - 1
         peaks = rollout.trace.peak_counts(prompt)
         self.peaks.append(float(peaks.float().mean()))
@@ -33,4 +34,5 @@ class EntryCounts:
 
     @property
     def mean_peak(self) -> float:
+        """The mean of `peaks`."""
         return sum(self.peaks) / len(self.peaks)

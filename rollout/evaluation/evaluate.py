@@ -112,6 +112,7 @@ class EvalRow:
 
     @property
     def budget(self) -> int | None:
+        """The policy's budget; None where it has none."""
         return self.parameters.get("budget")
 
 
@@ -219,6 +220,7 @@ class Point:
             yield {**where, **place, **scored, **summary(rollout), "completion": text}
 
     def row(self, contexts: ContextCosts | None = None) -> EvalRow:
+        """What was measured, of all completions that were judged."""
         counted = [c for c in self.correct if c is not None]
         ks = [2**i for i in range(self.samples.bit_length())] if counted else []
         at = {k: mean_and_error([pass_at_k(self.samples, c, k) for c in counted]) for k in ks}

@@ -56,6 +56,7 @@ class PerplexityRow:
 
     @property
     def budget(self) -> int | None:
+        """The policy's budget; None where it has none."""
         return self.parameters.get("budget")
 
 
@@ -68,7 +69,7 @@ def measure_perplexity(
     on_row: Callable[[list[PerplexityRow]], None],
     progress: bool = True,
 ) -> list[PerplexityRow]:
-    """One row per policy.
+    """The perplexity of a text under each of several policies, one row each.
 
     pieces : token ids, all as many, more than `prompt_tokens`
     open_engine : policy -> a context with the engine that decodes under it

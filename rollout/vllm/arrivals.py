@@ -52,7 +52,7 @@ class Singles:
 
 @dataclass
 class Leaving:
-    """Of each of R requests the token that leaves its window, which is scored as the new one meets the memory.
+    """The token that leaves the window of each of R requests, which is scored as the new one meets the memory.
 
     positions int64 [R], < 0: none; block, place : int64 [L, R, Hkv], where it is
     competes : bool [R], it may go; candidate : float32 [L, R, Hkv], the priority of what goes unless it does, NaN where
@@ -72,7 +72,7 @@ class Leaving:
 
 @dataclass
 class Part:
-    """Of one request: `count` tokens of its prompt, from `start` of the batch on; `before` are in the cache."""
+    """A part of one request's prompt: `count` tokens, from `start` of the batch on; `before` are in the cache."""
 
     request: int
     start: int

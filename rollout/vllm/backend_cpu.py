@@ -16,6 +16,8 @@ from rollout.vllm.exact import attend
 
 
 class EvictingCPUBuilder(EvictingBuilder, CPUAttentionMetadataBuilder):
+    """vLLM's metadata on CPUs, of the physical lengths, and never for AMX."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.isa == "amx":  # its packing of keys is not one that we can read
@@ -50,10 +52,12 @@ class ExactCPUImpl(CPUAttentionBackendImpl):
 
 
 class EvictingCPUImpl(EvictingImpl, ExactCPUImpl):
-    pass
+    """Attention over what is held on CPUs: what EvictingImpl adds to the stock or the exact one."""
 
 
 class EvictingCPUBackend(CPUAttentionBackend):
+    """vLLM's backend on CPUs with our builder, implementation and cache specification."""
+
     @staticmethod
     def get_impl_cls() -> type[EvictingCPUImpl]:
         return EvictingCPUImpl

@@ -25,14 +25,16 @@ from rollout.vllm.backend import EvictingBuilder, EvictingImpl, evicting_spec
 
 
 class EvictingFlashBuilder(EvictingBuilder, FlashAttentionMetadataBuilder):
-    pass
+    """The metadata of FlashAttention, of the physical lengths."""
 
 
 class EvictingFlashImpl(EvictingImpl, FlashAttentionImpl):
-    pass
+    """FlashAttention over what is held."""
 
 
 class EvictingFlashBackend(FlashAttentionBackend):
+    """FlashAttention, with our builder, implementation and cache specification."""
+
     @staticmethod
     def get_impl_cls() -> type[EvictingFlashImpl]:
         return EvictingFlashImpl
@@ -51,14 +53,16 @@ class EvictingFlashBackend(FlashAttentionBackend):
 
 
 class EvictingTritonBuilder(EvictingBuilder, TritonAttentionMetadataBuilder):
-    pass
+    """The metadata of vLLM's Triton kernels, of the physical lengths."""
 
 
 class EvictingTritonImpl(EvictingImpl, TritonAttentionImpl):
-    pass
+    """The Triton kernels of vLLM, over what is held."""
 
 
 class EvictingTritonBackend(TritonAttentionBackend):
+    """The Triton kernels of vLLM, with our builder, implementation and cache specification."""
+
     @staticmethod
     def get_impl_cls() -> type[EvictingTritonImpl]:
         return EvictingTritonImpl

@@ -21,7 +21,7 @@ LOGIT = 2 * 4 + 8  # while a token is drawn: a log-prob before and after top-k i
 
 @dataclass(frozen=True)
 class Beside:
-    """What one worker holds.
+    """What one worker holds of a GPU's memory beside vLLM's cache.
 
     per_byte : of each byte of the cache: the positions of its entries, and the policy's memory
     requests : bytes of the last queries of all requests, and of what the policy remembers of them

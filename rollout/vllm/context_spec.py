@@ -29,6 +29,7 @@ class Behind:
 
     @property
     def gone(self) -> int:
+        """By how many slots fewer than its tokens the context takes: positions run ahead of slots by as many."""
         return self.tokens - self.entries
 
 
@@ -43,6 +44,7 @@ class ContextSpec(FullAttentionSpec):
 
     @classmethod
     def bounded(cls, spec: FullAttentionSpec, most: int | None) -> ContextSpec:
+        """The specification of a layer that vLLM has described as holding everything."""
         return cls(**{f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}, most=most)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:

@@ -63,7 +63,7 @@ class VLLMEngine:
     tensor_parallel : processes that share the model's heads
     multiprocess : run the engine in a process of its own (always so for tensor_parallel > 1)
     progress : show a progress bar
-    exact : in float32 on a CPU, compute as the trainer does, to the last bit, rather than by vLLM's own kernels
+    exact : in float32 on a CPU, compute attention by the trainer's own function (exact.py), not by vLLM's kernels
     sleep_mode : let `sleep` give a GPU's memory back; nothing on a CPU
     context_entries : sequences may go on from a compacted context (rollout/context), and hold at most so many entries;
         the policy is then a full cache
@@ -112,6 +112,7 @@ class VLLMEngine:
 
         plugin.register()
         self.config = config = load_config(str(model))
+        refusals.refuse_family(config, OTHERWISE)
         stored_shapes(model)
         check_scorers(model, policy)
         layers, kv_heads, head_dim = cache_shape(config)

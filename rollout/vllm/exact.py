@@ -1,8 +1,8 @@
 """Attention over the paged cache in float32 on a CPU: by the very call that the trainer and the reference engine make.
 
 vLLM's CPU kernel is exact to about 1e-7 per layer, but a trained model amplifies that to more than 1e-5 in log-probs,
-where `sparse_rl.attention.kernels.sdpa` (float64 inside) leaves engine and trainer equal to the last bit. Other dtypes
-take vLLM's kernel: their own rounding is far coarser.
+where `sparse_rl.attention.kernels.sdpa` (float64 inside) makes attention all but free of rounding: what is left, within
+1e-5, comes from matrix products. Other dtypes take vLLM's kernel: their own rounding is far coarser.
 """
 
 from __future__ import annotations

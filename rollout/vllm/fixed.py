@@ -22,7 +22,7 @@ class Fixed:
         return self.memory[name][: value.numel()].view(value.shape).copy_(value)
 
     def copy_fields(self, record: Any, count: int) -> None:
-        """The same of all tensors of a dataclass, and of dataclasses in it."""
+        """Put a `copy` in the place of each tensor of a dataclass, and of dataclasses in it."""
         for f in dataclasses.fields(record):
             value = getattr(record, f.name)
             if isinstance(value, torch.Tensor):

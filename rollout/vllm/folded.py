@@ -28,7 +28,10 @@ def wide_head(head_dim: int, on_cpu: bool) -> int:
 
 
 def widened(x: torch.Tensor, width: int, coordinate: float = 0.0) -> torch.Tensor:
-    """[T, H, D] -> [T, H, width], with the coordinate behind the model's own."""
+    """Heads with further coordinates, [T, H, width]: `coordinate` right behind the model's own, then zeros.
+
+    x : [T, H, D]
+    """
     wide = F.pad(x, (0, width - x.shape[-1]))
     if coordinate:
         wide[..., x.shape[-1]] = coordinate

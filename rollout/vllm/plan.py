@@ -37,7 +37,7 @@ class Watch:
 
 @dataclass
 class Plan:
-    """See the module.
+    """What a forward does to every layer alike: where tokens go, and what they attend to.
 
     first int64 [B], blocks int64 [B, max blocks]: of each request in the batch
     slots int64 [T]: where each token's entry goes; lengths int32 [B]: entries attended to

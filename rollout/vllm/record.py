@@ -36,6 +36,7 @@ class Arrived:
 
     @classmethod
     def joined(cls, parts: Sequence[Arrived]) -> Arrived:
+        """The tokens of all parts, one after another."""
         return cls(
             torch.cat([each.numbers for each in parts]),
             torch.cat([each.now for each in parts]),

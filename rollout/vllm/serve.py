@@ -66,7 +66,7 @@ def serve(
     further: Sequence[str] = (),
     verbose: bool = False,
 ) -> NoReturn:
-    """Become a server of `model`.
+    """Turn this process into an OpenAI-compatible server of `model`, by vLLM.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def serve(
     flags = {word.partition("=")[0] for word in further}
     _check_files(model, flags)
     _set_environment(verbose)
-    _check_platform(policy, cache_shape(config)[2], "--enable-sleep-mode" in flags)
+    _check_platform(policy, config, "--enable-sleep-mode" in flags)
     dtype = _dtype(dtype, config)
     itemsize = BYTES.get(dtype, BYTES.get(str(config.dtype).removeprefix("torch."), 2))
     kept = policy if context is None else arguments.BehindContext(policy.config)
@@ -207,7 +207,7 @@ def _check_files(model: str, flags: set[str]) -> None:
     load_tokenizer(model)
 
 
-def _check_platform(policy: Policy, head_dim: int, sleep_mode: bool) -> None:
+def _check_platform(policy: Policy, config: Any, sleep_mode: bool) -> None:
     import torch
 
     from rollout.vllm.compat import arguments, refusals
@@ -216,7 +216,8 @@ def _check_platform(policy: Policy, head_dim: int, sleep_mode: bool) -> None:
     refusals.refuse_policy(policy)
     if not arguments.on_cpu() and not torch.cuda.is_available():
         raise UserError("there is no GPU, and the vLLM that is installed needs one")
-    refusals.refuse_head_size(head_dim)
+    refusals.refuse_family(config)
+    refusals.refuse_head_size(cache_shape(config)[2])
     refusals.refuse_expandable_segments(policy, sleep_mode)
 
 

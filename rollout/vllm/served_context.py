@@ -15,7 +15,7 @@ from rollout.context.files import save_context
 from rollout.context.prompts import STUDY_PROMPTS
 from rollout.make import make_engine
 from sparse_rl.data.tokens import Prompt, prompt_ids, split_prompt, with_context
-from sparse_rl.errors import UserError, reason
+from sparse_rl.errors import UserError, unread
 from sparse_rl.models.load import load_tokenizer
 
 BEHIND = ("\n\nWhat", " 0", "a")  # what may follow the text: tokens that it changes are not the text's own
@@ -34,7 +34,7 @@ def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, w
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read: {reason(error)}", "--context") from error
+        raise UserError(f"{file} cannot be read: {unread(error)}", "--context") from error
     tokenizer = load_tokenizer(model)
     prompt: Prompt = [{"role": "user", "content": text}] if tokenizer.chat_template else text
     tokens, first, study = _tokens(prompt, text, tokenizer)

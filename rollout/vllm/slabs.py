@@ -66,5 +66,5 @@ class Slab:
     coordinate: torch.Tensor | None
 
     def moved(self) -> list[torch.Tensor]:
-        """What goes along with an entry."""
+        """The tensors that a compaction moves with an entry."""
         return [self.keys, self.values, self.positions, *self.state.values()]

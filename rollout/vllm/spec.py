@@ -35,6 +35,7 @@ class EvictingSpec(FullAttentionSpec):
 
     @classmethod
     def bounded(cls, spec: FullAttentionSpec, policy: str, max_prompt: int | None, longest: int) -> EvictingSpec:
+        """The specification of a layer that vLLM has described as holding everything."""
         same = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
         return cls(**same, policy=policy, max_prompt=max_prompt, longest=longest)
 
@@ -46,6 +47,7 @@ class EvictingSpec(FullAttentionSpec):
 
     @property
     def schedule(self) -> Schedule:
+        """The policy's schedule."""
         return make_policy(json.loads(self.policy)).schedule
 
     @classmethod

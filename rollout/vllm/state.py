@@ -32,7 +32,7 @@ UNKNOWN = 1 << 40  # the prompt length of no request: nothing of it is ever comp
 
 
 class CacheState:
-    """All layers of one worker."""
+    """The caches of all layers of one worker, what the policy remembers of them, and their compactions."""
 
     def __init__(self, vllm_config: Any, config: CacheConfig, kv_caches: dict[str, torch.Tensor]) -> None:
         self.config, self.policy = config, config.policy

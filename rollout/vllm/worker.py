@@ -39,7 +39,10 @@ class SequenceSampler(nn.Module):
         self.streams: dict[int, Uniforms] = {}
 
     def forward(self, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, None]:
-        """logits [B, V], as the model gave them: vLLM is told a temperature of 1. Returns tokens int64 [B]."""
+        """Draw a token for each request, int64 [B], and record it with its log-probs.
+
+        logits : [B, V], as the model gave them: vLLM is told a temperature of 1
+        """
         ids = list(self.runner.input_batch.req_ids)[: len(logits)]
         states = [self.runner.requests[i] for i in ids]
         asked = [state.sampling_params.extra_args for state in states]  # what the engine has asked of each request
@@ -62,7 +65,7 @@ class SequenceSampler(nn.Module):
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker."""
+    """Mixed into vLLM's worker: what the engine calls in each of them."""
 
     model_runner: Any
 

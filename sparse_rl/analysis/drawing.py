@@ -28,10 +28,12 @@ STYLE: Any = {
 
 
 def colours(count: int) -> list[str]:
+    """So many colours, for curves; they repeat where there are more than in COLOURS."""
     return [COLOURS[i % len(COLOURS)] for i in range(count)]
 
 
 def new_figure() -> tuple[Any, Any]:
+    """(figure, axes) of matplotlib, in our style."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -67,6 +69,7 @@ def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], size: f
 
 
 def save_figure(figure: Any, out: str | Path) -> Path:
+    """Write a figure, and close it; the suffix says the format. Raises UserError where it cannot be written."""
     import matplotlib.pyplot as plt
 
     out = Path(out)

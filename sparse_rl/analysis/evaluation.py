@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def accuracy_table(rows: Sequence[Any]) -> Table:
-    """The rows for people."""
+    """The rows of an evaluation (`EvalRow`) as a table for the terminal."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -52,7 +52,7 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
 
 
 def perplexity_table(rows: Sequence[Any]) -> Table:
-    """The rows for people."""
+    """The rows of perplexities (`PerplexityRow`) as a table for the terminal."""
     from rich.markup import escape
     from rich.table import Table
 

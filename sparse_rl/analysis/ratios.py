@@ -1,4 +1,5 @@
-"""Accuracy against how much stays of the contexts, one line for each way to compact them.
+"""Accuracy against what a cache may hold, one line for each way to choose it: the budget of a sweep, or the share that
+stays of a context that is compacted once.
 
 plot_ratios(json.loads(Path("eval.json").read_text())["rows"], "ratios.png")
 """
@@ -14,6 +15,10 @@ from sparse_rl.analysis.drawing import colours, label_ends, new_figure, save_fig
 from sparse_rl.errors import UserError, reason
 
 Row = Mapping[str, Any]
+AXES = {  # what was varied -> the axis' label
+    "ratio": "share of the context's tokens that stay",
+    "budget": "budget: entries that a compaction leaves in each kv head",
+}
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -26,43 +31,44 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def plot_ratios(rows: Sequence[Row], out: str | Path) -> Path:
-    """A line for each method with its accuracies at its ratios and a bar of one standard error, dashed for one without
-    a ratio, such as a full cache; several tasks are told apart by their names.
+    """A line for each method with its accuracies at its ratios, or budgets, and a bar of one standard error; dashed for
+    one that has none, such as a full cache. Several tasks are told apart by their names.
 
-    Raises UserError where no row has a ratio and an accuracy.
+    Raises UserError where no row has a ratio or a budget, and an accuracy.
     """
     drawn = [row for row in rows if row["accuracy"] is not None]
-    ratios = sorted({row["parameters"]["ratio"] for row in drawn if "ratio" in row["parameters"]})
-    if not ratios:
-        raise UserError("no row of this evaluation has a ratio and an accuracy; it needs a prompt_cache")
+    axis = next((key for key in AXES if any(key in row["parameters"] for row in drawn)), None)
+    if axis is None:
+        raise UserError("no row of this evaluation has an accuracy, and a budget or a ratio to draw it against")
+    places = sorted({row["parameters"][axis] for row in drawn if axis in row["parameters"]})
     methods: dict[str, list[Row]] = {}
-    for row, name in zip(drawn, method_names(drawn), strict=True):
+    for row, name in zip(drawn, method_names(drawn, axis), strict=True):
         methods.setdefault(name, []).append(row)
     figure, axes = new_figure()
     axes.set_xscale("log")
     axes.invert_xaxis()  # names stand at the end of each line, where methods differ most
-    axes.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios], minor=False)
+    axes.set_xticks(places, [f"{place:g}" for place in places], minor=False)
     axes.minorticks_off()
     ends = []
     for colour, (name, mine) in zip(colours(len(methods)), methods.items(), strict=True):
-        mine = sorted(mine, key=lambda row: -row["parameters"].get("ratio", 0))
+        mine = sorted(mine, key=lambda row: -row["parameters"].get(axis, 0))
         values = [row["accuracy"] for row in mine]
-        if "ratio" in mine[0]["parameters"]:
-            at, errors = [row["parameters"]["ratio"] for row in mine], [row["standard_error"] or 0.0 for row in mine]
+        if axis in mine[0]["parameters"]:
+            at, errors = [row["parameters"][axis] for row in mine], [row["standard_error"] or 0.0 for row in mine]
             axes.errorbar(at, values, errors, color=colour, marker="o", markersize=4, capsize=2)
         else:
-            at = ratios[:1]
-            axes.plot([ratios[0], ratios[-1]], values[-1:] * 2, color=colour, linestyle="--", linewidth=1.2)
+            at = places[:1]
+            axes.plot([places[0], places[-1]], values[-1:] * 2, color=colour, linestyle="--", linewidth=1.2)
         ends.append((at[-1], values[-1], name, colour))
     label_ends(axes, ends, 9)
-    axes.set_xlabel("share of the context's tokens that stay")
+    axes.set_xlabel(AXES[axis])
     axes.set_ylabel("accuracy (pass@1)")
     return save_figure(figure, out)
 
 
-def method_names(rows: Sequence[Row]) -> list[str]:
-    """What each row calls its method: the policy, and those of its settings, but the ratio, that other rows of the
-    policy have otherwise; in front of it the task, where there are several.
+def method_names(rows: Sequence[Row], axis: str = "ratio") -> list[str]:
+    """What each row calls its method: the policy, and those of its settings, but what was varied (`axis`), that other
+    rows of the policy have otherwise; in front of it the task, where there are several.
     """
     several = len({row["task"] for row in rows}) > 1
     made = []
@@ -71,10 +77,16 @@ def method_names(rows: Sequence[Row]) -> list[str]:
         differ = [
             _setting(key, value)
             for key, value in row["parameters"].items()
-            if key != "ratio" and any(other.get(key) != value for other in alike)
+            if key != axis and any(not _agree(row["parameters"], other, key) for other in alike)
         ]
         made.append((f"{row['task']}: " if several else "") + ", ".join([row["policy"], *differ]))
     return made
+
+
+def _agree(ours: Row, theirs: Row, key: str) -> bool:
+    """Whether two caches have one setting: its value, or a window of half of their budgets, as h2o makes of none."""
+    halves = key == "window" and all("budget" in one and one.get(key) == one["budget"] // 2 for one in (ours, theirs))
+    return halves or ours.get(key) == theirs.get(key)
 
 
 def _setting(key: str, value: Any) -> str:

@@ -67,7 +67,7 @@ def own_device() -> Any:
 
 
 def choose_kernel(wanted: str, configs: Iterable[Any], dtype: str) -> tuple[str, str]:
-    """(the kernel, the finding in words).
+    """Choose the attention kernel that trains here: (its name, the finding in words).
 
     wanted : a kernel, or auto, which takes the best that is exact here
     configs, dtype : as in check_kernels

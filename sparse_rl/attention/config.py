@@ -7,8 +7,9 @@ from typing import Literal, get_args
 
 from sparse_rl.config import Configuration, Positive, PositiveInt
 
-AttentionKernel = Literal["gather", "sdpa", "flex", "flex_sorted", "dense"]  # see kernels/
+AttentionKernel = Literal["gather", "sdpa", "flex", "flex_sorted", "dense"]
 ATTENTION_KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
+"""The names of the attention kernels; `auto`, which recipes know too, stands for one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

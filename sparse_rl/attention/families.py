@@ -8,8 +8,8 @@ from typing import Any
 from sparse_rl.config import show
 from sparse_rl.errors import UserError
 
-FAMILIES = ("qwen2", "qwen3", "llama")
-
+# model_type -> why only the hf engine samples from it; None: vllm does, too
+FAMILIES: dict[str, str | None] = {"qwen2": None, "qwen3": None, "llama": None}
 
 SIZES = {  # of config.json -> the most that any model has
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 1000),
@@ -44,8 +44,14 @@ def check_replayable(config: Any, model: str = "the model") -> None:
         raise UserError(f"{model} has attention_dropout, which cannot be replayed; set it to 0 in config.json", "model")
 
 
+def family_only_hf(config: Any) -> str | None:
+    """Why only the hf engine samples from models of this configuration; None where vllm does, too."""
+    why = FAMILIES.get(config.model_type)
+    return why and f"{config.model_type}: {why}"
+
+
 def cache_shape(config: Any) -> tuple[int, int, int]:
-    """(layers, kv heads, head dim) of a model's KV cache."""
+    """(L, Hkv, D), the layers, kv heads and head dim of a model's KV cache, from its configuration in transformers."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_hidden_layers, config.num_key_value_heads, head_dim
 

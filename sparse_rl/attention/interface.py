@@ -27,8 +27,9 @@ from sparse_rl.trace import TraceError
 
 ATTENTION = "sparse_rl"
 
-# Given as `attention_mask`, a 4D tensor is taken as already prepared: transformers builds no S x S mask of its own.
 NO_MASK = torch.empty(1, 1, 1, 1, dtype=torch.bool)
+"""The `attention_mask` to give beside a `kv_view`: a 4D tensor counts as prepared, so that transformers builds no S x S
+mask of its own."""
 
 
 class KVView(Protocol):
@@ -37,7 +38,13 @@ class KVView(Protocol):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """query [B, Hq, T, D] over key, value [B, Hkv, T, D] (after RoPE) and what the view holds: [B, Hq, T, D]."""
+        """The attention of one layer over what its queries see: [B, Hq, T, D].
+
+        layer : its place in the model, from 0
+        query : [B, Hq, T, D], after RoPE
+        key, value : [B, Hkv, T, D] of the same tokens, keys after RoPE; a cache stores them beside what it holds
+        scaling : the factor on q . k
+        """
         ...
 
 
@@ -72,7 +79,13 @@ def attention_forward(
     kv_view: KVView | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: [B, Hq, T, D] in, ([B, T, Hq, D], None) out."""
+    """transformers' attention interface: what a layer's queries, keys and values are handed to, and from there a view.
+
+    query : [B, Hq, T, D]; key, value : [B, Hkv, T, D]; queries and keys after RoPE
+    kv_view : what queries see; None: plain SDPA, causal or under `attention_mask`
+
+    Returns ([B, T, Hq, D], None). Raises UserError for dropout beside a view.
+    """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if kv_view is not None:
         if dropout:
@@ -98,9 +111,9 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def adopt(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a model run under ATTENTION; a second call changes nothing.
+    """Make a model run under our attention function, so that its forward takes `kv_view`; returns the model itself.
 
-    Raises UserError where its attention cannot be replayed (see `check_replayable`).
+    A second call changes nothing. Raises UserError where its attention cannot be replayed (see `check_replayable`).
     """
     check_replayable(model.config)
     if model.config._attn_implementation != ATTENTION:

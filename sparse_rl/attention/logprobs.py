@@ -86,7 +86,11 @@ def dense_logprobs(
     trace: EvictionTrace,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """The reference: one completion's log-probs under its trace, as dense masks of all layers: float [completion]."""
+    """One completion's log-probs under its trace, with a dense mask for each layer: float32 [completion].
+
+    This is the reference that `replay_logprobs` is compared with; its memory grows with the square of the length.
+    temperature : the sampling temperature; 0 (greedy) is scored at 1
+    """
     device = next(model.parameters()).device
     ids = torch.tensor([[*prompt_ids, *completion_ids]], device=device)
     adopt(model)

@@ -47,7 +47,7 @@ def oracle_recall(
     log_decay: torch.Tensor | None = None,
     target: TargetConfig | None = None,
 ) -> torch.Tensor:
-    """float64 [L, Hkv]: of the k tokens that the best cache holds at each query of decoding, those that are held.
+    """The share that is held of the k tokens that the best cache would hold, over decoding: float64 [L, Hkv].
 
     Parameters
     ----------

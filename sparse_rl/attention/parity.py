@@ -89,12 +89,14 @@ def check_parity(
 
 
 def judged(kernel: str, errors: dict[str, tuple[float, float]]) -> Parity:
+    """The finding on a kernel. errors : name -> (its error, the error that is allowed)"""
     if bad := {name: pair for name, pair in errors.items() if not pair[0] <= pair[1]}:  # NaN is bad, too
         return Parity(kernel, errors, f"it is not exact on this machine (error / allowed: {_ratios(bad)})")
     return Parity(kernel, errors)
 
 
 def in_a_line(error: Exception) -> str:
+    """An error as its type and the first line of what it says."""
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first}"
 
@@ -147,6 +149,7 @@ def _reference(
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference of two tensors of one shape."""
     return float((a.double() - b.double()).abs().max())
 
 

@@ -36,16 +36,14 @@ def add_recipe(
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[])
 
 
-def read_recipe(
-    options: argparse.Namespace, *more_overrides: str, load: Callable[[str, list[str]], Recipe] = load_recipe
-) -> Recipe:
+def read_recipe(options: argparse.Namespace, load: Callable[[str, list[str]], Recipe] = load_recipe) -> Recipe:
     """The recipe that the options name, with its overrides, and the directory of each model; its warnings are printed.
 
     load : makes a recipe of what is named and of the overrides
 
     Raises UserError for what is wrong in it, and for a model that cannot be had.
     """
-    recipe = load(options.recipe, [*options.overrides, *more_overrides]).with_models(model_directory)
+    recipe = load(options.recipe, list(options.overrides)).with_models(model_directory)
     for warning in recipe.warnings:
         warn(warning)
     check_available(recipe.model)

@@ -116,7 +116,7 @@ def training_line(step: int, steps: int, logs: Mapping[str, Any]) -> str | None:
     held_out = any(key.startswith("eval_") for key in logs)
     hidden = "loss" if "reward" in logs or "eval_reward" in logs else "grad_norm"
     found = [
-        f"{label} {form.format(float(logs[key]))}"
+        f"{label} {'none' if logs[key] is None else form.format(float(logs[key]))}"  # None: no reward judged any
         for name, label, form in SHOWN
         if (key := f"eval_{name}" if held_out else name) in logs and name != hidden
     ]

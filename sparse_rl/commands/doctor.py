@@ -110,6 +110,7 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     from sparse_rl.commands.memory import ASSUMED_PROMPT, plan, verdicts
     from sparse_rl.commands.sampling import cache_configs, remarks
     from trainer.config import LaunchConfig
+    from trainer.launch import crowded
 
     made = plan(recipe, config)
     launch = recipe.as_training().launch if recipe.trained else LaunchConfig()
@@ -123,9 +124,8 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     if recipe.trained:
         lines += _attention_kernels(recipe.as_training())
     lines += _kernels(recipe, config)
-    local, cards = launch.processes // launch.machines, torch.cuda.device_count()
-    if cards and local > cards:
-        lines.append(f"launch.processes: {local} processes on {cards} GPU{'s' * (cards > 1)}; lower it")
+    if torch.cuda.is_available() and (wrong := crowded(launch)):  # else it may be about another machine
+        lines.append(f"launch.processes: {wrong}")
     sources = recipe.prompt_sources().items()
     if any(d.synthetic is None and d.max_prompt_tokens is None for key, d in sources if key != "validation.data"):
         lines.append(f"prompts are taken to have up to {ASSUMED_PROMPT} tokens; max_prompt_tokens would bound them")

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.commands.arguments import add_overwrite, add_recipe, file_name, read_recipe, refuse_used
+from sparse_rl.commands.arguments import add_overwrite, add_recipe, read_recipe, refuse_used
 from sparse_rl.commands.console import Session, quiet_loading, say
 from sparse_rl.errors import UserError
 from sparse_rl.metrics import RECIPE_FILE
@@ -36,7 +36,6 @@ RESULTS, COMPLETIONS = "eval.json", "eval_completions.jsonl"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser, "a YAML file or a name; or the directory of a run, whose held-out problems are then taken")
-    parser.add_argument("--model", metavar="DIR", type=file_name, help="the same as model=DIR")
     add_overwrite(parser)
 
 
@@ -45,8 +44,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
     from sparse_rl.analysis.evaluation import accuracy_table
 
-    model = [f"model={json.dumps(options.model)}"] if options.model else []
-    recipe = read_recipe(options, *model, load=load_evaluation).as_evaluation()
+    recipe = read_recipe(options, load=load_evaluation).as_evaluation()
     refuse_used(Path(recipe.output_dir), (RESULTS, COMPLETIONS), "output_dir", options.overwrite)
     session.folder = Path(recipe.output_dir)
     quiet_loading(session.verbose)

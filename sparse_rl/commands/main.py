@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from sparse_rl import __version__
-from sparse_rl.commands import doctor, eval, inspect, perplexity, plot, quickstart, rollout, serve, teacher, train
+from sparse_rl.commands import doctor, eval, inspect, keys, perplexity, plot, quickstart, rollout, serve, teacher, train
 from sparse_rl.commands.arguments import Parser
 from sparse_rl.commands.completion import add_completion
 from sparse_rl.commands.console import Session, configure, guarded
@@ -23,6 +23,7 @@ COMMANDS = {
     "inspect": inspect,
     "plot": plot,
     "doctor": doctor,
+    "keys": keys,
     "quickstart": quickstart,
 }
 

@@ -6,13 +6,12 @@ Writes output_dir/perplexity.json (recipe, versions, rows).
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparse_rl.commands.arguments import add_overwrite, add_recipe, file_name, read_recipe, refuse_used
+from sparse_rl.commands.arguments import add_overwrite, add_recipe, read_recipe, refuse_used
 from sparse_rl.commands.console import Session, quiet_loading, say, warn
 from sparse_rl.commands.eval import write_results
 from sparse_rl.recipe import PerplexityRecipe
@@ -26,7 +25,6 @@ RESULTS = "perplexity.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
-    parser.add_argument("--model", metavar="DIR", type=file_name, help="the same as model=DIR")
     add_overwrite(parser)
 
 
@@ -35,8 +33,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
     from sparse_rl.analysis.evaluation import perplexity_table
 
-    model = [f"model={json.dumps(options.model)}"] if options.model else []
-    recipe = read_recipe(options, *model).as_perplexity()
+    recipe = read_recipe(options).as_perplexity()
     refuse_used(Path(recipe.output_dir), (RESULTS,), "output_dir", options.overwrite)
     session.folder = Path(recipe.output_dir)
     quiet_loading(session.verbose)

@@ -1,5 +1,5 @@
 """`sparse-rl plot`: curves of runs, of learning, mismatch or any metric that they logged; a trace's density, or map;
-accuracy against the ratio of an evaluation behind compacted contexts.
+accuracy against the budgets of an evaluation, or the ratios of one behind compacted contexts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sparse_rl.metrics import METRICS_FILE, runs_below
 
 ABOUT = (
     "Learning and mismatch curves of runs, or any metric of theirs; the density of a trace, or its map of pages; "
-    "accuracy against the ratio, of an eval.json."
+    "accuracy against the budget, or the ratio, of an eval.json."
 )
 
 
@@ -72,7 +72,7 @@ def draw_traces(file: Path, out: Path) -> Path:
 
 
 def draw_evaluation(file: Path, out: Path) -> Path:
-    """The accuracies of an eval.json against the ratio, for contexts that are compacted."""
+    """The accuracies of an eval.json against its budgets or, for contexts that are compacted, ratios."""
     from sparse_rl.analysis.ratios import plot_ratios, read_rows
 
     return plot_ratios(read_rows(file), out)

@@ -40,9 +40,9 @@ def choose_recipe_engine(recipe: Recipe, config: Any) -> tuple[Recipe, str]:
     from rollout.choice import choose_engine
 
     rollout, caches = engine_config_of(recipe), cache_configs(recipe)
+    kind, reason = choose_engine(rollout, config, caches)
     for remark in remarks(caches, config) if config is not None else ():
         warn(remark)
-    kind, reason = choose_engine(rollout, config, caches)
     compute_exactly(rollout.exact)
     return recipe.with_engine_config(replace(rollout, engine=kind)), reason
 

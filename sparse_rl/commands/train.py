@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl.commands.arguments import add_recipe, file_name, read_recipe
-from sparse_rl.commands.console import Session, quiet_loading, rank, readable_progress, say
+from sparse_rl.commands.console import Session, quiet_loading, rank, readable_progress, say, warn
 from sparse_rl.recipe import Recipe, TrainRecipe
 
 ABOUT = "Train as the recipe says; starts its processes itself."
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
 def _run(options: argparse.Namespace, recipe: Recipe) -> int:
     from sparse_rl.commands.checks import NOT_CHECKED, check_training
     from trainer.checkpoint import read_manifest
-    from trainer.launch import launch, launched, needs_launch, take_device
+    from trainer.launch import crowded, launch, launched, needs_launch, take_device
 
     if launched():
         take_device()
@@ -67,6 +67,8 @@ def _run(options: argparse.Namespace, recipe: Recipe) -> int:
             say(f"resuming from step {read_manifest(Path(options.resume))['step']}", options.resume)
             words = ["train", options.recipe, *options.overrides, "--resume", options.resume]
             words += ["--verbose"] if options.verbose else []
+        if wrong := crowded(recipe.as_training().launch):
+            warn(f"launch.processes: {wrong}")
         if needs_launch(recipe.as_training().launch):
             _prepare(recipe.as_training())
             return launch(recipe.as_training().launch, words)

@@ -46,6 +46,7 @@ class SyntheticConfig(Configuration):
 class DataConfig(Configuration):
     """One dataset: where it is, which columns to use, and how a problem becomes a prompt.
 
+    split : of the dataset; or a slice of it, train[:100]
     path : a .jsonl, .json, .parquet or .csv file, or a dataset on the hub (with `subset` and `split`)
     synthetic : instead of a path
     columns : our name -> theirs, for prompt, answer, completion and context, e.g. {prompt: problem}; a context is a

@@ -55,6 +55,7 @@ class Retrieval:
             raise UserError(f"retrieval: facts 1 to {len(NAMES)}, restated >= 1 and filler >= 0, got {self}")
 
     def problem(self, rng: random.Random) -> Problem:
+        """For each of NAMES the digit that it is given, UNSAID for those that no fact is about."""
         said = set(rng.sample(range(len(NAMES)), self.facts))
         return tuple(rng.randrange(len(DIGITS)) if name in said else UNSAID for name in range(len(NAMES)))
 
@@ -72,6 +73,7 @@ class Retrieval:
 
     @property
     def document_tokens(self) -> int:
+        """Tokens of a document, which are its words."""
         return 1 + self.facts * self.restated * (1 + self.filler)
 
 
@@ -137,7 +139,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_config() -> Qwen3Config:
-    """Of a model of 221,760 parameters: 2 layers, 4 query and 2 kv heads of 64."""
+    """The configuration of a model of 221,760 parameters: 2 layers, 4 query and 2 kv heads of 64."""
     from transformers import Qwen3Config
 
     return Qwen3Config(

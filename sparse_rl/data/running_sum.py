@@ -48,12 +48,15 @@ class RunningSum:
             raise UserError(f"running sum: n 1 to 12, digits 2 to 10 and note_probability 0 to 1, got {self}")
 
     def problem(self, rng: random.Random) -> Problem:
+        """`n` digits drawn from `rng`."""
         return tuple(rng.randrange(self.digits) for _ in range(self.n))
 
     def prompt(self, problem: Problem) -> str:
+        """The question: each digit behind its label."""
         return f"Q{_restate(problem, 0)}?"
 
     def answer(self, problem: Problem) -> str:
+        """The last digit of the sum."""
         return str(sum(problem) % 10)
 
     def response(self, problem: Problem, rng: random.Random) -> str:
@@ -69,6 +72,7 @@ class RunningSum:
 
     @property
     def prompt_tokens(self) -> int:
+        """Tokens of every prompt."""
         return 2 * self.n + 2
 
     @property

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl.data.tokens import prompt_ids
-from sparse_rl.errors import UserError, reason
+from sparse_rl.errors import UserError, unread
 
 
 def read_pieces(path: str, tokenizer: Any, length: int, most: int | None = None) -> list[list[int]]:
@@ -21,7 +21,7 @@ def read_pieces(path: str, tokenizer: Any, length: int, most: int | None = None)
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (byte {error.start + 1}); re-encode the file", "text") from error
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {reason(error)}", "text") from error
+        raise UserError(f"{path} cannot be read: {unread(error)}", "text") from error
     ids = prompt_ids(text, tokenizer)
     if len(ids) < length:
         wrong = f"{path} has {len(ids)} tokens, and a piece takes {length}; take a longer text or fewer tokens"

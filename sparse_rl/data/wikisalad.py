@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sparse_rl.config import show
-from sparse_rl.errors import UserError, one_line, reason
+from sparse_rl.errors import UserError, one_line, reason, unread
 
 ASKED = (
     "{prompt}\n\nAnswer the following question in one short phrase. Do not include any other text.\n\n"
@@ -157,7 +157,7 @@ def read_objects(path: str, lines: bool = False) -> list[dict[str, Any]]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {reason(error)}") from error
+        raise UserError(f"{path} cannot be read: {unread(error)}") from error
     rows: list[Any] = []
     for number, line in enumerate(text.split("\n") if lines or path.lower().endswith(".jsonl") else [text], start=1):
         try:
@@ -197,6 +197,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def count_of(text: str) -> int:
+    """The whole number from 1 to 1,000,000 that an option says; argparse tells the user where it is none."""
     if not text.isdecimal() or not 1 <= int(text) <= 1_000_000:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 1,000,000, got {show(text)}")
     return int(text)

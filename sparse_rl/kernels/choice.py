@@ -19,7 +19,10 @@ Form = TypeVar("Form")
 
 @dataclass(frozen=True)
 class Choice:
-    """finding : why it is this one, in words"""
+    """The form that runs here.
+
+    finding : why it is this one, in words
+    """
 
     kernel: Literal["torch", "triton"]
     finding: str

@@ -6,7 +6,10 @@ import torch
 
 
 def ranked(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """int64, the greater the higher the float32 score, and of equal scores the earlier the position."""
+    """Ranks int64 [...]: the higher the score, and of equal scores the earlier the position, the greater the rank.
+
+    scores : float32 [...]; positions : int64 [...], below 2**31
+    """
     bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # a negative float grows as its bits shrink
     return (ordered.long() << 32) - positions

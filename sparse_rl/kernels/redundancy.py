@@ -33,7 +33,9 @@ def mean_similarity(
     lengths: torch.Tensor,
     kernel: Literal["torch", "triton"] | None = None,
 ) -> torch.Tensor:
-    """See the module: float32 [R, Hkv, N], -inf for padding.
+    """How much each entry repeats the others, 1 / N sum_i sim(i, j) (R-KV eqs. 4-5): float32 [R, Hkv, N].
+
+    N counts the entries of a row; padding gets -inf. See the module for sim.
 
     Parameters
     ----------

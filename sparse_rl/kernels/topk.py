@@ -31,7 +31,7 @@ CHECKED = ((3, 1000, 17), (8, 16_384, 2016))  # rows, tokens and k of the check;
 
 @dataclass(frozen=True)
 class RunningTopK:
-    """int32 [B, H, S] each.
+    """Which tokens a budgeted cache holds at each query, of B rows and H kv heads: three tensors int32 [B, H, S].
 
     evict_at : by token t, the first query that no longer sees it; NEVER where there is none before the row's end
     cutoff_rank : by query q, the rank of the worst of the k that it sees; -1 until k are eligible, and behind the end
@@ -54,11 +54,14 @@ def running_topk(
     lengths: torch.Tensor | None = None,
     kernel: Literal["torch", "triton"] | None = None,
 ) -> RunningTopK:
-    """See the module.
+    """When each token leaves a cache that holds the k best of those behind the window, for all queries at once.
+
+    Query q sees the k of highest priority r_t - floor(t / n) log gamma among s <= t <= q - w. Of equal priorities the
+    earlier token is held.
 
     Parameters
     ----------
-    scores : [B, H, S] float; computed in float64 if they are that, else in float32
+    scores : r, [B, H, S] float; computed in float64 if they are that, else in float32
     sinks : the first token that competes; int64 [B] of each row, where a row begins with padding too
     window : w >= 1, the tokens that a query sees in any case
     k : >= 1, how many others it sees
@@ -136,13 +139,18 @@ class Rows:
         return cls(priorities.masked_fill(~real, float("-inf")), counts, first, window, k, scores.shape)
 
     def ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rank of each token, token of each rank), int64 [R, M]; padding comes last."""
+        """The rank of each token, 0 the best, and the token of each rank: int64 [R, M] both; padding comes last."""
         order = self.priorities.sort(dim=-1, descending=True, stable=True).indices
         ranks = torch.empty_like(order)
         return ranks.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)), order
 
     def result(self, cutoff: torch.Tensor, worst: torch.Tensor, gone: torch.Tensor) -> RunningTopK:
-        """Of [R, M - k + 1], [R, M - k + 1] and [R, M - k], counted in tokens of a row, as positions."""
+        """What was found of the rows' competing tokens, as a RunningTopK over positions.
+
+        cutoff, worst : int64 [R, M - k + 1], by prefix of k, k + 1, ... tokens, the rank of the worst of the k best,
+            and that token
+        gone : int64 [R, M - k], the token that goes as each newcomer meets the k
+        """
         batch, heads, length = self.shape
         found = [torch.full((batch * heads, length + 1), fill, device=cutoff.device) for fill in (NEVER, -1, -1)]
         slots = torch.arange(self.k - 1, self.k - 1 + cutoff.shape[-1], device=cutoff.device)
@@ -157,7 +165,10 @@ class Rows:
 
 
 def kth_smallest_of_prefixes(ranks: torch.Tensor, k: int) -> torch.Tensor:
-    """int64 [R, M - k + 1]: of permutations of 0 .. M - 1, the k-th smallest of the first k, k + 1, ... to M."""
+    """The k-th smallest of the first k, k + 1, ... to M numbers of a row: int64 [R, M - k + 1].
+
+    ranks : int64 [R, M], in each row 0 to M - 1, each once
+    """
     rows, width = ranks.shape
     device = ranks.device
     left = torch.zeros(rows, width - k + 1, dtype=torch.long, device=device)  # each query's part of the sequence
@@ -219,7 +230,11 @@ def recall(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the k tokens that `wanted` holds at each query with more than k eligible ones, those that `found` holds.
 
-    Parameters as in running_topk. Returns (held, of): float64 scalars, over all heads and rows; recall is held / of.
+    found, wanted : of the same B rows and H kv heads
+    sinks, window, k, lengths : those of `running_topk` that both were made with; sinks an int or int64 [B],
+        lengths int64 [B] or None
+
+    Returns (held, of): float64 scalars, sums over all queries, heads and rows; recall is held / of.
     """
     batch, heads, length = found.evict_at.shape
     device = found.evict_at.device

@@ -20,7 +20,10 @@ def running_topk_reference(
     decay_every: int = 1,
     lengths: torch.Tensor | None = None,
 ) -> RunningTopK:
-    """See running_topk."""
+    """What `running_topk` computes, of the same arguments, for comparison: plain and slow, on the CPU.
+
+    scores : [B, H, S]; sinks : an int, or int64 [B]; log_decay : [H]; lengths : int64 [B]
+    """
     batch, heads, length = scores.shape
     exact = scores if scores.dtype == torch.float64 else scores.float()
     evict_at = torch.full(scores.shape, NEVER, dtype=torch.int32)

@@ -53,7 +53,10 @@ def _level(ranks, before, moved, zeros, held, wanted, answers, width, queries, b
 
 
 def kth_smallest_of_prefixes(ranks: torch.Tensor, k: int) -> torch.Tensor:
-    """As in topk.py, int64 [R, M - k + 1], of int64 [R, M] on a GPU (or under TRITON_INTERPRET=1)."""
+    """What `kth_smallest_of_prefixes` in topk.py gives, int64 [R, M - k + 1].
+
+    ranks : int64 [R, M] on a GPU (or under TRITON_INTERPRET=1)
+    """
     rows, width = ranks.shape
     top = levels_of(width) - 1
     here = ranks.int()

@@ -33,11 +33,11 @@ class Fit:
 
 @dataclass(frozen=True)
 class Block:
-    """N entries of R rows and their reference queries; of the entries the competing ones are the block.
+    """N entries of R rows and H kv heads, and n reference queries; of the entries the competing ones are the block.
 
-    keys, values : [R, H, N, D]
-    queries : [R, H, n, D], of all query heads of a group
-    bias : float32 [R, H, N], of earlier compactions
+    keys, values : [R, H, N, D], keys after RoPE
+    queries : [R, H, n, D], of all query heads of a group, after RoPE
+    bias : float32 [R, H, N], of earlier compactions; it is added to the logits
     competing : bool [R, 1 or H, N]; what does not compete stays as it is, and has no part in the fit
     scaling : the factor on q . k
     """
@@ -50,23 +50,27 @@ class Block:
     scaling: float
 
     def parts(self, at_once: int) -> Iterator[Block]:
-        """The block by rows, at most so many in one."""
+        """The block, cut into parts of at most `at_once` rows."""
         for start in range(0, len(self.keys), at_once):
             rows = slice(start, start + at_once)
             of_rows = (self.keys[rows], self.values[rows], self.queries[rows], self.bias[rows], self.competing[rows])
             yield Block(*of_rows, self.scaling)
 
     def logits(self) -> torch.Tensor:
-        """float64 [R, H, n, N], biases in them, -inf where an entry does not compete."""
+        """`scaling` q . k + bias: float64 [R, H, n, N], -inf where an entry does not compete."""
         logits = self.queries.double() @ self.keys.double().mT * self.scaling + self.bias.double()[:, :, None]
         return logits.masked_fill(~self.competing[:, :, None], float("-inf"))
 
 
 def match(block: Block, count: int, fit: Fit) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What stays: its index int64 [R, H, count], ascending, biases float32 [R, H, count], values [R, H, count, D].
+    """Choose what stays of a block, and fit it (AM section 3): (index, biases, values).
 
-    At least `count` entries of each row compete. Of equal scores the earlier entry stays. Raises NotFiniteError where
-    keys, values or queries are not finite.
+    The index is int64 [R, H, count], ascending, the biases are float32 [R, H, count], the values [R, H, count, D] in
+    their own dtype. No gradients are needed to follow it: `refit` makes biases and values again.
+
+    count : t, the entries that stay; at least as many of each row compete. Of equal scores the earlier entry stays
+
+    Raises NotFiniteError where keys, values or queries are not finite.
     """
     logits = block.logits()
     score = attention_score(logits, fit.aggregate)
@@ -87,9 +91,12 @@ def match(block: Block, count: int, fit: Fit) -> tuple[torch.Tensor, torch.Tenso
 
 @torch.no_grad()
 def residuals(block: Block, index: torch.Tensor, bias: torch.Tensor, values: torch.Tensor) -> tuple[float, float]:
-    """How far what stays is from what it stands for, over the reference queries of all rows and heads.
+    """How far what stays is from the whole block: the error of the mass, and that of the output.
 
-    The mean |log of mass / mass of all|, and |output - output of all| / |output of all|.
+    The mean |log(mass / mass of the block)| over the reference queries of all rows and heads, and, with norms over all
+    of them, |output - output of the block| / |output of the block|.
+
+    index, bias, values : of what stays, [R, H, t], [R, H, t] and [R, H, t, D], as `match` gives them
     """
     logits = block.logits()
     deep = index[..., None].expand(*index.shape, block.values.shape[-1])
@@ -100,9 +107,12 @@ def residuals(block: Block, index: torch.Tensor, bias: torch.Tensor, values: tor
 
 
 def refit(block: Block, index: torch.Tensor, fit: Fit) -> tuple[torch.Tensor, torch.Tensor]:
-    """Biases float32 [R, H, t] and values [R, H, t, D] of given entries, int64 [R, H, t]: what a trainer makes again.
+    """Biases float32 [R, H, t] and values [R, H, t, D] of given entries, with gradients: what a trainer makes again.
 
-    With gradients. The bias is rounded as the values are, and then they are fitted to it.
+    index : int64 [R, H, t], the entries that stay
+
+    First w = argmin |phi w - mass|^2, and the bias grows by log w; then the values, a ridge regression of the block's
+    outputs on the attention under the new biases (fit.py). The bias is rounded to the values' dtype before that.
     """
     logits = block.logits()
     phi, mass = features(logits)

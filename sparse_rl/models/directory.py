@@ -51,7 +51,7 @@ def _shipped_model(name: str) -> Path | None:
 
 
 def save_policy(directory: str | Path, policy: Policy) -> None:
-    """Write cache_policy.json."""
+    """Write cache_policy.json into a model's directory: the policy that it is sampled under unless told otherwise."""
     content = {"format_version": POLICY_VERSION, **policy.config.as_block()}
     (Path(directory) / POLICY_FILE).write_text(json.dumps(content, indent=2) + "\n")
 

@@ -142,7 +142,11 @@ def untrained_model(directory: str | Path, seed: int, dtype: str = "float32") ->
 
 
 def load_plain_model(directory: str | Path, dtype: str = "float32", key: str = "model") -> Any:
-    """The same as transformers loads it: without scorers, and under transformers' own attention."""
+    """The model of a directory as transformers loads it: without scorers, and under transformers' own attention.
+
+    dtype : torch's name of it; key : the recipe's key of the model, for errors. Raises UserError where its weights
+    cannot be read.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 

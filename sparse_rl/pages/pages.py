@@ -12,7 +12,8 @@ import torch
 
 @dataclass(frozen=True)
 class Pages:
-    """
+    """How tokens are paged, in numbers that a trace holds (see the package for what a page is).
+
     size : n, tokens of a page
     window : tokens between a page's end and its closing, at least
     sinks : tokens before the first page, always raw
@@ -35,7 +36,7 @@ class Pages:
 
     @classmethod
     def of(cls, config: Any) -> Pages:
-        """config : ClusteredConfig"""
+        """The paging of a policy's settings. config : ClusteredConfig"""
         return cls(
             config.page,
             config.window,
@@ -49,7 +50,7 @@ class Pages:
 
     @classmethod
     def read(cls, settings: torch.Tensor) -> Pages:
-        """Of the section paged_with."""
+        """The paging that a trace was sampled under. settings : the section paged_with, int32 [8]"""
         size, window, sinks, most, *flags = settings.tolist()
         return cls(size, window, sinks, most, *map(bool, flags))
 
@@ -59,16 +60,21 @@ class Pages:
 
     @property
     def bias(self) -> float:
+        """What is added to the logit of a summary: log n, or 0."""
         return math.log(self.size) if self.weighed else 0.0
 
     def closed(self, prompt: Any, query: Any) -> Any:
-        """The pages that a query sees as summaries; ints, or int64 tensors of one shape."""
+        """How many pages, the first ones, a query sees as summaries.
+
+        prompt : tokens of the prompt; query : its position; ints, or int64 tensors of one shape
+        """
         behind = query - self.window - self.sinks
         return (query >= prompt) * (behind > 0) * behind // self.size
 
     def tokens(self, pages: torch.Tensor) -> torch.Tensor:
-        """The positions of pages int64 [...]: [..., n]."""
+        """The positions of the tokens of pages: int64 [..., n]. pages : their numbers, int64 [...]"""
         return self.sinks + pages[..., None] * self.size + torch.arange(self.size, device=pages.device)
 
     def all_closed(self, prompts: Sequence[int], queries: Sequence[int]) -> list[int]:
+        """`closed` of each row, given its prompt's length and its query's position."""
         return [int(self.closed(prompt, query)) for prompt, query in zip(prompts, queries, strict=True)]

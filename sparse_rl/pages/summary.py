@@ -13,10 +13,13 @@ from sparse_rl.pages.pages import Pages
 def summarise(
     keys: torch.Tensor, values: torch.Tensor, pages: Pages, weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """k_p = sum_t pi_t k_t over the page (k_t after RoPE), v_p likewise: [..., n, D] -> [..., D], in their own dtype.
+    """The summaries of pages, k_p = sum_t pi_t k_t and v_p likewise: (keys, values) [..., D], in their own dtype.
 
+    keys, values : of the tokens of each page, [..., n, D], keys after RoPE
     weights : pi, float32 [..., n], which get no gradient; None: 1 / n each, the mean
-    As the cache holds them: what is read is rounded, in the sampler and in the trainer alike.
+
+    The sums are made in float64 and then rounded, as the cache holds them, in the sampler and in the trainer alike.
+    Without `Pages.valued` the values are zero.
     """
 
     def mean(x: torch.Tensor) -> torch.Tensor:
@@ -29,7 +32,10 @@ def summarise(
 
 
 def attention_weights(received: torch.Tensor) -> torch.Tensor:
-    """pi = softmax(w) over a page, w [..., n] the attention that its tokens have got as it closes: float32 [..., n]."""
+    """How much of a summary each token is by the attention that it got, pi = softmax(w) over a page: float32 [..., n].
+
+    received : w, the attention that the page's tokens have got as it closes, [..., n]
+    """
     return received.softmax(-1).float()
 
 

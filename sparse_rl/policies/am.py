@@ -29,6 +29,8 @@ def rows_at_once(logits: int) -> int:
 
 
 class AM(Policy):
+    """Attention Matching: a compaction gives what stays biases and other values; see the module."""
+
     config: AMConfig
     entry_memory = {BIAS: 0.0}
     bias = BIAS
@@ -41,11 +43,16 @@ class AM(Policy):
 
     @property
     def fit(self) -> Fit:
+        """How entries are chosen and fitted."""
         config = self.config
         return Fit(config.select, config.aggregate, config.ridge, config.fit == "paper")
 
     def compact(self, layer: int, entries: Entries) -> Kept:
-        """In order of position: an engine holds entries in any order, and a sum in another order rounds otherwise."""
+        """Choose with `match`, and return biases and values of what stays too.
+
+        In order of position: an engine holds entries in any order, and a sum in another order rounds otherwise.
+        Raises NotFiniteError where keys, queries or values are not finite.
+        """
         assert entries.keys is not None and entries.values is not None and entries.queries is not None
         order = entries.by_position()
         deep = order[..., None].expand_as(entries.keys)

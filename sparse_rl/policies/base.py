@@ -29,14 +29,14 @@ class Entries:
     """What one layer's cache holds for R sequences, right-padded to N entries, in any order.
 
     keys, values : [R, Hkv, N, D], keys after RoPE; None where `Policy.score_reads` (in `observe`, `observe_reads`) does
-                   not name them
-    positions    : int64 [R, Hkv, N], logical
-    lengths      : int64 [R], entries held; those behind are padding
-    seen         : int64 [R], tokens seen so far, so the last query stood at seen - 1
-    queries      : [R, Hq, W, D], the last W queries, oldest first (W = policy.last_queries)
-    scaling      : the factor on q . k, usually D ** -0.5
-    state        : name -> float32 [R, Hkv, N], the policy's memory per entry
-    left         : in a compaction, how many entries of each row and kv head it leaves (ints: no one waits for a device)
+        not name them
+    positions : int64 [R, Hkv, N], logical: the place of each entry's token in prompt and completion
+    lengths : int64 [R], entries held; those behind are padding
+    seen : int64 [R], tokens seen so far, so the last query stood at seen - 1
+    queries : [R, Hq, W, D], the last W queries after RoPE, oldest first (W = policy.last_queries); None where W is 0
+    scaling : the factor on q . k, usually D ** -0.5
+    state : name -> float32 [R, Hkv, N], the policy's memory per entry
+    left : in a compaction, how many entries of each row and kv head it leaves (ints: no one waits for a device)
     mean_over_ranks : the mean of a tensor over the tensor-parallel ranks, each of which holds Hkv of the layer's heads
     """
 
@@ -52,39 +52,50 @@ class Entries:
     mean_over_ranks: Callable[[torch.Tensor], torch.Tensor] = one_rank
 
     def valid(self) -> torch.Tensor:
-        """bool [R, 1, N]: not padding."""
+        """Which slots hold an entry and are not padding: bool [R, 1, N]."""
         slots = torch.arange(self.positions.shape[2], device=self.positions.device)
         return (slots < self.lengths[:, None])[:, None]
 
     def left_tensor(self) -> torch.Tensor:
-        """`left` as int64 [R]."""
+        """`left` as a tensor on the entries' device: int64 [R]."""
         return torch.tensor(self.left).to(self.positions.device, non_blocking=True)
 
     def by_position(self) -> torch.Tensor:
-        """int64 [R, Hkv, N]: the slots in order of position, padding last."""
+        """The slots in order of their entries' positions, padding last: int64 [R, Hkv, N]."""
         return self.positions.masked_fill(~self.valid(), torch.iinfo(torch.int64).max).argsort(-1)
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """int64 [R, Hkv]: the slots that hold these positions, int64 [R]; 0 where a kv head holds its one no more."""
+        """The slots that hold these positions: int64 [R, Hkv]; 0 where a kv head holds its one no more.
+
+        positions : int64 [R], one of each row
+        """
         return ((self.positions == positions[:, None, None]) & self.valid()).int().argmax(-1)
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
-        """[k; v] of a slot int64 [R, Hkv] of each kv head: [R, Hkv, 2 D]."""
+        """Key and value of one entry of each kv head, one behind the other, [k; v]: [R, Hkv, 2 D].
+
+        slots : int64 [R, Hkv]
+        """
         assert self.keys is not None and self.values is not None
         at = slots[..., None, None].expand(-1, -1, 1, self.keys.shape[-1])
         return torch.cat([self.keys.gather(2, at), self.values.gather(2, at)], dim=-1)[:, :, 0]
 
     def competing(self, sinks: int, window: int) -> torch.Tensor:
-        """bool [R, Hkv, N]: neither padding nor sink nor in the window, so free to be dropped."""
+        """Which entries may be dropped, as they are neither padding nor sinks nor in the window: bool [R, Hkv, N].
+
+        sinks : the first tokens that stay; window : the latest of the tokens seen that stay
+        """
         older = self.positions < (self.seen - window)[:, None, None]
         return self.valid() & (self.positions >= sinks) & older
 
     def attention(self, queries: torch.Tensor, query_positions: torch.Tensor, seen_by_all: int = 0) -> torch.Tensor:
-        """softmax(q K^T / sqrt(d)) of queries [R, Hq, T, D] at int64 [R, T] over the entries held, causal, in fp32.
+        """The attention of queries over the entries held, softmax(`scaling` q K^T), causal: float32 [R, Hkv, G, T, N].
 
+        queries : [R, Hq, T, D], after RoPE
+        query_positions : int64 [R, T]
         seen_by_all : so many first entries are real and no later than any query; they need no mask
 
-        Returns float32 [R, Hkv, G, T, N]; padding gets 0.
+        Padding, and what is later than the query, gets 0.
         """
         assert self.keys is not None
         rows, q_heads, count, dim = queries.shape
@@ -98,7 +109,7 @@ class Entries:
         return logits.softmax(-1)
 
     def window_attention(self, window: int) -> torch.Tensor:
-        """The attention of the last `window` queries: float32 [R, Hkv, G, W, N]."""
+        """The attention of the last `window` queries over the entries held: float32 [R, Hkv, G, window, N]."""
         assert self.queries is not None and self.queries.shape[2] >= window
         asked = self.seen[:, None] + torch.arange(-window, 0, device=self.seen.device)
         needs_mask = ~self.valid() | (self.positions >= asked[:, :1, None])  # the window's own entries and padding
@@ -143,9 +154,9 @@ class Chunk:
 
 @dataclass
 class Kept:
-    """The outcome of a compaction.
+    """The outcome of a compaction: which entries stay, and what is remembered of them.
 
-    keep  : bool [R, Hkv, N], true for what stays; `Entries.left` says how many should. A policy may leave another
+    keep : bool [R, Hkv, N], true for what stays; `Entries.left` says how many should. A policy may leave another
             count in each kv head; an engine that cannot hold such a cache says so (`check_counts`).
     state : name -> float32 [R, Hkv, N], the policy's memory from here on
     values : [R, Hkv, N, D], of what stays, from here on; None: as they were
@@ -156,11 +167,14 @@ class Kept:
     values: torch.Tensor | None = None
 
     def counts(self) -> torch.Tensor:
-        """int64 [R, Hkv]: entries that stay."""
+        """How many entries of each kv head stay: int64 [R, Hkv]."""
         return self.keep.sum(-1)
 
     def check_counts(self, entries: Entries, policy: str) -> None:
-        """For engines that hold `Entries.left` entries in every kv head of a row: StoppedError where they differ."""
+        """For engines that hold `Entries.left` entries in every kv head of a row: raise StoppedError where they differ.
+
+        policy : its name, for the error
+        """
         left = entries.left_tensor()[:, None]
         if bool((counts := self.counts()).ne(left).any()):
             row = int(counts.ne(left).any(1).nonzero()[0, 0])
@@ -170,7 +184,7 @@ class Kept:
             )
 
     def slots(self, most: int) -> torch.Tensor:
-        """int64 [R, Hkv, most]: the slots of what stays, ascending; behind them, where fewer than `most` stay, 0."""
+        """The slots of what stays, ascending: int64 [R, Hkv, most]; behind them, where fewer than `most` stay, 0."""
         rank = (self.keep.cumsum(-1) - 1).masked_fill_(~self.keep, most)  # what goes is written behind the others
         slot = torch.arange(self.keep.shape[-1], device=rank.device).expand_as(rank)
         return rank.new_zeros(*rank.shape[:2], most + 1).scatter_(-1, rank, slot)[..., :most]
@@ -202,6 +216,7 @@ class Policy:
 
     @property
     def name(self) -> str:
+        """The policy's name in recipes, such as gkv."""
         return self.config.name
 
     @property
@@ -210,7 +225,10 @@ class Policy:
         return 0
 
     def most_read(self, prompt: int, fed: int) -> int:
-        """No query of decoding reads more entries of a kv head until `fed` tokens have been fed."""
+        """The most entries of a kv head that a query of decoding reads until `fed` tokens have been fed.
+
+        prompt : its length in tokens, which count among those fed
+        """
         return self.schedule.most_decoding(prompt, fed)
 
     @property
@@ -219,14 +237,15 @@ class Policy:
         return 0
 
     def sequence_memory(self, kv_heads: int, head_dim: int) -> dict[str, torch.Tensor]:
-        """Memory per sequence and layer, as a sequence begins: name -> [Hkv, ...], on the CPU.
+        """The policy's memory of one sequence in one layer, as the sequence begins: name -> [Hkv, ...], on the CPU.
 
-        It is forked, selected and released with its sequence.
+        An engine forks, selects and releases it with its sequence. Empty, unless a policy says otherwise.
         """
         return {}
 
     def bound_to(self, model: Any) -> Policy:
-        """The policy with what it reads of a model's own: its scorers. Engines sample under no other one.
+        """The policy with what it takes from a model: its scorers, or how many layers it has. Engines sample under no
+        other one.
 
         Raises UserError where the model has not what it needs.
         """
@@ -235,16 +254,17 @@ class Policy:
     # ---- what ---------------------------------------------------------------------------------------------------
 
     def take_in(self, layer: int, chunk: Chunk) -> dict[str, torch.Tensor]:
-        """Read a chunk of prompts, where `schedule.before_attending` is true: name -> float32 [R, Hkv, T].
+        """Read a chunk of prompts, where `schedule.before_attending` is true, and update `chunk.memory` in place.
 
-        What is returned is the memory of the entries at the chunk's positions less `delay`.
+        Returns name -> float32 [R, Hkv, T], the memory of the entries at the chunk's positions less `delay`.
         """
         raise NotImplementedError
 
     def masks(self, layer: int, state: dict[str, torch.Tensor], lengths: torch.Tensor) -> torch.Tensor | None:
-        """evict_at int32 [R, Hkv, S] within prompts of int64 [R] tokens, given the memory of all their entries.
+        """evict_at within prompts, int32 [R, Hkv, S]; None, unless a policy says otherwise: they are prefilled densely.
 
-        None, as it is unless a policy says otherwise: prompts are prefilled densely.
+        state : name -> float32 [R, Hkv, S], the memory of all entries of the prompts
+        lengths : int64 [R], tokens of each prompt
         """
         return None
 
@@ -259,7 +279,11 @@ class Policy:
         raise NotImplementedError
 
     def observe(self, layer: int, entries: Entries, queries: torch.Tensor, query_positions: torch.Tensor) -> None:
-        """See every query [R, Hq, T, D] at int64 [R, T] (>= seen: padding) and update `entries.state` in place."""
+        """See the queries of a forward, and update `entries.state` in place. Called where `every_query` is true.
+
+        queries : [R, Hq, T, D], after RoPE
+        query_positions : int64 [R, T]; one that is >= `entries.seen` is padding
+        """
         raise NotImplementedError
 
     def score(self, layer: int, entries: Entries) -> torch.Tensor:
@@ -270,7 +294,10 @@ class Policy:
         raise NotImplementedError
 
     def compact(self, layer: int, entries: Entries) -> Kept:
-        """Choose what to keep. Ties go to the earlier position. A NaN score is an error."""
+        """Choose what stays: sinks, window, and those of the best `score`, `entries.left` in every kv head.
+
+        Of equal scores the earlier position stays. Raises NotFiniteError where a competing entry's score is NaN.
+        """
         scores = self.score(layer, entries).float()
         competing = entries.competing(self.config.sinks, self.config.window)
         if bool((scores.isnan() & competing).any()):
@@ -286,7 +313,10 @@ class Policy:
         return Kept(torch.zeros_like(competing).scatter_(-1, best, stays.expand_as(best)), entries.state)
 
     def further(self, prompt: int, length: int) -> dict[str, torch.Tensor]:
-        """What a trace holds beside evict_at, by the name of the section, of a sequence of so many tokens."""
+        """What a trace holds beside evict_at: section -> its tensor, such as refit_at int32 [C] (see SECTIONS).
+
+        prompt : tokens of the prompt; length : of prompt and completion
+        """
         return {}
 
     # ---- identity -------------------------------------------------------------------------------------------------

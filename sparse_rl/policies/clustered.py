@@ -16,11 +16,14 @@ from sparse_rl.policies.config import ClusteredConfig
 
 
 class Clustered(Policy):
+    """LuKA's clustered attention: all is held, and queries read most pages as summaries; see the module."""
+
     config: ClusteredConfig
     score_reads = ()
 
     @property
     def pages(self) -> Pages:
+        """How tokens are paged."""
         return Pages.of(self.config)
 
     def most_opened(self, closed: int) -> int:

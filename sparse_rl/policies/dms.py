@@ -24,7 +24,10 @@ class DMS(LearnedPolicy):
     entry_memory = {GOES: 0.0}
 
     def goes(self, scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """float32 [R, Hkv, T], 1.0 for what goes, of tokens at int64 [R, T]; sinks stay."""
+        """What leaves with the window, as a gate is open and it is no sink: float32 [R, Hkv, T], 1.0 or 0.0.
+
+        scores : float32 [R, Hkv, T]; positions : int64 [R, T]
+        """
         return ((scores + self.config.bias > 0) & (positions >= self.config.sinks)[:, None]).float()
 
     def take_in(self, layer: int, chunk: Chunk) -> dict[str, torch.Tensor]:
@@ -39,7 +42,10 @@ class DMS(LearnedPolicy):
     def gone_in_prompt(
         self, state: dict[str, torch.Tensor], positions: torch.Tensor, ends: torch.Tensor
     ) -> torch.Tensor:
-        """bool [R, Hkv, N]: what has gone at the end of prompts of int64 [R, 1, 1] tokens."""
+        """Which entries have gone at the end of their prompts: bool [R, Hkv, N].
+
+        positions : int64 [R, Hkv, N]; ends : int64 [R, 1, 1], tokens of each prompt
+        """
         return (state[GOES] > 0) & (positions + self.config.window < ends)
 
     def before_attending(self, layer: int, entries: Entries, arriving: Arriving) -> torch.Tensor:

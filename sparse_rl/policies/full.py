@@ -7,4 +7,6 @@ from sparse_rl.policies.config import FullConfig
 
 
 class Full(Policy):
+    """Keeps everything; it is never asked to compact."""
+
     config: FullConfig

@@ -16,6 +16,8 @@ CHUNK = 256  # prompt queries at a time: [R, Hkv, G, CHUNK, N] floats are alive
 
 
 class H2O(Policy):
+    """Scores by the attention that an entry has received so far: F_j = sum_q A[q, j] (section 4)."""
+
     config: H2OConfig
     entry_memory = {"mass": 0.0}
     every_query = True

@@ -16,7 +16,8 @@ from sparse_rl.policies.schedule import PerLayer
 
 
 class Layered(Policy):
-    """
+    """A policy for each range of layers, whose caches an engine keeps apart.
+
     parts : the policies, in order
     spans : how many layers each has, once it is `bound_to` a model; before that as the settings say
     """

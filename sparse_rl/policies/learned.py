@@ -45,7 +45,7 @@ class LearnedPolicy(Policy):
             raise UserError(f"the scorers of {whose} are {theirs}, and the policy asks for {ours}", "cache.scorer")
 
     def with_scorers(self, scorers: Sequence[Scorer]) -> Self:
-        """scorers : of each layer"""
+        """A copy of the policy that decides by these scorers, one for each layer."""
         bound = copy.copy(self)
         bound.scorers = scorers
         return bound

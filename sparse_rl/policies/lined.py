@@ -16,4 +16,6 @@ from sparse_rl.policies.h2o import H2O
 
 
 class Lined(H2O):
+    """Scores as H2O does; what stays beside sinks and window is a fraction of the tokens (see the module)."""
+
     config: LinedConfig  # type: ignore[assignment]  # it has no budget

@@ -37,17 +37,19 @@ POLICIES: dict[str, type[Policy]] = {
     "clustered": Clustered,
     "layered": Layered,
 }
+"""The class of each cache policy, by the name that recipes give it."""
 
 
 def make_policy(policy: str | Policy | PolicyConfig | Mapping[str, Any], /, **parameters: Any) -> Policy:
-    """A policy from its name and parameters, a mapping {"policy": name, ...}, or its settings; a policy as it is.
+    """A cache policy, made of a description; a policy is returned as it is.
 
-    A mapping without a name is a full cache.
+    policy : a name, a mapping {"policy": name, its parameters} (without a name it is a full cache), or the settings
+    parameters : further parameters of a name or a mapping, which count before those of the mapping
 
     Raises
     ------
     UserError
-        See `PolicyConfig.from_block`.
+        An unknown policy or parameter, a missing budget, or a value that breaks a parameter's rule.
     """
     if isinstance(policy, Policy):
         return policy

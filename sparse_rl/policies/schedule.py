@@ -194,7 +194,7 @@ class PerLayer(NothingCompacts):
     parts: tuple[tuple[int, Schedule], ...] = ()
 
     def first(self, prompt: Any) -> Any:
-        """The least of all layers."""
+        """The tokens seen at the first compaction of any layer."""
         first, *others = (schedule.first(prompt) for _, schedule in self.parts)
         for other in others:
             first = _smaller(first, other)

@@ -53,11 +53,11 @@ class ScoredWindow(Policy):
         return self.config.window
 
     def window_scores(self, entries: Entries) -> torch.Tensor:
-        """max_g A: float32 [R, Hkv, W, N]."""
+        """max_g A, the largest attention of each query of the window over its group: float32 [R, Hkv, W, N]."""
         return entries.window_attention(self.config.window).amax(dim=2)
 
     def local_score(self, entries: Entries) -> torch.Tensor:
-        """S: float32 [R, Hkv, N]."""
+        """S, the mean of `window_scores` over the window (G-KV eqs. 1-2): float32 [R, Hkv, N]."""
         return self.window_scores(entries).mean(dim=2)
 
     def _max_pool(self, scores: torch.Tensor, entries: Entries, kernel: int) -> torch.Tensor:
@@ -70,6 +70,8 @@ class ScoredWindow(Policy):
 
 
 class SnapKV(ScoredWindow):
+    """max-pool(S): the window's mean attention, pooled over neighbours (SnapKV eq. 4)."""
+
     config: SnapKVConfig
 
     def score(self, layer: int, entries: Entries) -> torch.Tensor:
@@ -77,6 +79,8 @@ class SnapKV(ScoredWindow):
 
 
 class MorphKV(ScoredWindow):
+    """S: the window's mean attention, not pooled (MorphKV section 3)."""
+
     config: MorphKVConfig
 
     def score(self, layer: int, entries: Entries) -> torch.Tensor:
@@ -84,6 +88,8 @@ class MorphKV(ScoredWindow):
 
 
 class RKV(ScoredWindow):
+    """l max-pool(S) - (1 - l) R: importance against redundancy (R-KV eq. 7)."""
+
     config: RKVConfig
 
     def score(self, layer: int, entries: Entries) -> torch.Tensor:
@@ -92,6 +98,8 @@ class RKV(ScoredWindow):
 
 
 class GKV(ScoredWindow):
+    """l F - (1 - l) R / max R: a global score, which outlives a compaction, against redundancy (G-KV section 5)."""
+
     config: GKVConfig
     entry_memory = {"history": NO_HISTORY}
 
@@ -115,6 +123,8 @@ class GKV(ScoredWindow):
 
 
 class CAKE(ScoredWindow):
+    """S + gamma Var_w max_g A: the mean of the window's attention and its variance (CAKE, as in G-KV)."""
+
     config: CAKEConfig
 
     def score(self, layer: int, entries: Entries) -> torch.Tensor:

@@ -13,6 +13,8 @@ from sparse_rl.policies.config import StreamingConfig
 
 
 class Streaming(Policy):
+    """Scores by position, so that sinks and the most recent tokens stay."""
+
     config: StreamingConfig
     score_reads = ()
 

@@ -14,6 +14,8 @@ from sparse_rl.policies.config import TovaConfig
 
 
 class Tova(Policy):
+    """Scores by the last query's attention, the mean over all heads of a layer (section 3.2)."""
+
     config: TovaConfig
 
     @property

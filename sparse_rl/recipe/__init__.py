@@ -4,7 +4,8 @@ load.py       finds a recipe, reads it, applies overrides
 kinds/        what each kind of recipe may say, one file each
 schema.py     YAML, and overrides of its keys
 refused.py    keys of TRL that are not taken, and why;  passed_through.py  those that are handed on as they are
-reference.py  every key with its type and default, as docs/recipes.md has them
+keys.py       every key with its type, default and words; shown by reference.py, the page docs/recipes.md, by
+              json_schema.py, for editors, and by the command `sparse-rl keys`
 
 The dataclasses themselves stand beside the components that they configure.
 """

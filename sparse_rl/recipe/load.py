@@ -48,7 +48,13 @@ def list_recipes() -> list[str]:
 
 
 def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a YAML file, or a shipped one by its name, with `key=value` overrides applied; see make_recipe."""
+    """The recipe in a YAML file, or a shipped one by its name, checked.
+
+    path_or_name : a file ending in .yaml or .yml, or a name of `list_recipes`
+    overrides : "key=value" each, with dots into blocks: "cache.budget=64"; the value is read as YAML
+
+    Raises UserError, in one line, where there is no such recipe, and as `make_recipe` does.
+    """
     name = str(path_or_name)
     path = Path(name)
     if not names_a_file(name):
@@ -74,7 +80,10 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
 
 
 def make_recipe(mapping: Any, overrides: Sequence[str] = (), name: str = "recipe") -> Recipe:
-    """The recipe that a mapping describes; options of TRL's go to `trainer_options`.
+    """The recipe that a mapping describes, its `kind` among the keys; options of TRL's go to `trainer_options`.
+
+    overrides : "key=value" each, as in `load_recipe`
+    name : what errors call it
 
     Raises UserError (one line) for anything that is wrong; `recipe.warnings` holds what is merely unwise.
     """

@@ -22,8 +22,10 @@ NOT_DECAYED = ("alpha", "bias", "forget_bias", "scale")  # by weight decay
 
 
 class Scorer(nn.Module):
-    """Of one layer. A subclass writes `score`, and `read` where a score depends on more than its token; all of it
-    starts at a score of 0, which ranks by recency alone.
+    """The scorer of one layer: how much each token will matter once it has left the window, for every kv head.
+
+    A subclass writes `score`, and `read` where a score depends on more than its token; all of it starts at a score of
+    0, which ranks by recency alone.
 
     Training scores all tokens of a text at once (`forward`), decoding one after another (`follow`). Both give the same
     scores, but for rounding.
@@ -50,7 +52,7 @@ class Scorer(nn.Module):
             self.alpha = nn.Parameter(torch.full((heads,), math.log(share / (1 - share))))
 
     def forward(self, key: torch.Tensor, value: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores, log gamma): float32 [B, Hkv, S], [Hkv].
+        """The scores of all tokens of texts, and log gamma: float32 [B, Hkv, S] and [Hkv].
 
         key, value : [B, Hkv, S, D], keys after RoPE, as the cache holds them; no gradient flows into them
         window : w; token u is scored as query u + w arrives, and may depend on the tokens up to there. Tokens that
@@ -61,13 +63,17 @@ class Scorer(nn.Module):
             return scores, self.log_decay().to(scores.device)
 
     def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
-        """[B, Hkv, S, 2 D] -> [B, Hkv, S]"""
+        """The scores of all tokens of texts: float32 [B, Hkv, S].
+
+        x : float32 [B, Hkv, S, 2 D], [k; v] of each token
+        window : w; token u is scored as query u + w arrives
+        """
         raise NotImplementedError
 
     # ---- decoding -------------------------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, torch.Tensor]:
-        """What it remembers of one sequence, as that begins: name -> [Hkv, ...], on the CPU."""
+        """What a layer remembers of one sequence, as that begins: name -> [Hkv, ...], on the CPU."""
         return {}
 
     @torch.no_grad()
@@ -98,15 +104,20 @@ class Scorer(nn.Module):
         positions: torch.Tensor,
         lengths: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `follow`; all in float32."""
+        """What `follow` gives, float32 [R, Hkv, T], of the same arguments, `x` and `asked` in float32.
+
+        memory : name -> [R, Hkv, ...], updated in place; x, asked : [R, Hkv, T, 2 D]; positions : int64 [R, T]
+        lengths : int64 [R]; None: all T
+        """
         return self.score(asked, 0)
 
     def log_decay(self) -> torch.Tensor:
+        """log gamma of each kv head, float32 [Hkv] <= 0: what each step of age adds to a score."""
         low, high = (math.log(bound) for bound in GAMMA)
         return low + self.alpha.float().sigmoid() * (high - low)
 
     def state_bytes(self) -> int:
-        """Of one sequence in decoding, beside the scores of the entries held."""
+        """Bytes that one layer remembers of one sequence in decoding, beside the scores of the entries held."""
         return sum(value.nbytes for value in self.memory().values())
 
 
@@ -147,7 +158,7 @@ def per_head(*shape: int, scale: float = 0.0) -> nn.Parameter:
 
 
 def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[B, Hkv, S, I] by a head's [Hkv, I, O]: [B, Hkv, S, O]."""
+    """x [B, Hkv, S, I] times the weights of its kv head, [Hkv, I, O], as float32: [B, Hkv, S, O]."""
     rows, heads, count, _ = x.shape
     by_head = x.transpose(0, 1).reshape(heads, rows * count, -1)  # a product that broadcasts copies the weights B times
     return (by_head @ weight.float()).view(heads, rows, count, -1).transpose(0, 1)

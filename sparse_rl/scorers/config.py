@@ -27,24 +27,34 @@ class ScorerConfig(NamedConfiguration):
 
 @dataclass(frozen=True, kw_only=True)
 class RecencyConfig(ScorerConfig):
+    """The most recent tokens rank best, as under StreamingLLM. It has no parameters."""
+
     name: ClassVar[str] = "recency"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecayingConfig(ScorerConfig):
-    """gamma : where the decay starts, between its bounds; None: log gamma half way (ours, the papers do not say)"""
+    """What scorers have whose scores decay with age.
+
+    gamma : where the decay starts, between its bounds; None: log gamma half way (ours, the papers do not say)
+    """
 
     gamma: Gamma | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearConfig(DecayingConfig):
+    """A linear function of a token's key and value."""
+
     name: ClassVar[str] = "linear"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig(DecayingConfig):
-    """hidden : units per kv head; None: 2 dim, ours"""
+    """One hidden layer over a token's key and value.
+
+    hidden : units per kv head; None: 2 dim, ours
+    """
 
     name: ClassVar[str] = "mlp"
     hidden: PositiveInt | None = None
@@ -52,7 +62,8 @@ class MLPConfig(DecayingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MLSTMConfig(DecayingConfig):
-    """
+    """A matrix-valued LSTM over keys and values, which is read as a token leaves the window.
+
     features : hedgehog (d / 2 numbers, d features) or softmax (d numbers, d features) of queries and keys
     value : half or full, the width of W_v x relative to d; or cached, the value itself
     readout : delayed, at q = u + w; or immediate, at q = u (ablation)

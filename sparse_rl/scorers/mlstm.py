@@ -38,7 +38,7 @@ EMPTY = -1e30  # the largest weight in a memory that holds nothing: finite, so t
 
 
 class MLSTM(Scorer):
-    """See the module, and its settings, MLSTMConfig."""
+    """The scorer that remembers a text; its equations are the module's, its settings MLSTMConfig."""
 
     def __init__(self, config: MLSTMConfig, *, heads: int, dim: int) -> None:
         super().__init__(config, heads=heads, dim=dim)
@@ -124,7 +124,7 @@ class MLSTM(Scorer):
 
 @dataclass
 class Parts:
-    """key [B, H, S, F] > 0; value [B, H, S, V]; log_input, log_forget [B, H, S]"""
+    """What tokens write into the memory: key [B, H, S, F] > 0; value [B, H, S, V]; log_input, log_forget [B, H, S]."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -144,7 +144,7 @@ class State:
 
     @classmethod
     def empty(cls, shape: Sequence[int], features: int, width: int, device: torch.device | str = "cpu") -> State:
-        """shape : [B, H], or [H] of one sequence"""
+        """A memory that holds nothing. shape : [B, H], or [H] of one sequence"""
         top = torch.full(tuple(shape), EMPTY, dtype=torch.float64, device=device)
         return cls(torch.zeros(*shape, features, width + 1, device=device), top)
 
@@ -158,7 +158,7 @@ class State:
         self.top = top
 
     def read(self, query: torch.Tensor) -> torch.Tensor:
-        """[B, H, F] -> [B, H, V]"""
+        """What queries [B, H, F] read: q^T C / q^T z, [B, H, V]."""
         total = (query[..., None, :] @ self.memory)[..., 0, :]
         return total[..., :-1] / total[..., -1:].clamp(min=TINY)
 

@@ -26,6 +26,7 @@ from sparse_rl.trace.sections import EVICT_AT, SECTIONS, TraceError
 
 FORMAT = "sparse_rl.trace"
 FORMAT_VERSION = 2
+"""The version of trace files that is written, and the only one that is read."""
 LENGTHS = ".lengths"
 HASH = "sha256"
 
@@ -88,7 +89,10 @@ def read_sections(path: str | Path, fingerprint: Mapping[str, str] | None) -> li
 
 
 def read_fingerprint(path: str | Path) -> dict[str, str]:
-    """What made the traces of a file."""
+    """What made the traces of a file, as `save_traces` was told.
+
+    Raises TraceError: no such file, not a trace file, truncated or changed, or another format version.
+    """
     return _fingerprint(path, _read(path)[1])
 
 

@@ -57,12 +57,17 @@ class EvictionTrace:
         return {EVICT_AT.name: self.evict_at, **self.further}
 
     def to_state(self) -> dict[str, torch.Tensor]:
-        """The trace as plain data, for checkpoints: `torch.load` reads it with weights_only."""
+        """The trace as plain data, for checkpoints: its sections, which `torch.load` reads with weights_only."""
         return self.sections
 
     @classmethod
     def from_state(cls, state: Mapping[str, torch.Tensor]) -> EvictionTrace:
-        """The trace of `to_state`. Raises TraceError, as the constructor does, and where there is no evict_at."""
+        """The trace of `to_state`.
+
+        state : the sections by name, evict_at int32 [L, Hkv, S] among them
+
+        Raises TraceError, as the constructor does, and where there is no evict_at.
+        """
         if EVICT_AT.name not in state:
             raise TraceError(f"a trace without {EVICT_AT.name}: it has {', '.join(state) or 'nothing'}")
         further = {name: values for name, values in state.items() if name != EVICT_AT.name}
@@ -70,13 +75,20 @@ class EvictionTrace:
 
     @classmethod
     def recorded(cls, evict_at: torch.Tensor, further: Mapping[str, torch.Tensor] | None = None) -> EvictionTrace:
-        """A trace from an engine's record [L, Hkv, S]: to int32 in host memory, unobservable values to NEVER."""
+        """The trace of what an engine has recorded.
+
+        evict_at : whole numbers [L, Hkv, S] on any device; they become int32 in host memory, and those that cannot be
+            observed (>= S - 1) NEVER
+        further : the other sections by name, as SECTIONS declares them, in host memory
+
+        Raises TraceError as the constructor does.
+        """
         evict_at = evict_at.to("cpu", torch.int32)
         return cls(evict_at.masked_fill(evict_at >= evict_at.shape[-1] - 1, NEVER), further or {})
 
     @classmethod
     def dense(cls, layers: int, kv_heads: int, length: int) -> EvictionTrace:
-        """The trace of a full cache: nothing is ever evicted."""
+        """The trace of a full cache, [layers, kv_heads, length]: nothing is ever evicted."""
         return cls(torch.full((layers, kv_heads, length), NEVER, dtype=torch.int32))
 
     def dense_like(self) -> EvictionTrace:
@@ -85,7 +97,12 @@ class EvictionTrace:
 
     @classmethod
     def from_events(cls, layers: int, kv_heads: int, length: int, events: torch.Tensor) -> EvictionTrace:
-        """A trace from int64 events [E, 4] of (layer, kv_head, token, evict_at)."""
+        """The trace [layers, kv_heads, length] of some evictions; what no event names is NEVER evicted.
+
+        events : int64 [E, 4] of (layer, kv_head, token, evict_at)
+
+        Raises TraceError where an event names a layer, kv head or token that there is not, or as the constructor does.
+        """
         evict_at = torch.full((layers, kv_heads, length), NEVER, dtype=torch.int32)
         layer, head, token, at = events.unbind(1)
         for name, index, size in (("layer", layer, layers), ("kv_head", head, kv_heads), ("token", token, length)):
@@ -102,15 +119,17 @@ class EvictionTrace:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(layers, kv heads, tokens)"""
+        """(L, Hkv, S): layers, kv heads, and tokens of prompt and completion."""
         return self.layers, self.kv_heads, len(self)
 
     @property
     def layers(self) -> int:
+        """L, the model's layers."""
         return self.evict_at.shape[0]
 
     @property
     def kv_heads(self) -> int:
+        """Hkv, the kv heads of a layer."""
         return self.evict_at.shape[1]
 
     def __len__(self) -> int:
@@ -142,7 +161,10 @@ class EvictionTrace:
         return (self.evict_at[..., : query + 1] > query).sum(-1)
 
     def peak_counts(self, prompt: int) -> torch.Tensor:
-        """The most entries that are held as a query of decoding attends, after a prompt of so many: int64 [L, Hkv]."""
+        """The most entries that are held as a query of decoding attends: int64 [L, Hkv].
+
+        prompt : tokens of the prompt; the queries behind it count
+        """
         fed = len(self) - 1
         if fed <= prompt:
             return torch.zeros(self.shape[:2], dtype=torch.long)
@@ -154,12 +176,12 @@ class EvictionTrace:
         return held[..., prompt:].amax(-1)
 
     def retention(self) -> float:
-        """Cache length / sequence length at the end of the sequence, averaged over layers and heads (G-KV)."""
+        """Entries held / tokens fed at the end of the sequence, averaged over layers and kv heads (G-KV): 0 to 1."""
         fed = max(len(self) - 1, 1)
         return float((self.leaves_at[..., :fed] >= fed).float().sum(-1).mean()) / fed
 
     def density(self, bins: int = 20, layer: int | None = None) -> torch.Tensor:
-        """Share of the tokens still held at the end, by relative position in the sequence: float [bins].
+        """Share of the tokens still held at the end, by relative position in the sequence: float32 [bins].
 
         layer : that layer alone; None: the mean over all
         """
@@ -173,12 +195,12 @@ class EvictionTrace:
     # ---- files --------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path, fingerprint: Mapping[str, str] | None = None) -> None:
-        """Write one trace; see `save_traces`."""
+        """Write a file that holds this trace alone; see `save_traces`."""
         save_traces(path, [self], fingerprint)
 
     @classmethod
     def load(cls, path: str | Path, fingerprint: Mapping[str, str] | None = None) -> EvictionTrace:
-        """Read a file that holds one trace; see `load_traces`."""
+        """Read a file that holds one trace; see `load_traces`. Raises TraceError as that does, and for several."""
         traces = load_traces(path, fingerprint)
         if len(traces) != 1:
             raise TraceError(f"{path} holds {len(traces)} traces; read it with load_traces")
@@ -186,10 +208,14 @@ class EvictionTrace:
 
 
 def batch_traces(traces: Sequence[EvictionTrace], starts: Sequence[int], width: int) -> dict[str, torch.Tensor]:
-    """Ragged traces as one padded batch: each of their sections by name (see its declaration for the shape).
+    """B ragged traces as one padded batch: each of their sections by name. evict_at is int32 [L, B, Hkv, width].
 
     Row b puts its trace at columns starts[b] .. starts[b] + S_b - 1 of `width` columns: all starts 0 is right
-    padding, width - S_b is left padding. What a section says of positions shifts with its row.
+    padding, width - S_b is left padding. What a section says of positions shifts with its row; a padding column has
+    evict_at 0, so that nobody sees it. Layers come first, so that the slice of one layer is contiguous.
+
+    Raises TraceError where the traces do not go together (other sections, layers or kv heads), do not fit the columns,
+    were sampled under different settings, or are none.
     """
     names = _common_sections(traces)
     for row, (trace, start) in enumerate(zip(traces, starts, strict=True)):
@@ -199,7 +225,11 @@ def batch_traces(traces: Sequence[EvictionTrace], starts: Sequence[int], width: 
 
 
 def pack_traces(traces: Sequence[EvictionTrace]) -> EvictionTrace:
-    """Documents packed one after another into one sequence, in which none sees another: their traces as one."""
+    """The trace of documents that are packed one after another into one sequence, in which none sees another.
+
+    evict_at is int32 [L, Hkv, sum of the lengths], capped at the end of each document. Raises TraceError where the
+    traces do not go together, or are several with another section than evict_at.
+    """
     names = _common_sections(traces)
     ends = list(accumulate(len(trace) for trace in traces))
     starts = [end - len(trace) for end, trace in zip(ends, traces, strict=True)]
@@ -212,7 +242,9 @@ def save_traces(
 ) -> None:
     """Write whole traces to one file (files.py).
 
-    `fingerprint` says what made them, e.g. {"model": ..., "policy": ...}; it is stored and can be checked on load.
+    fingerprint : what made them, e.g. {"model": ..., "policy": ...}; it is stored, and can be checked on load
+
+    Raises TraceError where there is no trace, they do not go together, or one of them could not be read again.
     """
     if not traces:
         raise TraceError(f"{path}: no trace to save")
@@ -224,6 +256,8 @@ def save_traces(
 
 def load_traces(path: str | Path, fingerprint: Mapping[str, str] | None = None) -> list[EvictionTrace]:
     """Read and check a file of traces.
+
+    fingerprint : what must have made them; an entry that the file has beside these is not looked at
 
     Raises
     ------

@@ -18,6 +18,7 @@ import torch
 from sparse_rl.errors import UserError
 
 NEVER = 2**30
+"""In evict_at: no query misses the token; larger than any position."""
 
 
 class TraceError(UserError):
@@ -47,6 +48,7 @@ class Section:
 
     @property
     def joined_axis(self) -> int:
+        """The place of `joined` among `axes`, from 0."""
         return self.axes.index(self.joined)
 
 
@@ -246,3 +248,4 @@ COMPACTED_AT = _settings("compacted_at", torch.int32, "context_end", _check_comp
 
 ALL = (EVICT_AT, REFIT_AT, REFIT_WITH, OPENED, PAGED_WITH, PAGED_LAYERS, PI, COMPACTED_AT)
 SECTIONS: dict[str, Section] = {section.name: section for section in ALL}
+"""The sections that a trace may have, by name; evict_at is the first, and the only one that every trace has."""

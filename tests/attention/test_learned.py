@@ -18,6 +18,7 @@ from sparse_rl.kernels import recall, running_topk
 from sparse_rl.models.directory import attach_scorers
 from sparse_rl.policies.config import KVpopPolicyConfig
 from sparse_rl.policies.kvpop import KVpop
+from sparse_rl.trace import EvictionTrace
 
 B, HQ, HKV, S, D, SCALE = 2, 4, 2, 50, 8, 0.35
 LENGTHS = torch.tensor([50, 33])
@@ -71,9 +72,12 @@ def test_it_attends_by_the_papers_predicate(decay_every: int, prefill: str) -> N
     assert ((out - expected) * real).abs().max() <= 1e-5
     causal = dense_attention(query, key, value, torch.ones(B, HKV, S, S, dtype=torch.bool).tril(), SCALE)
     assert ((out - causal) * real).abs().max() > 1e-2  # the control
-    counted = (mask.sum((2, 3)) / (LENGTHS * (LENGTHS + 1) / 2)[:, None]).mean(1)
-    assert torch.allclose(view.retained[0], counted)
     decided = view._decided[0].evict_at
+    assert view.retained[0][0] < 1
+    for row, length in enumerate(LENGTHS.tolist()):  # what the last query that is fed sees, as a trace of it says
+        seen = float(mask[row, :, length - 2].sum(-1).float().mean()) / (length - 1)
+        trace = EvictionTrace.recorded(decided[row, None, :, :length])
+        assert float(view.retained[0][row]) == pytest.approx(seen) == pytest.approx(trace.retention())
     assert ((decided == 0) == (torch.arange(S) >= LENGTHS[:, None])[:, None]).all()  # nobody sees padding
 
 

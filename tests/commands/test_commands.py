@@ -101,7 +101,7 @@ def metrics(folder, values, name="reward"):
         (["serve", "weightless", "--kv-cache-gb", "1e308"], "expected a number of at most 1,000,000, got"),
         (["inspect", "x" * 300], "no file can have the name"),
         (["eval", "grpo.yaml"], "it needs kind: eval"),
-        (["eval", "eval.yaml", "--model", "nobody"], "nobody is not a model directory"),
+        (["eval", "eval.yaml", "model=nobody"], "nobody is not a model directory"),
         (["eval", "eval.yaml", "accuracy=maths"], "accuracy: unknown reward 'maths'"),
         (["eval", "eval.yaml", "sweep.budget=[0]"], "sweep.budget[0]: expected a whole number >= 1"),
         (["inspect", "nothing.safetensors"], "nothing.safetensors does not exist"),
@@ -399,6 +399,8 @@ def test_trackio_is_reported_to_where_it_is_installed(here, capsys, monkeypatch)
     [
         (["tr"], ["train"]),
         (["doc"], ["doctor"]),
+        (["keys", "gr"], ["grpo"]),
+        (["keys", "grpo", "--json"], ["--json-schema"]),
         (["train", "quickstart/gr"], ["quickstart/grpo", "quickstart/grpo_full", "quickstart/grpo_mismatch"]),
         (["train", "mine"], ["mine.yaml"]),
         (["train", "mine.yaml", "--dry"], ["--dry-run"]),
@@ -433,6 +435,7 @@ def test_a_training_log_is_a_line_to_read():
     logs = {"loss": 0.01, "reward": 0.5, "replay/gap_max": 2e-7, "cache/retention": 0.352, "grad_norm": 3.0}
     assert training_line(3, 40, logs) == "step 3/40  reward 0.500  grad norm 3  gap max 2.0e-07  kept 35%"
     assert training_line(3, 40, {"eval_reward": 0.25, "eval_loss": -1e-9}) == "step 3/40  held out  reward 0.250"
+    assert training_line(3, 40, {"reward": None, "grad_norm": 0.0}) == "step 3/40  reward none  grad norm 0"
     assert training_line(3, 40, {"loss": 0.01, "grad_norm": 3.0}) == "step 3/40  loss 0.0100"
     assert training_line(3, 40, {"grad_norm": 3.0}) is None
     assert training_line(40, 40, {"train_runtime": 12.3, "train_loss": 0.1}) == "40 steps in 12 s"

@@ -1,4 +1,4 @@
-"""`plot` of an evaluation behind compacted contexts: a line for each method, its points at its own ratios."""
+"""`plot` of an evaluation: a line for each method, its points at its own ratios, or budgets."""
 
 from __future__ import annotations
 
@@ -52,13 +52,33 @@ def test_a_line_for_each_method(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
 
 
+def test_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn like ratios: rows that differ in the budget alone are one line."""
+    monkeypatch.setattr(ratios, "save_figure", lambda figure, out: figure)
+    swept = [row("gkv", 0.1, budget=32, period=8), row("gkv", 0.4, budget=64, period=8)]
+    swept += [row("streaming", 0.3, budget=40, period=p) for p in (1, 8)] + [row("full", 0.9)]
+    swept += [row("h2o", 0.2, budget=b, window=b // 2) for b in (32, 40)]  # what h2o makes of no window
+    figure: Any = plot_ratios(swept, "unused")
+    (axes,) = figure.axes
+    drawn = [[tuple(map(float, xy)) for xy in zip(*line.get_data(), strict=True)] for line in axes.lines]
+    assert [(64, 0.4), (32, 0.1)] in drawn and [(40, 0.3)] in drawn
+    assert {text.get_text() for text in axes.texts} == {
+        "gkv", "streaming, period 1", "streaming, period 8", "full", "h2o"
+    }  # fmt: skip
+    assert method_names([row("h2o", 1, budget=b, window=16) for b in (32, 40)], "budget") == ["h2o", "h2o"]
+    other = [row("h2o", 1, budget=32, window=w) for w in (16, 8)]
+    assert method_names(other, "budget") == ["h2o, window 16", "h2o, window 8"]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["32", "40", "64"]
+    assert "budget" in axes.get_xlabel()
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "eval.json"
     file.write_text(json.dumps({"rows": ROWS}))
     assert main(["plot", str(file)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "eval.png") and (tmp_path / "eval.png").stat().st_size
     for content, message in (
-        ({"rows": ROWS[-1:]}, "no row of this evaluation has a ratio and an accuracy"),
+        ({"rows": ROWS[-1:]}, "no row of this evaluation has an accuracy, and a budget or a ratio"),
         ({"rows": ROWS[5:6]}, "no row of this evaluation"),
         ({"rows": [3]}, "is not the eval.json of an evaluation"),
         ([], "is not the eval.json of an evaluation"),

@@ -15,7 +15,7 @@ from sparse_rl.recipe.load import make_recipe
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = "runs/my-run"
 
 # What stands in for models and data of the hub, and makes a run short: the beginning of a command -> overrides.

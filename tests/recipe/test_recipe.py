@@ -14,7 +14,7 @@ from sparse_rl.config import yaml_fields
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
 from sparse_rl.policies.config import FullConfig, SnapKVConfig, StreamingConfig, TovaConfig
-from sparse_rl.recipe import KINDS, DistillRecipe, EvalRecipe, GRPORecipe, SFTRecipe, load_recipe, make_recipe
+from sparse_rl.recipe import KINDS, load_recipe, make_recipe
 from sparse_rl.recipe import load as recipe_loading
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.schema import dump_yaml, parse_yaml
@@ -61,10 +61,12 @@ def refused(*overrides, text=GRPO):
 
 
 def test_kinds_and_defaults():
-    grpo, distill, kvpop, sft, evaluation, perplexity = (make(text) for text in TEXTS.values())
+    made = {kind: make(text) for kind, text in TEXTS.items()}
+    assert {kind: type(recipe) for kind, recipe in made.items()} == KINDS
+    grpo, distill, kvpop, sft = (made[kind] for kind in ("grpo", "distill", "kvpop", "sft"))
+    evaluation, perplexity = made["eval"], made["perplexity"]
     assert (kvpop.loss.top_k, kvpop.training.learning_rate, kvpop.kvpop.scorer_learning_rate) == (256, 8e-5, 1e-3)
-    assert isinstance(grpo, GRPORecipe) and isinstance(sft, SFTRecipe) and isinstance(evaluation, EvalRecipe)
-    assert isinstance(distill, DistillRecipe) and (distill.loss.divergence, distill.loss.top_k) == ("forward", None)
+    assert (distill.loss.divergence, distill.loss.top_k) == ("forward", None)
     assert (grpo.kind, grpo.training.learning_rate, grpo.grpo.loss_type, grpo.grpo.beta) == ("grpo", 1e-6, "grpo", 0.0)
     assert grpo.data.columns == {"prompt": "problem"} and grpo.rewards[1] == {"name": "format", "weight": 0.1}
     assert sft.data.synthetic.size == 8 and evaluation.tasks["aime"].path == "aime.jsonl"
@@ -225,8 +227,8 @@ def test_a_key_at_the_wrong_level():
         ("scorers={}", "scorers: gkv has none that learn on; remove this, or name kvpop as cache.policy"),
         ("num_generations=3", "3 does not divide the global batch 8"),
         ("validation.every=2", "validation.data: missing; give a mapping"),
-        ("kind=grop", "unknown kind 'grop'; one of grpo, distill, kvpop, sft, eval, perplexity (did you mean grpo?)"),
-        ("kind=null", "kind: missing; one of grpo, distill, kvpop, sft, eval, perplexity"),
+        ("kind=grop", f"unknown kind 'grop'; one of {', '.join(KINDS)} (did you mean grpo?)"),
+        ("kind=null", f"kind: missing; one of {', '.join(KINDS)}"),
     ],
 )
 def test_wrong_values_say_key_expected_and_got(override, says):

@@ -242,6 +242,7 @@ def test_hostile_answers_neither_hang_nor_crash():
     assert rewards[-1] == 1.0
 
 
+@pytest.mark.slow
 def test_hostile_golds_neither_hang_nor_crash():
     reward = MathReward(timeout=2, workers=2)
     golds = [*ADVERSARIAL.values(), "42"]

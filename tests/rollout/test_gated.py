@@ -61,6 +61,7 @@ def test_it_decides_as_training_does(
             model(input_ids=torch.tensor([tokens]), attention_mask=NO_MASK, kv_view=view, use_cache=False)
         ours = EvictionTrace.recorded(torch.cat([view.decided[i] for i in range(len(view.decided))])).evict_at
         assert torch.equal(ours, r.trace.evict_at)
+        assert float(torch.stack(list(view.retained.values())).mean()) == pytest.approx(r.trace.retention())
 
 
 class Decided(GatedView):
@@ -116,13 +117,18 @@ def test_soft_gates_become_the_hard_ones(model_of: Callable, prompts_of: Callabl
     model = with_scorers(model_of("qwen3"), gated("linear"))
     ids, lengths, prompts = torch.tensor(prompts_of("qwen3", [40])), torch.tensor([40]), torch.tensor([9])
 
+    retained: dict[float | None, float] = {}
+
     def logits(temperature: float | None) -> torch.Tensor:
         view = GatedView(model.cache_scorers, policy, lengths, prompts=prompts, temperature=temperature)
         view._noise = {i: torch.zeros(1, 2, 40) for i in range(2)}
-        return model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
+        logits = model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
+        retained[temperature] = float(torch.stack(list(view.retained.values())).mean())
+        return logits
 
     hard = logits(None)
     assert (logits(1e-4) - hard).abs().max() <= 1e-4 < (logits(1.0) - hard).abs().max()
+    assert retained[1e-4] == pytest.approx(retained[None]) != pytest.approx(retained[1.0])
     view = GatedView(model.cache_scorers, policy, lengths, prompts=prompts, temperature=1.0)
     first, again = (
         model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits for _ in range(2)

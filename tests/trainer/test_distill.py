@@ -17,6 +17,7 @@ from trainer_runs import timeless
 from rollout import make_engine
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.views.dense import DenseView
+from sparse_rl.commands.console import training_line
 from sparse_rl.commands.examples import load_examples
 from sparse_rl.commands.train import train
 from sparse_rl.data import running_sum
@@ -209,9 +210,11 @@ def test_a_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
     )
     final = train(made)
     steps = [line for line in lines(tmp_path / "run") if "loss" in line]
-    held_out = [line["eval_kl"] for line in lines(tmp_path / "run") if "eval_kl" in line]
+    validations = [line for line in lines(tmp_path / "run") if "eval_kl" in line]
+    held_out = [line["eval_kl"] for line in validations]
     assert len(steps) == 4 and len(held_out) == 3
     assert all(line["kl"] >= 0 and 0 < line["cache/retention"] < 1 for line in steps)
+    assert all("  kept " in str(training_line(0, 4, line)) for line in validations)  # by the name that GRPO has
     if made.loss.ce_weight == 0:
         assert steps[0]["loss"] == pytest.approx(steps[0]["kl"], rel=1e-5)
         assert held_out[2] < held_out[0] or made.taught_by.teacher is None  # which starts at its teacher

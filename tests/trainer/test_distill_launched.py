@@ -77,10 +77,10 @@ def test_two_processes_are_one(stage: int, run: Callable) -> None:
     alone = run("alone", gradient_accumulation_steps=2)
     together = run("together", launch={"processes": 2, "zero_stage": stage})
     other = run("other", gradient_accumulation_steps=2, ce_weight=0.4)  # control
-    for key, where in (("loss", 3), ("kl", 3), ("grad_norm", 3), ("eval_kl", 2), ("eval_retention", 2)):
+    for key, where in (("loss", 3), ("kl", 3), ("grad_norm", 3), ("eval_kl", 2), ("eval_cache/retention", 2)):
         one, two, control = ([line[key] for line in lines if key in line] for lines in (alone, together, other))
         assert len(one) == where and two == pytest.approx(one, rel=2e-5), key
-        assert control != pytest.approx(one, rel=2e-5) or key == "eval_retention", key
+        assert control != pytest.approx(one, rel=2e-5) or key == "eval_cache/retention", key
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -159,6 +159,8 @@ def test_the_card_of_each_shipped_recipe(name: str, tmp_path: Path) -> None:
     assert "hf download me/mine --local-dir mine\nsparse-rl " in card.text
     assert ("sparse-rl serve mine" in card.text) is (policy is None or policy.config.only_hf is None)
     assert (f"`{policy!r}`" in card.text and policy.name in card.data.tags) if policy else "full cache" in card.text
+    evicts = policy is not None and policy.name not in ("full", "clustered")
+    assert ("kv-cache-eviction" in card.data.tags) is evicts
     assert ("each token reads a part" in card.text) is (policy is not None and policy.name == "clustered")
     if cache is not None and policy.schedule.peak is not None:
         assert f"| Budget | {cache.budget} entries per kv head" in card.text

@@ -55,9 +55,10 @@ def test_gates_open_as_far_as_they_have_to(recipe: Callable, tmp_path: Path) -> 
     lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
     assert lines[0]["gates_open"] < 0.2 and lines[0]["ratio_loss"] == 0  # CR is 1 at the first step
     assert lines[-1]["gates_open"] >= 0.45 and lines[-1]["ratio_loss"] <= 0.05
-    assert all(line["cache/retention"] == pytest.approx(1 - line["gates_open"], abs=1e-6) for line in lines)
+    # A token with an open gate is held until it leaves the window, and then until the prompt has been read.
+    assert all(1 > line["cache/retention"] > 1 - line["gates_open"] for line in lines)
     (held_out,) = [line for line in read_metrics(tmp_path / "run") if line["step"] == 30 and "eval_kl" in line]
-    assert held_out["eval_gates_open"] >= 0.3
+    assert held_out["eval_gates_open"] >= 0.3 and 1 > held_out["eval_cache/retention"] > 1 - held_out["eval_gates_open"]
     train(recipe(output_dir=str(tmp_path / "control"), gates={"anneal_steps": 10, "weight": 1e-6}))
     control = [line for line in read_metrics(tmp_path / "control") if "loss" in line]
     assert control[-1]["gates_open"] < 0.3

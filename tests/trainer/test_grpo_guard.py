@@ -106,7 +106,8 @@ def test_a_fault_stops_the_run(fault: str, schedule: str, grpo: Callable) -> Non
     trainer = grpo(**SCHEDULES[schedule])
     break_it(trainer, fault)
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
-    with pytest.raises(ReplayGapError, match=r"replay gap: .* beyond the limit .*stale weights; the trace") as caught:
+    says = r"beyond the limit .*stale weights; the trace" if fault != "NaN" else "not a finite number .*: weights or"
+    with pytest.raises(ReplayGapError, match=f"replay gap: .* {says}") as caught:
         trainer.train()
     assert "\n" not in str(caught.value)
     assert all(torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
@@ -178,6 +179,19 @@ def test_the_limit_in_bfloat16(probe: float) -> None:
     check_sync(probe, tolerance.limit(0.0))
     with pytest.raises(ReplayGapError):
         check_gap(gap * 0.2 / gap.abs().mean(), tolerance.limit(probe))
+
+
+@pytest.mark.parametrize(
+    "check", [lambda gap: check_gap(torch.tensor([0.0, gap]), 1.0), lambda gap: check_sync(gap, 1.0)]
+)
+def test_what_is_no_number_is_said_to_be_none(check: Callable) -> None:
+    """And not that weights are stale; a finite gap beyond the limit (the control) still is."""
+    for gap in (math.nan, math.inf, -math.inf):
+        with pytest.raises(ReplayGapError, match="not a finite number") as caught:
+            check(abs(gap))
+        assert "stale" not in str(caught.value)
+    with pytest.raises(ReplayGapError, match=r"beyond the limit .*stale"):
+        check(3.0)
 
 
 def test_the_limit_in_float32() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from trainer_runs import timeless
 
 from sparse_rl.metrics import read_metrics
+from trainer.rundir import CompletionLog
 
 PANELS = {
     "replay": ("gap_mean", "gap_max", "k3"),
@@ -71,3 +75,13 @@ def test_what_validation_logs(grpo: Callable) -> None:
         assert line["eval_entropy"] > 0 and line["eval_replay/gap_max"] <= 1e-5
         assert not any(name.startswith(("replay/", "time/")) for name in line)
     assert lines[0]["eval_entropy"] != lines[1]["eval_entropy"]
+
+
+def test_a_reward_that_does_not_judge_is_null_in_the_completions(tmp_path: Path) -> None:
+    """TRL holds None as NaN, and JSON has no NaN."""
+    log = CompletionLog(tmp_path)
+    both = {"prompt": ["p", "q"], "completion": ["c", "d"], "advantages": [0.5, -0.5]}
+    log.trainer = SimpleNamespace(_logs={**both, "rewards": {"right": [1.0, 0.0], "some": [float("nan"), 0.25]}})
+    log.on_log(None, SimpleNamespace(is_world_process_zero=True, global_step=3), None, logs={"reward": 0.5})
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in log.file.read_text().splitlines()]
+    assert [(line["rewards/right"], line["rewards/some"]) for line in lines] == [(1.0, None), (0.0, 0.25)]

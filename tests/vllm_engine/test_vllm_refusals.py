@@ -258,7 +258,7 @@ def test_weights_that_are_not_finite(
     assert same(engine.generate(prompts, SAMPLING), wanted)
 
 
-@pytest.mark.parametrize("with_group", [False, True])
+@pytest.mark.parametrize("with_group", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_engine_leaves_its_process_as_it_was(
     with_group: bool, policy: Policy, directory_of: Callable, random_prompts: Callable, tmp_path: Path
 ) -> None:

@@ -71,7 +71,9 @@ def test_equal_to_hf_to_the_last_bit(cache: dict, open_engine: Callable) -> None
     assert any(ours.logprobs != theirs.logprobs for ours, theirs in zip(others, wanted, strict=True))
 
 
-@pytest.mark.parametrize("changed", [{}, {"select": "omp"}, {"period": 1}], ids=str)
+@pytest.mark.parametrize(
+    "changed", [{}, {"select": "omp"}, pytest.param({"period": 1}, marks=pytest.mark.slow)], ids=str
+)
 def test_biases_in_the_heads(
     changed: dict, open_engine: Callable, replay_gap: Callable, record_property: Callable
 ) -> None:

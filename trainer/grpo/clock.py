@@ -26,6 +26,7 @@ class StepClock:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
+        """Count the seconds within for one of PARTS."""
         start = now()
         try:
             yield
@@ -48,15 +49,17 @@ class StepClock:
         }
 
     def restart(self) -> None:
+        """Forget the seconds and tokens since the last log."""
         self.seconds.clear()
         self.start, self.tokens = now(), 0
 
     def resume(self, step: int) -> None:
-        """From a checkpoint of that step."""
+        """Go on from a checkpoint of that step."""
         self.logged_step, self.start = step, now()
 
 
 def now() -> float:
+    """Seconds on a clock that is read once the GPU has done what it was given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

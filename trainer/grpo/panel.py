@@ -16,7 +16,7 @@ It knows tensors and rollouts, not trainers; trainer.py says when it is fed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -110,6 +110,13 @@ def match_panel(model: PreTrainedModel, rollout: Rollout) -> dict[str, float]:
     return {**means, "match/bias_max": max(bias), "match/ridge": view.record.ridge}
 
 
+def over_processes(panels: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The panels of all processes as one: of a name the mean over those that have it, or of `..._max` the maximum."""
+    names = dict.fromkeys(name for panel in panels for name in panel)
+    found = {name: [panel[name] for panel in panels if name in panel] for name in names}
+    return {name: max(of) if name.endswith("_max") else sum(of) / len(of) for name, of in found.items()}
+
+
 def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
     """The most entries that each sequence has held, per layer and kv head; a prompt is held whole while it is read.
 
@@ -121,10 +128,20 @@ def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
     return [policy.schedule.most_held(len(r.prompt_ids), len(r.trace) - 1) for r in rollouts]
 
 
+def _check_finite(what: str, mean: float) -> None:
+    if not math.isfinite(mean):
+        raise ReplayGapError(
+            f"{what}: a log-probability is not a finite number (the mean difference is {mean}): weights or activations "
+            "of the trainer or the engine are NaN or infinite. Nothing was trained on this batch; start again, or "
+            "resume from a checkpoint well before, with a lower learning_rate"
+        )
+
+
 def check_gap(gap: torch.Tensor, limit: float) -> None:
     """Raise ReplayGapError where mean |d| of float [N] is beyond `limit`, naming the likely causes."""
     mean = float(gap.abs().mean()) if gap.numel() else 0.0
-    if not mean <= limit:  # also NaN
+    _check_finite("replay gap", mean)
+    if mean > limit:
         raise ReplayGapError(
             f"replay gap: mean |log p_trainer - log p_sampler| is {mean:.2e}, beyond the limit {limit:.2e}. "
             "Likely causes: the engine samples with stale weights; the trace belongs to other sequences; dropout or "
@@ -134,7 +151,8 @@ def check_gap(gap: torch.Tensor, limit: float) -> None:
 
 def check_sync(gap: float, limit: float) -> None:
     """Raise ReplayGapError where the mean |d| of the probe after a weight sync is beyond `limit`."""
-    if not gap <= limit:  # also NaN
+    _check_finite("weight sync", gap)
+    if gap > limit:
         raise ReplayGapError(
             f"weight sync: mean |log p_trainer - log p_engine| of a probe without evictions is {gap:.2e}, beyond the "
             f"limit {limit:.2e}. The engine has stale or wrongly loaded weights, or computes in another dtype. "

@@ -130,6 +130,7 @@ class ProbedEngine:
     # ---- resume ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, for `load_state`."""
         return {"gap_limit": self.limit, "probed": self.probed}
 
     def load_state(self, state: dict[str, Any]) -> None:

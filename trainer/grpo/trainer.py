@@ -23,6 +23,7 @@ from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+from accelerate.utils import gather_object
 from torch.utils.data import Sampler
 from trl import GRPOTrainer
 from trl.models.utils import _ForwardRedirection
@@ -41,7 +42,7 @@ from sparse_rl.trace import EvictionTrace, batch_traces
 from trainer.grpo.advantages import over_varied_groups, varied_groups, without_truncated
 from trainer.grpo.arguments import SparseGRPOArguments
 from trainer.grpo.clock import StepClock
-from trainer.grpo.panel import held_entries, policy_panel, replay_panel
+from trainer.grpo.panel import held_entries, over_processes, policy_panel, replay_panel
 from trainer.grpo.probe import ProbedEngine
 from trainer.resumable import EpochRepeatSampler, Resumable
 from trainer.scored.loss import ScorerLoss
@@ -211,8 +212,10 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         views, metrics = self._scorer_views, self._metrics[self._mode]
         losses = torch.cat([each for _, each in views])
         held, of = (sum(float(pair[i]) for view, _ in views for pair in view.recalls.values()) for i in (0, 1))
-        metrics["boundary_loss"].append(float(losses.detach().mean()))
-        metrics["cache/recall"].append(held / max(of, 1.0))
+        local = torch.tensor([[float(losses.detach().mean()), held, of]], device=self.accelerator.device)
+        mean, held, of = self.accelerator.gather(local).mean(0).tolist()
+        metrics["boundary_loss"].append(mean)
+        metrics["cache/recall"].append(held / of if of else 0.0)
         return self.args.scorers.weight * losses.mean() / self.current_gradient_accumulation_steps
 
     def _get_per_token_logps_and_entropies(
@@ -324,11 +327,11 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             self.clock.tokens += int(tokens)
 
     def _log_policy(self, rollout: Rollout) -> None:
-        """What is to be known of some policies, of one sequence (panel.policy_panel)."""
+        """What is to be known of some policies, of one sequence of each process (panel.policy_panel)."""
         with self.accelerator.autocast():
             model = base_of(self.accelerator.unwrap_model(self.model))
             panel = policy_panel(model, self.engine.policy, rollout)
-        for name, value in panel.items():
+        for name, value in over_processes(gather_object([panel])).items():
             self._metrics[self._mode][name].append(value)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -53,8 +53,8 @@ class GateTrainer(KVpopTrainer):
             loss, kl, ce, count = self._distilled(student, batch, hidden)
         share = view.share()
         ratio = (1 - 1 / self.compression() - share).clamp(min=0) * count
-        sequences = torch.tensor(float(len(lengths)))
-        measured = (ratio.detach(), share.detach() * count, (1 - share.detach()) * len(lengths), sequences)
+        retention = torch.stack(list(view.retained.values())).mean(0).sum()
+        measured = (ratio.detach(), share.detach() * count, retention, torch.tensor(float(len(lengths))))
         return loss + gates.weight * ratio, kl, ce, *(x.to(count) for x in measured), count
 
     def _measured(self) -> dict[str, float]:

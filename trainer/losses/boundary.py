@@ -52,7 +52,11 @@ class BoundaryLoss:
         self.config = config
 
     def draw(self, lengths: torch.Tensor, first: int, width: int) -> torch.Tensor:
-        """Queries int64 [B, N] from `first` up to each row's end; -1 in rows that are too short."""
+        """Queries from `first` up to each row's end: int64 [B, N]; -1 in rows that are too short.
+
+        lengths : int64 [B]
+        width : tokens of the longest row; each is a query where the configuration has no number of queries
+        """
         count = (lengths - first).clamp(min=0)[:, None]
         if self.config.queries is None:
             drawn = torch.arange(width, device=lengths.device).expand(len(lengths), -1) - first
@@ -67,7 +71,13 @@ class BoundaryLoss:
     def pairs(
         self, target: LayerTarget, log_decay: torch.Tensor, queries: torch.Tensor, *, window: int, decay_every: int
     ) -> Pairs:
-        """Of a layer, at int64 [B, N]."""
+        """The pairs of one layer at sampled queries, with their labels and weights.
+
+        target : the layer's target r*, and what a cache that goes by it would hold
+        log_decay : log gamma, float32 [Hkv]
+        queries : int64 [B, N], as `draw` gives them; -1: no query
+        window : w; decay_every : n
+        """
         best, heads = target.best, target.scores.shape[1]
         at = queries.clamp(min=0)[:, None].expand(-1, heads, -1)
         new = (at - window).clamp(min=0)
@@ -90,7 +100,10 @@ class BoundaryLoss:
     def __call__(
         self, scores: torch.Tensor, log_decay: torch.Tensor, pairs: Pairs, *, decay_every: int
     ) -> torch.Tensor:
-        """The mean over the pairs of scores float32 [B, Hkv, S]; gradients reach the scores and gamma."""
+        """The loss L of one layer, a scalar: the mean over its pairs. Gradients reach the scores and gamma.
+
+        scores : r, float32 [B, Hkv, S]; log_decay : float32 [Hkv]
+        """
         lead = _lead(scores, log_decay, decay_every, pairs.new, pairs.boundary)
         each = pairs.weight * F.softplus(-pairs.label * lead / self.config.temperature)
         return each.sum() / (pairs.weight > 0).sum().clamp(min=1)

@@ -57,7 +57,10 @@ class TopK:
         temperature: float,
         chunk: int,
     ) -> TopK:
-        """The same of hidden states [N, H], with the logits of no more than `chunk` positions alive."""
+        """What `of_logits` gives of hidden states [N, H], with the logits of no more than `chunk` positions alive.
+
+        head : hidden states -> logits [n, V]; count : K
+        """
         starts = range(0, len(hidden), chunk)
         parts = [cls.of_logits(head(hidden[start : start + chunk]), count, temperature) for start in starts]
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "logprobs", "tail")))

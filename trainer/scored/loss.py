@@ -35,8 +35,10 @@ class ScorerLoss:
         learn: bool = True,
         measure: bool = True,
     ) -> LearnedView:
-        """Of one forward over rows of int64 [B] tokens, right-padded to `width`, whose prompts have int64 [B].
+        """The view of one forward over B rows, in which the scorers' loss is computed.
 
+        scorers : of each layer
+        lengths, prompts : int64 [B], tokens of each row, right-padded to `width`, and of its prompt
         recorded : evict_at of an engine, int32 [L, B, Hkv, S]: what attention sees; None: what the scorers decide
         learn : whether the boundary loss is computed; measure : whether what the target would keep is compared
         """
@@ -58,9 +60,10 @@ class ScorerLoss:
 
 @torch.no_grad()
 def decisions_agree(model: Any, policy: KVpopPolicyConfig, rollouts: Sequence[Any]) -> float:
-    """Of all (layer, kv head, token) that either evicts, an engine or the model's own scorers: the share of equal ones.
+    """The share of evictions on which an engine and the model's own scorers agree, of all that either makes: 0 to 1.
 
-    rollouts : of the engine; the scorers decide anew on the same tokens
+    An eviction is a layer, kv head and token with its evict_at. rollouts : of the engine; the scorers decide anew on
+    the same tokens
     """
     device = next(model.parameters()).device
     same = either = 0

@@ -29,7 +29,7 @@ class Scored(Trainer):
         return None
 
     def scorer_learning_rate(self) -> float | None:
-        """Of the scorers; None where they do not learn."""
+        """The learning rate of the scorers; None where they do not learn."""
         return None
 
     def create_optimizer(self, model: Any = None) -> Optimizer:

@@ -73,7 +73,7 @@ def row_key(example: Example) -> str:
 
 
 def weights_fingerprint(model: torch.nn.Module) -> str:
-    """A short hash of all weights."""
+    """A hash of the names and bytes of all weights, 24 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=12)
     for name, weight in model.named_parameters():
         digest.update(name.encode())
@@ -82,7 +82,7 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
 
 
 class TeacherCache:
-    """Reads a folder.
+    """A teacher's log-probs that `sparse-rl teacher` has written to a folder.
 
     Raises
     ------

@@ -153,15 +153,14 @@ class TaughtTrainer(Resumable):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self._sums["tokens"] and "loss" in logs:
             logs |= {**self._measured(), "tokens": self._sums["tokens"]}
-            logs["cache/retention"] = logs.pop("retention")
             self._sums.clear()
         super().log(logs, start_time)
 
     def _measured(self) -> dict[str, float]:
-        """The means per token, and the share of pairs that is seen per sequence."""
+        """The means per token; and per sequence the share of the tokens that is held at its end."""
         sums = self._sums
         means = {name: sums[name] / sums["tokens"] for name in ("kl", "ce")}
-        return {**means, "retention": sums["retention"] / sums["sequences"]}
+        return {**means, "cache/retention": sums["retention"] / sums["sequences"]}
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """KL to the teacher and cross-entropy per token, on the held-out examples, as the student is trained."""

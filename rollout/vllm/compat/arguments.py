@@ -45,7 +45,7 @@ class CacheConfig:
     """What an engine was told about its cache.
 
     max_prompt : the longest prompt that the pool must hold; None: the model's context
-    exact : float32 on a CPU is computed as the trainer does, to the last bit (exact.py), instead of by vLLM's kernels
+    exact : in float32 on a CPU attention is computed by the trainer's own function (exact.py), not by vLLM's kernels
     contexts : files of compacted contexts that prompts may begin with; None: sequences go on from none (contexts.py)
     most : entries that a sequence may come to hold behind a context; None: as many as the model's context
     full_graphs : on a GPU, a decode step is one CUDA graph, instead of one for each piece between two layers' attention
@@ -86,6 +86,7 @@ def check_version(otherwise: str = "") -> None:
 
 
 def on_cpu() -> bool:
+    """Whether the vLLM that is installed runs on CPUs."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()

@@ -66,10 +66,12 @@ def read_blocks(paged: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def max_running(vllm_config: Any) -> int:
+    """The most sequences that vLLM runs at a time."""
     return vllm_config.scheduler_config.max_num_seqs
 
 
 def model_dtype(vllm_config: Any) -> torch.dtype:
+    """What vLLM's model computes in."""
     return vllm_config.model_config.dtype
 
 
@@ -81,7 +83,7 @@ def stored_scorers(vllm_config: Any) -> dict[str, torch.Tensor]:
 
 
 def rank() -> int:
-    """Of this process among those that share the heads."""
+    """The tensor-parallel rank of this process, among those that share the heads."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return get_tensor_model_parallel_rank()

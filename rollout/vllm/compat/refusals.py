@@ -9,6 +9,7 @@ import torch
 
 from rollout.choice import CPU_HEAD_SIZES
 from rollout.vllm.compat.arguments import CONNECTORS, on_cpu
+from sparse_rl.attention.families import family_only_hf
 from sparse_rl.errors import UserError
 from sparse_rl.policies.base import Policy
 
@@ -27,6 +28,12 @@ def refuse_policy(policy: Policy, otherwise: str = "") -> None:
     """Raises UserError for a policy that only the hf engine samples under."""
     if policy.config.only_hf:
         raise UserError(f"{policy.name}: {policy.config.only_hf}{otherwise}", "cache.policy")
+
+
+def refuse_family(config: Any, otherwise: str = "") -> None:
+    """Raises UserError for a model that only the hf engine samples from."""
+    if why := family_only_hf(config):
+        raise UserError(f"{why}{otherwise}", "model")
 
 
 def refuse_expandable_segments(policy: Policy, sleep_mode: bool, otherwise: str = "") -> None:

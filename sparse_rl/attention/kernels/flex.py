@@ -44,10 +44,12 @@ def flex_attend(
     compiled: bool = True,
     want_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """query [B, Hq, S, D] over key [B, Hkv, S, D], value [B, Hkv, S, E] under int32 evict_at [B, Hkv, S].
+    """Attention under evict_at by FlexAttention, which visits only the tiles that hold something.
 
     Parameters
     ----------
+    evict_at : int32 [B, Hkv, S]
+    query : [B, Hq, S, D]; key : [B, Hkv, S, D]; value : [B, Hkv, S, E]
     in_segments : keys sorted by evict_at in segments; else in natural order
     compiled : False is torch's plain operator, which ignores the tiles and makes S x S scores: for tests. On a CPU the
         compiled one has neither a backward nor the LSE.

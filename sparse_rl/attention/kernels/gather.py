@@ -84,7 +84,10 @@ def held_bytes(chunks: list[Chunk], dim: int, itemsize: int) -> int:
 def gathered_attention(
     evict_at: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """query [B, Hq, S, D] over key, value [B, Hkv, S, D] under int32 evict_at [B, Hkv, S]: [B, Hq, S, D]."""
+    """Attention under evict_at by SDPA, for chunks of queries over the keys that any of them sees: [B, Hq, S, D].
+
+    evict_at : int32 [B, Hkv, S]; query : [B, Hq, S, D]; key, value : [B, Hkv, S, D]
+    """
     chunks = make_chunks(evict_at.flatten(0, 1))
     attend = partial(_attend, chunks)
     itemsize = computing_dtype(query, value).itemsize

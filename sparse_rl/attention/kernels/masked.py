@@ -25,9 +25,11 @@ def masked_attention(
     scaling: float,
     kernel: str = "sdpa",
 ) -> torch.Tensor:
-    """query [B, Hq, S, D] over key, value [B, Hkv, S, D] under int32 [B, Hkv, S]: [B, Hq, S, D].
+    """Attention under evict_at by the kernel that is asked for: [B, Hq, S, D].
 
-    evict_at : fetches it, in the forward and again in the backward pass (flex, gather: in the forward)
+    evict_at : fetches it, int32 [B, Hkv, S], in the forward and again in the backward pass (flex, gather: in the
+        forward)
+    query : [B, Hq, S, D]; key, value : [B, Hkv, S, D]
     kernel : one of ATTENTION_KERNELS; flex on a CPU is torch's plain operator, which is slow, and whose gradients torch
         refuses
     """

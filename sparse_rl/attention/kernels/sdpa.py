@@ -9,7 +9,10 @@ _exact = True
 
 
 def compute_exactly(exact: bool) -> None:
-    """Whether this process computes float32 attention on a CPU in float64; see `computing_dtype`. At first it does."""
+    """Say whether this process computes float32 attention on a CPU in float64 from now on; at first it does.
+
+    In float64 sampler and trainer agree to rounding (`computing_dtype`); in float32 attention is about twice as fast.
+    """
     global _exact
     _exact = exact
 
@@ -38,7 +41,7 @@ def sdpa(
 
 
 def computing_dtype(query: torch.Tensor, value: torch.Tensor) -> torch.dtype:
-    """What attention is computed in.
+    """The dtype that attention is computed in.
 
     Autocast's dtype, where it is on: RoPE has left queries and keys in float32. For float32 on a CPU float64: the
     engine sums over a compacted cache, the trainer over a masked row, and a trained model can amplify the difference of

@@ -48,6 +48,7 @@ class Tiles:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of these tensors, and of the lists by keys that the backward pass makes."""
         held = (self.position, self.evict_at, self.order)
         lists = (self.partial_count, self.partial, self.full_count, self.full)
         return sum(t.nbytes for t in held if t is not None) + 2 * sum(t.nbytes for t in lists)  # and by keys: backward

@@ -32,7 +32,8 @@ def mass_by_flex(
     *,
     compiled: bool = True,
 ) -> torch.Tensor:
-    """Of each key t: log of the sum over first[t] <= d < last[t] of exp(min(q_d . k_t scaling - lse_d, largest)).
+    """The attention that each key t gets: log of the sum over first[t] <= d < last[t] of exp(min(q_d . k_t scaling -
+    lse_d, largest)).
 
     Parameters
     ----------
@@ -61,8 +62,12 @@ def mass_by_flex(
 
 
 def transposed_tiles(first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of int32 [B, N] each. For each tile of keys: how many tiles of queries count in part, and which; how many count
-    as a whole, and which: int32 [B, 1, n] and [B, 1, n, n], twice.
+    """The tiles of queries that count for each tile of keys, n = N / 128; see `mass_by_flex`.
+
+    first, last : int32 [B, N]
+
+    Returns how many count in part, and which; how many count as a whole, and which: int32 [B, 1, n] and [B, 1, n, n],
+    twice.
     """
     # contiguous: a kernel walks along a list, whatever its strides
     some, full = (tiles.transpose(1, 2).contiguous() for tiles in tile_tests(first, last))

@@ -31,6 +31,7 @@ class DenseView:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
+        """See `KVView.attend`."""
         if self.record is None:
             return dense_attention(query, key, value, self.masks[layer], scaling)
         heads, group = key.shape[1], query.shape[1] // key.shape[1]

@@ -24,10 +24,14 @@ def make_view(
     kernel: str = "gather",
     through: bool = True,
 ) -> KVView:
-    """The view of ragged traces, one to a row, whose first tokens stand in columns starts[b] of `width`.
+    """What a forward replays traces by, given to it as the keyword `kv_view`, with NO_MASK as its attention_mask.
 
-    device : where the model runs; kernel : one of ATTENTION_KERNELS
-    through : whether gradients flow through what is made again (views/matched.py)
+    traces : one for each of B rows
+    starts : the column of each row's first token; all 0 is right padding
+    width : columns of the batch, S
+    device : where the model runs
+    kernel : one of ATTENTION_KERNELS
+    through : under the policy am, whether gradients flow through the biases and values that are made again
 
     Raises TraceError where no view replays all sections of the traces, and where `batch_traces` does.
     """

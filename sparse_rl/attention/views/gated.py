@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from sparse_rl.attention.kernels.masked import masked_attention
 from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
+from sparse_rl.attention.views.learned import share_held
 from sparse_rl.policies.config import DMSConfig
 from sparse_rl.trace import NEVER
 
@@ -34,6 +35,8 @@ class GatedView:
     ----------
     open : by layer, the sum of alpha over all real tokens and heads, with its graph; of hard gates, how many are open
     gates : how many gates a layer has
+    retained : by layer, of each row the share of its tokens that is held at the end: float [B]. A gate that is soft,
+        and whose token is due by then, counts with 1 - alpha
     """
 
     def __init__(
@@ -51,11 +54,13 @@ class GatedView:
         self.temperature, self.kernel = temperature, kernel
         self.open: dict[int, torch.Tensor] = {}
         self.gates = 0
+        self.retained: dict[int, torch.Tensor] = {}
         self._noise: dict[int, torch.Tensor] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
+        """See `KVView.attend`."""
         scores, log_decay = self.scorers[layer](key, value, self.policy.window)
         logits = scores + self.policy.bias + 0.0 * log_decay[:, None]  # a decay has no part in it, but a gradient
         places = torch.arange(key.shape[2], device=key.device)
@@ -66,11 +71,14 @@ class GatedView:
         if self.temperature is None:
             evict_at = self.evict_at(logits, may_go, goes_at)
             self.open.setdefault(layer, ((logits > 0) & may_go[:, None]).sum().float())
+            self.retained[layer] = share_held((evict_at >= self.lengths[:, None, None] - 1).float(), self.lengths)
             evict_at = evict_at.masked_fill(~real, 0)  # nobody sees padding
             return masked_attention(lambda: evict_at, query, key, value, scaling, self.kernel)
         soft = (logits + self._logistic(layer, logits)) / self.temperature
         alpha = torch.where(may_go[:, None], soft.sigmoid(), 0.0)
         self.open.setdefault(layer, alpha.sum())
+        due = (goes_at < self.lengths[:, None] - 1)[:, None]
+        self.retained[layer] = share_held(torch.where(due, 1 - alpha.detach(), 1.0), self.lengths)
         stays = torch.where(may_go[:, None], F.logsigmoid(-soft), 0.0)  # log(1 - alpha)
         late = places[:, None] >= goes_at[:, None, :]  # [B, S (query), S (token)]
         bias = torch.where(late[:, None], stays[:, :, None], 0.0)

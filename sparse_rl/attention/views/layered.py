@@ -48,5 +48,6 @@ class LayeredView:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
+        """See `KVView.attend`."""
         view, place = self.of_layer[layer]
         return view.attend(place, query, key, value, scaling)

@@ -21,6 +21,16 @@ from sparse_rl.kernels import RunningTopK, recall, running_topk
 from sparse_rl.policies.config import KVpopPolicyConfig
 
 
+def share_held(held: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Of the tokens before each row's last, which no sampler feeds, the share that is held: float [B], mean over heads.
+
+    held : float [B, Hkv, S], how far each token is seen by the last query that is fed; lengths : int64 [B]
+    """
+    fed = (lengths - 1).clamp(min=1)
+    counted = torch.arange(held.shape[-1], device=held.device) < fed[:, None]
+    return (held * counted[:, None]).sum(-1).mean(-1) / fed
+
+
 class FutureTarget:
     """What the scorers are to foresee: r_t = log(floor + m_t), the mass of future attention of a kv head.
 
@@ -43,7 +53,12 @@ class FutureTarget:
         ends: torch.Tensor,
         evict_at: torch.Tensor,
     ) -> torch.Tensor:
-        """float32 [B, Hkv, S]."""
+        """The target of one layer: float32 [B, Hkv, S].
+
+        query : [B, Hq, S, D]; key : [B, Hkv, S, D]; after RoPE
+        window : w, the tokens that a query sees in any case; ends : int64 [B, S], the end of each token's document
+        evict_at : int32 [B, Hkv, S], what the student's queries see
+        """
         sparse = evict_at if self.config.normaliser == "sparse" else None
         dtype = computing_dtype(query, key)
         with torch.autocast(query.device.type, enabled=False):  # in float32, whatever the model computes in
@@ -103,7 +118,8 @@ class LearnedView:
     own : by layer, the scorers' own decisions, int32 [B, Hkv, S]; kept where others are `recorded`
     losses : by layer, once the forward is done; they hold on to its graph
     recalls : by layer, (held, of): how many of the tokens that the target would keep, over all queries, are kept
-    retained : by layer and row, the share of its pairs that is seen: float [B]
+    retained : by layer, of each row the share of its tokens that is held at the end: float [B], as
+        EvictionTrace.retention has it
     """
 
     def __init__(
@@ -131,6 +147,7 @@ class LearnedView:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
+        """See `KVView.attend`."""
         scores, log_decay = self.scorers[layer](key, value, self.policy.window)
         if layer not in self._decided:
             self._decided[layer] = self._decide(layer, scores, log_decay, query, key, scaling)
@@ -177,8 +194,7 @@ class LearnedView:
         width = scores.shape[-1]
         end = lengths[:, None, None]
         places = torch.arange(width, device=scores.device)
-        seen = (torch.minimum(evict_at, end) - places).clamp(min=0).sum((1, 2)) / scores.shape[1]
-        self.retained[layer] = seen / (lengths * (lengths + 1) / 2)
+        self.retained[layer] = share_held((evict_at >= end - 1).float(), lengths)
         known = None
         if self.target is not None:
             ends = lengths[:, None].expand(-1, width)

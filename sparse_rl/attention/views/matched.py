@@ -103,6 +103,7 @@ class MatchedView:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
+        """See `KVView.attend`."""
         evict_at = self.evict_at[layer].to(self.device, non_blocking=True)
         out = torch.zeros_like(query, dtype=value.dtype).transpose(1, 2)  # [B, S, Hq, D]
         held: Held | None = None

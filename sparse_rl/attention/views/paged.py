@@ -86,6 +86,7 @@ class PagedView:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
+        """See `KVView.attend`."""
         evict_at = self.evict_at[layer].to(self.device, non_blocking=True)
         opened = self.opened[layer].to(self.device, non_blocking=True).long()
         heads, dim = key.shape[1], key.shape[3]

@@ -82,6 +82,7 @@ class ReplayView:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
+        """See `KVView.attend`."""
         if self.causal[layer]:
             return _causal(query, key, value, scaling, self.starts)
         return masked_attention(lambda: self.layer(layer), query, key, value, scaling, self.kernel)

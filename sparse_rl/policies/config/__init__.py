@@ -73,5 +73,5 @@ CONFIGS.update(
 
 
 def accepted_parameters(policy: str) -> list[str]:
-    """The parameters that a policy of this name takes."""
+    """The names of the parameters that a policy of this name takes. Raises KeyError where there is no such policy."""
     return list(yaml_fields(CONFIGS[policy]))

@@ -13,7 +13,11 @@ from sparse_rl.policies.schedule import NeverEvicts, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig(NamedConfiguration):
-    """What all have: the policy's name, and its schedule."""
+    """What the settings of all cache policies have: the policy's name, and its schedule.
+
+    `PolicyConfig.from_block({"policy": name, ...})` makes those of any policy. Raises UserError for an unknown name or
+    parameter, a missing budget, and a value that breaks a parameter's rule.
+    """
 
     family: ClassVar[str] = "cache policy"
     name_key: ClassVar[str] = "policy"
@@ -38,7 +42,7 @@ class PolicyConfig(NamedConfiguration):
 
     @property
     def only_hf(self) -> str | None:
-        """Why no other engine than hf samples under it, in a few words; None where all do."""
+        """Why no engine but hf samples under it, in a few words; None where all do."""
         return None
 
     @property
@@ -60,6 +64,8 @@ class PolicyConfig(NamedConfiguration):
 
 @dataclass(frozen=True, kw_only=True)
 class FullConfig(PolicyConfig):
+    """Nothing is evicted. It has no parameters."""
+
     name: ClassVar[str] = "full"
 
     @property
@@ -67,4 +73,5 @@ class FullConfig(PolicyConfig):
         return NeverEvicts()
 
 
-CONFIGS: dict[str, type[PolicyConfig]] = {}  # by name; filled by the package
+CONFIGS: dict[str, type[PolicyConfig]] = {}
+"""The settings of each cache policy, by the name that recipes give it; the package fills it."""

@@ -15,7 +15,8 @@ Pooling = Annotated[int, Rule(">= 1 and odd (1 is off)", lambda v: v >= 1 and v 
 
 @dataclass(frozen=True, kw_only=True)
 class EvictingConfig(PolicyConfig):
-    """
+    """What policies have that compact a cache to a fixed budget.
+
     budget : entries kept per kv head, sinks and window included
     sinks : the first tokens, never evicted
     window : the most recent tokens, never evicted
@@ -40,7 +41,7 @@ class EvictingConfig(PolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingConfig(EvictingConfig):
-    """The window is what the sinks leave of the budget."""
+    """Only sinks and window stay. The window is what the sinks leave of the budget."""
 
     name: ClassVar[str] = "streaming"
     sinks: NonNegativeInt = 4
@@ -49,7 +50,10 @@ class StreamingConfig(EvictingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class H2OConfig(EvictingConfig):
-    """window : None: half of the budget"""
+    """The attention that a token has received so far scores it.
+
+    window : None: half of the budget
+    """
 
     name: ClassVar[str] = "h2o"
     window: NonNegativeInt | None = None  # type: ignore[assignment]  # a number from here on
@@ -63,10 +67,13 @@ class H2OConfig(EvictingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LinedConfig(PolicyConfig):
-    """
+    """Beside sinks and window a fraction of the tokens stays, by H2O's scores (LuKA section 3.1).
+
     compression : of so many tokens behind sinks and window one is kept
     of : seen, all tokens so far, so that the cache grows; prompt, those of the prompt alone
-    sinks, window, period : as for the others
+    sinks : the first tokens, never evicted
+    window : the most recent tokens, never evicted
+    period : tokens between two compactions
     """
 
     name: ClassVar[str] = "lined"
@@ -87,12 +94,17 @@ class LinedConfig(PolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TovaConfig(EvictingConfig):
+    """The last query scores the rest. It has no parameters of its own."""
+
     name: ClassVar[str] = "tova"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredWindowConfig(EvictingConfig):
-    """window : its queries are what scores the rest"""
+    """What policies have that score by the attention of the window's queries.
+
+    window : its queries are what scores the rest
+    """
 
     window: PositiveInt = 16
     period: PositiveInt = 128
@@ -100,7 +112,10 @@ class ScoredWindowConfig(EvictingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKVConfig(ScoredWindowConfig):
-    """pooling : entries over which the score's maximum is taken"""
+    """The window's mean attention scores the rest, with its maximum over neighbours taken.
+
+    pooling : entries over which the score's maximum is taken
+    """
 
     name: ClassVar[str] = "snapkv"
     pooling: Pooling = 7
@@ -108,12 +123,15 @@ class SnapKVConfig(ScoredWindowConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MorphKVConfig(ScoredWindowConfig):
+    """The window's mean attention scores the rest. It has no parameters of its own."""
+
     name: ClassVar[str] = "morphkv"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RKVConfig(ScoredWindowConfig):
-    """
+    """The window's mean attention scores the rest, less what repeats other keys.
+
     lam : lambda, the weight of importance against redundancy
     pooling : as for snapkv
     """
@@ -125,8 +143,9 @@ class RKVConfig(ScoredWindowConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GKVConfig(ScoredWindowConfig):
-    """
-    form : of the global score
+    """A global score, of this compaction and those before, less what repeats other keys.
+
+    form : how the global score is made of its last value and the local one: max, mean or sum (G-KV eqs. 3 to 5)
     alpha : how much the global score keeps of the last
     redundancy : whether repeated keys lose
     lam : lambda, the weight of the score against redundancy
@@ -143,7 +162,10 @@ class GKVConfig(ScoredWindowConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CAKEConfig(ScoredWindowConfig):
-    """gamma : the weight of the variance of attention over the window"""
+    """The mean and the variance of the window's attention score the rest.
+
+    gamma : the weight of the variance of attention over the window
+    """
 
     name: ClassVar[str] = "cake"
     gamma: NonNegative = 200.0
@@ -151,12 +173,13 @@ class CAKEConfig(ScoredWindowConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AMConfig(EvictingConfig):
-    """
+    """Attention Matching: what stays gets biases and values that stand for what went.
+
     period : as for the others; None: the budget
     reference_queries : of how many of the last tokens the queries say what must be kept; None: 128, where the first
         compaction has as many
     select : attention, the keys that receive most of it; omp, orthogonal matching pursuit of the attention mass
-    aggregate : of the attention of the reference queries
+    aggregate : how the attention of all reference queries to a key becomes one number: root mean square, mean or max
     ridge : of the values' fit, which shrinks towards what they were; in units of the attention's mean square
     fit : ridge; or paper, the paper's own solvers, for comparison: no trainer can follow them
     """

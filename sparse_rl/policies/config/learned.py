@@ -17,6 +17,8 @@ from sparse_rl.scorers.config import MLPConfig, ScorerConfig
 class LearnedConfig(PolicyConfig):
     """What policies have that go by a model's scorers.
 
+    sinks : the first tokens, never evicted
+    window : the most recent tokens, never evicted
     scorer : a scorer, {name: ..., its parameters} or the name alone
     prefill : dense: a prompt sees the whole of itself, and is cut at its end; masked: it is cut from its beginning on,
         as in the paper's appendix C (hf only)
@@ -35,9 +37,10 @@ class LearnedConfig(PolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class KVpopPolicyConfig(LearnedConfig, EvictingConfig):
-    """
-    budget : B = sinks + window + k (+ state_entries)
-    decay_every : n
+    """KVpop: beside sinks and window the k tokens stay that the model's scorers rank highest.
+
+    budget : entries of a kv head, B = sinks + window + k (+ state_entries)
+    decay_every : n, a score decays once in so many positions
     state_entries : so many entries of the budget give way to the scorer's state, which takes their memory
     """
 
@@ -53,7 +56,7 @@ class KVpopPolicyConfig(LearnedConfig, EvictingConfig):
 
     @property
     def k(self) -> int:
-        """Long-range entries per kv head."""
+        """The long-range entries of a kv head: what sinks, window and state_entries leave of the budget."""
         return self.budget - self.sinks - self.window - self.state_entries
 
     @property
@@ -63,7 +66,8 @@ class KVpopPolicyConfig(LearnedConfig, EvictingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DMSConfig(LearnedConfig):
-    """
+    """DMS: a gate says of each token, as it comes, whether it goes when it leaves the window.
+
     compression : tokens for each entry, which the gates are trained to on average over layers and kv heads
     bias : added to a gate's score; a gate starts there, nearly closed (ours, the papers do not say)
     """

@@ -16,7 +16,8 @@ from sparse_rl.policies.schedule import PerLayer, ReadsPages, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class ClusteredConfig(PolicyConfig):
-    """
+    """Everything is held, and queries read most pages of tokens as one summary each (LuKA section 3.2).
+
     page : tokens of a page
     window : tokens that come after a page before its summary is read instead, at least
     sinks : the first tokens, in no page
@@ -75,7 +76,8 @@ class ClusteredConfig(PolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PartConfig(Configuration):
-    """
+    """The policy of a range of layers.
+
     layers : how many layers, where those of all parts are as many as the model has; else a share
     cache : their policy, {policy: a name, its parameters}, or the name alone
     """
@@ -85,7 +87,7 @@ class PartConfig(Configuration):
 
 
 def mixed() -> list[PartConfig]:
-    """LuKA's figure 5, for 36 layers."""
+    """The parts of LuKA's mixed attention, as its figure 5 has them for 36 layers."""
     return [
         PartConfig(layers=8, cache=LinedConfig()),
         PartConfig(layers=20, cache=ClusteredConfig()),
@@ -95,7 +97,10 @@ def mixed() -> list[PartConfig]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayeredConfig(PolicyConfig):
-    """parts : the layers in order, from the first; null: 8 lined, 20 clustered, 8 lined, each with its defaults"""
+    """A policy for each range of layers, as in LuKA's mixed attention.
+
+    parts : the layers in order, from the first; null: 8 lined, 20 clustered, 8 lined, each with its defaults
+    """
 
     name: ClassVar[str] = "layered"
     packs: ClassVar[bool] = False

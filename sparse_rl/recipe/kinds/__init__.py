@@ -4,7 +4,8 @@ A kind nests the configurations of the components that it sets up (trainer/*/con
 it holds one `flat`, its keys stand at the top level of the YAML. So a new key of a component is one edit, there.
 
 To add a kind: a file here with a subclass of Recipe, one entry in KINDS, and, if it is trained, what makes its trainer
-in TRAINERS of sparse_rl/commands/trainers.py. Then make docs/recipes.md anew (reference.py).
+in TRAINERS of sparse_rl/commands/trainers.py, and the options that it hands on to TRL in PASSED_THROUGH of
+passed_through.py. Then make docs/recipes.md anew (reference.py).
 """
 
 from __future__ import annotations
@@ -25,3 +26,4 @@ KINDS: dict[str, type[Recipe]] = {
     "eval": EvalRecipe,
     "perplexity": PerplexityRecipe,
 }
+"""The class of each kind of recipe, by what the key `kind` says."""

@@ -58,6 +58,7 @@ class Recipe(Configuration):
 
     model : the directory of a model, or of a run that has left one, or a name on the hub; weights are safetensors only
     output_dir : the folder of the run
+    seed : of samples, of the order in which training takes the data, and of new weights
     dtype : of the computation
     """
 
@@ -68,7 +69,9 @@ class Recipe(Configuration):
     seed: Seed = 42
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     trainer_options: dict[str, Any] = field(default_factory=dict, metadata=NOT_YAML)
+    """Options of TRL's and transformers' trainers (passed_through.py), which are flat keys of the YAML."""
     warnings: list[str] = field(default_factory=list, init=False)
+    """What is allowed and unwise, a line each."""
 
     def resolved(self) -> dict[str, Any]:
         """Every key with its value, as YAML would give it: make_recipe(recipe.resolved()) == recipe."""
@@ -79,6 +82,7 @@ class Recipe(Configuration):
         return dump_yaml(self.resolved())
 
     def save_resolved(self, path: str | Path) -> None:
+        """Write `as_yaml` to a file, in UTF-8."""
         Path(path).write_text(self.as_yaml(), encoding="utf-8")
 
     def with_models(self, directory_of: Callable[[str], str]) -> Self:
@@ -131,7 +135,7 @@ class Recipe(Configuration):
         raise NotImplementedError
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
-        """How its engine samples, so many times each prompt."""
+        """How its engine samples. samples : completions of each prompt"""
         raise NotImplementedError
 
     def caches(self) -> list[PolicyConfig | None]:
@@ -244,6 +248,7 @@ class TrainRecipe(Recipe):
 
     @property
     def processes(self) -> int:
+        """The training processes, over all machines."""
         return self.launch.processes
 
     def describe_batches(self, rows: int) -> str:
@@ -255,7 +260,7 @@ class TrainRecipe(Recipe):
         return f"{self.update_rows()} rows a step, {per_epoch} steps an epoch, {self.count_steps(per_epoch)} steps"
 
     def count_steps(self, per_epoch: int) -> int:
-        """Steps of the whole training."""
+        """Steps of the whole training. per_epoch : steps of one epoch"""
         training = self.training
         return training.max_steps if training.max_steps > 0 else max(1, round(per_epoch * training.num_train_epochs))
 

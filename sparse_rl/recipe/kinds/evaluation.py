@@ -36,6 +36,10 @@ class EvalRecipe(SweptRecipe):
     """pass@1 over tasks × policies × budgets.
 
     samples : of each problem
+    temperature : of sampling; 0 takes the most likely token
+    top_p : the smallest set of tokens with at least this probability is sampled from
+    top_k : the so many most likely tokens are sampled from; null: all
+    max_completion_length : tokens of a completion, at most
     accuracy : the reward that says whether an answer is right
     further_accuracy : name -> another such reward, by which the same completions are judged too
     forced_answer : what is forced upon completions that come near the limit; null: they are cut off

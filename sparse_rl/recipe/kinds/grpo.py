@@ -48,11 +48,12 @@ class GRPORecipe(SampledRecipe):
 
     @property
     def steps_per_generation(self) -> int:
+        """Micro-batches of one process for which completions are sampled at once."""
         return self.grpo.steps_per_generation or self.training.gradient_accumulation_steps
 
     @property
     def completions_per_generation(self) -> int:
-        """Over all processes."""
+        """Completions that are sampled at once, over all processes."""
         return self.training.per_device_train_batch_size * self.processes * self.steps_per_generation
 
     def check_prompts(self, count: int) -> int:

@@ -18,7 +18,7 @@ from trainer.scored.config import ScorersConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayedRecipe(TrainRecipe):
-    """Training under evictions."""
+    """Training whose attention sees what a cache under evictions would have held, recorded or decided as it trains."""
 
     replay: ReplayConfig = flat(ReplayConfig)
     validation: ValidationConfig | None = None

@@ -28,7 +28,8 @@ class SweepConfig(Configuration):
 class SweptRecipe(Recipe):
     """What is measured under one cache, or under each of a sweep.
 
-    cache : the policy, and the base parameters of a sweep; without it the model's own cache_policy.json, if any
+    cache : the policy; in a sweep, with a policy or without, its other keys go to each swept policy that has them and
+        does not say them itself. Without cache and sweep the model's own cache_policy.json, if any
     """
 
     cache: Text | dict[str, Any] | None = None

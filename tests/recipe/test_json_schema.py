@@ -1,0 +1,338 @@
+"""The JSON Schema of recipes takes what the loader takes, and refuses what the loader refuses for its shape.
+
+A shape is what keys there are, what type each has, and which must be given. The rest is the loader's alone: bounds of
+values, and what must hold between keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator as Validator
+from test_hostile_recipes import KEYS, TEXTS
+
+from sparse_rl.config import Source, coerce, own_fields
+from sparse_rl.errors import UserError
+from sparse_rl.policies.config import CONFIGS as POLICIES
+from sparse_rl.recipe import KINDS, list_recipes, load_recipe, make_recipe
+from sparse_rl.recipe.json_schema import SchemaWriter, recipe_schema
+from sparse_rl.recipe.keys import holders, list_sections
+from sparse_rl.recipe.load import _shipped
+from sparse_rl.recipe.passed_through import PASSED_THROUGH
+from sparse_rl.recipe.schema import apply_overrides, parse_yaml
+from sparse_rl.scorers.config import CONFIGS as SCORERS
+
+ALL = recipe_schema()
+OF_ALL = Validator(ALL)
+OF_KIND = {kind: Validator(recipe_schema(kind)) for kind in KINDS}
+
+
+def changed(kind: str, *overrides: str, without: str | None = None) -> dict[str, Any]:
+    mapping = parse_yaml(TEXTS[kind], kind)
+    mapping.pop(without, None)
+    apply_overrides(mapping, overrides)
+    return mapping
+
+
+def refusal(mapping: dict[str, Any]) -> str | None:
+    """What the loader refuses a recipe with; None where it takes it."""
+    try:
+        make_recipe(json.loads(json.dumps(mapping)))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def parts(schema: Any) -> Iterator[dict[str, Any]]:
+    """A schema and all that it holds."""
+    if isinstance(schema, dict):
+        yield schema
+    for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from parts(inner)
+
+
+# ---- it is a schema, of the keys that there are ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_it_is_a_schema(kind: str | None) -> None:
+    schema = recipe_schema(kind)
+    Validator.check_schema(schema)
+    assert json.loads(json.dumps(schema)) == schema
+    referred = {part["$ref"].removeprefix("#/$defs/") for part in parts(schema) if "$ref" in part}
+    assert referred == schema["$defs"].keys()
+
+
+def test_a_definition_is_of_one_dataclass() -> None:
+    found: set[type] = set(POLICIES.values()) | set(SCORERS.values())
+    waiting = [*KINDS.values(), *found]
+    while waiting:
+        for holder, _ in holders(waiting.pop()):
+            held = [member for hint in own_fields(holder).values() for member in blocks(hint)]
+            waiting += [each for each in held if each not in found]
+            found |= {*held}
+    assert len({cls.__name__ for cls in found}) == len(found) > 25
+
+
+def blocks(hint: Any) -> list[type]:
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return [hint]
+    return [block for member in get_args(hint) for block in blocks(member)]
+
+
+def forms(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a value, or an entry of a list, may be."""
+    yield schema
+    for inner in [*schema.get("anyOf", []), *([schema["items"]] if "items" in schema else [])]:
+        yield from forms(inner)
+
+
+def listed(schema: dict[str, Any], prefix: str, seen: set[str]) -> Iterator[str]:
+    """The dotted keys of a schema in its order, those of a definition where it first stands."""
+    for key, value in schema["properties"].items():
+        places = [*forms(value)]
+        named = [place["additionalProperties"] for place in places if place.get("additionalProperties")]
+        yield f"{prefix}{key}" + (".NAME" if any("$ref" in place for place in named) else "")
+        for place in (*places, *named):
+            name = place.get("$ref", "").removeprefix("#/$defs/")
+            if name in ALL["$defs"] and name not in seen and "properties" in ALL["$defs"][name]:
+                seen.add(name)
+                inner = f"{prefix}{key}.NAME." if place in named else f"{prefix}{key}."
+                yield from listed(ALL["$defs"][name], inner, seen)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_keys_are_those_of_the_reference(kind: str) -> None:
+    rows = [row.key for section in list_sections(KINDS[kind]) for row in section.rows]
+    assert list(listed(ALL["$defs"][f"kind_{kind}"], "", set())) == ["kind", *rows, *PASSED_THROUGH.get(kind, {})]
+
+
+@pytest.mark.parametrize("config", [*POLICIES.values(), *SCORERS.values()], ids=lambda config: config.__name__)
+def test_the_keys_of_policies_and_scorers_are_those_of_the_reference(config: Any) -> None:
+    (section,) = list_sections(config)
+    definition = ALL["$defs"][config.__name__]
+    assert list(listed(definition, "", set())) == [config.name_key, *(row.key for row in section.rows)]
+    required = [row.key for row in section.rows if row.default == "required" and "." not in row.key]
+    assert definition["required"] == [config.name_key, *required]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_defaults_are_what_is_run(kind: str) -> None:
+    given, run = parse_yaml(TEXTS[kind], kind), make_recipe(parse_yaml(TEXTS[kind], kind)).resolved()
+    properties = OF_KIND[kind].schema["properties"]
+    defaults = {key: value["default"] for key, value in properties.items() if "default" in value and key not in given}
+    assert len(defaults) >= 5 and {key: run[key] for key in defaults} == defaults
+
+
+def test_every_default_is_valid() -> None:
+    found = [part for part in parts(ALL) if "default" in part and "description" in part]
+    wrong = [part for part in found if not Validator(part | {"$defs": ALL["$defs"]}).is_valid(part["default"])]
+    assert not wrong and len(found) > 200
+    assert ALL["$defs"]["DMSConfig"]["properties"]["scorer"]["default"] == {
+        "name": "mlp",
+        "gamma": None,
+        "hidden": None,
+    }
+
+
+# ---- what it takes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_a_shipped_recipe_is_valid(name: str) -> None:
+    mapping = parse_yaml(_shipped()[name].read_text(encoding="utf-8"), name)
+    for each in (mapping, load_recipe(name).resolved()):
+        errors = [*OF_ALL.iter_errors(each), *OF_KIND[each["kind"]].iter_errors(each)]
+        assert not errors, errors[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("grpo", ["cache=full"]),
+        ("grpo", ["rewards=math"]),
+        ("grpo", ["rewards=[{name: format, weight: 0.1, style: think}, mine.py:fair]"]),
+        ("grpo", ["lora=null", "lora={target_modules: [q_proj]}"]),
+        ("grpo", ["report_to=wandb", "optim=sgd", "lr_scheduler_kwargs={a: 1}"]),
+        ("grpo", ["cache={policy: kvpop, budget: 512, scorer: linear}", "lora=null", "scorers={}"]),
+        ("grpo", ["cache={policy: dms, scorer: {name: mlp, hidden: 8}}", "lora=null"]),
+        ("grpo", ["cache={policy: layered, parts: {layers: 1, cache: clustered}}"]),
+        ("distill", ["keep={name: math, timeout: 9}"]),
+        ("sft", ["max_length=null", "learning_rate=1"]),
+        ("eval", ["cache=null"]),
+        ("eval", ["cache={window: 8}", "sweep={policy: [full, {policy: tova}], budget: 16}"]),
+        ("eval", ["cache=tova", "sweep={budget: [16]}"]),
+        ("eval", ["cache=null", "sweep={policy: {policy: gkv, budget: 64}}"]),
+        (
+            "eval",
+            ["cache=null", "prompt_cache={ratio: 0.1, queries: random}", "tasks.a.columns={context: c}"],
+        ),
+        ("perplexity", ["sweep={policy: [full, h2o], budget: [8, 12]}", "cache={sinks: 1}"]),
+    ],
+)
+def test_a_short_form_is_valid(kind: str, overrides: list[str]) -> None:
+    mapping = changed(kind, *overrides)
+    assert refusal(mapping) is None
+    assert OF_ALL.is_valid(mapping) and OF_KIND[kind].is_valid(mapping)
+
+
+# ---- what it refuses -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "override"),
+    [
+        *((kind, "no_such_key=1") for kind in KINDS),
+        *((kind, "seed=many") for kind in KINDS),
+        *((kind, "model=null") for kind in KINDS),
+        *((kind, "dtype=float31") for kind in KINDS),
+        *((kind, "trainer_options={}") for kind in KINDS),
+        *((kind, "cache=gvk") for kind in KINDS),
+        *((kind, "cache={policy: gvk, budget: 64}") for kind in KINDS if kind != "sft"),
+        *((kind, "cache={budget: 64}") for kind in KINDS if kind != "sft"),
+        *((kind, "cache={policy: gkv}") for kind in KINDS if kind != "sft"),
+        *((kind, "cache=gkv") for kind in KINDS if kind != "sft"),
+        *((kind, "cache={policy: full, budget: 64}") for kind in KINDS if kind != "sft"),
+        *((kind, "cache={policy: kvpop, budget: 512, scorer: mpl}") for kind in KINDS if kind != "sft"),
+        *((kind, "cache={policy: kvpop, budget: 512, period: 1}") for kind in KINDS if kind != "sft"),
+        ("grpo", "cache={policy: kvpop, budget: 512, scorer: {hidden: 8}}"),
+        ("grpo", "cache={policy: layered, parts: [{layers: 1}]}"),
+        ("grpo", "cache={policy: layered, parts: [{layers: 1, cache: gvk}]}"),
+        ("grpo", "cache=null"),
+        ("grpo", "cache=3"),
+        ("grpo", "rollout.no_such_key=1"),
+        ("grpo", "validation.data.no_such_key=1"),
+        ("grpo", "validation={every: 2}"),
+        ("grpo", "data.synthetic={task: running_sum}"),
+        ("grpo", "launch=null"),
+        ("grpo", "launch.zero_stage=true"),
+        ("grpo", "launch.zero_stage=4"),
+        ("grpo", "gradient_checkpointing=1"),
+        ("grpo", "rewards=[3]"),
+        ("grpo", "lora.target_modules=[a, 1]"),
+        ("grpo", "optim=adamw_torhc"),
+        ("grpo", "use_vllm=true"),
+        ("grpo", "stop_at_accuracy=0.9"),
+        ("sft", "delta=1"),
+        ("sft", "kind=stf"),
+        ("sft", "kind=null"),
+        ("eval", "optim=sgd"),
+        ("eval", "tasks.a.no_such_key=1"),
+        ("eval", "tasks=[a]"),
+        ("eval", "prompt_cache=[{polic: am}]"),
+        ("eval", "sweep={policy: [{budget: 4}]}"),
+        ("eval", "sweep={policy: gvk, budget: 4}"),
+        ("eval", "sweep={policy: {policy: tova, x: 1}, budget: 4}"),
+        ("eval", "sweep={polic: full}"),
+    ],
+)
+def test_a_wrong_shape_is_refused(kind: str, override: str) -> None:
+    mapping = changed(kind, override)
+    assert refusal(mapping) is not None
+    assert not OF_ALL.is_valid(mapping) and not OF_KIND[kind].is_valid(mapping)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_left_out_is_refused(kind: str) -> None:
+    required = OF_KIND[kind].schema["required"]
+    assert {"kind", "model", "output_dir"} <= {*required} and OF_ALL.is_valid(changed(kind))
+    for key in required:
+        mapping = changed(kind, without=key)
+        assert (
+            "missing" in str(refusal(mapping)) and not OF_ALL.is_valid(mapping) and not OF_KIND[kind].is_valid(mapping)
+        )
+
+
+def test_what_is_said_is_about_the_policy_that_is_named() -> None:
+    (error,) = OF_ALL.iter_errors(changed("grpo", "cache={policy: gkv, budget: 64, budge: 3}"))
+    said = [inner.message for inner in error.context]
+    assert any("'budge' was unexpected" in message for message in said) and len(said) == 2
+    (error,) = OF_ALL.iter_errors(changed("grpo", "temperature=hot"))
+    assert error.json_path == "$.temperature"
+
+
+# ---- the laws: of every type, and of every key -----------------------------------------------------------------------
+
+VALUES = (None, True, 0, 1, 2.5, "text", [], ["text"], [1], [None], {}, {"a": 1}, {"a": "text"})
+
+
+def unbounded(hint: Any) -> Any:
+    """A type without the rules on its values."""
+    if get_origin(hint) is Annotated:
+        return unbounded(get_args(hint)[0])
+    if get_origin(hint) is Literal or not get_args(hint):
+        return hint
+    members = tuple(map(unbounded, get_args(hint)))
+    if get_origin(hint) in (list, dict):
+        return get_origin(hint)[members]
+    made = members[0]
+    for member in members[1:]:
+        made = made | member
+    return made
+
+
+def hints() -> dict[str, Any]:
+    """Every type of a key that holds no block, by the words of its repr."""
+    found: dict[str, Any] = {}
+    waiting: list[Any] = [*KINDS.values(), *POLICIES.values(), *SCORERS.values()]
+    seen: set[Any] = set()
+    while waiting:
+        for holder, _ in holders(waiting.pop()):
+            if holder in seen:
+                continue
+            seen.add(holder)
+            for hint in own_fields(holder).values():
+                waiting += blocks(hint)
+                found |= {} if blocks(hint) else {str(unbounded(hint)): unbounded(hint)}
+    found["of a union no single value is a list of one"] = list[int] | bool
+    return found | {str(hint): hint for options in PASSED_THROUGH.values() for hint in options.values()}
+
+
+@pytest.mark.parametrize("hint", [pytest.param(hint, id=name[:60]) for name, hint in hints().items()])
+def test_a_type_takes_what_the_loader_takes(hint: Any) -> None:
+    validator = Validator(SchemaWriter().type(hint))
+    choices = [choice for member in (hint, *get_args(hint)) for choice in get_args(member)]
+    for value in (*VALUES, *(choice for choice in choices if isinstance(choice, str | int))):
+        try:
+            coerce(value, hint, "key", Source())
+        except UserError:
+            assert not validator.is_valid(value), value
+        else:
+            assert validator.is_valid(value), value
+
+
+SHAPES = (
+    "unknown key", "unknown column", "missing", "unknown cache policy", "unknown scorer", "has no parameter",
+    "needs a budget", "is a name or",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_takes_what_the_loader_takes(kind: str) -> None:
+    """Values in the place of each key; of a block also a key that there is not."""
+    taken = refused = 0
+    for key in KEYS[kind]:
+        for value in ("null", "1", "text", "{no_such_key: 1}"):
+            try:
+                mapping = changed(kind, f"{key}={value}")
+            except UserError:  # a key below one that is null in the recipe
+                continue
+            line = refusal(mapping)
+            valid = OF_KIND[kind].is_valid(mapping)
+            assert valid or line is not None, (key, value, next(OF_KIND[kind].iter_errors(mapping)).message)
+            taken += line is None
+            if line is not None and any(shape in line for shape in SHAPES) and "columns" not in key:
+                refused += 1
+                assert not valid, (key, value, line)
+    assert taken > 10 and refused > 2
+
+
+def test_the_file_that_an_editor_reads_is_yaml_too() -> None:
+    """The line that docs/recipes.md names is a comment to the loader."""
+    text = "# yaml-language-server: $schema=sparse-rl.schema.json\n" + yaml.safe_dump(changed("sft"))
+    assert make_recipe(parse_yaml(text, "x")).kind == "sft"

@@ -1,0 +1,108 @@
+"""docs/tutorials/replay.ipynb: the file is whole, and its code does what it claims. Neither needs Jupyter."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "docs/tutorials/replay.ipynb"
+SHOWS = ("print(", "plt.show()")  # a cell with one of these has an output
+IN_ONE_NAMESPACE = """
+import json, sys
+names = {"__name__": "__main__"}
+for number, source in enumerate(json.load(open(sys.argv[1])), 1):
+    exec(compile(source, f"code cell {number}", "exec"), names)
+found = {f"{kind}, {policy}": gap for (kind, policy), gap in names["largest"].items()}
+with open(sys.argv[2], "w") as file:
+    json.dump({"gaps": found, "accuracy": names["accuracy"]}, file)
+"""
+
+
+def cells(kind: str) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(FILE.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == kind]
+
+
+def sources(kind: str) -> list[str]:
+    return ["".join(cell["source"]) for cell in cells(kind)]
+
+
+def texts(cell: dict[str, Any]) -> list[str]:
+    """All that the outputs of a code cell say in words."""
+    outputs = cell["outputs"]
+    return ["".join(o.get("text", ())) + "".join(o.get("data", {}).get("text/plain", ())) for o in outputs]
+
+
+def anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def test_the_file_is_a_notebook() -> None:
+    notebook = json.loads(FILE.read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    ids = [cell["id"] for cell in notebook["cells"]]
+    assert len(set(ids)) == len(ids) and all(re.fullmatch(r"[\w-]{1,64}", one) for one in ids)
+    assert FILE.stat().st_size <= 400_000
+
+
+def test_it_was_executed_once_from_first_to_last() -> None:
+    code = cells("code")
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    for number, cell in enumerate(code, 1):
+        shows = any(word in "".join(cell["source"]) for word in SHOWS)
+        assert bool(cell["outputs"]) == shows, f"code cell {number}"
+        for output in cell["outputs"]:
+            assert output["output_type"] in ("stream", "display_data"), f"code cell {number}"
+            assert output.get("name", "stdout") == "stdout", f"code cell {number} has a warning"
+
+
+def test_its_outputs_name_no_place_of_a_machine() -> None:
+    path = re.compile(r"(?:^|[\s'\"=(])(?:/|~/|[A-Z]:\\)\w")
+    assert path.search("saved to /tmp/x") and path.search("'~/x'") and not path.search("a/b and 1 / 2")
+    for number, cell in enumerate(cells("code"), 1):
+        assert not any(path.search(text) for text in texts(cell)), f"code cell {number}"
+
+
+def test_every_link_leads_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", "\n".join(sources("markdown")))
+    assert len(links) > 10
+    for link, wanted in links:
+        target = FILE.parent / link
+        assert "://" not in link and target.is_file(), link
+        if wanted:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M)
+            assert wanted in map(anchor, headings), f"{link}#{wanted}"
+
+
+def test_its_code_is_plain_python() -> None:
+    for source in sources("code"):
+        compile(source, "a cell", "exec")  # no magics, no shell lines
+
+
+@pytest.mark.slow
+def test_its_claims_hold(tmp_path: Path) -> None:
+    """The cells' own assertions, and the gaps: nothing for the record, much for each that is spoiled."""
+    (tmp_path / "cells.json").write_text(json.dumps(sources("code")))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
+    words = [sys.executable, "-c", IN_ONE_NAMESPACE, "cells.json", "found.json"]
+    ran = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["accuracy"]["replayed"] > found["accuracy"]["before RL"] + 0.3
+    gaps = found["gaps"]
+    assert gaps.pop("kv heads exchanged, streaming") <= 1e-5, "streaming drops the same tokens in all heads"
+    right = {name: gap for name, gap in gaps.items() if name.startswith("as recorded")}
+    wrong = {name: gap for name, gap in gaps.items() if name not in right}
+    assert len(right) == 2 and max(right.values()) <= 1e-5
+    assert len(wrong) == 5 and min(wrong.values()) > 1e-3
+    printed = sum(len(text.splitlines()) for cell in cells("code") for text in texts(cell) if "<Figure" not in text)
+    assert len(ran.stdout.splitlines()) == printed, "the outputs are of another version of the code"
+    assert {path.name for path in tmp_path.iterdir()} == {"cells.json", "found.json"}, "it leaves files behind"

@@ -1,0 +1,304 @@
+"""The public API is said: what each package offers has a docstring that tells a reader fields, shapes and dtypes.
+
+Public is what the `__all__` of a package in PACKAGES names; of a class also its methods, properties and dataclass
+fields, its own and those of the classes of ours that it extends. An override is covered by the docstring of what it
+overrides.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
+from itertools import pairwise
+from pathlib import Path
+from types import FunctionType
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from sparse_rl.config import Configuration, flat_fields, own_fields
+
+PACKAGES = (
+    "sparse_rl.trace",
+    "sparse_rl.policies",
+    "sparse_rl.policies.config",
+    "sparse_rl.scorers",
+    "sparse_rl.matching",
+    "sparse_rl.pages",
+    "sparse_rl.kernels",
+    "sparse_rl.attention",
+    "sparse_rl.recipe",
+    "rollout",
+    "rollout.context",
+    "rewards",
+)
+ENTRY = re.compile(r"^(\w+(?:, \w+)*) : ", re.M)
+OURS = ("sparse_rl", "rollout", "trainer", "rewards", __name__)  # the last for the control
+
+
+def ours(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in OURS
+
+
+def offered() -> Iterator[tuple[str, str, Any]]:
+    """(package, name, object) of every public name."""
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            yield package, name, getattr(module, name)
+
+
+def public_classes() -> dict[str, type]:
+    return {f"{package}.{name}": item for package, name, item in offered() if inspect.isclass(item)}
+
+
+def said_of(cls: type, name: str) -> str:
+    """The docstring of a member, or the nearest one of what it overrides."""
+    return next((doc for base in cls.__mro__ if name in vars(base) and (doc := vars(base)[name].__doc__)), "")
+
+
+def members(cls: type) -> Iterator[tuple[str, Any]]:
+    """(name, what the nearest class has under it) of public methods and properties of ours."""
+    found = {}
+    fields = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+    for base in cls.__mro__:
+        for name, member in vars(base).items() if ours(base.__module__) else ():
+            # the default of a field may be a function
+            if (
+                name not in fields
+                and not name.startswith("_")
+                and isinstance(member, FunctionType | classmethod | staticmethod | property | cached_property)
+            ):
+                found.setdefault(name, member)
+    yield from found.items()
+
+
+# ---- everything is said ------------------------------------------------------------------------------------
+
+
+def unsaid(cls: type) -> list[str]:
+    """The methods and properties of a class that nothing is said of."""
+    return [name for name, _ in members(cls) if not said_of(cls, name).strip()]
+
+
+def own_docstring(cls: type) -> str:
+    """A class's own docstring, or nothing where dataclasses have written the signature instead."""
+    text = vars(cls).get("__doc__") or ""
+    return "" if text.startswith(f"{cls.__name__}(") else inspect.cleandoc(text)
+
+
+def entries(cls: type) -> set[str]:
+    """The names that a class's own docstring has an entry `name : text`, or `a, b : text`, for."""
+    return {name for names in ENTRY.findall(own_docstring(cls)) for name in names.split(", ")}
+
+
+def has_prose(cls: type) -> bool:
+    """Whether a class's docstring begins with words of the class itself."""
+    return own_docstring(cls) != "" and not ENTRY.match(own_docstring(cls))
+
+
+def without_words(cls: type) -> list[str]:
+    """The fields of a dataclass that neither its docstring nor that of a class that it extends has an entry for.
+
+    Three kinds of fields need none: one that is held flat is no key of its own, one that holds a configuration is said
+    by that one's docstring, and one that YAML does not set has a text right below it.
+    """
+    if not dataclasses.is_dataclass(cls):
+        return []
+    said = {name for base in cls.__mro__ for name in entries(base)}
+    if issubclass(cls, Configuration):
+        keys = own_fields(cls)
+        said |= flat_fields(cls).keys()
+        said |= {name for name, hint in keys.items() if any(map(is_said_block, (hint, *get_args(hint))))}
+        said |= {name for base in cls.__mro__ if ours(base.__module__) for name in said_below(base)} - keys.keys()
+    return [field.name for field in dataclasses.fields(cls) if field.name not in said]
+
+
+def is_said_block(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Configuration) and has_prose(hint)
+
+
+def test_every_public_class_and_function_has_a_docstring() -> None:
+    missing = []
+    for package, name, item in offered():
+        if inspect.isclass(item):
+            if not has_prose(item):
+                missing.append(f"{package}.{name}")
+        elif inspect.isfunction(item) and not (item.__doc__ or "").strip():
+            missing.append(f"{package}.{name}")
+    assert not missing, "\n".join(missing)
+
+
+def test_every_public_constant_has_a_docstring() -> None:
+    """A text right below its assignment, as documentation tools read it."""
+    missing = []
+    for package, name, item in offered():
+        if inspect.isclass(item) or inspect.isfunction(item):
+            continue
+        if not any(name in with_text_below(tree(module).body) for module in homes(package, name)):
+            missing.append(f"{package}.{name}")
+    assert not missing, "\n".join(missing)
+
+
+def test_every_public_method_and_property_has_a_docstring() -> None:
+    missing = [f"{place}.{name}" for place, cls in public_classes().items() for name in unsaid(cls)]
+    assert not missing, "\n".join(missing)
+
+
+def test_every_public_field_has_an_entry_in_its_class_docstring() -> None:
+    missing = [f"{place}.{name}" for place, cls in public_classes().items() for name in without_words(cls)]
+    assert not missing, "\n".join(missing)
+
+
+# ---- shapes ------------------------------------------------------------------------------------------------
+
+
+def without_shapes(function: Callable[..., Any], text: str) -> list[str]:
+    """The tensors that a function takes or returns whose shape its docstring does not say: NAME ... [."""
+    missing = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if "Tensor" in str(parameter.annotation) and not re.search(rf"\b{name}\b.*?\[", text, re.S):
+            missing.append(name)
+    returned = str(inspect.signature(function).return_annotation)
+    if "Tensor" in returned and not re.search(r"\[|scalar", text):
+        missing.append("what it returns")
+    return missing
+
+
+def public_functions() -> Iterator[tuple[str, Callable[..., Any], str]]:
+    """(name, function, what is said of its parameters)."""
+    for package, name, item in offered():
+        if inspect.isfunction(item):
+            yield f"{package}.{name}", item, item.__doc__ or ""
+    for place, cls in public_classes().items():
+        about = "\n".join(base.__doc__ or "" for base in cls.__mro__ if ours(base.__module__))
+        for name, member in members(cls):
+            function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            if isinstance(function, FunctionType):
+                yield f"{place}.{name}", function, f"{said_of(cls, name)}\n{about}"
+
+
+def test_every_tensor_of_a_public_function_has_its_shape_said() -> None:
+    missing = [
+        f"{place}: {name}" for place, function, text in public_functions() for name in without_shapes(function, text)
+    ]
+    assert not missing, "\n".join(missing)
+
+
+# ---- names -------------------------------------------------------------------------------------------------
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    file = sys.modules[module].__file__
+    assert file is not None
+    return ast.parse(Path(file).read_text())
+
+
+def with_text_below(body: Sequence[ast.stmt]) -> set[str]:
+    """The names that a module or a class assigns with a text right below."""
+    found = set()
+    for node, below in pairwise(body):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def said_below(cls: type) -> set[str]:
+    """The fields that a class says by a text right below them."""
+    classes = [node for node in tree(cls.__module__).body if isinstance(node, ast.ClassDef)]
+    return {name for node in classes if node.name == cls.__name__ for name in with_text_below(node.body)}
+
+
+def homes(package: str, name: str) -> Iterator[str]:
+    """The package, and the module that it has a name from."""
+    yield package
+    for node in ast.walk(tree(package)):
+        if isinstance(node, ast.ImportFrom) and node.module and name in [alias.name for alias in node.names]:
+            yield node.module
+
+
+def offers(package: str) -> set[str]:
+    """What a package defines, and what it imports from its own modules."""
+    found = set()
+    for node in ast.walk(tree(package)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
+            found |= {alias.asname or alias.name for alias in node.names}
+    for node in tree(package).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in found if not name.startswith("_")}
+
+
+# What the package takes from its own modules, and does not offer.
+INNER = {
+    "rewards": {
+        *("BoxedReward", "FormatReward", "MathReward", "RepetitionReward", "ShortAnswerReward", "SoftOverlongReward"),
+        "own_reward",
+    }
+}
+
+
+def sorting(name: str) -> tuple[int, str]:
+    """Constants first, then classes, then functions: as ruff sorts `__all__`."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+
+def lazy(package: str) -> set[str] | None:
+    """The names that a package imports when they are first asked for; None: it imports all at once."""
+    load = vars(importlib.import_module(package)).get("__getattr__")
+    return None if load is None else set(inspect.getclosurevars(load).nonlocals["homes"])
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_all_is_sorted_and_names_what_the_package_offers(package: str) -> None:
+    module = importlib.import_module(package)
+    assert module.__all__ == sorted(module.__all__, key=sorting)
+    assert offers(package) - INNER.get(package, set()) == set(module.__all__)
+    assert lazy(package) in (None, set(module.__all__))
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+    with pytest.raises(AttributeError):
+        _ = module.no_such_name
+
+
+# ---- the control -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Mute:
+    """Of a layer.
+
+    said : a number
+    """
+
+    said: int
+    unsaid: int
+
+    def score(self, keys: torch.Tensor) -> torch.Tensor:
+        return keys
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return ""
+
+
+def test_what_is_not_said_is_found() -> None:
+    assert unsaid(Mute) == ["score"]
+    assert without_words(Mute) == ["unsaid"]
+    assert without_shapes(Mute.score, "The keys, and what they are worth.") == ["keys", "what it returns"]
+    assert without_shapes(Mute.score, "keys : [B, Hkv, N, D]") == []

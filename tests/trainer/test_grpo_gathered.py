@@ -1,0 +1,67 @@
+"""What GRPO logs of a policy is over all processes, not the first one's."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections import defaultdict
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from trainer.grpo import trainer as grpo_trainer
+from trainer.grpo.panel import over_processes
+from trainer.grpo.trainer import SparseGRPOTrainer
+
+PANELS = [{"match/mass": 0.25, "match/bias_max": 3.0}, {}, {"match/mass": 0.75, "match/bias_max": 2.0, "a": 1.0}]
+
+
+def test_panels_of_several_processes() -> None:
+    """A process without a compaction has nothing to say, and does not count."""
+    assert over_processes(PANELS) == {"match/mass": 0.5, "match/bias_max": 3.0, "a": 1.0}
+    assert over_processes([PANELS[1]]) == {} and over_processes(PANELS[:1]) == PANELS[0]
+
+
+def of_process(rank: int, port: int, folder: str) -> None:
+    """Logs what it alone knows; the first process, which writes metrics.jsonl, writes what it has then."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    from accelerate import Accelerator
+
+    accelerator, metrics = Accelerator(cpu=True), defaultdict(list)
+    view = SimpleNamespace(recalls={0: (torch.tensor(4.0 * rank), torch.tensor(6.0))})
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(
+            device=accelerator.device, gather=accelerator.gather, autocast=nullcontext, unwrap_model=lambda model: model
+        ),
+        args=SimpleNamespace(scorers=SimpleNamespace(weight=2.0)),
+        model=torch.nn.Linear(1, 1),
+        engine=SimpleNamespace(policy=None),
+        current_gradient_accumulation_steps=1,
+        _mode="train",
+        _metrics={"train": metrics},
+        _scorer_views=[(view, torch.tensor([1.0 + rank, 3.0 + rank]))],
+    )
+    loss = SparseGRPOTrainer._scorers_learn(cast(Any, trainer))
+    assert float(loss) == 2.0 * (2 + rank)  # its own: gradients are averaged where they are reduced
+    grpo_trainer.base_of = grpo_trainer.policy_panel = cast(Any, lambda *_: {"cache/decisions_agree": 1.0 - rank})
+    SparseGRPOTrainer._log_policy(cast(Any, trainer), cast(Any, None))
+    if rank == 0:
+        Path(folder, "metrics.json").write_text(json.dumps(metrics))
+    accelerator.end_training()
+
+
+@pytest.mark.slow
+def test_two_processes_log_what_both_know(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(of_process, (port, str(tmp_path)), nprocs=2)
+    logged = json.loads((tmp_path / "metrics.json").read_text())
+    assert logged == {"boundary_loss": [2.5], "cache/recall": [pytest.approx(4 / 12)], "cache/decisions_agree": [0.5]}

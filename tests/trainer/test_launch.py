@@ -1,0 +1,24 @@
+"""How many processes a machine is asked to run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from trainer.config import LaunchConfig
+from trainer.launch import crowded
+
+
+@pytest.mark.parametrize(("cards", "places"), [(0, "3 CPU cores"), (3, "3 GPUs"), (1, "1 GPU")])
+def test_a_machine_that_is_asked_too_much_is_named(cards: int, places: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each machine by its share of the processes; as many as there are places are well."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    most = int(places[0])
+    assert crowded(LaunchConfig(processes=most)) is None
+    assert crowded(LaunchConfig(processes=most + 1)) == f"{most + 1} processes on {places}; lower it"
+    several = {"machines": 2, "main_process_ip": "10.0.0.1"}
+    assert crowded(LaunchConfig(processes=2 * most, **several)) is None
+    assert crowded(LaunchConfig(processes=2 * most + 2, **several)) == f"{most + 1} processes on {places}; lower it"
