@@ -130,7 +130,7 @@ class Docstrings(griffe.Extension):
             if lines and line and set(line) == {"-"}:
                 lines[-1:] = ["", f"**{lines[-1]}**", ""]
                 continue
-            entry = ENTRY.fullmatch(line)
+            entry = ENTRY.fullmatch(re.sub(r"^(\w+Error)$", r"\1 : ", line))  # an error stands alone in its line
             if entry and not inside and lines and lines[-1]:
                 lines.append("")
             if entry:

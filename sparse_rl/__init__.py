@@ -13,7 +13,7 @@ and rewards/ (recipe/ knows their configurations); analysis/, what runs and trac
 docs/architecture.md.
 
 Shapes throughout: B batch, S sequence, L layer, Hq query heads, Hkv kv heads, G = Hq / Hkv, D head dim,
-W window, N entries in a cache, K entries kept.
+W window, N entries in a cache, K entries kept; R rows of a call on caches, each a sequence in one layer.
 """
 
 __version__ = "0.1.0"

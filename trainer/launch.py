@@ -34,10 +34,15 @@ def needs_launch(asked: LaunchConfig) -> bool:
 
 
 def crowded(asked: LaunchConfig) -> str | None:
-    """What is wrong with more processes on this machine than it has GPUs, or without any, CPU cores; None: nothing."""
+    """What is wrong with more processes here than GPUs or, without any, CPU cores that may be used; None: nothing."""
     local, cards = asked.processes // asked.machines, torch.cuda.device_count()
-    places, kind = (cards, "GPU") if cards else (os.cpu_count() or 1, "CPU core")
+    places, kind = (cards, "GPU") if cards else (_usable_cores(), "CPU core")
     return f"{local} processes on {places} {kind}{'s' * (places > 1)}; lower it" if local > places else None
+
+
+def _usable_cores() -> int:
+    """Those that this process may run on, where the system tells: a container or a job may have a share of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def launch(asked: LaunchConfig, arguments: Sequence[str]) -> int:

@@ -5,11 +5,9 @@ What a run is comes as plain data (the resolved recipe) with the keys that may c
 
 from __future__ import annotations
 
-import configparser
 import contextlib
 import json
 import logging
-import netrc
 import os
 import platform
 from collections.abc import Collection, Mapping
@@ -18,11 +16,10 @@ from importlib.metadata import PackageNotFoundError, version
 from math import isnan
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from transformers import TrainerCallback
 
-from sparse_rl.errors import UserError
+from sparse_rl.errors import UserError, one_line
 from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, read_metrics
 from sparse_rl.models.directory import RUN_MODEL
 from trainer.checkpoint import checkpoints, damage, read_manifest
@@ -66,31 +63,49 @@ def versions() -> dict[str, str]:
     return named
 
 
-def wandb_offline_without_key(folder: Path) -> None:
-    """Let W&B write into the run directory, and offline, with a warning, where nobody is logged in to its server."""
+def wandb_offline_without_key(folder: Path) -> bool:
+    """Let W&B write into the run directory, and offline, with a warning, where nobody is logged in to its server.
+
+    Returns whether it can run: settings that it cannot read stop it, offline as well. That, too, is said.
+    """
     os.environ.setdefault("WANDB_DIR", str(folder))
-    if any(name in os.environ for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
-        return
-    host = urlsplit(_wandb_server()).netloc
+    if os.environ.get("WANDB_MODE"):
+        return True
     try:
-        logins = netrc.netrc(Path(os.environ.get("NETRC") or "~/.netrc").expanduser())  # where `wandb login` writes
-        logged_in = logins.authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        logged_in = False
-    if not logged_in:
-        os.environ["WANDB_MODE"] = "offline"
-        mend = f"`wandb login` or WANDB_API_KEY logs in; `wandb sync` sends what is in {folder}/wandb later"
-        logger.warning("nobody is logged in to Weights & Biases at %s: this run is logged offline. %s", host, mend)
+        if (server := _server_without_login()) is None:
+            return True
+        why = f"nobody is logged in to Weights & Biases at {server}"
+    except (Exception, SystemExit) as error:  # whatever it is, the training does not need it
+        why = f"nobody can be logged in to Weights & Biases ({one_line(error, 300)})"
+    os.environ["WANDB_MODE"] = "offline"
+    try:
+        _server_without_login()
+    except (Exception, SystemExit) as error:
+        why = one_line(error, 300)
+        logger.warning("this run is not logged to Weights & Biases, which cannot start: %s", why)
+        return False
+    mend = f"`wandb login` or WANDB_API_KEY logs in; `wandb sync` sends what is in {folder}/wandb later"
+    logger.warning("%s: this run is logged offline. %s", why, mend)
+    return True
 
 
-def _wandb_server() -> str:
-    """Its URL, found where W&B looks for it: the environment, or the settings that `wandb login --host` writes."""
-    settings = configparser.ConfigParser()
-    user = os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb"
-    with contextlib.suppress(OSError, configparser.Error):
-        settings.read(Path(user) / "settings")
-    saved = settings.get("default", "base_url", fallback="https://api.wandb.ai")
-    return os.environ.get("WANDB_BASE_URL") or saved
+def _server_without_login() -> str | None:
+    """The server of W&B, where nobody is logged in to it; None: somebody is, or no server is wanted.
+
+    W&B itself looks for the server and the key. It is silent, since to print who is logged in it asks the server; and
+    it forgets what it has read, since it would not see a WANDB_MODE that is set later.
+    """
+    import wandb
+
+    if wandb.run is not None:  # the caller's own, which the training joins
+        return None
+    try:
+        settings = wandb.setup(wandb.Settings(silent=True)).settings
+        if settings.mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
+            return None
+        return str(settings.base_url)
+    finally:
+        wandb.teardown()
 
 
 def check_world(processes: int) -> None:

@@ -7,7 +7,7 @@ plot_ratios(json.loads(Path("eval.json").read_text())["rows"], "ratios.png")
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,15 @@ AXES = {  # what was varied -> the axis' label
     "ratio": "share of the context's tokens that stay",
     "budget": "budget: entries that a compaction leaves in each kv head",
 }
+# setting -> what a budget makes of it: the window of h2o, the period of am
+FOLLOWS: dict[str, Callable[[int], int]] = {"window": lambda budget: budget // 2, "period": lambda budget: budget}
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """The rows of an eval.json. Raises UserError for anything else."""
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-        return [row for row in rows if row["parameters"] is not None]
+        return [row for row in rows if row["parameters"] is not None and {"accuracy", "task"} <= row.keys()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is not the eval.json of an evaluation: {reason(error)}") from error
 
@@ -84,9 +86,12 @@ def method_names(rows: Sequence[Row], axis: str = "ratio") -> list[str]:
 
 
 def _agree(ours: Row, theirs: Row, key: str) -> bool:
-    """Whether two caches have one setting: its value, or a window of half of their budgets, as h2o makes of none."""
-    halves = key == "window" and all("budget" in one and one.get(key) == one["budget"] // 2 for one in (ours, theirs))
-    return halves or ours.get(key) == theirs.get(key)
+    """Whether two caches have one setting: its value, or what follows from their budgets where it is not given."""
+    follows = FOLLOWS.get(key)
+    both = follows is not None and all(
+        "budget" in one and one.get(key) == follows(one["budget"]) for one in (ours, theirs)
+    )
+    return both or ours.get(key) == theirs.get(key)
 
 
 def _setting(key: str, value: Any) -> str:

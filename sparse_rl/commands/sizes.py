@@ -100,19 +100,25 @@ def folded_bytes(
 
     group : query heads of a kv head; dtype : of the cache
 
-    Keys are read twice to become one run of memory, and converted to float32; logits of the window's queries stand
-    beside their softmax. A fit has keys and values beside copies of them in order. A policy that reads no keys to
-    decide reads only the entries that move, and their places. And of each entry its position and a few more numbers.
+    What a policy declares that it reads, of keys and values, is copied once more as it becomes one run of memory. Where
+    queries score, keys are converted to float32, and logits of the window's queries stand beside their softmax. Where
+    none do, the score is taken to make three arrays like the keys in float64. A fit has keys and values beside copies
+    of them in order. A policy that declares nothing reads only the entries that move, and their places. And of each
+    entry its position and a few more numbers.
     """
     itemsize = ITEMSIZE[dtype]
     keys, window = itemsize * head_dim, policy.last_queries or int(policy.every_query)
+    reads = max(len(policy.score_reads), len(policy.observe_reads) if policy.every_query else 0)
     remembered = 8 + 4 * len(policy.entry_memory)
     if policy.bias is not None:
         queries, each = itemsize, 4 * keys + 32 + remembered
     elif window:
         queries, logits = 4 + itemsize, 4 * group * window
         converted = 4 * head_dim if itemsize < 4 else 0
-        each = max(2 * keys, keys + converted + logits, keys + 2 * logits) + remembered
+        read = reads * keys
+        each = max(read + keys, read + converted + logits, read + 2 * logits) + remembered
+    elif reads:
+        queries, each = 0, reads * keys + 24 * head_dim + remembered
     else:
         left = policy.schedule.budget
         moved = max(min(left, entries - left), 0) / entries

@@ -111,6 +111,8 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
 
     resume : a checkpoint directory, or "newest" for the newest in the recipe's output_dir
     """
+    from transformers.integrations import WandbCallback
+
     from sparse_rl.commands.resume import checkpoint_to_resume
     from sparse_rl.commands.trainers import TRAINERS
     from sparse_rl.models.directory import RUN_MODEL
@@ -126,9 +128,11 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
         folder = Path(training.output_dir)
         if rank() == 0:
             rundir.prepare(training.output_dir, training.as_yaml())
-        if "wandb" in training.training.report_to:
-            rundir.wandb_offline_without_key(folder)
+        wandb = rank() == 0 and "wandb" in training.training.report_to  # the other processes report nothing
+        without_wandb = wandb and not rundir.wandb_offline_without_key(folder)
         trainer = TRAINERS[training.kind](training, folder)
+        if without_wandb:
+            trainer.remove_callback(WandbCallback)
         trainer.recipe = training.resolved()
         compile_attention(trainer, training)
         if training.taught() is not None:

@@ -190,7 +190,12 @@ def kvpop(recipe: KVpopRecipe, folder: Path) -> Any:
     )  # fmt: skip
 
 
-TRAINERS: dict[str, Callable[[Any, Path], Any]] = {"grpo": grpo, "distill": distill, "kvpop": kvpop, "sft": sft}
+TRAINERS: dict[str, Callable[[Any, Path], Any]] = {
+    "grpo": grpo,
+    "distill": distill,
+    "kvpop": kvpop,
+    "sft": sft,
+}
 
 
 def _taught_options(recipe: TaughtRecipe, held_out: Any) -> dict[str, Any]:

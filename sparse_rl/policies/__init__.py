@@ -7,15 +7,7 @@ config/       the settings of each policy, with defaults and rules; both of thes
 base.py       the contract with an engine: what a policy sees, and what a compaction returns
 registry.py   the policies by name
 
-To add one:
-1. its settings: a dataclass in config/ and one line in CONFIGS; the recipe, the command line and the errors follow.
-   A budget that grows is a subclass of `Schedule` (schedule.py) with a `left`, and a `first`, of its own;
-2. a file here with a subclass of `Policy` that says `config: ItsConfig` and writes `score` (base.py says what it sees);
-   at its top the paper and the equation;
-3. declare `last_queries`, `every_query` or `entry_memory` if it needs the last queries, all, or memory per entry, and
-   `score_reads` or `observe_reads` if it looks at other than keys;
-4. one line in POLICIES (registry.py): the replay-exactness matrix and the invariance tests then cover it;
-5. a slow per-token reference of its equation in tests/policies/.
+docs/extending.md says how to add one, and which tests then cover it.
 """
 
 from __future__ import annotations

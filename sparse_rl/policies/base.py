@@ -28,6 +28,8 @@ def one_rank(value: torch.Tensor) -> torch.Tensor:
 class Entries:
     """What one layer's cache holds for R sequences, right-padded to N entries, in any order.
 
+    What lies in the padding is of no meaning: `valid` says what is real. Several layers may be stacked along R.
+
     keys, values : [R, Hkv, N, D], keys after RoPE; None where `Policy.score_reads` (in `observe`, `observe_reads`) does
         not name them
     positions : int64 [R, Hkv, N], logical: the place of each entry's token in prompt and completion
@@ -193,7 +195,7 @@ class Kept:
 class Policy:
     """A cache policy: keep the sinks, the window, and the best-scored of the rest, `Entries.left` per kv head in all.
 
-    A new policy is one file with a subclass that writes `score`; the package's docstring says what else.
+    A new policy is a subclass that writes `score`; docs/extending.md says what else, and what its tests are.
 
     `observe` and `compact` do not ask which layer they work on: `layer` there only names the place in an error, and
     several layers may be stacked along R in one call. `take_in` and `before_attending`, which may go by parameters of

@@ -1,8 +1,8 @@
 """The JSON Schema of recipes (draft 2020-12), by which an editor completes and checks one.
 
 `sparse-rl keys --json-schema` prints it. It is made of the dataclasses (keys.py), and holds names of keys, types and
-choices. It refuses nothing that the loader takes. The loader refuses more: the bounds of a value are words here, and
-what must hold between keys is not said.
+choices. It refuses nothing that the loader takes, but for settings beside a sweep that none of its caches has use for.
+The loader refuses more: the bounds of a value are words here, and what must hold between keys is not said.
 
 A definition in $defs is a dataclass, of its name, or a kind of recipe, `kind_NAME`. Which definition a mapping must
 meet is said by `if` and `then`, not by `oneOf`: so an editor's message is about the one that was named.
@@ -87,12 +87,12 @@ class SchemaWriter:
 
     # ---- dataclasses -----------------------------------------------------------------------------------------------
 
-    def mapping(self, cls: type, default: Any = None) -> Schema:
-        """A dataclass; `default` as in keys.py."""
-        keys = list(all_keys(cls, default))
+    def mapping(self, cls: type) -> Schema:
+        """A dataclass."""
+        keys = list(all_keys(cls))
         return {
             "type": "object",
-            "description": read_docstring(cls if default is None else type(default))[0],
+            "description": read_docstring(cls)[0],
             "properties": {key.name: self.property(key) for key in keys},
             "required": [key.name for key in keys if key.required],
             "additionalProperties": False,
@@ -109,11 +109,10 @@ class SchemaWriter:
         return schema
 
     def block(self, cls: type, default: Any) -> Schema:
-        """A block that is a dataclass: shared, unless this place has defaults of its own."""
-        if default is None or default == type(default)():
-            held = cls if default is None else type(default)
-            return self.refer(held.__name__, partial(self.mapping, held))
-        return self.mapping(cls, default)
+        """A block that is a dataclass: the definition of that class, or of the one that the place has by default."""
+        held = cls if default is None else type(default)
+        assert default is None or default == held(), f"{held.__name__} here has defaults that its definition has not"
+        return self.refer(held.__name__, partial(self.mapping, held))
 
     def family(self, cls: type[NamedConfiguration]) -> Schema:
         """One of a family: by its name alone, where it needs no more, or as a mapping that says its name."""

@@ -29,12 +29,10 @@ class EvictionTrace:
 
     Attributes
     ----------
-    evict_at : int32 tensor [L, Hkv, S] in host memory
-        NEVER (2**30) where the token is never evicted. Values >= S - 1 cannot be observed (the last token is sampled
-        but never fed) and are stored as NEVER.
+    evict_at : int32 [L, Hkv, S], in host memory; NEVER (2**30) where the token is never evicted. Values >= S - 1 cannot
+        be observed (the last token is sampled but never fed) and are stored as NEVER.
     further : by name, the sections beside evict_at, in host memory; each is declared in SECTIONS
-    validate : bool
-        False skips the checks (tests build deliberately wrong traces with it).
+    validate : False skips the checks (tests build deliberately wrong traces with it)
 
     Raises
     ------

@@ -262,3 +262,21 @@ def test_doctor_shows_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_m
         "attention kernel: flex_sorted is exact here (error / allowed: )",
         "attention kernel: flex is not used: no",
     ]
+
+
+@pytest.mark.parametrize(("cuda", "shown"), [(True, 1), (False, 0)])
+def test_doctor_counts_processes_where_there_are_gpus(
+    cuda: bool, shown: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
+) -> None:
+    """Without one, the recipe may be about another machine."""
+    new_model("qwen3").save_pretrained(tmp_path)
+    recipe = load_recipe("quickstart/grpo", [f"model={tmp_path}", "launch.processes=2"])
+    config = load_config(str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+    monkeypatch.setattr(choice, "check_kernels", lambda *_: [])
+    for place in ("machine", "memory"):
+        monkeypatch.setattr(f"sparse_rl.commands.{place}.device_memory", lambda: None)
+    lines = [line for line in doctor.fit(recipe, config)[1] if line.startswith("launch.processes: ")]
+    assert lines == ["launch.processes: 2 processes on 1 GPU; lower it"] * shown

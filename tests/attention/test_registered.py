@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from sparse_rl.attention.families import cache_shape
+from sparse_rl.attention.families import FAMILIES, cache_shape
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt
 from sparse_rl.attention.views.factory import make_view
 
@@ -26,7 +26,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("theirs", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_transformers_own(family: str, theirs: str, new_model: Callable, batch: tuple) -> None:
     """On left-padded batches with a mask, and without padding; without the mask the padding would show."""
     ids, mask = batch
@@ -43,7 +43,7 @@ def test_logits_are_transformers_own(family: str, theirs: str, new_model: Callab
         torch.testing.assert_close(ours(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_generate_keeps_the_padding(family: str, new_model: Callable, batch: tuple) -> None:
     """`generate` with a cache on a left-padded batch gives what each prompt gives alone, and what eager gives."""
     ids, mask = batch

@@ -147,6 +147,26 @@ def test_errors_are_checked_before_processes_start(here, capsys, monkeypatch):
     assert main(arguments) == 0 and len(started) == 1
 
 
+@pytest.mark.parametrize(("processes", "warned"), [(2, False), (4, True)])
+def test_more_processes_than_places_are_warned_of_before_they_start(processes, warned, here, capsys, monkeypatch):
+    monkeypatch.setattr("trainer.launch.launch", lambda *given: 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    words = [f"launch.processes={processes}", "per_device_train_batch_size=1", "gradient_accumulation_steps=4"]
+    assert main(["train", "grpo.yaml", *words]) == 0
+    line = f"sparse-rl: warning: launch.processes: {processes} processes on 2 GPUs; lower it"
+    assert (line in capsys.readouterr().err.splitlines()) == warned
+
+
+def test_what_wandb_cannot_do_ends_no_training(here, capsys, monkeypatch):
+    """A settings file that it cannot read, offline neither: the run goes on without it."""
+    (here / "wandb").mkdir()
+    (here / "wandb" / "settings").write_text("[default]\nbase_url = https://a%b.example\n")
+    monkeypatch.setenv("WANDB_DIR", "")
+    assert main(["train", "sft.yaml", "report_to=[wandb]"]) == 0
+    assert "this run is not logged to Weights & Biases, which cannot start: '%'" in capsys.readouterr().err
+    assert (here / "out" / "metrics.jsonl").exists() and not list((here / "out").glob("wandb"))
+
+
 def test_errors_leave_their_traceback_in_the_run_directory(here, capsys):
     fails(capsys, "train", "grpo.yaml", "data={path: nothing.jsonl}")
     log = (here / "out" / "error.log").read_text()

@@ -66,6 +66,10 @@ def test_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         "gkv", "streaming, period 1", "streaming, period 8", "full", "h2o"
     }  # fmt: skip
     assert method_names([row("h2o", 1, budget=b, window=16) for b in (32, 40)], "budget") == ["h2o", "h2o"]
+    assert method_names([row("am", 1, budget=b, period=b) for b in (32, 40)], "budget") == ["am", "am"]
+    assert method_names([row("am", 1, budget=b, period=32) for b in (32, 40)], "budget") == ["am", "am"]
+    mixed = [row("am", 1, budget=32, period=p) for p in (32, 16)]
+    assert method_names(mixed, "budget") == ["am, period 32", "am, period 16"]
     other = [row("h2o", 1, budget=32, window=w) for w in (16, 8)]
     assert method_names(other, "budget") == ["h2o, window 16", "h2o, window 8"]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["32", "40", "64"]
@@ -80,6 +84,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for content, message in (
         ({"rows": ROWS[-1:]}, "no row of this evaluation has an accuracy, and a budget or a ratio"),
         ({"rows": ROWS[5:6]}, "no row of this evaluation"),
+        ({"rows": [{"policy": "gkv", "parameters": {"budget": 8}, "perplexity": 2.0}]}, "no row of this evaluation"),
         ({"rows": [3]}, "is not the eval.json of an evaluation"),
         ([], "is not the eval.json of an evaluation"),
     ):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sparse_rl.recipe.load import make_recipe
+from sparse_rl.recipe.load import load_recipe, make_recipe
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -78,8 +78,21 @@ def test_every_command_is_tried_below() -> None:
 
 def test_its_recipe_is_one() -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", README, re.S)
-    recipe = make_recipe(yaml.safe_load(text), ["rewards=[math]"])
-    assert recipe.kind == "grpo" and recipe.cache.budget == 128
+    assert make_recipe(yaml.safe_load(text), ["rewards=[math]"]).cache.budget == 128
+
+
+def test_recipes_on_pages_are_recipes(tmp_path: Path) -> None:
+    found = [
+        (page, text)
+        for page in PAGES
+        for text in re.findall(r"```yaml\n(kind: .*?)```", page.read_text(encoding="utf-8"), re.S)
+        if "output_dir:" in text  # else it is a part of one
+    ]
+    assert len(found) >= 5
+    for page, text in found:
+        (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+        own = ["rewards=[math]"] if "rewards:" in text else []  # a function of one's own stands in another block
+        assert load_recipe(tmp_path / "recipe.yaml", own).kind in text, page.name
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ A life can follow a recorded trace. Where the record drops other entries than th
 entries in question must be equal to 1e-5 (float32 against float64); the life counts this as a flip and goes on from
 what was recorded. Anything else is a `Disagreement`.
 
-To add a policy: a subclass of `Life` with `scores`, and one line in REFERENCES.
+A policy's reference is a subclass of `Life` with `scores` and the method's `defaults`, and one line in REFERENCES;
+docs/extending.md has the other steps.
 """
 
 from __future__ import annotations

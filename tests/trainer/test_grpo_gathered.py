@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 from collections import defaultdict
@@ -26,6 +27,8 @@ def test_panels_of_several_processes() -> None:
     """A process without a compaction has nothing to say, and does not count."""
     assert over_processes(PANELS) == {"match/mass": 0.5, "match/bias_max": 3.0, "a": 1.0}
     assert over_processes([PANELS[1]]) == {} and over_processes(PANELS[:1]) == PANELS[0]
+    for panels in ([3.0, math.nan], [math.nan, 3.0]):
+        assert math.isnan(over_processes([{"match/bias_max": value} for value in panels])["match/bias_max"])
 
 
 def of_process(rank: int, port: int, folder: str) -> None:

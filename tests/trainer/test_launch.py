@@ -15,7 +15,8 @@ from trainer.launch import crowded
 def test_a_machine_that_is_asked_too_much_is_named(cards: int, places: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each machine by its share of the processes; as many as there are places are well."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)  # of which this process may use
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4, 6}, raising=False)
     most = int(places[0])
     assert crowded(LaunchConfig(processes=most)) is None
     assert crowded(LaunchConfig(processes=most + 1)) == f"{most + 1} processes on {places}; lower it"

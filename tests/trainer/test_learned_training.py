@@ -25,6 +25,7 @@ from sparse_rl.models.load import load_model
 from sparse_rl.recipe import make_recipe
 from trainer.losses.config import BoundaryConfig
 from trainer.scored.config import ScorersConfig
+from trainer.scored.loss import decisions_agree
 
 CACHE = {"policy": "kvpop", "budget": 12, "sinks": 2, "window": 4}
 
@@ -203,5 +204,6 @@ def test_decisions_agree(with_own_engine: Callable, monkeypatch: pytest.MonkeyPa
         for weight in trainer.engine.model.cache_scorers.parameters():
             weight.data.neg_()
 
+    assert decisions_agree(trainer.model, trainer.engine.policy.config, []) is None  # nothing evicted is no agreement
     trainer.engine.load_weights = wrong
     assert max(line["cache/decisions_agree"] for line in trained(trainer)) < 0.99

@@ -34,7 +34,7 @@ from trainer.checkpoint import (
     write_manifest,
 )
 from trainer.lock import locked, refuse_running
-from trainer.rundir import RunLog, check_world, refuse_used, versions, wandb_offline_without_key
+from trainer.rundir import RunLog, check_world, refuse_used, versions
 
 
 def recipe_of(folder: Path, *overrides: str, **more):
@@ -393,34 +393,3 @@ def test_what_cannot_be_right_is_refused_in_the_recipe(tmp_path: Path, more: dic
     with pytest.raises(UserError, match=says):
         recipe_of(tmp_path, **more)
     recipe_of(tmp_path, uniform_groups="drop", lora={"r": 4}, launch={"zero_stage": 2})  # the control
-
-
-@pytest.mark.parametrize(
-    ("variables", "saved", "server"),
-    [
-        ({}, None, "api.wandb.ai"),
-        ({"WANDB_BASE_URL": "https://wandb.example:8080/"}, None, "wandb.example:8080"),
-        ({}, "http://saved.example", "saved.example"),
-        ({"WANDB_BASE_URL": "https://wandb.example"}, "http://saved.example", "wandb.example"),
-    ],
-    ids=["public", "named", "saved", "named and saved"],
-)
-def test_wandb_is_online_where_somebody_is_logged_in_to_its_server(
-    variables: dict, saved: str | None, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
-) -> None:
-    """As `wandb login --host` stores it: the key in the netrc file, the server among the settings. A login to another
-    server does not count, and that the run is logged offline is said."""
-    netrc = tmp_path / "netrc"
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
-        monkeypatch.setenv(name, "")  # is restored, whatever is set below
-        monkeypatch.delenv(name)
-    for name, value in {"NETRC": netrc, "WANDB_CONFIG_DIR": tmp_path, "WANDB_DIR": "", **variables}.items():
-        monkeypatch.setenv(name, str(value))
-    if saved is not None:
-        (tmp_path / "settings").write_text(f"[default]\nbase_url = {saved}\n")
-    netrc.write_text(f"machine {server}\n  login user\n  password 0123\n")
-    wandb_offline_without_key(tmp_path)
-    assert "WANDB_MODE" not in os.environ and not caplog.text
-    netrc.write_text("machine other.example\n  login user\n  password 0123\n")
-    wandb_offline_without_key(tmp_path)
-    assert os.environ["WANDB_MODE"] == "offline" and f"at {server}: this run is logged offline" in caplog.text

@@ -12,22 +12,16 @@ from typing import Any
 import pytest
 import torch
 from counting import DEVICE, LAYERS, Counted, state_of
+from policy_cases import ON_VLLM
 
 from sparse_rl.kernels import redundancy
 from sparse_rl.policies import Policy
 
 MOST_OPERATORS, MOST_WAITS = 190, 6
 POLICIES: list[dict[str, Any]] = [
-    {"policy": "gkv", "budget": 128, "window": 16, "period": 128},
-    {"policy": "gkv", "budget": 128, "window": 16, "period": 128, "redundancy": False},
-    {"policy": "rkv", "budget": 128, "window": 16, "period": 128},
-    {"policy": "snapkv", "budget": 128, "window": 16, "period": 128},
-    {"policy": "morphkv", "budget": 128, "window": 16, "period": 128},
-    {"policy": "cake", "budget": 128, "window": 16, "period": 128},
-    {"policy": "streaming", "budget": 128, "period": 128},
-    {"policy": "h2o", "budget": 128, "period": 1},
-    {"policy": "tova", "budget": 128, "period": 1},
-    {"policy": "kvpop", "budget": 128, "window": 64, "scorer": {"name": "mlp"}},  # at the end of a longer prompt
+    *({"policy": name} for name in ON_VLLM if name not in ("full", "am")),  # am fits in a loop
+    {"policy": "gkv", "redundancy": False},
+    {"policy": "kvpop", "window": 64, "scorer": {"name": "mlp"}},  # at the end of a longer prompt
 ]
 
 
@@ -43,7 +37,8 @@ def test_a_compaction_of_all_layers_is_a_few_launches(
 
     monkeypatch.setitem(states.AT_ONCE, DEVICE.type, states.AT_ONCE["cuda"])
     monkeypatch.setitem(redundancy.AT_ONCE, DEVICE.type, redundancy.AT_ONCE["cuda"])
-    made = policy_of(policy["policy"], **{name: value for name, value in policy.items() if name != "policy"})
+    settings = {"budget": 128, "window": 16, "period": 1 if policy["policy"] in ("h2o", "tova") else 128, **policy}
+    made = policy_of(settings.pop("policy"), **settings)
     for requests in (1, 8):
         with Counted() as counted:
             state, table = state_of(made, requests, blocks_inside, monkeypatch)

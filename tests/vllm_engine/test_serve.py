@@ -25,6 +25,7 @@ from serving import START, Server, free_port
 
 from rollout import SamplingConfig, make_engine
 from rollout.vllm import serve
+from sparse_rl.attention.families import FAMILIES
 from sparse_rl.commands.console import Session, guarded
 from sparse_rl.commands.main import parse
 from sparse_rl.data.running_sum import EOS_ID, build_tokenizer
@@ -144,6 +145,15 @@ def test_a_plugin_that_vllm_would_not_find(
     monkeypatch.setattr(serve, "PLUGIN", "another")
     assert run(model) == 2
     assert "sparse-rl is not installed, so vLLM would not find its plugin" in capfd.readouterr().err
+
+
+def test_a_family_that_only_hf_samples_from(
+    model: Path, started: list, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "qwen3", "vllm has no code for it")
+    assert run(model) == 2
+    assert capfd.readouterr().err == "sparse-rl: error: model: qwen3: vllm has no code for it\n"
+    assert not started
 
 
 def test_a_port_in_use(model: Path, started: list, capfd: pytest.CaptureFixture) -> None:

@@ -8,10 +8,11 @@ import pytest
 from policy_cases import ON_VLLM
 
 from rollout import SamplingConfig
+from sparse_rl.attention.families import FAMILIES
 from sparse_rl.policies.config import accepted_parameters
 from sparse_rl.trace import NEVER
 
-FAMILIES = ("qwen2", "qwen3", "llama")
+ON_BOTH = [family for family, only_hf in FAMILIES.items() if only_hf is None]
 CELLS = [
     (policy, period) for policy in ON_VLLM for period in ((1, 16) if "period" in accepted_parameters(policy) else (1,))
 ]
@@ -21,10 +22,10 @@ MATRIX = [
     pytest.param(
         *cell,
         family,
-        marks=[] if ((i + 1) // 2 + (i + 1) % 2) % 3 == j and cell != ("am", 1) else pytest.mark.slow,
+        marks=[] if ((i + 1) // 2 + (i + 1) % 2) % len(ON_BOTH) == j and cell != ("am", 1) else pytest.mark.slow,
     )
     for i, cell in enumerate(CELLS)
-    for j, family in enumerate(FAMILIES)
+    for j, family in enumerate(ON_BOTH)
 ]
 LENGTHS = (5, 17, 33, 48, 63, 64, 79, 80, 81, 100, 130, 200, 256, 333, 450, 600)
 GREEDY = SamplingConfig(80, temperature=0, ignore_eos=True)

@@ -19,6 +19,8 @@ from judging import same
 from torch import distributed
 
 from rollout import SamplingConfig, make_engine
+from rollout.vllm.engine import OTHERWISE
+from sparse_rl.attention.families import FAMILIES
 from sparse_rl.errors import UserError
 from sparse_rl.policies import Policy
 
@@ -60,6 +62,17 @@ def test_head_sizes_that_are_refused(
     folder = directory_of("qwen3", head_dim=head_dim)
     with pytest.raises(ValueError, match=rf"head size {head_dim} .*use the hf engine"):
         open_engine(policy, folder)
+
+
+def test_a_family_that_only_hf_samples_from_is_refused(
+    policy: Policy, open_engine: Callable, directory_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line, before vLLM has the model."""
+    monkeypatch.setitem(FAMILIES, "qwen3", "vllm has no code for it")
+    monkeypatch.setattr("vllm.LLM", lambda **_: pytest.fail("vLLM was started"))
+    with pytest.raises(UserError) as caught:
+        open_engine(policy, directory_of("qwen3"))
+    assert str(caught.value) == f"model: qwen3: vllm has no code for it{OTHERWISE}"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate"
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig(Configuration):
-    """The replay guard: stop when a batch's mean |Δlogp| exceeds factor × the probe's, or the floor.
+    """The replay guard: stop when a batch's mean |Δlogp| exceeds factor × the probe's and the floor.
 
     factor : None takes 10 in float32 and 3 in half precision
     floor : None takes 1e-4 in float32, 0.1 in bfloat16 and 0.02 in float16

@@ -87,7 +87,8 @@ def policy_panel(model: PreTrainedModel, policy: Policy, rollout: Rollout) -> di
     am : see `match_panel`
     """
     if isinstance(policy, KVpop):
-        return {"cache/decisions_agree": decisions_agree(model, policy.config, [rollout])}
+        share = decisions_agree(model, policy.config, [rollout])
+        return {} if share is None else {"cache/decisions_agree": share}
     return match_panel(model, rollout) if isinstance(policy, AM) else {}
 
 
@@ -111,10 +112,13 @@ def match_panel(model: PreTrainedModel, rollout: Rollout) -> dict[str, float]:
 
 
 def over_processes(panels: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The panels of all processes as one: of a name the mean over those that have it, or of `..._max` the maximum."""
+    """The panels of all processes as one: of a name the mean over those that have it, or of `..._max` the maximum; NaN
+    where one is.
+    """
     names = dict.fromkeys(name for panel in panels for name in panel)
     found = {name: [panel[name] for panel in panels if name in panel] for name in names}
-    return {name: max(of) if name.endswith("_max") else sum(of) / len(of) for name, of in found.items()}
+    largest = {name for name in found if name.endswith("_max") and not any(map(math.isnan, found[name]))}
+    return {name: max(of) if name in largest else sum(of) / len(of) for name, of in found.items()}
 
 
 def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:

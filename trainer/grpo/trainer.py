@@ -215,7 +215,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         local = torch.tensor([[float(losses.detach().mean()), held, of]], device=self.accelerator.device)
         mean, held, of = self.accelerator.gather(local).mean(0).tolist()
         metrics["boundary_loss"].append(mean)
-        metrics["cache/recall"].append(held / of if of else 0.0)
+        if of:  # else no process had anything to recall
+            metrics["cache/recall"].append(held / of)
         return self.args.scorers.weight * losses.mean() / self.current_gradient_accumulation_steps
 
     def _get_per_token_logps_and_entropies(

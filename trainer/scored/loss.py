@@ -59,8 +59,9 @@ class ScorerLoss:
 
 
 @torch.no_grad()
-def decisions_agree(model: Any, policy: KVpopPolicyConfig, rollouts: Sequence[Any]) -> float:
+def decisions_agree(model: Any, policy: KVpopPolicyConfig, rollouts: Sequence[Any]) -> float | None:
     """The share of evictions on which an engine and the model's own scorers agree, of all that either makes: 0 to 1.
+    None where neither makes one.
 
     An eviction is a layer, kv head and token with its evict_at. rollouts : of the engine; the scorers decide anew on
     the same tokens
@@ -80,4 +81,4 @@ def decisions_agree(model: Any, policy: KVpopPolicyConfig, rollouts: Sequence[An
         evicted = (ours < NEVER) | (theirs < NEVER)
         same += int(((ours == theirs) & evicted).sum())
         either += int(evicted.sum())
-    return same / max(either, 1)
+    return same / either if either else None

@@ -1,0 +1,164 @@
+"""Weights & Biases: online where it finds a login itself, else offline; it is not asked over the network, and whatever
+is wrong with it, the training goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import wandb
+
+from trainer.rundir import wandb_offline_without_key
+
+KEY = "0123456789" * 4
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home, and working, directory without any login."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["WANDB_DIR", "WANDB_MODE", "NETRC"]:
+        monkeypatch.setenv(name, "")  # is restored, whatever is set below
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(logging.getLogger("sparse_rl"), "handlers", [])  # another test's, of a console that is closed
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def log_in(file: Path, server: str) -> None:
+    file.write_text(f"machine {server.partition('://')[2]}\n  login user\n  password {KEY}\n")
+
+
+def save(file: Path, *lines: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes("\n".join(["[default]", *lines, ""]).encode("latin-1"))
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "sparse_rl"]
+
+
+USER, WORKSPACE = ".config/wandb/settings", "wandb/settings"
+
+
+@pytest.mark.parametrize("netrc", [".netrc", "_netrc", "elsewhere"])
+@pytest.mark.parametrize(
+    ("variable", "settings", "saved"),
+    [
+        (None, None, None),
+        ("http://a.example:8080", None, None),
+        (None, USER, "http://b.example"),
+        (None, WORKSPACE, "http://c.example"),
+        ("http://a.example", USER, "http://b.example"),
+    ],
+    ids=["its own server", "named", "of the user", "of the workspace", "named and saved"],
+)
+def test_a_login_to_its_server_counts(
+    netrc: str, variable: str | None, settings: str | None, saved: str | None,
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    """As `wandb login` stores it. A login to another server does not count; one line says that the run is offline."""
+    if variable is not None:
+        monkeypatch.setenv("WANDB_BASE_URL", variable)
+    if settings is not None:
+        save(home / settings, f"base_url = {saved}")
+    if netrc == "elsewhere":
+        monkeypatch.setenv("NETRC", str(home / netrc))
+    server = variable or saved or wandb.Settings().base_url
+    log_in(home / netrc, str(server))
+    assert wandb_offline_without_key(home) and "WANDB_MODE" not in os.environ and not said(caplog)
+    log_in(home / netrc, "http://other.example")
+    assert wandb_offline_without_key(home) and os.environ["WANDB_MODE"] == "offline"
+    (line,) = said(caplog)
+    assert line.startswith(f"nobody is logged in to Weights & Biases at {server}: this run is logged offline. ")
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "mode"),
+    [
+        ("WANDB_MODE", "online", "online"),
+        ("WANDB_MODE", "disabled", "disabled"),
+        ("WANDB_API_KEY", KEY, None),
+        ("WANDB_IDENTITY_TOKEN_FILE", "token", None),
+        ("WANDB_MODE", "", "offline"),
+        ("WANDB_API_KEY", "", "offline"),
+        ("WANDB_API_KEY", "no key", "offline"),
+        ("WANDB_IDENTITY_TOKEN_FILE", "", "offline"),
+    ],
+)
+def test_one_variable_alone(
+    name: str, value: str, mode: str | None, home: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert wandb_offline_without_key(home) and os.environ.get("WANDB_MODE") == mode
+    assert len(said(caplog)) == (mode == "offline")
+    assert os.environ["WANDB_DIR"] == str(home)
+
+
+@pytest.mark.parametrize("line", [f"api_key = {KEY}", "mode = disabled", "mode = offline"])
+@pytest.mark.parametrize("settings", [USER, WORKSPACE])
+def test_what_settings_say_is_left_to_them(settings: str, line: str, home: Path, caplog) -> None:
+    save(home / settings, line)
+    assert wandb_offline_without_key(home) and "WANDB_MODE" not in os.environ and not said(caplog)
+
+
+def test_nobody_is_asked_over_the_network(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither whether the key is right, nor whose it is."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        log_in(home / ".netrc", url)
+        assert wandb_offline_without_key(home) and "WANDB_MODE" not in os.environ
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_a_run_that_starts_afterwards_is_offline(home: Path, caplog) -> None:
+    """W&B sees the mode, though it has been asked before; and a run that somebody has started is left alone."""
+    wandb_offline_without_key(home)
+    with wandb.init(project="test", settings=wandb.Settings(silent=True)) as run:
+        assert run.offline and Path(run.dir).is_relative_to(home / "wandb")
+        del os.environ["WANDB_MODE"]
+        assert wandb_offline_without_key(home) and wandb.run is run and "WANDB_MODE" not in os.environ
+    wandb.teardown()
+    assert len(said(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "starts"),
+    [
+        (["base_url = https://a%b.example"], False),
+        (["base_url = https://\xff.example"], False),
+        (["base_url = https://a.example", "base_url = https://b.example"], True),
+        (["base_url = a.example"], True),
+    ],
+    ids=["percent", "not UTF-8", "twice", "no scheme"],
+)
+def test_odd_settings_end_no_training(lines: list[str], starts: bool, home: Path, caplog) -> None:
+    """Offline where W&B can start under them, else without it; one line says which."""
+    save(home / USER, *lines)
+    assert wandb_offline_without_key(home) == starts
+    assert ("this run is logged offline" if starts else "this run is not logged to") in said(caplog)[0]
+    assert len(said(caplog)) == 1 and "\n" not in said(caplog)[0]
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "a.example", ""])
+def test_odd_servers_end_no_training(url: str, home: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", url)
+    assert not wandb_offline_without_key(home)
+    assert len(said(caplog)) == 1 and "\n" not in said(caplog)[0]
+
+
+def test_a_user_without_a_home(home: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    def nowhere(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", nowhere)
+    assert not wandb_offline_without_key(home)
+    why = "Could not determine home directory."
+    assert said(caplog) == [f"this run is not logged to Weights & Biases, which cannot start: {why}"]
