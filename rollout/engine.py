@@ -18,7 +18,7 @@ from sparse_rl.trace import EvictionTrace
 if TYPE_CHECKING:
     from rollout.context import Context
 
-# A matrix product over 1 to 3 rows takes another kernel on a CPU and rounds otherwise; a trained model amplifies that.
+# Sequences that are decoded at least, padding among them: attention over fewer rounds otherwise on a CPU (products.py).
 LEAST_ROWS = 4
 
 

@@ -29,6 +29,7 @@ from rollout.engine import LEAST_ROWS, Rollout
 from rollout.gated import GatedCache
 from rollout.layered import LayeredCache
 from rollout.paged import PagedCache
+from rollout.products import padded_layers
 from rollout.requests import Request, forced_token, requests_to_sample, requests_to_simulate, stop_tokens, token_ids
 from rollout.sampling import Uniforms, sample
 from sparse_rl.attention.families import cache_shape
@@ -327,12 +328,14 @@ class HFEngine:
     def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, cache: AnyCache) -> torch.Tensor:
         """The decoder's last hidden states [B, T, hidden] of ids [B, T]."""
         decoder = self.model.get_decoder()
-        out = decoder(input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=cache, use_cache=False)
+        with padded_layers(ids.numel(), ids.device):
+            out = decoder(input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=cache, use_cache=False)
         return out.last_hidden_state
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, V] of one position per row; no others are computed."""
-        return self.model.get_output_embeddings()(hidden)
+        with padded_layers(len(hidden), hidden.device):
+            return self.model.get_output_embeddings()(hidden)
 
     @staticmethod
     def _trace(cache: AnyCache, place: int, length: int) -> EvictionTrace:

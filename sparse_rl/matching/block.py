@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from sparse_rl.errors import NotFiniteError
-from sparse_rl.matching.fit import features, fit_values, fit_weights, paper_values, paper_weights, solved_weights
+from sparse_rl.matching.fit import features, fit_values, fit_weights, paper_values, paper_weights, pursuit_weights
 from sparse_rl.matching.select import PURSUIT_BOUND, attention_score, pursued
 
 BOUND = 3.0  # of log w in one compaction where keys are chosen by attention; earlier biases are added to it
@@ -111,19 +111,19 @@ def refit(block: Block, index: torch.Tensor, fit: Fit) -> tuple[torch.Tensor, to
 
     index : int64 [R, H, t], the entries that stay
 
-    First w = argmin |phi w - mass|^2, and the bias grows by log w; then the values, a ridge regression of the block's
-    outputs on the attention under the new biases (fit.py). The bias is rounded to the values' dtype before that.
+    First w = argmin |phi w - mass|^2 within bounds, and the bias grows by log w; then the values, a ridge regression of
+    the block's outputs on the attention under the new biases (fit.py). The bias is rounded to the values' dtype before.
     """
     logits = block.logits()
     phi, mass = features(logits)
     wide = index[:, :, None].expand(-1, -1, phi.shape[2], -1)
     kept = phi.gather(3, wide)
+    omp = fit.select == "omp"
+    bound = PURSUIT_BOUND if omp else BOUND
     if fit.paper:
-        weights = paper_weights(kept, mass, BOUND)
-    elif fit.select == "omp":
-        weights = solved_weights(kept, mass, PURSUIT_BOUND)
+        weights = paper_weights(kept, mass, bound, steps=0 if omp else 2)
     else:
-        weights = fit_weights(kept, mass, BOUND)
+        weights = (pursuit_weights if omp else fit_weights)(kept, mass, bound)
     bias = (block.bias.gather(2, index).double() + weights.log()).to(block.values.dtype).float()
     deep = index[..., None].expand(*index.shape, block.values.shape[-1])
     keys, values = block.keys.gather(2, deep).double(), block.values.gather(2, deep).double()

@@ -3,8 +3,9 @@
 Of one kv head: n reference queries, a block of N entries with logits s + b (scaling and earlier biases in them), of
 which t are kept, the set S. All functions take any leading axes, and compute in the dtype they are given: float64.
 
-Two departures from the paper, whose own solvers are in `paper_weights` and `paper_values`: those turn a rounding of
-1e-6 in the queries into 0.3 nats, so that what is sampled under them cannot be trained under.
+The departures from the paper are the ridges and the steps of the weights. The paper's own solvers are in
+`paper_weights` and `paper_values`: they turn a rounding of 1e-6 in the queries into 0.3 nats, so that no trainer can
+follow a sampler that uses them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 STEPS, POWER = 30, 12  # of the weights' descent; of the power iteration that finds its step (ours)
 JITTER = 1e-13  # of the diagonal, where keys repeat each other
+PURSUIT_RIDGE = 0.1  # of the weights of pursued keys (ours): no KL that was seen is higher, and rounding shows least
 
 
 def features(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,12 +33,17 @@ def fit_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float) -> torch.T
 
     kept : phi of S [..., n, t]; mass [..., n]
 
-    By accelerated projected gradient descent from the one weight that fits the total mass best (ours): the paper starts
-    from an unbounded least squares and takes two steps, which is worse than no bias where many entries stay.
+    By accelerated projected gradient descent from `flat_weights` (ours): the paper starts from an unbounded least
+    squares and takes two steps, which is worse than no bias where many entries stay.
     """
+    return descended(kept, mass, flat_weights(kept, mass), bound, STEPS)
+
+
+def flat_weights(kept: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """The one weight that fits the mass best, for every entry: [..., t]."""
     total = kept.sum(-1)
     flat = (total * mass).sum(-1, keepdim=True) / total.square().sum(-1, keepdim=True)
-    return descended(kept, mass, flat.expand(*kept.shape[:-2], kept.shape[-1]), bound, STEPS)
+    return flat.expand(*kept.shape[:-2], kept.shape[-1])
 
 
 def descended(kept: torch.Tensor, mass: torch.Tensor, start: torch.Tensor, bound: float, steps: int) -> torch.Tensor:
@@ -59,14 +66,14 @@ def descended(kept: torch.Tensor, mass: torch.Tensor, start: torch.Tensor, bound
     return weights
 
 
-def solved_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float) -> torch.Tensor:
-    """argmin |kept w - mass|^2, clamped to |log w| <= bound: what orthogonal matching pursuit ends with."""
-    gram = kept.mT @ kept
-    jitter = torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1) * JITTER)
-    wanted = kept.mT @ mass[..., None]
-    return torch.cholesky_solve(wanted, torch.linalg.cholesky(gram + jitter))[..., 0].clamp(
-        math.exp(-bound), math.exp(bound)
-    )
+def pursuit_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float) -> torch.Tensor:
+    """w = argmin |kept w - mass|^2 + a ridge towards `flat_weights`, clamped to |log w| <= bound: [..., t].
+
+    Orthogonal matching pursuit ends with the least squares alone (A.2). Where queries are hardly more than entries,
+    rounding decides its result. The ridge makes it a function of its input.
+    """
+    weights = fit_values(kept, mass[..., None], flat_weights(kept, mass)[..., None], PURSUIT_RIDGE)[..., 0]
+    return weights.clamp(math.exp(-bound), math.exp(bound))
 
 
 def fit_values(x: torch.Tensor, y: torch.Tensor, values: torch.Tensor, ridge: float) -> torch.Tensor:
@@ -92,9 +99,13 @@ def fit_values(x: torch.Tensor, y: torch.Tensor, values: torch.Tensor, ridge: fl
 # ---- the paper's own, for comparison --------------------------------------------------------------------------------
 
 
-def paper_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float) -> torch.Tensor:
-    """An unbounded least squares, clamped, and two projected steps (A.2)."""
-    return descended(kept, mass, _least_squares(kept, mass[..., None])[..., 0], bound, 2)
+def paper_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float, steps: int) -> torch.Tensor:
+    """An unbounded least squares, clamped to |log w| <= bound, and `steps` projected ones (algorithm 3).
+
+    Of keys chosen by attention: bound 3, 2 steps; of pursued keys: bound 7, no step (C.2).
+    """
+    start = _least_squares(kept, mass[..., None])[..., 0]
+    return descended(kept, mass, start, bound, steps)
 
 
 def paper_values(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -8,20 +8,36 @@ import torch
 
 
 def naive_pursuit(phi: torch.Tensor, count: int, bound: float = 7.0) -> tuple[list[int], torch.Tensor]:
-    """Algorithm 1: (entries in order of choice, weights [count]) of features [n, N]; a least squares at every step."""
-    mass, chosen, weights = phi.sum(-1), list[int](), torch.zeros(0)
+    """Algorithm 1 with the pruning of C.2: (entries in order of choice, weights [count]) of features [n, N].
+
+    A least squares at every step. Once all are chosen, those with log w < -bound are discarded, and selection goes on.
+    """
+    mass, chosen, discarded, weights = phi.sum(-1), list[int](), set[int](), torch.zeros(0)
     current = torch.zeros_like(mass)
-    while len(chosen) < count:
-        best, most = -1, -math.inf
-        for entry in range(phi.shape[1]):
-            agrees = float(phi[:, entry] @ (mass - current))
-            if entry not in chosen and agrees > most:
-                best, most = entry, agrees
-        chosen.append(best)
-        weights = torch.linalg.lstsq(phi[:, chosen], mass[:, None], driver="gelsd").solution[:, 0]
-        weights = weights.clamp(math.exp(-bound), math.exp(bound))
-        current = phi[:, chosen] @ weights
-    return chosen, weights
+    while True:
+        while len(chosen) < count:
+            best, most = -1, -math.inf
+            for entry in range(phi.shape[1]):
+                agrees = float(phi[:, entry] @ (mass - current))
+                if entry not in chosen and entry not in discarded and agrees > most:
+                    best, most = entry, agrees
+            chosen.append(best)
+            current, weights = _weighed(phi, chosen, bound)
+        poor = [entry for entry, weight in zip(chosen, weights, strict=True) if weight < math.exp(-bound)]
+        spare = phi.shape[1] - len(discarded) - count
+        if not poor or not spare:
+            return chosen, weights
+        poor = poor[-spare:]
+        discarded.update(poor)
+        chosen = [entry for entry in chosen if entry not in poor]
+        current, weights = _weighed(phi, chosen, bound)
+
+
+def _weighed(phi: torch.Tensor, chosen: list[int], bound: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the chosen entries say [n], by the weights [chosen] of a least squares that is clamped (algorithm 3)."""
+    weights = torch.linalg.lstsq(phi[:, chosen], phi.sum(-1)[:, None], driver="gelsd").solution[:, 0]
+    weights = weights.clamp(0.0, math.exp(bound))
+    return phi[:, chosen] @ weights, weights
 
 
 def naive_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float, steps: int = 20_000) -> torch.Tensor:

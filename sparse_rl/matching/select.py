@@ -9,8 +9,7 @@ import torch
 from sparse_rl.matching.fit import JITTER
 
 AGGREGATES = ("rms", "mean", "max")
-PURSUIT_BOUND = 7.0  # of |log w|, and under its negative an entry is not worth its place
-ROUNDS = 3  # of choosing anew what was not
+PURSUIT_BOUND = 7.0  # of |log w|, and under its negative an entry is not worth its place (C.2)
 
 
 def attention_score(logits: torch.Tensor, aggregate: str = "rms") -> torch.Tensor:
@@ -24,29 +23,36 @@ def attention_score(logits: torch.Tensor, aggregate: str = "rms") -> torch.Tenso
 def pursued(phi: torch.Tensor, count: int, allowed: torch.Tensor, gram: bool) -> torch.Tensor:
     """The `count` entries that carry the mass best: int64 [B, count], ascending. phi [B, n, N]; allowed bool [B, N].
 
-    An entry whose weight comes out below exp(-PURSUIT_BOUND) gives its place to another, as long as there are others.
+    Entries whose log w comes out below -PURSUIT_BOUND are discarded for good, and the pursuit goes on from the others,
+    until all pass (C.2), or as many competing entries are left as must stay.
     """
     chosen, weights = pursue(phi, count, allowed, gram)
     allowed = allowed.clone()
-    for _ in range(ROUNDS):
-        poor = weights <= math.exp(-PURSUIT_BOUND)
-        enough = allowed.sum(-1) - poor.sum(-1) >= count
-        again = (poor.any(-1) & enough).nonzero()[:, 0]
+    while True:
+        poor = weights < math.exp(-PURSUIT_BOUND)
+        spare = allowed.sum(-1) - count
+        # Of more poor entries than can be spared the last chosen go.
+        poor &= poor.flip(-1).cumsum(-1).flip(-1) <= spare[:, None]
+        again = poor.any(-1).nonzero()[:, 0]
         if not len(again):
-            break
-        barred = torch.zeros_like(allowed[again]).scatter_(-1, chosen[again], poor[again])
-        allowed[again] = allowed[again] & ~barred
-        chosen[again], weights[again] = pursue(phi[again], count, allowed[again], gram)
-    return chosen.sort(-1).values
+            return chosen.sort(-1).values
+        bad, were = poor[again], chosen[again]
+        allowed[again] &= ~torch.zeros_like(allowed[again]).scatter_(-1, were, bad)
+        kept_first = bad.int().argsort(dim=-1, stable=True)
+        given = were.masked_fill(bad, -1).gather(-1, kept_first)
+        chosen[again], weights[again] = pursue(phi[again], count, allowed[again], gram, given)
 
 
-def pursue(phi: torch.Tensor, count: int, allowed: torch.Tensor, gram: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Orthogonal matching pursuit: (int64 [B, count] in order of choice, their weights [B, count]).
+def pursue(
+    phi: torch.Tensor, count: int, allowed: torch.Tensor, gram: bool, given: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Orthogonal matching pursuit (algorithm 1): (int64 [B, count] in order of choice, their weights [B, count]).
 
     Each step takes the entry whose features agree best with the mass that is missing, and weighs all chosen ones anew,
     by a Cholesky factor that grows by a row: O(i^2) in step i, and the paper's least squares from scratch O(n i^2).
 
     gram : make phi^T phi once, of which a step reads a row (what a GPU is good at); else a step reads phi
+    given : int64 [B, count], entries that are chosen already, -1 behind them; None: none is
     """
     batch, n, entries = phi.shape
     rows = torch.arange(batch, device=phi.device)
@@ -60,6 +66,8 @@ def pursue(phi: torch.Tensor, count: int, allowed: torch.Tensor, gram: bool) -> 
     weights = phi.new_zeros(batch, 0)
     for i in range(count):
         new = agrees.masked_fill(taken, float("-inf")).argmax(-1)
+        if given is not None:
+            new = torch.where(given[:, i] >= 0, given[:, i], new)
         taken = taken.scatter(1, new[:, None], True)
         chosen[:, i] = new
         if products is not None:
@@ -75,7 +83,7 @@ def pursue(phi: torch.Tensor, count: int, allowed: torch.Tensor, gram: bool) -> 
             corner = corner - row.square().sum(-1)
         factor[:, i, i] = corner.clamp(min=JITTER * 1e-3).sqrt()  # a key that repeats others adds nothing
         solved = torch.cholesky_solve(wanted.gather(1, chosen[:, : i + 1])[..., None], factor[:, : i + 1, : i + 1])
-        weights = solved[..., 0].clamp(math.exp(-PURSUIT_BOUND), math.exp(PURSUIT_BOUND))
+        weights = solved[..., 0].clamp(0.0, math.exp(PURSUIT_BOUND))
         said = (weights[:, None] @ read[:, : i + 1])[:, 0]
         agrees = wanted - said if products is not None else ((mass - said)[:, None] @ phi)[:, 0]
     return chosen, weights

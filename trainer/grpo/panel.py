@@ -149,7 +149,8 @@ def check_gap(gap: torch.Tensor, limit: float) -> None:
         raise ReplayGapError(
             f"replay gap: mean |log p_trainer - log p_sampler| is {mean:.2e}, beyond the limit {limit:.2e}. "
             "Likely causes: the engine samples with stale weights; the trace belongs to other sequences; dropout or "
-            "another dtype in the trainer. Nothing was trained on this batch; the last checkpoint is untouched"
+            "another dtype in the trainer; under the policy am, fewer reference queries than fitted entries, in half "
+            "precision. Nothing was trained on this batch; the last checkpoint is untouched"
         )
 
 

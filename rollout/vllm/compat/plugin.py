@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import distributed
 
-from rollout.engine import LEAST_ROWS
+from rollout.products import padded
 from rollout.vllm.compat import processes
 from rollout.vllm.compat.arguments import on_cpu
 
@@ -65,11 +64,8 @@ def run_uncompiled() -> None:
 
 
 def _linear(layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """What vLLM calls for every Linear on a CPU, over at least LEAST_ROWS rows in float32."""
-    rows = x.shape[0]
-    if x.dtype != torch.float32 or rows >= LEAST_ROWS:
-        return layer.cpu_linear(x, weight, bias)
-    return layer.cpu_linear(F.pad(x, (0, 0, 0, LEAST_ROWS - rows)), weight, bias)[:rows]
+    """What vLLM calls for every Linear on a CPU."""
+    return padded(lambda rows: layer.cpu_linear(rows, weight, bias), x)
 
 
 @contextmanager
