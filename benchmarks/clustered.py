@@ -56,14 +56,12 @@ def recorded(length: int) -> dict[str, torch.Tensor]:
     assert isinstance(policy, Clustered)
     pages, query = policy.pages, torch.arange(length)
     closed = pages.closed(torch.full_like(query, PROMPT), query)
-    evict_at = torch.full((length,), NEVER, dtype=torch.int32)
-    for page in range(int(closed.max())):
-        evict_at[pages.tokens(torch.tensor(page))] = int((closed > page).int().argmax())
     luck = torch.rand(HEADS, length, int(closed.max()), generator=generator)
     best = luck.masked_fill(torch.arange(int(closed.max())) >= closed[:, None], -1).topk(pages.most)
     opened = best.indices.masked_fill(best.values < 0, -1).to(torch.int16)
     return {
-        "evict_at": evict_at.expand(1, 1, HEADS, -1).contiguous(),
+        "evict_at": torch.full((1, 1, HEADS, length), NEVER, dtype=torch.int32),
+        "closed_at": pages.closing(PROMPT, length)[None],
         "opened": opened[None, None],
         "paged_with": pages.settings(),
     }

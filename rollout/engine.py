@@ -31,6 +31,8 @@ class Rollout:
     model_logprobs : the same before top-p and top-k; this is what replay is compared with
     trace : len(trace) = prompt + completion
     finish_reason : "stop" (a stop token ends the completion) or "length" (truncated)
+
+    Raises TraceError where a trace of this prompt cannot have been recorded (`EvictionTrace.check`).
     """
 
     prompt_ids: list[int]
@@ -39,6 +41,9 @@ class Rollout:
     model_logprobs: list[float]
     trace: EvictionTrace
     finish_reason: Literal["stop", "length"]
+
+    def __post_init__(self) -> None:
+        self.trace.check(len(self.prompt_ids))
 
 
 class Prefilled(Protocol):

@@ -1,8 +1,8 @@
 """PagedCache: all keys and values, and the summaries of closed pages; a query reads a cover of them (sparse_rl/pages).
 
-Token t of a row stands in slot t. As a query arrives, pages close for it: their summaries are made, and evict_at of
-their tokens is this query. Then it chooses pages, and attends to sinks, tail, the other summaries and the chosen pages'
-tokens. So a step reads O(sinks + window + pages + K n) entries.
+Token t of a row stands in slot t. As a query arrives, pages close for it: their summaries are made. Then it chooses
+pages, and attends to sinks, tail, the other summaries and the chosen pages' tokens. So a step reads
+O(sinks + window + pages + K n) entries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from sparse_rl.errors import UserError
 from sparse_rl.pages import attention_weights, choose, random_weights, summarise
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.clustered import Clustered
-from sparse_rl.trace import NEVER
 
 KEYS, VALUES = "page_keys", "page_values"  # in a layer's memory: [B, Hkv, M, D], rounded to the cache's dtype
 OPENED = "opened"  # there too: int16 [B, Hkv, S, K]
@@ -72,12 +71,13 @@ class PagedCache(EvictingCache):
                 layer.memory[OPENED] = F.pad(layer.memory[OPENED], (0, 0, 0, missing), value=-1)
 
     def further(self, row: int, length: int) -> dict[str, torch.Tensor]:
-        """The sections opened, int16 [L, Hkv, length, K], paged_with, and pi where summaries are no plain means."""
+        """The sections paged_with, closed_at, opened, and pi where summaries are no plain means."""
         layers = [self.layers[i] for i in sorted(self.layers)]
         opened = torch.stack([layer.memory[OPENED][row] for layer in layers]).cpu()
         missing = length - opened.shape[2]
         opened = F.pad(opened, (0, 0, 0, missing), value=-1) if missing > 0 else opened[:, :, :length]
-        found = {"opened": opened.contiguous(), "paged_with": self.pages.settings()}
+        closed_at = self.pages.closing(self.prompt_lengths[row], length)
+        found = {"paged_with": self.pages.settings(), "closed_at": closed_at, "opened": opened.contiguous()}
         if not self.pages.uniform:
             weights = torch.stack([layer.state[WEIGHTS][row] for layer in layers]).cpu()
             found["pi"] = F.pad(weights, (0, max(length - weights.shape[-1], 0)))[..., :length].contiguous()
@@ -111,7 +111,7 @@ class PagedCache(EvictingCache):
         layer.values[rows, :, self._slots] = value[:, :, 0]
         layer.positions[rows, :, self._slots] = now[:, None]
         if self._were != self._closed:
-            self._close(index, layer, now)
+            self._close(index, layer)
 
         wide = computing_dtype(query, value)
         # The G query heads of a group attend as G "queries" to their kv head: nothing is repeated.
@@ -143,16 +143,16 @@ class PagedCache(EvictingCache):
             layer.state[RECEIVED].scatter_add_(-1, slots, received.mean(2))
         return out.to(value.dtype).reshape(query.shape)
 
-    def _close(self, index: int, layer: Layer, now: torch.Tensor) -> None:
+    def _close(self, index: int, layer: Layer) -> None:
         """Summarise the pages that this query is the first not to see raw."""
         low = min(a for a, b in zip(self._were, self._closed, strict=True) if a < b)
-        high, device, pages = max(self._closed), now.device, self.pages
+        high, device, pages = max(self._closed), layer.keys.device, self.pages
+        batch, heads = layer.keys.shape[:2]
         numbers = torch.arange(low, high, device=device)
         were, closed = torch.tensor(self._were, device=device), torch.tensor(self._closed, device=device)
         new = (numbers >= were[:, None]) & (numbers < closed[:, None])  # [B, M']
-        tokens = pages.tokens(numbers).expand(len(now), -1, -1)
+        tokens = pages.tokens(numbers).expand(batch, -1, -1)
         tokens = torch.where(new[..., None], tokens, 0)
-        batch, heads = len(now), layer.keys.shape[1]
         slots = tokens.flatten(1)[:, None].expand(-1, heads, -1)
         shape = (len(numbers), pages.size)
         weights = None
@@ -167,10 +167,8 @@ class PagedCache(EvictingCache):
                 held = F.pad(held, (0, 0, 0, high + ROOM - held.shape[2]))
             held[:, :, low:high] = torch.where(new[:, None, :, None], made.to(held.dtype), held[:, :, low:high])
             layer.memory[name] = held
-        gone = new.repeat_interleave(pages.size, dim=1)[:, None].expand_as(slots)
-        at = torch.where(gone, now[:, None, None], NEVER).to(torch.int32)
-        layer.evict_at.scatter_reduce_(-1, slots, at, reduce="amin")
         if weights is not None:
+            gone = new.repeat_interleave(pages.size, dim=1)[:, None].expand_as(slots)
             layer.state[WEIGHTS].scatter_reduce_(-1, slots, weights.flatten(2).masked_fill(~gone, 0.0), reduce="amax")
 
 

@@ -154,7 +154,7 @@ VISITS = Section(
     dtype=torch.int32,
     axes=("visit",),
     joined="visit",
-    check=lambda values, _: "visits must be positions" if bool((values < 0).any()) else None,
+    check=lambda values, *_: "visits must be positions" if bool((values < 0).any()) else None,
     batch=batch_visits,
     pack=lambda documents, starts, ends: torch.cat([v + start for v, start in zip(documents, starts, strict=True)]),
 )
@@ -163,7 +163,7 @@ GAINS = Section(
     dtype=torch.float32,
     axes=("visit", "layer"),  # not every section is joined along its last axis
     joined="visit",
-    check=lambda values, _: None,
+    check=lambda *_: None,
     batch=lambda rows, starts, width: batch_visits(rows, [0] * len(rows), width),
     pack=lambda documents, starts, ends: torch.cat(list(documents)),
 )

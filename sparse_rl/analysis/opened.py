@@ -11,14 +11,14 @@ import torch
 from sparse_rl.analysis.drawing import COLOURS, new_figure, save_figure
 from sparse_rl.errors import UserError
 from sparse_rl.pages import Pages
-from sparse_rl.trace import NEVER, EvictionTrace
+from sparse_rl.trace import EvictionTrace
 
 FINEST = 250  # cells in a row or a column of the map, at most: each is larger than a pixel
 
 
 def records_pages(trace: EvictionTrace) -> bool:
-    """Whether evict_at says, in its `paged_layers`, when a token's page closed: it is held, and read in a summary."""
-    return {"opened", "paged_with"} <= trace.further.keys()
+    """Whether pages close in some layers: their tokens are held, and read in summaries."""
+    return "closed_at" in trace.further
 
 
 def paged_layers(trace: EvictionTrace) -> list[int]:
@@ -33,19 +33,19 @@ class Tally:
         self.queries = self.closed = self.opened = self.following = self.repeated = 0
         self.back = torch.zeros(longest, dtype=torch.long)  # by tokens from a query back to the end of its page
 
-    def add(self, opened: torch.Tensor, evict_at: torch.Tensor, pages: Pages) -> None:
-        """opened : int16 [Hkv, S, K]; evict_at : int32 [Hkv, S]"""
-        length = opened.shape[1]
+    def add(self, opened: torch.Tensor, closed_at: torch.Tensor, pages: Pages) -> None:
+        """opened : int16 [Hkv, S, K]; closed_at : int32 [P]"""
+        heads, length, _ = opened.shape
         query = torch.arange(length)
-        counted = (query >= evict_at.amin(-1, keepdim=True)) & (query < length - 1)  # the last token is never fed
-        self.queries += int(counted.sum())
-        self.closed += int((length - 1 - evict_at.long()).clamp(min=0).sum()) // pages.size
+        counted = (query >= (closed_at[:1] if len(closed_at) else length)) & (query < length - 1)
+        self.queries += heads * int(counted.sum())  # the last token is never fed
+        self.closed += heads * int((length - 1 - closed_at).sum())
         chosen = opened >= 0
         self.opened += int(chosen.sum())
         ends = pages.sinks + (opened.long() + 1) * pages.size - 1
         self.back += torch.bincount((query[:, None] - ends)[chosen].clamp(min=0), minlength=len(self.back))
         ordered = opened.sort(-1).values
-        following = counted[:, :-1] & counted[:, 1:] & chosen[:, 1:].any(-1)
+        following = counted[:-1] & counted[1:] & chosen[:, 1:].any(-1)
         self.following += int(following.sum())
         self.repeated += int((following & (ordered[:, 1:] == ordered[:, :-1]).all(-1)).sum())
 
@@ -77,8 +77,17 @@ def page_statistics(traces: Sequence[EvictionTrace]) -> dict[str, Any] | None:
         pages = Pages.read(trace.further["paged_with"])
         for layer in paged_layers(trace):
             for tally in (whole, layers[layer]):
-                tally.add(trace.further["opened"][layer], trace.evict_at[layer], pages)
+                tally.add(trace.further["opened"][layer], trace.further["closed_at"], pages)
     return {**whole.as_numbers(), "layers": [layer.as_numbers() for layer in layers]}
+
+
+def unpaged(trace: EvictionTrace) -> EvictionTrace:
+    """The trace of a cache that drops a page's tokens as it closes: what is held there is what is read raw here."""
+    pages, closed_at = Pages.read(trace.further["paged_with"]), trace.further["closed_at"]
+    evict_at, layers = trace.evict_at.clone(), torch.tensor(paged_layers(trace))[:, None]
+    tokens = pages.tokens(torch.arange(len(closed_at))).flatten()
+    evict_at[layers, :, tokens] = closed_at.repeat_interleave(pages.size)[:, None]
+    return EvictionTrace(evict_at)
 
 
 # ---- the map --------------------------------------------------------------------------------------------------------
@@ -115,7 +124,8 @@ def plot_opened(traces: Sequence[EvictionTrace], out: str | Path) -> Path:
     cells = shares.where(shares > 0, torch.nan).numpy()
     drawn = axes.pcolormesh(across, up, cells, cmap="viridis_r", vmin=0, vmax=1, rasterized=True)
     figure.colorbar(drawn, label="share of layers and kv heads")
-    axes.step(*closing_line(trace.evict_at[layers[0], 0], pages.sinks), where="post", color=COLOURS[1], linewidth=1)
+    edges = closing_line(trace.further["closed_at"], pages, len(trace))
+    axes.step(*edges, where="post", color=COLOURS[1], linewidth=1)
     axes.grid(visible=False)
     axes.set_xlim(-0.5, len(trace) - 1.5)  # the last token is never fed
     axes.set_ylim(bottom=0)
@@ -128,11 +138,11 @@ def plot_opened(traces: Sequence[EvictionTrace], out: str | Path) -> Path:
     return save_figure(figure, out)
 
 
-def closing_line(evict_at: torch.Tensor, sinks: int) -> tuple[list[float], list[float]]:
+def closing_line(closed_at: torch.Tensor, pages: Pages, length: int) -> tuple[list[float], list[float]]:
     """Where pages close, as the edges of cells: the queries, and the end of what has closed.
 
-    evict_at : int32 [S], of any kv head: all of them close a page at the same query
+    closed_at : int32 [P]; length : tokens of the sequence
     """
-    at, tokens = evict_at[evict_at < NEVER].unique(return_counts=True)
-    ends = [sinks, *(tokens.cumsum(0) + sinks).tolist()]
-    return [x - 0.5 for x in (0, *at.tolist(), len(evict_at) - 1)], [y - 0.5 for y in (*ends, ends[-1])]
+    at, counts = closed_at.unique(return_counts=True)
+    ends = [pages.sinks, *(pages.sinks + counts.cumsum(0) * pages.size).tolist()]
+    return [x - 0.5 for x in (0, *at.tolist(), length - 1)], [y - 0.5 for y in (*ends, ends[-1])]

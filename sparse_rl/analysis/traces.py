@@ -29,15 +29,16 @@ def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, 
     """
     import torch
 
-    from sparse_rl.analysis.opened import page_statistics
+    from sparse_rl.analysis.opened import page_statistics, unpaged
 
-    kept = torch.stack([t.kept_counts().float() for t in traces]).mean(0)
+    pages = page_statistics(traces)
+    read = traces if pages is None else [unpaged(t) for t in traces]
+    kept = torch.stack([t.kept_counts().float() for t in read]).mean(0)
     lengths = [len(t) for t in traces]
 
     def spread(values: Sequence[float]) -> dict[str, float]:
         return {"min": min(values), "mean": sum(values) / len(values), "max": max(values)}
 
-    pages = page_statistics(traces)
     share, per_head, density = HELD if pages is None else UNPAGED
     statistics = {
         "traces": len(traces),
@@ -45,9 +46,9 @@ def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, 
         "kv_heads": traces[0].kv_heads,
         "length": spread(lengths),
         HELD[0]: spread([t.retention() for t in traces]),
-        share: spread([float(t.kept_counts().float().mean()) / max(len(t) - 1, 1) for t in traces]),
+        share: spread([float(t.kept_counts().float().mean()) / max(len(t) - 1, 1) for t in read]),
         per_head: [[round(v, 2) for v in row] for row in kept.tolist()],
-        density: [round(v, 4) for v in mean_density(traces, 20).tolist()],
+        density: [round(v, 4) for v in mean_density(read, 20).tolist()],
         "fingerprint": dict(fingerprint),
         "sections": _further(traces),
     }

@@ -52,9 +52,11 @@ class TraceView(KVView, Protocol):
     """A view of recorded traces, which `make_view` can choose.
 
     replays : the trace sections that it replays; it refuses a batch with any other
+    requires : those of them that it cannot do without
     """
 
     replays: ClassVar[frozenset[str]]
+    requires: ClassVar[frozenset[str]]
 
     def __init__(
         self, batch: Mapping[str, torch.Tensor], device: torch.device | str, kernel: str, through: bool
@@ -62,10 +64,12 @@ class TraceView(KVView, Protocol):
 
 
 def check_sections(view: Any, sections: Iterable[str]) -> None:
-    """Raise TraceError where a trace has a section that the class `view` does not replay."""
+    """Raise TraceError where a trace has a section that the class `view` does not replay, or lacks one it requires."""
     if beyond := [name for name in sections if name not in view.replays]:
         can = ", ".join(sorted(view.replays))
         raise TraceError(f"{view.__name__} cannot replay the section {beyond[0]!r} of a trace; it replays {can}")
+    if lacking := sorted(view.requires - set(sections)):
+        raise TraceError(f"{view.__name__} cannot replay a trace without the section {lacking[0]!r}")
 
 
 def attention_forward(

@@ -51,8 +51,8 @@ def replay_logprobs(
     Raises
     ------
     UserError
-        A trace of another length or shape than the sequence or model, or with a section that no view replays; an
-        unsupported model; reentrant checkpointing.
+        A trace of another length or shape than the sequence or model, with values that no sampler can have recorded
+        behind this prompt, or with a section that no view replays; an unsupported model; reentrant checkpointing.
     """
     adopt(model)
     refuse_reentrant_checkpointing(model)
@@ -68,6 +68,7 @@ def replay_logprobs(
                     f"a trace of layers x kv heads x tokens {list(rollout.trace.shape)} does not fit "
                     f"a model and sequence of {[layers, kv_heads, len(row)]}"
                 )
+            rollout.trace.check(len(rollout.prompt_ids))
         width = max(map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
         view = make_view([r.trace for r in batch], [0] * len(batch), width, device, attention_kernel)

@@ -71,6 +71,14 @@ class Pages:
         behind = query - self.window - self.sinks
         return (query >= prompt) * (behind > 0) * behind // self.size
 
+    def closing(self, prompt: int, length: int) -> torch.Tensor:
+        """The section closed_at: int32 [P], the first query that sees each page as a summary, of those that close.
+
+        prompt : tokens of the prompt; length : S, those of the whole sequence, whose last is no query
+        """
+        numbers = torch.arange(int(self.closed(prompt, length - 2)))
+        return (self.sinks + (numbers + 1) * self.size + self.window).clamp(min=prompt).to(torch.int32)
+
     def tokens(self, pages: torch.Tensor) -> torch.Tensor:
         """The positions of the tokens of pages: int64 [..., n]. pages : their numbers, int64 [...]"""
         return self.sinks + pages[..., None] * self.size + torch.arange(self.size, device=pages.device)

@@ -2,14 +2,16 @@
 
 record.py     EvictionTrace: evict_at and further sections; several traces as one batch, one packed sequence, one file
 sections.py   the kinds of section, each declared once: adding a kind is an entry of SECTIONS and a view that replays it
+checks.py     the values that no sampler can have recorded
 files.py      the file format
 
 It knows tensors and files; it knows neither policies nor engines nor attention.
 """
 
+from sparse_rl.trace.checks import NEVER
 from sparse_rl.trace.files import FORMAT_VERSION, read_fingerprint
 from sparse_rl.trace.record import EvictionTrace, batch_traces, load_traces, pack_traces, save_traces
-from sparse_rl.trace.sections import NEVER, SECTIONS, Section, TraceError
+from sparse_rl.trace.sections import SECTIONS, Section, TraceError
 
 __all__ = [
     "FORMAT_VERSION",

@@ -25,8 +25,9 @@ from sparse_rl.files import usual_permissions
 from sparse_rl.trace.sections import EVICT_AT, SECTIONS, TraceError
 
 FORMAT = "sparse_rl.trace"
-FORMAT_VERSION = 2
-"""The version of trace files that is written, and the only one that is read."""
+FORMAT_VERSION = 3
+"""The version of trace files that is written. Version 2 is read, but for pages, whose closing was in evict_at there."""
+READ = ("2", "3")
 LENGTHS = ".lengths"
 HASH = "sha256"
 
@@ -133,8 +134,10 @@ def _read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         raise TraceError(f"{path} cannot be read (truncated, or not a safetensors file): {_shown(error)}") from None
     if metadata.get("format") != FORMAT:
         raise TraceError(f"{path} is not a trace file (format {_shown(metadata.get('format'))}, expected {FORMAT!r})")
-    if (version := metadata.get("format_version")) != str(FORMAT_VERSION):
-        raise TraceError(f"{path} has format version {_shown(version)}, this reads {FORMAT_VERSION}")
+    if (version := metadata.get("format_version")) not in READ:
+        raise TraceError(f"{path} has format version {_shown(version)}, this reads {' and '.join(READ)}")
+    if version == "2" and "opened" in tensors:
+        raise TraceError(f"{path} has pages in format version 2, which mixed their closing with evictions; sample anew")
     if HASH not in metadata:
         raise TraceError(f"{path} has no {HASH}: an earlier version wrote it, and damage would not show; sample anew")
     if metadata[HASH] != found:

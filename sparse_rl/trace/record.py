@@ -37,8 +37,8 @@ class EvictionTrace:
     Raises
     ------
     TraceError
-        A section that is not declared, of a wrong dtype or shape, empty, or with values that it cannot have:
-        evict_at[l, h, t] <= t (a token always sees itself), or >= S - 1 and not NEVER.
+        A section that is not declared, of a wrong dtype or shape, or without another that belongs to it; or values that
+        no sampler can have recorded, such as evict_at[l, h, t] <= t (a token always sees itself). See checks.py.
     """
 
     evict_at: torch.Tensor
@@ -46,8 +46,17 @@ class EvictionTrace:
     validate: bool = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self, prompt: int | None = None) -> None:
+        """Raise TraceError where a section has values that no sampler can have recorded (checks.py).
+
+        prompt : tokens of the prompt, where they are known; nothing was refitted, paged or opened before its end
+
+        It was done when the trace was made. It is done again before each replay, since tensors can be written to.
+        """
         if self.validate:
-            _check(self.sections)
+            _check(self.sections, prompt)
 
     @property
     def sections(self) -> dict[str, torch.Tensor]:
@@ -145,16 +154,8 @@ class EvictionTrace:
 
     # ---- statistics ---------------------------------------------------------------------------------------------
 
-    @property
-    def leaves_at(self) -> torch.Tensor:
-        """When an entry leaves the cache, int32 [L, Hkv, S]: evict_at, but never in a layer whose tokens are paged."""
-        if "opened" not in self.further:
-            return self.evict_at
-        paged = self.further.get("paged_layers", torch.arange(self.layers)).long()
-        return self.evict_at.index_fill(0, paged, NEVER)
-
     def kept_counts(self, query: int | None = None) -> torch.Tensor:
-        """Tokens that a query (default: the last one fed, S - 2) attends to: int64 [L, Hkv]."""
+        """Tokens that are held as a query (default: the last one fed, S - 2) attends: int64 [L, Hkv]."""
         query = max(len(self) - 2, 0) if query is None else query
         return (self.evict_at[..., : query + 1] > query).sum(-1)
 
@@ -166,7 +167,7 @@ class EvictionTrace:
         fed = len(self) - 1
         if fed <= prompt:
             return torch.zeros(self.shape[:2], dtype=torch.long)
-        gone_at = self.leaves_at[..., :fed].long().clamp(max=fed)
+        gone_at = self.evict_at[..., :fed].long().clamp(max=fed)
         gone = torch.zeros(*self.shape[:2], fed + 1, dtype=torch.long).scatter_add_(
             -1, gone_at, torch.ones_like(gone_at)
         )
@@ -176,7 +177,7 @@ class EvictionTrace:
     def retention(self) -> float:
         """Entries held / tokens fed at the end of the sequence, averaged over layers and kv heads (G-KV): 0 to 1."""
         fed = max(len(self) - 1, 1)
-        return float((self.leaves_at[..., :fed] >= fed).float().sum(-1).mean()) / fed
+        return float((self.evict_at[..., :fed] >= fed).float().sum(-1).mean()) / fed
 
     def density(self, bins: int = 20, layer: int | None = None) -> torch.Tensor:
         """Share of the tokens still held at the end, by relative position in the sequence: float32 [bins].
@@ -213,10 +214,11 @@ def batch_traces(traces: Sequence[EvictionTrace], starts: Sequence[int], width: 
     evict_at 0, so that nobody sees it. Layers come first, so that the slice of one layer is contiguous.
 
     Raises TraceError where the traces do not go together (other sections, layers or kv heads), do not fit the columns,
-    were sampled under different settings, or are none.
+    were sampled under different settings, or are none; and where `EvictionTrace.check` does.
     """
     names = _common_sections(traces)
     for row, (trace, start) in enumerate(zip(traces, starts, strict=True)):
+        trace.check()
         if start < 0 or start + len(trace) > width:
             raise TraceError(f"row {row}: {len(trace)} tokens from column {start} do not fit {width} columns")
     return {name: SECTIONS[name].batch([t.sections[name] for t in traces], starts, width) for name in names}
@@ -270,8 +272,8 @@ def load_traces(path: str | Path, fingerprint: Mapping[str, str] | None = None) 
         raise TraceError(f"{path}: {error}") from None
 
 
-def _check(sections: Mapping[str, torch.Tensor]) -> None:
-    """Raise TraceError at the first section that is not as declared; evict_at comes first, and others rely on it."""
+def _check(sections: Mapping[str, torch.Tensor], prompt: int | None = None) -> None:
+    """Raise TraceError at the first section that is not as declared, or that cannot be beside the others."""
     sizes: dict[str, int] = {}
     for name, values in sections.items():
         if name not in SECTIONS:
@@ -283,7 +285,10 @@ def _check(sections: Mapping[str, torch.Tensor]) -> None:
         for axis, size in zip(section.axes, values.shape, strict=True):
             if sizes.setdefault(axis, size) != size:
                 raise TraceError(f"{name} has {size} {axis.replace('_', ' ')}s, where the trace has {sizes[axis]}")
-        if wrong := section.check(values, sections[EVICT_AT.name]):
+        if lacking := [needed for needed in section.needs if needed not in sections]:
+            raise TraceError(f"a trace with the section {name} needs {lacking[0]}, too; it has {', '.join(sections)}")
+    for name, section in SECTIONS.items():
+        if name in sections and (wrong := section.check(sections[name], sections, prompt)):
             raise TraceError(wrong)
 
 

@@ -166,7 +166,12 @@ PAGES = {"policy": "clustered", "page": 4, "window": 8, "sinks": 1, "open_pages"
 def test_recorded_pages_are_counted(new_model, changed):
     policy = make_policy({**PAGES, **changed})
     rollouts = HFEngine(new_model("qwen2"), policy).generate([[1, 2, 3]] * 2, SamplingConfig(40, ignore_eos=True))
-    recorded = [values.nbytes for r in rollouts for name, values in r.trace.sections.items() if name != "paged_with"]
+    recorded = [
+        values.nbytes
+        for r in rollouts
+        for name, values in r.trace.sections.items()
+        if name not in ("paged_with", "closed_at")
+    ]
     layers, kv_heads, length = rollouts[0].trace.shape
     assert sum(recorded) == trace_bytes(layers, kv_heads, length, 2, policy.config.recorded)
 
@@ -176,11 +181,10 @@ def test_gathered_pages_take_about_what_is_counted(length, changed):
     policy = make_policy({**PAGES, **changed})
     query = torch.arange(length)
     closed = policy.pages.closed(torch.ones_like(query), query)
-    evict_at = torch.full((2, length), NEVER, dtype=torch.int32)
-    for page in range(int(closed[-1])):
-        evict_at[:, policy.pages.tokens(torch.tensor(page))] = int((closed > page).int().argmax())
+    evict_at, closed_at = torch.full((2, length), NEVER, dtype=torch.int32), policy.pages.closing(1, length)
     opened = torch.where(closed[:, None] >= 2, torch.tensor([0, 1]), -1).to(torch.int16).expand(1, 1, 2, -1, -1)
     batch = {"evict_at": evict_at[None, None], "opened": opened, "paged_with": policy.pages.settings()}
+    batch["closed_at"] = closed_at[None]
     q, k, v = (torch.randn(1, n, length, 16, requires_grad=True) for n in (4, 2, 2))
     view = PagedView(batch, "cpu")
     out = view.attend(0, q, k, v, 0.25)

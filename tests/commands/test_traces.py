@@ -28,12 +28,10 @@ def paged(
 ) -> EvictionTrace:
     """2 layers and 2 kv heads, these layers paged; queries open pages by chance, often those of the query before."""
     generator = torch.Generator().manual_seed(seed)
-    evict_at = torch.full((length,), NEVER)
+    evict_at = torch.full((2, 2, length), NEVER)
     chosen = torch.full((2, 2, length, pages.most), -1, dtype=torch.int16)
     for query in range(prompt, length - 1):
         closed = int(pages.closed(prompt, query))
-        behind = evict_at[pages.sinks : pages.sinks + closed * pages.size]
-        behind[behind == NEVER] = query
         for layer in layers:
             for head in range(2):
                 most = int(torch.randint(pages.most + 1, (), generator=generator))
@@ -41,12 +39,11 @@ def paged(
                 if float(torch.rand((), generator=generator)) < 0.4:
                     picked = chosen[layer, head, query - 1].flip(0)
                 chosen[layer, head, query, : len(picked)] = picked.to(torch.int16)
-    further = {"opened": chosen, "paged_with": pages.settings()}
-    gone = evict_at.repeat(2, 2, 1)
+    further = {"paged_with": pages.settings(), "closed_at": pages.closing(prompt, length), "opened": chosen}
     if len(layers) == 1:  # the other has a policy of its own, by which tokens leave
         further["paged_layers"] = torch.tensor(layers, dtype=torch.int32)
-        gone[1 - layers[0]] = torch.arange(length) + 4
-    return EvictionTrace.recorded(gone, further)
+        evict_at[1 - layers[0]] = torch.arange(length) + 4
+    return EvictionTrace.recorded(evict_at, further)
 
 
 TRACES = [paged(5, 40, 1), paged(12, 23, 2, layers=[1]), paged(9, 61, 3), paged(4, 6, 4)]
@@ -60,9 +57,10 @@ def counted(traces: Sequence[EvictionTrace], layers: Sequence[int]) -> dict[str,
             rows = trace.further["opened"][layer].tolist()
             if layer not in trace.further.get("paged_layers", [0, 1]):
                 continue
-            for head, gone in zip(rows, trace.evict_at[layer].tolist(), strict=True):
+            for head in rows:
                 sets = [{page for page in row if page >= 0} for row in head]
-                having = [sum(at <= query for at in gone) // PAGES.size for query in range(len(trace) - 1)]
+                closed_at = trace.further["closed_at"].tolist()
+                having = [sum(at <= query for at in closed_at) for query in range(len(trace) - 1)]
                 for query, (mine, count) in enumerate(zip(sets, having, strict=False)):
                     if not count:
                         continue
@@ -125,8 +123,7 @@ def test_the_map_has_each_opened_page_where_its_tokens_are(
 
 
 def test_the_line_steps_up_where_pages_close() -> None:
-    gone = torch.tensor([NEVER, 5, 5, 5, 8, 8, 8, NEVER, NEVER, NEVER, NEVER])
-    assert closing_line(gone, 1) == ([-0.5, 4.5, 7.5, 9.5], [0.5, 3.5, 6.5, 6.5])
+    assert closing_line(torch.tensor([5, 8]), PAGES, 11) == ([-0.5, 4.5, 7.5, 9.5], [0.5, 3.5, 6.5, 6.5])
 
 
 # ---- as commands ----------------------------------------------------------------------------------------------------
@@ -143,7 +140,7 @@ def test_traces_with_pages_are_shown_as_what_they_are(here: Path, capsys: pytest
     file = here / "out/rollouts/traces-00000.safetensors"
     found = json.loads(said(capsys, "inspect", file, "--json"))
     assert found["pages"]["opened"] > 1 and found["pages"]["median_back"] > 8 and len(found["pages"]["layers"]) == 2
-    assert list(found["sections"]) == ["opened", "paged_with"]
+    assert list(found["sections"]) == ["paged_with", "closed_at", "opened"]
     shape = found["sections"]["opened"]["shape"]
     assert shape == {"layer": 2, "kv_head": 2, "token": shape["token"], "open_page": 2}
     assert found["sections"]["opened"]["bytes"] == found["traces"] * found["length"]["mean"] * 2 * 2 * 2 * 2

@@ -72,13 +72,13 @@ def naive(
     policy: Clustered,
     given: torch.Tensor | None = None,
 ) -> tuple:
-    """One kv head, query [G, S, D] over [S, D]: outputs [G, S, D], pages opened by query, evict_at [S], pi [S].
+    """One kv head, query [G, S, D] over [S, D]: outputs [G, S, D], pages opened by query, closed_at [P], pi [S].
 
     given : pi, where it is not to be found: the random one, or one that was rounded
     """
     pages, config = policy.pages, policy.config
     group, length, dim = query.shape
-    scaling, out, opened, evict_at = dim**-0.5, torch.zeros_like(query), [], [NEVER] * length
+    scaling, out, opened, closed_at = dim**-0.5, torch.zeros_like(query), [], list[int]()
     received, pi = torch.zeros(length).double(), torch.zeros(length).double()
     for q in range(length):
         closed = []
@@ -87,8 +87,8 @@ def naive(
             if end <= length and q >= max(prompt, end + pages.window):
                 closed.append(p)
                 own = slice(end - pages.size, end)
-                if evict_at[own.start] > q:
-                    evict_at[own] = [q] * pages.size
+                if p == len(closed_at):
+                    closed_at.append(q)
                     mean = torch.ones(pages.size).double() / pages.size
                     found = received[own].softmax(0) if config.compressor == "attention" else mean
                     pi[own] = found if given is None else given[own].double()
@@ -126,7 +126,7 @@ def naive(
                 for a, t in zip(share[: len(raw)].tolist(), raw, strict=True):
                     received[t] += a / group
         opened.append(set(chosen))
-    return out, opened, evict_at, pi.float()
+    return out, opened, closed_at, pi.float()
 
 
 @pytest.mark.parametrize("changed", [*CHANGES, *FOR_EVALUATION], ids=str)
@@ -159,7 +159,7 @@ def test_the_sampler_and_the_trainer_do_what_the_equations_say(changed: dict) ->
             if policy.config.compressor == "attention":
                 assert isinstance(pi, torch.Tensor) and pi.sum() >= 1
                 torch.testing.assert_close(naive(*told, prompt, policy)[3], pi, atol=1e-6, rtol=0)
-            said, opened, gone, _ = naive(*told, prompt, policy, pi)
+            said, opened, closed_at, _ = naive(*told, prompt, policy, pi)
             if replayed is not None:
                 torch.testing.assert_close(replayed[0, mine, :total], said, atol=1e-10, rtol=0)
             for at in range(prompt, total):
@@ -167,7 +167,8 @@ def test_the_sampler_and_the_trainer_do_what_the_equations_say(changed: dict) ->
                 assert theirs == opened[at], (row, head, at)
                 sampled_out = outputs[1 + at - prompt][row, mine, 0]
                 torch.testing.assert_close(sampled_out, said[:, at], atol=1e-10, rtol=0)
-            assert trace.evict_at[0, head, :total].tolist() == gone
+            assert trace.further["closed_at"].tolist() == closed_at
+            assert bool((trace.evict_at == NEVER).all())
 
 
 def test_a_random_summary_is_one_token_of_its_page() -> None:
@@ -242,7 +243,8 @@ def test_replay_is_exact(name: str, changed: dict, sampled: Callable, record_pro
 
 def other_choices(rollouts: list[Rollout], change: Callable) -> list[Rollout]:
     def changed(trace: EvictionTrace) -> EvictionTrace:
-        return EvictionTrace(trace.evict_at, {**trace.further, "opened": change(trace.further["opened"])})
+        further = {**trace.further, "opened": change(trace.further["opened"])}
+        return EvictionTrace(trace.evict_at, further, validate=False)
 
     return [replace(r, trace=changed(r.trace)) for r in rollouts]
 
@@ -251,8 +253,12 @@ def closing_late(rollouts: list[Rollout]) -> list[Rollout]:
     """Each page closes for a query later than it did."""
 
     def late(trace: EvictionTrace) -> EvictionTrace:
-        at = torch.where(trace.evict_at < len(trace) - 2, trace.evict_at + 1, NEVER).int()
-        return EvictionTrace(at, trace.further)
+        closed_at = trace.further["closed_at"] + 1
+        closed = torch.searchsorted(closed_at, torch.arange(len(trace)), right=True)[:, None]
+        opened = trace.further["opened"].where(trace.further["opened"] < closed, -1).to(torch.int16)
+        return EvictionTrace(
+            trace.evict_at, {**trace.further, "closed_at": closed_at, "opened": opened}, validate=False
+        )
 
     return [replace(r, trace=late(r.trace)) for r in rollouts]
 
@@ -336,6 +342,20 @@ def test_padding_changes_nothing(side: str, sampled: Callable) -> None:
         assert gap([said[len(r.prompt_ids) - 1 :]], [r]) <= 1e-5
 
 
+def fed_whole(
+    policy: Clustered, pages: list[list[int]], closed_at: list[int], pi: torch.Tensor | None
+) -> EvictionTrace:
+    """The trace of one layer and kv head whose last token, too, is a query; a sampler does not feed it."""
+    total = len(pages)
+    further = {
+        "paged_with": policy.pages.settings(),
+        "closed_at": torch.tensor(closed_at, dtype=torch.int32),
+        "opened": torch.tensor(pages, dtype=torch.int16).view(1, 1, total, -1),
+    }
+    further |= {} if pi is None else {"pi": pi[None, None]}
+    return EvictionTrace(torch.full((1, 1, total), NEVER, dtype=torch.int32), further, validate=False)
+
+
 @pytest.mark.parametrize("kernel", ["sdpa", "dense"])
 @pytest.mark.parametrize("changed", CHANGES, ids=str)
 def test_gradients_are_those_of_the_equations(changed: dict, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +367,7 @@ def test_gradients_are_those_of_the_equations(changed: dict, kernel: str, monkey
     weights = torch.randn(1, group, total, dim, generator=generator, dtype=torch.float64)
     found = []
     opened: list[set[int]] = []
-    evict_at: list[int] = []
+    closed_at: list[int] = []
     picked = random_weights(0, 1, torch.arange(total // policy.pages.size), policy.pages.size).flatten()
     picked = torch.nn.functional.pad(picked, (policy.pages.sinks, 0))
     q, k, v = given
@@ -356,14 +376,11 @@ def test_gradients_are_those_of_the_equations(changed: dict, kernel: str, monkey
     for way in ("equations", "view"):
         q, k, v = (x.clone().requires_grad_() for x in given)
         if way == "equations":
-            out, opened, evict_at, _ = naive(q[0], k[0, 0], v[0, 0], prompt, policy, pi)
+            out, opened, closed_at, _ = naive(q[0], k[0, 0], v[0, 0], prompt, policy, pi)
             out = out[None]
         else:
             pages = [(sorted(each) + [-1] * 5)[: policy.pages.most] for each in opened]
-            further = {"opened": torch.tensor(pages, dtype=torch.int16).view(1, 1, total, -1)}
-            further["paged_with"] = policy.pages.settings()
-            further |= {} if pi is None else {"pi": pi[None, None]}
-            trace = EvictionTrace(torch.tensor(evict_at, dtype=torch.int32)[None, None], further, validate=False)
+            trace = fed_whole(policy, pages, closed_at, pi)
             out = make_view([trace], [0], total, "cpu", kernel).attend(0, q, k, v, dim**-0.5)
         found.append([out.detach(), *torch.autograd.grad((out * weights).sum(), (q, k, v))])
     for theirs, ours in zip(*found, strict=True):
@@ -405,14 +422,13 @@ def test_the_record_is_kept_and_refused_where_it_cannot_be_replayed(sampled: Cal
         assert all(torch.equal(ours.sections[name], theirs.sections[name]) for name in theirs.sections)
     trace = traces[3]
     assert isinstance(make_view([trace], [0], len(trace), "cpu"), PagedView)
-    with pytest.raises(TraceError, match="ReplayView cannot replay the section 'opened'"):
+    with pytest.raises(TraceError, match="ReplayView cannot replay the section 'paged_with'"):
         ReplayView(batch_traces([trace], [0], len(trace)), "cpu")
     with pytest.raises(TraceError, match="cannot be packed"):
         pack_traces([trace, trace])
     opened, paged_with = trace.further["opened"], trace.further["paged_with"]
     for changed, says in (
-        ({"opened": torch.full_like(opened, 9999)}, "opened has page 9999"),
-        ({"opened": torch.full_like(opened, 1)}, "a page twice for one query"),
+        ({"opened": torch.full_like(opened, 9999)}, r"opened\[0, 0, 0\] has page 9999, where 0 pages have closed"),
         ({"opened": opened.long()}, "opened must be int16"),
         ({"opened": opened[:, :, 1:]}, "tokens, where the trace has"),
         ({"paged_with": paged_with * 0}, "is not how tokens can be paged"),
@@ -429,12 +445,12 @@ def test_weights_are_there_where_they_are_needed_and_there_alone(sampled: Callab
     _, weighed = sampled("qwen3", compressor="attention")
     plain, weighed = plain[3].trace, weighed[3].trace
     lacking = {name: values for name, values in weighed.further.items() if name != "pi"}
-    for trace in (
-        EvictionTrace(weighed.evict_at, lacking),
-        EvictionTrace(plain.evict_at, {**plain.further, "pi": torch.zeros(plain.shape)}),
+    for evict_at, further in (
+        (weighed.evict_at, lacking),
+        (plain.evict_at, {**plain.further, "pi": torch.zeros(plain.shape)}),
     ):
         with pytest.raises(TraceError, match="have the section pi where their summaries are no plain means"):
-            make_view([trace], [0], len(trace), "cpu")
+            EvictionTrace(evict_at, further)
     with pytest.raises(TraceError, match="pi has a weight that is not between 0 and 1"):
         EvictionTrace(weighed.evict_at, {**weighed.further, "pi": weighed.further["pi"] + 1})
 
@@ -501,12 +517,9 @@ def test_gradients_are_finite_differences(compressor: str) -> None:
     policy, generator = make_policy({**CACHE, "compressor": compressor}), torch.Generator().manual_seed(2)
     prompt, total, dim = 5, 26, 4
     given = [torch.randn(1, n, total, dim, generator=generator, dtype=torch.float64) for n in (2, 1, 1)]
-    _, opened, evict_at, pi = naive(given[0][0], given[1][0, 0], given[2][0, 0], prompt, policy)
+    _, opened, closed_at, pi = naive(given[0][0], given[1][0, 0], given[2][0, 0], prompt, policy)
     pages = [(sorted(each) + [-1] * 5)[: policy.pages.most] for each in opened]
-    further = {"opened": torch.tensor(pages, dtype=torch.int16).view(1, 1, total, -1)}
-    further["paged_with"] = policy.pages.settings()
-    further |= {} if policy.pages.uniform else {"pi": pi[None, None]}
-    trace = EvictionTrace(torch.tensor(evict_at, dtype=torch.int32)[None, None], further, validate=False)
+    trace = fed_whole(policy, pages, closed_at, None if policy.pages.uniform else pi)
     view = make_view([trace], [0], total, "cpu")
     leaves = [x.requires_grad_() for x in given]
     assert torch.autograd.gradcheck(lambda *x: view.attend(0, *x, dim**-0.5), leaves, atol=1e-6, rtol=1e-6)

@@ -20,6 +20,7 @@ class DenseView:
     """
 
     replays: ClassVar = frozenset({"evict_at", "refit_at", "refit_with"})
+    requires: ClassVar = frozenset({"evict_at"})
 
     def __init__(self, trace: EvictionTrace, device: torch.device | str = "cpu") -> None:
         check_sections(type(self), trace.sections)

@@ -24,6 +24,7 @@ class LayeredView:
     """
 
     replays: ClassVar = PagedView.replays | {"paged_layers"}
+    requires: ClassVar = PagedView.requires | {"paged_layers"}
 
     def __init__(
         self,
@@ -38,8 +39,9 @@ class LayeredView:
         evicting = [layer for layer in layers if layer not in paged]
         self.of_layer: dict[int, tuple[KVView, int]] = {}  # the view, and which of its layers
         if paged:
-            of_pages = {name: values[paged] for name, values in batch.items() if name in ("evict_at", "opened", "pi")}
-            view = PagedView({**of_pages, "paged_with": batch["paged_with"]}, device, kernel, through)
+            of_layers = {name: values[paged] for name, values in batch.items() if name in ("evict_at", "opened", "pi")}
+            of_all = {name: batch[name] for name in ("closed_at", "paged_with")}
+            view = PagedView(of_layers | of_all, device, kernel, through)
             self.of_layer |= {layer: (view, place) for place, layer in enumerate(paged)}
         if evicting:
             view_of_evictions = ReplayView({"evict_at": batch["evict_at"][evicting]}, device, kernel, through)

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from sparse_rl.attention.interface import check_sections
 from sparse_rl.attention.kernels.sdpa import sdpa
 from sparse_rl.matching import Block, Record, refit, residuals
-from sparse_rl.trace import TraceError
 
 
 @dataclass
@@ -59,10 +58,11 @@ class MatchedView:
     kernel : has no choice here
     through : whether gradients flow through biases and values to what they were made of; else they are constants
 
-    Raises TraceError where the batch has another section, or cannot be replayed.
+    Raises TraceError where the batch has other sections, or cannot be replayed.
     """
 
     replays: ClassVar = frozenset({"evict_at", "refit_at", "refit_with"})
+    requires: ClassVar = replays
 
     def __init__(
         self,
@@ -147,10 +147,6 @@ class MatchedView:
             index = torch.cat([held.index, index], dim=2)
             competing = torch.cat([torch.ones_like(held.index, dtype=torch.bool), competing], dim=2)
         stays = (evict_at[rows].gather(2, index) > now[:, None]) & competing
-        if not bool((stays.sum(-1) == record.refitted).all()):
-            raise TraceError(
-                f"a compaction left another count of entries than the {record.refitted} that its trace says"
-            )
         chosen = stays.int().argsort(dim=-1, descending=True, stable=True)[..., : record.refitted]
         asked = now + torch.arange(-record.reference_queries, 0, device=self.device)
         block = partial(_block, rows, index, competing, asked, scaling)

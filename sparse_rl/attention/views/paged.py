@@ -29,7 +29,7 @@ CHUNK = 128  # queries
 
 @dataclass
 class Chunk:
-    """Queries first .. last - 1; low int64 [B, Hkv]: the first column behind the sinks that the first of them sees raw.
+    """Queries first .. last - 1; low int64 [B]: the first column behind the sinks that the first of them sees raw.
 
     tail : columns from the least `low` to `last`; closed : pages that have closed for the last of them, at most
     """
@@ -46,8 +46,9 @@ class PagedView:
 
     Parameters
     ----------
-    batch : from `batch_traces`; evict_at int32 [L, B, Hkv, S], opened int16 [L, B, Hkv, S, K], paged_with int32 [8],
-        and pi float32 [L, B, Hkv, S] where a summary is not the mean of its page
+    batch : from `batch_traces`; evict_at int32 [L, B, Hkv, S], of which only the padding counts, opened int16
+        [L, B, Hkv, S, K], closed_at int32 [B, P], paged_with int32 [8], and pi float32 [L, B, Hkv, S] where a summary
+        is not the mean of its page
     device : where the model runs
     kernel : dense, for the reference; any other stands for the gathered path
     through : has no meaning here: summaries always have gradients
@@ -55,7 +56,8 @@ class PagedView:
     Raises TraceError where the batch has another section, or lacks one; and for a softmax that is not replayed.
     """
 
-    replays: ClassVar = frozenset({"evict_at", "opened", "paged_with", "pi"})
+    replays: ClassVar = frozenset({"evict_at", "opened", "closed_at", "paged_with", "pi"})
+    requires: ClassVar = replays - {"pi"}
 
     def __init__(
         self,
@@ -66,28 +68,26 @@ class PagedView:
     ) -> None:
         check_sections(type(self), batch)
         self.device, self.dense = torch.device(device), kernel == "dense"
-        self.evict_at, self.opened = batch["evict_at"], batch["opened"]
-        self.pages, self.pi = Pages.read(batch["paged_with"]), batch.get("pi")
-        if self.pages.uniform != (self.pi is None):
-            raise TraceError("traces have the section pi where their summaries are no plain means, and there alone")
+        self.opened, self.pages, self.pi = batch["opened"], Pages.read(batch["paged_with"]), batch.get("pi")
         if not self.pages.joint:
             raise TraceError("these sequences were sampled under softmax: nested, which is not replayed; use joint")
-        real = self.evict_at[0, :, 0] > 0  # a pad key is seen by nobody
+        real = batch["evict_at"][0, :, 0] > 0  # a pad key is seen by nobody
         start, width = real.int().argmax(1), real.shape[1]
-        self.start = start.to(self.device)
-        self.count = max(0, (width - self.pages.sinks) // self.pages.size)
-        columns = start[:, None, None] + self.pages.tokens(torch.arange(self.count))  # [B, M, n]
-        self.columns = columns.clamp(max=width - 1).to(self.device)
-        self.whole = (columns[..., -1] < (start + real.sum(1))[:, None]).to(self.device)
+        closes = batch["closed_at"]  # [B, P]
+        columns = (start[:, None, None] + self.pages.tokens(torch.arange(closes.shape[1]))).clamp(max=width - 1)
+        # the first query that no longer reads a column token by token, [B, S]
+        until = torch.where(real, NEVER, 0).to(torch.int32)
+        until.scatter_reduce_(1, columns.flatten(1), closes.repeat_interleave(self.pages.size, dim=1), reduce="amin")
         behind = torch.arange(width) - start[:, None] - self.pages.sinks
-        page = behind.div(self.pages.size, rounding_mode="floor").masked_fill(behind < 0, -1)
-        self.page_of = page.masked_fill(page >= self.count, -1).to(self.device)  # [B, S]
+        page_of = behind.div(self.pages.size, rounding_mode="floor").masked_fill(behind < 0, -1)
+        self.chunks = list(self._chunks(until, behind >= 0))
+        self.start, self.columns, self.closes = (x.to(self.device) for x in (start, columns, closes))
+        self.until, self.page_of = until.to(self.device), page_of.to(self.device)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         """See `KVView.attend`."""
-        evict_at = self.evict_at[layer].to(self.device, non_blocking=True)
         opened = self.opened[layer].to(self.device, non_blocking=True).long()
         heads, dim = key.shape[1], key.shape[3]
         at = self.columns.flatten(1)[:, None, :, None].expand(-1, heads, -1, dim)
@@ -98,17 +98,15 @@ class PagedView:
             columns = self.columns.flatten(1)[:, None].expand(-1, heads, -1)
             weights = pi.gather(2, columns).unflatten(2, self.columns.shape[1:])
         summaries = summarise(inside[0], inside[1], self.pages, weights)
-        closes = evict_at.gather(2, self.columns[:, None, :, 0].expand(-1, heads, -1))
-        closes = closes.masked_fill(~self.whole[:, None], NEVER)
         if self.dense:
-            return self._masked(query, key, value, *summaries, scaling, evict_at, closes, opened)
+            return self._masked(query, key, value, *summaries, scaling, opened)
         dtype = value.dtype
         wide = computing_dtype(query, value)
         grouped = query.to(wide).unflatten(1, (heads, -1))
         told = [x.to(wide) for x in (key, value, *summaries)]
         parts = []
-        for chunk in self._chunks(layer):
-            work = partial(self._gathered, chunk, scaling, evict_at, closes, opened)
+        for chunk in self.chunks:
+            work = partial(self._gathered, chunk, scaling, opened)
             part = grouped[:, :, :, chunk.first : chunk.last]
             if torch.is_grad_enabled():
                 parts.append(checkpoint(work, part, *told, use_reentrant=False, preserve_rng_state=False))
@@ -116,25 +114,21 @@ class PagedView:
                 parts.append(work(part, *told))
         return torch.cat(parts, dim=3).flatten(1, 2).to(dtype)
 
-    def _chunks(self, layer: int) -> Iterator[Chunk]:
-        """The plan of a layer, from the record in host memory: a device is not asked."""
-        evict_at, width = self.evict_at[layer], self.evict_at.shape[-1]
-        columns = torch.arange(width)
-        behind = columns >= (self.start.cpu() + self.pages.sinks)[:, None, None]
+    def _chunks(self, until: torch.Tensor, behind: torch.Tensor) -> Iterator[Chunk]:
+        """The plan of every layer, made in host memory. behind : bool [B, S], columns behind the sinks"""
+        width = until.shape[1]
         for first in range(0, width, CHUNK):
             last = min(first + CHUNK, width)
-            held = (evict_at > first) & behind
-            held[..., last:] = False
+            held = (until > first) & behind
+            held[:, last:] = False
             low = torch.where(held.any(-1), held.int().argmax(-1), last)
-            gone = ((evict_at > 0) & (evict_at < last) & behind).sum(-1)
+            gone = ((until > 0) & (until < last) & behind).sum(-1)
             yield Chunk(first, last, low.to(self.device), int(last - low.min()), int(gone.max()) // self.pages.size)
 
     def _gathered(
         self,
         chunk: Chunk,
         scaling: float,
-        evict_at: torch.Tensor,
-        closes: torch.Tensor,
         opened: torch.Tensor,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -145,13 +139,13 @@ class PagedView:
         """A chunk's queries [B, Hkv, G, C, D] over what they read: [B, Hkv, G, C, D]."""
         pages, heads = self.pages, key.shape[1]
         now = torch.arange(chunk.first, chunk.last, device=self.device)
-        sinks = (self.start[:, None] + torch.arange(pages.sinks, device=self.device))[:, None].expand(-1, heads, -1)
-        tail = chunk.low[..., None] + torch.arange(chunk.tail, device=self.device)
-        columns = torch.cat([sinks, tail], dim=2)  # [B, Hkv, R]
+        sinks = self.start[:, None] + torch.arange(pages.sinks, device=self.device)
+        tail = chunk.low[:, None] + torch.arange(chunk.tail, device=self.device)
+        columns = torch.cat([sinks, tail], dim=1)  # [B, R]
         real = columns < chunk.last
         columns = columns.clamp(max=chunk.last - 1)
-        until = evict_at.gather(2, columns)
-        seen = real[:, :, None] & (columns[:, :, None] <= now[:, None]) & (now[:, None] < until[:, :, None])
+        until = self.until.gather(1, columns)
+        seen = real[:, None] & (columns[:, None] <= now[:, None]) & (now[:, None] < until[:, None])  # [B, C, R]
         nothing = ~seen.any(-1)  # a pad query, which has to see something
         seen[..., 0] |= nothing
 
@@ -159,7 +153,7 @@ class PagedView:
         count = chunk.closed
         is_open = torch.zeros(*asked.shape[:3], count + 1, dtype=torch.bool, device=self.device)
         is_open = is_open.scatter(3, torch.where(asked < 0, count, asked), True)[..., :count]
-        summaries = (closes[:, :, None, :count] <= now[:, None]) & ~is_open
+        summaries = (self.closes[:, None, None, :count] <= now[:, None]) & ~is_open
         inside = (self.start[:, None, None, None, None] + pages.tokens(asked.clamp(min=0))).flatten(2)
         inside_open = (asked >= 0).repeat_interleave(pages.size, dim=-1)
 
@@ -168,13 +162,14 @@ class PagedView:
 
         shape = (now.numel(), inside_open.shape[-1])
         inside = inside.clamp(max=key.shape[2] - 1)
+        columns = columns[:, None].expand(-1, heads, -1)
         raw_keys, raw_values = read(key, columns), read(value, columns)
         open_keys, open_values = (read(x, inside).unflatten(2, shape) for x in (key, value))
         query = query * scaling
         low = float("-inf")
         logits = torch.cat(
             [
-                torch.einsum("bhgcd,bhnd->bhgcn", query, raw_keys).masked_fill(~seen[:, :, None], low),
+                torch.einsum("bhgcd,bhnd->bhgcn", query, raw_keys).masked_fill(~seen[:, None, None], low),
                 (torch.einsum("bhgcd,bhmd->bhgcm", query, page_keys[:, :, :count]) + pages.bias).masked_fill(
                     ~summaries[:, :, None], low
                 ),
@@ -197,20 +192,20 @@ class PagedView:
         page_keys: torch.Tensor,
         page_values: torch.Tensor,
         scaling: float,
-        evict_at: torch.Tensor,
-        closes: torch.Tensor,
         opened: torch.Tensor,
     ) -> torch.Tensor:
         """The reference: one call over all tokens and all summaries."""
         batch, heads, width, dim = key.shape
         now = torch.arange(width, device=self.device)
-        seen = (now <= now[:, None]) & (now[:, None] < evict_at[:, :, None])
-        is_open = torch.zeros(batch, heads, width, self.count + 1, dtype=torch.bool, device=self.device)
-        is_open = is_open.scatter(3, torch.where(opened < 0, self.count, opened), True)
-        is_open[..., self.count] = False
-        place = torch.where(self.page_of < 0, self.count, self.page_of)[:, None, None].expand(-1, heads, width, -1)
+        count = self.closes.shape[1]
+        seen = ((now <= now[:, None]) & (now[:, None] < self.until[:, None]))[:, None]
+        is_open = torch.zeros(batch, heads, width, count + 1, dtype=torch.bool, device=self.device)
+        is_open = is_open.scatter(3, torch.where(opened < 0, count, opened), True)
+        is_open[..., count] = False
+        inside = (self.page_of >= 0) & (self.page_of < count)
+        place = torch.where(inside, self.page_of, count)[:, None, None].expand(-1, heads, width, -1)
         seen = seen | is_open.gather(3, place) | torch.eye(width, dtype=torch.bool, device=self.device)
-        summaries = (closes[:, :, None] <= now[:, None]) & ~is_open[..., : self.count]
+        summaries = (self.closes[:, None, None] <= now[:, None]) & ~is_open[..., :count]
         bias = torch.zeros(1, dtype=computing_dtype(query, value), device=self.device)
         mask = torch.cat(
             [

@@ -33,6 +33,7 @@ class ReplayView:
     """
 
     replays: ClassVar = frozenset({"evict_at"})
+    requires: ClassVar = replays
 
     def __init__(
         self,

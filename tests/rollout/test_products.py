@@ -1,0 +1,41 @@
+"""Linear layers and activations over few rows, as engines compute them, round as over many: on a CPU, in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rollout.products import PRODUCT_ROWS, padded, padded_layers
+
+MANY = 200
+
+
+@pytest.mark.parametrize("inner", [8, 64, 172, 512, 896])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 17, 40])
+def test_few_rows_round_as_many_do(inner: int, rows: int) -> None:
+    generator = torch.Generator().manual_seed(inner)
+    x = torch.randn(MANY, inner, generator=generator)
+    weight, bias = torch.randn(96, inner, generator=generator), torch.randn(96, generator=generator)
+    wide = F.linear(x, weight, bias)
+    some = padded(lambda part: F.linear(part, weight, bias), x[:rows])
+    assert torch.equal(some, wide[:rows])
+    with padded_layers(rows, x.device):
+        assert torch.equal(F.linear(x[None, :rows], weight, bias), some[None])
+        assert torch.equal(F.silu(x[:rows]), F.silu(x)[:rows])
+        assert torch.equal(F.silu(x[:rows], inplace=False), F.silu(x)[:rows])
+
+
+def test_what_is_padded() -> None:
+    """As many rows as are needed; nothing in another dtype, and nothing that has enough or none."""
+    seen = []
+
+    def note(rows: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(rows.shape))
+        return rows[:, :1]
+
+    assert padded(note, torch.ones(2, 3, 5)).shape == (2, 3, 1)
+    assert padded(note, torch.ones(PRODUCT_ROWS, 5)).shape == (PRODUCT_ROWS, 1)
+    assert padded(note, torch.ones(3, 5, dtype=torch.float64)).shape == (3, 1)
+    assert padded(note, torch.ones(0, 5)).shape == (0, 1)
+    assert seen == [(PRODUCT_ROWS, 5), (PRODUCT_ROWS, 5), (3, 5), (0, 5)]

@@ -1,0 +1,433 @@
+"""A trace is taken if and only if a sampler can have recorded it: when it is made, loaded and replayed.
+
+`possible` says it number by number, from the definitions in docs/traces.md.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import Rollout
+from sparse_rl.attention.interface import NO_MASK
+from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.attention.views.factory import make_view
+from sparse_rl.attention.views.paged import PagedView
+from sparse_rl.trace import NEVER, SECTIONS, EvictionTrace, TraceError, batch_traces, load_traces
+from sparse_rl.trace.files import write_sections
+
+LAYERS, HEADS = 2, 2
+DOCS = Path(__file__).parents[1] / "docs/traces.md"
+Sections = dict[str, torch.Tensor]
+
+
+# ---- records that can be, drawn by following a sampler query by query ------------------------------------------------
+
+
+def tensor(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def evicted(luck: random.Random, prompt: int, length: int) -> Sections:
+    def at(token: int) -> int:
+        return luck.choice([NEVER, *range(token + 1, length - 1)])
+
+    return {"evict_at": tensor([[[at(t) for t in range(length)] for _ in range(HEADS)] for _ in range(LAYERS)])}
+
+
+def compacted(luck: random.Random, prompt: int, length: int) -> Sections:
+    end = luck.randint(1, prompt)
+    late = end > length - 2
+
+    def at(token: int) -> int:
+        return end if token < end and not late and luck.random() < 0.5 else NEVER
+
+    evict_at = tensor([[[at(t) for t in range(length)] for _ in range(HEADS)] for _ in range(LAYERS)])
+    return {"evict_at": evict_at, "compacted_at": tensor([end])}
+
+
+def refitted(luck: random.Random, prompt: int, length: int) -> Sections:
+    """Attention Matching: between sinks and window so many stay at each compaction."""
+    sinks, window, stay, period = luck.randint(0, 2), luck.randint(0, 3), luck.randint(1, 3), luck.randint(1, 4)
+    budget = sinks + window + stay
+    times = [seen for seen in range(max(prompt, budget + period), length - 1, period)]
+    evict_at = torch.full((LAYERS, HEADS, length), NEVER, dtype=torch.int32)
+    for row in evict_at.flatten(0, 1):
+        for now in times:
+            middle = [t for t in range(sinks, now - window) if row[t] == NEVER]
+            for token in luck.sample(middle, len(middle) - stay):
+                row[token] = now
+    queries = luck.randint(1, times[0] if times else 9)
+    settings = tensor([sinks, window, stay, queries, 0.1, luck.randint(0, 1), 0], torch.float64)
+    return {"evict_at": evict_at, "refit_with": settings, "refit_at": tensor(times)}
+
+
+def paged(luck: random.Random, prompt: int, length: int) -> Sections:
+    """Clustered attention, in all layers or in one of them."""
+    size, window, sinks, most = luck.randint(1, 4), luck.randint(0, 4), luck.randint(0, 2), luck.randint(0, 3)
+    uniform, layers = luck.randint(0, 1), luck.choice([[0], [1], [0, 1]])
+    sections = evicted(luck, prompt, length)
+    sections["evict_at"][layers] = NEVER
+    sections["paged_with"] = tensor([size, window, sinks, most, 1, luck.randint(0, 1), uniform, 1])
+    if len(layers) < LAYERS or luck.random() < 0.2:
+        sections["paged_layers"] = tensor(layers)
+    closed_at: list[int] = []
+    opened = torch.full((LAYERS, HEADS, length, most), -1, dtype=torch.int16)
+    for query in range(prompt, length - 1):
+        while sinks + (len(closed_at) + 1) * size + window <= query:
+            closed_at.append(query)
+        for layer in layers:
+            for head in range(HEADS):
+                chosen = luck.sample(range(len(closed_at)), luck.randint(0, min(most, len(closed_at))))
+                opened[layer, head, query, : len(chosen)] = tensor(chosen, torch.int16)
+    sections |= {"closed_at": tensor(closed_at), "opened": opened}
+    if not uniform:
+        pi = torch.zeros(LAYERS, HEADS, length)
+        inside = slice(sinks, sinks + size * len(closed_at))
+        shares = torch.tensor([luck.random() for _ in range(LAYERS * HEADS * size * len(closed_at))])
+        shares = shares.view(LAYERS, HEADS, -1, size).softmax(-1).flatten(2)
+        pi[layers, :, inside] = shares[layers]
+        sections["pi"] = pi
+    return sections
+
+
+KINDS = {"evicted": evicted, "compacted": compacted, "refitted": refitted, "paged": paged}
+
+
+def drawn(kind: str, seed: int) -> tuple[Sections, int]:
+    """(sections, tokens of the prompt)"""
+    luck = random.Random(f"{kind} {seed}")
+    length = luck.randint(2, 18)
+    prompt = luck.randint(1, length - 1)
+    return KINDS[kind](luck, prompt, length), prompt
+
+
+# ---- the definitions -------------------------------------------------------------------------------------------------
+
+
+def possible(sections: Mapping[str, torch.Tensor], prompt: int) -> bool:
+    """Whether a sampler can have recorded it, one number at a time."""
+    have, further = set(sections), {name: values.tolist() for name, values in sections.items()}
+    evict_at = further["evict_at"]
+    length = len(evict_at[0][0])
+    queries = range(length - 1)
+    tokens = range(length)
+    rows = [row for layer in evict_at for row in layer]
+    if not all(at == NEVER or (at in queries and at > token) for row in rows for token, at in enumerate(row)):
+        return False
+    together = [{"refit_at", "refit_with"}, {"paged_with", "closed_at", "opened"}]
+    if any(have & group and not group <= have for group in together):
+        return False
+    if have & {"pi", "paged_layers"} and "opened" not in have:
+        return False
+    if "compacted_at" in have:
+        (end,) = further["compacted_at"]
+        if not 1 <= end <= prompt or {at for row in rows for at in row} - {end, NEVER}:
+            return False
+    if "refit_at" in have:
+        sinks, window, stay, asked, ridge, *flags = further["refit_with"]
+        times = further["refit_at"]
+        if any(not 0 <= n < NEVER or n != int(n) for n in (sinks, window, stay, asked)) or not (
+            stay and asked and ridge > 0
+        ):
+            return False
+        if any(flag not in (0, 1) for flag in flags) or times != sorted(set(times)):
+            return False
+        if any(now not in queries or now < max(prompt, asked) for now in times):
+            return False
+        if {at for row in rows for at in row} - {*times, NEVER}:
+            return False
+        for row in rows:
+            for now in times:
+                held = [t for t in tokens if t < now < row[t]]
+                around = {t for t in tokens if t < now and (t < sinks or t >= now - window)}
+                if not around <= set(held) or len(held) != sinks + window + stay:
+                    return False
+    return "opened" not in have or possible_pages(further, prompt, length)
+
+
+def possible_pages(further: dict[str, Any], prompt: int, length: int) -> bool:
+    size, window, sinks, most, *flags = further["paged_with"]
+    if (
+        size < 1
+        or min(window, sinks, most) < 0
+        or max(size, window, sinks, most) >= NEVER
+        or any(flag not in (0, 1) for flag in flags)
+    ):
+        return False
+    if bool(flags[2]) == ("pi" in further):
+        return False
+    layers = further.get("paged_layers", list(range(LAYERS)))
+    if not layers or layers != sorted(set(layers)) or not set(layers) <= set(range(LAYERS)):
+        return False
+    closed_at = []
+    for query in range(prompt, length - 1):
+        while sinks + (len(closed_at) + 1) * size + window <= query:
+            closed_at.append(query)
+    if further["closed_at"] != closed_at:
+        return False
+    inside = {sinks + place: place // size for place in range(size * len(closed_at))}
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            if layer in layers and any(at != NEVER for at in further["evict_at"][layer][head]):
+                return False
+            for query, places in enumerate(further["opened"][layer][head]):
+                chosen = [page for page in places if page != -1]
+                closed = [p for p, at in enumerate(closed_at) if at <= query < length - 1 and layer in layers]
+                if len(places) != most or len(chosen) != len(set(chosen)) or not set(chosen) <= set(closed):
+                    return False
+            if "pi" in further:
+                sums: Counter[int] = Counter()
+                for token, share in enumerate(further["pi"][layer][head]):
+                    if not 0 <= share <= 1 or (share and (token not in inside or layer not in layers)):
+                        return False
+                    sums[inside.get(token, -1)] += share
+                if layer in layers and any(abs(sums[page] - 1) > 1e-4 for page in range(len(closed_at))):
+                    return False
+    return True
+
+
+def taken(sections: Sections, prompt: int) -> bool:
+    try:
+        further = {name: values for name, values in sections.items() if name != "evict_at"}
+        EvictionTrace(sections["evict_at"], further).check(prompt)
+    except TraceError as error:
+        assert "\n" not in str(error)
+        return False
+    return True
+
+
+# ---- laws ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_sampler_can_record_is_taken(kind: str, tmp_path: Path) -> None:
+    """It is made, saved, loaded and batched, too."""
+    for seed in range(300):
+        sections, prompt = drawn(kind, seed)
+        assert possible(sections, prompt) and taken(sections, prompt), seed
+        if seed % 30 == 0:
+            write_sections(tmp_path / "t.safetensors", [sections], None)
+            (trace,) = load_traces(tmp_path / "t.safetensors")
+            batch_traces([trace], [1], len(trace) + 2)
+
+
+def changed(sections: Sections, luck: random.Random) -> Sections:
+    """One section another in one number, or a number longer or shorter, or gone, or in two numbers exchanged."""
+    name = luck.choice([name for name, values in sections.items() if values.numel()])
+    values = sections[name].clone()
+    kind = luck.choice(["set", "set", "set", "swap", "longer", "shorter", "gone"])
+    numbers = values.view(-1)
+    place, other = luck.randrange(len(numbers)), luck.randrange(len(numbers))
+    near = int(numbers[place]) + luck.choice([-1, 1])
+    if kind == "set":
+        known = [near, -1, 0, 1, len(numbers), NEVER, int(numbers[other])]
+        numbers[place] = luck.choice(
+            [n for n in known if torch.iinfo(torch.int16).max > n or values.dtype != torch.int16]
+        )
+    elif kind == "swap":
+        numbers[[place, other]] = numbers[[other, place]]
+    elif values.ndim > 1 or name == "evict_at" or kind == "gone":
+        return {key: x for key, x in sections.items() if key != name or name == "evict_at"}
+    else:
+        values = torch.cat([values, values[-1:] + luck.randint(0, 2)]) if kind == "longer" else values[:-1]
+    return {**sections, name: values}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_no_sampler_can_record_is_refused(kind: str) -> None:
+    """After any change a trace is taken if and only if it is still possible. Both happen to every section."""
+    outcomes: Counter[tuple[str, bool]] = Counter()
+    for seed in range(2500):
+        sections, prompt = drawn(kind, seed % 250)
+        luck = random.Random(f"changed {seed}")
+        other = changed(sections, luck)
+        where = [name for name in sections if name not in other or not torch.equal(other[name], sections[name])]
+        well_formed = all(other[name].numel() or name in ("refit_at", "closed_at", "opened") for name in other)
+        wanted = well_formed and possible_or_not(other, prompt)
+        assert taken(other, prompt) == wanted, (kind, seed, where, other)
+        for name in where:
+            outcomes[name, wanted] += 1
+    for name in drawn_names(kind):
+        assert outcomes[name, False] >= 20, (name, outcomes)
+    assert outcomes["evict_at", True] >= 20 or kind != "evicted"
+
+
+def possible_or_not(sections: Sections, prompt: int) -> bool:
+    """`possible`, of settings that have another length, too."""
+    numbers = {"refit_with": 7, "paged_with": 8, "compacted_at": 1}
+    if any(name in sections and len(sections[name]) != count for name, count in numbers.items()):
+        return False
+    return possible(sections, prompt)
+
+
+def drawn_names(kind: str) -> set[str]:
+    return {name for seed in range(250) for name in drawn(kind, seed)[0]}
+
+
+# ---- those that were taken once -------------------------------------------------------------------------------------
+
+
+def example(**settings: int) -> tuple[Sections, int]:
+    """Pages of 2 tokens behind a sink, closing 2 later: at 5, 7, 9 and 11, behind a prompt of 4 of 14 tokens."""
+    opened = torch.full((LAYERS, HEADS, 14, 2), -1, dtype=torch.int16)
+    opened[..., 9:13, 0] = 1
+    pi = torch.zeros(LAYERS, HEADS, 14)
+    pi[..., 1:9] = tensor([0.25, 0.75] * 4, torch.float32)
+    return {
+        "evict_at": torch.full((LAYERS, HEADS, 14), NEVER, dtype=torch.int32),
+        "paged_with": tensor([2, 2, 1, 2, 1, 1, 0, 1]),
+        "closed_at": tensor([5, 7, 9, 11]),
+        "opened": opened,
+        "pi": pi,
+    }, 4
+
+
+def planted(name: str, place: tuple | int, value: float) -> Callable[[Sections], None]:
+    def change(sections: Sections) -> None:
+        sections[name][place] = value
+
+    return change
+
+
+IMPOSSIBLE: dict[str, tuple[Callable[[Sections], Any], str]] = {
+    "a page of the future": (planted("opened", (0, 1, 6, 0), 3), r"opened\[0, 1, 6\] has page 3, where 1 pages have"),
+    "a page opened by a query of the prompt": (planted("opened", (0, 0, 3, 0), 0), "has page 0, where 0 pages have"),
+    "a page opened by the last token": (planted("opened", (0, 0, 13, 0), 0), "has page 0, where 0 pages have"),
+    "a page beyond the last": (planted("opened", (0, 0, 12, 0), 99), "has page 99, where 4 pages have"),
+    "a page twice": (planted("opened", (0, 0, 12), 1), "a page twice for one query"),
+    "a page that closes late": (planted("closed_at", 1, 8), "is not when pages of 2 tokens behind 1 sinks close"),
+    "a page that closes in the prompt": (planted("closed_at", 0, 3), "is not when pages of 2 tokens"),
+    "a token of a page that leaves": (
+        planted("evict_at", (0, 0, 3), 9),
+        "an eviction in a layer whose tokens are paged",
+    ),
+    "a sink that is evicted": (planted("evict_at", (1, 1, 0), 9), "an eviction in a layer whose tokens are paged"),
+    "pi of zeros": (lambda sections: sections["pi"].zero_(), "is 0 in all, and not 1"),
+    "pi twice as large": (lambda sections: sections["pi"][..., 1:3].fill_(1.0), "is 2 in all, and not 1"),
+    "another window": (planted("paged_with", 1, 1), "is not when pages of 2 tokens behind 1 sinks close, 1 tokens"),
+    "no paged_with": (lambda sections: sections.pop("paged_with"), "needs paged_with, too"),
+    "no opened": (lambda sections: sections.pop("opened"), "needs opened, too"),
+    "no closed_at": (lambda sections: sections.pop("closed_at"), "needs closed_at, too"),
+}
+
+
+def split(sections: Sections) -> tuple[torch.Tensor, Sections]:
+    return sections["evict_at"], {name: values for name, values in sections.items() if name != "evict_at"}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_impossible_pages_are_refused(name: str, tmp_path: Path, model_of: Callable) -> None:
+    """When the trace is made, when it is loaded, and when it is replayed after its tensors were written to."""
+    change, says = IMPOSSIBLE[name]
+    sections, prompt = example()
+    before = EvictionTrace(*split(sections))
+    sequence = SimpleNamespace(prompt_ids=[3] * prompt, completion_ids=[5] * (14 - prompt), trace=before)
+    model = model_of("qwen3")
+    assert replay_logprobs(model, [sequence])[0].shape == (10,)  # control
+    change(sections)
+    with pytest.raises(TraceError, match=says):
+        EvictionTrace(*split(sections))
+    path = tmp_path / "t.safetensors"
+    write_sections(path, [sections], None)
+    with pytest.raises(TraceError, match=says):
+        load_traces(path)
+    if name.startswith("no "):
+        with pytest.raises(TraceError, match=f"PagedView cannot replay a trace without the section '{name[3:]}'"):
+            PagedView({key: values[None] for key, values in sections.items()}, "cpu")
+        return
+    for replayed in (
+        lambda: replay_logprobs(model, [sequence]),
+        lambda: make_view([before], [0], 14, "cpu"),
+        lambda: Rollout(sequence.prompt_ids, sequence.completion_ids, [0.0] * 10, [0.0] * 10, before, "length"),
+    ):
+        with pytest.raises(TraceError, match=says):
+            replayed()
+
+
+def test_a_record_of_another_prompt_is_refused(model_of: Callable) -> None:
+    """A trace does not say where its prompt ends; its sequence does."""
+    sections, prompt = example()
+    trace = EvictionTrace(*split(sections))
+    for tokens, refused in ((prompt, False), (5, False), (6, True), (9, True)):
+        sequence = SimpleNamespace(prompt_ids=[3] * tokens, completion_ids=[5] * (14 - tokens), trace=trace)
+        if refused:
+            with pytest.raises(TraceError, match="is not when pages of 2 tokens"):
+                replay_logprobs(model_of("qwen3"), [sequence])
+        else:
+            replay_logprobs(model_of("qwen3"), [sequence])
+
+
+def test_a_page_of_the_future_would_leak(model_of: Callable) -> None:
+    """What the check is for: unchecked, an earlier log-prob depends on a later token."""
+    model = model_of("qwen3")
+
+    def logits(last: int, future: bool) -> torch.Tensor:
+        sections, _ = example()
+        if future:
+            sections["opened"][:, :, 8, 0] = 3  # tokens 7 and 8 are in it, which 8 reads anyway; 9 comes later
+            sections["paged_with"][2] = 2
+        trace = EvictionTrace(*split(sections), validate=False)
+        ids = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 11, last, 13, 14, 15, 16]])
+        view = make_view([trace], [0], 14, "cpu")
+        with torch.no_grad():
+            return model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits[0, 8]
+
+    assert torch.equal(logits(20, False), logits(21, False))
+    assert not torch.equal(logits(20, True), logits(21, True))
+
+
+def test_every_section_is_drawn() -> None:
+    assert set(SECTIONS) == {name for kind in KINDS for name in drawn_names(kind)}
+
+
+# ---- files that somebody else writes --------------------------------------------------------------------------------
+
+
+def test_the_writer_of_the_docs_writes_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/traces.md has a writer in plain numpy: of every kind of record."""
+    monkeypatch.chdir(tmp_path)
+    (program,) = re.findall(r"```python\n(import hashlib.*?)```", DOCS.read_text(), flags=re.S)
+    made: dict[str, Any] = {}
+    exec(program, made)
+    (trace,) = load_traces("traces.safetensors", {"policy": "mine"})
+    assert trace.to_events().tolist() == [[0, 0, 1, 4]] and trace.shape == (1, 2, 6)
+    for kind in KINDS:
+        together: dict[tuple, list[Sections]] = {}
+        for seed in range(60):
+            sections, _ = drawn(kind, seed)
+            together.setdefault((*sections, *sections.get("opened", torch.zeros(1)).shape[3:]), []).append(sections)
+        for rows in together.values():
+            joined = {
+                name: ([row[name].numpy() for row in rows], SECTIONS[name].axes.index(SECTIONS[name].joined))
+                for name in rows[0]
+            }
+            if any(rows[0].get(name) is not None for name in ("paged_with", "refit_with", "compacted_at")):
+                joined = {name: (values[:1], axis) for name, (values, axis) in joined.items()}
+            made["write_traces"]("other.safetensors", joined, {"policy": "ä"})
+            for row, read in zip(rows, load_traces("other.safetensors"), strict=False):
+                assert all(torch.equal(values, read.sections[name]) for name, values in row.items())
+
+
+def test_files_of_the_version_before_are_read_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 2 had no closed_at: with pages it is refused in one line, else it is the same."""
+    path, (plain, _), (pages, _) = tmp_path / "t.safetensors", drawn("refitted", 3), example()
+    monkeypatch.setattr("sparse_rl.trace.files.FORMAT_VERSION", 2)
+    write_sections(path, [plain], None)
+    (read,) = load_traces(path)
+    assert all(torch.equal(values, read.sections[name]) for name, values in plain.items())
+    write_sections(path, [{name: values for name, values in pages.items() if name != "closed_at"}], None)
+    with pytest.raises(TraceError, match=r"has pages in format version 2, which mixed .*; sample anew$"):
+        load_traces(path)
+    monkeypatch.setattr("sparse_rl.trace.files.FORMAT_VERSION", 4)
+    write_sections(path, [plain], None)
+    with pytest.raises(TraceError, match="has format version '4', this reads 2 and 3"):
+        load_traces(path)
