@@ -221,3 +221,41 @@ def as_vllm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         choice, "_vllm_refusal", lambda config, caches, cuda: "a live module" if config is None else None
     )
     return events
+
+
+# ---- what was compared with plain references, for docs/numerics.md --------------------------------------------------
+
+TALLY = "tally"
+
+
+@pytest.fixture
+def tally(record_property: Callable) -> Callable[..., None]:
+    """tally(policy, compared=, ties=, gap=): counts for the table that is printed at the end of a run.
+
+    compared : evictions, page choices or fitted numbers that were compared with a plain reference in tests/
+    ties : those that differ, where the reference says that the choice hangs on less than 1e-5
+    gap : the largest |log p_trainer - log p_sampler|
+    """
+
+    def add(policy: str, compared: int = 0, ties: int = 0, gap: float = 0.0) -> None:
+        record_property(TALLY, [policy, compared, ties, gap])
+
+    return add
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table: policy, what was compared, ties, and the largest gap, over all tests that passed."""
+    totals: dict[str, list[float]] = {}
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in getattr(report, "user_properties", []):
+            if name == TALLY and report.when == "call":
+                policy, compared, ties, gap = value
+                have = totals.setdefault(policy, [0, 0, 0.0])
+                totals[policy] = [have[0] + compared, have[1] + ties, max(have[2], gap)]
+    if totals:
+        terminalreporter.section("compared with plain references; replay gap")
+        terminalreporter.line("| policy | compared | ties | largest gap |")
+        terminalreporter.line("|---|---|---|---|")
+        for policy in sorted(totals):
+            compared, ties, gap = totals[policy]
+            terminalreporter.line(f"| {policy} | {compared:,} | {ties} | {gap:.1e} |")

@@ -1,7 +1,7 @@
 """Learned policies for the suite: scorers far from where they start, and the law: decoding decides as training does.
 
 The scores that training computes of a whole text at once are those that decoding computed token by token, but for
-rounding. So what was recorded must be `running_topk` of the former, unless two priorities tie.
+rounding. So what was recorded must be the plain `running_topk_reference` of the former, unless two priorities tie.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from rollout import Rollout
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.views.replay import ReplayView
-from sparse_rl.kernels import running_topk
+from sparse_rl.kernels import running_topk_reference
 from sparse_rl.models.directory import attach_scorers, save_policy, write_scorers
 from sparse_rl.policies import Policy, make_policy
 from sparse_rl.trace import NEVER, EvictionTrace, batch_traces
@@ -66,7 +66,7 @@ class Listening(ReplayView):
 
 @torch.no_grad()
 def wrong_decisions(model: PreTrainedModel, policy: Any, rollouts: Sequence[Rollout]) -> tuple[list[str], int, int]:
-    """(what was decided otherwise than training decides where it was clear; heads that differ by ties; heads)
+    """(clear choices that differ from the plain reference; heads that differ by ties; heads)
 
     Each layer is judged on the keys and values that it has under the recorded trace, so that a tie in one layer
     does not spread to the next.
@@ -81,7 +81,7 @@ def wrong_decisions(model: PreTrainedModel, policy: Any, rollouts: Sequence[Roll
         for layer, (_, key, value) in view.heard.items():
             scores, log_decay = model.cache_scorers[layer](key, value, config.window)
             sizes = {"window": config.window, "k": config.k, "decay_every": config.decay_every}
-            at = running_topk(scores, config.sinks, log_decay=log_decay, **sizes).evict_at
+            at = running_topk_reference(scores, config.sinks, log_decay=log_decay, **sizes).evict_at
             if config.prefill == "dense":
                 at = at.clamp(min=prompt)
             expected = EvictionTrace.recorded(at).evict_at[0]

@@ -38,6 +38,7 @@ def check_cell(
     prompts: list[list[int]],
     least: float,
     record_property: Callable,
+    tally: Callable,
 ) -> None:
     """Sample; replay (and the dense reference) within TOLERANCE; wrong traces >= `least` and >= 100 x the gap away."""
     sampling = SamplingConfig(max_tokens=TOKENS, seed=1, ignore_eos=True)
@@ -46,6 +47,7 @@ def check_cell(
         dense = [dense_logprobs(model, r.prompt_ids, r.completion_ids, r.trace) for r in rollouts]
         own = max(gap(replay_logprobs(model, rollouts), rollouts), gap(dense, rollouts))
         record_property("gap", own)
+        tally(policy.name, gap=own)
         assert own <= TOLERANCE
 
         evicted = [bool((r.trace.evict_at < NEVER).any()) for r in rollouts]
@@ -69,21 +71,27 @@ def test_replay_equals_sampling(
     policy_of: Callable,
     prompts_of: Callable,
     record_property: Callable,
+    tally: Callable,
 ) -> None:
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=period)
     prompts, trained = prompts_of(model_name, LENGTHS), model_name in TRAINED
-    check_cell(model_of(model_name), policy, prompts, 1e-3 if trained else 1e-5, record_property)
+    check_cell(model_of(model_name), policy, prompts, 1e-3 if trained else 1e-5, record_property, tally)
 
 
 @pytest.mark.parametrize("model_name", MODELS)
 @pytest.mark.parametrize("period", [1, 8])
 def test_replay_equals_sampling_under_a_budget_that_grows(
-    period: int, model_name: str, model_of: Callable, prompts_of: Callable, record_property: Callable
+    period: int,
+    model_name: str,
+    model_of: Callable,
+    prompts_of: Callable,
+    record_property: Callable,
+    tally: Callable,
 ) -> None:
     """A policy of no registry; a compaction leaves one entry more for every 4 tokens seen: rows of a batch differ."""
     policy, trained = Growing(GrowingConfig(budget=BUDGET - 8, window=4, period=period)), model_name in TRAINED
     prompts, least = prompts_of(model_name, LENGTHS), 1e-3 if trained else 1e-5
-    check_cell(model_of(model_name), policy, prompts, least, record_property)
+    check_cell(model_of(model_name), policy, prompts, least, record_property, tally)
 
 
 def test_kv_heads_evict_differently(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:

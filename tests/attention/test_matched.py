@@ -62,14 +62,12 @@ def other_settings(rollouts: list[Rollout], **changed: float) -> list[Rollout]:
     ids=lambda changed: "-".join(map(str, changed)) or "as it is",
 )
 @pytest.mark.parametrize("name", ["qwen2", "llama", "quickstart", "stories260K"])
-def test_the_trainer_makes_what_the_sampler_had(
-    name: str, changed: dict, sampled: Callable, record_property: Callable
-) -> None:
+def test_the_trainer_makes_what_the_sampler_had(name: str, changed: dict, sampled: Callable, tally: Callable) -> None:
     """Nothing but what went and when is recorded; biases and values are made again, to rounding."""
     model, rollouts = sampled(name, **changed)
     with torch.no_grad():
         own = gap(replay_logprobs(model, rollouts), rollouts)
-        record_property("gap", own)
+        tally("am", gap=own)
         assert own <= 1e-5
         assert gap(replay_logprobs(model, rollouts, batch_size=2), rollouts) <= 1e-5
 
@@ -88,7 +86,7 @@ def rescaled(model: PreTrainedModel) -> PreTrainedModel:
 @pytest.mark.parametrize("equations", [10, 16, 22, 32])
 @pytest.mark.parametrize("select", ["attention", "omp"])
 def test_fits_with_few_equations_are_replayed(
-    select: str, equations: int, monkeypatch: pytest.MonkeyPatch, sampled: Callable, record_property: Callable
+    select: str, equations: int, monkeypatch: pytest.MonkeyPatch, sampled: Callable, tally: Callable
 ) -> None:
     """19 entries, of which 10 equations say nearly nothing. A trainer that rounds otherwise than the sampler has no
     larger a gap than under a full cache, but for a factor. Control: a least squares without a ridge is far from that.
@@ -99,7 +97,7 @@ def test_fits_with_few_equations_are_replayed(
     full = make_engine("hf", model=model, policy="full").generate([r.prompt_ids for r in rollouts], SAMPLING)
     with torch.no_grad():
         own, noise = gap(replay_logprobs(model, rollouts), rollouts), gap(replay_logprobs(other, full), full)
-        record_property("gap", own)
+        tally("am", gap=own)
         assert own <= 1e-5
         assert 0 < gap(replay_logprobs(other, rollouts), rollouts) <= 3 * noise
         if select == "omp" and equations < 19:

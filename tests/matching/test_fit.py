@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -54,7 +55,7 @@ def kept_features(block: Block, index: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 @pytest.mark.parametrize("bound", [3.0, 0.5])
-def test_weights_come_near_the_best_within_their_bounds(bound: float) -> None:
+def test_weights_come_near_the_best_within_their_bounds(bound: float, tally: Callable) -> None:
     """30 steps leave a residual within 2 % of the best one; 3,000 steps are the best. Control: no weights at all."""
     block = block_of()
     index = match(block, 20, Fit())[0]
@@ -66,11 +67,12 @@ def test_weights_come_near_the_best_within_their_bounds(bound: float) -> None:
         assert bool((ours.log().abs() <= bound + 1e-12).all())
         torch.testing.assert_close(long, best, atol=1e-6, rtol=0)
         assert least <= mine <= 1.02 * least and plain > 1.5 * least
+        tally("am, fitted numbers", best.numel())
 
 
 @pytest.mark.parametrize("asked", [8, 30])
 @pytest.mark.parametrize("ridge", [1e-3, 1.0])
-def test_values_are_the_stacked_least_squares(asked: int, ridge: float) -> None:
+def test_values_are_the_stacked_least_squares(asked: int, ridge: float, tally: Callable) -> None:
     """With fewer reference queries than entries, and with more."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(3, asked, 12, generator=generator, dtype=torch.float64).softmax(-1)
@@ -78,11 +80,12 @@ def test_values_are_the_stacked_least_squares(asked: int, ridge: float) -> None:
     found = fit_values(x, y, values, ridge)
     for one in range(3):
         torch.testing.assert_close(found[one], naive_values(x[one], y[one], values[one], ridge), atol=1e-9, rtol=0)
+    tally("am, fitted numbers", found.numel())
     assert (found - values).abs().max() > 0.1  # control
 
 
 @pytest.mark.parametrize("gram", [False, True])
-def test_pursuit_chooses_and_weighs_as_the_papers_does(gram: bool) -> None:
+def test_pursuit_chooses_and_weighs_as_the_papers_does(gram: bool, tally: Callable) -> None:
     block = block_of()
     phi = features(block.logits())[0].flatten(0, 1)
     allowed = block.competing.expand(2, 2, -1).flatten(0, 1)
@@ -92,11 +95,12 @@ def test_pursuit_chooses_and_weighs_as_the_papers_does(gram: bool) -> None:
         wanted, naive = naive_pursuit(phi[row, :, :count], 15)
         assert chosen[row].tolist() == wanted
         torch.testing.assert_close(weights[row], naive, atol=1e-9, rtol=0)
+        tally("am, keys pursued", len(wanted))
 
 
 @pytest.mark.parametrize("gram", [False, True])
 @pytest.mark.parametrize("count", [8, 10])
-def test_an_entry_that_is_worth_nothing_gives_its_place_to_another(count: int, gram: bool) -> None:
+def test_an_entry_that_is_worth_nothing_gives_its_place_to_another(count: int, gram: bool, tally: Callable) -> None:
     """Entries with log w < -7 are discarded, and the pursuit goes on from the others until all pass, as the plain
     reference does it (C.2). With 10 of 12 entries chosen, some rows cannot spare all of theirs.
     """
@@ -111,6 +115,7 @@ def test_an_entry_that_is_worth_nothing_gives_its_place_to_another(count: int, g
     for row in range(300):
         wanted, _ = naive_pursuit(phi[row], count)
         assert chosen[row].tolist() == sorted(wanted)
+        tally("am, keys pursued", count)
         if int(is_poor[row].sum()) <= 12 - count:
             rounds.add(bool(set(first[row].tolist()) != set(wanted)))
     assert rounds == {False, True}, "control: in some rows the first choice stands, in some it does not"
@@ -249,7 +254,7 @@ def test_a_rounding_of_the_queries_stays_one(name: str, asked: int, monkeypatch:
         assert moved_by(FITS[name])[0] > 1e-2
 
 
-def test_the_weights_of_pursuit_are_a_ridge_regression() -> None:
+def test_the_weights_of_pursuit_are_a_ridge_regression(tally: Callable) -> None:
     """The stacked least squares of the reference, clamped; nearer the mass than one weight for all. Control: without
     the ridge they are others.
     """
@@ -261,6 +266,7 @@ def test_the_weights_of_pursuit_are_a_ridge_regression() -> None:
         best = naive_values(phi, wanted[:, None], flat[:, None], 0.1)[:, 0].clamp(math.exp(-7), math.exp(7))
         ours = pursuit_weights(phi, wanted, 7.0)
         torch.testing.assert_close(ours, best, atol=1e-9, rtol=0)
+        tally("am, fitted numbers", len(best))
         assert float((phi @ ours - wanted).norm()) < 0.7 * float((phi @ flat - wanted).norm())
         assert float((paper_weights(phi, wanted, 7.0, 0) - ours).abs().max()) > 0.1
 

@@ -130,7 +130,7 @@ def naive(
 
 
 @pytest.mark.parametrize("changed", [*CHANGES, *FOR_EVALUATION], ids=str)
-def test_the_sampler_and_the_trainer_do_what_the_equations_say(changed: dict) -> None:
+def test_the_sampler_and_the_trainer_do_what_the_equations_say(changed: dict, tally: Callable) -> None:
     policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(0)
     prompts, totals, heads, group, dim = [3, 17, 30], [40, 36, 45], 2, 2, 8
     q, k, v = (
@@ -165,6 +165,7 @@ def test_the_sampler_and_the_trainer_do_what_the_equations_say(changed: dict) ->
             for at in range(prompt, total):
                 theirs = set(trace.further["opened"][0, head, at].tolist()) - {-1}
                 assert theirs == opened[at], (row, head, at)
+                tally("clustered", 1)
                 sampled_out = outputs[1 + at - prompt][row, mine, 0]
                 torch.testing.assert_close(sampled_out, said[:, at], atol=1e-10, rtol=0)
             assert trace.further["closed_at"].tolist() == closed_at
@@ -232,11 +233,11 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(("name", "changed"), MATRIX)
-def test_replay_is_exact(name: str, changed: dict, sampled: Callable, record_property: Callable) -> None:
+def test_replay_is_exact(name: str, changed: dict, sampled: Callable, tally: Callable) -> None:
     model, rollouts = sampled(name, **changed)
     with torch.no_grad():
         own = gap(replay_logprobs(model, rollouts), rollouts)
-        record_property("gap", own)
+        tally("clustered", gap=own)
         assert own <= 1e-5
         assert gap(replay_logprobs(model, rollouts, batch_size=3), rollouts) <= 1e-5
 

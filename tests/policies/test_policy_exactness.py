@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,19 +16,26 @@ from sparse_rl.policies import POLICIES, make_policy
 from sparse_rl.policies.config import CONFIGS
 
 
-def check(name: str, parameters: dict[str, Any], batch: Batch, fed: Fed, flips_allowed: int = 1) -> list[torch.Tensor]:
-    """Compare every row with its reference; rows where a near tie fell the other way are counted."""
+def compare(name: str, parameters: dict[str, Any], batch: Batch, fed: Fed, flips_allowed: int = 1) -> tuple[int, int]:
+    """Compare every row with its reference: (entries, near ties that fell the other way)."""
     assert name in REFERENCES, f"no reference for the policy {name!r}: write one in tests/policies/references.py"
-    flipped, records = 0, []
+    flipped = compared = flips = 0
     for row, record in enumerate(fed.records):
         query, key, _ = batch.row(row)
         life = REFERENCES[name](query, key, batch.prompts[row], batch.scaling, parameters, record)
         expected = life.run()
         assert torch.equal(record, expected), f"row {row}: recorded\n{record}\nreference\n{expected}"
         flipped += life.flips > 0
-        records.append(expected)
+        flips += life.flips
+        compared += record.numel()
     assert flipped <= flips_allowed, f"{flipped} rows have near ties that fell the other way"
-    return records
+    return compared, flips
+
+
+@pytest.fixture
+def check(tally: Callable) -> Callable[..., None]:
+    """`compare`, which counts in the table of the run."""
+    return lambda name, *told, **allowed: tally(name, *compare(name, *told, **allowed))
 
 
 def evicts(fed: Fed) -> bool:
@@ -37,7 +45,7 @@ def evicts(fed: Fed) -> bool:
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("period", [1, 8])
 @pytest.mark.parametrize("name", SAMPLED)
-def test_policy_equals_its_reference(name: str, period: int, sinks: int) -> None:
+def test_policy_equals_its_reference(name: str, period: int, sinks: int, check: Callable) -> None:
     policy, batch, fed = run_policy(name, seed=period + sinks, period=period, sinks=sinks)
     check(name, small(name, period=period, sinks=sinks), batch, fed)
     assert evicts(fed) == (policy.schedule.evicts)
@@ -52,7 +60,7 @@ def test_every_policy_has_a_reference() -> None:
 @pytest.mark.parametrize("form", ["max", "mean", "sum"])
 @pytest.mark.parametrize(("period", "sinks"), [(1, 2), (8, 0)])
 def test_gkv_equals_its_reference_in_every_form(
-    form: str, redundancy: bool, pooling: int, period: int, sinks: int
+    form: str, redundancy: bool, pooling: int, period: int, sinks: int, check: Callable
 ) -> None:
     parameters = small(
         "gkv", form=form, redundancy=redundancy, pooling=pooling, period=period, sinks=sinks, budget=14, window=3
@@ -88,13 +96,13 @@ def test_gkv_equals_its_reference_in_every_form(
     ],
 )
 @pytest.mark.parametrize("period", [1, 5])
-def test_the_corners_of_the_parameters(name: str, changed: dict[str, Any], period: int) -> None:
+def test_the_corners_of_the_parameters(name: str, changed: dict[str, Any], period: int, check: Callable) -> None:
     _, batch, fed = run_policy(name, seed=3, period=period, **changed)
     check(name, small(name, period=period, **changed), batch, fed)
 
 
 @pytest.mark.parametrize("name", EVICTING)
-def test_the_defaults_are_the_methods_own(name: str) -> None:
+def test_the_defaults_are_the_methods_own(name: str, check: Callable) -> None:
     """Only the budget is given: what the reference takes as the method's default is the policy's default."""
     defaults = {field.name: field.default for field in dataclasses.fields(CONFIGS[name])}
     fixed = sum(size for key in ("sinks", "window") if isinstance(size := defaults.get(key), int))
@@ -107,7 +115,7 @@ def test_the_defaults_are_the_methods_own(name: str) -> None:
 
 @pytest.mark.parametrize("period", [1, 8])
 @pytest.mark.parametrize("name", EVICTING)
-def test_exact_ties_go_to_the_earlier_position(name: str, period: int) -> None:
+def test_exact_ties_go_to_the_earlier_position(name: str, period: int, check: Callable) -> None:
     parameters = small(name, period=period, sinks=1)
     prompts, totals = lengths_around(12, period)
     batch = ragged_batch(7, prompts, totals, tied=True)
@@ -116,7 +124,7 @@ def test_exact_ties_go_to_the_earlier_position(name: str, period: int) -> None:
 
 # R-KV's redundancy is a sum over all keys, which rounds otherwise in each precision.
 @pytest.mark.parametrize("name", [name for name in EVICTING if not POLICIES[name].entry_memory and name != "rkv"])
-def test_a_score_without_memory_never_flips_an_exact_tie(name: str) -> None:
+def test_a_score_without_memory_never_flips_an_exact_tie(name: str, check: Callable) -> None:
     """Identical keys have identical scores in both precisions: no near tie is left to chance."""
     parameters = small(name, period=3)
     prompts, totals = lengths_around(12, 3)
@@ -124,7 +132,7 @@ def test_a_score_without_memory_never_flips_an_exact_tie(name: str) -> None:
     check(name, parameters, batch, feed(make_policy(name, **parameters), batch), flips_allowed=0)
 
 
-def test_gkv_divides_redundancy_by_the_maximum_of_the_competing_tokens() -> None:
+def test_gkv_divides_redundancy_by_the_maximum_of_the_competing_tokens(check: Callable) -> None:
     """A window that repeats itself holds the largest redundancy; it does not compete, so it does not set the scale."""
 
     class OverAll(GKV):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_cases import BOUNDED, EVICTING, SAMPLED
 from references import NEVER
-from test_policy_exactness import check
+from test_policy_exactness import compare
 
 from rollout.cache import EvictingCache
 from sparse_rl.errors import StoppedError
@@ -268,7 +268,7 @@ def test_any_policy_at_any_size_equals_its_reference(data: st.DataObject) -> Non
     prompts = data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=3), "prompts")
     totals = [p + data.draw(st.integers(1, 16), "completion") for p in prompts]
     batch = ragged_batch(data.draw(st.integers(0, 9), "seed"), prompts, totals)
-    check(name, parameters, batch, feed(make_policy(name, **parameters), batch))
+    compare(name, parameters, batch, feed(make_policy(name, **parameters), batch))
 
 
 # ---- what -----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def gated(scorer: str, **parameters: Any) -> Any:
 @pytest.mark.parametrize("scorer", SCORERS)
 @pytest.mark.parametrize("family", ["qwen3", "quickstart"])
 def test_it_decides_as_training_does(
-    family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable
+    family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable, tally: Callable
 ) -> None:
     policy = gated(scorer, prefill=prefill)
     model = with_scorers(model_of(family), policy)
@@ -61,6 +61,16 @@ def test_it_decides_as_training_does(
             model(input_ids=torch.tensor([tokens]), attention_mask=NO_MASK, kv_view=view, use_cache=False)
         ours = EvictionTrace.recorded(torch.cat([view.decided[i] for i in range(len(view.decided))])).evict_at
         assert torch.equal(ours, r.trace.evict_at)
+        last = len(tokens) - 2
+        for layer, logits in enumerate(
+            view.logits
+        ):  # the definition: an open gate drops its token when the window ends
+            for head in range(logits.shape[1]):
+                for token in range(len(tokens)):
+                    goes = max(token + policy.config.window, prompt if prefill == "dense" else 0)
+                    drops = token >= policy.config.sinks and float(logits[0, head, token]) > 0 and goes <= last
+                    assert int(r.trace.evict_at[layer, head, token]) == (goes if drops else NEVER)
+        tally("dms", ours.numel(), gap=own)
         assert float(torch.stack(list(view.retained.values())).mean()) == pytest.approx(r.trace.retention())
 
 
@@ -70,6 +80,7 @@ class Decided(GatedView):
     def evict_at(self, logits: torch.Tensor, may_go: torch.Tensor, goes_at: torch.Tensor) -> torch.Tensor:
         found = super().evict_at(logits, may_go, goes_at)
         self.__dict__.setdefault("decided", {})[len(self.__dict__.get("decided", {}))] = found
+        self.__dict__.setdefault("logits", []).append(logits)
         return found
 
 

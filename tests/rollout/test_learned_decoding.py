@@ -33,7 +33,7 @@ def rollouts_of(model: Any, policy: Any, prompts: list[list[int]], tokens: int =
 @pytest.mark.parametrize("scorer", SCORERS)
 @pytest.mark.parametrize("family", ["qwen3", "quickstart", "stories260K"])
 def test_it_decides_as_training_does(
-    family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable, record_property: Callable
+    family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable, tally: Callable
 ) -> None:
     """And every wrong trace shows in the log-probs, the next token's alone among them."""
     policy = learned_policy(scorer, B, prefill=prefill)
@@ -42,7 +42,7 @@ def test_it_decides_as_training_does(
     wrong, ties, heads = wrong_decisions(model, policy, rollouts)
     assert not wrong and ties <= heads / 100
     own = gap(replay_logprobs(model, rollouts), rollouts)
-    record_property("gap", own)
+    tally("kvpop", sum(r.trace.evict_at.numel() for r in rollouts), ties, own)
     assert own <= 1e-5
     for name, others in wrong_traces(rollouts).items():
         if name == "heads swapped" and scorer == "recency":
