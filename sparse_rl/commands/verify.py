@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
     for gap in gaps.values():
         whole.add(gap)
     if options.json:
-        what = {"holds": not whole.beyond, "bound": bound, "dtype": dtype, "rollouts_of": origin.made_by}
+        what = {"holds": not whole.beyond, "bound": bound, "dtype": dtype, "made_by": origin.made_by}
         of_each = [{"file": name, **gap.as_numbers()} for name, gap in gaps.items()]
         print(json.dumps({**what, "model": directory, **whole.as_numbers(), "files": of_each}))
     else:
