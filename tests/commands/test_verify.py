@@ -15,6 +15,7 @@ from learned import SCORERS, save_learned, with_scorers
 
 from rollout.files import RolloutFiles
 from rollout.origin import read_origin
+from rollout.verify import BOUNDS
 from sparse_rl.commands.main import main
 from sparse_rl.data.running_sum import save_untrained
 from sparse_rl.models.load import load_plain_model
@@ -51,25 +52,25 @@ def cache_of(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def rollouts(here: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+def rollouts(here: Path, capfd: pytest.CaptureFixture[str]) -> Run:
     """rollouts(words of `rollout`) -> the folder that it wrote: 12 completions of the quickstart's trained model."""
 
     def make(*words: str, recipe: str = "grpo.yaml") -> Path:
         told = ["model=quickstart/model", "max_completion_length=80", "rollout.progress=false", *words]
         assert main(["rollout", recipe, *told, "--problems", "6", "--out", "sampled", "--overwrite"]) == 0
-        capsys.readouterr()
+        capfd.readouterr()
         return here / "sampled"
 
     return make
 
 
 @pytest.fixture
-def verified(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, Any]]]:
+def verified(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, Any]]]:
     """verified(folder, words) -> (exit status, what --json says)"""
 
     def check(folder: Path, *words: object) -> tuple[int, dict[str, Any]]:
         status = main(["verify", str(folder), *map(str, words), "--json"])
-        captured = capsys.readouterr()
+        captured = capfd.readouterr()
         assert ("the gap is too large" in captured.err) is (status == 1), captured.err
         return status, json.loads(captured.out)
 
@@ -77,12 +78,12 @@ def verified(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dic
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """refused(words) -> the one line with which they are, at exit status 2"""
 
     def check(*words: object) -> str:
         assert main(["verify", *map(str, words)]) == 2
-        captured = capsys.readouterr()
+        captured = capfd.readouterr()
         assert captured.err.count("\n") == 1 and not captured.out
         return captured.err
 
@@ -167,7 +168,7 @@ def test_log_probs_are_compared_as_they_were_sampled(
         assert verified(folder)[0] == 1
 
 
-def test_several_files_have_a_gap_each(rollouts: Run, verified: Callable, capsys: pytest.CaptureFixture) -> None:
+def test_several_files_have_a_gap_each(rollouts: Run, verified: Callable, capfd: pytest.CaptureFixture) -> None:
     folder = rollouts(GKV, "rollout.max_batch=4")
     status, found = verified(folder)
     assert status == 0 and [file["rollouts"] for file in found["files"]] == [4, 4, 4]
@@ -177,7 +178,7 @@ def test_several_files_have_a_gap_each(rollouts: Run, verified: Callable, capsys
     assert status == 1 and [file["beyond"] > 0 for file in found["files"]] == [False, False, True]
     assert 9 <= found["line"] <= 12
     assert main(["verify", str(folder)]) == 1
-    out, err = capsys.readouterr()
+    out, err = capfd.readouterr()
     assert out.count("4 rollouts, ") == 3 and "by hf in float32, temperature 1\n" in out and '"policy": "gkv"' in out
     assert f"in line {found['line']} of completions.jsonl at token {found['token']} of its completion" in err
 
@@ -250,6 +251,22 @@ def test_rollouts_are_read_as_they_were_sampled(rollouts: Run, monkeypatch: pyte
                 assert torch.equal(*(torch.tensor(getattr(one, name)) for one in (ours, theirs)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_vllm_has_sampled_obeys_the_law(
+    dtype: str, rollouts: Run, verified: Callable, monkeypatch: pytest.MonkeyPatch, record_property: Callable
+) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folder = rollouts(GKV, "rollout={engine: vllm, kv_cache_gb: 0.05}", f"dtype={dtype}", "top_p=0.9")
+    assert json.loads((folder / "rollouts.json").read_text())["engine"] == "vllm"
+    status, found = verified(folder)
+    record_property("gap", found["largest"])
+    assert status == 0 and found["bound"] == BOUNDS[dtype]
+    change_traces(folder, later)
+    assert verified(folder)[0] == 1
+
+
 # ---- mistakes -------------------------------------------------------------------------------------------------------
 
 
@@ -285,7 +302,7 @@ def test_another_model_is_refused(rollouts: Run, refused: Callable, here: Path) 
     assert main(["verify", str(folder), "quickstart/model"]) == 0
 
 
-def test_a_model_of_another_configuration_is_named(rollouts: Run, here: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_model_of_another_configuration_is_named(rollouts: Run, here: Path, capfd: pytest.CaptureFixture) -> None:
     """Of the same shape it is replayed: the gap says whether it matters."""
     folder = rollouts(GKV)
     shutil.copytree(QUICKSTART, here / "turned")
@@ -293,7 +310,7 @@ def test_a_model_of_another_configuration_is_named(rollouts: Run, here: Path, ca
     config["rms_norm_eps"] = 1e-2
     (here / "turned" / "config.json").write_text(json.dumps(config))
     assert main(["verify", str(folder), "turned"]) == 1
-    assert "warning: config.json of turned is not in all that of the model" in capsys.readouterr().err
+    assert "warning: config.json of turned is not in all that of the model" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
