@@ -123,7 +123,7 @@ def swapped(trace: EvictionTrace) -> EvictionTrace:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_policy_obeys_the_law(
-    name: str, rollouts: Run, verified: Callable, here: Path, record_property: Callable
+    name: str, rollouts: Run, verified: Callable, here: Path, record_property: Callable, capfd: pytest.CaptureFixture
 ) -> None:
     """Its rollouts on disk, under the model that they name; with other traces they do not."""
     cache, words = cache_of(name), []
@@ -142,6 +142,8 @@ def test_every_policy_obeys_the_law(
     assert found["tokens"] == sum(line["tokens"] for line in lines) > 300
     if name == "full":
         assert [file["file"] for file in found["files"]] == ["completions.jsonl"]
+        assert main(["inspect", str(folder)]) == 0
+        assert "rollouts under a full cache; sparse-rl verify" in capfd.readouterr().out
         return
     change_traces(folder, swapped if name in ("am", "clustered", "layered") else later)  # what a trace can say
     status, found = verified(folder)
