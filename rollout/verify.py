@@ -30,9 +30,10 @@ ROWS = 8  # of one forward, at most
 class Gap:
     """|log-prob replayed - log-prob sampled| over tokens, in nats.
 
-    largest, mean : NaN where there is no token
-    line, token : where the largest is: in completions.jsonl, from 1, and in its completion, from 0
+    rollouts, tokens : so many were compared
     beyond : tokens whose gap is above the bound
+    largest, total : the largest gap, and the sum of all
+    line, token : where the largest is: in completions.jsonl, from 1, and in its completion, from 0
     """
 
     rollouts: int = 0

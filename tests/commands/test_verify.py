@@ -212,6 +212,28 @@ def test_what_is_wrong_shows(rollouts: Run, verified: Callable, here: Path) -> N
     assert status == 1 and found["largest"] > 1
 
 
+def test_a_model_that_gives_nan_fails(rollouts: Run, here: Path, capfd: pytest.CaptureFixture) -> None:
+    folder = rollouts(GKV)
+    model = load_plain_model(QUICKSTART)
+    model.get_input_embeddings().weight.data[8] = float("nan")
+    model.save_pretrained(here / "nan")
+    assert main(["verify", str(folder), "nan"]) == 1
+    assert "is not a finite number: the model gives NaN" in capfd.readouterr().err
+
+
+def test_attention_in_float32_has_a_wider_bound(
+    rollouts: Run, verified: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is replayed as it was sampled."""
+    monkeypatch.setattr("sparse_rl.attention.kernels.sdpa._exact", True)  # so that it is put back
+    folder = rollouts(GKV, "rollout.exact=false")
+    status, found = verified(folder)
+    assert status == 0 and found["bound"] == 1e-4 and found["largest"] <= 1e-4
+    mean = found["mean"]
+    change_origin(folder, lambda origin: origin.update(exact=True))
+    assert verified(folder)[1]["mean"] != mean
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_has_a_bound_of_its_own(
     dtype: str, rollouts: Run, verified: Callable, record_property: Callable
