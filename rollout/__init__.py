@@ -11,6 +11,7 @@ sampling.py  the sampler;  sampling_reference.py  the plain one, which it equals
 hf.py        the reference engine on plain transformers;  cache.py  its caches, which record the evictions
 gated.py     its caches whose kv heads hold different numbers of entries;  paged.py  whose queries read pages
 layered.py   its caches whose layers have policies of their own;  context/  contexts that are compacted once
+files.py     rollouts as files;  origin.py  how those were sampled;  verify.py  the law, checked of them
 vllm/        the fast engine, which keeps its own copy of the weights
 evaluation/  pass@k over tasks and caches
 

@@ -193,7 +193,9 @@ def test_an_answer_is_forced_behind_a_context(recipe_of: Callable, tmp_path: Pat
 
 
 @pytest.mark.parametrize("policy", ["am", "evict"])
-def test_rollouts_behind_a_context(policy: str, recipe_of: Callable, tmp_path: Path, model: str) -> None:
+def test_rollouts_behind_a_context(
+    policy: str, recipe_of: Callable, tmp_path: Path, model: str, capsys: pytest.CaptureFixture
+) -> None:
     """Under the first prompt cache; traces follow their lines, and say what was gone behind the context."""
     recipe = recipe_of([{"policy": policy, "ratio": 0.2}, {"policy": "full"}], samples=2, temperature=1.0)
     found = sample(recipe, tmp_path / "kept", problems=3)
@@ -209,6 +211,12 @@ def test_rollouts_behind_a_context(policy: str, recipe_of: Callable, tmp_path: P
         kept = (trace.evict_at[..., : len(context) + 1] > len(context) + 1).sum(-1)
         assert bool((kept == 1 + round(0.2 * len(context))).all()) and len(trace) > len(line["prompt_ids"])
         assert ("compacted_at" in trace.further) is (policy == "am")
+    capsys.readouterr()
+    if policy == "am":  # its biases and values are in no file
+        assert main(["verify", str(tmp_path / "kept")]) == 2
+        assert "no view replays traces with the sections evict_at, compacted_at" in capsys.readouterr().err
+    else:
+        assert main(["verify", str(tmp_path / "kept")]) == 0
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------

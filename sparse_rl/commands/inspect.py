@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.commands import eval, perplexity, rollout
+from rollout.origin import ORIGIN, TRACES
+from sparse_rl.commands import eval, perplexity
 from sparse_rl.commands.arguments import file_path
 from sparse_rl.commands.console import Session
 from sparse_rl.commands.machine import show
@@ -93,7 +94,7 @@ def what_is(path: Path) -> str | None:
 
 
 def _folder(path: Path) -> str:
-    runs, traces = runs_below(path), sorted(path.glob(rollout.TRACES))
+    runs, traces = runs_below(path), sorted(path.glob(TRACES))
     if path.name.startswith("checkpoint-"):
         return f"a checkpoint of step {path.name.removeprefix('checkpoint-')}, from which train --resume goes on"
     if (path / CONFIG_FILE).is_file():
@@ -107,7 +108,10 @@ def _folder(path: Path) -> str:
             return f"{_file(results)} in {results}"
     if traces:
         files = f"{len(traces)} file{'s' * (len(traces) > 1)} of traces"
-        return f"{files}; sparse-rl inspect {traces[0]} says what the first holds"
+        rest = f"; sparse-rl verify {path} replays them" if (path / ORIGIN).is_file() else ""
+        return f"{files}; sparse-rl inspect {traces[0]} says what the first holds{rest}"
+    if (path / ORIGIN).is_file():
+        return f"rollouts under a full cache; sparse-rl verify {path} replays them"
     if runs:
         return f"a folder of {len(runs)} run{'s' * (len(runs) > 1)}; sparse-rl plot {path} draws what is there"
     return "a folder without a run, a model or traces"
@@ -126,6 +130,9 @@ def _file(path: Path) -> str:
         return f"the metrics of a run, {_steps(path.parent)}; sparse-rl plot {path.parent} draws them"
     if path.name == POLICY_FILE:
         return f"the cache policy that a model carries, {_json(path).get('policy')}"
+    if path.name == ORIGIN:
+        how = _json(path)
+        return f"how {how['model']} sampled the rollouts beside it; sparse-rl verify {path.parent} replays them"
     if path.name == eval.RESULTS:
         return f"the results of an evaluation, {len(_json(path)['rows'])} rows"
     if path.name == perplexity.RESULTS:

@@ -7,7 +7,20 @@ import sys
 from collections.abc import Sequence
 
 from sparse_rl import __version__
-from sparse_rl.commands import doctor, eval, inspect, keys, perplexity, plot, quickstart, rollout, serve, teacher, train
+from sparse_rl.commands import (
+    doctor,
+    eval,
+    inspect,
+    keys,
+    perplexity,
+    plot,
+    quickstart,
+    rollout,
+    serve,
+    teacher,
+    train,
+    verify,
+)
 from sparse_rl.commands.arguments import Parser
 from sparse_rl.commands.completion import add_completion
 from sparse_rl.commands.console import Session, configure, guarded
@@ -21,6 +34,7 @@ COMMANDS = {
     "perplexity": perplexity,
     "serve": serve,
     "inspect": inspect,
+    "verify": verify,
     "plot": plot,
     "doctor": doctor,
     "keys": keys,

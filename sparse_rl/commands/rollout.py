@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.origin import COMPLETIONS, ORIGIN, TRACES, Origin
 from sparse_rl.commands.arguments import add_overwrite, add_recipe, file_path, positive, read_recipe, refuse_used
 from sparse_rl.commands.console import Session, quiet_loading, say
 from sparse_rl.config import as_mapping
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from sparse_rl.policies.base import Policy
 
 ABOUT = "Sample problems of a recipe and keep their completions and traces."
-COMPLETIONS, TRACES = "completions.jsonl", "traces-*.safetensors"
+FILES = (COMPLETIONS, TRACES, ORIGIN)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
     recipe = read_recipe(options)
     recipe.sampled_problems()  # refuses a kind that has none
     folder = options.out or Path(recipe.output_dir) / "rollouts"
-    refuse_used(folder, (COMPLETIONS, TRACES), "--out", options.overwrite)
+    refuse_used(folder, FILES, "--out", options.overwrite)
     session.folder = folder
     quiet_loading(session.verbose)
     rollouts = sample(recipe, folder, options.problems)
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
         f"{len(rollouts)} completions, {sum(lengths) / len(lengths):.0f} tokens on average ({min(lengths)} to "
         f"{max(lengths)}), {cut} cut off; kept at the end {sum(kept) / len(kept):.1%} of the cache"
     )
-    print("\n".join(str(file) for file in (folder / COMPLETIONS, *sorted(folder.glob(TRACES)))))
+    print("\n".join(str(file) for pattern in FILES for file in sorted(folder.glob(pattern))))
     return 0
 
 
@@ -53,15 +54,14 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
     """Sample the recipe's first problems under its first cache, or behind their contexts under its first prompt cache,
     into `folder`; returns the `summary` of each rollout.
 
-    Part by part, so that any number fits: completions.jsonl, with texts and token ids, and of each part a file
-    traces-00000.safetensors, whose traces follow its lines. A full cache has no evictions, and no files of traces.
+    Part by part, so that any number fits, into the files of rollout/files.py.
     """
     from rollout.evaluation.samples import summary
+    from rollout.files import written_rollouts
     from sparse_rl.commands import sampling
     from sparse_rl.data.problems import load_data
     from sparse_rl.models.load import load_config, load_tokenizer, model_fingerprint
     from sparse_rl.policies.registry import fingerprint
-    from sparse_rl.trace import save_traces
 
     asked = recipe.sampled_problems()
     policy = sampling.policies_of(recipe)[0]
@@ -80,21 +80,26 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
         opened = _behind_contexts(recipe, sampling.context_questions(source, tokenizer, asked.data), folder)
     else:
         opened = _plain(recipe, policy, sampling.prompt_tokens(source, tokenizer, asked.data))
+    engine = sampling.engine_config_of(recipe)
+    origin = Origin(
+        model=str(Path(recipe.model).absolute()) if Path(recipe.model).is_dir() else recipe.model,
+        vocabulary=config.vocab_size,
+        engine=engine.engine,  # type: ignore[arg-type]  # chosen, no longer auto
+        dtype=recipe.dtype,
+        exact=engine.exact,
+        sampling=recipe.sampling(asked.samples),
+        evicts=policy.schedule.evicts or bool(caches),
+        made_by=made_by,
+    )
     summaries: list[dict[str, Any]] = []
-    with opened as parts, (folder / COMPLETIONS).open("w") as log:
-        for old in folder.glob(TRACES):  # of an earlier call
-            old.unlink()
+    with opened as parts, written_rollouts(folder, origin) as add:
         shown = [name for name in ("prompt", "answer") if name in source.column_names]
-        for number, (indices, part) in enumerate(parts):
-            if policy.schedule.evicts or caches:
-                save_traces(folder / f"traces-{number:05d}.safetensors", [r.trace for r in part], made_by)
+        for indices, part in parts:
             texts = tokenizer.batch_decode([r.completion_ids for r in part], skip_special_tokens=True)
             rows = [{name: source[i][name] for name in shown} for i in indices for _ in range(asked.samples)]
-            for row, text, rollout in zip(rows, texts, part, strict=True):
-                summaries.append(summary(rollout))
-                ids = {"prompt_ids": rollout.prompt_ids, "completion_ids": rollout.completion_ids}
-                log.write(json.dumps({**row, "completion": text, **summaries[-1], **ids}) + "\n")
-            log.flush()
+            found = list(map(summary, part))
+            add(part, [{**row, "completion": t, **one} for row, t, one in zip(rows, texts, found, strict=True)])
+            summaries += found
     return summaries
 
 

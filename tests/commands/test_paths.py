@@ -177,7 +177,8 @@ def test_inspect_says_what_else_there_is(trained, here, capsys):
         ".": "a folder of 1 run; sparse-rl plot . draws what is there",
         "run/model": "a model (qwen3), which carries the cache policy streaming",
         "run/checkpoint-7": "a checkpoint of step 7, from which train --resume goes on",
-        "out/rollouts": f"1 file of traces; sparse-rl inspect {traces} says",
+        "out/rollouts": f"1 file of traces; sparse-rl inspect {traces} says what the first "
+        "holds; sparse-rl verify out/rollouts replays them",
         "score": "the results of an evaluation, 2 rows in score/eval.json",
         "empty": "a folder without a run, a model or traces",
         "grpo.yaml": "a recipe of kind grpo; sparse-rl train grpo.yaml runs it",
@@ -186,6 +187,7 @@ def test_inspect_says_what_else_there_is(trained, here, capsys):
         "run/metrics.jsonl": "the metrics of a run, logged to step 1; sparse-rl plot run draws them",
         "run/model/cache_policy.json": "the cache policy that a model carries, streaming",
         "run/model/model.safetensors": "weights of the model in run/model",
+        "out/rollouts/rollouts.json": "sampled the rollouts beside it; sparse-rl verify out/rollouts replays them",
         "out/rollouts/completions.jsonl": "lines of JSON, each with prompt, answer, completion, finish_reason",
         "broken.yaml": "damaged, or not what its name says",
         "list.yaml": "damaged, or not what its name says",

@@ -1,0 +1,181 @@
+"""Rollouts as files: a folder that holds what was sampled, and all that is needed to replay it.
+
+    rollouts.json              how they were sampled (origin.py)
+    completions.jsonl          a line each: prompt_ids, completion_ids, logprobs, finish_reason, and model_logprobs
+                               where top-p or top-k cut the distribution (else these are the same); and more, as told
+    traces-00000.safetensors   the traces of the first lines, and so on; none where nothing can be evicted
+
+Log-probs are float32, written so that they are read to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rollout.config import SamplingConfig
+from rollout.engine import Rollout
+from rollout.origin import COMPLETIONS, TRACES, Origin, write_origin
+from rollout.requests import token_ids
+from sparse_rl.errors import UserError, unread
+from sparse_rl.trace import EvictionTrace, load_traces, save_traces
+
+PART = 64  # lines that are read at a time where there are no files of traces
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rollouts of a folder.
+
+    file : of their traces; of their lines, where there are none
+    line : of completions.jsonl, counted from 1, that has the first of them
+    """
+
+    file: Path
+    line: int
+    rollouts: list[Rollout]
+
+
+Add = Callable[[Sequence[Rollout], Sequence[Mapping[str, Any]]], None]
+
+
+@contextmanager
+def written_rollouts(folder: Path, origin: Origin) -> Iterator[Add]:
+    """A folder's files, those of an earlier call replaced: a function of the rollouts of a part, and of what else the
+    line of each says.
+    """
+    for old in folder.glob(TRACES):
+        old.unlink()
+    write_origin(folder, origin)
+    parts = 0
+    with (folder / COMPLETIONS).open("w") as log:
+
+        def add(rollouts: Sequence[Rollout], further: Sequence[Mapping[str, Any]]) -> None:
+            nonlocal parts
+            if origin.evicts:
+                file = folder / TRACES.replace("*", f"{parts:05d}")
+                save_traces(file, [r.trace for r in rollouts], origin.made_by)
+                parts += 1
+            for rollout, more in zip(rollouts, further, strict=True):
+                log.write(json.dumps({**more, **_as_line(rollout, origin.sampling)}) + "\n")
+            log.flush()
+
+        yield add
+
+
+def _as_line(rollout: Rollout, sampling: SamplingConfig) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "finish_reason": rollout.finish_reason,
+        "prompt_ids": rollout.prompt_ids,
+        "completion_ids": rollout.completion_ids,
+        "logprobs": list(map(_in_float32, rollout.logprobs)),
+    }
+    if sampling.truncated_support:
+        line["model_logprobs"] = list(map(_in_float32, rollout.model_logprobs))
+    return line
+
+
+def _in_float32(number: float) -> float:
+    """A number of float32 in the fewest digits that always tell it from all others: 9."""
+    return float(f"{number:.9g}")
+
+
+@dataclass(frozen=True)
+class RolloutFiles:
+    """The rollouts of a folder. origin : as `read_origin` reads it there"""
+
+    folder: Path
+    origin: Origin
+
+    def parts(self, layers: int, kv_heads: int) -> Iterator[Part]:
+        """All rollouts, in the order of their lines, a file of traces at a time.
+
+        layers, kv_heads : of the model, for the traces of a full cache, which has no files of them
+
+        Raises UserError for a line that is none of a rollout, and for traces that are not of the lines.
+        """
+        files = sorted(self.folder.glob(TRACES))
+        if self.origin.evicts and not files:
+            raise UserError(f"{self.folder} lacks its traces, {TRACES}: copy them too, or sample anew")
+        count = 0
+        with self._opened() as log:
+            lines = enumerate(log, start=1)
+            for file in files if self.origin.evicts else ():
+                traces = load_traces(file, self.origin.made_by)
+                found = list(islice(lines, len(traces)))
+                if len(found) < len(traces):
+                    wrong = f"holds {len(traces)} traces, and {COMPLETIONS} only {len(found)} further lines"
+                    raise UserError(f"{file} {wrong}: they are not of one call; sample anew")
+                pairs = zip(found, traces, strict=True)
+                yield Part(file, count + 1, [self._rollout(*line, trace, file) for line, trace in pairs])
+                count += len(traces)
+            while not self.origin.evicts and (found := list(islice(lines, PART))):
+                rollouts = [self._rollout(*line, (layers, kv_heads), self.folder / COMPLETIONS) for line in found]
+                yield Part(self.folder / COMPLETIONS, count + 1, rollouts)
+                count += len(found)
+            if next(lines, None) is not None:
+                wrong = f"{COMPLETIONS} has lines behind the {count} of which there are traces"
+                raise UserError(f"{self.folder}: {wrong}; copy the traces that are missing, or sample anew")
+        if not count:
+            raise UserError(f"{self.folder / COMPLETIONS} is empty; sample anew")
+
+    @contextmanager
+    def _opened(self) -> Iterator[Iterator[str]]:
+        file = self.folder / COMPLETIONS
+        try:
+            with file.open(encoding="utf-8") as log:
+                yield log
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{file} cannot be read: {unread(error)}") from error
+
+    def _rollout(self, number: int, text: str, trace: EvictionTrace | tuple[int, int], file: Path) -> Rollout:
+        """The rollout of a line. trace : or of a full cache the model's layers and kv heads; file : that holds it"""
+        try:
+            rollout = self._parsed(text, trace)
+        except (ValueError, RecursionError) as error:
+            what = error.message if isinstance(error, UserError) else f"it is not JSON ({error})"
+            raise UserError(f"{self.folder / COMPLETIONS}, line {number}: {what}") from None
+        tokens = len(rollout.prompt_ids) + len(rollout.completion_ids)
+        if len(rollout.trace) != tokens:
+            line = f"line {number} of {COMPLETIONS} has {tokens}"
+            raise UserError(f"{file} holds a trace of {len(rollout.trace)} tokens, and {line}: it is not its trace")
+        return rollout
+
+    def _parsed(self, text: str, trace: EvictionTrace | tuple[int, int]) -> Rollout:
+        line = json.loads(text)
+        if not isinstance(line, dict):
+            raise UserError("it is not a mapping")
+        prompt, completion = (_ids(line, name, self.origin.vocabulary) for name in ("prompt_ids", "completion_ids"))
+        logprobs = model_logprobs = _logprobs(line, "logprobs", len(completion))
+        if self.origin.sampling.truncated_support:
+            model_logprobs = _logprobs(line, "model_logprobs", len(completion))
+        if isinstance(trace, tuple):
+            trace = EvictionTrace.dense(*trace, len(prompt) + len(completion))
+        stopped = line.get("finish_reason") == "stop"
+        return Rollout(prompt, completion, logprobs, model_logprobs, trace, "stop" if stopped else "length")
+
+
+def _ids(line: Mapping[str, Any], name: str, vocabulary: int) -> list[int]:
+    if not isinstance(line.get(name), list):
+        raise UserError(f"it has no list {name}")
+    try:
+        return token_ids([line[name]], vocabulary)[0]
+    except UserError as error:
+        raise UserError(error.message.replace("prompt 0", name, 1)) from None
+
+
+def _logprobs(line: Mapping[str, Any], name: str, tokens: int) -> list[float]:
+    found = line.get(name)
+    if not isinstance(found, list):
+        raise UserError(f"it has no list {name}: the log-probs of the sampled tokens are not there; sample anew")
+    if any(type(one) not in (float, int) or not -math.inf < one <= 0 for one in found):
+        raise UserError(f"{name} has a value that is no log-prob, a finite number <= 0")
+    if len(found) != tokens:
+        raise UserError(f"it has {len(found)} {name}, and {tokens} completion_ids")
+    return found

@@ -1,0 +1,62 @@
+"""How the rollouts of a folder were sampled, and the names of its files (files.py). It is read without torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rollout.config import EngineName, SamplingConfig
+from sparse_rl.config import Configuration, PositiveInt, Source, Text, as_mapping, build, show
+from sparse_rl.errors import UserError, unread
+
+ORIGIN, COMPLETIONS, TRACES = "rollouts.json", "completions.jsonl", "traces-*.safetensors"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin(Configuration):
+    """How the rollouts of a folder were sampled.
+
+    model : its directory or hub name, and the size of its vocabulary
+    engine, dtype, exact : as in a recipe
+    evicts : whether there are files of traces
+    made_by : what the traces say made them (`model`, `policy`, ...), by name
+    """
+
+    model: Text
+    vocabulary: PositiveInt
+    engine: EngineName
+    dtype: Literal["float32", "bfloat16", "float16"]
+    exact: bool
+    sampling: SamplingConfig
+    evicts: bool
+    made_by: dict[str, str]
+
+
+def write_origin(folder: Path, origin: Origin) -> None:
+    """Write rollouts.json."""
+    said = {"format_version": FORMAT_VERSION, **as_mapping(origin)}
+    (folder / ORIGIN).write_text(json.dumps(said, indent=2) + "\n")
+
+
+def read_origin(folder: Path) -> Origin:
+    """How the rollouts of a folder were sampled. Raises UserError where it holds none that say so."""
+    file = folder / ORIGIN
+    if not folder.is_dir():
+        wrong = f"is a file; name its folder, {folder.parent}" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {wrong}")
+    if not file.is_file():
+        inner = folder / "rollouts"
+        mend = f"name {inner}" if (inner / ORIGIN).is_file() else "sparse-rl rollout RECIPE --out DIR writes some"
+        raise UserError(f"{folder} holds no rollouts with their log-probs: there is no {ORIGIN}; {mend}")
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        why = unread(error) if isinstance(error, OSError | ValueError) else "nested too deeply"
+        raise UserError(f"{file} cannot be read: {why}") from error
+    version = said.pop("format_version", None) if isinstance(said, dict) else None
+    if version != FORMAT_VERSION:
+        raise UserError(f"{file} has format version {show(version)}, this reads {FORMAT_VERSION}; sample anew")
+    return build(Origin, said, "", Source(str(file)))

@@ -1,0 +1,107 @@
+"""`sparse-rl verify`: whether the rollouts of a folder have, replayed, the log-probs that they were sampled with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.origin import COMPLETIONS, Origin, read_origin
+from sparse_rl.commands.arguments import file_path
+from sparse_rl.commands.console import Session, quiet_loading, warn
+from sparse_rl.config import show
+from sparse_rl.errors import UserError
+from sparse_rl.models.directory import CONFIG_FILE, model_directory
+
+if TYPE_CHECKING:
+    from rollout.verify import Gap
+
+ABOUT = "Replay rollouts on disk and compare their log-probs with the sampler's: status 1 where the gap is too large."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rollouts", metavar="ROLLOUTS", type=file_path, help="a folder that sparse-rl rollout wrote")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="default: the one that has sampled them")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the sampler's")
+    parser.add_argument("--bound", metavar="NATS", type=nats, help="the largest gap of a token; default: by dtype")
+    parser.add_argument("--json", action="store_true", help="for machines")
+
+
+def nats(text: str) -> float:
+    """A finite number > 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number > 0, got {show(text)}")
+    return value
+
+
+def run(options: argparse.Namespace, session: Session) -> int:
+    origin = read_origin(options.rollouts)
+    directory, dtype = _model(options.model, origin), options.dtype or origin.dtype
+    import torch
+
+    from rollout.files import RolloutFiles
+    from rollout.verify import Gap, check_model, default_bound, verify
+    from sparse_rl.models.load import load_config, load_model
+    from sparse_rl.models.weights import check_weights
+
+    quiet_loading(session.verbose)
+    config = load_config(directory)
+    if not check_model(origin, config, directory):
+        warn(f"{CONFIG_FILE} of {directory} is not in all that of the model that has sampled these rollouts")
+    check_weights(config, directory)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    bound = options.bound or default_bound(origin, dtype, device)
+    model = load_model(directory, dtype).to(device).eval()
+    gaps: dict[str, Gap] = {}
+    for file, gap in verify(model, RolloutFiles(options.rollouts, origin), bound):
+        gaps.setdefault(file.name, Gap()).add(gap)
+    whole = Gap()
+    for gap in gaps.values():
+        whole.add(gap)
+    if options.json:
+        what = {"holds": not whole.beyond, "bound": bound, "dtype": dtype, "made_by": origin.made_by}
+        of_each = [{"file": name, **gap.as_numbers()} for name, gap in gaps.items()]
+        print(json.dumps({**what, "model": directory, **whole.as_numbers(), "files": of_each}))
+    else:
+        print("\n".join(_lines(origin, directory, dtype, gaps)))
+    worst = f"{whole.largest:.1e}, in line {whole.line} of {COMPLETIONS} at token {whole.token} of its completion"
+    if whole.beyond:
+        share = f"{whole.beyond} of {whole.tokens} tokens are beyond the bound {bound:g}"
+        print(f"sparse-rl: the gap is too large: {share}; the largest is {worst}", file=sys.stderr)
+        return 1
+    if not options.json:
+        print(f"the law holds: no gap of {whole.tokens} tokens is above {bound:g}; the largest is {worst}")
+    return 0
+
+
+def _model(named: str | None, origin: Origin) -> str:
+    """The directory or hub name of the model; by default the sampler's. Raises UserError where that is gone."""
+    if named is None and Path(origin.model).is_absolute() and not Path(origin.model).is_dir():
+        raise UserError(f"{origin.model}, which has sampled these rollouts, is not here; name the model", "MODEL")
+    return model_directory(named or origin.model)
+
+
+def _lines(origin: Origin, model: str, dtype: str, gaps: dict[str, Gap]) -> list[str]:
+    """What was compared, and the gap of each file."""
+    sampling = origin.sampling
+    cut = [f"{name} {getattr(sampling, name):g}" for name in ("top_p", "top_k") if getattr(sampling, name) is not None]
+    drawn = ", ".join([f"temperature {sampling.temperature:g}", *(cut if sampling.truncated_support else [])])
+    caches: dict[str, Any] = {name: text for name, text in origin.made_by.items() if name != "model"}
+    lines = {
+        "sampled": f"by {origin.engine} in {origin.dtype}, {drawn}",
+        **caches,
+        "replayed": f"by {model} in {dtype}",
+    }
+    lines |= {
+        name: f"{gap.rollouts} rollouts, {gap.tokens} tokens: gap at most {gap.largest:.1e}, mean {gap.mean:.1e}"
+        for name, gap in gaps.items()
+    }
+    width = max(map(len, lines))
+    return [f"{name:<{width}} {text}" for name, text in lines.items()]

@@ -1,0 +1,408 @@
+"""`sparse-rl verify`: the law, checked of rollouts on disk; wrong traces, weights and log-probs must show."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from judging import shifted
+from learned import SCORERS, save_learned, with_scorers
+
+from rollout.files import RolloutFiles
+from rollout.origin import read_origin
+from rollout.verify import BOUNDS
+from sparse_rl.commands.main import main
+from sparse_rl.data.running_sum import save_untrained
+from sparse_rl.models.load import load_plain_model
+from sparse_rl.policies import make_policy
+from sparse_rl.policies.config import CONFIGS, accepted_parameters
+from sparse_rl.trace import EvictionTrace, load_traces, read_fingerprint, save_traces
+
+QUICKSTART = Path(__file__).parents[2] / "recipes/quickstart/model"
+GKV = "cache={policy: gkv, budget: 20, window: 4, period: 8}"
+PAGES = {"policy": "clustered", "page": 4, "window": 8, "sinks": 1, "open_pages": 2}
+OWN: dict[str, dict[str, Any]] = {  # settings that the usual ones do not fit
+    "clustered": PAGES,
+    "layered": {
+        "policy": "layered",
+        "parts": [{"layers": 1, "cache": {"policy": "gkv", "budget": 12, "window": 4}}, {"layers": 1, "cache": PAGES}],
+    },
+    "kvpop": {"policy": "kvpop", "budget": 20, "window": 5, "sinks": 2, "scorer": SCORERS["mlp"]},
+    "dms": {"policy": "dms", "window": 5, "sinks": 2, "bias": 0.1, "scorer": SCORERS["mlp"]},
+}
+USUAL = {"budget": 20, "window": 4, "period": 8}
+SETTINGS = [
+    "temperature=0.6",
+    "temperature=0",
+    "temperature=1.3 top_p=0.8",
+    "top_k=5",
+    "temperature=0.7 top_p=0.9 top_k=7",
+]
+Run = Callable[..., Path]
+
+
+def cache_of(name: str) -> dict[str, Any]:
+    accepted = accepted_parameters(name)
+    return OWN.get(name, {"policy": name, **{key: value for key, value in USUAL.items() if key in accepted}})
+
+
+@pytest.fixture
+def rollouts(here: Path, capfd: pytest.CaptureFixture[str]) -> Run:
+    """rollouts(words of `rollout`) -> the folder that it wrote: 12 completions of the quickstart's trained model."""
+
+    def make(*words: str, recipe: str = "grpo.yaml") -> Path:
+        told = ["model=quickstart/model", "max_completion_length=80", "rollout.progress=false", *words]
+        assert main(["rollout", recipe, *told, "--problems", "6", "--out", "sampled", "--overwrite"]) == 0
+        capfd.readouterr()
+        return here / "sampled"
+
+    return make
+
+
+@pytest.fixture
+def verified(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """verified(folder, words) -> (exit status, what --json says)"""
+
+    def check(folder: Path, *words: object) -> tuple[int, dict[str, Any]]:
+        status = main(["verify", str(folder), *map(str, words), "--json"])
+        captured = capfd.readouterr()
+        assert ("the gap is too large" in captured.err) is (status == 1), captured.err
+        return status, json.loads(captured.out)
+
+    return check
+
+
+@pytest.fixture
+def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """refused(words) -> the one line with which they are, at exit status 2"""
+
+    def check(*words: object) -> str:
+        assert main(["verify", *map(str, words)]) == 2
+        captured = capfd.readouterr()
+        assert captured.err.count("\n") == 1 and not captured.out
+        return captured.err
+
+    return check
+
+
+def change_traces(folder: Path, change: Callable[[EvictionTrace], EvictionTrace]) -> None:
+    for file in folder.glob("traces-*"):
+        save_traces(file, [change(trace) for trace in load_traces(file)], read_fingerprint(file))
+
+
+def change_line(folder: Path, number: int, change: Callable[[dict[str, Any]], Any]) -> None:
+    file = folder / "completions.jsonl"
+    lines = file.read_text().splitlines()
+    line = json.loads(lines[number - 1])
+    change(line)
+    file.write_text("\n".join([*lines[: number - 1], json.dumps(line), *lines[number:]]) + "\n")
+
+
+def change_origin(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    origin = json.loads((folder / "rollouts.json").read_text())
+    change(origin)
+    (folder / "rollouts.json").write_text(json.dumps(origin))
+
+
+def later(trace: EvictionTrace) -> EvictionTrace:
+    return EvictionTrace.recorded(shifted(trace.evict_at, 1), trace.further)
+
+
+def swapped(trace: EvictionTrace) -> EvictionTrace:
+    further = {name: x.flip(1) if name == "opened" else x for name, x in trace.further.items()}
+    return EvictionTrace(trace.evict_at.flip(1), further)
+
+
+# ---- the law --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_policy_obeys_the_law(
+    name: str, rollouts: Run, verified: Callable, here: Path, record_property: Callable, capfd: pytest.CaptureFixture
+) -> None:
+    """Its rollouts on disk, under the model that they name; with other traces they do not."""
+    cache, words = cache_of(name), []
+    if name in ("kvpop", "dms"):
+        policy = make_policy(cache)
+        save_learned(with_scorers(load_plain_model(QUICKSTART), policy), policy, here / "learned")
+        shutil.copy(QUICKSTART / "tokenizer.json", here / "learned")
+        shutil.copy(QUICKSTART / "tokenizer_config.json", here / "learned")
+        words = ["model=learned"]
+    folder = rollouts(*words, f"cache={json.dumps(cache)}")
+    status, found = verified(folder)
+    record_property("gap", found["largest"])
+    assert status == 0 and found["holds"] and found["largest"] <= found["bound"] == 1e-5
+    assert json.loads(found["made_by"]["policy"])["policy"] == name and found["rollouts"] == 12
+    lines = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    assert found["tokens"] == sum(line["tokens"] for line in lines) > 300
+    if name == "full":
+        assert [file["file"] for file in found["files"]] == ["completions.jsonl"]
+        assert main(["inspect", str(folder)]) == 0
+        assert "rollouts under a full cache; sparse-rl verify" in capfd.readouterr().out
+        return
+    change_traces(folder, swapped if name in ("am", "clustered", "layered") else later)  # what a trace can say
+    status, found = verified(folder)
+    assert status == 1 and not found["holds"] and found["largest"] > 1e-3 and found["beyond"] > 0
+    assert [file["file"] for file in found["files"]] == ["traces-00000.safetensors"]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("cache", [GKV, "cache=full"])
+def test_log_probs_are_compared_as_they_were_sampled(
+    cache: str, settings: str, rollouts: Run, verified: Callable
+) -> None:
+    """At the temperature, before top-p and top-k; at another temperature they are others."""
+    words = ["sweep={}", "top_p=1.0", "top_k=null", *settings.split()]
+    folder = rollouts(cache, *words, recipe="eval.yaml")
+    status, found = verified(folder)
+    assert status == 0 and found["largest"] <= 1e-5
+    line = json.loads((folder / "completions.jsonl").read_text().splitlines()[0])
+    assert ("model_logprobs" in line) is ("top" in settings)
+    change_origin(folder, lambda origin: origin["sampling"].update(temperature=0.9))
+    assert verified(folder)[0] == 1
+    if "top" in settings:  # without them the log-probs would be the model's own, which are lower
+        change_origin(folder, lambda origin: origin["sampling"].update(top_p=1.0, top_k=None))
+        assert verified(folder)[0] == 1
+
+
+def test_several_files_have_a_gap_each(rollouts: Run, verified: Callable, capfd: pytest.CaptureFixture) -> None:
+    folder = rollouts(GKV, "rollout.max_batch=4")
+    status, found = verified(folder)
+    assert status == 0 and [file["rollouts"] for file in found["files"]] == [4, 4, 4]
+    last = sorted(folder.glob("traces-*"))[-1]
+    save_traces(last, [swapped(trace) for trace in load_traces(last)], read_fingerprint(last))
+    status, found = verified(folder)
+    assert status == 1 and [file["beyond"] > 0 for file in found["files"]] == [False, False, True]
+    assert 9 <= found["line"] <= 12
+    assert main(["verify", str(folder)]) == 1
+    out, err = capfd.readouterr()
+    assert out.count("4 rollouts, ") == 3 and "by hf in float32, temperature 1\n" in out and '"policy": "gkv"' in out
+    assert f"in line {found['line']} of completions.jsonl at token {found['token']} of its completion" in err
+
+
+def test_what_is_wrong_shows(rollouts: Run, verified: Callable, here: Path) -> None:
+    """Other weights, other heads, and one log-prob of one token moved by a thousandth."""
+    folder = rollouts(GKV)
+    assert verified(folder)[0] == 0
+    model = load_plain_model(QUICKSTART)
+    model.get_input_embeddings().weight.data[5] *= 1.001
+    shutil.copytree(QUICKSTART, here / "touched")
+    model.save_pretrained(here / "touched")
+    assert verified(folder, here / "touched")[0] == 1
+    save_untrained(here / "other", 0)
+    status, found = verified(folder, here / "other")
+    assert status == 1 and found["mean"] > 1
+    assert verified(folder, QUICKSTART)[0] == 0
+
+    kept = (folder / "completions.jsonl").read_text()
+    change_line(folder, 5, lambda line: line["logprobs"].__setitem__(7, line["logprobs"][7] - 1e-3))
+    status, found = verified(folder)
+    assert status == 1 and (found["line"], found["token"], found["beyond"]) == (5, 7, 1)
+    assert found["largest"] == pytest.approx(1e-3, rel=0.02)
+    assert verified(folder, "--bound", 0.01)[0] == 0
+    (folder / "completions.jsonl").write_text(kept)
+
+    change_traces(folder, swapped)
+    status, found = verified(folder)
+    assert status == 1 and found["largest"] > 1
+
+
+def test_a_model_that_gives_nan_fails(rollouts: Run, here: Path, capfd: pytest.CaptureFixture) -> None:
+    folder = rollouts(GKV)
+    model = load_plain_model(QUICKSTART)
+    model.get_input_embeddings().weight.data[8] = float("nan")
+    model.save_pretrained(here / "nan")
+    assert main(["verify", str(folder), "nan"]) == 1
+    assert "is not a finite number: the model gives NaN" in capfd.readouterr().err
+
+
+def test_attention_in_float32_has_a_wider_bound(
+    rollouts: Run, verified: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is replayed as it was sampled."""
+    monkeypatch.setattr("sparse_rl.attention.kernels.sdpa._exact", True)  # so that it is put back
+    folder = rollouts(GKV, "rollout.exact=false")
+    status, found = verified(folder)
+    assert status == 0 and found["bound"] == 1e-4 and found["largest"] <= 1e-4
+    mean = found["mean"]
+    change_origin(folder, lambda origin: origin.update(exact=True))
+    assert verified(folder)[1]["mean"] != mean
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_has_a_bound_of_its_own(
+    dtype: str, rollouts: Run, verified: Callable, record_property: Callable
+) -> None:
+    folder = rollouts(GKV, f"dtype={dtype}")
+    status, found = verified(folder)
+    record_property("gap", found["largest"])
+    assert status == 0 and found["dtype"] == dtype and 1e-5 < found["largest"] <= found["bound"]
+    assert verified(folder, "--bound", 1e-5)[0] == 1
+    in_float32 = verified(folder, "--dtype", "float32")[1]  # the bound is that of the coarser of the two
+    assert in_float32["bound"] == found["bound"] and in_float32["largest"] != found["largest"]
+    change_traces(folder, later)
+    assert verified(folder)[0] == 1
+
+
+def test_rollouts_are_read_as_they_were_sampled(rollouts: Run, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    """Tokens, traces and both log-probs, to the last bit of float32."""
+    from rollout.hf import HFEngine
+
+    sampled = []
+    generate = HFEngine.generate
+
+    def listening(*args: Any, **options: Any) -> Any:
+        sampled.extend(found := generate(*args, **options))
+        return found
+
+    monkeypatch.setattr(HFEngine, "generate", listening)
+    for words in ([GKV, "top_p=0.8", "rollout.max_batch=4"], ["cache=full"]):
+        sampled.clear()
+        folder = rollouts(*words)
+        parts = list(RolloutFiles(folder, read_origin(folder)).parts(2, 2))
+        assert [part.line for part in parts] == ([1, 5, 9] if "top_p=0.8" in words else [1])
+        read = [rollout for part in parts for rollout in part.rollouts]
+        for ours, theirs in zip(read, sampled, strict=True):
+            assert (ours.prompt_ids, ours.completion_ids) == (theirs.prompt_ids, theirs.completion_ids)
+            assert ours.finish_reason == theirs.finish_reason
+            assert torch.equal(ours.trace.evict_at, theirs.trace.evict_at)
+            for name in ("logprobs", "model_logprobs"):
+                assert torch.equal(*(torch.tensor(getattr(one, name)) for one in (ours, theirs)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_vllm_has_sampled_obeys_the_law(
+    dtype: str, rollouts: Run, verified: Callable, monkeypatch: pytest.MonkeyPatch, record_property: Callable
+) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folder = rollouts(GKV, "rollout={engine: vllm, kv_cache_gb: 0.05}", f"dtype={dtype}", "top_p=0.9")
+    assert json.loads((folder / "rollouts.json").read_text())["engine"] == "vllm"
+    status, found = verified(folder)
+    record_property("gap", found["largest"])
+    assert status == 0 and found["bound"] == BOUNDS[dtype]
+    change_traces(folder, later)
+    assert verified(folder)[0] == 1
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_folder_of_rollouts_is_refused(rollouts: Run, refused: Callable, here: Path) -> None:
+    assert "nowhere does not exist" in refused("nowhere")
+    folder = rollouts(GKV)
+    assert f"is a file; name its folder, {folder}" in refused(folder / "traces-00000.safetensors")
+    folder.rename(here / "rollouts")
+    assert f"there is no rollouts.json; name {here / 'rollouts'}" in refused(here)
+    assert "sparse-rl rollout RECIPE --out DIR writes some" in refused(QUICKSTART)
+    for text, says in (
+        ("{", "cannot be read"),
+        ("[]", "has format version null"),
+        ('{"format_version": 9}', "has format version 9, this reads 1"),
+        ('{"format_version": 1}', "model: missing"),
+    ):
+        (here / "rollouts" / "rollouts.json").write_text(text)
+        assert says in refused(here / "rollouts")
+
+
+def test_another_model_is_refused(rollouts: Run, refused: Callable, here: Path) -> None:
+    folder = rollouts(GKV)
+    assert "no directory" in refused(folder, "nowhere")
+    load_plain_model(QUICKSTART).save_pretrained(here / "deep")
+    config = json.loads((here / "deep" / "config.json").read_text())
+    config |= {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    (here / "deep" / "config.json").write_text(json.dumps(config))
+    assert "deep is qwen3-L3-H2-D32, and qwen3-L2-H2-D32 has sampled" in refused(folder, "deep")
+    change_origin(folder, lambda origin: origin.update(vocabulary=50))
+    assert "knows 64 tokens, and what has sampled these rollouts 50" in refused(folder)
+    change_origin(folder, lambda origin: origin.update(vocabulary=64, model="/nowhere/model"))
+    assert "/nowhere/model, which has sampled these rollouts, is not here; name the model" in refused(folder)
+    assert main(["verify", str(folder), "quickstart/model"]) == 0
+
+
+def test_a_model_of_another_configuration_is_named(rollouts: Run, here: Path, capfd: pytest.CaptureFixture) -> None:
+    """Of the same shape it is replayed: the gap says whether it matters."""
+    folder = rollouts(GKV)
+    shutil.copytree(QUICKSTART, here / "turned")
+    config = json.loads((here / "turned" / "config.json").read_text())
+    config["rms_norm_eps"] = 1e-2
+    (here / "turned" / "config.json").write_text(json.dumps(config))
+    assert main(["verify", str(folder), "turned"]) == 1
+    assert "warning: config.json of turned is not in all that of the model" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda line: line.pop("logprobs"), "line 2: it has no list logprobs: the log-probs of the sampled tokens"),
+        (lambda line: line["logprobs"].pop(), "line 2: it has "),
+        (lambda line: line["logprobs"].__setitem__(0, 0.5), "line 2: logprobs has a value that is no log-prob"),
+        (
+            lambda line: line["logprobs"].__setitem__(0, float("nan")),
+            "line 2: logprobs has a value that is no log-prob",
+        ),
+        (lambda line: line.pop("prompt_ids"), "line 2: it has no list prompt_ids"),
+        (
+            lambda line: line["completion_ids"].__setitem__(0, 64),
+            "line 2: completion_ids has token 64; the model knows",
+        ),
+        (lambda line: line["prompt_ids"].append(3), "it is not its trace"),
+    ],
+)
+def test_a_damaged_line_is_refused(change: Callable, says: str, rollouts: Run, refused: Callable) -> None:
+    folder = rollouts(GKV)
+    change_line(folder, 2, change)
+    assert says in refused(folder)
+
+
+def test_truncated_sampling_needs_both_log_probs(rollouts: Run, refused: Callable) -> None:
+    folder = rollouts(GKV, "top_p=0.9")
+    change_line(folder, 3, lambda line: line.pop("model_logprobs"))
+    assert "line 3: it has no list model_logprobs" in refused(folder)
+
+
+def test_traces_that_are_not_of_the_lines_are_refused(rollouts: Run, refused: Callable, here: Path) -> None:
+    folder = rollouts(GKV, "rollout.max_batch=4")
+    lines = (folder / "completions.jsonl").read_text()
+    first, second, third = sorted(folder.glob("traces-*"))
+    kept = third.read_bytes()
+    third.unlink()
+    assert "has lines behind the 8 of which there are traces" in refused(folder)
+    third.write_bytes(kept)
+    (folder / "completions.jsonl").write_text("".join(lines.splitlines(keepends=True)[:10]))
+    assert "holds 4 traces, and completions.jsonl only 2 further lines" in refused(folder)
+    (folder / "completions.jsonl").write_text(lines + "{\n")
+    assert "has lines behind the 12" in refused(folder)
+    (folder / "completions.jsonl").write_text("{\n" + lines)
+    assert "completions.jsonl, line 1: it is not JSON" in refused(folder)
+    (folder / "completions.jsonl").write_bytes(b"\xff" + lines.encode())
+    assert "completions.jsonl cannot be read" in refused(folder)
+    (folder / "completions.jsonl").write_text(lines)
+    shutil.copy(second, first)
+    assert "it is not its trace" in refused(folder)
+    save_traces(first, load_traces(first), {**read_fingerprint(first), "policy": "another"})
+    assert "was recorded with policy 'another'" in refused(folder)
+    first.write_bytes(first.read_bytes()[:-1])
+    assert "cannot be read" in refused(folder)
+    (folder / "completions.jsonl").unlink()
+    assert "completions.jsonl cannot be read: No such file" in refused(folder)
+    for file in (first, second, third):
+        file.unlink()
+    assert "lacks its traces" in refused(folder)
+
+
+def test_a_section_that_no_view_replays_is_refused(rollouts: Run, refused: Callable, with_visits: Callable) -> None:
+    folder = rollouts(GKV)
+    change_traces(folder, lambda trace: with_visits(trace, [1]))
+    assert "no view replays traces with the sections evict_at, visits, gains" in refused(folder)
+
+
+def test_options_are_checked(refused: Callable) -> None:
+    assert "expected a number > 0, got '-1'" in refused("x", "--bound=-1")
+    assert "invalid choice: 'float8'" in refused("x", "--dtype", "float8")
