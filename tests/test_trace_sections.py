@@ -102,7 +102,7 @@ def test_a_full_cache_has_evict_at_alone(traces: list[EvictionTrace]) -> None:
     [
         (
             {"other": torch.zeros(3)},
-            r"unknown trace section 'other'; the sections are evict_at, refit_at, .*, visits, gains",
+            r"unknown trace section 'other'; the sections are evict_at, .*, visits, gains",
         ),
         ({"visits": torch.zeros(3)}, r"visits must be int32 \[visit\], got torch.float32 \[3\]"),
         ({"visits": torch.zeros(2, 3, dtype=torch.int32)}, r"visits must be int32 \[visit\], got torch.int32 \[2, 3\]"),
