@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, NoReturn
 
 from rollout.vllm.compat import access
+from rollout.vllm.compat.finite import REASON
 from sparse_rl.errors import StoppedError
 
 FIXED = (  # vLLM's arguments that eviction needs as they are
@@ -28,6 +29,11 @@ FIXED = (  # vLLM's arguments that eviction needs as they are
     "speculative_config",
 )
 IN_FRONT = ("model", "dtype", "allowed_hosts", "allowed_origins")  # options of ours, which stand before --
+NO_TEXT = type("Reason", (str,), {})("error")  # a reason to finish, which vLLM's own code takes for what it is
+NOT_FINITE = (
+    "the model's log-probabilities for this request are not finite: its weights, or its activations in this dtype, are "
+    "NaN or infinite; serve a checkpoint that is whole, or another --dtype"
+)
 DEEPEST = 100  # levels of a JSON schema
 GRACE = 1  # seconds that open connections have once the engine has ended: they would wait for ever
 
@@ -94,14 +100,18 @@ def run_server(ours: list[str], further: list[str], fail: Callable[[str], NoRetu
 
 
 def refuse_what_stops_the_engine() -> None:
-    """Answer with status 400 to requests that vLLM lets through, at which its engine dies, stands still or gives up."""
+    """Answer with status 400 to requests that vLLM lets through, at which its engine dies, stands still or gives up,
+    and with status 500 to one whose log-probs are not finite (finite.py).
+    """
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
-    from vllm.exceptions import VLLMValidationError
+    from vllm.exceptions import GenerationError, VLLMValidationError
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import RequestState
 
     validate_prompt = InputProcessor._validate_model_input
     validate_structure = SamplingParams._validate_structured_outputs
+    complete = RequestState._new_completion_output
 
     def validate_tokens(self: Any, prompt_input: Any, prompt_type: Any) -> None:
         """A token that the tokenizer has and the model has not would end the engine."""
@@ -118,13 +128,22 @@ def refuse_what_stops_the_engine() -> None:
         validate_structure(self, model_config, structured_outputs_config, tokenizer)
 
     def raise_if_error(self: Any, finish_reason: str | None, request_id: str) -> None:
-        """The engine gives a request up where no token fits the structure that it asks for: {"$ref": "#"}."""
-        if finish_reason == "error":
+        if finish_reason is NO_TEXT:
             raise VLLMValidationError("no text fits the structure that the request asks for")
+        if finish_reason == "error":
+            raise GenerationError(NOT_FINITE)  # status 500
+
+    def complete_or_tell(self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any) -> Any:
+        """The engine gives a request up where no token fits the structure that it asks for: {"$ref": "#"}."""
+        output = complete(self, token_ids, finish_reason, stop_reason)
+        if output.finish_reason == "error" and stop_reason != REASON:
+            output.finish_reason = NO_TEXT
+        return output
 
     InputProcessor._validate_model_input = validate_tokens  # type: ignore[method-assign]
     SamplingParams._validate_structured_outputs = validate_depth  # type: ignore[method-assign]
     GenerateBaseServing._raise_if_error = raise_if_error  # type: ignore[method-assign]
+    RequestState._new_completion_output = complete_or_tell  # type: ignore[method-assign]
 
 
 def _depth(schema: Any) -> int:
