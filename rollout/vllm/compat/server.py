@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -29,7 +29,6 @@ FIXED = (  # vLLM's arguments that eviction needs as they are
     "speculative_config",
 )
 IN_FRONT = ("model", "dtype", "allowed_hosts", "allowed_origins")  # options of ours, which stand before --
-NO_TEXT = type("Reason", (str,), {})("error")  # a reason to finish, which vLLM's own code takes for what it is
 NOT_FINITE = (
     "the model's log-probabilities for this request are not finite: its weights, or its activations in this dtype, are "
     "NaN or infinite; serve a checkpoint that is whole, or another --dtype"
@@ -106,12 +105,12 @@ def refuse_what_stops_the_engine() -> None:
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.exceptions import GenerationError, VLLMValidationError
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
-    from vllm.v1.engine.output_processor import RequestState
 
     validate_prompt = InputProcessor._validate_model_input
     validate_structure = SamplingParams._validate_structured_outputs
-    complete = RequestState._new_completion_output
+    generate: Any = AsyncLLM.generate
 
     def validate_tokens(self: Any, prompt_input: Any, prompt_type: Any) -> None:
         """A token that the tokenizer has and the model has not would end the engine."""
@@ -128,22 +127,25 @@ def refuse_what_stops_the_engine() -> None:
         validate_structure(self, model_config, structured_outputs_config, tokenizer)
 
     def raise_if_error(self: Any, finish_reason: str | None, request_id: str) -> None:
-        if finish_reason is NO_TEXT:
-            raise VLLMValidationError("no text fits the structure that the request asks for")
-        if finish_reason == "error":
-            raise GenerationError(NOT_FINITE)  # status 500
-
-    def complete_or_tell(self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any) -> Any:
         """The engine gives a request up where no token fits the structure that it asks for: {"$ref": "#"}."""
-        output = complete(self, token_ids, finish_reason, stop_reason)
-        if output.finish_reason == "error" and stop_reason != REASON:
-            output.finish_reason = NO_TEXT
-        return output
+        if finish_reason == "error":
+            raise VLLMValidationError("no text fits the structure that the request asks for")
+
+    async def generate_or_fail(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """All endpoints ask here; behind it, a stream would drop an error without a token."""
+        outputs = generate(self, *args, **kwargs)
+        try:
+            async for output in outputs:
+                if any((one.finish_reason, one.stop_reason) == ("error", REASON) for one in output.outputs):
+                    raise GenerationError(NOT_FINITE)
+                yield output
+        finally:
+            await outputs.aclose()
 
     InputProcessor._validate_model_input = validate_tokens  # type: ignore[method-assign]
     SamplingParams._validate_structured_outputs = validate_depth  # type: ignore[method-assign]
     GenerateBaseServing._raise_if_error = raise_if_error  # type: ignore[method-assign]
-    RequestState._new_completion_output = complete_or_tell  # type: ignore[method-assign]
+    AsyncLLM.generate = generate_or_fail  # type: ignore[assignment, method-assign]
 
 
 def _depth(schema: Any) -> int:
