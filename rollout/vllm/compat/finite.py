@@ -10,6 +10,7 @@ Who asked then says so: the engine with NotFiniteError (engine.py), the server w
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ def refuse_what_is_not_finite() -> None:
     sample_tokens: Any = GPUModelRunner.sample_tokens
     sample, update = GPUModelRunner._sample, Scheduler._update_request_with_output
 
+    @wraps(sample_tokens)
     def look_and_sample_tokens(self: Any, grammar_output: Any) -> Any:
         """Look at the logits as the model gave them: a grammar then writes -inf into them."""
         state = self.execute_model_state
@@ -37,12 +39,14 @@ def refuse_what_is_not_finite() -> None:
         self.not_finite = not_finite(state.logits) if ours and state is not None and state.logits is not None else None
         return sample_tokens(self, grammar_output)
 
+    @wraps(sample)
     def sample_or_mark(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = sample(self, *args, **kwargs)
         if self.not_finite is not None:
             output.sampled_token_ids.masked_fill_(self.not_finite[:, None], NOT_FINITE)
         return output
 
+    @wraps(update)
     def update_or_fail(self: Any, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
         if NOT_FINITE not in new_token_ids:
             return update(self, request, new_token_ids, *args, **kwargs)
