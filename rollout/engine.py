@@ -82,7 +82,7 @@ class Engine(Protocol):
         context : compacted, by `HFEngine.compact`; the prompts stand behind it, and rollouts have its tokens in front
             of their prompts. Behind it nothing is evicted.
 
-        Raises UserError on an empty prompt.
+        Raises UserError on an empty prompt, and NotFiniteError in the step in which a log-prob is not finite.
         """
         ...
 
@@ -97,7 +97,7 @@ class Engine(Protocol):
 
         One rollout per prompt, by the very computation of decoding. `logprobs` are those at `temperature`.
 
-        Raises UserError on an empty prompt or completion.
+        Raises UserError on an empty prompt or completion, and NotFiniteError as `generate` does.
         """
         ...
 

@@ -9,6 +9,7 @@ It knows nothing about text, rewards or training.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +31,15 @@ from rollout.gated import GatedCache
 from rollout.layered import LayeredCache
 from rollout.paged import PagedCache
 from rollout.products import padded_layers
-from rollout.requests import Request, forced_token, requests_to_sample, requests_to_simulate, stop_tokens, token_ids
+from rollout.requests import (
+    NotFiniteLogprobError,
+    Request,
+    forced_token,
+    requests_to_sample,
+    requests_to_simulate,
+    stop_tokens,
+    token_ids,
+)
 from rollout.sampling import Uniforms, sample
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK, adopt
@@ -205,9 +214,8 @@ class HFEngine:
         whole = max(LEAST_ROWS, *lengths)
         past, piece = (cache.past, PIECE) if isinstance(cache, ContextCache) else (0, whole)
         width = max(whole, (whole - 1) // piece * piece + LEAST_ROWS)  # the last piece has as many
-        ids = torch.zeros(len(prompts), width, dtype=torch.long)
-        for i, prompt in enumerate(prompts):
-            ids[i, : len(prompt)] = torch.tensor(prompt)
+        # padded with a prompt's own tokens: what is NaN of another, such as token 0, stays out of it
+        ids = torch.tensor([[*prompt, *prompt[-1:] * (width - len(prompt))] for prompt in prompts])
         last = torch.tensor(lengths, device=device) - 1
         found = torch.empty(0)
         for start in range(0, width, piece):
@@ -292,6 +300,11 @@ class HFEngine:
             for i, row in enumerate(rows):
                 if row.finish_reason is not None:
                     continue
+                if not math.isfinite(
+                    model_logprobs[i]
+                ):  # that after top-p and top-k is -inf for a forced token outside
+                    where, dtype = divmod(row.request.place, sampling.n), str(logits.dtype).removeprefix("torch.")
+                    raise NotFiniteLogprobError(*where, len(row.tokens), dtype)
                 row.tokens.append(tokens[i])
                 row.logprobs.append(logprobs[i])
                 row.model_logprobs.append(model_logprobs[i])

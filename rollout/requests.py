@@ -14,7 +14,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from rollout.config import SamplingConfig
-from sparse_rl.errors import UserError
+from sparse_rl.errors import NotFiniteError, UserError
 
 if TYPE_CHECKING:
     from rollout.context import Context
@@ -106,6 +106,26 @@ def forced_token(step: int, completion: Sequence[int] | None, sampling: Sampling
         return completion[step] if step < len(completion) else 0
     place = step - sampling.forced_from
     return sampling.forced[place] if 0 <= place < len(sampling.forced) else -1
+
+
+class NotFiniteLogprobError(NotFiniteError):
+    """The log-prob of a token is NaN or infinite.
+
+    prompt, sample : of the sequence; step : of its completion; dtype : that the model computes in, by name
+    """
+
+    def __init__(self, prompt: int, sample: int, step: int, dtype: str) -> None:
+        overflow = ". float16 overflows where bfloat16 and float32 do not" if dtype == "float16" else ""
+        super().__init__(
+            f"prompt {prompt}, sample {sample}: the log-probability of token {step} of the completion is not finite, "
+            f"as the model's weights, or its activations in {dtype}, are NaN or infinite; take an earlier checkpoint "
+            f"or a copy of the weights that is whole, or set another dtype{overflow}"
+        )
+        self.prompt, self.sample, self.step, self.dtype = prompt, sample, step, dtype
+
+    def of_prompt(self, prompt: int) -> NotFiniteLogprobError:
+        """The same, where the prompt has another number for whoever asked."""
+        return NotFiniteLogprobError(prompt, self.sample, self.step, self.dtype)
 
 
 def sequence_seed(seed: int, prompt: Sequence[int], sample: int) -> int:

@@ -1,7 +1,8 @@
 """The errors of this project by what can be done about them, and how they suggest the nearest valid name.
 
     UserError      what a user can mend: one line that says what is wrong, where, and how to mend it; exit status 2
-    StoppedError   what stops a run that was asked for well: one line, exit status 1
+    StoppedError   what stops a run that was asked for well: one line, exit status 1; but 2 for NotFiniteError, whose
+                   cause, weights or a dtype, is the user's to mend
 
 Whatever else escapes is a fault of ours, and is shown with its traceback: so who calls a library, or a function of the
 user's, turns the errors of it that a user can mend into a UserError there.
@@ -53,7 +54,7 @@ class StoppedError(RuntimeError):
 
 
 class NotFiniteError(StoppedError, FloatingPointError):
-    """A score is NaN: no order of entries follows from it."""
+    """A log-prob, a loss or a score is NaN or infinite: nothing can be drawn, learned or ordered by it."""
 
 
 class NotWrittenError(StoppedError):

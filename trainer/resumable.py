@@ -109,9 +109,11 @@ class Resumable(Scored):
     # ---- what has to be a number ----------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, and then stop where what has been logged is no number."""
         skipped = self.accelerator.optimizer_step_was_skipped  # float16: the gradient overflowed, and was not used
-        self._stop_at(not_finite_metric({k: v for k, v in logs.items() if not (skipped and k == "grad_norm")}))
+        wrong = not_finite_metric({k: v for k, v in logs.items() if not (skipped and k == "grad_norm")})
         super().log(logs, *args, **kwargs)
+        self._stop_at(wrong)
 
     def stop_unless_finite(self) -> None:
         """Before anything is kept: raise NotFiniteError, on every process, where one has a weight that is no number."""
@@ -120,13 +122,34 @@ class Resumable(Scored):
         own = not_finite_metric(loss) or not_finite_weight(self.model.named_parameters())
         self._stop_at(next(filter(None, gather_object([own])), None))
 
-    def _stop_at(self, reason: str | None) -> None:
+    def models(self) -> dict[str, Any]:
+        """What this run computes with, by what it is called; all of it must be finite from the start."""
+        return {"the model": self.model}
+
+    def _start_finite(self) -> None:
+        """Before the first step: raise NotFiniteError, on every process, where one of the models has no numbers."""
+        found = ((who, not_finite_weight(model.named_parameters())) for who, model in self.models().items())
+        own = next((f"{who} that training starts with is damaged, {wrong}" for who, wrong in found if wrong), None)
+        self._stop_at(next(filter(None, gather_object([own])), None), "take another checkpoint of it")
+
+    @contextmanager
+    def refused_at_this_step(self) -> Iterator[None]:
+        """What an engine refuses in here, as it is not finite, also says at which step, and what is whole."""
+        try:
+            yield
+        except NotFiniteError as error:
+            raise NotFiniteError(f"at step {self.state.global_step} {error}; {self._kept()}") from error
+
+    def _stop_at(
+        self, reason: str | None, mend: str = "start again with a lower learning_rate or max_grad_norm"
+    ) -> None:
         if reason is not None:
-            run = Path(self._get_output_dir(None))
-            newest = newest_whole(run)
-            kept = f"{newest} is whole" if newest else f"{run} has no checkpoint"
-            mend = "start again with a lower learning_rate or max_grad_norm"
-            raise NotFiniteError(f"at step {self.state.global_step} {reason}: {mend}; {kept}")
+            raise NotFiniteError(f"at step {self.state.global_step} {reason}: {mend}; {self._kept()}")
+
+    def _kept(self) -> str:
+        run = Path(self._get_output_dir(None))
+        newest = newest_whole(run)
+        return f"{newest} is whole" if newest else f"{run} has no checkpoint"
 
     # ---- what is kept ---------------------------------------------------------------------------------------------
 
@@ -265,6 +288,7 @@ class Resumable(Scored):
             clear_partial(run)
             for path in set_aside_later(run, self.state.global_step) if found is not None else ():
                 logger.warning("a checkpoint after step %d is now %s", self.state.global_step, path)
+        self._start_finite()
 
 
 class _AtStart(TrainerCallback):

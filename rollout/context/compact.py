@@ -104,6 +104,12 @@ def study(tokens: Sequence[int], config: PromptCacheConfig, read: Read, write: W
         positions = torch.arange(len(tokens))
         held = ([x[:, :, : len(tokens)] for x in pair] for pair in prefilled.own.values())
         whole = Context(tokens, [_entries(keys, values, positions) for keys, values in held], False)
+    for place, entries in enumerate(whole.layers):
+        if not bool(entries.keys.isfinite().all() & entries.values.isfinite().all()):
+            raise NotFiniteError(
+                f"the context's keys or values are not finite in layer {place}: the model's weights, or its "
+                "activations in this dtype, are NaN or infinite; take a checkpoint that is whole, or set another dtype"
+            )
     if not config.chooses:
         return Studied(whole, [entries.keys[:, :, :0] for entries in whole.layers], prefilled.scaling, stages)
     with stages.timed("queries"):

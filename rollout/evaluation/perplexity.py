@@ -18,6 +18,7 @@ from tqdm import tqdm
 from rollout.engine import Engine
 from rollout.evaluation.entries import EntryCounts
 from rollout.evaluation.estimators import mean_and_error
+from rollout.requests import NotFiniteLogprobError
 from sparse_rl.policies.base import Policy
 
 LARGEST_NLL = 700.0  # whose exp is a float
@@ -93,7 +94,10 @@ def _measure(pieces: Sequence[Sequence[int]], prompt_tokens: int, engine: Engine
     for first in range(0, len(pieces), engine.max_batch):  # in parts, so that the traces need not all be held at once
         part = pieces[first : first + engine.max_batch]
         start = time.perf_counter()
-        rollouts = engine.simulate([p[:prompt_tokens] for p in part], [p[prompt_tokens:] for p in part])
+        try:
+            rollouts = engine.simulate([p[:prompt_tokens] for p in part], [p[prompt_tokens:] for p in part])
+        except NotFiniteLogprobError as refused:
+            raise refused.of_prompt(first + refused.prompt) from refused
         seconds += time.perf_counter() - start
         for rollout in rollouts:
             losses.append(-math.fsum(rollout.model_logprobs) / len(rollout.model_logprobs))

@@ -10,6 +10,7 @@ from typing import Any
 from rollout.config import SamplingConfig
 from rollout.context import Context
 from rollout.engine import Engine, Rollout
+from rollout.requests import NotFiniteLogprobError
 
 
 def sample_in_parts(
@@ -31,7 +32,10 @@ def sample_in_parts(
         part += places
         if len(part) >= size or number == len(places_of):
             start = time.perf_counter()
-            rollouts = engine.generate([list(prompts[place]) for place in part], sampling, **behind)
+            try:
+                rollouts = engine.generate([list(prompts[place]) for place in part], sampling, **behind)
+            except NotFiniteLogprobError as error:
+                raise error.of_prompt(part[error.prompt]) from error
             yield part, rollouts, time.perf_counter() - start
             part = []
 

@@ -22,7 +22,7 @@ from rollout.vllm.fixed import Fixed
 from rollout.vllm.messages import Begun
 from rollout.vllm.plan import Plan
 from rollout.vllm.state import CacheState
-from sparse_rl.errors import NotFiniteError, UserError
+from sparse_rl.errors import UserError
 from sparse_rl.policies.base import Chunk, Entries
 from sparse_rl.policies.kvpop import PRIORITY, KVpop
 from sparse_rl.scorers.base import Scorer
@@ -129,7 +129,6 @@ class ArrivalState(CacheState):
         self.memory = {  # name -> [L, rows, Hkv, ...]
             name: value.repeat(layers, rows + 1, *[1] * value.ndim) for name, value in self.empty.items()
         }
-        self.is_nan = torch.zeros((), dtype=torch.bool, device=self.device)
         self.singles: Singles | None = None
         self.parts: list[Part] = []
 
@@ -168,7 +167,7 @@ class ArrivalState(CacheState):
         layers, heads, count = len(self.caches), len(self.heads), len(alone)
         entries = self._all_layers(blocks, held, seen)
         slot, candidate, is_nan = self.policy.worst(entries, but=1 if self.policy.delay else 0)
-        self.is_nan |= (is_nan & full.repeat(layers)[:, None]).any()
+        self._fail(first, (is_nan & full.repeat(layers)[:, None]).view(layers, count, heads))
         dropped = entries.positions.gather(-1, slot[..., None])[..., 0]
         goes = full.repeat(layers)[:, None]
         block, place = self._at(blocks, torch.where(goes, slot, held.repeat(layers)[:, None]))
@@ -289,8 +288,6 @@ class ArrivalState(CacheState):
             self.state[PRIORITY][where] = 0.0
         else:
             self.state[PRIORITY][where] = self._score(singles, now)
-        if self.device.type == "cpu":
-            self.check_finite()
         if self.record is not None:
             self.record.arrive(self.number[singles.first], now, singles.dropped)
 
@@ -298,7 +295,7 @@ class ArrivalState(CacheState):
         """Write down the priorities of what has left the window, and where it was this that went."""
         goes = leaving.priority <= leaving.candidate
         singles.dropped = torch.where(goes, leaving.positions[:, None], singles.dropped)
-        self.is_nan |= (leaving.priority.isnan() & leaving.competes[:, None]).any()
+        self._fail(singles.first, leaving.priority.isnan() & leaving.competes[:, None])
         left, priorities = (layers, leaving.block, self.heads, leaving.place), self.state[PRIORITY]
         priorities[left] = torch.where((leaving.positions >= 0)[:, None], leaving.priority, priorities[left])
 
@@ -314,8 +311,7 @@ class ArrivalState(CacheState):
         priority = self.policy.priority(scores, self.scorers.log_decay.flatten(), now[:, None])[:, :, 0]
         return priority.unflatten(1, (len(self.caches), -1)).transpose(0, 1)
 
-    def check_finite(self) -> None:
-        """Raise NotFiniteError where a priority was NaN; on a GPU this waits for it."""
-        if bool(self.is_nan):
-            wrong = "the model's keys or values are not finite, or its scorers are not"
-            raise NotFiniteError(f"{self.policy.name}: a NaN score; {wrong}")
+    def _fail(self, first: torch.Tensor, is_nan: torch.Tensor) -> None:
+        """Requests, by first block, int64 [R], of which a priority is NaN, bool [L, R, Hkv]."""
+        rows = self.row[first]
+        self.failed[rows] = self.failed[rows] | is_nan.any(0).any(-1)

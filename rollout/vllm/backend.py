@@ -14,8 +14,10 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rollout.vllm import folded
+from rollout.vllm.clean import CleanSpec
 from rollout.vllm.compat import arguments, paged, refusals
 from rollout.vllm.context_spec import ContextSpec
 from rollout.vllm.fixed import Fixed
@@ -131,8 +133,10 @@ class EvictingImpl:
 def evicting_spec(spec: Any) -> Any:
     """A layer's cache spec under the policy of the engine that is being built."""
     config = EvictingImpl.config
-    if config is None or not config.physical:
+    if config is None:
         return spec
+    if not config.physical:
+        return CleanSpec.of(spec) if type(spec) is FullAttentionSpec else spec
     refusals.refuse_spec(spec)
     if config.folds:
         wide = folded.wide_head(spec.head_size, arguments.on_cpu())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from rollout.vllm.clean import CleanSpec
 from sparse_rl.errors import UserError
 
 
@@ -37,7 +38,7 @@ ASKED: dict[str, Behind] = {}  # by request, in the scheduler's process, which h
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextSpec(FullAttentionSpec):
+class ContextSpec(CleanSpec):
     """A layer's cache behind contexts; most : entries that a sequence may come to hold, None: as many as tokens"""
 
     most: int | None = None
@@ -45,7 +46,7 @@ class ContextSpec(FullAttentionSpec):
     @classmethod
     def bounded(cls, spec: FullAttentionSpec, most: int | None) -> ContextSpec:
         """The specification of a layer that vLLM has described as holding everything."""
-        return cls(**{f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}, most=most)
+        return cls.of(spec, most=most)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         longest = vllm_config.model_config.max_model_len

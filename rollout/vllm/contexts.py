@@ -64,6 +64,8 @@ class ContextState(CacheState):
     def _fill(self, filled: Filled) -> None:
         blocks = torch.tensor(filled.blocks, dtype=torch.long, device=self.device)  # none, where all are shared
         for layer, entries in enumerate(self.contexts[filled.name]):
+            for cache in self.caches[layer]:
+                cache[blocks] = 0  # clean.py: the last one has room behind the entries
             *given, bias = (x[filled.start :].to(self.device) for x in entries)
             slots = torch.arange(len(bias), device=self.device)
             where = blocks[slots // self.block_size][:, None], self.heads, (slots % self.block_size)[:, None]

@@ -27,7 +27,7 @@ from rollout.config import SamplingConfig
 from rollout.context import Context
 from rollout.context.files import save_context
 from rollout.engine import Rollout
-from rollout.requests import Request, requests_to_sample, requests_to_simulate, stop_tokens
+from rollout.requests import NotFiniteLogprobError, Request, requests_to_sample, requests_to_simulate, stop_tokens
 from rollout.vllm.beside import beside_cache
 from rollout.vllm.handover import handed_over
 from sparse_rl.attention.families import cache_shape
@@ -121,7 +121,7 @@ class VLLMEngine:
             raise UserError(f"tensor_parallel {tensor_parallel} does not divide the model's {kv_heads} kv heads")
         if not self.separate and VLLMEngine.in_process is not None and VLLMEngine.in_process() is not None:
             raise UserError("this process has a vllm engine already; close it first")
-        self.policy, self.max_batch, self.progress = policy, max_batch, progress
+        self.policy, self.max_batch, self.progress, self.dtype = policy, max_batch, progress, dtype
         self.context_entries = context_entries
         self.held: Context | None = None  # by the workers
         self.turn = threading.Lock()
@@ -274,7 +274,10 @@ class VLLMEngine:
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if output.finished:
-                        sampled[int(output.request_id)] = output.outputs[0]
+                        place, drawn = int(output.request_id), output.outputs[0]
+                        if drawn.finish_reason == "error":  # compat/finite.py; vLLM itself fails none of ours
+                            raise NotFiniteLogprobError(*divmod(place, sampling.n), len(drawn.token_ids), self.dtype)
+                        sampled[place] = drawn
                         bar.update()
             return sampled
         finally:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from rollout.vllm.compat.paged import read_blocks
+from rollout.vllm.plan import NOBODYS
 from sparse_rl.attention.kernels.sdpa import sdpa
 
 ELEMENTS = 2**18  # of keys, gathered at a time: 2 MiB in float64, so that they stay in a core's cache
@@ -41,6 +42,8 @@ def attend(
         held = lengths[rows]
         longest = int(held.max())
         table, place = blocks[rows, : -(-longest // size)].long(), starts[rows].long()
+        # behind a request's own blocks stand those of others, whose NaN a weight of zero would not keep out
+        table.masked_fill_(torch.arange(0, longest, size) >= held[:, None], NOBODYS)
         key, value = (read_blocks(paged, table)[:, :, :longest] for paged in (keys, values))
         mask = (torch.arange(longest) < held[:, None])[:, None, None]
         if bias is not None:

@@ -25,6 +25,12 @@ class Group:
     left: int = 0
     rows: torch.Tensor | None = None
 
+    def apart(self) -> list[Group]:
+        """Each of its requests, padded as it is here."""
+        assert self.rows is not None
+        tensors = (each.split(1) for each in (self.blocks, self.lengths, self.seen, self.rows))
+        return [Group(blocks, held, seen, self.left, row) for blocks, held, seen, row in zip(*tensors, strict=True)]
+
 
 @dataclass
 class Watch:

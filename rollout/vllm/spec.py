@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from rollout.vllm.clean import CleanSpec
 from sparse_rl.errors import UserError
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.policies.schedule import NEVER, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvictingSpec(FullAttentionSpec):
+class EvictingSpec(CleanSpec):
     """A layer whose cache is bounded while decoding.
 
     policy : the policy as one canonical JSON line (`sparse_rl.policies.fingerprint`)
@@ -36,8 +37,7 @@ class EvictingSpec(FullAttentionSpec):
     @classmethod
     def bounded(cls, spec: FullAttentionSpec, policy: str, max_prompt: int | None, longest: int) -> EvictingSpec:
         """The specification of a layer that vLLM has described as holding everything."""
-        same = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}
-        return cls(**same, policy=policy, max_prompt=max_prompt, longest=longest)
+        return cls.of(spec, policy=policy, max_prompt=max_prompt, longest=longest)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """What one sequence may need: its prompt while that is prefilled, and the peak of decoding."""

@@ -70,6 +70,7 @@ class CacheState:
         self.row_of: dict[int, int] = {}
         self.number = torch.zeros(blocks, dtype=torch.long, device=self.device)  # in the record, by first block
         self.prompts: dict[int, int] = {}  # by first block, in host memory; 0 once they are compacted
+        self.failed = torch.zeros(rows + 1, dtype=torch.bool, device=self.device)  # by row: a NaN would have decided
         self.plan: Plan | None = None
         self.record: RunRecord | None = None  # of the run that is on; a server keeps none
 
@@ -89,7 +90,8 @@ class CacheState:
         if begun:
             first = self._sent([each.block for each in begun])
             self.prompt_length[first] = self._sent([each.prompt for each in begun])
-            self.row[first] = self._sent([self.row_of[each.block] for each in begun])
+            self.row[first] = rows = self._sent([self.row_of[each.block] for each in begun])
+            self.failed[rows] = False
             self.number[first] = self._sent(numbers)
 
     def _sent(self, numbers: Sequence[Any]) -> torch.Tensor:
@@ -238,8 +240,15 @@ class CacheState:
         self.policy.observe(layer, entries, entries.queries[:, :, -1:], group.seen[:, None] - 1)
         self._remember(slab, group, entries.state)
 
+    def failed_rows(self, count: int) -> torch.Tensor:
+        """Of the first `count` requests of this step, those of whose entries a NaN would decide: bool [count]."""
+        assert self.plan is not None
+        return self.failed[self.row[self.plan.first[:count]]]
+
     def check_finite(self) -> None:
-        """Raise NotFiniteError where a decision was made by a NaN, and nobody has asked the device yet."""
+        """Raise NotFiniteError where a NaN has decided, be it on this rank alone: tokens are those of rank 0."""
+        if bool(self.failed.any()):
+            raise NotFiniteError(f"{self.policy.name}: a NaN score; the model's keys or queries are not finite")
 
     def compact(self, due: Sequence[Due]) -> None:
         """Compact these requests: those that decode together, those that end their prefill together."""
@@ -263,10 +272,8 @@ class CacheState:
         for layers, slab, wide in self._at_once(group):
             try:
                 found = self._compact_slab(layers[0], slab, wide)
-            except NotFiniteError:  # which of the layers it was says the layer itself
-                for layer in layers:
-                    self._compact_slab(layer, self._slab(layer), group)
-                raise
+            except NotFiniteError:
+                found = torch.cat([self._compact_apart(layer, group) for layer in layers])
             dropped += found.view(len(layers), -1) if found.numel() else [found] * len(layers)
         if self.record is not None:
             self.record.drop(
@@ -275,6 +282,18 @@ class CacheState:
                 [d.held - d.left for d in due],
                 torch.stack(dropped).cpu().numpy(),
             )
+
+    def _compact_apart(self, layer: int, group: Group) -> torch.Tensor:
+        """Compact requests of a layer one by one. One of whose entries a NaN would decide keeps them: it has failed."""
+        dropped = []
+        for one in group.apart():
+            try:
+                dropped.append(self._compact_slab(layer, self._slab(layer), one))
+            except NotFiniteError:
+                self.failed[one.rows] = True
+                count = 0 if self.record is None else len(self.heads) * (int(one.lengths) - group.left)
+                dropped.append(self.positions.new_zeros(count))
+        return torch.cat(dropped)
 
     def _at_once(self, group: Group) -> Iterator[tuple[range, Slab, Group]]:
         """The group in all layers, some at a time: which, their memory, and the group as rows of it, layer by layer.

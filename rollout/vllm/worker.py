@@ -13,6 +13,7 @@ from rollout.context import Context
 from rollout.context.files import load_context
 from rollout.requests import forced_token
 from rollout.sampling import Uniforms, sample
+from rollout.vllm.compat.finite import NOT_FINITE
 from rollout.vllm.compat.paged import live_state
 from rollout.vllm.handover import received
 from rollout.vllm.messages import Result
@@ -39,7 +40,7 @@ class SequenceSampler(nn.Module):
         self.streams: dict[int, Uniforms] = {}
 
     def forward(self, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, None]:
-        """Draw a token for each request, int64 [B], and record it with its log-probs.
+        """Draw a token for each request, int64 [B], and record it with its log-probs; NOT_FINITE where those are not.
 
         logits : [B, V], as the model gave them: vLLM is told a temperature of 1
         """
@@ -54,6 +55,7 @@ class SequenceSampler(nn.Module):
         tokens = [forced_token(n, each.get("forced"), self.sampling) for each, n in zip(asked, steps, strict=True)]
         forced = _sent(tokens, torch.int64, logits.device) if max(tokens) >= 0 else None
         sampled, *logprobs = sample(logits, self.sampling, uniform, forced)
+        sampled.masked_fill_(~logprobs[1].isfinite(), NOT_FINITE)
         if self.record is not None:
             self.record.draw(ids, [each["place"] for each in asked], steps, torch.stack(logprobs, dim=-1))
         return sampled, None
@@ -92,6 +94,7 @@ class WorkerExtension:
         state = live_state()
         if state is not None:
             state.record = record
+            state.failed.zero_()
 
     def hold_context(self, name: str, source: str | Context) -> None:
         """Keep a compacted context, or what a file has of one, for requests that go on from it, until another comes."""

@@ -70,7 +70,8 @@ def replay_logprobs(
                 )
             rollout.trace.check(len(rollout.prompt_ids))
         width = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+        # padded with a row's own tokens: what is NaN of another, such as token 0, stays out of it
+        ids = torch.tensor([row + row[-1:] * (width - len(row)) for row in rows], device=device)
         view = make_view([r.trace for r in batch], [0] * len(batch), width, device, attention_kernel)
         logits = model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
         for i, rollout in enumerate(batch):

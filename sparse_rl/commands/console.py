@@ -19,7 +19,7 @@ from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.errors import NotWrittenError, StoppedError, UserError
+from sparse_rl.errors import NotFiniteError, NotWrittenError, StoppedError, UserError
 
 OURS = ("sparse_rl", "rollout", "trainer", "rewards")
 STOPPED = "sparse-rl: stopped: "
@@ -251,7 +251,7 @@ def _report(error: Exception, session: Session) -> int:
 def _describe(error: Exception) -> tuple[int, str, bool]:
     """(exit status, the one line to show, whether it was foreseen and needs no traceback)"""
     text = " ".join(str(error).split())
-    if isinstance(error, UserError):
+    if isinstance(error, UserError | NotFiniteError):
         return 2, f"sparse-rl: error: {text}", True
     if isinstance(error, StoppedError):
         return 1, f"{STOPPED}{text}", True

@@ -182,7 +182,7 @@ def test_errors_leave_their_traceback_in_the_run_directory(here, capsys):
         (TraceError("bad trace"), 2, "sparse-rl: error: bad trace"),
         (ReplayGapError("too far"), 1, "sparse-rl: stopped: too far"),
         (StoppedError("no way on"), 1, "sparse-rl: stopped: no way on"),
-        (NotFiniteError("a NaN score"), 1, "sparse-rl: stopped: a NaN score"),
+        (NotFiniteError("a NaN score"), 2, "sparse-rl: error: a NaN score"),
         (NotWrittenError("it", "why"), 1, "sparse-rl: stopped: it could not be written: why"),
         (OSError(ENOSPC, "no room"), 1, "sparse-rl: stopped: the disk is full: [Errno 28] no room"),
         (torch.OutOfMemoryError("CUDA"), 1, OUT_OF_MEMORY),
@@ -215,9 +215,9 @@ def test_a_nan_score_of_a_policy_is_one_line(tmp_path, capsys):
         zeros + float("nan"), zeros, torch.arange(9).view(1, 1, 9), lengths, lengths, zeros[:, :, :2], 1.0, {}, [4]
     )
     policy = make_policy("morphkv", budget=4, window=2, period=2)
-    assert guarded(lambda: policy.compact(0, entries) and 0, session) == 1
+    assert guarded(lambda: policy.compact(0, entries) and 0, session) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("sparse-rl: stopped: morphkv: a NaN score in layer 0")
+    assert line.startswith("sparse-rl: error: morphkv: a NaN score in layer 0")
     assert "Traceback" in (tmp_path / "error.log").read_text()
 
 

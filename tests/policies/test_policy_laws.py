@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -414,6 +415,36 @@ def test_a_nan_key_is_an_error_while_decoding(name: str) -> None:
     batch.key[0, 0, 12] = float("nan")
     with pytest.raises(FloatingPointError, match="NaN score"):
         feed(policy, batch)
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_what_stands_in_padding_may_be_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vLLM engine writes what a sequence remembers of its padding into a block that others are padded with."""
+    policy = make_policy(name, **small(name, period=3, sinks=1))
+    batch = ragged_batch(3, [5, 17, 30], [40, 40, 44])
+    plain = feed(policy, batch)
+    poisoned = 0
+
+    def poison(entries: Entries) -> Entries:
+        nonlocal poisoned
+        padding = ~entries.valid()
+        poisoned += int(padding.sum()) * len(entries.state)
+        state = {key: value.masked_fill(padding, math.nan) for key, value in entries.state.items()}
+        return replace(entries, state=state)
+
+    compact, observe = type(policy).compact, type(policy).observe
+    monkeypatch.setattr(type(policy), "compact", lambda self, layer, entries: compact(self, layer, poison(entries)))
+
+    def watch(self: Policy, layer: int, entries: Entries, *seen: torch.Tensor) -> None:
+        shown = poison(entries)
+        observe(self, layer, shown, *seen)
+        for key, value in shown.state.items():
+            entries.state[key].copy_(value)
+
+    monkeypatch.setattr(type(policy), "observe", watch)
+    for ours, theirs in zip(feed(policy, batch).records, plain.records, strict=True):
+        assert torch.equal(ours, theirs)
+    assert (poisoned > 0) == bool(policy.entry_memory)
 
 
 def test_only_the_nan_of_a_competing_entry_counts() -> None:

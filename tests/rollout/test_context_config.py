@@ -4,6 +4,7 @@ and a long context that is compacted part by part.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from rollout.context.compact import Studied
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.matching import Block, Fit, match, refit
+from sparse_rl.policies import make_policy
 
 SAMPLING = SamplingConfig(max_tokens=12, seed=1, ignore_eos=True)
 TOKENS, LAYERS, HEADS, DIM = 60, 5, 4, 8
@@ -118,6 +120,20 @@ def test_scores_are_pooled_over_neighbours(policy: str, stories: tuple) -> None:
     broken.keys[0, 0, 7] = float("nan")
     with pytest.raises(NotFiniteError, match="a NaN score"):
         Studied(Context(tokens, [broken], False), studied.queries, DIM**-0.5, studied.seconds).compacted(config)
+
+
+@pytest.mark.parametrize("policy", ["full", "evict", "am"])
+def test_a_context_that_is_not_finite_is_refused(policy: str, stories: tuple) -> None:
+    """Before anything is chosen: by whatever it is compacted, what stayed would spoil every answer behind it."""
+    engine, tokens, _ = stories
+    model = copy.deepcopy(engine.model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight[1, 1] = float("nan")
+    broken = make_engine("hf", model=model, policy=make_policy("full"))
+    config = PromptCacheConfig(ratio=0.2, policy=policy, first=2, last=3)
+    engine.compact(tokens, config)
+    with pytest.raises(NotFiniteError, match=r"^the context's keys or values are not finite in layer 0: the model's"):
+        broken.compact(tokens, config)
 
 
 def competing(first: int, last: int, tokens: int = TOKENS) -> torch.Tensor:

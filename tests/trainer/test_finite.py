@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from trainer_runs import GRPO_KEYS
 from transformers import TrainerCallback
 
+from sparse_rl.commands.main import main
 from sparse_rl.commands.train import train
 from sparse_rl.errors import NotFiniteError, StoppedError
+from sparse_rl.metrics import read_metrics
 from sparse_rl.recipe import make_recipe
 from trainer import rundir
 from trainer.checkpoint import checkpoints, damage
@@ -89,6 +93,68 @@ def test_a_learning_rate_out_of_bounds_leaves_no_model(kind: str, tiny: Callable
         changed = {"learning_rate": 1e30, "max_steps": steps, "logging_steps": logged, "save_steps": 0}
         said = stopped(recipe_of(kind, folder, tiny("qwen3"), **changed), folder)
         assert "\n" not in said and len(said) < 500
+
+
+def spoilt(folder: str, place: Path, name: str) -> str:
+    """A copy of a model directory in which one weight is NaN."""
+    shutil.copytree(folder, place)
+    weights = load_file(place / "model.safetensors")
+    weights[name][1] = float("nan")
+    save_file(weights, place / "model.safetensors", {"format": "pt"})
+    return str(place)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [k if k == "sft" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+def test_a_model_that_is_damaged_before(
+    kind: str, dtype: str, tiny: Callable, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """Before the first step, in one line, with status 2; a teacher too. Control: the same recipe trains with both."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    good, bad = tiny("qwen3"), spoilt(tiny("qwen3"), tmp_path / "bad", name)
+    cases = {"the model": {"model": bad}}
+    if kind in ("distill", "kvpop"):
+        cases = {"the model": {"model": bad, "teacher": good}, "the teacher": {"teacher": bad}}
+    for who, change in [*cases.items(), ("", {})]:
+        folder = tmp_path / (who or "good")
+        given = {"model": good, "dtype": dtype, "max_steps": 1, **change}
+        recipe = recipe_of(kind, folder, given.pop("model"), **given)
+        file = tmp_path / "recipe.yaml"
+        file.write_text(recipe.as_yaml())
+        assert main(["train", str(file)]) == (2 if who else 0)
+        lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("sparse-rl")]
+        if who:
+            assert lines == [
+                f"sparse-rl: error: at step 0 {who} that training starts with is damaged, {name} is not finite: take "
+                f"another checkpoint of it; {folder} has no checkpoint"
+            ]
+            assert not (folder / "model").exists() and not list(folder.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("kind", [pytest.param("distill", marks=pytest.mark.slow), "grpo"])
+def test_an_engine_that_refuses_says_at_which_step(
+    kind: str, tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are spoilt after a step, and no loss was logged since; what was logged before is on disk."""
+    monkeypatch.setattr(rundir, "RunLog", type("RunLog", (Spoil, rundir.RunLog), {"__init__": rundir.RunLog.__init__}))
+    monkeypatch.setattr(Spoil, "step", 2)
+    once = {"steps_per_generation": 1, "num_iterations": 1} if kind == "grpo" else {}
+    more = {"completions": "student", "max_completion_length": 12} if kind == "distill" else {}
+    recipe = recipe_of(kind, tmp_path / "run", tiny("qwen3"), logging_steps=1, save_steps=100, **once, **more)
+    said = stopped(recipe, tmp_path / "run")
+    assert said.startswith(
+        "at step 2 prompt 0, sample 0: the log-probability of token 0 of the completion is not finite"
+    )
+    assert said.endswith(f"; {tmp_path / 'run'} has no checkpoint")
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2]
+
+
+def test_what_is_not_finite_is_logged_all_the_same(tiny: Callable, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    said = stopped(recipe_of("sft", folder, tiny("qwen3"), learning_rate=1e30, save_steps=0, logging_steps=1), folder)
+    *before, last = read_metrics(folder)
+    assert f"at step {last['step']} loss is nan" in said and math.isnan(last["loss"])
+    assert before and all(math.isfinite(line["loss"]) for line in before)
 
 
 def test_what_is_looked_at() -> None:

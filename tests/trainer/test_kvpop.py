@@ -385,15 +385,15 @@ def test_an_optimizer_that_transformers_knows(recipe: Callable) -> None:
 
 
 def test_scores_that_are_not_finite_stop_the_run(recipe: Callable, capfd: pytest.CaptureFixture) -> None:
-    """A training that diverges ends in one line, which says after which step and what to change, and status 1."""
+    """A training that diverges ends in one line, which says after which step and what to change, and status 2."""
     from sparse_rl.commands.main import main
 
     made = recipe(scorer_learning_rate=1e25, learning_rate=1e20, scorer_warmup_steps=0)
     file = Path(made.output_dir).with_suffix(".yaml")
     file.write_text(made.as_yaml())
-    assert main(["train", str(file)]) == 1
+    assert main(["train", str(file)]) == 2
     ours = [line for line in capfd.readouterr().err.splitlines() if line.startswith("sparse-rl:") or "Trace" in line]
     assert ours == [
-        "sparse-rl: stopped: after step 1 a score is NaN: the tokens cannot be ranked by it; "
+        "sparse-rl: error: after step 1 a score is NaN: the tokens cannot be ranked by it; "
         "start again with a lower scorer_learning_rate, or learning_rate"
     ]

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rollout import make_engine
+from sparse_rl.errors import NotFiniteError
 from trainer.distill.trainer import DistillArguments, DistillTrainer
 from trainer.examples import Example
 from trainer.losses.config import DistillationLossConfig
@@ -149,6 +150,17 @@ def test_a_damaged_shard_is_refused_by_name(how: str, teacher: Any, rows: list[E
         read()
     assert write(tmp_path, teacher, rows) == 3  # only this one is written again
     read()
+
+
+def test_a_teacher_that_is_not_finite_writes_nothing(teacher: Any, rows: list[Example], tmp_path: Path) -> None:
+    """It stops at the first shard that is not; those before stay, and a whole teacher goes on from them."""
+    spoilt = copy.deepcopy(teacher)
+    with torch.no_grad():
+        spoilt.get_output_embeddings().weight[3, 1] = float("nan")
+    with pytest.raises(NotFiniteError, match=r"^the log-probabilities of the teacher a teacher are not finite: its we"):
+        write(tmp_path, spoilt, rows)
+    assert not list(tmp_path.iterdir())
+    assert write(tmp_path, teacher, rows) == 0
 
 
 def test_another_cache_than_the_one_asked_for(teacher: Any, rows: list[Example], tmp_path: Path) -> None:

@@ -110,7 +110,8 @@ def test_what_stands_beside_the_cache_is_counted(
     assert entries == counted.per_byte * 41 * BLOCK_BYTES
     assert (0 if state.queries is None else state.queries.nbytes) == counted.requests
     assert sum(t.nbytes for t in (state.prompt_length, state.row, state.number)) == 24 * 41  # not counted
-    named = {"positions", "queries", "prompt_length", "row", "number", "heads"}
+    assert state.failed.nbytes == 5 + 1  # nor this, a byte for each request
+    named = {"positions", "queries", "prompt_length", "row", "number", "failed", "heads"}
     assert {name for name, value in vars(state).items() if isinstance(value, torch.Tensor)} <= named  # nothing else
 
 

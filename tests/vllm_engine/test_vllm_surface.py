@@ -66,6 +66,9 @@ SIGNATURES = {  # name -> its parameters, all of them, as we override, replace o
     "v1.worker.gpu_worker.Worker.determine_available_memory": "",
     "v1.worker.gpu_worker.Worker.get_kv_cache_spec": "",
     "v1.worker.cpu_worker.CPUWorker.determine_available_memory": "",
+    "v1.worker.gpu_model_runner.GPUModelRunner.sample_tokens": "grammar_output",
+    "v1.worker.gpu_model_runner.GPUModelRunner._sample": "logits spec_decode_metadata",
+    "v1.core.sched.scheduler.Scheduler._update_request_with_output": "request new_token_ids is_stale",
     "v1.sample.sampler.batched_count_greater_than": "x values",
     "v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_native": "logits generators k p",
     "v1.engine.input_processor.InputProcessor._validate_model_input": "prompt_input prompt_type",
@@ -101,6 +104,14 @@ MEMBERS = {  # class or module -> what it defines: fields, properties, methods, 
     "v1.core.sched.output.CachedRequestData": "req_ids num_computed_tokens",
     "sampling_params.StructuredOutputsParams": "json structural_tag",
     "v1.request.Request": "num_tokens",
+    "v1.request.RequestStatus": "FINISHED_ERROR",
+    "v1.worker.gpu_model_runner.ExecuteModelState": "logits",
+    "v1.outputs.SamplerOutput": "sampled_token_ids",
+    "v1.kv_cache_interface.KVCacheConfig": "needs_kv_cache_zeroing kv_cache_groups",
+    "v1.kv_cache_interface.KVCacheGroupSpec": "kv_cache_spec",
+    "v1.engine.async_llm.AsyncLLM": "generate",
+    "outputs.CompletionOutput": "finish_reason stop_reason",
+    "exceptions": "GenerationError",
     "v1.worker.gpu_input_batch.CachedRequestState": "sampling_params output_token_ids",
     "v1.worker.gpu_input_batch.InputBatch": "req_ids",
     "_custom_ops": "_supports_onednn",
@@ -117,7 +128,7 @@ MEMBERS = {  # class or module -> what it defines: fields, properties, methods, 
     "config.VllmConfig": "additional_config speculative_config kv_transfer_config compilation_config compute_hash",
 }
 ASSIGNED = {  # class -> what its objects are given when they are made
-    "v1.worker.gpu_model_runner.GPUModelRunner": "sampler requests",
+    "v1.worker.gpu_model_runner.GPUModelRunner": "sampler requests execute_model_state",
     "v1.sample.sampler.Sampler": "topk_topp_sampler",
     "v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": "enable_caching block_size req_to_blocks "
     "block_pool",
@@ -129,7 +140,7 @@ ASSIGNED = {  # class -> what its objects are given when they are made
     f"{BACKENDS}.cpu_attn.CPUAttentionMetadataBuilder": "isa",
     f"{BACKENDS}.cpu_attn.CPUAttentionBackendImpl": "scale sliding_window alibi_slopes sinks logits_soft_cap "
     "kv_sharing_target_layer_name attn_type",
-    "v1.request.Request": "request_id",
+    "v1.request.Request": "request_id status stop_reason resumable",
     "v1.engine.llm_engine.LLMEngine": "engine_core model_config",
     "entrypoints.llm.LLM": "llm_engine",
 }
@@ -193,6 +204,15 @@ def test_the_plugin_stands_in_vllm() -> None:
 
     assert of_vllm("_custom_ops._supports_onednn") is False
     assert of_vllm("model_executor.layers.utils.cpu_unquantized_gemm") is plugin._linear
+    runner, scheduler = (
+        of_vllm(name) for name in ("v1.worker.gpu_model_runner.GPUModelRunner", "v1.core.sched.scheduler.Scheduler")
+    )
+    for replaced in (runner.sample_tokens, runner._sample, scheduler._update_request_with_output):
+        assert replaced.__globals__["__name__"] == "rollout.vllm.compat.finite"
+    assert "self._sample(" in inspect.getsource(runner.sample_tokens.__wrapped__)
+    assert "self._update_request_with_output(" in inspect.getsource(scheduler.update_from_output)
+    for reader in ("v1.core.sched.scheduler", "v1.core.kv_cache_coordinator", "v1.worker.gpu_worker"):
+        assert "kv_cache_config.needs_kv_cache_zeroing" in inspect.getsource(of_vllm(reader))
     source = inspect.getsource(of_vllm("v1.sample.sampler"))
     assert "batched_count_greater_than(" in source and "self.topk_topp_sampler(" in source
     assert "dummy_shutdown" in inspect.getsource(of_vllm("entrypoints.launchers.launcher"))

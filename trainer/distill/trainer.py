@@ -89,7 +89,7 @@ class DistillTrainer(TaughtTrainer):
     def _prepared(self, examples: Sequence[Example]) -> list[Example]:
         """The examples under eviction: simulated, or sampled by the student."""
         prompts = [example.prompt for example in examples]
-        with self._engine_weights() as engine:
+        with self.refused_at_this_step(), self._engine_weights() as engine:
             if self._sampling is None:
                 completions = [example.completion for example in examples]
                 rollouts = engine.simulate(prompts, completions, self.args.loss.temperature)

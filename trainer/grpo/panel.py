@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from rollout.engine import Rollout
 from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.views.matched import MatchedView
-from sparse_rl.errors import StoppedError
+from sparse_rl.errors import NotFiniteError, StoppedError
 from sparse_rl.policies.am import AM
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.kvpop import KVpop
@@ -134,7 +134,7 @@ def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
 
 def _check_finite(what: str, mean: float) -> None:
     if not math.isfinite(mean):
-        raise ReplayGapError(
+        raise NotFiniteError(
             f"{what}: a log-probability is not a finite number (the mean difference is {mean}): weights or activations "
             "of the trainer or the engine are NaN or infinite. Nothing was trained on this batch; start again, or "
             "resume from a checkpoint well before, with a lower learning_rate"
@@ -142,7 +142,9 @@ def _check_finite(what: str, mean: float) -> None:
 
 
 def check_gap(gap: torch.Tensor, limit: float) -> None:
-    """Raise ReplayGapError where mean |d| of float [N] is beyond `limit`, naming the likely causes."""
+    """Raise ReplayGapError where mean |d| of float [N] is beyond `limit`, naming the likely causes, and NotFiniteError
+    where it is no number.
+    """
     mean = float(gap.abs().mean()) if gap.numel() else 0.0
     _check_finite("replay gap", mean)
     if mean > limit:

@@ -112,6 +112,9 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def _mode(self) -> str:
         return "train" if cast(Any, self.model).training else "eval"
 
+    def models(self) -> dict[str, Any]:
+        return super().models() | ({} if self.ref_model is None else {"the reference model": self.ref_model})
+
     def scorer_learning_rate(self) -> float | None:
         return None if self.args.scorers is None else self.args.scorers.learning_rate
 
@@ -147,7 +150,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             seed=self._sampling_seed(),
             stop_token_ids=self.eos_token_ids,
         )
-        with self.probed_engine.ready(), self.clock.timed("generate"):
+        with self.refused_at_this_step(), self.probed_engine.ready(), self.clock.timed("generate"):
             rollouts = self.engine.generate(prompt_ids, sampling)
         self._rollouts = rollouts
         replayed = self.args.sparse.train_attention == "replay"

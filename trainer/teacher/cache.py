@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from sparse_rl.attention.interface import adopt
-from sparse_rl.errors import UserError
+from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.files import usual_permissions
 from sparse_rl.models.base import base_of
 from trainer.batches import Batch
@@ -189,6 +189,12 @@ def _shard_tensors(
     for start in range(0, len(examples), batch_size):
         hidden = Batch.make(examples[start : start + batch_size], device).hidden(teacher, replayed=False)
         known.append(TopK.of_hidden(hidden, head, facts.top_k, facts.temperature, chunk))
+        if bool(known[-1].logprobs.isnan().any()):
+            raise NotFiniteError(
+                f"the log-probabilities of the teacher {facts.source} are not finite: its weights, or its activations "
+                "in this dtype, are NaN or infinite; take a copy of it that is whole, or set another dtype. Shards "
+                "that were written before are whole"
+            )
     return {
         "ids": torch.cat([part.ids for part in known]).int().cpu(),
         "logprobs": torch.cat([part.logprobs for part in known]).to(getattr(torch, facts.dtype)).cpu(),

@@ -75,6 +75,9 @@ class TaughtTrainer(Resumable):
             return cast(Any, prepare_deepspeed(cast(Any, teacher), self.accelerator))
         return cast(Any, teacher.to(cast(Any, self.accelerator.device)))
 
+    def models(self) -> dict[str, Any]:
+        return super().models() | ({} if isinstance(self.teacher, TeacherCache) else {"the teacher": self.teacher})
+
     # ---- what is trained on -----------------------------------------------------------------------------------------
 
     def get_batch_samples(

@@ -2,6 +2,7 @@
 
 arguments.py  the supported version, and vLLM's engine arguments for a cache policy
 plugin.py     what is registered with vLLM, and replaced in it
+finite.py     what becomes of a request whose log-probs are not finite
 refusals.py   what vLLM can do that would break eviction or its record
 paged.py      how a layer's cache lies in memory, and what else a worker reads of vLLM
 server.py     vLLM's OpenAI server

@@ -15,6 +15,7 @@ from torch import distributed
 from rollout.products import padded
 from rollout.vllm.compat import processes
 from rollout.vllm.compat.arguments import on_cpu
+from rollout.vllm.compat.finite import refuse_what_is_not_finite
 
 _registered = False
 
@@ -26,15 +27,24 @@ def register() -> None:
         return
     _registered = True
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+    from rollout.vllm.clean import CleanSpec, give_out_clean_blocks
     from rollout.vllm.context_spec import ContextManager, ContextSpec
     from rollout.vllm.spec import EvictingManager, EvictingSpec
 
     processes.watch_from_the_start()
+    refuse_what_is_not_finite()
+    give_out_clean_blocks()
     KVCacheSpecRegistry._ensure_registered()  # registering first would hide the built-in ones
-    for spec, manager in ((EvictingSpec, EvictingManager), (ContextSpec, ContextManager)):
+    managers: dict[Any, Any] = {
+        CleanSpec: FullAttentionManager,
+        EvictingSpec: EvictingManager,
+        ContextSpec: ContextManager,
+    }
+    for spec, manager in managers.items():
         KVCacheSpecRegistry.register(spec, manager, uniform_type_base_spec=FullAttentionSpec)
     if on_cpu():
         # The CPU platform takes no other backend than CPU_ATTN; ours is the stock one where no policy is set.

@@ -7,11 +7,12 @@ import json
 import logging
 import re
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from itertools import accumulate
 from typing import Any, NoReturn
 
 from rollout.vllm.compat import access
+from rollout.vllm.compat.finite import REASON
 from sparse_rl.errors import StoppedError
 
 FIXED = (  # vLLM's arguments that eviction needs as they are
@@ -28,6 +29,10 @@ FIXED = (  # vLLM's arguments that eviction needs as they are
     "speculative_config",
 )
 IN_FRONT = ("model", "dtype", "allowed_hosts", "allowed_origins")  # options of ours, which stand before --
+NOT_FINITE = (
+    "the model's log-probabilities for this request are not finite: its weights, or its activations in this dtype, are "
+    "NaN or infinite; serve a checkpoint that is whole, or another --dtype"
+)
 DEEPEST = 100  # levels of a JSON schema
 GRACE = 1  # seconds that open connections have once the engine has ended: they would wait for ever
 
@@ -94,14 +99,18 @@ def run_server(ours: list[str], further: list[str], fail: Callable[[str], NoRetu
 
 
 def refuse_what_stops_the_engine() -> None:
-    """Answer with status 400 to requests that vLLM lets through, at which its engine dies, stands still or gives up."""
+    """Answer with status 400 to requests that vLLM lets through, at which its engine dies, stands still or gives up,
+    and with status 500 to one whose log-probs are not finite (finite.py).
+    """
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
-    from vllm.exceptions import VLLMValidationError
+    from vllm.exceptions import GenerationError, VLLMValidationError
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
     validate_prompt = InputProcessor._validate_model_input
     validate_structure = SamplingParams._validate_structured_outputs
+    generate: Any = AsyncLLM.generate
 
     def validate_tokens(self: Any, prompt_input: Any, prompt_type: Any) -> None:
         """A token that the tokenizer has and the model has not would end the engine."""
@@ -122,9 +131,21 @@ def refuse_what_stops_the_engine() -> None:
         if finish_reason == "error":
             raise VLLMValidationError("no text fits the structure that the request asks for")
 
+    async def generate_or_fail(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """All endpoints ask here; behind it, a stream would drop an error without a token."""
+        outputs = generate(self, *args, **kwargs)
+        try:
+            async for output in outputs:
+                if any((one.finish_reason, one.stop_reason) == ("error", REASON) for one in output.outputs):
+                    raise GenerationError(NOT_FINITE)
+                yield output
+        finally:
+            await outputs.aclose()
+
     InputProcessor._validate_model_input = validate_tokens  # type: ignore[method-assign]
     SamplingParams._validate_structured_outputs = validate_depth  # type: ignore[method-assign]
     GenerateBaseServing._raise_if_error = raise_if_error  # type: ignore[method-assign]
+    AsyncLLM.generate = generate_or_fail  # type: ignore[assignment, method-assign]
 
 
 def _depth(schema: Any) -> int:

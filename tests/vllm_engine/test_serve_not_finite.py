@@ -1,0 +1,87 @@
+"""A server whose model gives log-probs that are not finite fails the request, and lives."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from serving import Server
+
+from sparse_rl.data.running_sum import EOS_ID, build_tokenizer
+from sparse_rl.models.directory import save_policy
+from sparse_rl.policies import make_policy
+
+pytestmark = pytest.mark.slow
+POISON, TOKENS = 63, 40
+GOOD = [[5, 6, 7], [8] * 50, [9, 10] * 40]
+BAD = [[5, POISON, 7], [*range(3, 60), POISON], [POISON] * 90]
+
+
+@pytest.fixture(scope="module", params=["gkv", "full"])
+def server(request: Any, new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Of a model whose embedding of one token is NaN; greedily it never draws that token."""
+    folder = tmp_path_factory.mktemp("poisoned")
+    sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
+    model = new_model("qwen3", **sizes, eos_token_id=EOS_ID)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[POISON], model.lm_head.weight[POISON] = math.nan, 0.0
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    if request.param == "gkv":
+        save_policy(folder, make_policy("gkv", budget=48, window=8, period=16))
+    made = Server(folder, tmp_path_factory.mktemp("server"), "--kv-cache-gb", "0.005")
+    try:
+        made.wait()
+        yield made
+    finally:
+        if made.process.poll() is None:
+            made.end(signal.SIGTERM)
+
+
+def tokens_of(server: Server, prompt: list[int]) -> tuple[list[int], list[float]]:
+    choice = server.complete(prompt, TOKENS, logprobs=1).choices[0]
+    return choice.token_ids, choice.logprobs.token_logprobs
+
+
+def failed(server: Server, prompt: list[int], **more: Any) -> httpx.Response:
+    words = {"model": server.model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, **more}
+    return httpx.post(f"{server.url}/v1/completions", json=words, timeout=120)
+
+
+def test_the_request_fails_with_status_500_and_the_server_lives(server: Server) -> None:
+    """One line says why; others, beside it and after it, get what they got without it, to the last bit."""
+    wanted = [tokens_of(server, prompt) for prompt in GOOD]
+    for more in ({}, {"n": 3, "temperature": 1}, {"logprobs": 2}, {"echo": True}, {"use_beam_search": True, "n": 2}):
+        answer = failed(server, BAD[0], **more)
+        assert answer.status_code == 500, (more, answer.text)
+        message = answer.json()["error"]["message"]
+        assert message.startswith("the model's log-probabilities for this request are not finite: its weights, or its")
+        assert "\n" not in message
+        assert [tokens_of(server, prompt) for prompt in GOOD] == wanted
+    mixed = [prompt for pair in zip(GOOD, BAD, strict=True) for prompt in pair] * 4
+    with ThreadPoolExecutor(len(mixed)) as pool:
+        found = list(pool.map(lambda p: failed(server, p).status_code if POISON in p else tokens_of(server, p), mixed))
+    assert [one for one in found if one != 500] == wanted * 4 and found.count(500) == 12
+    assert [tokens_of(server, prompt) for prompt in GOOD] == wanted
+    server.idle()
+
+
+def test_a_stream_ends_with_the_error(server: Server) -> None:
+    """Before the first token, where there is nothing else in it; n : one of them is enough."""
+    for more in ({}, {"n": 2, "temperature": 1}, {"echo": True}):
+        text = failed(server, BAD[1], stream=True, **more).text
+        assert text.count("are not finite") == 1 and json.loads(text.split("data: ")[-2])["error"]["code"] == 500, text
+    assert tokens_of(server, GOOD[0])[0]
+
+
+def test_other_mistakes_are_still_the_clients(server: Server) -> None:
+    """The control: a structure that no text fits."""
+    answer = failed(server, GOOD[0], structured_outputs={"json": {"$ref": "#"}})
+    assert answer.status_code == 400 and "no text fits the structure" in answer.text
