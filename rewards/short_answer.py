@@ -1,9 +1,11 @@
 """`short_answer`: is the first line of a completion one of the true answers? For questions with answers of a few words.
 
-The rules are those of LuKA's evaluation WikiSalad, whose "exact match" is `match: contained` here.
+The rules are those of LuKA's evaluation WikiSalad, whose "exact match" is `match: contained` here; answers are
+normalised as in SQuAD's official evaluation.
 """
 
 import re
+import string
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -14,7 +16,7 @@ Match = Literal["exact", "contained"]
 Unanswerable = Literal["wrong", "left_out"]
 _SENTENCE_END = re.compile(r"[.!?](?=\s)")
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
-_PUNCTUATION = re.compile(r"[^\w\s]")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def short_answer(completion: str) -> str:
@@ -25,8 +27,8 @@ def short_answer(completion: str) -> str:
 
 
 def normalised(text: str) -> str:
-    """A text in lower case, without articles and punctuation, its white space joined."""
-    return " ".join(_PUNCTUATION.sub("", _ARTICLE.sub(" ", text.lower())).split())
+    """A text in lower case, without ASCII punctuation and then without articles, its white space joined."""
+    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 class ShortAnswerReward:

@@ -2,8 +2,9 @@
 algorithm 4).
 
 Heads differ in how much they lose. A curve says what the loss is with one head at each of some ratios, all others at a
-base ratio; entries are then moved, a step at a time, from the head that loses least to the head that gains most. The
-size of the step is ours. Budgets belong to a model, not to a context.
+base ratio; entries are then moved, a step at a time, from the head that loses least to the head that gains most. Ours
+are the size of the step, and the loss between the ratios that were measured. Budgets belong to a model, not to a
+context.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from rollout.context.cache import Context, LayerEntries, joined
 from rollout.context.config import PromptCacheConfig
 from sparse_rl.errors import UserError, reason
 
-RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
+RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0)  # at 0 a head keeps one entry
 BASE = 0.05
-STEPS = 200  # of a ratio, that are moved between two heads at a time: 1 / STEPS of the mean
+STEPS = 200  # a step moves 1 / STEPS of what the mean head keeps
 STEEP = 20  # of a pyramid: what the mean layer keeps is so many times what the last does (PyramidKV's beta)
 
 
@@ -94,34 +96,42 @@ def sensitivity(
 
 
 def allocate(curves: torch.Tensor, ratios: Sequence[float], ratio: float) -> torch.Tensor:
-    """The ratio of each head, float64 [L, Hkv], whose mean is `ratio`: greedy swaps on the curves, between whose points
-    the loss is linear in the ratio's logarithm.
+    """The ratio of each head, float64 [L, Hkv], from 0 to 1, whose mean is `ratio`: greedy swaps on the curves.
 
-    Raises UserError where `ratio` is not between the ratios of the curves.
+    curves : [L, Hkv, ratios], the losses at ratios that increase. Between two of them, and beyond the outermost, the
+        loss is linear in the ratio's logarithm, and below the first ratio above 0 in the ratio itself
+
+    Raises UserError where `ratio` is 0, or not between the ratios of the curves.
     """
-    if not ratios[0] <= ratio <= ratios[-1]:
-        raise UserError(f"{ratio} is not between {ratios[0]} and {ratios[-1]}, for which the losses are known", "ratio")
-    flat = curves.flatten(0, 1)
-    at, step = torch.tensor(ratios, dtype=torch.float64).log(), ratio / STEPS
-    mine = torch.full((len(flat),), ratio, dtype=torch.float64)
-
-    def said(shares: torch.Tensor) -> torch.Tensor:
-        where = shares.log().clamp(at[0], at[-1])
-        right = torch.searchsorted(at, where).clamp(1, len(at) - 1)
-        low, high = at[right - 1], at[right]
-        part = (where - low) / (high - low)
-        rows = torch.arange(len(flat))
-        return flat[rows, right - 1] * (1 - part) + flat[rows, right] * part
-
+    if not ratios[0] <= ratio <= ratios[-1] or ratio <= 0:
+        known = f"{ratios[0]} and {ratios[-1]}, for which the losses are known"
+        raise UserError(f"{ratio} is not between {known}" if ratio else "0 leaves nothing to share out", "ratio")
+    flat, step = curves.flatten(0, 1), ratio / STEPS
+    losses = _losses(flat, ratios, torch.arange(math.floor(1 / step + 1e-9) + 1, dtype=torch.float64) * step)
+    # What the n-th step is worth to a head. Of nothing a head gives nothing, and beyond everything it takes nothing.
+    worth = F.pad(losses[:, :-1] - losses[:, 1:], (1, 1))
+    worth[:, 0], worth[:, -1] = float("inf"), float("-inf")
+    heads, steps = torch.arange(len(flat)), torch.full((len(flat),), STEPS)
     while True:
-        now = said(mine)
-        gains = (now - said(mine + step)).masked_fill(mine + step > ratios[-1], float("-inf"))
-        losses = (said(mine - step) - now).masked_fill(mine - step < ratios[0], float("inf"))
-        best, least = int(gains.argmax()), int(losses.argmin())
-        if best == least or not float(gains[best] - losses[least]) > 1e-12:
-            return mine.view(curves.shape[:2])
-        mine[best] += step
-        mine[least] -= step
+        gains, costs = worth[heads, steps + 1], worth[heads, steps]
+        taker = int(gains.argmax())
+        costs[taker] = float("inf")  # another head gives
+        giver = int(costs.argmin())
+        if not gains[taker] > costs[giver]:
+            return (steps.double() * step).view(curves.shape[:2])
+        steps[taker] += 1
+        steps[giver] -= 1
+
+
+def _losses(flat: torch.Tensor, ratios: Sequence[float], wanted: torch.Tensor) -> torch.Tensor:
+    """The losses of each head at some ratios [n]: [heads, n]."""
+    lowest = min(ratio for ratio in ratios if ratio > 0)
+    at, where = (
+        x.clamp(max=lowest) / lowest + x.clamp(min=lowest).log() for x in (torch.tensor(ratios).to(wanted), wanted)
+    )
+    right = torch.searchsorted(at, where).clamp(1, len(at) - 1)
+    part = (where - at[right - 1]) / (at[right] - at[right - 1])
+    return torch.lerp(flat[:, right - 1].to(part), flat[:, right].to(part), part)
 
 
 def counts(shares: torch.Tensor, ratio: float, tokens: int, config: PromptCacheConfig) -> list[list[int]]:
@@ -145,8 +155,8 @@ def load(path: str | Path, layers: int, kv_heads: int) -> torch.Tensor:
         shares = torch.tensor(json.loads(Path(path).read_text())["shares"], dtype=torch.float64)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} holds no head budgets: {reason(error)}") from error
-    if not bool((shares > 0).all()):
-        raise UserError(f"{path} has a head budget that is not above 0")
+    if not bool((shares >= 0).all() and shares.sum() > 0):
+        raise UserError(f"{path} has a head budget below 0, or none above it")
     if shares.shape != (layers, kv_heads):
         wrong = f"{list(shares.shape)}, and the model has {[layers, kv_heads]} layers and kv heads"
         raise UserError(f"{path} has budgets of {wrong}")

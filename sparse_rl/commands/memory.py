@@ -22,6 +22,7 @@ from sparse_rl.commands.sizes import (
     count_parameters,
     fit_bytes,
     future_bytes,
+    gates_bytes,
     gathered_bytes,
     held_head,
     lora_parameters,
@@ -41,7 +42,7 @@ from sparse_rl.commands.sizes import (
 from sparse_rl.data.config import DataConfig
 from sparse_rl.models.load import load_config
 from sparse_rl.models.weights import meta_model
-from sparse_rl.policies.config import AMConfig, ClusteredConfig, LayeredConfig, PolicyConfig
+from sparse_rl.policies.config import AMConfig, ClusteredConfig, DMSConfig, LayeredConfig, PolicyConfig
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import Recipe, SweptRecipe, TaughtRecipe, TrainRecipe
 from trainer.config import LaunchConfig
@@ -170,7 +171,8 @@ def _training_plan(recipe: TrainRecipe, model: Model, skeleton: Any, engine: lis
         trainable, parameters = trainable * recipe.trains_model() + scorers, parameters + scorers
     stored = model.itemsize if launch.zero_stage or adapters else 4  # as trainer.arguments.weights_dtype has it
     state = training_state(parameters, trainable, itemsize=stored, adapters=adapters, launch=launch)
-    notes = {"weights": _dtype_note(recipe, stored), "optimizer": "AdamW" + (", offloaded" if launch.offload else "")}
+    kept = ("float32" if stored == 4 else recipe.dtype) + (f", ZeRO-{launch.zero_stage}" if launch.zero_stage else "")
+    notes = {"weights": kept, "optimizer": "AdamW" + (", offloaded" if launch.offload else "")}
     items = [Item(name, device, host, note=notes.get(name, "")) for name, (device, host) in state.items()]
     if stored > model.itemsize:
         copies = parameters * model.itemsize
@@ -186,8 +188,7 @@ def _training_plan(recipe: TrainRecipe, model: Model, skeleton: Any, engine: lis
     if (taught := recipe.taught()) is not None:
         items += _teacher_items(taught, replace(model, parameters=parameters))
     if learned is not None:
-        items += [_mask_item(recipe, model, learned, prompt, length, cuda)]
-        items += [_future_attention_item(rows, length, model, cuda)]
+        items += _learned_items(recipe, model, learned, prompt, length, cuda)
     copy = parameters * model.itemsize
     items += [Item(name, copy, note=note) for name, note in recipe.further_models(bool(engine))]
     if recipe.engine_config() is not None:
@@ -235,9 +236,18 @@ def _teacher_items(recipe: TaughtRecipe, model: Model) -> list[Item]:
     return [Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards"))]
 
 
-def _future_attention_item(rows: int, length: int, model: Model, cuda: bool) -> Item:
-    held = future_bytes(rows, model.config.num_attention_heads, model.cache_shape[2], length, model.itemsize, cuda)
-    return Item("future attention", held, when="update", note="the scorers' target, of one layer")
+def _learned_items(
+    recipe: TrainRecipe, model: Model, cache: PolicyConfig, prompt: int, length: int, cuda: bool
+) -> list[Item]:
+    """What a retrofit holds of one layer: DMS's soft gates; of KVpop the replay, and the scorers' target."""
+    (_, kv_heads, head_dim), heads = model.cache_shape, model.config.num_attention_heads
+    rows = recipe.training.per_device_train_batch_size
+    if isinstance(cache, DMSConfig):
+        held = gates_bytes(rows, heads, kv_heads, length, attention_itemsize(recipe, cuda))
+        return [Item("gates", held, when="update", note="estimate, soft biases of a chunk of one layer's queries")]
+    held = future_bytes(rows, heads, head_dim, length, model.itemsize, cuda)
+    target = Item("future attention", held, when="update", note="the scorers' target, of one layer")
+    return [_mask_item(recipe, model, cache, prompt, length, cuda), target]
 
 
 def _replay_item(recipe: TrainRecipe, model: Model, cache: PolicyConfig, prompt: int, length: int, cuda: bool) -> Item:
@@ -360,11 +370,6 @@ def _refit_item(recipe: TrainRecipe, model: Model, cache: AMConfig, prompt: int,
     masks = rows * kv_heads * (held - cache.budget) * held * (4 + attention_itemsize(recipe, cuda))
     note = "estimate, of one layer and one segment at a time; the fits in float64"
     return Item("fits and masks", 3 * fits // 2 + masks, when="update", note=note)  # a backward pass keeps more
-
-
-def _dtype_note(recipe: TrainRecipe, stored: int) -> str:
-    kept = "float32" if stored == 4 else recipe.dtype
-    return kept + (f", ZeRO-{recipe.launch.zero_stage}" if recipe.launch.zero_stage else "")
 
 
 def prompt_tokens(data: DataConfig) -> int:

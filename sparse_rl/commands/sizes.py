@@ -232,6 +232,16 @@ def future_bytes(sequences: int, heads: int, head_dim: int, length: int, itemsiz
     return 3 * 4 * sequences * heads * min(CHUNK, length) * length
 
 
+def gates_bytes(sequences: int, heads: int, kv_heads: int, length: int, itemsize: int) -> int:
+    """What DMS's soft gates hold of one layer's chunk of queries: a bias in float32 and in the attention's dtype, and
+    three arrays of logits for the backward pass.
+    """
+    from sparse_rl.attention.views.gated import CHUNK
+
+    pairs = sequences * min(CHUNK, length) * length
+    return pairs * (kv_heads * (4 + itemsize) + 3 * heads * itemsize)
+
+
 def mask_bytes(sequences: int, kv_heads: int, length: int, layers: int = 1) -> int:
     """Boolean masks [B, Hkv, S, S]: of one layer, as replay attention makes them, or of all, as dense traces would."""
     return sequences * layers * kv_heads * length * length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -64,3 +65,22 @@ def naive_values(x: torch.Tensor, y: torch.Tensor, values: torch.Tensor, ridge: 
     stacked = torch.cat([x, root * torch.eye(x.shape[1], dtype=x.dtype)])
     wanted = torch.cat([y - x @ values, torch.zeros(x.shape[1], y.shape[1], dtype=y.dtype)])
     return values + torch.linalg.lstsq(stacked, wanted, driver="gelsd").solution
+
+
+def naive_allocation(curves: Sequence[Callable[[float], float]], ratio: float, steps: int) -> tuple[list[float], int]:
+    """Algorithm 4: (the ratio of each head, how often entries were moved), of curves J_h(ratio) -> loss.
+
+    A head's share is 1 / H at first, which is `steps` times the step size.
+    """
+    held, moves, step = [steps] * len(curves), 0, ratio / steps
+    heads = range(len(curves))
+    while True:
+        loss = [curve(held[h] * step) for h, curve in enumerate(curves)]
+        more = [(held[h] + 1) * step for h in heads]
+        gains = [loss[h] - curves[h](more[h]) if more[h] <= 1 + 1e-9 * step else -math.inf for h in heads]
+        costs = [curves[h]((held[h] - 1) * step) - loss[h] if held[h] >= 1 else math.inf for h in heads]
+        taker = max(heads, key=lambda h: gains[h])
+        giver = min((h for h in heads if h != taker), key=lambda h: costs[h])
+        if not gains[taker] > costs[giver]:
+            return [count * step for count in held], moves
+        held[taker], held[giver], moves = held[taker] + 1, held[giver] - 1, moves + 1

@@ -1,9 +1,10 @@
 """Lined attention: heavy hitters that are a fraction of the tokens, and the most recent ones.
 
 LuKA section 3.1: "a fixed fraction of past tokens with the highest accumulated attention", and a window. So the budget
-grows with the sequence:
+grows with the sequence. In section 4.2 the fraction is of the prompt's length, and the budget is constant:
 
-    left(P, n) = sinks + window + floor((m - sinks - window) / compression),    m = n, or P
+    of: seen      left(P, n) = sinks + window + floor(max(0, n - sinks - window) / compression)
+    of: prompt    left(P, n) = sinks + window + floor(P / compression)
 
 A departure: the paper selects anew among all past tokens at each step. Here a token that went has gone, as under every
 other policy, and its memory is freed. Scores are H2O's.

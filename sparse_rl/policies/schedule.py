@@ -82,18 +82,18 @@ class Schedule:
 
 @dataclass(frozen=True)
 class KeepsAFraction(Schedule):
-    """A compaction leaves `budget` entries, and one for every `compression` of the other tokens.
+    """A compaction leaves `budget` entries, and one for every `compression` tokens.
 
     compression : >= 2
-    of_prompt : counts the tokens of the prompt alone; else all that have been seen, so that the budget grows
+    of_prompt : counts all tokens of the prompt; else those seen behind the `budget`, so that what is left grows
     """
 
     compression: int = 2
     of_prompt: bool = False
 
     def left(self, prompt: Any, seen: Any) -> Any:
-        behind = (prompt if self.of_prompt else seen) - self.budget
-        return self.budget + (behind > 0) * behind // self.compression
+        counted = prompt if self.of_prompt else _larger(seen, seen * 0 + self.budget) - self.budget
+        return self.budget + counted // self.compression
 
     def first(self, prompt: Any) -> Any:
         if self.of_prompt:

@@ -16,6 +16,7 @@ from rollout.vllm.beside import beside_cache
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.kernels.gather import HELD, held_bytes, make_chunks
 from sparse_rl.attention.kernels.masked import visible_mask
+from sparse_rl.attention.views.gated import CHUNK, GatedView
 from sparse_rl.attention.views.paged import PagedView
 from sparse_rl.commands import memory
 from sparse_rl.commands.machine import show
@@ -25,6 +26,7 @@ from sparse_rl.commands.sizes import (
     cache_bytes,
     count_parameters,
     fit_bytes,
+    gates_bytes,
     gathered_bytes,
     lora_parameters,
     mask_bytes,
@@ -193,6 +195,39 @@ def test_gathered_pages_take_about_what_is_counted(length, changed):
     told = 4 * 8 * (q.numel() + k.numel() + v.numel())  # copies in float64, and their gradients
     counted = 8 * pages_bytes(1, 4, 2, 16, length, policy.config)
     assert counted / 2 < peak.bytes < 2 * counted + told
+
+
+@pytest.mark.parametrize(("length", "heads", "kv_heads"), [(600, 4, 2), (1200, 4, 2), (600, 8, 2), (600, 2, 2)])
+def test_soft_gates_take_about_what_is_counted(length, heads, kv_heads, monkeypatch):
+    """In forward and backward. Control: all queries at once, as S x S biases are, take far more."""
+    policy = make_policy("dms", window=64, scorer={"name": "linear"}).config
+    scores = torch.randn(1, kv_heads, length, requires_grad=True)
+    q, k, v = (torch.randn(1, n, length, 16, requires_grad=True) for n in (heads, kv_heads, kv_heads))
+    counted, took = gates_bytes(1, heads, kv_heads, length, 8), []
+    for chunk in (CHUNK, length):
+        monkeypatch.setattr("sparse_rl.attention.views.gated.CHUNK", chunk)
+        view = GatedView([lambda *_: (scores, torch.zeros(kv_heads))], policy, torch.tensor([length]), temperature=0.5)
+        with Peak() as peak:
+            view.attend(0, q, k, v, 0.25).sum().backward()
+        took.append(peak.bytes)
+    told = 3 * 8 * (q.numel() + k.numel() + v.numel())  # copies in float64, their gradients, outputs
+    assert counted / 2 < took[0] < counted + told
+    assert took[1] > 1.5 * (counted + told) and took[1] > length / CHUNK / 1.5 * took[0]
+
+
+def test_a_plan_counts_soft_gates():
+    """Of a retrofit of DMS, which has no target of its scorers; KVpop's has that, and no gates."""
+    recipe = {key: GRPO[key] for key in ("model", "output_dir", "dtype", "data")} | {"kind": "kvpop", "max_length": 600}
+    made = {}
+    for name, cache in (("dms", {}), ("kvpop", {"budget": 128})):
+        cache |= {"policy": name, "window": 64, "scorer": "linear"}
+        config = tiny_config()
+        made[name] = {i.name: i for i in plan(make_recipe(recipe | {"cache": cache}), config, cuda=False).items}
+    rows = made["dms"]["activations"].note.split(", ")[1].split(" ")[0]
+    shape = config.num_attention_heads, config.num_key_value_heads, 600
+    assert made["dms"]["gates"].device == gates_bytes(int(rows), *shape, 8)
+    assert made["dms"].keys().isdisjoint({"future attention", "gathered keys"}) and "gates" not in made["kvpop"]
+    assert "future attention" in made["kvpop"]
 
 
 def test_a_plan_counts_each_part_of_the_layers():

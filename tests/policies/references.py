@@ -236,15 +236,18 @@ class H2O(Life):
 
 
 class Lined(H2O):
-    """LuKA §3.1: sinks, window, and of the tokens behind them the fraction with the highest accumulated attention."""
+    """LuKA §3.1: sinks, window, and of the tokens behind them the fraction with the highest accumulated attention.
+
+    §4.2: as many as a fraction of the prompt's length.
+    """
 
     defaults = {"sinks": 0, "window": 128, "period": 8, "compression": 8, "of": "seen"}
 
     @property
     def budget(self) -> int:  # type: ignore[override]
-        known = self.prompt if self.parameters["of"] == "prompt" else self.now + 1
         fixed = self.sinks + self.window
-        return fixed + max(0, known - fixed) // self.parameters["compression"]
+        counted = self.prompt if self.parameters["of"] == "prompt" else max(0, self.now + 1 - fixed)
+        return fixed + counted // self.parameters["compression"]
 
     @budget.setter
     def budget(self, value: Any) -> None:

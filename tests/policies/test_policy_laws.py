@@ -477,6 +477,13 @@ def test_h2o_protects_half_of_the_budget_unless_told_otherwise() -> None:
     assert make_policy("h2o", budget=13, window=0).config.window == 0
 
 
+@pytest.mark.parametrize(("of", "left"), [("prompt", [153, 153, 129]), ("seen", [137, 140, 128])])
+def test_lined_keeps_a_fraction_of_the_prompts_length(of: str, left: list[int]) -> None:
+    """LuKA section 4.2: of a prompt of 200 tokens 25 beside the window; of those seen, a fraction of the others."""
+    schedule = make_policy("lined", compression=8, of=of, window=128).config.schedule
+    assert [schedule.left(prompt, seen) for prompt, seen in ((200, 200), (200, 224), (8, 130))] == left
+
+
 # ---- identity -------------------------------------------------------------------------------------------------------
 
 VARIANTS = [

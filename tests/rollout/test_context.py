@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +15,11 @@ from judging import gap
 
 from rollout import SamplingConfig, make_engine
 from rollout.context import Context, ContextCache, PromptCacheConfig
-from rollout.context.budgets import allocate, counts, load, save, sensitivity
+from rollout.context.budgets import BASE, RATIOS, STEPS, allocate, counts, load, save, sensitivity
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.errors import UserError
 from sparse_rl.matching import match
+from sparse_rl.matching.reference import naive_allocation
 from sparse_rl.trace import TraceError
 
 SAMPLING = SamplingConfig(max_tokens=20, seed=1, ignore_eos=True)
@@ -180,6 +183,71 @@ def test_entries_go_to_the_heads_that_gain_most() -> None:
     assert torch.equal(flat, torch.full((2, 2), 0.1, dtype=torch.float64))
     with pytest.raises(UserError, match=r"2.0 is not between 0.01 and 1.0"):
         allocate(curves, ratios, 2.0)
+    with pytest.raises(UserError, match="0 leaves nothing to share out"):
+        allocate(torch.zeros(1, 2, len(RATIOS)), RATIOS, 0)
+
+
+def curve_of(ratios: Sequence[float], losses: Sequence[float]) -> Callable[[float], float]:
+    """J(ratio), as `allocate` says that it goes between what was measured."""
+
+    def at(ratio: float) -> float:
+        return math.log(ratio) + 1 if ratio >= ratios[1] else ratio / ratios[1] + math.log(ratios[1])
+
+    def loss(ratio: float) -> float:
+        right = next((n for n in range(1, len(ratios)) if ratio <= ratios[n]), len(ratios) - 1)
+        part = (at(ratio) - at(ratios[right - 1])) / (at(ratios[right]) - at(ratios[right - 1]))
+        return losses[right - 1] + part * (losses[right] - losses[right - 1])
+
+    return loss
+
+
+def held_to_algorithm_4(curves: torch.Tensor, ratio: float) -> tuple[list[float], int]:
+    """The shares of `allocate` are those of the plain algorithm: (the shares, how often entries were moved)."""
+    found = allocate(curves, RATIOS, ratio)
+    shares, moves = naive_allocation([curve_of(RATIOS, one) for one in curves.flatten(0, 1).tolist()], ratio, STEPS)
+    assert found.flatten().tolist() == pytest.approx(shares, abs=1e-12)
+    assert float(found.mean()) == pytest.approx(ratio) and 0 <= float(found.min()) <= float(found.max()) <= 1 + 1e-9
+    return shares, moves
+
+
+@pytest.mark.parametrize("ratio", [0.02, 0.05, 0.3, 1.0])
+@pytest.mark.parametrize("convex", [True, False])
+def test_shares_are_those_of_algorithm_4(convex: bool, ratio: float) -> None:
+    """Curves that fall ever more slowly, and curves that go up and down. Where all keep everything nothing moves."""
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        losses = torch.rand(2, 3, len(RATIOS), generator=generator, dtype=torch.float64)
+        if convex:
+            losses = losses[..., :1] * (1 - torch.tensor(RATIOS)) ** (1 + 50 * losses[..., 1:2])
+        _, moves = held_to_algorithm_4(losses, ratio)
+        assert moves == 0 if ratio == 1 else moves > STEPS / 2
+
+
+def test_the_best_taker_may_be_the_best_giver() -> None:
+    """A head that gains from more and from less: another one gives all that it has."""
+    curves = torch.zeros(1, 3, len(RATIOS), dtype=torch.float64)
+    curves[0, 0] = torch.tensor([0.0, 0.2, 0.6, 1.0, 0.6, 0.4, 0.2, 0.0])
+    curves[0, 1:] = torch.tensor([0.03, 0.02, 0.01, 0.0, 0.0, 0.0, 0.0, 0.0])
+    shares, moves = held_to_algorithm_4(curves, RATIOS[3])
+    assert moves >= STEPS and shares[0] > 2 * RATIOS[3] and min(shares) < RATIOS[1]
+
+
+def test_shares_of_a_real_curve(engine_of: Callable, prompts_of: Callable) -> None:
+    """KL of a trained model's next token. Some head ends below 0.01, the least ratio above 0 that is measured."""
+    engine, (tokens, behind) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
+    config = PromptCacheConfig(policy="evict")
+    studied = engine.study(tokens, config)
+
+    @torch.no_grad()
+    def said(context: Context) -> torch.Tensor:
+        hidden = engine.prefill([behind], context).hidden
+        return engine.model.get_output_embeddings()(hidden)[0].double().log_softmax(-1)
+
+    full = said(studied.whole)
+    curves = sensitivity([studied], config, lambda _, context: float(full.exp() @ (full - said(context))))
+    assert float(curves.min()) > 0 and not torch.equal(curves, curves.sort(-1, descending=True).values)
+    shares, moves = held_to_algorithm_4(curves, BASE)
+    assert moves > STEPS and min(shares) < RATIOS[1]
 
 
 def test_a_curve_is_the_loss_with_one_head_changed(engine_of: Callable, prompts_of: Callable) -> None:
@@ -207,6 +275,12 @@ def test_budgets_are_kept_and_refused(tmp_path: Path) -> None:
     config = PromptCacheConfig(first=1, last=1)
     assert counts(shares, 0.1, 102, config) == [[7, 13, 20], [7, 3, 10]]
     assert counts(shares, 0.001, 102, config) == [[1, 1, 1], [1, 1, 1]]
+    save(tmp_path / "zero.json", torch.tensor([[0.0, 0.1]]).double())
+    assert counts(load(tmp_path / "zero.json", 1, 2), 0.1, 102, config) == [[1, 20]]
+    for wrong in ([[-0.1, 0.3]], [[0.0, 0.0]]):
+        (tmp_path / "wrong.json").write_text(json.dumps({"shares": wrong}))
+        with pytest.raises(UserError, match="a head budget below 0, or none above it"):
+            load(tmp_path / "wrong.json", 1, 2)
     (tmp_path / "no.json").write_text("[]")
     for file, says in (("absent", "No such file"), ("no.json", "list indices"), ("b.json", r"\[2, 3\], and the model")):
         with pytest.raises(UserError, match=says) as caught:

@@ -150,6 +150,58 @@ def test_soft_gates_become_the_hard_ones(model_of: Callable, prompts_of: Callabl
     assert all(w.grad.abs().max() > 0 for s in model.cache_scorers for n, w in s.named_parameters() if n != "alpha")
 
 
+def slow_gates(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stays: torch.Tensor, window: int, prompts: list[int]
+) -> torch.Tensor:
+    """Attention under log(1 - alpha) [B, Hkv, S], query by query: a token's gate counts `window` queries later, but not
+    within a prompt.
+    """
+    out = torch.zeros_like(query)
+    group = query.shape[1] // key.shape[1]
+    for row, prompt in enumerate(prompts):
+        for head in range(query.shape[1]):
+            for q in range(query.shape[2]):
+                late = torch.tensor([q - t >= window and q >= prompt for t in range(q + 1)])
+                bias = torch.where(late, stays[row, head // group, : q + 1], 0.0)
+                logits = key[row, head // group, : q + 1] @ query[row, head, q] * 0.3 + bias
+                out[row, head, q] = logits.softmax(0) @ value[row, head // group, : q + 1]
+    return out
+
+
+def test_soft_gates_are_made_for_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and all gradients are those of the plain loop, whatever the chunk. Control: a longer window."""
+    policy, lengths, prompts = gated("linear", sinks=0).config, [21, 15], [9, 0]
+    generator = torch.Generator().manual_seed(0)
+    *told, scores = (
+        torch.randn(2, *shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in ((4, 21, 8), (2, 21, 8), (2, 21, 8), (2, 21))
+    )
+    real = (torch.arange(21) < torch.tensor(lengths)[:, None])[:, None, :, None]
+    weigh = torch.randn(2, 4, 21, 8, generator=generator, dtype=torch.float64) * real
+    stays = torch.nn.functional.logsigmoid(-(scores + policy.bias) / 0.7)
+    found = {}
+    for name, window in (("plain", policy.window), ("control", policy.window + 1)):
+        out = slow_gates(*told, stays, window, prompts)
+        found[name] = (
+            (out * weigh).detach(),
+            *torch.autograd.grad((out * weigh).sum(), (*told, scores), retain_graph=True),
+        )
+    for chunk in (4, 7, 256):
+        monkeypatch.setattr("sparse_rl.attention.views.gated.CHUNK", chunk)
+        view = GatedView(
+            [lambda *_: (scores, torch.zeros(2))],
+            policy,
+            torch.tensor(lengths),
+            prompts=torch.tensor(prompts),
+            temperature=0.7,
+        )
+        view._noise = {0: torch.zeros(2, 2, 21)}
+        out = view.attend(0, *told, 0.3)
+        ours = ((out * weigh).detach(), *torch.autograd.grad((out * weigh).sum(), (*told, scores)))
+        for one, plain, control in zip(ours, found["plain"], found["control"], strict=True):
+            assert float((one - plain).abs().max()) < 1e-12 < 1e-4 < float((one - control).abs().max())
+
+
 def test_what_is_refused(model_of: Callable) -> None:
     with pytest.raises(UserError, match="scorer: a gate is known as its token comes"):
         make_policy("dms", scorer="mlstm")

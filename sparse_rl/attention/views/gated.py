@@ -3,21 +3,26 @@
     alpha_t = sigmoid((score_t + bias + g) / tau),  g = logistic noise: the Gumbel-sigmoid
     attention of query q to token t gets + log(1 - alpha_t) where q - t >= w (and, of a dense prompt, q is behind it)
 
-Without gradients the gates are hard, as in decoding: a token whose score + bias > 0 is not seen from t + w on.
+The biases of one layer would be [B, Hkv, S, S]: they are made for CHUNK queries at a time, and again in the backward
+pass. Without gradients the gates are hard, as in decoding: a token whose score + bias > 0 is not seen from t + w on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from sparse_rl.attention.kernels.masked import masked_attention
 from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
 from sparse_rl.attention.views.learned import share_held
 from sparse_rl.policies.config import DMSConfig
 from sparse_rl.trace import NEVER
+
+CHUNK = 256  # queries whose biases are made at a time
 
 
 class GatedView:
@@ -80,11 +85,31 @@ class GatedView:
         due = (goes_at < self.lengths[:, None] - 1)[:, None]
         self.retained[layer] = share_held(torch.where(due, 1 - alpha.detach(), 1.0), self.lengths)
         stays = torch.where(may_go[:, None], F.logsigmoid(-soft), 0.0)  # log(1 - alpha)
-        late = places[:, None] >= goes_at[:, None, :]  # [B, S (query), S (token)]
-        bias = torch.where(late[:, None], stays[:, :, None], 0.0)
-        hidden = (places[:, None] < places) | ~real[:, :1, None]  # later tokens, and padding
-        bias = bias.masked_fill(hidden & (places[:, None] != places), float("-inf"))
-        return _biased(query, key, value, bias, scaling)
+        return self._soft_attention(query, key, value, stays, goes_at, scaling)
+
+    def _soft_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        stays: torch.Tensor,
+        goes_at: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Attention under log(1 - alpha), of some queries at a time: their biases are made again in the backward pass.
+
+        stays : [B, Hkv, S]; goes_at : [B, S]
+        """
+        wide, parts = computing_dtype(query, value), list[torch.Tensor]()
+        grouped = query.to(wide).unflatten(1, (key.shape[1], -1))  # [B, Hkv, G, S, D]
+        told = (key.to(wide), value.to(wide), stays)
+        for queries in grouped.split(CHUNK, dim=3):
+            work = partial(_softly, len(parts) * CHUNK, scaling, goes_at, self.lengths)
+            if torch.is_grad_enabled():
+                parts.append(checkpoint(work, queries, *told, use_reentrant=False, preserve_rng_state=False))
+            else:
+                parts.append(work(queries, *told))
+        return torch.cat(parts, dim=3).flatten(1, 2).to(value.dtype)
 
     def evict_at(self, logits: torch.Tensor, may_go: torch.Tensor, goes_at: torch.Tensor) -> torch.Tensor:
         """What hard gates drop, int32 [B, Hkv, S]."""
@@ -103,15 +128,27 @@ class GatedView:
         return self._noise[layer]
 
 
-def _biased(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scaling: float
+def _softly(
+    first: int,
+    scaling: float,
+    goes_at: torch.Tensor,
+    lengths: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    stays: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention under an additive bias [B, Hkv, S, S]; kv heads are folded into the batch: it is not repeated."""
-    batch, q_heads, width, dim = query.shape
-    kv_heads = key.shape[1]
-    grouped = query.reshape(batch * kv_heads, q_heads // kv_heads, width, dim)
-    keys, values = (
-        x.reshape(batch * kv_heads, 1, width, dim).expand(-1, q_heads // kv_heads, -1, -1) for x in (key, value)
-    )
-    bias = bias.flatten(0, 1)[:, None].to(computing_dtype(query, value))
-    return sdpa(grouped, keys, values, scaling, bias).reshape(query.shape)
+    """Queries `first` to last [B, Hkv, G, C, D] over all tokens up to the last of them: [B, Hkv, G, C, D].
+
+    goes_at : [B, S], the first query at which a token's gate counts; stays : log(1 - alpha) [B, Hkv, S]
+    """
+    last = first + query.shape[3]
+    tokens = torch.arange(last, device=query.device)
+    queries = tokens[first:, None]
+    late = queries >= goes_at[:, None, None, :last]  # [B, 1, C, N]
+    bias = torch.where(late, stays[:, :, None, :last], 0.0)
+    hidden = (queries < tokens) | (tokens >= lengths[:, None, None, None])  # later tokens, and padding
+    bias = bias.masked_fill(hidden & (queries != tokens), float("-inf")).to(query.dtype)
+    # kv heads are folded into the batch: neither keys nor biases are repeated
+    keys, values = (x[:, :, None, :last].expand(-1, -1, query.shape[2], -1, -1).flatten(0, 1) for x in (key, value))
+    return sdpa(query.flatten(0, 1), keys, values, scaling, bias.flatten(0, 1)[:, None]).view(query.shape)

@@ -67,10 +67,10 @@ class H2OConfig(EvictingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LinedConfig(PolicyConfig):
-    """Beside sinks and window a fraction of the tokens stays, by H2O's scores (LuKA section 3.1).
+    """Beside sinks and window a fraction of the tokens stays, by H2O's scores (LuKA sections 3.1 and 4.2).
 
-    compression : of so many tokens behind sinks and window one is kept
-    of : seen, all tokens so far, so that the cache grows; prompt, those of the prompt alone
+    compression : of so many tokens one is kept
+    of : seen, of those seen behind sinks and window, so that the cache grows; prompt, of all tokens of the prompt
     sinks : the first tokens, never evicted
     window : the most recent tokens, never evicted
     period : tokens between two compactions
