@@ -300,9 +300,8 @@ class HFEngine:
             for i, row in enumerate(rows):
                 if row.finish_reason is not None:
                     continue
-                if not math.isfinite(
-                    model_logprobs[i]
-                ):  # that after top-p and top-k is -inf for a forced token outside
+                # `logprobs` is -inf where a forced token is outside top-p or top-k
+                if not math.isfinite(model_logprobs[i]):
                     where, dtype = divmod(row.request.place, sampling.n), str(logits.dtype).removeprefix("torch.")
                     raise NotFiniteLogprobError(*where, len(row.tokens), dtype)
                 row.tokens.append(tokens[i])
