@@ -242,6 +242,28 @@ def test_replay_is_exact(name: str, changed: dict, sampled: Callable, tally: Cal
         assert gap(replay_logprobs(model, rollouts, batch_size=3), rollouts) <= 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("changed", [CHANGES[i] for i in (0, 1, 2, 5, 9)], ids=str)
+def test_replay_of_long_stories_is_exact(
+    changed: dict, threads: int, model_of: Callable, record_property: Callable
+) -> None:
+    """Of 500 tokens, near the most that the trained model reads: its gap is larger than on short texts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model = model_of("stories260K")
+        engine = make_engine("hf", model=model, policy={**CACHE, **changed})
+        rollouts = engine.generate([[1]], SamplingConfig(500, n=6, seed=1, ignore_eos=True))
+        with torch.no_grad():
+            own = gap(replay_logprobs(model, rollouts, batch_size=3), rollouts)
+            wrong = gap(replay_logprobs(model, closing_late(rollouts)), rollouts)
+    finally:
+        torch.set_num_threads(before)
+    record_property("gap", own)
+    assert own <= 1e-5 < 1e-2 <= wrong
+
+
 def other_choices(rollouts: list[Rollout], change: Callable) -> list[Rollout]:
     def changed(trace: EvictionTrace) -> EvictionTrace:
         further = {**trace.further, "opened": change(trace.further["opened"])}
