@@ -1,7 +1,7 @@
 """Layers whose rounding does not depend on how many rows they have: on a CPU, in float32.
 
 A CPU library sums a product over few rows in another order than one over many. "Few" depends on the processor and the
-inner size: under 4 rows on some, under 16 on others where the inner size is 512 or more. And an activation takes
+inner size: under 4 rows on some, under 8 to 16 on others where the inner size is 172 or more. And an activation takes
 another path for the last few numbers. An engine decodes few rows, a trainer reads many, and a trained model amplifies
 the difference. So engines pad what they compute with rows of zeros.
 """
@@ -29,7 +29,7 @@ def padded(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) ->
     if x.dtype != torch.float32 or x.device.type != "cpu" or not 0 < rows < PRODUCT_ROWS:
         return function(x)
     wide = F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, PRODUCT_ROWS - rows))
-    return function(wide)[:rows].unflatten(0, x.shape[:-1])
+    return function(wide)[:rows].reshape(*x.shape[:-1], -1)
 
 
 def padded_layers(rows: int, device: torch.device) -> AbstractContextManager[Any]:
@@ -39,7 +39,7 @@ def padded_layers(rows: int, device: torch.device) -> AbstractContextManager[Any
 
 class _PaddedLayers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in ROW_WISE:
+        if func not in ROW_WISE or not args:
             return func(*args, **(kwargs or {}))
         x, *rest = args
         return padded(lambda rows: func(rows, *rest, **(kwargs or {})), x)

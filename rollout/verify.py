@@ -111,7 +111,7 @@ def _gap(model: Any, part: Part, origin: Origin, bound: float) -> Gap:
         largest, token = gaps.max(0)
         if not math.isfinite(largest):
             place = f"line {line} of {COMPLETIONS}, token {int(token)} of its completion"
-            raise StoppedError(f"replayed, the log-prob of {place}, is not a finite number: the model gives NaN")
+            raise StoppedError(f"replayed, the log-prob of {place} is not a finite number: the model gives NaN")
         beyond, total = int((gaps > bound).sum()), float(gaps.sum())
         found.add(Gap(1, len(gaps), beyond, float(largest), total, line, int(token)))
     return found

@@ -228,9 +228,11 @@ def pack_traces(traces: Sequence[EvictionTrace]) -> EvictionTrace:
     """The trace of documents that are packed one after another into one sequence, in which none sees another.
 
     evict_at is int32 [L, Hkv, sum of the lengths], capped at the end of each document. Raises TraceError where the
-    traces do not go together, or are several with another section than evict_at.
+    traces do not go together, or are several with another section than evict_at; and where `EvictionTrace.check` does.
     """
     names = _common_sections(traces)
+    for trace in traces:
+        trace.check()
     ends = list(accumulate(len(trace) for trace in traces))
     starts = [end - len(trace) for end, trace in zip(ends, traces, strict=True)]
     packed = {name: SECTIONS[name].pack([t.sections[name] for t in traces], starts, ends) for name in names}

@@ -38,4 +38,5 @@ def test_what_is_padded() -> None:
     assert padded(note, torch.ones(PRODUCT_ROWS, 5)).shape == (PRODUCT_ROWS, 1)
     assert padded(note, torch.ones(3, 5, dtype=torch.float64)).shape == (3, 1)
     assert padded(note, torch.ones(0, 5)).shape == (0, 1)
-    assert seen == [(PRODUCT_ROWS, 5), (PRODUCT_ROWS, 5), (3, 5), (0, 5)]
+    assert padded(note, torch.ones(5)).shape == (1,)
+    assert seen == [(PRODUCT_ROWS, 5), (PRODUCT_ROWS, 5), (3, 5), (0, 5), (PRODUCT_ROWS, 5)]
