@@ -195,7 +195,7 @@ def possible_pages(further: dict[str, Any], prompt: int, length: int) -> bool:
     return True
 
 
-def taken(sections: Sections, prompt: int) -> bool:
+def taken(sections: Sections, prompt: int | None) -> bool:
     try:
         further = {name: values for name, values in sections.items() if name != "evict_at"}
         EvictionTrace(sections["evict_at"], further).check(prompt)
@@ -259,6 +259,20 @@ def test_what_no_sampler_can_record_is_refused(kind: str) -> None:
     for name in drawn_names(kind):
         assert outcomes[name, False] >= 20, (name, outcomes)
     assert outcomes["evict_at", True] >= 20 or kind != "evicted"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_the_prompt_is_not_known_any_will_do(kind: str) -> None:
+    """A trace alone, or in a file, is taken if and only if it is possible behind a prompt of some length."""
+    outcomes: Counter[bool] = Counter()
+    for seed in range(300):
+        other = changed(drawn(kind, seed % 100)[0], random.Random(f"unknown {seed}"))
+        prompts = range(1, other["evict_at"].shape[-1])
+        well_formed = all(other[name].numel() or name in ("refit_at", "closed_at", "opened") for name in other)
+        wanted = well_formed and any(possible_or_not(other, prompt) for prompt in prompts)
+        assert taken(other, None) == wanted, (kind, seed, other)
+        outcomes[wanted] += 1
+    assert min(outcomes[False], outcomes[True]) >= 20
 
 
 def possible_or_not(sections: Sections, prompt: int) -> bool:
@@ -410,10 +424,8 @@ def test_the_writer_of_the_docs_writes_what_is_read(tmp_path: Path, monkeypatch:
                 name: ([row[name].numpy() for row in rows], SECTIONS[name].axes.index(SECTIONS[name].joined))
                 for name in rows[0]
             }
-            if any(rows[0].get(name) is not None for name in ("paged_with", "refit_with", "compacted_at")):
-                joined = {name: (values[:1], axis) for name, (values, axis) in joined.items()}
             made["write_traces"]("other.safetensors", joined, {"policy": "ä"})
-            for row, read in zip(rows, load_traces("other.safetensors"), strict=False):
+            for row, read in zip(rows, load_traces("other.safetensors"), strict=True):
                 assert all(torch.equal(values, read.sections[name]) for name, values in row.items())
 
 
