@@ -93,6 +93,7 @@ def dense_logprobs(
     This is the reference that `replay_logprobs` is compared with; its memory grows with the square of the length.
     temperature : the sampling temperature; 0 (greedy) is scored at 1
     """
+    trace.check(len(prompt_ids))
     device = next(model.parameters()).device
     ids = torch.tensor([[*prompt_ids, *completion_ids]], device=device)
     adopt(model)

@@ -165,11 +165,11 @@ def test_the_sampler_and_the_trainer_do_what_the_equations_say(changed: dict, ta
             for at in range(prompt, total):
                 theirs = set(trace.further["opened"][0, head, at].tolist()) - {-1}
                 assert theirs == opened[at], (row, head, at)
-                tally("clustered", 1)
                 sampled_out = outputs[1 + at - prompt][row, mine, 0]
                 torch.testing.assert_close(sampled_out, said[:, at], atol=1e-10, rtol=0)
             assert trace.further["closed_at"].tolist() == closed_at
             assert bool((trace.evict_at == NEVER).all())
+            tally("clustered", total - prompt)
 
 
 def test_a_random_summary_is_one_token_of_its_page() -> None:

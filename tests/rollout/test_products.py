@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rollout.products import PRODUCT_ROWS, padded, padded_layers
+from rollout.products import ROWS, padded, padded_layers
 
-MANY = 200
+MANY = 208  # a multiple of ROWS
 
 
 @pytest.mark.parametrize("inner", [8, 64, 172, 512, 896])
@@ -27,7 +27,7 @@ def test_few_rows_round_as_many_do(inner: int, rows: int) -> None:
 
 
 def test_what_is_padded() -> None:
-    """As many rows as are needed; nothing in another dtype, and nothing that has enough or none."""
+    """To the next multiple; nothing in another dtype, and nothing that is a multiple already."""
     seen = []
 
     def note(rows: torch.Tensor) -> torch.Tensor:
@@ -35,8 +35,9 @@ def test_what_is_padded() -> None:
         return rows[:, :1]
 
     assert padded(note, torch.ones(2, 3, 5)).shape == (2, 3, 1)
-    assert padded(note, torch.ones(PRODUCT_ROWS, 5)).shape == (PRODUCT_ROWS, 1)
+    assert padded(note, torch.ones(ROWS, 5)).shape == (ROWS, 1)
     assert padded(note, torch.ones(3, 5, dtype=torch.float64)).shape == (3, 1)
     assert padded(note, torch.ones(0, 5)).shape == (0, 1)
     assert padded(note, torch.ones(5)).shape == (1,)
-    assert seen == [(PRODUCT_ROWS, 5), (PRODUCT_ROWS, 5), (3, 5), (0, 5), (PRODUCT_ROWS, 5)]
+    assert padded(note, torch.ones(ROWS + 1, 5)).shape == (ROWS + 1, 1)
+    assert seen == [(ROWS, 5), (ROWS, 5), (3, 5), (0, 5), (ROWS, 5), (2 * ROWS, 5)]

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +94,15 @@ class Server:
         while (now := self.metrics())["num_requests_running"] or now["kv_cache_usage_perc"]:
             assert time.monotonic() < until, now
             time.sleep(0.1)
+
+
+@contextmanager
+def running(model: Path, folder: Path, *words: str) -> Iterator[Server]:
+    """A server that answers; it is ended where a test has not done so."""
+    made = Server(model, folder, *words)
+    try:
+        made.wait()
+        yield made
+    finally:
+        if made.process.poll() is None:
+            made.end(signal.SIGTERM)

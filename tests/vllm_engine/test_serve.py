@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from learned import learned_policy, with_scorers
 from openai import OpenAIError
-from serving import START, Server, free_port
+from serving import START, Server, free_port, running
 
 from rollout import SamplingConfig, make_engine
 from rollout.vllm import serve
@@ -247,13 +247,9 @@ def test_vllm_reads_the_arguments_and_eviction_keeps_its_own(
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One for all tests; the last of them ends it."""
-    made = Server(model, tmp_path_factory.mktemp("server"), "--kv-cache-gb", str(POOL_GB), "--max-batch", "50")
-    try:
-        made.wait()
+    words = ("--kv-cache-gb", str(POOL_GB), "--max-batch", "50")
+    with running(model, tmp_path_factory.mktemp("server"), *words) as made:
         yield made
-    finally:
-        if made.process.poll() is None:
-            made.end(signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from serving import Server
+from serving import Server, running
 
 from sparse_rl.data.running_sum import EOS_ID, build_tokenizer
 from sparse_rl.models.directory import save_policy
@@ -36,13 +35,8 @@ def server(request: Any, new_model: Callable, tmp_path_factory: pytest.TempPathF
     build_tokenizer().save_pretrained(folder)
     if request.param == "gkv":
         save_policy(folder, make_policy("gkv", budget=48, window=8, period=16))
-    made = Server(folder, tmp_path_factory.mktemp("server"), "--kv-cache-gb", "0.005")
-    try:
-        made.wait()
+    with running(folder, tmp_path_factory.mktemp("server"), "--kv-cache-gb", "0.005") as made:
         yield made
-    finally:
-        if made.process.poll() is None:
-            made.end(signal.SIGTERM)
 
 
 def tokens_of(server: Server, prompt: list[int]) -> tuple[list[int], list[float]]:
