@@ -65,7 +65,8 @@ def refitted(luck: random.Random, prompt: int, length: int) -> Sections:
             middle = [t for t in range(sinks, now - window) if row[t] == NEVER]
             for token in luck.sample(middle, len(middle) - stay):
                 row[token] = now
-    queries = luck.randint(1, times[0] if times else 9)
+    most = times[0] if times else 9
+    queries = luck.choice([luck.randint(1, most), most, most])
     settings = tensor([sinks, window, stay, queries, 0.1, luck.randint(0, 1), 0], torch.float64)
     return {"evict_at": evict_at, "refit_with": settings, "refit_at": tensor(times)}
 
@@ -221,20 +222,23 @@ def test_what_a_sampler_can_record_is_taken(kind: str, tmp_path: Path) -> None:
 
 
 def changed(sections: Sections, luck: random.Random) -> Sections:
-    """One section another in one number, or a number longer or shorter, or gone, or in two numbers exchanged."""
+    """One section with another number, with two that are exchanged or traded by 1, longer, shorter, or gone."""
     name = luck.choice([name for name, values in sections.items() if values.numel()])
     values = sections[name].clone()
-    kind = luck.choice(["set", "set", "set", "swap", "longer", "shorter", "gone"])
+    kind = luck.choice(["set", "set", "set", "swap", "trade", "longer", "shorter", "gone"])
     numbers = values.view(-1)
     place, other = luck.randrange(len(numbers)), luck.randrange(len(numbers))
     near = int(numbers[place]) + luck.choice([-1, 1])
     if kind == "set":
-        known = [near, -1, 0, 1, len(numbers), NEVER, int(numbers[other])]
+        known = [near, -1, 0, 1, luck.randint(2, 18), len(numbers), NEVER, int(numbers[other])]
         numbers[place] = luck.choice(
             [n for n in known if torch.iinfo(torch.int16).max > n or values.dtype != torch.int16]
         )
     elif kind == "swap":
         numbers[[place, other]] = numbers[[other, place]]
+    elif kind == "trade":
+        numbers[place] += 1
+        numbers[other] -= 1
     elif values.ndim > 1 or name == "evict_at" or kind == "gone":
         return {key: x for key, x in sections.items() if key != name or name == "evict_at"}
     else:
@@ -250,6 +254,8 @@ def test_what_no_sampler_can_record_is_refused(kind: str) -> None:
         sections, prompt = drawn(kind, seed % 250)
         luck = random.Random(f"changed {seed}")
         other = changed(sections, luck)
+        for near in (prompt - 1, prompt + 1):
+            assert taken(sections, near) == possible(sections, near), (kind, seed, near)
         where = [name for name in sections if name not in other or not torch.equal(other[name], sections[name])]
         well_formed = all(other[name].numel() or name in ("refit_at", "closed_at", "opened") for name in other)
         wanted = well_formed and possible_or_not(other, prompt)
