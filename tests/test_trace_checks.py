@@ -18,10 +18,10 @@ import torch
 
 from rollout import Rollout
 from sparse_rl.attention.interface import NO_MASK
-from sparse_rl.attention.logprobs import replay_logprobs
+from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
 from sparse_rl.attention.views.factory import make_view
 from sparse_rl.attention.views.paged import PagedView
-from sparse_rl.trace import NEVER, SECTIONS, EvictionTrace, TraceError, batch_traces, load_traces
+from sparse_rl.trace import NEVER, SECTIONS, EvictionTrace, TraceError, batch_traces, load_traces, pack_traces
 from sparse_rl.trace.files import write_sections
 
 LAYERS, HEADS = 2, 2
@@ -366,6 +366,8 @@ def test_impossible_pages_are_refused(name: str, tmp_path: Path, model_of: Calla
         return
     for replayed in (
         lambda: replay_logprobs(model, [sequence]),
+        lambda: dense_logprobs(model, sequence.prompt_ids, sequence.completion_ids, before),
+        lambda: pack_traces([before]),
         lambda: make_view([before], [0], 14, "cpu"),
         lambda: Rollout(sequence.prompt_ids, sequence.completion_ids, [0.0] * 10, [0.0] * 10, before, "length"),
     ):
