@@ -16,7 +16,7 @@ import torch
 from rollout.files import Part, RolloutFiles
 from rollout.origin import COMPLETIONS, Origin
 from sparse_rl.attention import cache_shape, compute_exactly, replay_logprobs
-from sparse_rl.errors import StoppedError, UserError
+from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.models.load import model_fingerprint
 
 BOUNDS = {"float32": 1e-5, "float16": 0.1, "bfloat16": 0.6}
@@ -92,7 +92,7 @@ def verify(model: Any, files: RolloutFiles, bound: float) -> Iterator[tuple[Path
 
     model : adopted, in evaluation mode
 
-    Raises UserError where files are not as `RolloutFiles.parts` needs them, or no view replays a trace; StoppedError
+    Raises UserError where files are not as `RolloutFiles.parts` needs them, or no view replays a trace; NotFiniteError
     where the model gives NaN.
     """
     compute_exactly(files.origin.exact)
@@ -111,7 +111,7 @@ def _gap(model: Any, part: Part, origin: Origin, bound: float) -> Gap:
         largest, token = gaps.max(0)
         if not math.isfinite(largest):
             place = f"line {line} of {COMPLETIONS}, token {int(token)} of its completion"
-            raise StoppedError(f"replayed, the log-prob of {place} is not a finite number: the model gives NaN")
+            raise NotFiniteError(f"replayed, the log-prob of {place} is not a finite number: the model gives NaN")
         beyond, total = int((gaps > bound).sum()), float(gaps.sum())
         found.add(Gap(1, len(gaps), beyond, float(largest), total, line, int(token)))
     return found

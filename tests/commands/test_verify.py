@@ -212,12 +212,12 @@ def test_what_is_wrong_shows(rollouts: Run, verified: Callable, here: Path) -> N
     assert status == 1 and found["largest"] > 1
 
 
-def test_a_model_that_gives_nan_fails(rollouts: Run, here: Path, capfd: pytest.CaptureFixture) -> None:
+def test_a_model_that_gives_nan_is_refused(rollouts: Run, here: Path, capfd: pytest.CaptureFixture) -> None:
     folder = rollouts(GKV)
     model = load_plain_model(QUICKSTART)
     model.get_input_embeddings().weight.data[8] = float("nan")
     model.save_pretrained(here / "nan")
-    assert main(["verify", str(folder), "nan"]) == 1
+    assert main(["verify", str(folder), "nan"]) == 2
     assert "is not a finite number: the model gives NaN" in capfd.readouterr().err
 
 
