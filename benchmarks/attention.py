@@ -18,9 +18,7 @@ evictions scatter, so the tiles of keys in natural order are many more; keys sor
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -37,6 +35,7 @@ from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from benchmarks.results import write
 from sparse_rl.attention.future import attention_lse, future_attention_mass
 from sparse_rl.attention.future_parity import check_target
 from sparse_rl.attention.kernels import flex
@@ -219,9 +218,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention.json"))
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     content: dict[str, Any] = {
-        "machine": {"machine": name, "device": device, "threads": torch.get_num_threads(), "torch": torch.__version__},
         "tiles": [tiles_row(kind, s, b, device) for s, b in TILES for kind in ("uniform", "recency")],
         "building": building(device, options.runs),
         "parity": [parity_row(*shape, kernel) for shape in PARITY for kernel in ("flex", "flex_sorted")]
@@ -236,8 +233,7 @@ def main() -> None:
         "rows": [speed(s, b, device, options.runs) for s, b in SPEED[device][0]],
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
     }  # fmt: skip
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(content, indent=2) + "\n")
+    write(options.out, **content)
     show(content, Console(width=None if sys.stdout.isatty() else 150))
 
 
@@ -269,7 +265,7 @@ def show(content: dict[str, Any], console: Console) -> None:
     of, rows = content["speed"]["of"], content["speed"]["rows"]
     kinds = [kind for kind in rows[0] if kind not in ("S", "B", "saving realised", "peak bytes of sorted")]
     title = f"Milliseconds, {of['passes']}, {of['heads']}/{of['kv_heads']} heads of {of['head_dim']}, {of['dtype']}"
-    table = Table(title=f"{title} ({content['machine']['machine']}); × sorted", title_justify="left")
+    table = Table(title=f"{title} ; × sorted", title_justify="left")
     for column in ("S", "B", *kinds, "saving realised"):
         table.add_column(column, justify="right")
     for row in rows:

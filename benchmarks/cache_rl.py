@@ -1,19 +1,22 @@
-"""GRPO under a cache that is more than eviction, on the quickstart's task: does it pay, and is what is replayed exact?
+"""GRPO under a cache that is more than eviction, on small tasks: does it pay, and is what is replayed exact?
 
-    learned    KVpop. Per seed the shipped model is retrofitted with scorers for some steps, under a budget that leaves
-               it room to learn; from there GRPO with scorers frozen, in both engines, and with scorers that learn on
-    matched    Attention Matching, from the shipped model, in both engines; with gradients through what compactions fit,
-               and with these as constants
-    paged      clustered attention, from the shipped model: GRPO with the recorded pages replayed, and trained under
-               full attention on samples of the same kind. Others have as many entries as it reads on average, or at
-               most; and, before RL alone, as many as it holds, which is all
+    learned     KVpop, on the quickstart's task. Per seed the shipped model is retrofitted with scorers for some steps,
+                under a budget that leaves it room to learn; from there GRPO with scorers frozen, in both engines, and
+                with scorers that learn on. The control: StreamingLLM+, the same retrofit without a scorer
+    few_notes   the same question where what a window loses is rarely said again: 12 labels, few notes (kvpop.py)
+    looked_up   the same where facts stand between words that say nothing, and all are asked for (data/retrieval.py)
+    matched     Attention Matching, from the shipped model, in both engines; with gradients through what compactions
+                fit, and with these as constants. Others have its period, or 1, where they hold their peak always
+    paged       clustered attention, from the shipped model: GRPO with the recorded pages replayed, and trained under
+                full attention on samples of the same kind. Others have as many entries as it reads on average, or at
+                most; and, before RL alone, as many as it holds, which is all
 
-Beside each GRPO from the shipped model under streaming and G-KV with as many entries at their peak, or as `paged` says.
-Accuracy is measured before and after, each under its own cache. A second call goes on where the first one stopped.
+Streaming and G-KV go on from the model that nothing was retrofitted to, with as many entries at their peak, or as
+`paged` says. Accuracy is measured before and after, each under its own cache. Errors are over seeds. A second call goes
+on where the first one stopped; a call with other seeds adds them to the file.
 
     python benchmarks/cache_rl.py learned     # on two cores; writes benchmarks/results/cache_rl_learned.json
-    python benchmarks/cache_rl.py matched
-    python benchmarks/cache_rl.py paged
+    python benchmarks/cache_rl.py looked_up --seeds 0 1 2 3 4
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,108 +36,192 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks import kvpop
 from benchmarks.entries_read import read_and_held
+from benchmarks.results import Rows, over_seeds, show, with_rows_before, write
+from benchmarks.staged import StagedSeed
 from sparse_rl.commands.quickstart import Stages
 from sparse_rl.metrics import read_metrics
 
-SHIPPED = "quickstart/model"
 HF, VLLM = "rollout.engine=hf", "rollout.engine=vllm rollout.kv_cache_gb=0.2"
 LEARN = "scorers={{weight:1.0,learning_rate:{},boundary:{{queries:64}}}}"
 RATES = ("1e-3", "1e-4", "1e-5")
 NO_RL = None
-RUNS: dict[str, dict[str, tuple[str, str | None]]] = {  # question -> row -> (cache, what the recipe changes)
-    "learned": {
-        "KVpop, scorers frozen, hf": ("kvpop", HF),
-        "KVpop, scorers frozen, vllm": ("kvpop", VLLM),
-        **{f"KVpop, scorers learn at {at}, hf": ("kvpop", f"{HF} {LEARN.format(at)}") for at in RATES},
-        "streaming, hf": ("streaming", HF),
-        "G-KV, hf": ("gkv", HF),
-    },
-    "matched": {
-        "Attention Matching, hf": ("am", HF),
-        "Attention Matching, vllm": ("am", VLLM),
-        "Attention Matching, constants, hf": ("am", f"{HF} match_gradient=constant"),
-        "streaming, hf": ("streaming", HF),
-        "G-KV, hf": ("gkv", HF),
-    },
-    "paged": {
-        "clustered, replayed": ("clustered", HF),
-        "clustered, trained under full attention": ("clustered", f"{HF} train_attention=full"),
-        "streaming, as many read on average": ("streaming", HF),
-        "G-KV, as many read on average": ("gkv", HF),
-        "streaming, as many read at most": ("streaming-most", HF),
-        "G-KV, as many read at most": ("gkv-most", HF),
-        "streaming, as many held": ("streaming-held", NO_RL),
-        "G-KV, as many held": ("gkv-held", NO_RL),
-    },
+CONTROL = "StreamingLLM+, hf"  # the same retrofit without a scorer
+AGAINST_WINDOW: dict[str, tuple[str, str | None]] = {
+    "KVpop, scorers frozen, hf": ("kvpop", HF),
+    CONTROL: ("recency", HF),
+    "streaming, hf": ("streaming", HF),
+    "G-KV, hf": ("gkv", HF),
 }
-STEPS = {"learned": 40, "matched": 24, "paged": 24}
-PEAK = {"learned": 32, "matched": 44, "paged": 32}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is run for a question.
+
+    runs : row -> its cache, and what it changes in the recipe, NO_RL: nothing is trained
+    peak : entries of a kv head, of every cache at its peak
+    steps : of GRPO
+    synthetic : the task, with split, size and seed to come
+    retrofit : steps of it, and what it changes in the recipe
+    control : the row that the others are compared with
+    longest : tokens of a completion
+    reward : of GRPO, by whose mean it is judged
+    """
+
+    runs: dict[str, tuple[str, str | None]]
+    peak: int
+    steps: int
+    synthetic: str = "task: running_sum"
+    retrofit: tuple[int, tuple[str, ...]] = (120, ("learning_rate=2e-4",))
+    control: str = CONTROL
+    longest: int = 152
+    reward: str = "boxed"
+
+
+SLOW = "learning_rate=4e-4"  # 1/12.5 of the scorers', as in kvpop.py
+QUESTIONS = {
+    "learned": Question(
+        {
+            **AGAINST_WINDOW,
+            "KVpop, scorers frozen, vllm": ("kvpop", VLLM),
+            **{f"KVpop, scorers learn at {at}, hf": ("kvpop", f"{HF} {LEARN.format(at)}") for at in RATES},
+        },
+        peak=32, steps=40,
+    ),
+    "few_notes": Question(
+        AGAINST_WINDOW, peak=48, steps=40, synthetic="task: running_sum, n: 12, note_probability: 0.1",
+        retrofit=(200, (SLOW, "max_length=320")), longest=280,
+    ),
+    "looked_up": Question(
+        AGAINST_WINDOW, peak=24, steps=40, synthetic="task: retrieval, facts: 8, restated: 1, filler: 5",
+        retrofit=(200, (SLOW,)), longest=24, reward="benchmarks/facts_said.py:facts_said",
+    ),
+    "matched": Question(
+        {
+            "Attention Matching, hf": ("am", HF),
+            "Attention Matching, vllm": ("am", VLLM),
+            "Attention Matching, constants, hf": ("am", f"{HF} match_gradient=constant"),
+            "streaming, hf": ("streaming", HF),
+            "G-KV, hf": ("gkv", HF),
+            "streaming, period 1, hf": ("streaming-always", HF),
+            "G-KV, period 1, hf": ("gkv-always", HF),
+        },
+        peak=44, steps=24, control="streaming, period 1, hf",
+    ),
+    "paged": Question(
+        {
+            "clustered, replayed": ("clustered", HF),
+            "clustered, trained under full attention": ("clustered", f"{HF} train_attention=full"),
+            "streaming, as many read on average": ("streaming", HF),
+            "G-KV, as many read on average": ("gkv", HF),
+            "streaming, as many read at most": ("streaming-most", HF),
+            "G-KV, as many read at most": ("gkv-most", HF),
+            "streaming, as many held": ("streaming-held", NO_RL),
+            "G-KV, as many held": ("gkv-held", NO_RL),
+        },
+        peak=32, steps=24, control="streaming, as many read at most",
+    ),
+}  # fmt: skip
 CLUSTERED = "{policy: clustered, page: 8, window: 6, sinks: 1, open_pages: 2}"
 MOST_READ, HELD = 48, 170  # of CLUSTERED, in 18 tokens of prompt and 152 of completion
 
 
-def caches(question: str, peak: int, scorer: str) -> dict[str, str]:
+def caches(name: str) -> dict[str, str]:
     """Each holds `peak` entries at its peak, where its name or the policy does not say otherwise."""
-    period = 16 if question == "matched" else 1
+    peak, period = QUESTIONS[name].peak, 16 if name == "matched" else 1
     budget = peak - period
     more = {
-        f"{policy}-{name}": f"{{policy: {policy}, budget: {entries - 1}, sinks: 1, period: 1{window}}}"
+        f"{policy}-{size}": f"{{policy: {policy}, budget: {entries - 1}, sinks: 1, period: 1{window}}}"
         for policy, window in (("streaming", ""), ("gkv", ", window: 8"))
-        for name, entries in (("most", MOST_READ), ("held", HELD))
+        for size, entries in (("most", MOST_READ), ("held", HELD), ("always", peak))
     }
+    learned = f"policy: kvpop, budget: {peak}, sinks: 1, window: {peak // 2}"
     return {
         **more,
         "clustered": CLUSTERED,
-        "kvpop": f"{{policy: kvpop, budget: {peak}, sinks: 1, window: {peak // 2}, scorer: {scorer}}}",
+        "kvpop": f"{{{learned}, scorer: mlp}}",
+        "recency": f"{{{learned}, scorer: recency}}",
         "am": f"{{policy: am, budget: {budget}, sinks: 1, window: 8, period: {period}, reference_queries: {peak - 4}}}",
         "streaming": f"{{policy: streaming, budget: {budget}, sinks: 1, period: {period}}}",
         "gkv": f"{{policy: gkv, budget: {budget}, sinks: 1, window: 8, period: {period}}}",
     }
 
 
-def run_seed(seed: int, stages: Stages, options: argparse.Namespace) -> list[dict[str, Any]]:
-    folder, held = options.runs / f"seed{seed}", caches(options.question, options.peak, options.scorer)
+def key(row: dict[str, Any]) -> tuple[int, str]:
+    return row["seed"], row["run"]
 
-    def stage(label: str, place: Path, command: str, recipe: str, *keys: str) -> None:
-        done = place / ("eval.json" if command == "eval" else "model/config.json")
-        if not done.exists():
-            words = [command, recipe, f"output_dir={place}", f"seed={seed}", *keys, "--overwrite"]
-            stages.run(f"seed {seed}: {label}", place, words if command == "eval" else words[:-1])
 
-    def evaluated(label: str, place: Path, model: str, cache: str) -> dict[str, Any]:
-        stage(f"evaluating {label}", place, "eval", "quickstart/eval", f"model={model}", f"cache={cache}",
-              HF, f"tasks.running_sum.synthetic.size={options.problems}")  # fmt: skip
+class Seed(StagedSeed):
+    """All runs of a seed."""
+
+    def __init__(self, seed: int, stages: Stages, options: argparse.Namespace) -> None:
+        super().__init__(seed, stages, options.runs / options.question)
+        self.options, self.question, self.caches = options, QUESTIONS[options.question], caches(options.question)
+
+    def synthetic(self, size: int, split: str, seed: int) -> str:
+        return f"{{{self.question.synthetic}, size: {size}, split: {split}, seed: {seed}}}"
+
+    def taught(self) -> str:
+        """The model from which all start."""
+        if self.options.question == "few_notes":
+            taught = kvpop.Taught(self.seed, self.stages, notes=0.1)
+            taught.teach()
+            return str(taught.start)
+        if self.options.question == "looked_up":
+            short, folder = self.folder / "short", self.folder / "sft"
+            self.stage("short documents", short, "train", "retrieval/short")
+            data = f"data.synthetic={self.synthetic(25600, 'train', self.seed)}"
+            self.stage("the task", folder, "train", "retrieval/sft", f"model={short / 'model'}", data,
+                       "max_steps=400", "per_device_train_batch_size=64")  # fmt: skip
+            return str(folder / "model")
+        return "quickstart/model"
+
+    def retrofitted(self, start: str, cache: str) -> str:
+        steps, changes = self.question.retrofit
+        folder = self.folder / f"retrofit-{cache}"
+        self.stage(f"retrofit, {cache}", folder, "train", "quickstart/kvpop", f"model={start}", f"max_steps={steps}",
+                   f"data.synthetic={self.synthetic(20000, 'train', self.seed + 1)}", f"cache={self.caches[cache]}",
+                   "validation=null", *changes)  # fmt: skip
+        return str(folder / "model")
+
+    def evaluated(self, label: str, place: Path, model: str, cache: str) -> dict[str, Any]:
+        task = f"tasks={{facts: {{synthetic: {self.synthetic(self.options.problems, 'evaluation', 0)}}}}}"
+        self.stage(f"evaluating {label}", place, "eval", "quickstart/eval", f"model={model}", HF, task,
+                   f"cache={self.caches[cache]}", f"accuracy={self.question.reward}",
+                   f"max_completion_length={self.question.longest}")  # fmt: skip
         row = json.loads((place / "eval.json").read_text())["rows"][0]
-        return {**row, "read": mean_read(place, row)}
+        lines = [json.loads(line) for line in (place / "eval_completions.jsonl").read_text().splitlines()]
+        right = statistics.mean(line["reward"] for line in lines)
+        return {"accuracy": right, "read": mean_read(row, [line["tokens"] for line in lines])}
 
-    retrofit = folder / "retrofit"
-    if any(RUNS[options.question][name][0] == "kvpop" for name in options.rows):
-        keys = [f"cache={held['kvpop']}", f"data.synthetic.seed={seed + 1}", f"max_steps={options.retrofit}"]
-        keys += [f"learning_rate={options.learning_rate}", "validation=null"]
-        stage("retrofit", retrofit, "train", "quickstart/kvpop", *keys)
-    rows = []
-    for name in options.rows:
-        policy, changes = RUNS[options.question][name]
-        start = str(retrofit / "model") if policy == "kvpop" else SHIPPED
-        before = evaluated(f"before: {policy}", folder / f"start-{policy}", start, held[policy])
-        row = {"seed": seed, "run": name, "cache": held[policy]}
-        row |= {"accuracy_before": before["accuracy"], "read_before": before["read"]}
-        rows.append(row)
-        if changes is NO_RL:
-            continue
-        place = folder / name.replace(", ", "-").replace(" ", "-")
-        stage(name, place, "train", "quickstart/grpo", f"model={start}", f"cache={held[policy]}",
-              f"data.synthetic.seed={seed + 2}", f"max_steps={options.steps}", *changes.split())  # fmt: skip
-        after = evaluated(name, place / "eval", str(place / "model"), held[policy])
+    def run(self) -> Rows:
+        rows, taught = [], self.taught()
+        for name in self.options.rows:
+            cache, changes = self.question.runs[name]
+            start = self.retrofitted(taught, cache) if cache in ("kvpop", "recency") else taught
+            before = self.evaluated(f"before: {cache}", self.folder / f"start-{cache}", start, cache)
+            row = {"seed": self.seed, "run": name, "cache": self.caches[cache]}
+            rows.append(row | {"accuracy_before": before["accuracy"], "read_before": before["read"]})
+            if changes is not NO_RL:
+                rows[-1] |= self.trained(name, start, cache, changes.split())
+        return rows
+
+    def trained(self, name: str, start: str, cache: str, changes: Sequence[str]) -> dict[str, Any]:
+        place = self.folder / name.replace(", ", "-").replace(" ", "-")
+        self.stage(name, place, "train", "quickstart/grpo", f"model={start}", f"cache={self.caches[cache]}",
+                   f"data.synthetic={self.synthetic(20000, 'train', self.seed + 2)}", f"max_steps={self.options.steps}",
+                   f"rewards=[{self.question.reward}]", f"max_completion_length={self.question.longest}",
+                   *changes)  # fmt: skip
+        after = self.evaluated(name, place / "eval", str(place / "model"), cache)
         steps = [line for line in read_metrics(place) if "loss" in line]
         rewards = [line["reward"] for line in steps]
         ends = max(1, min(5, len(steps) // 2))
         agree = [line["cache/decisions_agree"] for line in steps if "cache/decisions_agree" in line]
-        row |= {
+        return {
             "accuracy_after": after["accuracy"],
             "read_after": after["read"],
             "reward_first": statistics.mean(rewards[:ends]),
@@ -141,64 +230,93 @@ def run_seed(seed: int, stages: Stages, options: argparse.Namespace) -> list[dic
             "decisions_agree": min(agree) if agree else None,
             "steps": len(steps),
         }
-    return rows
 
 
-def mean_read(place: Path, row: dict[str, Any]) -> float:
+def mean_read(row: dict[str, Any], lengths: Sequence[int]) -> float:
     """Entries of a kv head that a query of decoding reads, over all queries of an evaluation.
 
-    All prompts of the task have as many tokens.
+    All prompts of a task have as many tokens.
     """
-    lines = (place / "eval_completions.jsonl").read_text().splitlines()
-    prompt, lengths = row["longest_prompt"], [json.loads(line)["tokens"] for line in lines]
+    prompt = row["longest_prompt"]
     queries = torch.cat([torch.arange(prompt, prompt + length - 1) for length in lengths])
     return read_and_held({"policy": row["policy"], **row["parameters"]}, prompt, queries)[0].mean().item()
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    made = Table(title="GRPO under several caches: accuracy under the own cache, mean reward, largest gap")
-    for name in ("seed", "run", "before", "after", "read before", "after", "reward", "", "gap", "decisions agree"):
-        made.add_column(name, justify="left" if name == "run" else "right")
-    shown = {
-        "accuracy_before": ".3f", "accuracy_after": ".3f", "read_before": ".1f", "read_after": ".1f",
-        "reward_first": ".3f", "reward_last": ".3f", "gap_max": ".1e", "decisions_agree": ".4f",
-    }  # fmt: skip
-    for row in rows:
-        cells = ["" if row.get(name) is None else format(row[name], how) for name, how in shown.items()]
-        made.add_row(str(row["seed"]), row["run"], *cells)
+def table(question: str, rows: Rows) -> Table:
+    """A row for each run: before and after of each seed, and the means of what rose."""
+    asked, seeds = QUESTIONS[question], sorted({row["seed"] for row in rows})
+    named = {(row["run"], row["seed"]): row for row in rows}
+    made = Table(title=f"{question}: accuracy under the own cache, before → after GRPO; ± standard error over seeds")
+    made.add_column("run")
+    for name in (
+        *(f"seed {seed}" for seed in seeds),
+        "after",
+        f"over {asked.control}",
+        "reward",
+        "gap",
+        "agree",
+        "read",
+    ):
+        made.add_column(name, justify="right")
+    for run in (name for name in asked.runs if (name, seeds[0]) in named):
+        mine = [named[run, seed] for seed in seeds if (run, seed) in named]
+        each = [
+            " → ".join(f"{row[at]:.3f}" for at in ("accuracy_before", "accuracy_after") if at in row) for row in mine
+        ]
+        cells = [""] * 5
+        if all("accuracy_after" in row for row in mine):
+            after = [row["accuracy_after"] for row in mine]
+            control = [named.get((asked.control, row["seed"])) for row in mine]
+            pairs = zip(after, control, strict=True)
+            over = [value - other["accuracy_after"] for value, other in pairs if other and run != asked.control]
+            cells = [
+                "{:.3f} ± {:.3f}".format(*over_seeds(after)),
+                "{:+.3f} ± {:.3f}".format(*over_seeds(over)) if over else "",
+                "{:+.3f} ± {:.3f}".format(*over_seeds([row["reward_last"] - row["reward_first"] for row in mine])),
+                f"{max(row['gap_max'] for row in mine):.1e}",
+                f"{min(agree):.4f}" if all(agree := [row["decisions_agree"] for row in mine]) else "",
+            ]
+        made.add_row(
+            run,
+            *each,
+            *[""] * (len(seeds) - len(mine)),
+            *cells,
+            *(f"{row['read_before']:.1f}" for row in mine[:1] if "read_before" in row),
+        )
     return made
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("question", choices=RUNS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("question", choices=QUESTIONS)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="none: only what the file has is shown")
     parser.add_argument("--rows", nargs="+", help="the others stay as --out has them")
-    parser.add_argument("--peak", type=int, help="entries per kv head, of every cache at its peak")
-    parser.add_argument("--scorer", default="mlp")
-    parser.add_argument("--retrofit", type=int, default=120, help="steps of it")
-    parser.add_argument("--learning-rate", type=float, default=2e-4, help="of the model in the retrofit")
     parser.add_argument("--steps", type=int, help="of GRPO")
     parser.add_argument("--problems", type=int, default=512)
     parser.add_argument("--runs", type=Path, default=Path("runs/cache_rl"))
     parser.add_argument("--slots", type=int, default=min(2, os.cpu_count() or 1), help="stages run at a time")
+    parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    asked = options.question
-    options.rows = options.rows or list(RUNS[asked])
-    options.peak, options.steps = options.peak or PEAK[asked], options.steps or STEPS[asked]
-    options.out = options.out or Path(f"benchmarks/results/cache_rl_{asked}.json")
-    options.runs /= asked
+    asked = QUESTIONS[options.question]
+    options.rows, options.steps = options.rows or list(asked.runs), options.steps or asked.steps
+    options.out = options.out or Path(f"benchmarks/results/cache_rl_{options.question}.json")
+    settings = {
+        "question": options.question, "peak": asked.peak, "steps": options.steps, "problems": options.problems,
+        "task": asked.synthetic, "retrofit": list(asked.retrofit), "reward": asked.reward,
+    }  # fmt: skip
+    with_rows_before(options.out, settings, [], key)  # before hours of work
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     stages = Stages(options.slots)
-    with ThreadPoolExecutor(len(options.seeds)) as pool:
-        rows = [row for found in pool.map(lambda seed: run_seed(seed, stages, options), options.seeds) for row in found]
-    known = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-    at = {(row["seed"], row["run"]): row for row in [*known, *rows]}
-    rows = sorted(at.values(), key=lambda row: (row["seed"], list(RUNS[asked]).index(row["run"])))
-    Console(width=None if sys.stdout.isatty() else 160).print(table(rows))
-    settings = {n: str(value) for n, value in vars(options).items() if n not in ("runs", "out", "slots", "rows")}
-    options.out.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")
+    with ThreadPoolExecutor(max(1, len(options.seeds))) as pool:
+        rows = [row for rows in pool.map(lambda seed: Seed(seed, stages, options).run(), options.seeds) for row in rows]
+    order = list(asked.runs)
+    rows = sorted(
+        with_rows_before(options.out, settings, rows, key), key=lambda row: (row["seed"], order.index(row["run"]))
+    )
+    show([table(options.question, rows)], options.markdown)
+    if options.seeds:
+        write(options.out, settings=settings, rows=rows)
 
 
 if __name__ == "__main__":

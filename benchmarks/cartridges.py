@@ -29,8 +29,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cpu_seconds import write
 from benchmarks.one_shot import BEHIND, BOTH, CONTEXT, FIRST, LAST, Judge, configured
+from benchmarks.results import write
 from rollout import SamplingConfig, make_engine
 from rollout.cache import at_slots
 from rollout.context import Context, ContextCache

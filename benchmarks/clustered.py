@@ -27,7 +27,8 @@ if __name__ == "__main__":
 
 import torch
 
-from benchmarks.cpu_seconds import seconds, show, write
+from benchmarks.cpu_seconds import seconds, show
+from benchmarks.results import write
 from rollout import paged
 from rollout.cache import EvictingCache
 from rollout.paged import PagedCache

@@ -29,8 +29,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cpu_seconds import write
 from benchmarks.entries_read import read_and_held
+from benchmarks.results import write
 from rollout.config import SamplingConfig
 from rollout.hf import HFEngine
 from sparse_rl.policies import make_policy

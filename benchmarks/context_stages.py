@@ -28,7 +28,8 @@ if __name__ == "__main__":
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.cpu_seconds import Rows, seconds, show, write
+from benchmarks.cpu_seconds import seconds, show
+from benchmarks.results import Rows, write
 from rollout import make_engine
 from rollout.context import Context, ContextCache, PromptCacheConfig
 from rollout.context.cache import LayerEntries

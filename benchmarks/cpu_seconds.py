@@ -1,20 +1,16 @@
-"""What the benchmarks that count CPU seconds share: the clock, the table, and the file of results."""
+"""What the benchmarks that count CPU seconds share: the clock and the table."""
 
 from __future__ import annotations
 
-import json
-import platform
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-Rows = list[dict[str, Any]]
+from benchmarks.results import Rows
 
 
 def seconds(work: Callable[[], Any], runs: int) -> float:
@@ -37,10 +33,3 @@ def show(title: str, rows: Rows, keys: int) -> None:
         cells = [f"{row[name]:.3g} ({row[name] / row[names[keys]]:.2g} ×)" for name in names[keys:]]
         table.add_row(*(str(row[name]) for name in names[:keys]), *cells)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
-
-
-def write(out: Path, **found: Any) -> None:
-    """The rows by name, and the machine."""
-    machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"machine": machine, **found}, indent=2) + "\n")

@@ -9,9 +9,7 @@ its backward two; reading k log-probs a token costs next to nothing. The evictio
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -27,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.results import write
 from rollout import make_engine
 from trainer.distill.trainer import DistillArguments, DistillTrainer
 from trainer.examples import Example
@@ -89,9 +88,7 @@ def main() -> None:
         for name, times in seconds.items()
     ]
     shape = {"vocabulary": VOCAB, "rows": ROWS, "tokens": LENGTH, "student": body(student), "teacher": body(teacher)}
-    machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"shape": shape, "machine": machine, "rows": found}, indent=2) + "\n")
+    write(options.out, shape=shape, rows=found)
     times = body(teacher) / body(student)
     table = Table(title=f"Loss and gradients of {ROWS} x {LENGTH} tokens, a teacher of {times:.1f} x the student")
     for column in ("teacher", "seconds", "times faster"):

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import platform
 import statistics
 import sys
 import time
@@ -26,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.results import write
 from rollout import SamplingConfig
 from rollout.cache import EvictingCache
 from rollout.hf import HFEngine
@@ -96,15 +95,8 @@ def main() -> None:
             run["tokens_per_second"] / full["tokens_per_second"] for run, full in zip(runs, seen["full"], strict=True)
         ]
         rows.append({"case": name, **median, "ratio_to_full": statistics.median(pairs), "runs": runs})
-    machine = {
-        "machine": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "device": device,
-        "torch": torch.__version__,
-    }
     shape = {**SHAPE, "batch": BATCH, "prompt": PROMPT, "generated": options.tokens}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"shape": shape, "machine": machine, "rows": rows}, indent=2) + "\n")
+    write(options.out, shape=shape, rows=rows)
 
     table = Table(title=f"Reference engine, {BATCH} x {options.tokens} tokens ({device})", title_justify="left")
     for column in ("cache", "tokens/s", "ratio to full", "compaction", "peak cache"):

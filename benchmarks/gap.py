@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 import torch
 
-from benchmarks.cpu_seconds import write
+from benchmarks.results import write
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention import compute_exactly, replay_logprobs
 from sparse_rl.models.load import load_model, load_tokenizer

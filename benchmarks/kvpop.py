@@ -13,9 +13,10 @@ brings what has left the window back into it. The texts of training and of the K
 it was taught (--taught-notes), and accuracy is also told by their number. The model's learning rate stands to the
 scorers' as in the papers, 1 to 12.5: a tiny model that learns fast enough adapts to any mask.
 
-A second call goes on where the first one stopped.
+Errors are over seeds. A second call goes on where the first one stopped; a call with other seeds adds them to the file.
 
-    python benchmarks/kvpop.py         # some hours on two cores; writes benchmarks/results/kvpop.json
+    python benchmarks/kvpop.py         # 100 minutes on two cores; writes benchmarks/results/kvpop.json
+    python benchmarks/kvpop.py --taught-notes 0.1 --budgets 1 --out benchmarks/results/kvpop_few_notes.json
 """
 
 from __future__ import annotations
@@ -28,20 +29,22 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.results import Rows, over_seeds, show, with_rows_before, write
+from benchmarks.staged import StagedSeed
 from rollout import make_engine
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.commands.examples import load_texts
 from sparse_rl.commands.quickstart import AIM, Stages
-from sparse_rl.commands.sizes import state_bytes
+from sparse_rl.commands.sizes import cache_bytes, state_bytes
 from sparse_rl.data.running_sum import save_untrained
 from sparse_rl.models.load import load_model, load_tokenizer
 from sparse_rl.policies import make_policy
@@ -54,6 +57,8 @@ from trainer.losses.distillation import DistillationLoss
 LABELS, NOTES, BUDGETS = 12, 0.1, (40, 44, 48, 52, 56, 60, 64)  # a text is of some 130 tokens
 LEARNING_RATE = 4e-4  # the scorers' is 5e-3
 TASK = "tasks.running_sum.synthetic"
+UNTRAINED = Lock()  # of torch's global generator, which an untrained model is drawn from
+NOTES_IN_TEXT = {"0-1": 1, "2-3": 3, "4-": 999}  # at most
 BASELINES = ("StreamingLLM+", "G-KV, distilled")
 ARMS: dict[str, str | None] = {  # name -> the recipe that it is trained by
     "streaming": None,
@@ -67,12 +72,26 @@ ARMS: dict[str, str | None] = {  # name -> the recipe that it is trained by
 }
 
 
-def caches(budget: int, length: float) -> dict[str, dict[str, Any]]:
-    """Each arm's cache: `budget` entries at its peak; DMS, where a text has `length` tokens, on average at its end."""
+def key(row: dict[str, Any]) -> tuple[int, str, str]:
+    return row["seed"], row["size"], row["arm"]
+
+
+def in_order(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["size"] != "smaller", list(ARMS).index(row["arm"]) if row["arm"] else -1, row["seed"]
+
+
+def caches(budget: int, length: float, shape: tuple[int, int, int]) -> dict[str, dict[str, Any]]:
+    """Each arm's cache, for a model of `shape` (layers, kv heads, head dim).
+
+    `budget` entries at its peak, of which a scorer's state takes as many as its bytes are worth. DMS holds as many on
+    average at the end of a text of `length` tokens.
+    """
     window = budget // 2
     learned = {"policy": "kvpop", "sinks": 1, "window": window, "budget": budget}
     at_peak = {"sinks": 1, "budget": budget - 1, "period": 1}
     compression = (length - window) / (budget - window)  # of the tokens that have left the window, which alone may go
+    state = state_bytes(make_policy({**learned, "scorer": "mlstm"}), 0, *shape)
+    stateful = {**learned, "state_entries": -(-state // cache_bytes(1, *shape, itemsize=4))}
     return {
         "streaming": {"policy": "streaming", **at_peak},
         "G-KV": {"policy": "gkv", "window": 8, **at_peak},
@@ -80,8 +99,8 @@ def caches(budget: int, length: float) -> dict[str, dict[str, Any]]:
         "G-KV, distilled": {"policy": "gkv", "window": 8, **at_peak},
         "DMS": {"policy": "dms", "sinks": 1, "window": window, "compression": compression, "scorer": "mlp"},
         "KVpop, MLP": {**learned, "scorer": "mlp"},
-        "KVpop, mLSTM": {**learned, "scorer": "mlstm"},
-        "KVpop, mLSTM immediate": {**learned, "scorer": {"name": "mlstm", "readout": "immediate"}},
+        "KVpop, mLSTM": {**stateful, "scorer": "mlstm"},
+        "KVpop, mLSTM immediate": {**stateful, "scorer": {"name": "mlstm", "readout": "immediate"}},
     }
 
 
@@ -104,24 +123,43 @@ def divergences(model: Path, cache: dict[str, Any], teacher: Any, rows: Sequence
     return found.tolist()
 
 
-class Seed:
-    """The stages of a seed, each run unless what it makes is there."""
+def by_notes(lines: Rows) -> dict[str, tuple[int, int]]:
+    """Of the completions with few, some and many notes: right ones, and all."""
+    found = dict.fromkeys(NOTES_IN_TEXT, (0, 0))
+    for line in lines:
+        notes = line["completion"].count("[")
+        label = next(label for label, most in NOTES_IN_TEXT.items() if notes <= most)
+        right, asked = found[label]
+        found[label] = (right + bool(line["correct"]), asked + 1)
+    return found
 
-    def __init__(self, seed: int, stages: Stages, options: argparse.Namespace) -> None:
-        self.seed, self.stages, self.options = seed, stages, options
-        self.folder = options.runs / f"seed{seed}"
-        self.start = self.folder / "sft" / "model"
 
-    def stage(self, label: str, place: Path, command: str, recipe: str, *keys: str) -> None:
-        if not (place / ("eval.json" if command == "eval" else "model/config.json")).exists():
-            more = ["--overwrite"] if command == "eval" else []
-            words = [command, recipe, f"output_dir={place}", f"seed={self.seed}", *keys, *more]
-            self.stages.run(f"seed {self.seed}: {label}", place, words)
+class Taught(StagedSeed):
+    """The model that is taught the task with a full cache.
+
+    notes : the probability of one before each line
+    """
+
+    def __init__(self, seed: int, stages: Stages, notes: float) -> None:
+        super().__init__(seed, stages, Path(f"runs/kvpop/notes-{notes}"))
+        self.notes, self.start = notes, self.folder / "sft" / "model"
 
     def teach(self) -> None:
-        keys = [f"model={self.folder / 'untrained'}", f"data.synthetic.n={LABELS}", f"data.synthetic.seed={self.seed}"]
-        keys += [f"data.synthetic.note_probability={self.options.taught_notes}", "learning_rate=3e-3", "max_steps=2000"]
+        """The task, with a full cache, by a model of 0.2M parameters."""
+        with UNTRAINED:
+            if not (untrained := self.folder / "untrained").exists():
+                save_untrained(untrained, self.seed, hidden=96, intermediate=192)
+        keys = [f"model={untrained}", f"data.synthetic.n={LABELS}", f"data.synthetic.seed={self.seed}"]
+        keys += [f"data.synthetic.note_probability={self.notes}", "learning_rate=3e-3", "max_steps=2000"]
         self.stage("the task", self.start.parent, "train", "quickstart/sft", *keys)
+
+
+class Seed(Taught):
+    """All of a seed: the model that is taught, what is trained from it, and how good each is."""
+
+    def __init__(self, seed: int, stages: Stages, options: argparse.Namespace) -> None:
+        super().__init__(seed, stages, options.taught_notes)
+        self.options = options
 
     def evaluate(self, label: str, place: Path, model: Path, split: str, size: int, *keys: str) -> list[dict[str, Any]]:
         """The rows of an evaluation of sampling with the hf engine."""
@@ -170,21 +208,20 @@ class Seed:
         accuracy = self.calibrate()
         smaller = next((budget for budget in BUDGETS if AIM[0] <= accuracy[budget] <= AIM[1]), None)
         if smaller is None:
-            return [{"seed": self.seed, "passed_over": accuracy}]
+            return [{"seed": self.seed, "size": "", "arm": "", "passed_over": accuracy}]
         rows, teacher, found = self.held_out(), load_model(self.start), []
-        length = statistics.mean(row.length for row in rows)
+        length, shape = statistics.mean(row.length for row in rows), cache_shape(teacher.config)
         for size, budget in (("smaller", smaller), ("larger", round(1.25 * smaller)))[: self.options.budgets]:
-            for arm, cache in caches(budget, length).items():
+            for arm, cache in caches(budget, length, shape).items():
                 place = self.folder / f"budget{budget}" / arm.replace(", ", "-").replace(" ", "-")
                 model = self.train(arm, place, cache)
                 (row,) = self.evaluate(f"{arm}, {budget}: accuracy", place / "eval", model, "evaluation",
                                        self.options.problems, f"cache={json.dumps(cache)}")  # fmt: skip
                 lines = [json.loads(line) for line in (place / "eval" / "eval_completions.jsonl").open()]
-                lines.sort(key=lambda line: line["problem"])
                 if not (place / "kl.json").exists():
                     with self.stages.slots:
                         (place / "kl.json").write_text(json.dumps(divergences(model, cache, teacher, rows)))
-                memory = state_bytes(make_policy(cache), 0, *cache_shape(teacher.config))
+                memory = state_bytes(make_policy(cache), 0, *shape)
                 found.append(
                     {
                         "seed": self.seed,
@@ -196,66 +233,63 @@ class Seed:
                         "mean_peak_entries": row["mean_peak_entries"],
                         "state_bytes": memory,
                         "tokens": row["length"],
-                        "correct": [float(line["correct"]) for line in lines],
-                        "notes": [line["completion"].count("[") for line in lines],
-                        "kl": json.loads((place / "kl.json").read_text()),
+                        "accuracy": row["accuracy"],
+                        "by_notes": by_notes(lines),
+                        "kl": statistics.mean(json.loads((place / "kl.json").read_text())),
                     }
                 )
         return found
 
 
-def mean_error(parts: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """The mean over seeds, and its standard error over their problems."""
-    mean = statistics.mean(float(part.mean()) for part in parts)
-    return mean, sum(float(part.var()) / len(part) for part in parts) ** 0.5 / len(parts)
-
-
-def summarized(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per size and arm: means over the seeds, and how far it is ahead of each baseline, problem by problem."""
-    at = {(row["size"], row["arm"], row["seed"]): row for row in rows}
+def summarized(rows: Rows) -> Rows:
+    """Per size and arm: each seed, means over seeds with their errors, and differences to each baseline."""
+    at = {key(row): row for row in rows}
     found = []
     for size, arm in dict.fromkeys((row["size"], row["arm"]) for row in rows):
         mine = [row for row in rows if (row["size"], row["arm"]) == (size, arm)]
         one: dict[str, Any] = {"size": size, "arm": arm, "seeds": [row["seed"] for row in mine]}
-        for what in ("correct", "kl"):
-            values = [torch.tensor(row[what], dtype=torch.float64) for row in mine]
-            one[what] = {"mean": mean_error(values), "per_seed": [float(value.mean()) for value in values]}
+        for what in ("accuracy", "kl"):
+            values = [row[what] for row in mine]
+            one[what] = {"mean": over_seeds(values), "per_seed": values}
             for baseline in BASELINES:
-                theirs = [at.get((size, baseline, row["seed"])) for row in mine]
+                theirs = [at.get((row["seed"], size, baseline)) for row in mine]
                 if arm != baseline and all(theirs):
                     pairs = zip(values, theirs, strict=True)
-                    less = [value - torch.tensor(other[what], dtype=torch.float64) for value, other in pairs if other]
-                    one[what][f"over {baseline}"] = mean_error(less)
-        told = [pair for row in mine for pair in zip(row["notes"], row["correct"], strict=True)]
+                    one[what][f"over {baseline}"] = over_seeds([value - other[what] for value, other in pairs if other])
         one["accuracy_by_notes"] = {
-            label: statistics.mean(right for notes, right in told if low <= notes <= high)
-            for label, low, high in (("0-1", 0, 1), ("2-3", 2, 3), ("4-", 4, 99))
-            if any(low <= notes <= high for notes, _ in told)
+            label: sum(row["by_notes"][label][0] for row in mine) / asked
+            for label in NOTES_IN_TEXT
+            if (asked := sum(row["by_notes"][label][1] for row in mine))
         }
-        for key in ("peak_entries", "mean_peak_entries", "state_bytes", "tokens"):
-            one[key] = [row[key] for row in mine]
+        for name in ("peak_entries", "mean_peak_entries", "state_bytes", "tokens"):
+            one[name] = [row[name] for row in mine]
         found.append(one)
     return found
 
 
 def tables(summary: Sequence[dict[str, Any]]) -> list[Table]:
     def shown(pair: tuple[float, float] | None, digits: int) -> str:
-        return "" if pair is None else f"{pair[0]:.{digits}f} ± {pair[1]:.{digits}f}"
+        return "" if pair is None else f"{pair[0]:+.{digits}f} ± {pair[1]:.{digits}f}"
+
+    def of_each(values: dict[str, Any], digits: int) -> str:
+        each = " ".join(f"{value:.{digits}f}" for value in values["per_seed"])
+        return f"{values['mean'][0]:.{digits}f} ± {values['mean'][1]:.{digits}f} ({each})"
 
     made = []
     for size in dict.fromkeys(one["size"] for one in summary):
-        table = Table(title=f"The {size} budget: means over seeds, ± standard error; differences problem by problem")
+        named = " ".join(map(str, next(one["seeds"] for one in summary if one["size"] == size)))
+        table = Table(title=f"The {size} budget: mean over seeds ± its standard error (seeds {named})")
         over = [f"over {name}" for name in BASELINES]
         shape = ("peak entries", "mean", "state bytes")
         for name in ("cache", "accuracy", "with 0-1, 2-3, more notes", *over, "KL", over[0], *shape):
             table.add_column(name, justify="left" if name == "cache" else "right")
         for one in (one for one in summary if one["size"] == size):
-            right, kl = one["correct"], one["kl"]
+            right, kl = one["accuracy"], one["kl"]
             table.add_row(
-                one["arm"], shown(right["mean"], 3),
+                one["arm"], of_each(right, 3),
                 ", ".join(f"{share:.2f}" for share in one["accuracy_by_notes"].values()),
                 *(shown(right.get(f"over {name}"), 3) for name in BASELINES),
-                shown(kl["mean"], 4), shown(kl.get("over StreamingLLM+"), 4),
+                of_each(kl, 4), shown(kl.get(over[0]), 4),
                 ", ".join(map(str, one["peak_entries"])), ", ".join(f"{x:.1f}" for x in one["mean_peak_entries"]),
                 str(max(one["state_bytes"])),
             )  # fmt: skip
@@ -265,41 +299,35 @@ def tables(summary: Sequence[dict[str, Any]]) -> list[Table]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="none: only what the file has is shown")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--problems", type=int, default=512)
     parser.add_argument("--budgets", type=int, default=2, choices=(1, 2), help="1: the smaller alone")
     parser.add_argument("--taught-notes", type=float, default=0.3, help="before each line, while the task is taught")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE, help="of the model")
-    parser.add_argument("--runs", type=Path, default=Path("runs/kvpop"))
     parser.add_argument("--slots", type=int, default=min(2, os.cpu_count() or 1), help="stages run at a time")
+    parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kvpop.json"))
     options = parser.parse_args()
+    settings = {name: getattr(options, name) for name in ("steps", "problems", "taught_notes", "learning_rate")}
+    settings |= {"labels": LABELS, "note_probability": NOTES}
+    with_rows_before(options.out, settings, [], key)  # before hours of work
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     stages = Stages(options.slots)
-    for seed in options.seeds:  # not in threads: it draws from torch's global generator
-        if not (place := options.runs / f"seed{seed}" / "untrained").exists():
-            save_untrained(place, seed, hidden=96, intermediate=192)
-    with ThreadPoolExecutor(len(options.seeds)) as pool:
-        found = list(pool.map(lambda seed: Seed(seed, stages, options).run(), options.seeds))
-    rows = [row for seed in found for row in seed if "passed_over" not in row]
-    passed_over = [row for seed in found for row in seed if "passed_over" in row]
+    with ThreadPoolExecutor(max(1, len(options.seeds))) as pool:
+        found = [
+            row for rows in pool.map(lambda seed: Seed(seed, stages, options).run(), options.seeds) for row in rows
+        ]
+    found = sorted(with_rows_before(options.out, settings, found, key), key=in_order)
+    rows = [row for row in found if "passed_over" not in row]
     summary = summarized(rows)
-    per_seed = [{key: value for key, value in row.items() if key not in ("correct", "notes", "kl")} for row in rows]
-    content = {
-        "steps": options.steps, "labels": LABELS, "note_probability": NOTES, "taught_notes": options.taught_notes,
-        "problems": options.problems,
-        "learning_rate": options.learning_rate, "summary": summary, "rows": per_seed, "passed_over": passed_over,
-    }  # fmt: skip
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(content, indent=2) + "\n")
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    for table in tables(summary):
-        console.print(table)
-    for row in passed_over:
+    if options.seeds:
+        write(options.out, settings=settings, summary=summary, rows=found)
+    show(tables(summary), options.markdown)
+    for row in (row for row in found if "passed_over" in row):
         accuracy = ", ".join(f"{budget}: {value:.2f}" for budget, value in row["passed_over"].items())
-        console.print(f"seed {row['seed']} passed over: no budget leaves 0.25 to 0.5 accuracy ({accuracy})")
+        print(f"seed {row['seed']} passed over: no budget leaves 0.25 to 0.5 accuracy ({accuracy})")
 
 
 if __name__ == "__main__":

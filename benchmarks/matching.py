@@ -24,7 +24,8 @@ if __name__ == "__main__":
 
 import torch
 
-from benchmarks.cpu_seconds import seconds, show, write
+from benchmarks.cpu_seconds import seconds, show
+from benchmarks.results import write
 from sparse_rl.attention.views.matched import MatchedView
 from sparse_rl.attention.views.replay import ReplayView
 from sparse_rl.matching.select import PURSUIT_BOUND, pursue

@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cpu_seconds import write
+from benchmarks.results import Rows, over_seeds, write
 from rollout import SamplingConfig, make_engine
 from rollout.context import Context, ContextCache, PromptCacheConfig, budgets
 from sparse_rl.attention.interface import NO_MASK
@@ -98,13 +98,12 @@ class Judge:
         own, full = self.logprobs(context, self.behind[number]), self.full[number]
         return float((full.exp() * (full - own)).sum(-1).mean())
 
-    def kl(self, kept: int, settings: dict[str, Any], shares: torch.Tensor | None = None) -> tuple[float, float]:
-        """Mean over tokens and contexts, and its standard error over contexts; shares : of the heads, None: equal."""
+    def kl(self, kept: int, settings: dict[str, Any], shares: torch.Tensor | None = None) -> list[float]:
+        """Of each context, mean over tokens; shares : of the heads, None: equal."""
         config = configured(kept, settings)
         counts = None if shares is None else budgets.counts(shares, config.ratio, CONTEXT, config)
         contexts = (self.engine.compact(tokens, config, self.beginnings, counts) for tokens in self.contexts)
-        means = torch.tensor([self.loss(number, context) for number, context in enumerate(contexts)])
-        return float(means.mean()), float(means.std() / len(means) ** 0.5)
+        return [self.loss(number, context) for number, context in enumerate(contexts)]
 
     def shares(self, settings: dict[str, Any], ratio: float) -> torch.Tensor:
         """Head budgets from these contexts, at a ratio."""
@@ -138,9 +137,6 @@ def main() -> None:
 
     engine = make_engine("hf", model=options.model, policy="full")
     judge = Judge(engine, AutoTokenizer.from_pretrained(options.model), options.contexts, options.seed)
-    table = Table(title=f"KL to the full cache; entries left of {CONTEXT - FIRST - LAST}")
-    for name in ("method", *map(str, KEPT), "seconds"):
-        table.add_column(name, justify="left" if name == "method" else "right")
     rows = []
     for name, settings in METHODS.items():
         if options.only not in name:
@@ -150,15 +146,39 @@ def main() -> None:
         if name in BUDGETED:
             calibration = Judge(engine, judge.tokenizer, options.calibration, options.seed + 100)
             shares = calibration.shares(settings, budgets.BASE)
-        found = [judge.kl(kept, settings, shares) if chosen(kept, settings) > 0 else None for kept in KEPT]
-        taken = time.process_time() - start
-        rows.append({"method": name, **{str(k): value for k, value in zip(KEPT, found, strict=True)}, "seconds": taken})
-        table.add_row(name, *("" if kl is None else f"{kl[0]:.4f} ± {kl[1]:.4f}" for kl in found), f"{taken:.0f}")
-        Console(width=None if sys.stdout.isatty() else 160).print(table)
+        found = {str(k): judge.kl(k, settings, shares) for k in KEPT if chosen(k, settings) > 0}
+        rows.append({"method": name, "kl": found, "seconds": time.process_time() - start})
+        print(f"{name}: {rows[-1]['seconds']:.0f} s", flush=True)
     known = json.loads(options.out.read_text())["rows"] if options.only and options.out.is_file() else []
     rows = [row for row in known if row["method"] not in {new["method"] for new in rows}] + rows
     rows.sort(key=lambda row: list(METHODS).index(row["method"]))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for table in tables(rows):
+        console.print(table)
     write(options.out, contexts=options.contexts, seed=options.seed, rows=rows)
+
+
+def tables(rows: Rows) -> list[Table]:
+    """KL of each method; and of each that fits how far it is from the best way to evict, context by context."""
+    found = Table(title=f"KL to the full cache, ± standard error; entries left of {CONTEXT - FIRST - LAST}")
+    against = Table(title="KL over that of the best eviction without head budgets, and the difference ± standard error")
+    for table in (found, against):
+        for name in ("method", *map(str, KEPT), "seconds"):
+            table.add_column(name, justify="left" if name == "method" else "right")
+    evictions = [row for row in rows if row["method"].startswith("evict") and row["method"] not in BUDGETED]
+    for row in rows:
+        cells = [
+            "{:.4f} ± {:.4f}".format(*over_seeds(row["kl"][k])) if (k := str(n)) in row["kl"] else "" for n in KEPT
+        ]
+        found.add_row(row["method"], *cells, f"{row['seconds']:.0f}")
+        if row["method"].startswith("am") and evictions:
+            cells = []
+            for size in map(str, KEPT):
+                best = min((e["kl"][size] for e in evictions if size in e["kl"]), key=sum)
+                less = [mine - theirs for mine, theirs in zip(row["kl"][size], best, strict=True)]
+                cells.append("{:.2f}, {:+.4f} ± {:.4f}".format(sum(row["kl"][size]) / sum(best), *over_seeds(less)))
+            against.add_row(row["method"], *cells, "")
+    return [found, against]
 
 
 if __name__ == "__main__":

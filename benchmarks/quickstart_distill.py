@@ -24,6 +24,7 @@ if __name__ == "__main__":
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.results import write
 from sparse_rl.commands.quickstart import Stages
 from sparse_rl.metrics import read_metrics
 
@@ -95,8 +96,7 @@ def main() -> None:
                 "accuracy": found["accuracy_evicted"], "standard_error": found["standard_error_evicted"],
                 "problems": found["n"],
             }  # fmt: skip
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"steps": STEPS, "early": FIRST, "rows": rows}, indent=2) + "\n")
+    write(options.out, steps=STEPS, early=FIRST, rows=rows)
 
     table = Table(title=f"Running sums under eviction, {STEPS} steps each (± standard error)", title_justify="left")
     for column in (

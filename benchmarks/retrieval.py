@@ -30,11 +30,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cpu_seconds import write
+from benchmarks.results import write
 from rollout import make_engine
 from rollout.context import Context, PromptCacheConfig, budgets
 from rollout.context.compact import Studied
-from sparse_rl.analysis.drawing import colours, label_ends, new_figure, save_figure
+from sparse_rl.analysis.drawing import COLOURS, MARKERS, label_ends, method_colours, new_figure, save_figure
 from sparse_rl.data.retrieval import ASKED, Retrieval, rows
 from sparse_rl.models.directory import model_directory
 from sparse_rl.models.load import load_tokenizer
@@ -167,20 +167,22 @@ def show(accuracies: dict[str, list[list[float]]], times: Sequence[int]) -> None
 
 def draw(accuracies: dict[str, list[list[float]]], times: Sequence[int], out: Path) -> None:
     """A line for each method of DRAWN, the mean over models; a band from the least of them to the most."""
-    figure, axes = new_figure()
+    figure, axes = new_figure("Facts looked up behind a compacted document")
     drawn = {label: accuracies[name] for name, label in DRAWN.items() if name in accuracies}
     ends = []
-    for colour, (label, values) in zip(colours(len(drawn)), drawn.items(), strict=True):
+    methods = [label.partition(",")[0] for label in drawn]
+    for line, (colour, (label, values)) in enumerate(zip(method_colours(methods), drawn.items(), strict=True)):
+        marker = MARKERS[methods[:line].count(methods[line])]
         columns = list(zip(*values, strict=True))
         middle = [mean(column) for column in columns]
-        axes.plot(times, middle, color=colour, marker="o", linestyle="--" if label.startswith("evict") else "-")
+        axes.plot(times, middle, color=colour, marker=marker, linestyle="--" if label.startswith("evict") else "-")
         axes.fill_between(times, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.15)
         ends.append((times[-1], middle[-1], label, colour))
-    for name in ("full cache", "no document"):
+    for name, colour in (("full cache", COLOURS["full"]), ("no document", COLOURS["none"])):
         if name in accuracies:
             level = mean(values[0] for values in accuracies[name])
-            axes.axhline(level, color="#888888", linewidth=1, linestyle=":")
-            ends.append((times[-1], level, name, "#666666"))
+            axes.axhline(level, color=colour, linewidth=1, linestyle=":")
+            ends.append((times[-1], level, name, colour))
     axes.set_xscale("log")
     axes.set_xticks(times, [f"{each}×" for each in times])
     axes.minorticks_off()

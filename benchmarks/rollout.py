@@ -14,9 +14,7 @@ and medians are reported.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -32,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
+from benchmarks.results import write
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.models.directory import attach_scorers, save_policy, write_scorers
@@ -197,12 +196,6 @@ def main() -> None:
         ratio = statistics.median(ours["tokens_per_second"] / full["tokens_per_second"] for ours, full in pairs)
         median = {key: statistics.median(run[key] for run in seen) for key in seen[0]}
         rows.append({"at": question, "cache": name, **median, "ratio_to_full": ratio, "runs": seen})
-    machine = {
-        "machine": platform.processor() or platform.machine(),
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
-        "threads": int(os.environ["OMP_NUM_THREADS"]),
-        "torch": torch.__version__,
-    }
     asked = {
         question: {
             "model": {name: getattr(shape, name) for name in ("model_type", "hidden_size", "num_attention_heads")},
@@ -214,13 +207,9 @@ def main() -> None:
         if question in options.questions
     }
     load = {"requests": REQUESTS, "prompt": PROMPT, "block": BLOCK, "dtype": options.dtype}
-    content = {"questions": asked, "load": load, "machine": machine, "caches": CACHES, "rows": rows}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(content, indent=2) + "\n")
+    write(options.out, questions=asked, load=load, caches=CACHES, rows=rows)
 
-    table = Table(
-        title=f"vLLM engine, {REQUESTS} requests, {options.dtype} ({machine['device']})", title_justify="left"
-    )
+    table = Table(title=f"vLLM engine, {REQUESTS} requests, {options.dtype}", title_justify="left")
     for column in ("at", "cache", "tokens/s", "ratio to full", "peak blocks", "in flight", "preempted", "compaction"):
         table.add_column(column, justify="left" if column in ("at", "cache") else "right")
     for row in rows:

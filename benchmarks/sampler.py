@@ -11,9 +11,7 @@ not add up the whole ranked list. So often the best few tokens alone do not say 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -30,6 +28,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.results import write
 from rollout import SamplingConfig
 from rollout.sampling import AT_ONCE, ranking, sample
 from rollout.sampling_reference import sample_reference
@@ -125,14 +124,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sampler.json"))
     options = parser.parse_args()
     found = [measure(rows, size, options.runs) for rows, size in SIZES]
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    machine = {"machine": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
     cuts = {str(deviation): cut_elsewhere(deviation) for deviation in (2, 3, 5)}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(
-        json.dumps({"machine": machine, "sizes": found, "cut elsewhere, of 192": cuts}, indent=2) + "\n"
-    )
-    table = Table(title=f"One token per row, milliseconds ({name}, {machine['threads']} threads)")
+    write(options.out, sizes=found, cut_elsewhere_of_192=cuts)
+    table = Table(title=f"One token per row, milliseconds ({torch.get_num_threads()} threads)")
     for column in ("B x V", "setting", "reference", "sampler", "times faster"):
         table.add_column(column, justify="right")
     for each in found:

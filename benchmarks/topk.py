@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -31,6 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.results import write
 from sparse_rl.kernels import running_topk
 
 SINKS, WINDOW = 4, 256
@@ -156,12 +155,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         native = compile_fenwick(Path(folder))
         rows = [measure(length, heads, native, options.runs) for length, heads in SIZES]
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    machine = {"machine": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"machine": machine, "window": WINDOW, "rows": rows}, indent=2) + "\n")
+    write(options.out, window=WINDOW, rows=rows)
     kinds = [kind for kind in rows[0] if kind not in ("S", "heads", "k")]
-    table = Table(title=f"running_topk, milliseconds ({name}, {machine['threads']} threads); × its torch form")
+    table = Table(title=f"running_topk, milliseconds ({torch.get_num_threads()} threads); × its torch form")
     for column in ("S", "heads", *kinds):
         table.add_column(column, justify="right")
     for row in rows:

@@ -25,7 +25,8 @@ if __name__ == "__main__":
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.cpu_seconds import seconds, show, write
+from benchmarks.cpu_seconds import seconds, show
+from benchmarks.results import write
 from sparse_rl.attention import NO_MASK, adopt, compute_exactly, make_view
 from sparse_rl.kernels import running_topk
 from sparse_rl.trace import NEVER, EvictionTrace

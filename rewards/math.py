@@ -3,7 +3,7 @@ r"""`math`: is the final answer equal to the gold answer, by value? (math-verify
 The answer of a completion is its last ``\boxed{...}``; without a box, what math-verify finds at the end of the
 text. math-verify rests on SymPy, which can hang, and on SIGALRM, which works in the main thread only. So it runs
 in worker processes (`math_pool.py`) that are killed when an item exceeds its time. What math-verify gets wrong is
-mended in `math_guards.py`, and listed in docs/rewards.md.
+mended in `math_spelling.py` and `math_guards.py`, and listed in docs/rewards.md.
 """
 
 import logging

@@ -21,7 +21,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, BinaryIO
 
-from rewards.math_guards import Reading, number_of, read, refused, same_word, sides, values, without_denied, word
+from rewards.math_guards import Reading, claimed, read, refused, same_word, sides, values, word
+from rewards.math_spelling import NUMBER, number_of
 
 MEMORY_LIMIT = 2 * 2**30  # bytes of address space; 10^10^10 alone would want 4 GiB
 _TWO_WORDS = re.compile(r"[^\W\d_]{2,}\s+(?:[^\W\d_]\s+)?[^\W\d_]{2,}")
@@ -33,11 +34,8 @@ def is_prose(text: str) -> bool:
     return bool(_TWO_WORDS.search(_COMMANDS.sub("|", text)))
 
 
-def parse(source: str, *, anchored: bool = False) -> list:
-    """math-verify's reading: expressions first, then (sometimes) the string they came from; [] for nothing.
-
-    `anchored` takes a number out of prose only where the prose calls it the answer.
-    """
+def parse(source: str) -> list:
+    """math-verify's reading: expressions first, then (sometimes) the string they came from; [] for nothing."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
@@ -45,7 +43,7 @@ def parse(source: str, *, anchored: bool = False) -> list:
     spelling = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all")
     latex = LatexExtractionConfig(boxed_match_priority=0, normalization_config=spelling)
     # Without its own timeout: that one is a signal that cannot interrupt C code, and restarts for every pair.
-    return parse(source, [latex, ExprExtractionConfig(not anchored)], parsing_timeout=None)
+    return parse(source, [latex, ExprExtractionConfig()], parsing_timeout=None)
 
 
 def parse_box(latex: str) -> list:
@@ -66,18 +64,17 @@ def read_gold(box: str) -> Reading:
 @lru_cache(maxsize=512)
 def parse_gold(latex: str) -> list:
     """math-verify's reading of a gold answer that is spelt out: [] where none can be compared by value."""
-    parsed = []
-    if is_prose(latex):
-        parsed = parse(latex, anchored=True)
-        if not parsed and not re.search(r"\d", latex):
-            return []
-    parsed = parsed or parse_box(latex)
+    if is_prose(latex) and not re.search(r"\d", latex):
+        return []
+    parsed = parse_box(latex)
     # A string alone is a failed parse.
     return parsed if any(not isinstance(part, str) for part in parsed) else []
 
 
 def is_equal(gold: str, answer: str) -> bool:
     """Whether two answers that stand alone are the same."""
+    if NUMBER.fullmatch(gold) and NUMBER.fullmatch(answer):  # most are: nothing to read
+        return same_value(gold, answer)
     gold_word = word(gold)
     if gold_word is not None:
         return same_word(gold_word, answer)
@@ -111,7 +108,7 @@ def handle(request: dict[str, Any]) -> bool:
         kind, said = request["answer"]
         if kind == "box":
             return is_equal(gold, said)
-        return bool(verify(parse_gold(read_gold(gold).latex), parse(without_denied(said)), timeout_seconds=None))
+        return bool(verify(parse_gold(read_gold(gold).latex), parse(claimed(said)), timeout_seconds=None))
     except Exception:  # RecursionError and MemoryError among them
         return False
 

@@ -31,12 +31,13 @@ def last_boxed(text: str) -> str | None:
     while start >= 0:
         opening = BOX.match(text, start)
         if opening:
-            return _until_closed(text, opening.end())
+            return until_closed(text, opening.end())
         start = text.rfind("\\boxed", 0, start)
     return None
 
 
-def _until_closed(text: str, start: int) -> str | None:
+def until_closed(text: str, start: int) -> str | None:
+    """What stands from `start` to the brace that closes the one opened before it; None if none does."""
     depth = 1
     for brace in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)

@@ -13,6 +13,7 @@ from typing import Any
 from rollout.config import EngineName, RolloutConfig
 from sparse_rl.errors import UserError
 from sparse_rl.policies.config import PolicyConfig
+from sparse_rl.source import INSTALL_VLLM
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLLM's CPU attention takes
 
@@ -75,7 +76,7 @@ def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None
     if config is None:
         return "vllm keeps its own weights, and a live module was given"
     if default_engine() != "vllm":
-        return 'vllm is not installed: pip install "sparse-rl[vllm]"'
+        return f"vllm is not installed: {INSTALL_VLLM}"
     if cuda is None:
         import torch
 

@@ -6,6 +6,7 @@ This file knows neither torch modules nor policies' insides; hf.py is the specif
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -13,13 +14,21 @@ import torch
 
 from rollout.config import SamplingConfig
 from sparse_rl.policies.base import Policy
+from sparse_rl.progress import Stage, stage
 from sparse_rl.trace import EvictionTrace
 
 if TYPE_CHECKING:
     from rollout.context import Context
+    from rollout.requests import Request
 
 # Sequences that are decoded at least, padding among them: attention over fewer rounds otherwise on a CPU (products.py).
 LEAST_ROWS = 4
+
+
+def sampling_stage(requests: Sequence[Request], shown: bool) -> AbstractContextManager[Stage]:
+    """The stage in which an engine samples these, or decodes what they are told to be."""
+    name = "decoding" if requests and requests[0].forced is not None else "sampling"
+    return stage(name, total=len(requests), unit="sequence", shown=shown)
 
 
 @dataclass

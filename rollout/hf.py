@@ -18,7 +18,6 @@ from typing import Literal
 
 import torch
 from torch import nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from rollout.cache import EvictingCache
@@ -26,7 +25,7 @@ from rollout.config import SamplingConfig
 from rollout.context import Context, ContextCache, PromptCacheConfig
 from rollout.context.budgets import planned
 from rollout.context.compact import Studied, study
-from rollout.engine import LEAST_ROWS, Rollout
+from rollout.engine import LEAST_ROWS, Rollout, sampling_stage
 from rollout.gated import GatedCache
 from rollout.layered import LayeredCache
 from rollout.paged import PagedCache
@@ -49,6 +48,7 @@ from sparse_rl.models.load import load_model, load_plain_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.clustered import Clustered
 from sparse_rl.policies.layered import Layered
+from sparse_rl.progress import Stage
 from sparse_rl.scorers.base import digests
 from sparse_rl.trace import EvictionTrace
 
@@ -238,11 +238,9 @@ class HFEngine:
             requests[0].context.check_shape(cache_shape(self.model.config))
         rollouts: list[Rollout | None] = [None] * len(requests)
         self.peak_cache_bytes = 0
-        hidden = None if self.progress else True  # None: hidden where stderr is not a terminal
-        bar = tqdm(total=len(requests), desc="rollout", unit="seq", leave=False, disable=hidden)
-        with self._sampling(), bar:
+        with self._sampling(), sampling_stage(requests, self.progress) as shown:
             for start in range(0, len(requests), self.max_batch):
-                for row, trace in self._wave(requests[start : start + self.max_batch], sampling, bar):
+                for row, trace in self._wave(requests[start : start + self.max_batch], sampling, shown):
                     assert row.finish_reason is not None
                     rollouts[row.request.place] = Rollout(
                         row.request.tokens,
@@ -252,7 +250,7 @@ class HFEngine:
                         trace,
                         row.finish_reason,
                     )
-                    bar.update()
+                    shown.advance()
         return rollouts  # type: ignore[return-value]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -278,7 +276,7 @@ class HFEngine:
     # ---- one wave: at most max_batch sequences, from prefill to the last token --------------------------------------
 
     def _wave(
-        self, requests: list[Request], sampling: SamplingConfig, bar: tqdm
+        self, requests: list[Request], sampling: SamplingConfig, shown: Stage
     ) -> Iterable[tuple[Row, EvictionTrace]]:
         device = next(self.model.parameters()).device
         stop = stop_tokens(sampling, self.model.generation_config, self.model.config)
@@ -289,7 +287,7 @@ class HFEngine:
         for step in range(sampling.max_tokens):
             self.peak_cache_bytes = max(self.peak_cache_bytes, cache.allocated_bytes())
             if step % 32 == 0:
-                bar.set_postfix(tokens=step)
+                shown.tell(f"{step} tokens")
             uniform = None
             if sampling.temperature > 0 and requests[0].forced is None:
                 uniform = torch.tensor([s.at(step) for s in streams], dtype=torch.float64, device=device)

@@ -10,11 +10,12 @@ from typing import Any
 
 from rollout.config import ENGINES, SAMPLE_LIVE
 from rollout.engine import Engine
-from sparse_rl.errors import UserError
+from sparse_rl.errors import UserError, listed
 from sparse_rl.models.directory import model_directory, saved_policy
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.policies.registry import make_policy
+from sparse_rl.source import INSTALL_VLLM
 
 
 def make_engine(
@@ -44,7 +45,9 @@ def make_engine(
     engine = engine_class(kind)
     accepted = set(inspect.signature(engine.__init__).parameters) - {"self", "model", "policy"}
     if unknown := set(options) - accepted:
-        raise UserError(f"engine {kind!r} has no option {min(unknown)!r}; it takes {', '.join(sorted(accepted))}")
+        raise UserError(
+            f"engine {kind!r} has no option {min(unknown)!r}; it takes {listed(sorted(accepted), min(unknown))}"
+        )
     if policy is None:
         policy = (saved_policy(model) if isinstance(model, (str, Path)) else None) or "full"
     return engine(model, make_policy(policy), **options)
@@ -57,7 +60,7 @@ def engine_class(kind: str) -> Any:
 
         return HFEngine
     if importlib.util.find_spec("vllm") is None:
-        raise UserError("engine 'vllm' is not installed: pip install \"sparse-rl[vllm]\", or use the engine hf")
+        raise UserError(f"engine 'vllm' is not installed: {INSTALL_VLLM}, or use the engine hf")
     from rollout.vllm.engine import VLLMEngine
 
     return VLLMEngine

@@ -10,6 +10,7 @@ from typing import Literal
 from rollout.config import EngineName, SamplingConfig
 from sparse_rl.config import Configuration, PositiveInt, Source, Text, as_mapping, build, show
 from sparse_rl.errors import UserError, unread
+from sparse_rl.files import read_text
 
 ORIGIN, COMPLETIONS, TRACES = "rollouts.json", "completions.jsonl", "traces-*.safetensors"
 FORMAT_VERSION = 1
@@ -52,7 +53,7 @@ def read_origin(folder: Path) -> Origin:
         mend = f"name {inner}" if (inner / ORIGIN).is_file() else "sparse-rl rollout RECIPE --out DIR writes some"
         raise UserError(f"{folder} holds no rollouts with their log-probs: there is no {ORIGIN}; {mend}")
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
+        said = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
         why = unread(error) if isinstance(error, OSError | ValueError) else "nested too deeply"
         raise UserError(f"{file} cannot be read: {why}") from error

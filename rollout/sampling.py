@@ -19,12 +19,18 @@ class Uniforms:
     """One sequence's stream of uniform numbers in float64."""
 
     def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+        self.seed = seed
+        self._begin()
+
+    def _begin(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
         self.number, self.block = -1, [0.0]
 
     def at(self, step: int) -> float:
-        """The number of a step. A step may be asked for again, but not one of an earlier block."""
+        """The number of a step. Any step may be asked for again; for one of an earlier block all is drawn anew."""
         number, place = divmod(step, BLOCK)
+        if number < self.number:
+            self._begin()
         while self.number < number:
             self.block = torch.rand(BLOCK, generator=self.generator, dtype=torch.float64).tolist()
             self.number += 1

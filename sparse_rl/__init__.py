@@ -9,7 +9,7 @@ models/       models on disk and in memory;  data/  problems, texts, the quickst
 
 Around it: recipe/, a user's YAML, checked; commands/, the front door (cli.py), which alone imports rollout/, trainer/
 and rewards/ (recipe/ knows their configurations); analysis/, what runs and traces say. Below all: errors.py, config.py
-(what every configuration is made of), files.py, lazy.py and metrics.py. The whole house is on one page,
+(what every configuration is made of), files.py, lazy.py, metrics.py and source.py. The whole house is on one page,
 docs/architecture.md.
 
 Shapes throughout: B batch, S sequence, L layer, Hq query heads, Hkv kv heads, G = Hq / Hkv, D head dim,

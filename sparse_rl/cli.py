@@ -10,7 +10,12 @@ SOURCES = Path(__file__).resolve().parents[1]  # the folder that holds our packa
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    leave_out_working_directory()
+    try:
+        leave_out_working_directory()
+    except OSError as error:  # it was deleted, or may not be looked at
+        reason = error.strerror or str(error)
+        print(f"sparse-rl: error: the working directory cannot be used ({reason}); change to another", file=sys.stderr)
+        return 2
     from sparse_rl.commands.main import main as run
 
     return run(arguments)

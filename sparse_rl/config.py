@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, cast, get_args, get_origin
 
-from sparse_rl.errors import UserError, did_you_mean, nearest
+from sparse_rl.errors import UserError, did_you_mean, listed, nearest
 
 T = TypeVar("T")
 
@@ -241,12 +241,12 @@ class NamedConfiguration(Configuration):
             raise UserError(f"missing; name a {cls.family}, one of {', '.join(members)}", cls.name_key)
         name = block[cls.name_key]
         if not isinstance(name, str) or name not in members:
-            known = f"known: {', '.join(members)}"
+            known = f"known: {listed(members, name)}"
             raise UserError(f"unknown {cls.family} {show(name)}{did_you_mean(name, members)}; {known}")
         accepted = list(yaml_fields(members[name]))
         for key in block:
             if key not in (cls.name_key, *accepted):
-                takes = f"takes {', '.join(accepted)}" if accepted else "takes no parameters"
+                takes = f"takes {listed(accepted, key)}" if accepted else "takes no parameters"
                 close = did_you_mean(key, accepted)
                 raise UserError(f"{cls.family} {name!r} has no parameter {show(key)}{close}; it {takes}")
         return members[name]
@@ -344,7 +344,7 @@ def unknown_key(key: Any, valid: Iterable[str], path: str, source: Source, also:
     elif near := nearest(key, [*valid, *also]):
         mend = f"did you mean {path.rpartition('.')[0] + '.' if '.' in path else ''}{near}?"
     else:
-        mend = f"valid keys: {', '.join(sorted(valid))}"
+        mend = f"valid keys: {listed(sorted(valid), key)}"
     return source.error(path, f"unknown key; {mend}")
 
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from errno import EDQUOT, EFBIG, ENOSPC
 from typing import Any
 
 LONGEST = 4000  # characters of an error's line
+MOST_LISTED = 160  # characters of names that an error lists all
 
 
 def one_line(text: object, most: int = LONGEST) -> str:
@@ -65,10 +67,38 @@ class NotWrittenError(StoppedError):
         self.what = what
 
 
+def without_room(error: BaseException | None) -> OSError | None:
+    """The error of a write that found no room (a full disk, a bound on files), where `error` is that or follows."""
+    while error is not None and not (isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EFBIG)):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def nearest(word: Any, valid: Iterable[str]) -> str | None:
     """The valid name that is most like `word`; None where none is."""
     close = difflib.get_close_matches(str(word), list(valid), n=1, cutoff=0.6)
     return close[0] if close else None
+
+
+def nearest_few(word: str, valid: Iterable[str], most: int = 4) -> str:
+    """The valid names that are most like `word`, the nearest first, and how many more there are."""
+    alike = difflib.SequenceMatcher(b=one_line(word, 60))
+    names = sorted(one_line(name, 40) for name in valid)
+
+    def likeness(name: str) -> float:
+        alike.set_seq1(name)
+        return alike.ratio()
+
+    names.sort(key=likeness, reverse=True)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def listed(valid: Iterable[str], word: Any = "") -> str:
+    """Valid names, for an error; of many those that are most like `word`, and how many more there are."""
+    names = list(valid)
+    text = ", ".join(names)
+    return text if len(text) <= MOST_LISTED else nearest_few(str(word), names)
 
 
 def did_you_mean(word: Any, valid: Iterable[str]) -> str:

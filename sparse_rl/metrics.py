@@ -19,13 +19,15 @@ def runs_below(folder: Path) -> list[Path]:
 
 def read_metrics(folder: str | Path, name: str = METRICS_FILE) -> list[dict[str, Any]]:
     """The lines of a run's log; what is none, such as a torn last line (a killed run), is left out."""
-    file = Path(folder) / name
-    lines = []
-    for text in file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else []:
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict) and type(step := line.get("step")) is int and 0 <= step < 2**63:
-            lines.append(line)
+    file, lines = Path(folder) / name, []
+    if not file.is_file():
+        return []
+    with file.open(encoding="utf-8", errors="replace", newline="\n") as log:
+        for text in log:
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(line, dict) and type(step := line.get("step")) is int and 0 <= step < 2**63:
+                lines.append(line)
     return lines

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -20,3 +25,46 @@ def test_it_starts(script: Path, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert f"usage: {script.name}" in ran.stdout
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    return importlib.import_module("benchmarks.results")
+
+
+def test_errors_are_over_seeds(results: ModuleType) -> None:
+    assert results.over_seeds([1.0, 2.0, 6.0]) == (3.0, pytest.approx(math.sqrt(7 / 3)))
+    assert math.isnan(results.over_seeds([1.0])[1])
+
+
+def test_seeds_are_added_to_a_file_of_the_same_settings_alone(results: ModuleType, tmp_path: Path) -> None:
+    def key(row: dict[str, Any]) -> Any:
+        return row["seed"]
+
+    out, first = tmp_path / "deep" / "found.json", [{"seed": 0, "right": 1}, {"seed": 1, "right": 2}]
+    assert results.with_rows_before(out, {"steps": [1]}, first, key) == first
+    results.write(out, settings={"steps": [1]}, rows=first)
+    assert results.with_rows_before(out, {"steps": [1]}, [{"seed": 1, "right": 9}, {"seed": 2, "right": 3}], key) == [
+        {"seed": 0, "right": 1}, {"seed": 1, "right": 9}, {"seed": 2, "right": 3},
+    ]  # fmt: skip
+    with pytest.raises(SystemExit, match="other settings"):
+        results.with_rows_before(out, {"steps": [2]}, [], key)
+    assert json.loads(out.read_text())["measured"].keys() >= {"command", "commit", "date", "machine", "torch"}
+
+
+def test_every_file_of_results_says_how_it_was_measured(results: ModuleType) -> None:
+    files = sorted((Path(__file__).parents[1] / "benchmarks/results").glob("*.json"))
+    assert len(results.provenance().splitlines()) == 2 + len(files) > 20
+
+
+@pytest.mark.parametrize(
+    ("completion", "share"),
+    [
+        ("2 ba? 7", 1.0), ("2 ba? 7 ba? 1", 1.0), ("2 ba? 1 ba? 7", 0.5), ("2", 0.5), ("2 ba?", 0.5), ("", 0.0),
+        ("7 du? 2", 0.0),
+    ],
+)  # fmt: skip
+def test_a_fact_counts_by_its_first_answer(results: ModuleType, completion: str, share: float) -> None:
+    facts_said = importlib.import_module("benchmarks.facts_said").facts_said
+    assert facts_said(["known: ba=7 the of du=2 asked: du?"], [completion]) == [share]

@@ -46,7 +46,7 @@ def evaluation(**keys: Any) -> EvalRecipe:
 
 def config(head_dim: int = 32) -> SimpleNamespace:
     shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim}
-    return SimpleNamespace(model_type="llama", **shape)
+    return SimpleNamespace(model_type="llama", max_position_embeddings=2**17, **shape)
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ("cpu", True, 24, "head size 24 is not supported by vllm on this platform"),
         ("cuda", True, 16, None),
         ("cuda", False, 32, "there is no GPU, and the vllm that is installed needs one"),
-        (None, False, 32, 'vllm is not installed: pip install "sparse-rl[vllm]"'),
-        (None, True, 128, 'vllm is not installed: pip install "sparse-rl[vllm]"'),
+        (None, False, 32, 'vllm is not installed: pip install "vllm==0.31.*"'),
+        (None, True, 128, 'vllm is not installed: pip install "vllm==0.31.*"'),
     ],
 )
 def test_auto_takes_vllm_where_it_can(
@@ -173,7 +173,7 @@ def test_few_reference_queries_are_warned_of(
 
 def test_make_engine_says_what_is_missing(machine: Callable, tmp_path: Path) -> None:
     machine(None)
-    with pytest.raises(ValueError, match=r'not installed: pip install "sparse-rl\[vllm\]", or use the engine hf'):
+    with pytest.raises(ValueError, match=r'not installed: pip install "vllm==0\.31\.\*", or use the engine hf'):
         make_engine("vllm", model=tmp_path)
     with pytest.raises(ValueError, match="keeps its own weights: give it a model's directory"):
         make_engine("vllm", model=build_model(0))

@@ -257,8 +257,8 @@ def test_what_is_wrong_with_a_context_or_a_file_is_one_line(
     (tmp_path / "b.json").write_text('{"shares": [[1.0]]}')
     with pytest.raises(UserError, match=r"prompt_cache\.budgets: b\.json has budgets of \[1, 1\]"):
         evaluate(recipe_of({"budgets": "b.json"}), progress=False)
-    with pytest.raises(UserError, match=r"tasks\.one: problem 1 has 47 tokens, with 5000 of an answer more"):
-        evaluate(recipe_of({}, max_completion_length=5000), progress=False)
+    with pytest.raises(UserError, match=r"tasks\.one: problem 1 has 47 tokens, with 1000 of an answer more"):
+        evaluate(recipe_of({}, max_completion_length=1000), progress=False)
     assert len(studies) == 1  # nothing was read before the file was, and before all were counted
     recipe_of({"ratio": 0.5}).save_resolved(tmp_path / "e.yaml")
     assert main(["eval", "e.yaml", "prompt_cache=[{ratio: 2}]"]) == 2

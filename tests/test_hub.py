@@ -129,7 +129,7 @@ def test_a_name_that_no_hub_has() -> None:
         hub.check_available("runs/a/model")
 
 
-@pytest.mark.parametrize("words", [["train", "quickstart/grpo", "--dry-run"], ["doctor", "quickstart/grpo"]])
+@pytest.mark.parametrize("words", [["train", "quickstart/grpo", "--dry-run"], ["rollout", "quickstart/grpo"]])
 def test_a_command_says_so_at_once(words, listen, tmp_path) -> None:
     """One question to the hub, in place of six with waits between them; one line; no heavy library is imported."""
     address, asked = listen(b"")

@@ -5,6 +5,10 @@ A pin that does makes `pip install -c requirements/cuda-constraints.txt` find no
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from importlib.metadata import distributions
@@ -14,6 +18,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+from sparse_rl import source
 
 ROOT = Path(__file__).parents[1]
 MACHINES = [
@@ -89,3 +95,43 @@ def test_the_pins_do_for_one_another() -> None:
 )
 def test_a_contradiction_is_seen(pins: dict[str, str], wrong: int) -> None:
     assert len(list(contradictions({name: Version(pin) for name, pin in pins.items()}, VLLM))) == wrong
+
+
+def test_messages_name_a_version_of_vllm_that_this_project_asks_for() -> None:
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["vllm"]
+    assert extra == [f"vllm=={source.VLLM}"]
+    assert f'pip install "{extra[0]}"' == source.INSTALL_VLLM
+
+
+@pytest.mark.parametrize(
+    ("url", "extra", "command"),
+    [
+        ("", "vllm", '`pip install ".[vllm]"` in a checkout of it'),
+        ("git+https://there/sparse-rl", "", '`pip install "sparse-rl @ git+https://there/sparse-rl"`'),
+        ("git+https://there/sparse-rl", "vllm", '`pip install "sparse-rl[vllm] @ git+https://there/sparse-rl"`'),
+    ],
+)
+def test_how_to_install_it_needs_no_index(monkeypatch: pytest.MonkeyPatch, url: str, extra: str, command: str) -> None:
+    monkeypatch.setattr("sparse_rl.source.URL", url)
+    assert source.how_to_install(extra) == command
+
+
+@pytest.mark.slow
+def test_a_wheel_works_where_there_is_no_checkout(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    sources = tmp_path / "sources"  # a copy: a wheel is built among its sources
+    for package in ("sparse_rl", "rollout", "trainer", "rewards", "recipes"):
+        shutil.copytree(ROOT / package, sources / package)
+    for file in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / file, sources)
+    wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(sources)]
+    subprocess.run(wheel, check=True, cwd=tmp_path)
+    (built,) = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(built)], check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", "import sparse_rl, sparse_rl.cli; print(sparse_rl.__file__); sparse_rl.cli.main()",
+         "train", "quickstart/grpo", "output_dir=run", "--dry-run"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith(str(tmp_path / "site"))

@@ -17,11 +17,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("sparse_rl", "rollout", "trainer", "rewards")
 CORE = ("trace", "policies", "scorers", "kernels", "matching", "pages", "attention", "models", "data")
-BASE = ("errors", "config", "files", "lazy", "metrics")  # each stands on nothing, or on another of these
+BASE = (  # they import at most one another
+    *("errors", "config", "files", "lazy", "metrics", "progress", "source", "temporary"),
+)
 
 # Part -> the parts that it may import, besides itself and BASE. "configurations" are the modules and packages named
-# `config`, which hold a component's settings, and the schedule of a cache policy: they import nothing but one another
-# and BASE.
+# `config`, which hold a component's settings, the schedule of a cache policy, and the options that a training refuses:
+# they import nothing but one another and BASE.
 MAY_IMPORT = {
     "configurations": (),
     "trace": (),
@@ -80,7 +82,7 @@ def part_of(module: str) -> str:
     package, *rest = module.split(".")
     if package == "sparse_rl" and rest and rest[0] in BASE:
         return "base"
-    if rest and (rest[-1] == "schedule" or "config" in rest):
+    if rest and (rest[-1] in ("schedule", "options") or "config" in rest):
         return "configurations"
     if package != "sparse_rl":
         return package

@@ -369,7 +369,7 @@ DAMAGE = {
     "too early": (put("evict_at", FULL.masked_fill(FULL > 0, 2)), r"evict_at\[0, 0, 2\] = 2: a token is evicted"),
     "too late": (
         put("evict_at", FULL - 1),
-        rf"evict_at\[0, 0, 0\] = {NEVER - 1}: the last query is at 2, and what",
+        rf"evict_at\[0, 0, 0\] = {NEVER - 1}: the last query is at 2; a token that no query misses",
     ),
     "no layer": (put("evict_at", FULL[:0].clone()), r"evict_at \[0, 2, 4\] is empty"),
     "no kv head": (put("evict_at", FULL[:, :0].clone()), r"evict_at \[2, 0, 4\] is empty"),

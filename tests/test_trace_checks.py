@@ -324,16 +324,16 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Sections], Any], str]] = {
     "a page opened by the last token": (planted("opened", (0, 0, 13, 0), 0), "has page 0, where 0 pages have"),
     "a page beyond the last": (planted("opened", (0, 0, 12, 0), 99), "has page 99, where 4 pages have"),
     "a page twice": (planted("opened", (0, 0, 12), 1), "a page twice for one query"),
-    "a page that closes late": (planted("closed_at", 1, 8), "is not when pages of 2 tokens behind 1 sinks close"),
-    "a page that closes in the prompt": (planted("closed_at", 0, 3), "is not when pages of 2 tokens"),
+    "a page that closes late": (planted("closed_at", 1, 8), "is wrong: pages of 2 tokens behind 1 sinks close"),
+    "a page that closes in the prompt": (planted("closed_at", 0, 3), "is wrong: pages of 2 tokens"),
     "a token of a page that leaves": (
         planted("evict_at", (0, 0, 3), 9),
         "an eviction in a layer whose tokens are paged",
     ),
     "a sink that is evicted": (planted("evict_at", (1, 1, 0), 9), "an eviction in a layer whose tokens are paged"),
-    "pi of zeros": (lambda sections: sections["pi"].zero_(), "is 0 in all, and not 1"),
-    "pi twice as large": (lambda sections: sections["pi"][..., 1:3].fill_(1.0), "is 2 in all, and not 1"),
-    "another window": (planted("paged_with", 1, 1), "is not when pages of 2 tokens behind 1 sinks close, 1 tokens"),
+    "pi of zeros": (lambda sections: sections["pi"].zero_(), "sums to 0, not 1"),
+    "pi twice as large": (lambda sections: sections["pi"][..., 1:3].fill_(1.0), "sums to 2, not 1"),
+    "another window": (planted("paged_with", 1, 1), "is wrong: pages of 2 tokens behind 1 sinks close 1 tokens"),
     "no paged_with": (lambda sections: sections.pop("paged_with"), "needs paged_with, too"),
     "no opened": (lambda sections: sections.pop("opened"), "needs opened, too"),
     "no closed_at": (lambda sections: sections.pop("closed_at"), "needs closed_at, too"),
@@ -382,7 +382,7 @@ def test_a_record_of_another_prompt_is_refused(model_of: Callable) -> None:
     for tokens, refused in ((prompt, False), (5, False), (6, True), (9, True)):
         sequence = SimpleNamespace(prompt_ids=[3] * tokens, completion_ids=[5] * (14 - tokens), trace=trace)
         if refused:
-            with pytest.raises(TraceError, match="is not when pages of 2 tokens"):
+            with pytest.raises(TraceError, match="is wrong: pages of 2 tokens"):
                 replay_logprobs(model_of("qwen3"), [sequence])
         else:
             replay_logprobs(model_of("qwen3"), [sequence])

@@ -6,10 +6,12 @@ distill/      a teacher's answers under the student's evictions;  kvpop/  a retr
 sft/          supervised fine-tuning with a full cache
 losses/       what is minimised against a teacher, and against the future (boundary.py)
 examples.py   the token sequences that a dataset gives;  batches.py  the rows of a forward that they become
-arguments.py  what TRL and transformers are given;  config.py  what every training is told
+arguments.py  what TRL and transformers are given;  options.py  what of theirs is refused
+config.py     what every training is told
 resumable.py  what makes any of them resume exactly;  checkpoint.py  a checkpoint on disk, whole or not there
               (which keys may differ in a resumed run: sparse_rl/commands/resume.py)
-rundir.py     what a run leaves;  weights.py  a trainer's weights by their names, for an engine of its own
+rundir.py     what a run leaves;  resume.py  which checkpoint is resumed, and which folders are used
+weights.py    a trainer's weights by their names, for an engine of its own
 launch.py, deepspeed.py  N processes and ZeRO;  export.py  the model that a run ends with
 
 What is overridden or read of TRL and transformers is in docs/internals.md, held by tests/trainer/test_trl_surface.py.

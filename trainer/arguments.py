@@ -5,27 +5,34 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
 from sparse_rl.attention.config import ATTENTION_KERNELS
-from sparse_rl.errors import UserError, did_you_mean
+from sparse_rl.errors import UserError, did_you_mean, without_room
 from trainer.config import LaunchConfig, LoraConfig, TrainingConfig
 from trainer.deepspeed import deepspeed_config, prepare_deepspeed
+from trainer.options import check_options
+
+CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_stop", "debug")
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """The ValueError with which a constructor of TRL, transformers or PEFT refuses its options, as a UserError.
+def refusals(*further: type[Exception]) -> Iterator[None]:
+    """The errors with which a constructor of TRL, transformers or PEFT refuses its options, as a UserError.
 
     Their messages name the option. Only around such constructors: elsewhere a ValueError of theirs is a fault.
+
+    further : errors with which this constructor refuses beside ValueError and NotImplementedError
     """
     try:
         yield
     except UserError:
         raise
-    except ValueError as error:
+    except Exception as error:
+        if without_room(error) is not None or not isinstance(error, (ValueError, NotImplementedError, *further)):
+            raise
         raise UserError(f"an option is refused: {error}") from error
 
 
@@ -79,24 +86,54 @@ def adapters(lora: LoraConfig | None) -> Any:
         )
 
 
+def check_adapters(model: Any, config: Any = None) -> None:
+    """Raise UserError for adapters, of PEFT's, under which evictions cannot be replayed.
+
+    model : which may carry some already; config : of those that it is to be given, or None
+    """
+    for one in getattr(model, "peft_config", {}).values() if config is None else [config]:
+        if getattr(one, "peft_type", None) != "LORA":
+            kind = type(one).__name__
+            raise UserError(f"of PEFT's adapters only LoRA's can be trained under evictions, got {kind}", "peft_config")
+        if one.lora_dropout:
+            raise UserError("a dropped weight cannot be replayed; set it to 0", "peft_config.lora_dropout")
+
+
+def changed_options(args: Any) -> dict[str, Any]:
+    """The fields of a dataclass that have another value than by default."""
+
+    def usual(f: dataclasses.Field) -> Any:
+        return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+
+    values = {f.name: (getattr(args, f.name), usual(f)) for f in dataclasses.fields(args)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
 class ReplayedArguments:
     """Before transformers' TrainingArguments, or TRL's: `class Mine(ReplayedArguments, TrainingArguments)`, a dataclass
-    that adds our configurations as fields, and `attention_kernel`.
+    that adds our configurations as fields, and `attention_kernel`. kind : of recipe, whose options it takes.
     """
 
+    kind: ClassVar[str]
     attention_kernel: str
     gradient_checkpointing_kwargs: Any
 
     def __post_init__(self) -> None:
+        check_options(changed_options(self), self.kind)
         if self.attention_kernel not in ATTENTION_KERNELS:
             close = did_you_mean(self.attention_kernel, ATTENTION_KERNELS)
             wrong = f"must be one of {ATTENTION_KERNELS}, got {self.attention_kernel!r}{close}"
             raise UserError(wrong, "attention_kernel")
-        checkpointing = self.gradient_checkpointing_kwargs
-        if isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
-            raise UserError("reentrant gradient checkpointing is not supported; leave use_reentrant out")
         with refusals():
             super().__post_init__()  # type: ignore[misc]  # that of the class it stands before
+        checkpointing = self.gradient_checkpointing_kwargs
+        if isinstance(checkpointing, dict):
+            if checkpointing.get("use_reentrant", False) is not False:
+                raise UserError("reentrant gradient checkpointing is not supported; leave use_reentrant out")
+            if unknown := [name for name in checkpointing if name not in CHECKPOINTING]:
+                wrong = f"{unknown[0]!r} is none of {', '.join(CHECKPOINTING)}"
+                raise UserError(wrong, "gradient_checkpointing_kwargs")
+            self.gradient_checkpointing_kwargs = {"use_reentrant": False, **checkpointing}  # else torch's default: True
 
     def to_dict(self) -> dict[str, Any]:
         """As transformers has it for its logs: plain values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import yaml
 
 from sparse_rl.policies.base import Policy
+from sparse_rl.source import how_to_install
 
 LONG = 100_000  # tokens: of a sequence in which a policy shows whether less is read than is held
 KINDS = {
@@ -19,14 +21,28 @@ KINDS = {
 }
 
 
+# Task of the training data (None: one of the user's own) -> how a model of it is evaluated, and a prompt.
+EVALUATIONS = {None: "eval/math500 model={}", "running_sum": "quickstart/eval model={} cache=null"}
+PROMPTS = {None: "What is 12 * 34?", "running_sum": "Qa1b4c0d2e0f3g3h3?", "retrieval": "known: ba=7 of du=2 asked: du?"}
+
+
+def evaluation_of(task: str | None, model: str) -> str | None:
+    """The arguments of `sparse-rl eval` for a model that was trained on this synthetic task; None where there is none.
+
+    model : quoted for a shell
+    """
+    return EVALUATIONS[task].format(model) if task in EVALUATIONS else None
+
+
 def model_card(
     recipe: Mapping[str, Any], policy: Policy | None, versions: Mapping[str, str], *, steps: int, place: str | Path,
-    hub_name: str | None = None,
+    chat: bool = True, hub_name: str | None = None,
 ) -> str:  # fmt: skip
     """Markdown, with the metadata that a hub reads in front.
 
     recipe : the resolved recipe; policy : what the directory carries; None: a full cache
-    place : the directory; hub_name : its name on a hub, where it is pushed
+    place : the directory; chat : whether its tokenizer has a chat template
+    hub_name : its name on a hub, where it is pushed
     """
     base, kind = recipe["model"], recipe["kind"]
     reads_less = policy is not None and policy.most_read(1, LONG) < policy.schedule.most_decoding(1, LONG)
@@ -51,19 +67,25 @@ def model_card(
         table["Budget"] = f"{budget} entries per kv head{state}; at most {peak} are held while tokens are generated"
     table["Versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
     rows = "\n".join(f"| {what} | {finding} |" for what, finding in table.items())
-    local = str(place) if hub_name is None else hub_name.split("/")[-1]
+    task = (recipe["data"].get("synthetic") or {}).get("task")
+    directory = hub_name.split("/")[-1] if hub_name else "." if Path(place).is_absolute() else str(place)
+    local = shlex.quote(directory)
     commands = [] if hub_name is None else [f"hf download {hub_name} --local-dir {local}"]
     only_hf = policy is not None and policy.config.only_hf
     commands += [] if only_hf else [f"sparse-rl serve {local}  # vLLM's OpenAI server"]
-    commands += [f"sparse-rl eval eval/math500 model={local}  # accuracy"]
+    judged = evaluation_of(task, local)
+    commands += [f"sparse-rl eval {judged}  # accuracy"] if judged else []
     return CARD.format(
         metadata=yaml.safe_dump(metadata, sort_keys=False).strip(),
-        name=Path(place).resolve().parent.name if hub_name is None else local,
+        name=Path(place).resolve().parent.name if hub_name is None else directory,
         about=about,
         table=rows,
-        package="sparse-rl" if only_hf else "sparse-rl[vllm]",
+        install=how_to_install("" if only_hf else "vllm"),
         commands="\n".join(commands),
-        local=local,
+        local=directory,
+        here=" (run them in this directory)" if directory == "." else "",
+        prompt=PROMPTS.get(task, PROMPTS[None]),
+        chat="" if chat or only_hf else ABOUT_PROMPTS,
         carries="No cache policy comes with it" if policy is None else "The policy comes with it (`cache_policy.json`)",
         recipe=yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True).strip(),
     )
@@ -77,13 +99,15 @@ It was trained to reason while each token reads a part of the KV cache, as the p
 it is an ordinary model of its family."""
 ABOUT_FULL = """
 It was trained with a full KV cache."""
+ABOUT_PROMPTS = """
+The model has no chat template: a server answers at `/v1/completions`, and a chat request gets status 400."""
 CARD = """---
 {metadata}
 ---
 
 # {name}
 
-A model trained by sparse-rl (`pip install "{package}"`).
+A model trained by sparse-rl ({install}).
 {about}
 
 | | |
@@ -92,7 +116,7 @@ A model trained by sparse-rl (`pip install "{package}"`).
 
 ## Use
 
-{carries}; each command takes it from there.
+{carries}; each command takes it from there{here}.{chat}
 
 ```bash
 {commands}
@@ -106,7 +130,7 @@ from sparse_rl.models.load import load_tokenizer
 
 tokenizer = load_tokenizer("{local}")
 engine = make_engine("hf", model="{local}")
-prompt = tokenizer("What is 12 * 34?").input_ids
+prompt = tokenizer("{prompt}").input_ids
 (rollout,) = engine.generate([prompt], SamplingConfig(max_tokens=1024))
 print(tokenizer.decode(rollout.completion_ids))
 ```

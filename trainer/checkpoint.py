@@ -4,7 +4,7 @@ It is written under `_partial/` beside the others, given a manifest with size an
 disk, and renamed into its place: one step of the file system. What a killed run left in `_partial/` is removed at the
 next start. Processes on several machines must share the file system.
 
-It knows files only: trainer/resumable.py says what is in them, trainer/rundir.py which one is resumed.
+It knows files only: trainer/resumable.py says what is in them, trainer/resume.py which one is resumed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import NoneType
 from typing import Any
 
 from sparse_rl.errors import NotWrittenError, UserError
-from sparse_rl.files import usual_permissions
+from sparse_rl.files import read_text, usual_permissions
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -164,7 +164,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{MANIFEST} is missing")
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(read_text(file))
         expected, found = content.pop("checksum"), _checksum(content)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise UserError(f"{MANIFEST} is truncated or altered") from None

@@ -102,6 +102,9 @@ class LoraConfig(Configuration):
                 raise UserError(wrong, "target_modules") from None
 
 
+MOST_PROCESSES = 256  # on one machine: more than any has GPUs
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig(Configuration):
     """Processes over all machines, and what DeepSpeed partitions (zero_stage 0: no DeepSpeed)."""
@@ -120,6 +123,9 @@ class LaunchConfig(Configuration):
             raise UserError("needs DeepSpeed; set zero_stage to 1, 2 or 3", "offload")
         if self.processes % self.machines:
             raise UserError(f"{self.processes} processes do not divide among {self.machines} machines", "processes")
+        if (local := self.processes // self.machines) > MOST_PROCESSES:
+            wrong = f"{local:,} processes on a machine; at most {MOST_PROCESSES} are started on one"
+            raise UserError(wrong, "processes")
         if self.machine_rank >= self.machines:
             raise UserError(f"must be below machines ({self.machines}), got {self.machine_rank}", "machine_rank")
         if self.machines > 1 and not self.main_process_ip:

@@ -57,11 +57,13 @@ def accepted(data: Any, reward: Callable[..., Any], least: float, where: str) ->
         part = data[start : start + 256]
         columns = {name: values for name, values in part.items() if name not in ("prompt", "completion")}
         try:
-            scores = reward(prompts=part["prompt"], completions=part["completion"], **columns)
-        except Exception as error:  # it may be a function of the user's, which raises what it likes
+            scores = list(reward(prompts=part["prompt"], completions=part["completion"], **columns))
+            kept += [start + i for i, score in enumerate(scores) if score is not None and score >= least]
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # it may be a function of the user's, which raises what it likes
             name = getattr(reward, "__name__", type(reward).__name__)
             raise UserError(f"the reward {name} raised {type(error).__name__}: {error}", where) from error
-        kept += [start + i for i, score in enumerate(scores) if score is not None and score >= least]
     logger.warning("%s: %d of %d completions score >= %s", where, len(kept), len(data), least)
     return data.select(kept)
 

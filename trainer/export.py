@@ -12,11 +12,12 @@ from sparse_rl.errors import NotFiniteError, StoppedError
 from sparse_rl.models.directory import save_policy, saved_policy
 from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.policies.registry import make_policy
+from sparse_rl.progress import stage
 from trainer.card import model_card
 from trainer.checkpoint import PARTIAL, clear_partial, failure, publish
 from trainer.finite import not_finite_weight
 from trainer.resumable import HUB_ERRORS
-from trainer.rundir import versions
+from trainer.resume import versions
 
 logger = logging.getLogger("sparse_rl")
 
@@ -27,6 +28,14 @@ def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig |
     lora : merge the adapter into it, and write the adapter beside it
     cache : the policy that the directory is to carry; None: none, or the trainer writes it
     """
+    with stage("saving", "the final model"):
+        _export(trainer, place, lora, cache)
+    if trainer.args.push_to_hub and trainer.is_world_process_zero():
+        with stage("uploading", trainer.hub_model_id):
+            _push(trainer, place)
+
+
+def _export(trainer: Any, place: Path, lora: bool, cache: PolicyConfig | None) -> None:
     trainer.stop_unless_finite()
     made = place.parent / PARTIAL
     try:
@@ -41,8 +50,6 @@ def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig |
         clear_partial(place.parent)
         raise stopped from error
     trainer.accelerator.wait_for_everyone()
-    if trainer.args.push_to_hub and trainer.is_world_process_zero():
-        _push(trainer, place)
 
 
 def _write_model(trainer: Any, folder: Path, lora: bool, cache: PolicyConfig | None) -> None:
@@ -70,6 +77,7 @@ def _write_card(trainer: Any, folder: Path, place: Path) -> None:
         versions(),
         steps=trainer.state.global_step,
         place=place,
+        chat=bool(trainer.processing_class.chat_template),
         hub_name=trainer.hub_model_id if trainer.args.push_to_hub else None,
     )
     (folder / "README.md").write_text(card, encoding="utf-8")

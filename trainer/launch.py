@@ -12,8 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-import torch
-
+from sparse_rl.temporary import temporary_folder
 from trainer.config import LaunchConfig
 
 
@@ -24,17 +23,33 @@ def launched() -> bool:
 
 def take_device() -> None:
     """Make the GPU of this process, one of N, the current one: until then "cuda" is GPU 0, for each of them."""
+    import torch
+
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
+def leave_group() -> None:
+    """At the end of a run that succeeded: threads of a process group that is still there can crash the process as it
+    exits, and the launcher then takes the run for failed. (After an error others may still wait in it.)
+    """
+    from torch import distributed
+
+    if launched() and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 def needs_launch(asked: LaunchConfig) -> bool:
     """Whether a run must go through the launcher: several processes, DeepSpeed, or several GPUs to choose one from."""
+    import torch
+
     return asked.processes > 1 or asked.zero_stage > 0 or torch.cuda.device_count() > 1
 
 
 def crowded(asked: LaunchConfig) -> str | None:
     """What is wrong with more processes here than GPUs or, without any, CPU cores that may be used; None: nothing."""
+    import torch
+
     local, cards = asked.processes // asked.machines, torch.cuda.device_count()
     places, kind = (cards, "GPU") if cards else (_usable_cores(), "CPU core")
     return f"{local} processes on {places} {kind}{'s' * (places > 1)}; lower it" if local > places else None
@@ -50,7 +65,7 @@ def launch(asked: LaunchConfig, arguments: Sequence[str]) -> int:
 
     An interrupt, which the launcher has passed on to the processes, raises KeyboardInterrupt as it would without one.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
     from torch.distributed.launcher.api import elastic_launch
@@ -70,6 +85,7 @@ def launch(asked: LaunchConfig, arguments: Sequence[str]) -> int:
         rdzv_configs={"rank": asked.machine_rank, "timeout": 900} if several else {},
         max_restarts=0,
         monitor_interval=0.5,
+        logs_specs=DefaultLogsSpecs(temporary_folder()),
     )
     try:
         elastic_launch(config, sys.executable)("-P", "-m", "sparse_rl.cli", *arguments)

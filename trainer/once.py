@@ -16,22 +16,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from sparse_rl.temporary import temporary_folder
 from trainer.launch import launched
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 FOLDER = "SPARSE_RL_LAUNCH_FOLDER"
+LAST_WORDS = "last_words"  # file of what the launcher is to say
 T = TypeVar("T")
 
 
 @contextmanager
 def remembered() -> Iterator[None]:
     """In this block, and in the processes that are launched in it, `once` does everything once."""
-    if launched():  # the launcher's folder serves
+    place = temporary_folder()
+    if launched():  # the launcher's folder serves, which is in use as long as this process is there
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="sparse-rl-") as folder:
+    with tempfile.TemporaryDirectory(dir=place) as folder:
         os.environ[FOLDER] = folder
         try:
             yield
@@ -71,3 +74,18 @@ def once_on_disk(what: str, make: Callable[[], Dataset]) -> Dataset:
         return place
 
     return datasets.load_from_disk(once(what, saved))
+
+
+def leave_words(words: str) -> bool:
+    """For the launcher to say, once its processes have ended; False where there is none that will."""
+    if FOLDER not in os.environ:
+        return False
+    with (Path(os.environ[FOLDER]) / LAST_WORDS).open("a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(f"{words}\n")
+    return True
+
+
+def left_words() -> str:
+    """What the launched processes have left to say."""
+    file = Path(os.environ[FOLDER]) / LAST_WORDS
+    return file.read_text(encoding="utf-8") if file.is_file() else ""

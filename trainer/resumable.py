@@ -24,6 +24,7 @@ from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
 from sparse_rl.errors import NotFiniteError, StoppedError, UserError
+from sparse_rl.progress import stage
 from trainer.arguments import refusals
 from trainer.checkpoint import (
     PARTIAL,
@@ -39,7 +40,7 @@ from trainer.checkpoint import (
 )
 from trainer.deepspeed import deepspeed_classes
 from trainer.finite import not_finite_metric, not_finite_weight
-from trainer.rundir import versions
+from trainer.resume import versions
 from trainer.scored.trainer import Scored
 
 logger = logging.getLogger("sparse_rl")
@@ -77,6 +78,17 @@ def reading(checkpoint: str | None) -> Iterator[None]:
             os.environ[DATA_ONLY] = forced
 
 
+@contextmanager
+def known_metric() -> Iterator[None]:
+    """The KeyError of transformers for a metric_for_best_model that no validation measures, as a UserError."""
+    try:
+        yield
+    except KeyError as error:
+        if "metric_for_best_model" not in str(error):
+            raise
+        raise UserError(f"an option is refused: {error.args[0]}") from error
+
+
 class EpochRepeatSampler(RepeatSampler):
     """TRL's sampler with an order that is a function of (seed, epoch), so that a resume in a later epoch finds it."""
 
@@ -105,6 +117,28 @@ class Resumable(Scored):
             super().__init__(*args, **kwargs)
         self.args.logging_nan_inf_filter = False  # it hides a loss that is NaN, and waits for the device at every batch
         self.add_callback(_AtStart(self))
+
+    # ---- options that are taken late ------------------------------------------------------------------------------
+
+    def create_optimizer(self, *args: Any) -> Any:
+        with refusals(TypeError, ImportError):
+            return super().create_optimizer(*args)
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        with refusals(TypeError):
+            return super().create_scheduler(*args, **kwargs)
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        with refusals():
+            return super()._get_dataloader(*args, **kwargs)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with known_metric(), stage("evaluating"):
+            return super()._evaluate(*args, **kwargs)
+
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        with known_metric():
+            return super()._determine_best_metric(*args, **kwargs)
 
     # ---- what has to be a number ----------------------------------------------------------------------------------
 
@@ -187,7 +221,11 @@ class Resumable(Scored):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.stop_unless_finite()
-        run, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
+        name = f"checkpoint-{self.state.global_step}"
+        with stage("saving", name):
+            self._save_whole(Path(self._get_output_dir(trial)), name, model, trial)
+
+    def _save_whole(self, run: Path, name: str, model: Any, trial: Any) -> None:
         made = run / PARTIAL / name
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self._writing = True
@@ -245,6 +283,14 @@ class Resumable(Scored):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with reading(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Of weights that are tied, such as a head to the embeddings, a checkpoint holds one: none is missing."""
+        model: Any = self.model
+        weights, missing = dict(model.named_parameters(remove_duplicate=False)), set(load_result.missing_keys)
+        loaded = {id(weight) for name, weight in weights.items() if name not in missing}
+        lacking = [name for name in load_result.missing_keys if id(weights.get(name)) not in loaded]
+        super()._issue_warnings_after_load(type(load_result)(lacking, load_result.unexpected_keys))
 
     def _prepare_for_training(self, max_steps: int, dataloader: Any, checkpoint: str | None) -> Any:
         with reading(checkpoint):  # optimizer and schedule, and all of DeepSpeed's

@@ -20,12 +20,10 @@ def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, torch.Ten
     An adapter's product is added to a copy of the weight it adapts, so that the frozen weights keep their bits.
     """
     module = accelerator.unwrap_model(model)
-    plugin = accelerator.state.deepspeed_plugin
-    partitioned = plugin is not None and plugin.zero_stage == 3
     for name, weight in module.named_parameters():
         if "lora_" in name:
             continue
-        with _gathered(weight) if partitioned else nullcontext():
+        with gathered(weight, accelerator):
             yield name.removeprefix("base_model.model.").replace(".base_layer", ""), _merged(module, name, weight)
 
 
@@ -46,10 +44,19 @@ def give_weights(engine: Engine, model: Any, accelerator: Any) -> None:
     check_scorers_in(engine, scorers)
 
 
-def _gathered(weight: torch.nn.Parameter) -> Any:
+def partitioned(accelerator: Any) -> bool:
+    """Whether each process holds a part of every weight: ZeRO-3."""
+    plugin = accelerator.state.deepspeed_plugin
+    return plugin is not None and plugin.zero_stage == 3
+
+
+def gathered(weight: torch.nn.Parameter, accelerator: Any, writer: int | None = None) -> Any:
+    """A context in which a weight is whole. writer : the process that writes into it, under ZeRO-3 for all of them"""
+    if not partitioned(accelerator):
+        return nullcontext()
     import deepspeed
 
-    return deepspeed.zero.GatheredParameters([weight])
+    return deepspeed.zero.GatheredParameters([weight], modifier_rank=writer)
 
 
 @torch.no_grad()

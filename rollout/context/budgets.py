@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from rollout.context.cache import Context, LayerEntries, joined
 from rollout.context.config import PromptCacheConfig
 from sparse_rl.errors import UserError, reason
+from sparse_rl.files import read_text
 
 RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0)  # at 0 a head keeps one entry
 BASE = 0.05
@@ -152,7 +153,7 @@ def load(path: str | Path, layers: int, kv_heads: int) -> torch.Tensor:
     Raises UserError where the file is none of budgets, or not of a model of this shape.
     """
     try:
-        shares = torch.tensor(json.loads(Path(path).read_text())["shares"], dtype=torch.float64)
+        shares = torch.tensor(json.loads(read_text(path))["shares"], dtype=torch.float64)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} holds no head budgets: {reason(error)}") from error
     if not bool((shares >= 0).all() and shares.sum() > 0):

@@ -16,8 +16,6 @@ from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from tqdm import tqdm
-
 from rollout.config import SamplingConfig
 from rollout.context import Context, PromptCacheConfig
 from rollout.context.compact import Studied
@@ -26,6 +24,7 @@ from rollout.evaluation.evaluate import ContextCosts, Decode, EvalRow, Line, Poi
 from rollout.evaluation.samples import sample_in_parts
 from sparse_rl.data.tokens import SplitPrompt
 from sparse_rl.errors import UserError
+from sparse_rl.progress import Stage, stage
 
 # The settings of the compaction alone: configurations that differ in no others share one reading of a context.
 COMPACTION = {"policy", "ratio", "select", "aggregate", "pool", "ridge", "fit", "layers", "budgets", "chunk"}
@@ -214,23 +213,22 @@ def evaluate_contexts(
     """
     rows: list[EvalRow] = []
     total = len(caches) * sum(len(task.prompts) for task in tasks.values())
-    hidden = None if progress else True
     with ExitStack() as stack:
-        bar = stack.enter_context(tqdm(total=total, unit="problem", disable=hidden))
+        shown = stack.enter_context(stage("evaluating", total=total, unit="problem", shown=progress))
         asked = {name: task.questions for name, task in tasks.items()}
-        opened = engines.opened(asked, caches, sampling.max_tokens, partial(_show, bar))
+        opened = engines.opened(asked, caches, sampling.max_tokens, partial(_show, shown))
         engine, contexts_of = stack.enter_context(opened)
         for name, task in tasks.items():
             points = [Point(name, task, sampling, named(cache)) for cache in caches]
             costs: list[list[ContextCosts]] = [[] for _ in caches]
             for one in contexts_of(name):
-                _show(bar, name, f"answers, {label(caches[one.cache])}")
+                _show(shown, name, f"answers, {label(caches[one.cache])}")
                 prompts = [task.prompts[place] for place in one.problems]
                 for part, rollouts, seconds in sample_in_parts(engine, prompts, sampling, one.context):
                     problems = [one.problems[place] for place in part]
                     for line in points[one.cache].judge(problems, rollouts, seconds, decode):
                         on_completion(line)
-                    bar.update(len(part))
+                    shown.advance(len(part))
                 costs[one.cache].append(one.costs)
                 done = [point.row(_mean(mine)) for point, mine in zip(points, costs, strict=True) if mine]
                 on_row([*rows, *done])
@@ -250,8 +248,8 @@ def label(config: PromptCacheConfig) -> str:
     return f"{config.policy} {config.ratio:g}" if config.chooses else config.policy
 
 
-def _show(bar: tqdm, task: str, stage: str) -> None:
-    bar.set_description(f"{task} · {stage}")
+def _show(shown: Stage, task: str, begins: str) -> None:
+    shown.tell(f"{task}, {begins}")
 
 
 def _mean(costs: Sequence[ContextCosts]) -> ContextCosts:

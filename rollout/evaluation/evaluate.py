@@ -14,14 +14,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tqdm import tqdm
-
 from rollout.config import SamplingConfig
 from rollout.engine import Engine, Rollout
 from rollout.evaluation.entries import EntryCounts
 from rollout.evaluation.estimators import mean_and_error, pass_at_k
 from rollout.evaluation.samples import sample_in_parts, summary
 from sparse_rl.policies.base import Policy
+from sparse_rl.progress import stage
 
 Score = Callable[[Sequence[int], Sequence[str], Sequence[Rollout]], list[float | None]]
 Decode = Callable[[list[list[int]]], list[str]]
@@ -137,16 +136,16 @@ def evaluate(
     order = [(task, place) for task in tasks for place in range(len(policies))]
     done: dict[tuple[str, int], EvalRow] = {}
     total = len(policies) * sum(len(task.prompts) for task in tasks.values())
-    with tqdm(total=total, unit="problem", disable=None if progress else True) as bar:
+    with stage("evaluating", total=total, unit="problem", shown=progress) as shown:
         for place, policy in enumerate(policies):
             with open_engine(policy) as engine:
                 for name, task in tasks.items():
-                    bar.set_description(f"{name} · {policy.name}{_budget(policy)}")
+                    shown.tell(f"{name}, {policy.name}{_budget(policy)}")
                     point = Point(name, task, sampling, engine.policy)
                     for problems, rollouts, seconds in sample_in_parts(engine, task.prompts, sampling):
                         for line in point.judge(problems, rollouts, seconds, decode):
                             on_completion(line)
-                        bar.update(len(problems))
+                        shown.advance(len(problems))
                     done[name, place] = point.row()
                     on_row([done[key] for key in order if key in done])
     return [done[key] for key in order]

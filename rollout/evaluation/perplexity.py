@@ -13,13 +13,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
-
 from rollout.engine import Engine
 from rollout.evaluation.entries import EntryCounts
 from rollout.evaluation.estimators import mean_and_error
 from rollout.requests import NotFiniteLogprobError
 from sparse_rl.policies.base import Policy
+from sparse_rl.progress import Stage, stage
 
 LARGEST_NLL = 700.0  # whose exp is a float
 
@@ -77,16 +76,17 @@ def measure_perplexity(
     on_row : is told all rows so far, after each new one
     """
     rows: list[PerplexityRow] = []
-    with tqdm(total=len(policies) * len(pieces), unit="piece", disable=None if progress else True) as bar:
+    total = len(policies) * len(pieces)
+    with stage("measuring", total=total, unit="piece", shown=progress) as shown:
         for policy in policies:
-            bar.set_description(" ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget"))))))
+            shown.tell(" ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget"))))))
             with open_engine(policy) as engine:
-                rows.append(_measure(pieces, prompt_tokens, engine, bar))
+                rows.append(_measure(pieces, prompt_tokens, engine, shown))
             on_row(list(rows))
     return rows
 
 
-def _measure(pieces: Sequence[Sequence[int]], prompt_tokens: int, engine: Engine, bar: tqdm) -> PerplexityRow:
+def _measure(pieces: Sequence[Sequence[int]], prompt_tokens: int, engine: Engine, shown: Stage) -> PerplexityRow:
     policy = engine.policy  # bound to the model
     entries, seconds = EntryCounts(policy), 0.0
     losses: list[float] = []
@@ -103,7 +103,7 @@ def _measure(pieces: Sequence[Sequence[int]], prompt_tokens: int, engine: Engine
             losses.append(-math.fsum(rollout.model_logprobs) / len(rollout.model_logprobs))
             kept.append(rollout.trace.retention())
             entries.add(rollout)
-        bar.update(len(part))
+        shown.advance(len(part))
     nll, error = mean_and_error(losses)
     assert nll is not None
     completion_tokens = len(pieces[0]) - prompt_tokens

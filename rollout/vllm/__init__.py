@@ -13,7 +13,8 @@ fixed.py      memory that a CUDA graph reads, for what is new in each step
 arrivals.py   that of a learned policy, which decides before a layer attends: one token comes, and one goes, per kv head
 backend.py    the attention backend: physical lengths and slots in, queries out; on backend_cpu.py, backend_cuda.py
 exact.py      attention in float32 on a CPU, as the trainer computes it
-worker.py     what the engine calls on a worker, and the sampler
+worker.py     what the engine calls on a worker
+samplers.py   what draws in a worker: a rollout's sequences, and a server's requests that bring a seed
 pool.py       vLLM's worker, with a cache no larger than all its sequences can fill
 handover.py   weights for an engine in processes of its own
 record.py     what a worker writes down of a run, and hands to the engine once it is over: evictions and log-probs

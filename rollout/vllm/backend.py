@@ -81,12 +81,13 @@ class EvictingImpl:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         vllm_config = get_current_vllm_config()
-        EvictingImpl.config = arguments.cache_config(vllm_config)
+        EvictingImpl.config = config = arguments.cache_config(vllm_config)
         EvictingImpl.longest = vllm_config.model_config.max_model_len
-        if EvictingImpl.config is not None and EvictingImpl.config.physical:
-            refusals.refuse_unsupported(vllm_config, EvictingImpl.config.full_graphs)
-            refusals.refuse_layer(self)
-            if EvictingImpl.config.folds:
+        if config is not None and (config.physical or config.exact):
+            refusals.refuse_layer(self, config)
+        if config is not None and config.physical:
+            refusals.refuse_unsupported(vllm_config, config.full_graphs)
+            if config.folds:
                 # the stock implementations part keys from values by their own head size
                 self.head_size = self.wide = folded.wide_head(self.head_size, arguments.on_cpu())
 

@@ -45,12 +45,10 @@ class Beside:
         return left
 
 
-def beside_cache(
-    policy: Policy, config: Any, *, itemsize: int, max_batch: int, tensor_parallel: int = 1, own_sampler: bool = True
-) -> Beside:
+def beside_cache(policy: Policy, config: Any, *, itemsize: int, max_batch: int, tensor_parallel: int = 1) -> Beside:
     """What stands beside the cache of each worker.
 
-    config : the model's; itemsize : bytes of a number in the cache; own_sampler : False for a server, which has vLLM's
+    config : the model's; itemsize : bytes of a number in the cache
     """
     layers, kv_heads, head_dim = cache_shape(config)
     per_entry = 4 * (1 + len(policy.entry_memory)) if policy.schedule.evicts or policy.bias is not None else 0
@@ -60,5 +58,5 @@ def beside_cache(
     return Beside(
         per_byte=per_entry / (2 * head_dim * itemsize),
         requests=layers * (max_batch + 1) * (queries + sum(value.nbytes for value in own)),  # a row is nobody's
-        sampler=LOGIT * max_batch * config.vocab_size * own_sampler,
+        sampler=LOGIT * max_batch * config.vocab_size,
     )

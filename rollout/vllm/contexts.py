@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from rollout.context.cache import Context
 from rollout.context.files import load_context
 from rollout.vllm.compat import paged
+from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.connector import EvictionConnector
 from rollout.vllm.context_spec import ASKED, Behind
 from rollout.vllm.messages import Begun, Filled
@@ -117,7 +118,7 @@ class ContextConnector(EvictionConnector):
         if request.skip_reading_prefix_cache or request.lora_request is not None:
             return None
         if not self.served:  # of an engine; a server's clients could name what they like
-            named = (request.sampling_params.extra_args or {}).get("context")
+            named = (request.sampling_params.extra_args or {}).get(KEY, {}).get("context")
             return None if named is None else Behind(*named)
         prompt = request.prompt_token_ids or ()
         for tokens, behind in self.served:

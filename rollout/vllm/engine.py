@@ -20,15 +20,15 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import torch
 from torch import distributed
-from tqdm import tqdm
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rollout.config import SamplingConfig
 from rollout.context import Context
 from rollout.context.files import save_context
-from rollout.engine import Rollout
+from rollout.engine import Rollout, sampling_stage
 from rollout.requests import NotFiniteLogprobError, Request, requests_to_sample, requests_to_simulate, stop_tokens
 from rollout.vllm.beside import beside_cache
+from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.handover import handed_over
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import StoppedError, UserError
@@ -37,6 +37,8 @@ from sparse_rl.models.load import load_config, load_generation_config
 from sparse_rl.models.weights import stored_shapes
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.learned import LearnedPolicy
+from sparse_rl.progress import Stage
+from sparse_rl.temporary import temporary_folder
 from sparse_rl.trace import NEVER, EvictionTrace
 
 OTHERWISE = "; or use the hf engine"
@@ -196,14 +198,13 @@ class VLLMEngine:
         self._check_room(requests, sampling)
         rollouts: dict[int, Rollout] = {}
         waiting = requests
-        hidden = None if self.progress else True  # None: hidden where stderr is not a terminal
-        with self.turn, tqdm(total=len(requests), desc="rollout", unit="seq", leave=False, disable=hidden) as bar:
+        with self.turn, sampling_stage(requests, self.progress) as shown:
             for _ in range(ATTEMPTS):
-                rollouts.update(self._run(waiting, sampling, bar))
+                rollouts.update(self._run(waiting, sampling, shown))
                 waiting = [request for request in waiting if request.place not in rollouts]
                 if not waiting:
                     return [rollouts[request.place] for request in requests]
-                bar.update(-len(waiting))
+                shown.advance(-len(waiting))
         raise StoppedError(
             f"{len(waiting)} sequences were preempted {ATTEMPTS} times; lower max_batch or raise kv_cache_gb"
         )
@@ -228,19 +229,19 @@ class VLLMEngine:
                     f"prompt {number} comes to {held} entries, and context_entries is {self.context_entries}"
                 )
 
-    def _run(self, requests: list[Request], sampling: SamplingConfig, bar: tqdm) -> dict[int, Rollout]:
+    def _run(self, requests: list[Request], sampling: SamplingConfig, shown: Stage) -> dict[int, Rollout]:
         """Place -> rollout of each request, but those that were preempted."""
         self.llm.collective_rpc("begin_run", args=(dataclasses.asdict(sampling),))
         try:
             if requests and (context := requests[0].context) is not None and context is not self.held:
                 self._hold(context)
-            return dict(self._with_records(requests, self._sample(requests, sampling, bar)))
+            return dict(self._with_records(requests, self._sample(requests, sampling, shown)))
         finally:
             self.llm.collective_rpc("end_run")
 
     def _hold(self, context: Context) -> None:
         """Hand the workers a context's entries, which they keep until another comes."""
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
             source: Any = context
             if self.separate:
                 source = str(Path(folder) / "context.safetensors")
@@ -248,7 +249,7 @@ class VLLMEngine:
             self.llm.collective_rpc("hold_context", args=(CONTEXT, source))
         self.held = context
 
-    def _sample(self, requests: list[Request], sampling: SamplingConfig, bar: tqdm) -> dict[int, Any]:
+    def _sample(self, requests: list[Request], sampling: SamplingConfig, shown: Stage) -> dict[int, Any]:
         """Place -> vLLM's output of each request."""
         import vllm
 
@@ -263,8 +264,8 @@ class VLLMEngine:
                     asked["context"] = [CONTEXT, len(context.tokens), context.entries]
                 parameters = vllm.SamplingParams(
                     max_tokens=request.max_tokens,
-                    temperature=1.0,  # the true one, top_p, top_k and the seed: worker.SequenceSampler
-                    extra_args=asked,
+                    temperature=1.0,  # the true one, top_p, top_k and the seed: samplers.py
+                    extra_args={KEY: asked},
                     stop_token_ids=stop,
                     ignore_eos=True,  # which tokens stop stands above
                     detokenize=False,
@@ -278,7 +279,7 @@ class VLLMEngine:
                         if drawn.finish_reason == "error":  # compat/finite.py; vLLM itself fails none of ours
                             raise NotFiniteLogprobError(*divmod(place, sampling.n), len(drawn.token_ids), self.dtype)
                         sampled[place] = drawn
-                        bar.update()
+                        shown.advance()
             return sampled
         finally:
             if engine.has_unfinished_requests():  # interrupted: leave nothing behind

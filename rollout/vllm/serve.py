@@ -35,10 +35,16 @@ from sparse_rl.models.load import load_config, load_tokenizer
 from sparse_rl.models.weights import stored_shapes
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.registry import make_policy
+from sparse_rl.source import INSTALL_VLLM
+from sparse_rl.temporary import remove_temporary_folder
 
 PROGRAM = """
 import os, signal, sys
-signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # for the seconds that the import takes
+from sparse_rl.temporary import remove_temporary_folder
+def end(*_):  # for the seconds that the import takes
+    remove_temporary_folder()
+    os._exit(130)
+signal.signal(signal.SIGINT, end)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 from rollout.vllm.serve import run
 run(sys.argv[1:])
@@ -91,7 +97,7 @@ def serve(
         Whatever can be found wrong before anything is loaded.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise UserError('serving needs vLLM, which is not installed: pip install "sparse-rl[vllm]"')
+        raise UserError(f"serving needs vLLM, which is not installed: {INSTALL_VLLM}")
     from rollout.vllm.compat import arguments
 
     _check_plugin()
@@ -106,7 +112,7 @@ def serve(
     dtype = _dtype(dtype, config)
     itemsize = BYTES.get(dtype, BYTES.get(str(config.dtype).removeprefix("torch."), 2))
     kept = policy if context is None else arguments.BehindContext(policy.config)
-    beside = beside_cache(kept, config, itemsize=itemsize, max_batch=max_batch, own_sampler=False)
+    beside = beside_cache(kept, config, itemsize=itemsize, max_batch=max_batch)
     memory, block = arguments.memory_arguments(kv_cache_gb, ALONE, beside), arguments.default_block_size()
     if max_model_len is not None:
         _check_length(max_model_len, policy, config, dtype, memory.get("kv_cache_memory_bytes"))
@@ -315,6 +321,7 @@ def main(words: list[str]) -> int:
 
 def _end_at_once(*_: Any) -> NoReturn:
     _kill_children()
+    remove_temporary_folder()
     print("sparse-rl: interrupted", file=sys.stderr, flush=True)
     os._exit(130)
 
@@ -348,6 +355,7 @@ def run(words: list[str]) -> NoReturn:
         signal.signal(number, _end_at_once)
     status = main(words)
     _kill_children()
+    remove_temporary_folder()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

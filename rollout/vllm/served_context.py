@@ -16,7 +16,9 @@ from rollout.context.prompts import STUDY_PROMPTS
 from rollout.make import make_engine
 from sparse_rl.data.tokens import Prompt, prompt_ids, split_prompt, with_context
 from sparse_rl.errors import UserError, unread
+from sparse_rl.files import read_text
 from sparse_rl.models.load import load_tokenizer
+from sparse_rl.temporary import temporary_folder
 
 BEHIND = ("\n\nWhat", " 0", "a")  # what may follow the text: tokens that it changes are not the text's own
 
@@ -32,8 +34,8 @@ def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, w
     Raises UserError for a file that is no text, or too long, and as `HFEngine.compact` does.
     """
     try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(file)
+    except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {unread(error)}", "--context") from error
     tokenizer = load_tokenizer(model)
     prompt: Prompt = [{"role": "user", "content": text}] if tokenizer.chat_template else text
@@ -48,7 +50,7 @@ def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, w
     seconds = ", ".join(f"{stage} {taken:.0f} s" for stage, taken in context.seconds.items())
     print(f"context: {context.entries} entries left of {len(tokens)} ({seconds})", flush=True)
     descriptor = os.memfd_create("context", 0)  # 0: it outlives exec
-    with tempfile.TemporaryDirectory() as folder, open(descriptor, "wb", closefd=False) as memory:
+    with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder, open(descriptor, "wb", closefd=False) as memory:
         file = str(Path(folder) / "context.safetensors")
         save_context(file, context)
         with open(file, "rb") as written:

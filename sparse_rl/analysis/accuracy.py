@@ -8,34 +8,44 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
+from types import MappingProxyType
 
-from sparse_rl.analysis.drawing import COLOURS, new_figure, save_figure
+from sparse_rl.analysis.drawing import method_colours, new_figure, save_figure, shade
 
+PALE = 0.65  # of white, in the bars of a full cache
 Accuracies = tuple[Sequence[float], Sequence[float]]
 
 
-def plot_accuracy(methods: Mapping[str, Accuracies], out: str | Path, title: str = "") -> Path:
-    """Per method two bars, its mean accuracy under the small cache and with a full one; a dot per seed.
+def plot_accuracy(
+    methods: Mapping[str, Accuracies],
+    out: str | Path,
+    title: str = "Accuracy",
+    method_of: Mapping[str, str | None] = MappingProxyType({}),
+) -> Path:
+    """Per method two bars in its colour, its mean accuracy under the small cache and, paler, with a full one; a dot per
+    seed.
 
     methods : name -> (accuracies under the small cache, accuracies with a full one), a value per seed, in [0, 1]
+    method_of : name -> what drawing.COLOURS calls it
     """
-    figure, axes = new_figure()
+    from matplotlib.patches import Patch
+
+    figure, axes = new_figure(title)
     height = 0.38
-    for place, both in enumerate(methods.values()):
-        pairs = ((both[0], COLOURS[0], -height / 2), (both[1], "#bbbbbb", height / 2))
-        for values, colour, shift in pairs:
+    colours = method_colours([method_of.get(name) for name in methods])
+    for place, (colour, both) in enumerate(zip(colours, methods.values(), strict=True)):
+        for values, white, shift in ((both[0], 0.0, -height / 2), (both[1], PALE, height / 2)):
             at = place + shift
-            axes.barh(at, mean(values), height * 0.92, color=colour)
+            axes.barh(at, mean(values), height * 0.92, color=shade(colour, white))
             if len(values) > 1:
-                axes.plot(values, [at] * len(values), "o", color="black", markersize=3)
+                axes.plot(values, [at] * len(values), "o", color="black", markeredgecolor="white", markersize=5)
             axes.annotate(f"{mean(values):.2f}", (max(values), at), (5, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(methods)), list(methods))
     axes.invert_yaxis()  # the first method on top
     axes.grid(axis="y", visible=False)
     axes.set_xlim(0, 1.08)
     axes.set_xlabel("share of problems solved" + ("; dots: one seed each" if _seeds(methods) > 1 else ""))
-    axes.set_title(title, loc="left", fontsize=12)
-    handles = [axes.patches[0], axes.patches[1]]
+    handles = [Patch(color=shade("#444444", white)) for white in (0.0, PALE)]
     names = ["under the small cache", "with a full cache"]
     figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False, fontsize=10)
     return save_figure(figure, out)

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from sparse_rl.analysis.drawing import colours, label_ends, new_figure, save_figure
-from sparse_rl.errors import UserError, nearest
+from sparse_rl.analysis.drawing import label_ends, method_colours, new_figure, save_figure, whole_steps
+from sparse_rl.errors import UserError, nearest_few, one_line
 from sparse_rl.metrics import METRICS_FILE, read_metrics
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SMOOTHING = 0.15  # of the steps: the span of the moving average
 METRICS = {  # a short name -> (the metric's key, the axis' label, with its unit)
@@ -23,50 +28,58 @@ METRICS = {  # a short name -> (the metric's key, the axis' label, with its unit
 }
 
 
-def plot_metric(runs: Mapping[str, Path], out: str | Path, metric: str = "reward", title: str = "") -> Path:
+def plot_metric(
+    runs: Mapping[str, Path],
+    out: str | Path,
+    metric: str = "reward",
+    title: str = "",
+    method_of: Mapping[str, str | None] = MappingProxyType({}),
+) -> Path:
     """A metric against the step, one line per run: faint as it was logged, bold as a moving average over 15 % of it.
+    Of a run that is too short for an average, the bold line is what was logged.
 
     metric : a name of METRICS, or a key of metrics.jsonl
+    method_of : run -> what drawing.COLOURS calls its method
 
-    Raises UserError where no run has logged it; the line names those that were.
+    Raises UserError where no run has logged it; the line names what was logged.
     """
-    key, label = METRICS.get(metric, (metric, metric))
-    drawn = {run: points for run, folder in runs.items() if (points := _series(folder, key))}
-    if not drawn:
-        logged = sorted({name for folder in runs.values() for name in logged_metrics(folder)})
-        near = nearest(metric, {*METRICS, *logged} - {metric})
-        mend = f"did you mean {near}?" if near else f"logged are {', '.join(logged) or 'none'}"
-        raise UserError(f"no {metric} in the metrics of {', '.join(map(str, runs.values()))}; {mend}", "--metric")
-    figure, axes = new_figure()
+    label = METRICS.get(metric, (metric, metric))[1]
+    drawn = logged_series(runs, metric)
+    word = metric.replace("_", " ").capitalize() if metric in METRICS else one_line(metric, 60)
+    figure, axes = new_figure(title or f"{word} while training")
     ends = []
-    longest = 0
-    for colour, (run, points) in zip(colours(len(drawn)), drawn.items(), strict=True):
+    averaged = False
+    for colour, (run, points) in zip(method_colours([method_of.get(run) for run in drawn]), drawn.items(), strict=True):
         steps, values = zip(*points, strict=True)
-        longest = max(longest, len(values))
         mean = smooth(values, max(1, round(SMOOTHING * len(values))))
-        axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
+        if mean != list(values):
+            averaged = True
+            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
         axes.plot(steps, mean, color=colour, marker="o" if len(values) == 1 else None)
         ends.append((steps[-1], mean[-1], run, colour))
     label_ends(axes, ends)
-    axes.set_xlabel("training step" + (f"  (bold: mean over {SMOOTHING:.0%} of the run)" if longest > 1 else ""))
-    axes.set_ylabel(label)
-    axes.set_title(title, loc="left", fontsize=12)
+    whole_steps(axes)
+    axes.set_xlabel("training step" + (f"  (bold: mean over {SMOOTHING:.0%} of the run)" if averaged else ""))
+    axes.set_ylabel(one_line(label, 60))
     return save_figure(figure, out)
 
 
-def plot_gap(runs: Mapping[str, Path], out: str | Path, title: str = "") -> Path:
+def plot_gap(
+    runs: Mapping[str, Path],
+    out: str | Path,
+    title: str = "Gap between trainer and sampler",
+    method_of: Mapping[str, str | None] = MappingProxyType({}),
+) -> Path:
     """|log p_trainer - log p_sampler| of sampled tokens against step, log scale: solid its mean, dotted its maximum.
 
     Raises UserError where no run has logged it.
     """
-    figure, axes = new_figure()
-    drawn = {label: (_series(f, "replay/gap_mean"), _series(f, "replay/gap_max")) for label, f in runs.items()}
-    drawn = {label: both for label, both in drawn.items() if both[0] or both[1]}
-    if not drawn:
-        raise UserError(f"no replay/gap_mean in the metrics of {', '.join(map(str, runs.values()))}")
+    means = logged_series(runs, "replay/gap_mean")
+    drawn = {run: (points, _series(runs[run], "replay/gap_max")) for run, points in means.items()}
     least = min((v for both in drawn.values() for points in both for _, v in points if v > 0), default=1e-9)
+    figure, axes = new_figure(title)
     ends = []
-    for colour, (label, both) in zip(colours(len(drawn)), drawn.items(), strict=True):
+    for colour, (label, both) in zip(method_colours([method_of.get(run) for run in drawn]), drawn.items(), strict=True):
         for points, style, which in zip(both, ("-", ":"), ("mean", "max"), strict=True):
             if points:
                 steps, values = zip(*points, strict=True)
@@ -75,10 +88,44 @@ def plot_gap(runs: Mapping[str, Path], out: str | Path, title: str = "") -> Path
                 ends.append((steps[-1], shown[-1], f"{label}, {which}", colour))
     axes.set_yscale("log")
     label_ends(axes, ends)
+    whole_steps(axes)
     axes.set_xlabel("training step")
     axes.set_ylabel("|Δ log-prob| per token,\ntrainer − sampler (nats)")
-    axes.set_title(title, loc="left", fontsize=12)
     return save_figure(figure, out)
+
+
+def logged_series(runs: Mapping[str, Path], metric: str) -> dict[str, list[tuple[int, float]]]:
+    """Run -> its steps and values of a metric, of those runs that have logged it. Raises UserError where none has."""
+    key, _ = METRICS.get(metric, (metric, metric))
+    found = {run: points for run, folder in runs.items() if (points := _series(folder, key))}
+    if not found:
+        where = one_line(next(iter(runs)), 60) if len(runs) == 1 else f"{len(runs)} runs"
+        logged = {name for folder in runs.values() for name in logged_metrics(folder)}
+        known = {name for name, (key, _) in METRICS.items() if key in logged}
+        mend = f"the nearest are {nearest_few(metric, known | logged)}" if logged else "nothing is logged there"
+        raise UserError(f"no {one_line(metric, 60)} in the metrics of {where}; {mend}", "--metric")
+    return found
+
+
+def has_line(runs: Mapping[str, Path], metric: str) -> bool:
+    """Whether some run has logged a metric in two steps. Raises UserError where none has logged it."""
+    return any(len(dict(points)) > 1 for points in logged_series(runs, metric).values())
+
+
+def steps_table(runs: Mapping[str, Path], metrics: Sequence[str]) -> Table:
+    """The logged values of metrics as a table for the terminal: what says all where no run has two steps."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    made = Table(title="logged in one step alone, so there is no line to draw")
+    for name in ("run", "step", *metrics):
+        made.add_column(escape(one_line(name, 60)), justify="left" if name == "run" else "right")
+    for run, folder in runs.items():
+        found = {metric: dict(_series(folder, METRICS.get(metric, (metric, ""))[0])) for metric in metrics}
+        for step in sorted({step for values in found.values() for step in values}):
+            cells = (f"{values[step]:.4g}" if step in values else "–" for values in found.values())
+            made.add_row(escape(run), str(step), *cells)
+    return made
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:

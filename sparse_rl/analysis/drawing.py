@@ -1,19 +1,45 @@
-"""How every picture looks: lines carry their own names, and no display is needed.
-
-The colours are those of Okabe and Ito, distinct to colour-blind eyes.
-"""
+"""How every picture looks: a colour for each method, lines that carry their own names; no display is needed."""
 
 from __future__ import annotations
 
+import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.errors import UserError
+from sparse_rl.errors import UserError, one_line
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# The colour of each method, in every picture: first those of Okabe and Ito, which are distinct to colour-blind eyes.
+COLOURS = {
+    # cache policies; a run that samples under one has its colour
+    "streaming": "#0072B2",
+    "gkv": "#E69F00",
+    "rkv": "#009E73",
+    "snapkv": "#CC79A7",
+    "h2o": "#8C5A3C",
+    "am": "#5D3A9B",
+    "kvpop": "#8B0A3C",
+    "tova": "#8F8F00",
+    "dms": "#C020B0",
+    "morphkv": "#E8798A",
+    "cake": "#00B8B0",
+    "lined": "#66A61E",
+    "clustered": "#1F4E2E",
+    "layered": "#56B4E9",
+    "full": "#000000",
+    # further ways to compact a context once
+    "evict": "#E03C31",
+    "none": "#A8A8A8",
+    # runs that sample under no policy, or train under another attention than they sampled under
+    "sft": "#808080",
+    "mismatched": "#D55E00",
+}
+SHADES = (0.0, 0.45, -0.4, 0.25, -0.2)  # of one method's lines: towards white, or black
+MARKERS = "os^Dv"  # of these lines
+GREY = "#999999"  # what is no method: an edge, single layers
 LABEL_WIDTH = 20  # characters of a line's name before it is wrapped
+TITLE_WIDTH = 66
 STYLE: Any = {
     "figure.figsize": (7.2, 4.2),
     "figure.dpi": 150,
@@ -22,17 +48,49 @@ STYLE: Any = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 12,
     "grid.color": "#e6e6e6",
     "lines.linewidth": 2.0,
 }
 
 
-def colours(count: int) -> list[str]:
-    """So many colours, for curves; they repeat where there are more than in COLOURS."""
-    return [COLOURS[i % len(COLOURS)] for i in range(count)]
+def method_colours(methods: Sequence[str | None]) -> list[str]:
+    """A colour for each line, given its method: that of COLOURS; where several lines are of one method, its shades.
+
+    A method that COLOURS does not know (None: nobody knows it) gets a colour that no other line has, while there are
+    any.
+    """
+    spare = [colour for name, colour in COLOURS.items() if name not in methods and name != "none"]
+    unknown = [line for line, method in enumerate(methods) if method not in COLOURS]
+    found = []
+    for line, method in enumerate(methods):
+        if method in COLOURS:
+            before = methods[:line].count(method)
+            found.append(shade(COLOURS[method], SHADES[before % len(SHADES)]))
+        else:
+            found.append(spare[unknown.index(line) % len(spare)])
+    return found
 
 
-def new_figure() -> tuple[Any, Any]:
+def shade(colour: str, weight: float) -> str:
+    """A colour moved towards white (a weight above 0) or black (below)."""
+    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    end = 255 if weight > 0 else 0
+    return "#" + "".join(f"{round(part + (end - part) * abs(weight)):02X}" for part in parts)
+
+
+def policy_words(fingerprint: Mapping[str, str]) -> tuple[str | None, str]:
+    """The name of the policy that made traces (None: nobody knows), and the words for it: with its budget, if any."""
+    try:
+        block = json.loads(fingerprint.get("policy", "{}"))
+        name, budget = str(block["policy"]), block.get("budget")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # a file may have been made elsewhere
+        return None, "unnamed policy"
+    return name, one_line(name, 40) + (f", budget {budget}" if type(budget) is int else "")
+
+
+def new_figure(title: str) -> tuple[Any, Any]:
     """(figure, axes) of matplotlib, in our style."""
     import matplotlib
 
@@ -40,7 +98,16 @@ def new_figure() -> tuple[Any, Any]:
     import matplotlib.pyplot as plt
 
     with plt.rc_context(STYLE):
-        return plt.subplots(layout="constrained")
+        figure, axes = plt.subplots(layout="constrained")
+        axes.set_title("\n".join(textwrap.fill(line, TITLE_WIDTH) for line in title.splitlines()))
+        return figure, axes
+
+
+def whole_steps(axes: Any) -> None:
+    """Ticks of the x axis at whole numbers alone."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], size: float = 10) -> None:
@@ -50,10 +117,8 @@ def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], size: f
     figure.canvas.draw()
     line = 1.35 * size * figure.dpi / 72
     placed = sorted((axes.transData.transform((x, y))[1], y, x, label, colour) for x, y, label, colour in ends)
-    heights = [pixel for pixel, *_ in placed]
     lines = [label.count("\n") + 1 for *_, label, _ in placed]
-    for i in range(1, len(heights)):
-        heights[i] = max(heights[i], heights[i - 1] + line * (lines[i - 1] + lines[i]) / 2)
+    heights = _apart([pixel for pixel, *_ in placed], [line * count for count in lines], axes.bbox.y1)
     for height, (pixel, y, x, label, colour) in zip(heights, placed, strict=True):
         shift = (8, (height - pixel) * 72 / figure.dpi)
         axes.annotate(
@@ -66,6 +131,18 @@ def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], size: f
             va="center",
             annotation_clip=False,
         )
+
+
+def _apart(centres: Sequence[float], sizes: Sequence[float], top: float) -> list[float]:
+    """Ascending centres moved apart until none of these sizes overlap: up, and down again where they pass the top."""
+    moved = list(centres)
+    for i in range(1, len(moved)):
+        moved[i] = max(moved[i], moved[i - 1] + (sizes[i - 1] + sizes[i]) / 2)
+    if moved:
+        moved[-1] = min(moved[-1], max(top, centres[-1]))
+    for i in reversed(range(len(moved) - 1)):
+        moved[i] = min(moved[i], moved[i + 1] - (sizes[i] + sizes[i + 1]) / 2)
+    return moved
 
 
 def save_figure(figure: Any, out: str | Path) -> Path:

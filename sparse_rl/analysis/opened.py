@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from sparse_rl.analysis.drawing import COLOURS, new_figure, save_figure
+from sparse_rl.analysis.drawing import new_figure, policy_words, save_figure
 from sparse_rl.errors import UserError
 from sparse_rl.pages import Pages
 from sparse_rl.trace import EvictionTrace
@@ -108,8 +109,13 @@ def opened_shares(opened: torch.Tensor, wide: int, high: int) -> torch.Tensor:
     return torch.stack(cells, dim=1) / (opened.shape[0] * opened.shape[1])
 
 
-def plot_opened(traces: Sequence[EvictionTrace], out: str | Path) -> Path:
-    """The map of the pages that each query opened, of the longest trace in which any was."""
+def plot_opened(
+    traces: Sequence[EvictionTrace], out: str | Path, fingerprint: Mapping[str, str] = MappingProxyType({})
+) -> Path:
+    """The map of the pages that each query opened, of the longest trace in which any was.
+
+    fingerprint : of the file of traces, which names the policy
+    """
     opening = [one for one in traces if bool((one.further["opened"][paged_layers(one)] >= 0).any())]
     if not opening:
         raise UserError("no query of these traces opened a page: there is no map to draw")
@@ -120,21 +126,22 @@ def plot_opened(traces: Sequence[EvictionTrace], out: str | Path) -> Path:
     shares = opened_shares(opened, wide, high)
     across = [column * wide - 0.5 for column in range(shares.shape[1] + 1)]
     up = [pages.sinks + row * high * pages.size - 0.5 for row in range(shares.shape[0] + 1)]
-    figure, axes = new_figure()
+    title = f"{policy_words(fingerprint)[1]}: pages that queries opened, of {pages.size} tokens each"
+    title += f"\npaged layers: {len(layers)}" + (
+        f"; a cell shows the most of {wide} × {high} queries × pages" if wide * high > 1 else ""
+    )
+    figure, axes = new_figure(title)
     cells = shares.where(shares > 0, torch.nan).numpy()
     drawn = axes.pcolormesh(across, up, cells, cmap="viridis_r", vmin=0, vmax=1, rasterized=True)
     figure.colorbar(drawn, label="share of layers and kv heads")
     edges = closing_line(trace.further["closed_at"], pages, len(trace))
-    axes.step(*edges, where="post", color=COLOURS[1], linewidth=1)
+    axes.step(*edges, where="post", color="black", linewidth=1, label="pages below have closed")
     axes.grid(visible=False)
     axes.set_xlim(-0.5, len(trace) - 1.5)  # the last token is never fed
     axes.set_ylim(bottom=0)
     axes.set_xlabel("query (position in the sequence)")
     axes.set_ylabel("tokens of the pages it opened")
-    title = f"paged layers: {len(layers)}; pages of {pages.size} tokens, those below the line have closed"
-    if wide * high > 1:
-        title += f"\na cell shows the most of some queries × pages: {wide} × {high}"
-    axes.set_title(title, loc="left", fontsize=10, color="#555555")
+    figure.legend(loc="outside lower center", frameon=False, fontsize=10)
     return save_figure(figure, out)
 
 

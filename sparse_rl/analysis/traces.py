@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.analysis.drawing import COLOURS, new_figure, save_figure
+from sparse_rl.analysis.drawing import GREY, method_colours, new_figure, policy_words, save_figure
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -141,16 +142,32 @@ def histogram(shares: Sequence[float], height: int = 6) -> list[str]:
     return lines
 
 
-def plot_density(traces: Sequence[EvictionTrace], out: str | Path, bins: int = 50) -> Path:
-    """Share of tokens still held at the end, by relative position: the mean over traces, and each layer faintly."""
-    figure, axes = new_figure()
+def plot_density(
+    traces: Sequence[EvictionTrace],
+    out: str | Path,
+    fingerprint: Mapping[str, str] = MappingProxyType({}),
+    bins: int = 50,
+) -> Path:
+    """Share of tokens still held at the end, by relative position: the mean over traces, and each layer in grey where
+    layers differ.
+
+    fingerprint : of the file of traces, which names the policy
+    """
+    import torch
+
+    name, policy = policy_words(fingerprint)
+    figure, axes = new_figure(f"{policy}: tokens held at the end of {len(traces)} trace{'s' * (len(traces) > 1)}")
     centres = [(i + 0.5) / bins for i in range(bins)]
-    for layer in range(traces[0].layers):
-        axes.plot(centres, mean_density(traces, bins, layer), color="#999999", alpha=0.4, linewidth=1)
-    axes.plot(centres, mean_density(traces, bins), color=COLOURS[0])
+    mean = mean_density(traces, bins)
+    layers = [mean_density(traces, bins, layer) for layer in range(traces[0].layers)]
+    differ = not all(torch.allclose(layer, mean) for layer in layers)
+    for number, layer in enumerate(layers if differ else ()):
+        axes.plot(centres, layer, color=GREY, alpha=0.5, linewidth=1, label="_" if number else "each layer")
+    label = "mean over layers" if differ else "all layers alike" if len(layers) > 1 else "its one layer"
+    axes.plot(centres, mean, color=method_colours([name])[0], label=label)
     axes.set_ylim(0, 1.02)
     axes.set_xlim(0, 1)
     axes.set_xlabel("position in the sequence (0: first token, 1: last)")
     axes.set_ylabel("share of tokens held at the end")
-    axes.set_title("mean over layers, and each layer in grey", loc="left", fontsize=10, color="#555555")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=10)
     return save_figure(figure, out)

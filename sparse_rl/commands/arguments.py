@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rollout.config import MOST_GIB
 from sparse_rl.commands.completion import complete_recipes
@@ -19,8 +20,21 @@ from sparse_rl.models.hub import check_available
 from sparse_rl.recipe import Recipe, load_recipe
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """argparse's, but no line ends within a name: names are there to be copied."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(indent + line for line in self._split_lines(text, width - len(indent)))
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, whose errors are one line."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"formatter_class": HelpFormatter, **options})
 
     def error(self, message: str) -> NoReturn:
         print(f"sparse-rl: error: {one_line(message)} (see {self.prog} --help)", file=sys.stderr)
@@ -36,17 +50,21 @@ def add_recipe(
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[])
 
 
-def read_recipe(options: argparse.Namespace, load: Callable[[str, list[str]], Recipe] = load_recipe) -> Recipe:
+def read_recipe(
+    options: argparse.Namespace, load: Callable[[str, list[str]], Recipe] = load_recipe, available: bool = True
+) -> Recipe:
     """The recipe that the options name, with its overrides, and the directory of each model; its warnings are printed.
 
     load : makes a recipe of what is named and of the overrides
+    available : its model must be there, or to be had
 
     Raises UserError for what is wrong in it, and for a model that cannot be had.
     """
     recipe = load(options.recipe, list(options.overrides)).with_models(model_directory)
     for warning in recipe.warnings:
         warn(warning)
-    check_available(recipe.model)
+    if available:
+        check_available(recipe.model)
     return recipe
 
 

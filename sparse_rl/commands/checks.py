@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.errors import UserError
+from sparse_rl.errors import UserError, listed
 from sparse_rl.recipe import Recipe, TaughtRecipe, TrainRecipe
 from trainer.config import LoraConfig
 
@@ -17,8 +17,22 @@ NOT_CHECKED = (
 )
 
 
+def check_folder(training: TrainRecipe, resume: str | None) -> None:
+    """Raise UserError where the run may not have its output_dir. Needs no library that takes seconds to import."""
+    from trainer.lock import refuse_running
+    from trainer.resume import refuse_used
+
+    _refuse_unwritable(Path(training.output_dir))
+    if training.launch.machine_rank == 0:  # that writes; the others may come when it has begun
+        refuse_running(training.output_dir)
+    if resume is None:
+        refuse_used(training.output_dir)
+
+
 def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str, str]]:
-    """(what, finding) of everything checked, in order. Raises UserError at the first thing that is wrong."""
+    """(what, finding) of everything checked besides the folder, in order. Raises UserError at the first thing that is
+    wrong.
+    """
     from sparse_rl.attention.families import cache_shape
     from sparse_rl.commands.resume import checkpoint_to_resume
     from sparse_rl.commands.sampling import choose_recipe_engine
@@ -26,11 +40,8 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     from sparse_rl.models.load import load_config, load_tokenizer
     from sparse_rl.models.weights import check_weights, meta_model
     from sparse_rl.policies.registry import make_policy
-    from trainer.lock import refuse_running
-    from trainer.rundir import refuse_used
 
     training = recipe.as_training()
-    _refuse_unwritable(Path(training.output_dir))
     findings = [("recipe", f"{training.kind}, into {training.output_dir}")]
     for backend in training.training.report_to:
         if importlib.util.find_spec(backend) is None:
@@ -61,11 +72,7 @@ def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str,
     if (taught := training.taught()) is not None:
         findings.append(("teacher", _teacher(taught, config)))
     findings += _data(training, load_tokenizer(training.model))
-    if training.launch.machine_rank == 0:  # that writes; the others may come when it has begun
-        refuse_running(training.output_dir)
-    if resume is None:
-        refuse_used(training.output_dir)
-    else:
+    if resume is not None:
         findings.append(("resume", str(checkpoint_to_resume(training, resume))))
     return findings
 
@@ -94,15 +101,15 @@ def _attention_kernel(recipe: TrainRecipe) -> tuple[TrainRecipe, str]:
 
 
 def _data(recipe: TrainRecipe, tokenizer: Any) -> list[tuple[str, str]]:
-    from sparse_rl.commands.examples import recipe_data
+    from sparse_rl.commands.examples import training_data
 
-    data = recipe_data(recipe.data, tokenizer, recipe.columns())
+    data = training_data(recipe, recipe.data, tokenizer)
     findings = [
         ("data", f"{len(data)} rows, with {', '.join(data.column_names)}"),
         ("batch", recipe.describe_batches(len(data))),
     ]
     if (validation := recipe.held_out()) is not None:
-        held_out = recipe_data(validation.limited_data(), tokenizer, recipe.columns(), "validation.data")
+        held_out = training_data(recipe, validation.limited_data(), tokenizer, "validation.data")
         findings.append(("validation", f"{len(held_out)} problems every {validation.every} steps"))
     return findings
 
@@ -118,7 +125,7 @@ def _adapters(made: Any, lora: LoraConfig) -> str:
         raise UserError(f"{wrong[0] or 'the whole model'} has no weight of its own to adapt", "lora.target_modules")
     if not adapted:
         names = sorted({name.rpartition(".")[2] for name, module in made.named_modules() if isinstance(module, Linear)})
-        raise UserError(f"names no layer of the model; it has {', '.join(names)}", "lora.target_modules")
+        raise UserError(f"names no layer of the model; it has {listed(names)}", "lora.target_modules")
     return f"{lora_parameters(made, lora):,} parameters in {len(adapted)} layers"
 
 

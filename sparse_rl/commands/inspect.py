@@ -14,6 +14,7 @@ from sparse_rl.commands.arguments import file_path
 from sparse_rl.commands.console import Session
 from sparse_rl.commands.machine import show
 from sparse_rl.errors import UserError
+from sparse_rl.files import MOST_TEXT, read_text
 from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, read_metrics, runs_below
 from sparse_rl.models.directory import CONFIG_FILE, POLICY_FILE, model_directory
 from sparse_rl.recipe.schema import parse_yaml
@@ -105,7 +106,7 @@ def _folder(path: Path) -> str:
         return f"a run{_kind(path)}, {_steps(path)}, with {model}; sparse-rl plot {path} draws it"
     for results in (path / eval.RESULTS, path / perplexity.RESULTS):
         if results.is_file():
-            return f"{_file(results)} in {results}"
+            return _file(results)
     if traces:
         files = f"{len(traces)} file{'s' * (len(traces) > 1)} of traces"
         rest = f"; sparse-rl verify {path} replays them" if (path / ORIGIN).is_file() else ""
@@ -134,17 +135,17 @@ def _file(path: Path) -> str:
         how = _json(path)
         return f"how {how['model']} sampled the rollouts beside it; sparse-rl verify {path.parent} replays them"
     if path.name == eval.RESULTS:
-        return f"the results of an evaluation, {len(_json(path)['rows'])} rows"
+        return f"the results of an evaluation, {len(_json(path)['rows'])} rows; sparse-rl plot {path} draws them"
     if path.name == perplexity.RESULTS:
-        return f"perplexities of a text, {len(_json(path)['rows'])} rows"
+        return f"perplexities of a text, {len(_json(path)['rows'])} rows; sparse-rl plot {path} draws them"
     if path.suffix == ".jsonl":
-        lines = path.read_text().splitlines()
+        lines = read_text(path, MOST_TEXT).splitlines()
         return f"{len(lines)} lines of JSON" + (f", each with {', '.join(json.loads(lines[0]))}" if lines else "")
     return f"a file {path.suffix or 'without a suffix'} that sparse-rl does not read"
 
 
 def _json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text())
+    return json.loads(read_text(file, MOST_TEXT))
 
 
 def _kind(run: Path) -> str:

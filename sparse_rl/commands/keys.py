@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from sparse_rl.commands.console import Session
 from sparse_rl.config import NamedConfiguration, describe
-from sparse_rl.errors import UserError, did_you_mean
+from sparse_rl.errors import UserError, did_you_mean, listed
 from sparse_rl.policies.config import CONFIGS as POLICIES
 from sparse_rl.recipe import KINDS
 from sparse_rl.recipe.json_schema import recipe_schema
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def known_topic(text: str) -> str:
     """One of TOPICS."""
     if text not in TOPICS:
-        raise argparse.ArgumentTypeError(f"unknown {text!r}{did_you_mean(text, TOPICS)}; one of {', '.join(TOPICS)}")
+        raise argparse.ArgumentTypeError(f"unknown {text!r}{did_you_mean(text, TOPICS)}; one of {listed(TOPICS, text)}")
     return text
 
 

@@ -23,7 +23,9 @@ from sparse_rl.commands import (
 )
 from sparse_rl.commands.arguments import Parser
 from sparse_rl.commands.completion import add_completion
-from sparse_rl.commands.console import Session, configure, guarded
+from sparse_rl.commands.console import Session, check_launch, configure, guarded
+from sparse_rl.errors import UserError
+from sparse_rl.progress import screen
 from sparse_rl.recipe import list_recipes
 
 COMMANDS = {
@@ -90,7 +92,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse(words)
     except SystemExit as stop:
         return int(stop.code or 0)
+    try:
+        check_launch()
+    except UserError as error:  # here, as whatever tells of it asks which process this is
+        print(f"sparse-rl: error: {error}", file=sys.stderr)
+        return 2
     options.arguments = words
     configure(options.verbose)
     session = Session(options.verbose)
-    return guarded(lambda: options.run(options, session), session)
+    with screen.command():
+        return guarded(lambda: options.run(options, session), session)

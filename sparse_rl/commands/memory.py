@@ -40,7 +40,7 @@ from sparse_rl.commands.sizes import (
     transient_bytes,
 )
 from sparse_rl.data.config import DataConfig
-from sparse_rl.models.load import load_config
+from sparse_rl.models.known import load_shape
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.config import AMConfig, ClusteredConfig, DMSConfig, LayeredConfig, PolicyConfig
 from sparse_rl.policies.registry import make_policy
@@ -231,7 +231,7 @@ def _teacher_items(recipe: TaughtRecipe, model: Model) -> list[Item]:
     if recipe.taught_by.teacher_cache is not None:
         return []
     own, whole = recipe.taught_by.teacher is None, recipe.launch.zero_stage < 3
-    parameters = model.parameters if own else count_parameters(meta_model(load_config(recipe.teacher_model)))
+    parameters = model.parameters if own else count_parameters(meta_model(load_shape(recipe.teacher_model)))
     held = parameters * model.itemsize // (1 if whole else recipe.launch.processes)
     return [Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards"))]
 

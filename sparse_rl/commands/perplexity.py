@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparse_rl.commands.arguments import add_overwrite, add_recipe, read_recipe, refuse_used
-from sparse_rl.commands.console import Session, quiet_loading, say, warn
+from sparse_rl.commands.console import Session, quiet_loading, say
 from sparse_rl.commands.eval import write_results
+from sparse_rl.progress import stage
 from sparse_rl.recipe import PerplexityRecipe
 
 if TYPE_CHECKING:
@@ -49,21 +50,20 @@ def measure(recipe: PerplexityRecipe, progress: bool = True) -> list[PerplexityR
 
     Raises UserError for what the user can mend, before the model is loaded where possible.
     """
-    from rollout.evaluation.perplexity import measure_perplexity
-    from sparse_rl.commands import sampling
-    from sparse_rl.data.text import read_pieces
-    from sparse_rl.models.load import load_config, load_tokenizer
-    from trainer.rundir import prepare
+    with stage("loading", recipe.model, shown=progress):
+        from rollout.evaluation.perplexity import measure_perplexity
+        from sparse_rl.commands import sampling
+        from sparse_rl.data.text import read_pieces
+        from sparse_rl.models.load import load_config, load_tokenizer
+        from trainer.rundir import prepare
 
-    policies, config = sampling.policies_of(recipe), load_config(recipe.model)
-    chosen, finding = sampling.choose_recipe_engine(recipe, config)
-    recipe, length = chosen.as_perplexity(), recipe.prompt_tokens + recipe.completion_tokens
-    pieces = read_pieces(recipe.text, load_tokenizer(recipe.model), length, recipe.pieces)
+        policies, config = sampling.policies_of(recipe), load_config(recipe.model)
+        chosen, finding = sampling.choose_recipe_engine(recipe, config)
+        recipe, length = chosen.as_perplexity(), recipe.prompt_tokens + recipe.completion_tokens
+        pieces = read_pieces(recipe.text, load_tokenizer(recipe.model), length, recipe.pieces)
     say("rollouts", finding)
     say("text", f"{len(pieces)} pieces of {recipe.prompt_tokens} + {recipe.completion_tokens} tokens")
-    if length > config.max_position_embeddings:
-        warn(f"the model is made for {config.max_position_embeddings} tokens, and a piece has {length}")
     folder = prepare(recipe.output_dir, recipe.as_yaml())
-    opened = sampling.engines(recipe)
+    opened = sampling.engines(recipe, progress=progress)
     on_row = partial(write_results, folder / RESULTS, recipe)
     return measure_perplexity(pieces, recipe.prompt_tokens, policies, opened, on_row=on_row, progress=progress)

@@ -1,78 +1,155 @@
 """`sparse-rl plot`: curves of runs, of learning, mismatch or any metric that they logged; a trace's density, or map;
-accuracy against the budgets of an evaluation, or the ratios of one behind compacted contexts.
+accuracy, or perplexity, against the budgets of an evaluation, or the ratios of one behind compacted contexts.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from rollout.origin import TRACES
+from sparse_rl.commands import eval, perplexity
 from sparse_rl.commands.arguments import file_path
 from sparse_rl.commands.console import Session
-from sparse_rl.errors import UserError
-from sparse_rl.metrics import METRICS_FILE, runs_below
+from sparse_rl.errors import UserError, nearest_few, one_line
+from sparse_rl.files import read_text
+from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, runs_below
+from sparse_rl.recipe.schema import parse_yaml
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 ABOUT = (
     "Learning and mismatch curves of runs, or any metric of theirs; the density of a trace, or its map of pages; "
-    "accuracy against the budget, or the ratio, of an eval.json."
+    "accuracy or perplexity against the budget, or the ratio, of an evaluation. A single point is a table."
 )
+GAP = ("replay/gap_mean", "replay/gap_max")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs", metavar="RUN_DIR|TRACE|EVAL_JSON", nargs="+", type=file_path, help="or a folder of runs"
+        "runs", metavar="RUN_DIR|TRACE|EVAL", nargs="+", type=file_path, help="or a folder of runs, or of one of these"
     )
     known = "reward, loss, length, retention, entropy, tokens_per_second"
     parser.add_argument("--metric", help=f"what to draw against the step: {known}, or any key of metrics.jsonl")
-    parser.add_argument("--out", metavar="FILE", type=file_path, help="default: plots/ in the first of these folders")
+    place = "default: beside the file, or plots/ in the first run; of several runs the name has the others' names"
+    parser.add_argument("--out", metavar="FILE", type=file_path, help=place)
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
-    from sparse_rl.analysis.curves import logged_metrics, plot_gap, plot_metric, run_labels
-
-    files = [path for path in options.runs if path.is_file()]
-    folders = [path for path in options.runs if path not in files]
     out = options.out
     if out is not None and (out.is_dir() or not out.suffix):
         raise UserError(f"{out} names no picture; name a file, for example {out / 'curve.png'}", "--out")
-    if files and (folders or len(files) > 1):
+    sources = [source_of(path) for path in options.runs]
+    files = [path for path in sources if path.is_file()]
+    if len(files) == 0:
+        return draw_runs(sources, out, options.metric)
+    if len(sources) > 1:
         raise UserError("draw one file at a time, or run directories", str(files[0]))
-    if files:
-        draw = draw_evaluation if files[0].suffix == ".json" else draw_traces
-        print(draw(files[0], out or files[0].with_suffix(".png")))
-        return 0
-    for folder in folders:
-        if not runs_below(folder):
-            raise UserError(f"{folder} is not the directory of a run, and holds none: there is no {METRICS_FILE}")
-    runs = run_labels([run for folder in folders for run in runs_below(folder)])
-    logged = {name for folder in runs.values() for name in logged_metrics(folder)}
-    metric = options.metric or next((name for name in ("reward", "loss") if name in logged), None)
-    if metric is None:
-        known = ", ".join(sorted(logged)) or "nothing"
-        raise UserError(
-            f"no reward and no loss in the metrics of {', '.join(map(str, runs.values()))}; logged is {known}"
-        )
-    name = "learning" if options.metric is None else metric.replace("/", "_")
-    out = out or folders[0] / "plots" / f"{name}.png"
-    print(plot_metric(runs, out, metric))
-    if options.metric is None and "replay/gap_mean" in logged:
-        name = "gap.png" if options.out is None else f"{out.stem}_gap{out.suffix}"
-        print(plot_gap(runs, out.with_name(name)))
+    if options.metric is not None:
+        raise UserError(f"{files[0]} has no metrics; those are of runs", "--metric")
+    (draw_evaluation if files[0].suffix == ".json" else draw_traces)(files[0], out or files[0].with_suffix(".png"))
     return 0
 
 
-def draw_traces(file: Path, out: Path) -> Path:
+def source_of(path: Path) -> Path:
+    """What a path stands for: a file of traces or of an evaluation, a run, or a folder of runs."""
+    if path.is_file():
+        return path.parent if path.name == METRICS_FILE else path
+    runs = runs_below(path)
+    if runs == [path]:
+        return path
+    for results in (path / eval.RESULTS, path / perplexity.RESULTS):
+        if results.is_file():
+            return results
+    traces = sorted(path.glob(TRACES))
+    if len(traces) > 1:
+        raise UserError(f"{path} has {len(traces)} files of traces; draw one of them, for example {traces[0]}")
+    if not traces and not runs:
+        raise UserError(f"{path} is not the directory of a run, and holds none: there is no {METRICS_FILE}")
+    return traces[0] if traces else path
+
+
+def draw_runs(folders: Sequence[Path], out: Path | None, metric: str | None) -> int:
+    """The curves of runs; of what was logged in one step alone a table."""
+    from sparse_rl.analysis.curves import has_line, logged_metrics, plot_gap, plot_metric, run_labels, steps_table
+
+    runs = run_labels([run for folder in folders for run in runs_below(folder)])
+    method_of = {label: run_method(folder) for label, folder in runs.items()}
+    logged = {name for folder in runs.values() for name in logged_metrics(folder)}
+    drawn = metric or next((name for name in ("reward", "loss") if name in logged), None)
+    if drawn is None:
+        where = one_line(next(iter(runs)), 60) if len(runs) == 1 else f"{len(runs)} runs"
+        few = nearest_few("reward", logged) or "nothing"
+        raise UserError(f"no reward and no loss in the metrics of {where}; logged is {few}")
+    beside = others(list(run_labels(folders))[1:])
+    name = "learning" if metric is None else drawn.replace("/", "_")
+    out_of_gap = out and out.with_name(f"{out.stem}_gap{out.suffix}")
+    single: list[str] = []
+    if has_line(runs, drawn):
+        print(plot_metric(runs, out or folders[0] / "plots" / f"{name}{beside}.png", drawn, method_of=method_of))
+    else:
+        single.append(drawn)
+    if metric is None and GAP[0] in logged:
+        if has_line(runs, GAP[0]):
+            print(plot_gap(runs, out_of_gap or folders[0] / "plots" / f"gap{beside}.png", method_of=method_of))
+        else:
+            single += GAP
+    if single:
+        show(steps_table(runs, single))
+    return 0
+
+
+def run_method(run: Path) -> str | None:
+    """What the table of colours (analysis/drawing.py) calls the method of a run; None where no recipe says it."""
+    try:
+        recipe = parse_yaml(read_text(run / RECIPE_FILE), RECIPE_FILE)
+        policy = None if recipe.get("cache") is None else str(recipe["cache"].get("policy", "full"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # damaged: not ours to judge
+        return None
+    if policy not in (None, "full") and recipe.get("train_attention") == "full":
+        return "mismatched"
+    return "sft" if recipe.get("kind") == "sft" else policy
+
+
+def others(labels: Sequence[str]) -> str:
+    """What the name of a picture has of further folders, so that it is no picture of the first alone."""
+    names = "_".join(labels).replace("/", "_")
+    if len(names) > 100:
+        names = f"{names[:80]}_{zlib.crc32(names.encode()):08x}"
+    return f"_with_{names}" if names else ""
+
+
+def draw_traces(file: Path, out: Path) -> None:
     """What a file of traces shows best: where queries opened pages, the map of these; else what is held at the end."""
     from sparse_rl.analysis.opened import plot_opened, records_pages
     from sparse_rl.analysis.traces import plot_density
-    from sparse_rl.trace import load_traces
+    from sparse_rl.trace import load_traces, read_fingerprint
 
     held = load_traces(file)
-    return plot_opened(held, out) if records_pages(held[0]) else plot_density(held, out)
+    draw = plot_opened if records_pages(held[0]) else plot_density
+    print(draw(held, out, read_fingerprint(file)))
 
 
-def draw_evaluation(file: Path, out: Path) -> Path:
-    """The accuracies of an eval.json against its budgets or, for contexts that are compacted, ratios."""
-    from sparse_rl.analysis.ratios import plot_ratios, read_rows
+def draw_evaluation(file: Path, out: Path) -> None:
+    """Accuracies, or perplexities, against budgets or, for contexts that are compacted, ratios; a table where no method
+    has two of them.
+    """
+    from sparse_rl.analysis.sweeps import plot_sweep, points_table, read_sweep, varied
 
-    return plot_ratios(read_rows(file), out)
+    sweep = read_sweep(file)
+    if varied(sweep):
+        print(plot_sweep(sweep, out))
+    else:
+        show(points_table(sweep))
+
+
+def show(table: Table) -> None:
+    """Print a table; wide where no terminal says how wide."""
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -33,10 +33,11 @@ from rich.table import Table
 
 from rollout.config import ENGINES
 from sparse_rl.commands.arguments import file_path, positive
-from sparse_rl.commands.console import Session, quiet_loading
+from sparse_rl.commands.console import Session
 from sparse_rl.errors import StoppedError
 from sparse_rl.metrics import read_metrics
 from sparse_rl.policies.config import EvictingConfig
+from sparse_rl.progress import Stage, screen, stage
 from sparse_rl.recipe import load_recipe
 
 ABOUT = "On a machine without a GPU: show that training under the recorded evictions pays."
@@ -51,6 +52,12 @@ LABELS = {
     "rl_sparse": "RL-Sparse",
     "rl_full": "RL-Full",
     "rl_mismatch": "RL, mismatched masks",
+}
+DRAWN_AS = {  # in the colours of sparse_rl/analysis/drawing.py
+    START: "sft",
+    "rl_sparse": "streaming",
+    "rl_full": "full",
+    "rl_mismatch": "mismatched",
 }
 SHOWN = {"reward": "reward", "accuracy_full": "accuracy"}  # metric of a stage -> how it is called
 NEWS_SECONDS = 20  # between two lines about a stage that is under way
@@ -71,14 +78,22 @@ class Start:
 
 
 class Stages:
-    """Runs `sparse-rl` stages as processes, as many at a time as there are slots. Where one fails, all end with it."""
+    """Runs `sparse-rl` stages as processes, as many at a time as there are slots. Where one fails, all end with it.
 
-    def __init__(self, slots: int) -> None:
-        self.slots = threading.Semaphore(slots)
+    shown : counts the stages that are done, of `total`; as trainings take longer than evaluations, no time is foretold.
+        None: nothing counts them
+    """
+
+    def __init__(self, slots: int, shown: Stage | None = None, total: int = 0) -> None:
+        self.slots, self.all, self.total = threading.Semaphore(slots), shown, total
+        self._count(0)
         self.failure: QuickstartError | None = None
 
-    def run(self, label: str, folder: Path, arguments: Sequence[str]) -> None:
-        """One stage; its output goes to folder/log.txt. How far it is, is said now and then."""
+    def run(self, label: str, folder: Path, arguments: Sequence[str], steps: int | None = None) -> None:
+        """One stage; its output goes to folder/log.txt. How far it is, is shown, or said now and then.
+
+        steps : of a training
+        """
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "log.txt"
         with self.slots, log.open("w") as file:
@@ -89,11 +104,15 @@ class Stages:
             command = [sys.executable, "-P", "-m", "sparse_rl.cli", *arguments]
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
             try:
-                while process.poll() is None and self.failure is None:
-                    time.sleep(0.2)
-                    if time.monotonic() - told >= NEWS_SECONDS and (news := progress(folder)):
-                        console.print(f"         {label}  [dim]{news}[/]")
-                        told = time.monotonic()
+                with stage(label, total=steps, unit="step") as row:
+                    while process.poll() is None and self.failure is None:
+                        time.sleep(0.2)
+                        step, news = how_far(folder)
+                        row.advance(step - row.done)
+                        row.tell(news)
+                        if step and screen.drawn is None and time.monotonic() - told >= NEWS_SECONDS:
+                            console.print(f"         {label}  [dim]step {step}  {news}[/]")
+                            told = time.monotonic()
             finally:
                 process.terminate()
                 process.wait()
@@ -102,16 +121,24 @@ class Stages:
             self.failure = QuickstartError(f"{label} failed (log: {log}): {lines[-1] if lines else 'no output'}")
         if self.failure is not None:
             raise self.failure
-        done = "  ".join(filter(None, (progress(folder), f"{time.monotonic() - start:.0f} s")))
+        step, news = how_far(folder)
+        done = "  ".join([*([f"step {step}", news] if step else []), f"{time.monotonic() - start:.0f} s"])
+        self._count(1)
         console.print(f"  [green]done[/]   {label}  [dim]{done}[/]")
 
+    def _count(self, more: int) -> None:
+        if self.all is None:
+            return
+        self.all.advance(more)
+        self.all.tell(f"{self.all.done}/{self.total} stages")
 
-def progress(folder: Path) -> str:
-    """The last step that a training has logged, with its reward or accuracy; empty where there is none."""
+
+def how_far(folder: Path) -> tuple[int, str]:
+    """The last step that a training has logged, and its reward or accuracy; 0 and nothing where there is none."""
     lines = read_metrics(folder)
     values = {key: value for line in lines for key, value in line.items()}  # the last of each
     shown = [f"{label} {values[key]:.2f}" for key, label in SHOWN.items() if key in values]
-    return "  ".join([f"step {values['step']}", *shown]) if lines else ""
+    return values.get("step", 0), "  ".join(shown)
 
 
 class Quickstart:
@@ -125,7 +152,8 @@ class Quickstart:
 
     def train(self, label: str, folder: Path, recipe: str, seed: int, *more: str) -> None:
         overrides = [f"seed={seed}", f"output_dir={folder}", f"data.synthetic.seed={seed}", *more]
-        self.stages.run(label, folder, ["train", f"quickstart/{recipe}", *overrides])
+        steps = load_recipe(f"quickstart/{recipe}").as_training().training.max_steps
+        self.stages.run(label, folder, ["train", f"quickstart/{recipe}", *overrides], steps)
 
     def evaluate(self, label: str, folder: Path, seed: int, *more: str) -> list[dict[str, Any]]:
         """The rows of an evaluation; `more` says of which model."""
@@ -253,11 +281,15 @@ def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
         )
         for name, label in LABELS.items()
     }
-    plot_accuracy(accuracies, out / "accuracy.png", title)
-    curves = {f"{label} (samples with a full cache)" if label == "RL-Full" else label: f for label, f in first.items()}
-    plot_metric(curves, out / "learning_curves.png", title=f"Reward while training, seed {seed}: each as it samples")
+    method_of = {label: DRAWN_AS[name] for name, label in LABELS.items()}
+    plot_accuracy(accuracies, out / "accuracy.png", title, method_of)
+    full = f"{LABELS['rl_full']} (samples with a full cache)"
+    curves = {full if label == LABELS["rl_full"] else label: folder for label, folder in first.items()}
+    title = f"Reward while training, seed {seed}: each as it samples"
+    plot_metric(curves, out / "learning_curves.png", "reward", title, {**method_of, full: DRAWN_AS["rl_full"]})
     compared = {LABELS[name]: first[LABELS[name]] for name in ("rl_sparse", "rl_mismatch")}
-    plot_gap(compared, out / "replay_gap.png", title=f"Does the trainer see what the sampler saw? Seed {seed}")
+    title = f"Does the trainer see what the sampler saw? Seed {seed}"
+    plot_gap(compared, out / "replay_gap.png", title, method_of)
 
 
 def show(rows: Sequence[dict[str, Any]], gaps: Mapping[str, float]) -> None:
@@ -301,13 +333,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, session: Session) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread a stage is fastest at this size
-    quiet_loading(session.verbose)
     start = time.monotonic()
+    screen.heard()  # the stages say themselves how far they are
     slots = f"{options.engine} engine, {options.slots} stages at a time"
     console.print(f"sparse-rl quickstart: seeds {options.seeds}, {slots}, in {options.out}")
     seeds = list(dict.fromkeys(options.seeds))
     for folder in [options.out / "eval_before_rl", *(options.out / f"seed{seed}" for seed in seeds)]:
         shutil.rmtree(folder, ignore_errors=True)
-    rows = Quickstart(options.out, Stages(options.slots), options.engine).run(seeds, options.scratch)
+    stages = len(seeds) * 2 * len(METHODS) + (len(seeds) * 3 if options.scratch else 1)
+    with stage("quickstart") as shown:
+        rows = Quickstart(options.out, Stages(options.slots, shown, stages), options.engine).run(seeds, options.scratch)
     report(rows, options.out, time.monotonic() - start, options.engine)
     return 0

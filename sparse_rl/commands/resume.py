@@ -20,8 +20,8 @@ ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 
 def checkpoint_to_resume(recipe: TrainRecipe, resume: str) -> Path:
-    """The checkpoint that `--resume` means for a recipe; see trainer.rundir.checkpoint_of."""
-    from trainer.rundir import MayChange, checkpoint_of
+    """The checkpoint that `--resume` means for a recipe; see trainer.resume.checkpoint_of."""
+    from trainer.resume import MayChange, checkpoint_of
 
     freely: tuple[str, ...] = MAY_CHANGE
     training = recipe.training

@@ -14,6 +14,7 @@ from sparse_rl.commands.arguments import add_overwrite, add_recipe, file_path, p
 from sparse_rl.commands.console import Session, quiet_loading, say
 from sparse_rl.config import as_mapping
 from sparse_rl.errors import UserError
+from sparse_rl.progress import stage
 from sparse_rl.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -56,30 +57,32 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
 
     Part by part, so that any number fits, into the files of rollout/files.py.
     """
-    from rollout.evaluation.samples import summary
-    from rollout.files import written_rollouts
-    from sparse_rl.commands import sampling
-    from sparse_rl.data.problems import load_data
-    from sparse_rl.models.load import load_config, load_tokenizer, model_fingerprint
-    from sparse_rl.policies.registry import fingerprint
+    with stage("loading", recipe.model):
+        from rollout.evaluation.samples import summary
+        from rollout.files import written_rollouts
+        from sparse_rl.commands import sampling
+        from sparse_rl.data.problems import load_data
+        from sparse_rl.models.load import load_config, load_tokenizer, model_fingerprint
+        from sparse_rl.policies.registry import fingerprint
 
-    asked = recipe.sampled_problems()
-    policy = sampling.policies_of(recipe)[0]
-    config, tokenizer = load_config(recipe.model), load_tokenizer(recipe.model)
-    recipe, finding = sampling.choose_recipe_engine(recipe, config)
-    say("rollouts", finding)
-    source = load_data(asked.data, tokenizer, where=asked.where)
-    source = source.select(range(min(problems, len(source))))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error}", "--out") from error
-    made_by = {"model": model_fingerprint(config), "policy": fingerprint(policy)}
-    if caches := recipe.prompt_caches():
-        made_by["prompt_cache"] = json.dumps(as_mapping(caches[0]), sort_keys=True)
-        opened = _behind_contexts(recipe, sampling.context_questions(source, tokenizer, asked.data), folder)
-    else:
-        opened = _plain(recipe, policy, sampling.prompt_tokens(source, tokenizer, asked.data))
+        asked = recipe.sampled_problems()
+        policy = sampling.policies_of(recipe)[0]
+        config, tokenizer = load_config(recipe.model), load_tokenizer(recipe.model)
+        recipe, finding = sampling.choose_recipe_engine(recipe, config)
+        room = sampling.prompt_room(recipe, config)
+        say("rollouts", finding)
+        source = load_data(asked.data, tokenizer, where=asked.where)
+        source = source.select(range(min(problems, len(source))))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written: {error}", "--out") from error
+        made_by = {"model": model_fingerprint(config), "policy": fingerprint(policy)}
+        if caches := recipe.prompt_caches():
+            made_by["prompt_cache"] = json.dumps(as_mapping(caches[0]), sort_keys=True)
+            opened = _behind_contexts(recipe, sampling.context_questions(source, tokenizer, asked.data), folder)
+        else:
+            opened = _plain(recipe, policy, sampling.prompt_tokens(source, tokenizer, asked.data, room, asked.where))
     engine = sampling.engine_config_of(recipe)
     origin = Origin(
         model=str(Path(recipe.model).absolute()) if Path(recipe.model).is_dir() else recipe.model,
@@ -92,14 +95,16 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
         made_by=made_by,
     )
     summaries: list[dict[str, Any]] = []
-    with opened as parts, written_rollouts(folder, origin) as add:
-        shown = [name for name in ("prompt", "answer") if name in source.column_names]
+    sampled = stage("rollouts", total=len(source), unit="problem", shown=engine.progress)
+    with opened as parts, written_rollouts(folder, origin) as add, sampled as shown:
+        kept = [name for name in ("prompt", "answer") if name in source.column_names]
         for indices, part in parts:
             texts = tokenizer.batch_decode([r.completion_ids for r in part], skip_special_tokens=True)
-            rows = [{name: source[i][name] for name in shown} for i in indices for _ in range(asked.samples)]
+            rows = [{name: source[i][name] for name in kept} for i in indices for _ in range(asked.samples)]
             found = list(map(summary, part))
             add(part, [{**row, "completion": t, **one} for row, t, one in zip(rows, texts, found, strict=True)])
             summaries += found
+            shown.advance(len(indices))
     return summaries
 
 

@@ -17,6 +17,7 @@ from sparse_rl.commands.console import warn
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
 from sparse_rl.policies.config import FullConfig, PolicyConfig
+from sparse_rl.progress import stage
 from sparse_rl.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -44,7 +45,38 @@ def choose_recipe_engine(recipe: Recipe, config: Any) -> tuple[Recipe, str]:
     for remark in remarks(caches, config) if config is not None else ():
         warn(remark)
     compute_exactly(rollout.exact)
-    return recipe.with_engine_config(replace(rollout, engine=kind)), reason
+    chosen = recipe.with_engine_config(replace(rollout, engine=kind))
+    if config is not None:
+        check_lengths(chosen, config)
+    return chosen, reason
+
+
+def check_lengths(recipe: Recipe, config: Any) -> None:
+    """Raise UserError where the longest prompt that a recipe lets pass, and a completion, are more than a model of this
+    configuration reads. Where prompts have no bound, `prompt_room` is for those that are read.
+
+    Its engine is chosen. Completions of a dataset are cut to what the model reads; vllm is asked to hold the longest.
+    """
+    if (window := window_of(config)) is None or (rollout := recipe.engine_config()) is None:
+        return
+    cut = recipe.trained and not recipe.as_training().samples_behind_prompts()
+    if cut and (rollout.engine in SAMPLE_LIVE or None in recipe.prompt_bounds()):
+        return
+    completion = recipe.sampling().max_tokens
+    prompt = max((bound or 1 for bound in recipe.prompt_bounds()), default=1)
+    if prompt + completion > window:
+        made = f"{completion:,} tokens, behind a prompt of {'at least 1' if prompt == 1 else f'up to {prompt:,}'}"
+        wrong = f"{made}, are more than the {window:,} that the model reads; lower it"
+        raise UserError(wrong, recipe.completion_key)
+    if (rollout.max_model_len or 0) > window:
+        wrong = f"{rollout.max_model_len:,} is more than the {window:,} tokens that the model reads; lower or remove it"
+        raise UserError(wrong, "rollout.max_model_len")
+
+
+def prompt_room(recipe: Recipe, config: Any) -> int | None:
+    """The tokens that a prompt may have, so that the model reads the whole completion too; None: not known."""
+    window = window_of(config)
+    return None if window is None or recipe.engine_config() is None else window - recipe.sampling().max_tokens
 
 
 def remarks(caches: Iterable[PolicyConfig], config: Any) -> list[str]:
@@ -116,7 +148,8 @@ def engines(recipe: Recipe, model: Any = None, progress: bool = False) -> Callab
     @contextmanager
     def opened(policy: Policy, **options: Any) -> Iterator[Engine]:
         given = {**engine_arguments(recipe), "progress": progress, **options}
-        engine = make_engine(kind, model=source, policy=policy, **given)
+        with stage("starting", f"the {kind} engine"):
+            engine = make_engine(kind, model=source, policy=policy, **given)
         try:
             yield engine
         finally:
@@ -159,19 +192,29 @@ def _load_model(recipe: Recipe) -> Any:
 
     from sparse_rl.models.load import load_model
 
-    return load_model(recipe.model, recipe.dtype).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    with stage("loading", recipe.model):
+        return load_model(recipe.model, recipe.dtype).to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
-def prompt_tokens(data: Any, tokenizer: Any, config: DataConfig) -> list[list[int]]:
-    """The prompts of a dataset as the model is given them."""
-    from sparse_rl.data.tokens import prompt_ids
+def prompt_tokens(data: Any, tokenizer: Any, config: DataConfig, room: int | None, where: str) -> list[list[int]]:
+    """The prompts of a dataset as the model is given them.
+
+    room : tokens that a prompt may have, see `prompt_room`; where : the dataset's key, for errors
+    """
+    from sparse_rl.data.tokens import prompt_ids, refuse_long, refuse_text
 
     if config.has_context:
-        return [[*one.context, *one.rest] for one in context_questions(data, tokenizer, config).prompts]
-    prompts = [prompt_ids(prompt, tokenizer, config.thinking) for prompt in data["prompt"]]
-    for i, prompt in enumerate(prompts):
+        prompts = [[*one.context, *one.rest] for one in context_questions(data, tokenizer, config).prompts]
+    else:
+        if room is not None:
+            for number, prompt in enumerate(data["prompt"], start=1):
+                refuse_text(number, prompt, tokenizer, room, where)
+        prompts = [prompt_ids(prompt, tokenizer, config.thinking) for prompt in data["prompt"]]
+    for number, prompt in enumerate(prompts, start=1):
         if not prompt:
-            raise UserError(f"the prompt of problem {i + 1} has no tokens; drop it")
+            raise UserError(f"the prompt of problem {number} has no tokens; drop it", where)
+        if room is not None:
+            refuse_long(number, len(prompt), room, where)
     return prompts
 
 

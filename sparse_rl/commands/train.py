@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from sparse_rl.commands.arguments import add_recipe, file_name, read_recipe
-from sparse_rl.commands.console import Session, quiet_loading, rank, readable_progress, say, warn
+from sparse_rl.commands.console import Session, quiet_loading, rank, say, training_shown, warn
+from sparse_rl.progress import stage
 from sparse_rl.recipe import Recipe, TrainRecipe
 
 ABOUT = "Train as the recipe says; starts its processes itself."
@@ -38,10 +41,14 @@ def separate_override_from_resume(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace, session: Session) -> int:
     recipe = read_recipe(options)  # a mistake in it is answered before anything heavy is imported
 
+    from sparse_rl.commands.checks import check_folder
+    from trainer.launch import launched
     from trainer.once import remembered
 
     if not options.dry_run:
         session.folder = Path(recipe.output_dir)
+    if not launched():
+        check_folder(recipe.as_training(), options.resume)
     quiet_loading(session.verbose)
     with remembered():
         return _run(options, recipe)
@@ -51,11 +58,13 @@ def _run(options: argparse.Namespace, recipe: Recipe) -> int:
     from sparse_rl.commands.checks import NOT_CHECKED, check_training
     from trainer.checkpoint import read_manifest
     from trainer.launch import crowded, launch, launched, needs_launch, take_device
+    from trainer.once import left_words
 
     if launched():
         take_device()
     else:  # once, before any process is started or anything is loaded
-        findings = check_training(recipe, options.resume)
+        with stage("checking", recipe.model):
+            findings = check_training(recipe, options.resume)
         if options.dry_run:
             for what, finding in findings:
                 print(f"{what:<17} {finding}")
@@ -70,10 +79,13 @@ def _run(options: argparse.Namespace, recipe: Recipe) -> int:
         if wrong := crowded(recipe.as_training().launch):
             warn(f"launch.processes: {wrong}")
         if needs_launch(recipe.as_training().launch):
-            _prepare(recipe.as_training())
-            return launch(recipe.as_training().launch, words)
-    with readable_progress():
-        model = train(recipe, options.resume)
+            with stage("loading", recipe.model):
+                _prepare(recipe.as_training())
+            status = launch(recipe.as_training().launch, words)
+            print(left_words(), end="", file=sys.stderr)
+            return status
+    with training_shown(recipe.model) as show:
+        model = train(recipe, options.resume, show)
     if rank() == 0:
         print(f"model: {model}", what_next(recipe.as_training()), sep="\n")
     return 0
@@ -81,14 +93,12 @@ def _run(options: argparse.Namespace, recipe: Recipe) -> int:
 
 def what_next(recipe: TrainRecipe) -> str:
     """What to do with the run of this recipe, as commands to copy."""
+    from trainer.card import evaluation_of
+
     run = shlex.quote(recipe.output_dir)
     task = None if recipe.data.synthetic is None else recipe.data.synthetic.task
-    evaluations = {  # the quickstart's names a cache of its own; for retrieval there is none
-        None: f"eval eval/math500 model={run}",
-        "running_sum": f"eval quickstart/eval model={run} cache=null",
-    }
-    judged = f"eval {run}" if recipe.evaluation(run) else evaluations.get(task)
-    commands = {} if judged is None else {judged: "how good it is"}
+    judged = run if recipe.evaluation(run) else evaluation_of(task, run)
+    commands = {} if judged is None else {f"eval {judged}": "how good it is"}
     cache = recipe.exported_cache() or recipe.learned_cache()
     if cache is None or not cache.only_hf:
         commands[f"serve {run}"] = "OpenAI's API, with vLLM"
@@ -106,10 +116,11 @@ def _prepare(recipe: TrainRecipe) -> None:
         taught_examples(taught, load_tokenizer(recipe.model))
 
 
-def train(recipe: Recipe, resume: str | None = None) -> Path:
+def train(recipe: Recipe, resume: str | None = None, show: Callable[[Any], None] = lambda _: None) -> Path:
     """Run a training recipe in this process (one of N, where launched). Returns the directory of the final model.
 
     resume : a checkpoint directory, or "newest" for the newest in the recipe's output_dir
+    show : is given the trainer before it trains (see `training_shown`)
     """
     from transformers.integrations import WandbCallback
 
@@ -118,13 +129,15 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
     from sparse_rl.models.directory import RUN_MODEL
     from trainer import rundir
     from trainer.export import close_engine, export_model
+    from trainer.launch import leave_group
     from trainer.lock import locked
+    from trainer.resume import refuse_used
 
     training = with_choices(recipe.as_training())
     with locked(training.output_dir) if rank() == 0 else nullcontext():
         checkpoint = None if resume is None else str(checkpoint_to_resume(training, resume))
         if checkpoint is None:
-            rundir.refuse_used(training.output_dir)
+            refuse_used(training.output_dir)
         folder = Path(training.output_dir)
         if rank() == 0:
             rundir.prepare(training.output_dir, training.as_yaml())
@@ -134,6 +147,7 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
         if without_wandb:
             trainer.remove_callback(WandbCallback)
         trainer.recipe = training.resolved()
+        show(trainer)
         compile_attention(trainer, training)
         if training.taught() is not None:
             trainer.args.eval_on_start = trainer.eval_dataset is not None and checkpoint is None
@@ -143,6 +157,7 @@ def train(recipe: Recipe, resume: str | None = None) -> Path:
             export_model(trainer, final, lora=training.lora is not None, cache=training.exported_cache())
         finally:
             close_engine(trainer)  # last: an engine may take the process group down with it
+        leave_group()
     return final
 
 

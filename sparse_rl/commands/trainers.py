@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rollout.config import SAMPLE_LIVE
 from rollout.make import make_engine
-from sparse_rl.commands.examples import recipe_data, taught_examples
+from sparse_rl.commands.examples import recipe_data, taught_examples, training_data
 from sparse_rl.commands.sampling import engine_arguments
 from sparse_rl.errors import UserError
 from sparse_rl.models.base import base_of
@@ -58,13 +57,13 @@ def grpo(recipe: GRPORecipe, folder: Path) -> Any:
     except ValueError as error:
         raise UserError(str(error), "rewards") from error
     tokenizer = load_tokenizer(recipe.model)
-    data = recipe_data(recipe.data, tokenizer, recipe.columns())
+    data = training_data(recipe, recipe.data, tokenizer)
     recipe.check_prompts(len(data))
     options = training_arguments(recipe)
     validation = recipe.validation
     held_out = None
     if validation is not None:
-        held_out = recipe_data(validation.limited_data(), tokenizer, recipe.columns(), "validation.data")
+        held_out = training_data(recipe, validation.limited_data(), tokenizer, "validation.data")
         groups = -(-recipe.training.per_device_train_batch_size // validation.samples)
         options |= {
             "eval_strategy": "steps",
@@ -81,8 +80,7 @@ def grpo(recipe: GRPORecipe, folder: Path) -> Any:
         reward_weights=weights,
         **options,
     )
-    engine: dict[str, Any] = {**engine_arguments(recipe), "policy": recipe.cache}
-    engine["progress"] = recipe.rollout.progress and os.environ.get("RANK", "0") == "0"
+    engine = {**engine_arguments(recipe), "policy": recipe.cache, "progress": recipe.rollout.progress}
     kind, policy = recipe.rollout.engine, make_policy(recipe.cache)
 
     def engine_of(live: Any) -> Any:
@@ -111,7 +109,7 @@ def sft(recipe: SFTRecipe, folder: Path) -> Any:
     from trainer.sft.trainer import make_trainer
 
     tokenizer = load_tokenizer(recipe.model)
-    data = recipe_data(recipe.data, tokenizer, recipe.columns())
+    data = training_data(recipe, recipe.data, tokenizer)
     problems = None
     if recipe.sft.stop_at_accuracy is not None:
         assert recipe.data.synthetic is not None
@@ -159,7 +157,8 @@ def distill(recipe: DistillRecipe, folder: Path) -> Any:
         # a teacher that is the starting model, and stays it, serves both
         starting = teacher if recipe.own_teacher and not policy.layered_parameters else recipe.model
     with outside_deepspeed(args):
-        engine = make_engine(recipe.rollout.engine, model=starting, policy=recipe.cache, **engine_arguments(recipe))
+        given = {**engine_arguments(recipe), "policy": recipe.cache, "progress": recipe.rollout.progress}
+        engine = make_engine(recipe.rollout.engine, model=starting, **given)
     return DistillTrainer(
         student, teacher, engine, args, examples, held_out, sleep=recipe.rollout.sleep,
         processing_class=tokenizer, callbacks=[rundir.RunLog(folder)],

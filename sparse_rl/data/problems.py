@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_rl.data import retrieval, running_sum
 from sparse_rl.data.config import COLUMNS, LOCAL_FILES, DataConfig
-from sparse_rl.data.tokens import prompt_ids, with_context
-from sparse_rl.errors import UserError
+from sparse_rl.data.tokens import least_tokens, prompt_ids, with_context
+from sparse_rl.errors import UserError, listed
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -88,7 +88,9 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> Dataset
             prompt = _behind(context, prompt, index)
         if config.max_prompt_tokens or (chat and tokenizer is not None and not kept and not too_long):
             try:
-                length = len(prompt_ids(prompt, tokenizer, config.thinking, context))
+                length = least_tokens(prompt, tokenizer)  # of a text that is far too long it is enough
+                if length <= (config.max_prompt_tokens or length):
+                    length = len(prompt_ids(prompt, tokenizer, config.thinking, context))
             except Exception as error:  # a template may raise what it likes, for example on a system role
                 raise UserError(f"the tokenizer refuses the prompt of row {index + 1}: {error}") from error
             if config.max_prompt_tokens and length > config.max_prompt_tokens:
@@ -152,7 +154,8 @@ def _read(config: DataConfig) -> Dataset:
 
     path = Path(config.path).expanduser()
     if not path.is_file():
-        raise UserError(f"no such file: {config.path}", "path")
+        wrong = "no regular file" if path.exists() else "no such file"
+        raise UserError(f"{wrong}: {config.path}", "path")
     if path.stat().st_size == 0:
         raise UserError(f"{config.path} is empty", "path")
     suffix = path.suffix.lower()
@@ -215,7 +218,7 @@ def _columns(config: DataConfig, available: Sequence[str], require: Sequence[str
         wanted.setdefault("answer", "answer")
     for name, column in wanted.items():
         if column not in available:
-            mend = f"the source has {', '.join(available)}"
+            mend = f"the source has {listed(available, column)}"
             mend += (
                 "" if name in config.columns else f"; say which one it is, as in columns: {{{name}: {available[0]}}}"
             )

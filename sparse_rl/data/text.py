@@ -7,6 +7,7 @@ from typing import Any
 
 from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.errors import UserError, unread
+from sparse_rl.files import MOST_TEXT, read_text
 
 
 def read_pieces(path: str, tokenizer: Any, length: int, most: int | None = None) -> list[list[int]]:
@@ -17,10 +18,10 @@ def read_pieces(path: str, tokenizer: Any, length: int, most: int | None = None)
     Raises UserError where the file cannot be read as UTF-8, or holds no such piece.
     """
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = read_text(Path(path).expanduser(), MOST_TEXT)
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (byte {error.start + 1}); re-encode the file", "text") from error
-    except OSError as error:
+    except (OSError, UserError) as error:
         raise UserError(f"{path} cannot be read: {unread(error)}", "text") from error
     ids = prompt_ids(text, tokenizer)
     if len(ids) < length:

@@ -14,6 +14,7 @@ from typing import Any
 from sparse_rl.errors import UserError
 
 Prompt = str | Sequence[dict[str, Any]]
+MOST_TEMPLATE = 4096  # bytes, and so tokens, that a chat template puts around its messages
 MARK = "\ue000"  # stands for a context while its place in a rendered chat is looked for
 
 
@@ -34,6 +35,43 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, thinking: bool | None = None, con
     if len(ids) and isinstance(ids[0], list):
         ids = ids[0]
     return [int(i) for i in ids]
+
+
+def check_room(prompts: Sequence[Prompt], tokenizer: Any, thinking: bool | None, room: int, where: str) -> None:
+    """Raise UserError for a prompt of more than `room` tokens. Only those are tokenized of which the text may tell."""
+    for number, prompt in enumerate(prompts, start=1):
+        refuse_text(number, prompt, tokenizer, room, where)
+        if sum(len(text.encode()) for text in _texts(prompt)) + MOST_TEMPLATE > room:
+            refuse_long(number, len(prompt_ids(prompt, tokenizer, thinking)), room, where)
+
+
+def refuse_text(number: int, prompt: Prompt, tokenizer: Any, room: int, where: str) -> None:
+    """Raise UserError, at once, where a prompt has more text than so many tokens hold."""
+    refuse_long(number, least_tokens(prompt, tokenizer), room, where, "at least ")
+
+
+def refuse_long(number: int, tokens: int, room: int, where: str, about: str = "") -> None:
+    """Raise UserError where the prompt of this number has more tokens than the completion leaves to it."""
+    if tokens > room:
+        wrong = (
+            f"the prompt of problem {number} has {about}{tokens:,} tokens, and max_completion_length leaves {room:,}"
+        )
+        mend = f"lower that, or drop longer prompts by max_prompt_tokens: {room}"
+        raise UserError(f"{wrong} of what the model reads; {mend}", where)
+
+
+def least_tokens(prompt: Prompt, tokenizer: Any) -> int:
+    """Tokens that a prompt has at least, told from its characters: no token stands for more than the longest has."""
+    return sum(map(len, _texts(prompt))) // _longest_token(tokenizer)
+
+
+def _texts(prompt: Prompt) -> list[str]:
+    return [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
+
+
+@lru_cache(maxsize=1)
+def _longest_token(tokenizer: Any) -> int:
+    return max(map(len, tokenizer.get_vocab()))
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from sparse_rl.config import show
 from sparse_rl.errors import UserError, one_line, reason, unread
+from sparse_rl.files import MOST_TEXT, read_text
 
 ASKED = (
     "{prompt}\n\nAnswer the following question in one short phrase. Do not include any other text.\n\n"
@@ -155,7 +155,7 @@ def read_objects(path: str, lines: bool = False) -> list[dict[str, Any]]:
     Raises UserError where it cannot be read or holds anything else.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path, MOST_TEXT)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {unread(error)}") from error
     rows: list[Any] = []

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_rl.config import show
 from sparse_rl.errors import UserError, one_line
+from sparse_rl.files import read_text
 from sparse_rl.scorers.config import ATTACHED_AS as SCORERS
 
 if TYPE_CHECKING:  # so that a path is answered before torch is imported
@@ -67,7 +68,7 @@ def saved_policy(directory: str | Path) -> Policy | None:
     if not file.is_file():
         return None
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_text(file))
         if not isinstance(content, dict):
             raise UserError("it is not a mapping")
         version = content.pop("format_version", None)

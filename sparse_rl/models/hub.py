@@ -16,8 +16,14 @@ logger = logging.getLogger("sparse_rl")
 CONNECT_SECONDS = 1.5
 
 
+class UnavailableError(UserError):
+    """A hub model is neither in the cache nor to be had from the hub."""
+
+
 def check_available(model: str, key: str = "model") -> None:
-    """Raise UserError where `model` is neither here, nor in the hub's cache, nor to be had from the hub.
+    """Raise UnavailableError where `model` is neither here, nor in the hub's cache, nor to be had from the hub.
+
+    Raise UserError where it can be no model's name.
 
     Where the hub cannot be reached, this process and those that it starts look into the cache only.
     """
@@ -33,7 +39,7 @@ def check_available(model: str, key: str = "model") -> None:
     if (why := _unreachable()) is None:
         return
     if not cached:
-        raise UserError(
+        raise UnavailableError(
             f"there is no directory {model}, the cache of hub models ({constants.HF_HUB_CACHE}) does not hold it, and "
             f"{why}. Give the path of a local copy; or run `hf download {model}` where there is a network, and take "
             "that cache along with HF_HUB_OFFLINE=1",

@@ -9,7 +9,8 @@ from typing import Any
 
 from sparse_rl.attention.families import cache_shape, check_replayable, check_sizes
 from sparse_rl.config import show
-from sparse_rl.errors import UserError, reason
+from sparse_rl.errors import UserError, reason, unread
+from sparse_rl.files import check_readable, read_text
 from sparse_rl.metrics import RECIPE_FILE
 from sparse_rl.models.directory import CONFIG_FILE, RUN_MODEL, load_scorers, saved_policy
 from sparse_rl.models.hub import check_available
@@ -33,6 +34,7 @@ def load_config(model: str) -> Any:
             raise UserError(f"{model} is the directory of a run that has left no model: {mend}", "model")
         raise UserError(f"{model} is not a model directory: it has no {CONFIG_FILE}", "model")
     check_available(model)
+    _check_files(model)
     try:
         check_sizes(PreTrainedConfig.get_config_dict(model)[0], model)
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
@@ -69,11 +71,20 @@ def load_generation_config(model: str | Path) -> Any:
         raise UserError(f"{GENERATION_FILE} of {model} cannot be read: {reason(error)}", "model") from error
 
 
+def _check_files(model: str) -> None:
+    """Raise UserError where a directory's settings, tokenizer or template have no end: libraries read them whole."""
+    for file in (file for suffix in ("json", "jinja", "txt", "model") for file in Path(model).glob(f"*.{suffix}")):
+        try:
+            check_readable(file)
+        except (OSError, UserError) as error:
+            raise UserError(f"{file} cannot be read: {unread(error)}", "model") from error
+
+
 def _check_token_ids(file: Path) -> None:
     """Raise ValueError where a tokenizer has ids that no vocabulary reaches: the library makes a list as long."""
     if not file.is_file():
         return
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = json.loads(read_text(file))
     vocabulary = content["model"].get("vocab")
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
     ids += [token["id"] for token in content.get("added_tokens") or ()]
@@ -85,6 +96,7 @@ def load_tokenizer(model: str) -> Any:
     """The tokenizer of a model, padding on the left, with a pad token."""
     from transformers import AutoTokenizer
 
+    _check_files(model)
     try:
         _check_token_ids(Path(model) / TOKENIZER_FILE)
         tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", trust_remote_code=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl.errors import UserError, reason
+from sparse_rl.files import read_text
 from sparse_rl.models.directory import CONFIG_FILE, INDEX, WEIGHTS
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
@@ -49,7 +50,7 @@ def stored_shapes(model: str | Path, key: str = "model") -> dict[str, list[int]]
 
 
 def _shards(index: Path) -> list[str]:
-    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    names = sorted(set(json.loads(read_text(index))["weight_map"].values()))
     if not names or any(Path(name).name != name for name in names):
         raise ValueError("weight_map does not name files beside it")
     return names

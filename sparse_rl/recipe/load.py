@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from sparse_rl.config import Source, build, coerce, names_a_file, show, yaml_fields
-from sparse_rl.errors import UserError, nearest
+from sparse_rl.errors import UserError, listed, nearest, one_line
 from sparse_rl.metrics import RECIPE_FILE
 from sparse_rl.policies.config import EvictingConfig
 from sparse_rl.recipe.kinds import KINDS, Recipe
@@ -73,9 +73,10 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
         raise UserError(f"{name}: no shipped recipe has this name; for the file write {name}.yaml")
     else:
         names = list_recipes()
-        near = nearest(name.removesuffix(".yaml").removesuffix(".yml").removeprefix("recipes/"), names)
-        mend = f"did you mean {near}?" if near else f"shipped recipes: {', '.join(names) or 'none'}"
-        raise UserError(f"{name}: neither a file nor a shipped recipe; {mend}")
+        asked = name.removesuffix(".yaml").removesuffix(".yml").removeprefix("recipes/")
+        near = nearest(asked, names)
+        mend = f"did you mean {near}?" if near else f"shipped recipes: {listed(names, asked) or 'none'}"
+        raise UserError(f"{one_line(name, 100)}: neither a file nor a shipped recipe; {mend}")
     return make_recipe(parse_yaml(text, name), overrides, name)
 
 
@@ -104,7 +105,7 @@ def make_recipe(mapping: Any, overrides: Sequence[str] = (), name: str = "recipe
     own, passed_through = yaml_fields(cls), PASSED_THROUGH.get(kind, {})
     options = {}
     for key in [key for key in mapping if key not in own]:
-        if mend := refusal(str(key)):
+        if mend := refusal(str(key), kind):
             raise source.error(str(key), mend)
         if key in passed_through:
             options[key] = coerce(mapping.pop(key), passed_through[key], key, source)

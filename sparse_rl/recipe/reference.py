@@ -15,11 +15,13 @@ from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.scorers.config import CONFIGS as SCORERS
 
 OPENING = """\
+<!-- Made by `python -m sparse_rl.recipe.reference > docs/recipes.md` of the dataclasses that hold the keys: change
+these and their docstrings, not this page. -->
+
 # The keys of a recipe
 
-Made of the dataclasses that hold the keys, by `python -m sparse_rl.recipe.reference > docs/recipes.md`; change the
-dataclass and its docstring, not this page. The file in brackets, above a table or in the row of a block, is where these
-keys and their defaults are set (or, where its class extends another, in the file of that one), and nowhere else.
+All keys of each kind of recipe, with their types and defaults. The file in brackets, above a table or in the row of a
+block, is where keys and defaults are set (or, where its class extends another, in the file of that one).
 
 `data.path` is the key `path` of the block `data`; NAME stands for a name of your choice. A key without words has TRL's
 name and means what it means there, or says itself what it is. The parameters of a reward are those of its class in

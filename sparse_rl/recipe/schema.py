@@ -63,6 +63,9 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, wrong, node.start_mark) from None
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+        if not isinstance(node, yaml.MappingNode):  # !!map [a]
+            wrong = f"expected a mapping, found a {node.id}"
+            raise yaml.constructor.ConstructorError(None, None, wrong, node.start_mark)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (name := (key.tag, key.value)) in lines:

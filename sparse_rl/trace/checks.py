@@ -33,7 +33,7 @@ def check_evict_at(values: torch.Tensor, sections: Sections, prompt: int | None)
     last = last_query(sections)
     early = values <= torch.arange(values.shape[-1], dtype=torch.int32)
     late = (values > last) & (values != NEVER)
-    kept = f"the last query is at {last}, and what none of them misses has {NEVER}"
+    kept = f"the last query is at {last}; a token that no query misses has {NEVER}"
     for wrong, why in ((early, "a token is evicted after its own position"), (late, kept)):
         if bool(wrong.any()):
             layer, head, token = (int(i) for i in wrong.nonzero()[0])
@@ -80,7 +80,7 @@ def check_refit_at(times: torch.Tensor, sections: Sections, prompt: int | None) 
 
 def check_refit_with(values: torch.Tensor, sections: Sections, prompt: int | None) -> str | None:
     """sinks, window, refitted, reference queries, ridge, and two flags; see sparse_rl/matching/record.py."""
-    wrong = f"refit_with {values.tolist()[:20]} is not what fits are made with"
+    wrong = f"refit_with {values.tolist()[:20]} has a number that no fit is made with"
     if len(values) != SETTINGS or not bool((values.isfinite() & (values >= 0)).all()) or int(values[:4].max()) >= NEVER:
         return wrong
     sinks, window, refitted, queries, ridge, *flags = values.tolist()
@@ -145,8 +145,8 @@ def check_closed_at(values: torch.Tensor, sections: Sections, prompt: int | None
     closes = earliest.clamp(min=prompt)
     if not torch.equal(values.long(), closes[:-1]) or bool((values > last).any()):
         return (
-            f"closed_at {said} is not when pages of {size} tokens behind {sinks} sinks close, {window} tokens after "
-            f"their end and after the prompt, and by the last query at {last}"
+            f"closed_at {said} is wrong: pages of {size} tokens behind {sinks} sinks close {window} tokens after their "
+            f"end, not inside the prompt, and not after the last query at {last}"
         )
     if (len(values) or prompt) and int(closes[-1]) <= last:
         return f"closed_at {said} lacks page {len(values)}, which closes at {int(closes[-1])}"
@@ -164,7 +164,7 @@ def check_paged_with(values: torch.Tensor, sections: Sections, prompt: int | Non
     if max(numbers) >= NEVER:
         return f"paged_with {numbers} has a number that is no count of tokens"
     if bool(numbers[6]) == ("pi" in sections):
-        return "traces have the section pi where their summaries are no plain means, and there alone"
+        return "pi must be there exactly where summaries are not plain means"
     return None
 
 
@@ -177,7 +177,7 @@ def check_paged_layers(values: torch.Tensor, sections: Sections, prompt: int | N
 
 
 def check_pi(values: torch.Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Between 0 and 1, 1 in all over a closed page, and 0 outside of them."""
+    """Between 0 and 1, with the sum 1 over a closed page, and 0 outside of closed pages."""
     if not bool(((values >= 0) & (values <= 1)).all()):
         return "pi has a weight that is not between 0 and 1"
     size, _, sinks = (int(number) for number in sections["paged_with"][:3])
@@ -185,7 +185,7 @@ def check_pi(values: torch.Tensor, sections: Sections, prompt: int | None) -> st
     paged = values.index_select(0, paged_layers(sections))
     sums = paged[..., sinks:end].unflatten(-1, (-1, size)).sum(-1) if end > sinks else paged.new_ones(1)
     if bool(((sums - 1).abs() > ROUNDING).any()):
-        return f"pi of a closed page's tokens is {float(sums[(sums - 1).abs() > ROUNDING][0]):.4g} in all, and not 1"
+        return f"pi of a closed page's tokens sums to {float(sums[(sums - 1).abs() > ROUNDING][0]):.4g}, not 1"
     if bool(paged[..., :sinks].any()) or bool(paged[..., end:].any()) or bool(_outside(values, sections).any()):
         return "pi has a weight for a token that is in no closed page"
     return None

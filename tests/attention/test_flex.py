@@ -84,6 +84,7 @@ def test_output_lse_and_gradients(layout: str, in_segments: bool, flex_trains: l
     assert ((causal - wanted) * real[..., None]).abs().max() > 1e-2
 
 
+@pytest.mark.slow  # one compilation each; the graph of test_one_graph_for_all_layers_and_steps is compiled, too
 @ORDERS
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
 def test_the_compiled_forward(layout: str, in_segments: bool, trace_of: Callable) -> None:

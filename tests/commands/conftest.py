@@ -59,7 +59,7 @@ def model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch):
     """A command sets up its process: environment, loggers, warnings. Undone, so that other tests see none of it."""
-    loggers = {name: logging.getLogger(name) for name in console.OURS}
+    loggers = {name: logging.getLogger(name) for name in ("", *console.OURS)}  # accelerate sets the root's level
     before = {name: (logger.level, list(logger.handlers)) for name, logger in loggers.items()}
     for key in (*console.QUIET, "TOKENIZERS_PARALLELISM", "DS_ACCELERATOR", "RANK", "WANDB_MODE"):
         monkeypatch.setenv(key, "")  # so that it is put back

@@ -22,7 +22,7 @@ from sparse_rl.analysis.curves import run_labels, smooth
 from sparse_rl.analysis.traces import histogram
 from sparse_rl.commands import console
 from sparse_rl.commands.console import Session, guarded, training_line
-from sparse_rl.commands.main import main, parse
+from sparse_rl.commands.main import COMMANDS, main, parse
 from sparse_rl.errors import NotFiniteError, NotWrittenError, StoppedError, UserError
 from sparse_rl.models.directory import save_policy, write_scorers
 from sparse_rl.models.load import load_plain_model
@@ -127,6 +127,7 @@ def test_what_a_user_can_get_wrong_is_one_line_and_status_2(here, model, capsys,
 
 
 def test_a_process_of_several_leaves_the_line_to_the_first(here, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "nowhere.yaml"]) == 2
     assert capsys.readouterr().err == ""
@@ -143,7 +144,7 @@ def test_errors_are_checked_before_processes_start(here, capsys, monkeypatch):
     config, words = started[0]
     assert config.processes == 2 and words == arguments
     monkeypatch.setenv("RANK", "0")  # a process of the launch trains itself
-    monkeypatch.setattr("sparse_rl.commands.train.train", lambda recipe, resume: "model")
+    monkeypatch.setattr("sparse_rl.commands.train.train", lambda recipe, resume, show: "model")
     assert main(arguments) == 0 and len(started) == 1
 
 
@@ -173,6 +174,7 @@ def test_errors_leave_their_traceback_in_the_run_directory(here, capsys):
     assert "no such file: nothing.jsonl" in log and "Traceback" in log
     fails(capsys, "train", "grpo.yaml", "--dry-run", "rewards=[maths]")
     assert (here / "out" / "error.log").read_text() == log  # a dry run writes nothing
+    assert main(["train", "sft.yaml"]) == 0 and not (here / "out" / "error.log").exists()
 
 
 @pytest.mark.parametrize(
@@ -383,7 +385,7 @@ def test_plots_of_runs(tmp_path, capsys):
     first, second = metrics(tmp_path / "a" / "run", [0.1, 0.4, 0.3]), metrics(tmp_path / "b" / "run", [0.2])
     assert main(["plot", str(first), str(second)]) == 0
     drawn = capsys.readouterr().out.split()
-    assert drawn == [str(first / "plots" / "learning.png"), str(first / "plots" / "gap.png")]
+    assert drawn == [str(first / "plots" / f"{name}_with_b_run.png") for name in ("learning", "gap")]
     assert main(["plot", str(first), "--out", str(tmp_path / "x.svg")]) == 0
     svg = (tmp_path / "x.svg").read_text()
     assert "<svg" in svg and (tmp_path / "x_gap.svg").exists()
@@ -479,6 +481,15 @@ def test_the_command_starts_without_the_heavy_libraries(here):
     assert done.stdout.splitlines()[-1] == "[]" and "train" in done.stdout
 
 
+def test_a_used_folder_is_refused_before_a_heavy_library_is_imported(here):
+    (here / "out" / "model").mkdir(parents=True)
+    heavy = "[m for m in ('torch', 'trl', 'transformers', 'datasets') if m in sys.modules]"
+    code = f"import sys; from sparse_rl.cli import main; print(main(['train', 'sft.yaml']), {heavy})"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, env=environment, capture_output=True, text=True)
+    assert done.stdout == "2 []\n" and "out holds the model of an earlier run; choose another" in done.stderr
+
+
 def test_a_missing_recipe_as_a_command(here):
     done = run(here, "train", "nowhere.yaml")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and done.stdout == ""
@@ -534,3 +545,13 @@ def test_a_reward_that_raises_is_one_line(here, processes):
     (line,) = done.stderr.splitlines()
     assert line.startswith("sparse-rl: error: a reward function raised (of: unfair): KeyError")
     assert "Traceback" in (here / "out" / "error.log").read_text()
+
+
+@pytest.mark.parametrize("width", ["40", "57", "80"])
+def test_help_breaks_no_name(width: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    for words in ([], *([command] for command in COMMANDS)):
+        assert main([*words, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("deepseek-r1-distill-qwen-7b/streaming_plus" in line for line in lines)
+    assert not [line for line in lines if line.endswith("-") and not line.endswith(" --")]

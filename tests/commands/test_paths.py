@@ -179,11 +179,11 @@ def test_inspect_says_what_else_there_is(trained, here, capsys):
         "run/checkpoint-7": "a checkpoint of step 7, from which train --resume goes on",
         "out/rollouts": f"1 file of traces; sparse-rl inspect {traces} says what the first "
         "holds; sparse-rl verify out/rollouts replays them",
-        "score": "the results of an evaluation, 2 rows in score/eval.json",
+        "score": "the results of an evaluation, 2 rows; sparse-rl plot score/eval.json draws them",
         "empty": "a folder without a run, a model or traces",
         "grpo.yaml": "a recipe of kind grpo; sparse-rl train grpo.yaml runs it",
         "eval.yaml": "a recipe of kind eval; sparse-rl eval eval.yaml runs it",
-        "score/eval.json": "the results of an evaluation, 2 rows",
+        "score/eval.json": "the results of an evaluation, 2 rows; sparse-rl plot score/eval.json draws them",
         "run/metrics.jsonl": "the metrics of a run, logged to step 1; sparse-rl plot run draws them",
         "run/model/cache_policy.json": "the cache policy that a model carries, streaming",
         "run/model/model.safetensors": "weights of the model in run/model",
@@ -198,10 +198,11 @@ def test_inspect_says_what_else_there_is(trained, here, capsys):
         assert line.startswith(f"{place}: ") and says in line and line.count("\n") == 1, line
         assert "is no file of traces: " in answer(capsys, "inspect", place, "--json", status=2)
     assert "traces, 2 layers" in answer(capsys, "inspect", traces)
+    assert "pass@1" in answer(capsys, "plot", "score")
 
 
 def test_plot_of_a_folder_draws_the_runs_below_it(here, capsys):
-    logged = json.dumps({"step": 1, "reward": 0.5, "replay/gap_mean": 1e-7}) + "\n"
+    logged = "".join(json.dumps({"step": i, "reward": 0.5, "replay/gap_mean": 1e-7}) + "\n" for i in (1, 2))
     for place in ("many/one", "many/two", "many/two/inner", "other/one"):
         (here / place).mkdir(parents=True)
         (here / place / "metrics.jsonl").write_text(logged)

@@ -159,18 +159,15 @@ def test_the_command_prints_a_table(book: Callable, here: Path, capsys: pytest.C
     assert main(words) == 2 and "already holds perplexity.json" in capsys.readouterr().err
     assert main([*words, "--overwrite", "pieces=1"]) == 0 and "1 pieces, 20" in capsys.readouterr().out
     for place, says in {
-        "out": "perplexities of a text, 2 rows in out/perplexity.json",
-        "out/perplexity.json": "perplexities of a text, 2 rows",
+        "out": "perplexities of a text, 2 rows; sparse-rl plot out/perplexity.json draws them",
+        "out/perplexity.json": "perplexities of a text, 2 rows; sparse-rl plot out/perplexity.json draws them",
         "text.yaml": "a recipe of kind perplexity; sparse-rl perplexity text.yaml runs it",
     }.items():
         assert main(["inspect", place]) == 0
         assert capsys.readouterr().out == f"{place}: {says}\n"
+    assert main(["plot", "out"]) == 0 and "nll a token" in capsys.readouterr().out
     assert main(["doctor", "text.yaml", "cache={policy: streaming, budget: 8}"]) == 0
     assert "streaming 8: 12 entries" in " ".join(capsys.readouterr().out.split())
-    long = ["text.yaml", "--overwrite", "prompt_tokens=1", "completion_tokens=1024", "output_dir=long"]
-    book(symbols(1025))
-    assert main(["perplexity", *long]) == 0
-    assert "warning: the model is made for 1024 tokens, and a piece has 1025" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from terminal import terminal
 
+from sparse_rl import progress
 from sparse_rl.commands import quickstart
 from sparse_rl.commands.quickstart import (
     AIM,
@@ -17,7 +20,7 @@ from sparse_rl.commands.quickstart import (
     QuickstartError,
     Stages,
     choose_budget,
-    progress,
+    how_far,
     report,
     shipped_budget,
 )
@@ -90,7 +93,9 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     own = lambda command, **keys: popen([command[0], str(script), str(tmp_path / "run"), str(status)], **keys)  # noqa: E731
     monkeypatch.setattr(quickstart.subprocess, "Popen", own)
     monkeypatch.setattr(quickstart, "NEWS_SECONDS", 0.5)
-    Stages(1).run("seed 0: RL-Sparse", tmp_path / "run", ["train"])
+    with progress.stage("quickstart") as shown:
+        Stages(1, shown, 1).run("seed 0: RL-Sparse", tmp_path / "run", ["train"], steps=2)
+    assert shown.done == 1
 
 
 def test_a_stage_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
@@ -101,10 +106,20 @@ def test_a_stage_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "step 2  reward 0.50" in lines[-1] and lines[-1].split()[0] == "done"
 
 
+def test_a_terminal_shows_all_stages_and_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with terminal() as seen:
+        stage(tmp_path, monkeypatch, 0)
+        told = re.sub(r"\x1b\[[\d;]*[mAK]", "", seen.getvalue())
+    assert re.search(r"[\r\n]quickstart +━+ +0:0\d +0/1 stages", told)
+    assert re.search(r"\nseed 0: RL-Sparse ━*[╺╸]?━+ 1/2 steps +0:0\d left reward 0.25", told)
+    assert "  start  seed 0: RL-Sparse\n" in told and "  done   seed 0: RL-Sparse  step 2  reward 0.50" in told
+    assert told.count("RL-Sparse  step 1") == 0  # no news in lines
+
+
 def test_a_stage_that_fails_stops_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(QuickstartError, match=r"seed 0: RL-Sparse failed \(log: .*log.txt\): no output"):
         stage(tmp_path, monkeypatch, 3)
 
 
 def test_no_progress_is_said_before_the_first_log(tmp_path: Path) -> None:
-    assert progress(tmp_path) == ""
+    assert how_far(tmp_path) == (0, "")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import shlex
-import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sparse_rl import progress
 from sparse_rl.attention.parity import Parity
-from sparse_rl.commands import console
 from sparse_rl.commands.arguments import read_recipe
 from sparse_rl.commands.main import main, parse
 from sparse_rl.commands.train import compile_attention, what_next, with_choices
@@ -32,7 +30,7 @@ def without_vllm(monkeypatch):
 
 
 def test_what_auto_falls_back_to_is_said_with_the_reason(here, without_vllm, capsys):
-    fallback = 'rollouts: hf engine (vllm is not installed: pip install "sparse-rl[vllm]")'
+    fallback = 'rollouts: hf engine (vllm is not installed: pip install "vllm==0.31.*")'
     assert main(["rollout", "grpo.yaml", *QUIET]) == 0
     assert capsys.readouterr().out.splitlines()[0] == fallback
     assert main(["eval", "eval.yaml", *QUIET]) == 0
@@ -100,40 +98,14 @@ def test_a_process_of_several_takes_its_gpu_before_it_touches_any(here, monkeypa
     assert events == [1, "touched"]
 
 
-class Silence(threading.Event):
-    """Three times nothing is heard in the time that is waited for; then something is."""
-
-    def __init__(self):
-        super().__init__()
-        self.waits = []
-
-    def wait(self, timeout=None):
-        self.waits.append(timeout)
-        return len(self.waits) > 3
-
-
-def test_without_a_terminal_a_run_shows_that_it_is_alive_until_its_first_line(capsys, monkeypatch):
-    """Ever more seldom; with a terminal there is a bar instead."""
-    heard, at = Silence(), iter(["loading", "in step 1/9", "in step 2/9"])
-    with console.signs_of_life(lambda: next(at), heard):
-        pass
-    said = [line.split(",")[0] for line in capsys.readouterr().out.splitlines()]
-    assert said == ["loading", "in step 1/9", "in step 2/9"] and heard.waits == [20, 40, 80, 160]
-    assert heard.is_set()  # an error ends it too
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with console.signs_of_life(lambda: "loading", heard):
-        pass
-    assert capsys.readouterr().out == "" and len(heard.waits) == 4
-
-
 def test_a_training_ends_with_what_to_do_next_and_says_where_it_resumes(here, capsys, monkeypatch):
     """The commands that it prints work as they stand."""
-    monkeypatch.setattr(console, "FIRST_SIGN", 0.01)
+    monkeypatch.setattr(progress, "FIRST_SIGN", 0.01)
     words = ["train", "sft.yaml", "output_dir=my run", "save_steps=1", "lr_scheduler_type=constant", "logging_steps=1"]
     assert main(words) == 0
     *said, model, evaluate, serve, plot = capsys.readouterr().out.splitlines()
     assert model == "model: my run/model"
-    assert said[0].startswith("loading, ") and any(line.startswith("step 1/1  ") for line in said)
+    assert said[0].startswith(("loading, ", "checking, ")) and any(line.startswith("step 1/1  ") for line in said)
     assert evaluate.startswith("next:  sparse-rl eval quickstart/eval model='my run' ")
     assert serve.startswith("next:  sparse-rl serve 'my run' ") and plot.startswith("next:  sparse-rl plot 'my run' ")
     for line, more in (
@@ -143,6 +115,7 @@ def test_a_training_ends_with_what_to_do_next_and_says_where_it_resumes(here, ca
         _, command, *arguments = shlex.split(line, comments=True)
         assert command == "sparse-rl" and main([*arguments, *more]) == 0
     capsys.readouterr()
+    monkeypatch.setattr(progress, "FIRST_SIGN", 1000)
     assert main([*words, "max_steps=3", "--resume"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "resuming from step 1: my run/checkpoint-1"
@@ -179,4 +152,5 @@ def test_a_server_is_proposed_only_where_it_takes_the_cache(here, recipe, cache,
     _, commands, *_ = card.split("```bash\n")
     proposed = [line.split()[1] for line in commands.partition("```")[0].splitlines()]
     assert proposed == [*["serve"] * serves, "eval"]
-    assert f'`pip install "sparse-rl{"[vllm]" * serves}"`' in card
+    assert ("quickstart/eval" in commands) is (training.data.synthetic is not None)
+    assert f'`pip install ".{"[vllm]" * serves}"`' in card

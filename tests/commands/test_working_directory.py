@@ -100,8 +100,8 @@ DOORS = {
     ("door", "form"),
     [
         ("the console script", "file"),
-        ("the console script", "folder"),
-        ("python -m", "file"),
+        pytest.param("the console script", "folder", marks=pytest.mark.slow),
+        pytest.param("python -m", "file", marks=pytest.mark.slow),
         ("python -P -m", "folder"),
     ],
 )

@@ -1,6 +1,6 @@
 """Eviction in vLLM on a GPU. NOT RUN YET: written from vLLM 0.31's source, on a machine without one.
 
-    pip install "sparse-rl[vllm,test]" && python -m pytest tests/gpu -m ""
+    pip install ".[vllm,test]" && python -m pytest tests/gpu -m ""
 
 What runs without a GPU is in tests/vllm_engine/test_cuda_backend.py and test_cuda_layout.py. Here are the kernels, CUDA
 graphs, sleep mode and several GPUs.

@@ -472,7 +472,7 @@ def test_weights_are_there_where_they_are_needed_and_there_alone(sampled: Callab
         (weighed.evict_at, lacking),
         (plain.evict_at, {**plain.further, "pi": torch.zeros(plain.shape)}),
     ):
-        with pytest.raises(TraceError, match="have the section pi where their summaries are no plain means"):
+        with pytest.raises(TraceError, match="pi must be there exactly where summaries are not plain means"):
             EvictionTrace(evict_at, further)
     with pytest.raises(TraceError, match="pi has a weight that is not between 0 and 1"):
         EvictionTrace(weighed.evict_at, {**weighed.further, "pi": weighed.further["pi"] + 1})

@@ -202,3 +202,16 @@ def test_what_names_no_recipe(name: str) -> None:
     with pytest.raises(UserError) as caught:
         load_recipe(name)
     assert str(caught.value).isprintable() and len(str(caught.value)) < LONGEST
+
+
+@pytest.mark.parametrize("tag", TAGS)
+@pytest.mark.parametrize("value", ["[a]", "{a: 1}", "a", "''", "[]", "[[a, b]]", "&x [*x]", "[a, b]"])
+def test_a_tag_on_any_kind_of_value(tag: str, value: str) -> None:
+    """!!map [a] is no mapping, and !!seq {a: 1} no list."""
+    for text in (f"!!{tag} {value}", f"seed: !!{tag} {value}", f"[!!{tag} {value}]", f"<<: !!{tag} {value}"):
+        try:
+            parse_yaml(text, "r.yaml")
+        except UserError as error:
+            assert str(error).startswith("r.yaml") and len(str(error)) <= 300
+        answer(f"{{kind: sft, model: m, output_dir: o, seed: !!{tag} {value}}}")
+        answer(TEXTS["sft"], [f"seed=!!{tag} {value}"])

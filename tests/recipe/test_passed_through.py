@@ -12,11 +12,21 @@ from sparse_rl.config import yaml_fields
 from sparse_rl.recipe.kinds import KINDS
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.refused import PREFIXES, REFUSED, refusal
+from trainer import options
+
+TRAINED = [kind for kind, recipe in KINDS.items() if recipe.trained]
+# what of the libraries' choices is left out, and why
+LEFT_OUT = {
+    "train_sampling_strategy": {"group_by_length", "batch_rebalance"},  # passed_through.py; needs rows of token ids
+    "debug": {"tpu_metrics_debug"},  # there is no TPU
+}
 
 
 def members(hint):
     """The alternatives of a type as the list has them: an enum is its values, and text beside it says nothing more."""
     arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Annotated:
+        return members(arguments[0])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         if any(isinstance(member, type) and issubclass(member, Enum) for member in arguments):
             arguments = tuple(member for member in arguments if member is not str)
@@ -28,27 +38,93 @@ def members(hint):
     return frozenset([hint])
 
 
-@pytest.mark.parametrize("kind", [kind for kind, recipe in KINDS.items() if recipe.trained])
-def test_the_list_is_that_of_the_installed_versions(kind):
+def choices(kinds):
+    """The choices among some alternatives, and whether they are closed: then no other text is taken."""
+    literal = [kind for kind in kinds if typing.get_origin(kind) is typing.Literal]
+    return {value for kind in literal for value in typing.get_args(kind)}, str not in kinds
+
+
+def fits(ours, theirs):
+    """Whether a type is that of the library, or a narrower one that has choices where the library takes any text."""
+    ours, theirs = members(ours), members(theirs)
+    mine, closed = choices(ours)
+    known, free = choices(theirs)[0], str in theirs
+    rest, others = ({one for one in kinds if typing.get_origin(one) is not typing.Literal} for kinds in (ours, theirs))
+    if closed and mine and free:  # text is taken by its choices alone
+        others = others - {str}
+    lists = [next((one[1] for one in kinds if isinstance(one, tuple)), None) for kinds in (rest, others)]
+    if None not in lists and all(choices(inner)[0] for inner in lists):
+        return choices(lists[0])[0] <= choices(lists[1])[0]
+    return rest == others and (mine == known or (free and mine >= known))
+
+
+def configuration(kind):
+    """The library's class of options for a kind."""
     from transformers import TrainingArguments
     from trl import GRPOConfig, SFTConfig
 
-    config = {"grpo": GRPOConfig, "sft": SFTConfig}.get(kind, TrainingArguments)
+    return {"grpo": GRPOConfig, "sft": SFTConfig}.get(kind, TrainingArguments)
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_the_list_is_that_of_the_installed_versions(kind):
     own = yaml_fields(KINDS[kind])
-    theirs = {f.name: f.type for f in dataclasses.fields(config) if f.name not in own and not refusal(f.name)}
+    fields = dataclasses.fields(configuration(kind))
+    theirs = {f.name: f.type for f in fields if f.name not in own and not refusal(f.name, kind)}
     assert PASSED_THROUGH[kind].keys() == theirs.keys()
-    wrong = {key: hint for key, hint in PASSED_THROUGH[kind].items() if members(hint) != members(theirs[key])}
-    assert not wrong
-    assert members(int | None) != members(float | None)  # the control
+    assert not {key: hint for key, hint in PASSED_THROUGH[kind].items() if not fits(hint, theirs[key])}
+
+
+def test_what_fits():
+    """The controls of the test above."""
+    text = typing.Literal["a", "b"]
+    assert fits(int, int) and fits(text | None, str | None) and fits(text | bool, str | bool)
+    assert not fits(int | None, float | None) and not fits(text, str | None) and not fits(str, text)
+    assert not fits(int, int | str) and not fits(text, typing.Literal["a", "b", "c"])
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_choices_are_those_of_the_installed_versions(kind):
+    """Where our list has choices and the library takes any text, its help names the choices, or its metadata do."""
+    for f in dataclasses.fields(configuration(kind)):
+        mine = choices(members(PASSED_THROUGH[kind].get(f.name, int)))[0] - {"", False}
+        if not mine or str not in members(f.type):
+            continue
+        given = f.metadata.get("choices")
+        words = set(given or re.findall(r"[`'\"](\w+)[`'\"]", f.metadata["help"]))
+        assert mine <= words, (f.name, mine, words)
+        if given:
+            assert words - mine <= LEFT_OUT.get(f.name, set()), f.name
+
+
+def test_what_breaks_replay_or_does_nothing_is_refused_by_kind():
+    """As docs/grpo.md says; fine-tuning without evictions keeps what works there."""
+    for option in ("neftune_noise_alpha", "label_smoothing_factor", "use_cache"):
+        assert [kind for kind in TRAINED if option in PASSED_THROUGH[kind]] == ["sft"]
+        assert refusal(option, "grpo")
+    for option in ("train_sampling_strategy", "data_seed"):
+        assert [kind for kind in TRAINED if option in PASSED_THROUGH[kind]] == ["distill", "kvpop", "sft"]
+    assert "group_by_length" not in str(PASSED_THROUGH["sft"]["train_sampling_strategy"])
+    for option in (
+        *("length_column_name", "label_names", "prediction_loss_only", "batch_eval_metrics", "include_for_metrics"),
+        *("do_predict", "logging_nan_inf_filter", "enable_jit_checkpoint", "accelerator_config", "trust_remote_code"),
+    ):
+        assert all(option not in PASSED_THROUGH[kind] and refusal(option, kind) for kind in TRAINED), option
 
 
 def test_what_is_written_instead_is_a_key():
     """Each key that a refusal names exists; of attention, the one that says how it is computed."""
     keys = {key for kind in KINDS.values() for key in yaml_fields(kind)}
-    theirs = {key for options in PASSED_THROUGH.values() for key in options}
-    mends = " ".join([*REFUSED.values(), *PREFIXES.values()])
-    words = set(re.findall(r"\b[a-z]+(?:_[a-z]+)+", mends))
+    theirs = {key for passed in PASSED_THROUGH.values() for key in passed}
+    refused = {
+        **REFUSED,
+        **PREFIXES,
+        **options.PREFIXES,
+        **{k: v for of in options.REFUSED.values() for k, v in of.items()},
+    }
+    words = set(re.findall(r"\b[a-z]+(?:_[a-z]+)+", " ".join(refused.values())))
     inner = {"zero_stage", "target_modules", "system_prompt", "max_prompt_tokens"}  # of blocks
-    assert words - inner <= keys | theirs and "train_attention" not in words
-    assert "attention_kernel" in refusal("attn_implementation")
-    assert not keys & REFUSED.keys()
+    assert words - inner <= keys | theirs | {"make_engine"} and "train_attention" not in words
+    assert "attention_kernel" in refusal("attn_implementation", "grpo")
+    assert not keys & REFUSED.keys() and not REFUSED.keys() & options.ANY.keys()
+    assert all(not yaml_fields(KINDS[kind]).keys() & refused.keys() for kind, refused in options.REFUSED.items())

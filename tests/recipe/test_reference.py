@@ -119,7 +119,7 @@ def test_a_key_added_to_a_component_is_one_edit(monkeypatch):
     with pytest.raises(UserError, match="command line: patience: expected a whole number, got 'long'"):
         make_recipe(GRPO, ["patience=long"])
     with pytest.raises(UserError, match=r"valid keys: .*\bpatience\b"):
-        make_recipe(GRPO, ["zzzzzzzz=1"])
+        make_recipe(GRPO, ["pat=1"])  # of many keys the nearest are listed
     with pytest.raises(UserError, match="did you mean patience"):
         make_recipe(GRPO, ["pateince=1"])
     assert "| `patience` | a whole number | `3` | how long it waits |" in reference(KINDS)

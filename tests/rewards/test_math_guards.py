@@ -7,13 +7,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rewards.math_guards import latex_of, read, refused, word
+from rewards.math_guards import claimed, read, refused, word
+from rewards.math_spelling import latex_of
 from rewards.math_worker import is_equal
 
 WAYS = [  # to write a whole number
     "{n}", "${n}$", "{n}.", "{n:,}", "{n:_}", "{n} eggs", r"\text{{{n} dollars}}", r"\${n:,}", "€{n}", "{n}°", r"{n}\%",
     r"{n}^\circ", "x = {n}", "{n}.0", "{n}e0", r"{n} \times 10^{{0}}", r"{n} \text{{ cm}}^2", "1+{less}={n}",
-    r"\frac{{{twice}}}{{2}}={n}",
+    r"\frac{{{twice}}}{{2}}={n}", r"\boldsymbol{{{n}}}", r"\text{{The answer is }} {n}", "{n},", "{n} (eggs)",
+    r"x\text{{ is }}\underline{{{n}}}", r"{n}\ \frac{{\text{{m}}}}{{\text{{s}}}}", r"\textbf{{(B)}}\ {n}", "x_1 = {n}",
 ]  # fmt: skip
 numbers = st.integers(1, 10**9)
 
@@ -52,6 +54,7 @@ FRAGMENTS = [
     "1", "23", "456", "0.", ".", ",", " ", "  ", "-", "=", "<", "(", ")", "[", "]", "{", "}", r"\{", r"\}", "_", "^",
     "°", "%", "$", "€", '"', "\\", r"\\", r"\,", r"\ ", r"\text{", r"\frac", r"\overline", r"\pi", r"\circ", r"\le",
     r"\neq", r"\approx", "x", "cm", "eggs", "dozen", "per", " or ", " and ", "not ", "e", "\n", "½", "٣", "\u202e",
+    "'", "√", "⁰", "x_1=", r"\{x:", "(B) ", r"\text{or}", "the answer is ", "No, ", "?", r"\boldsymbol{", r"\\", "**",
     "a" * 40, "1" * 40,
 ]  # fmt: skip
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.characters(), max_size=60).map(lambda parts: "".join(parts)[:2000])
@@ -68,9 +71,14 @@ texts = st.lists(st.sampled_from(FRAGMENTS) | st.characters(), max_size=60).map(
 @example("18", r"\text{ " * 300)
 @example("18", "1 " * 1000)
 @example("18", "1e999" + "9" * 900)
+@example("18", "18 eggs" + "^2 " * 40 + "!")
+@example("18", "x=1" + " , and" * 250)
+@example("18", "\\\\" * 900 + "x")
+@example("18", "no, " * 500)
 def test_any_text_is_read_at_once(gold: str, said: str) -> None:
     start = time.process_time()
     word(said)
+    claimed(said)
     readings = read(gold), read(said, keep_name=False)
     if None not in readings:
         assert refused(*readings) in (True, False)

@@ -99,11 +99,12 @@ def test_conversations_are_read_like_strings(math_reward):
     assert math_reward([right, wrong, silent, []], answer=["2"] * 4) == [1.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ["gsm8k_test", "math500"])
+@pytest.mark.parametrize("name", ["gsm8k_test", "math500", "aime25", "amc23"])
 def test_real_golds_equal_themselves_and_not_their_neighbours(math_reward, name):
     golds = gold_answers(name, 100)
-    respelt = [gold.replace(r"\frac", r"\dfrac") for gold in golds]
-    assert math_reward([boxed(gold) for gold in respelt], answer=golds) == [1.0] * len(golds)
+    for way in ("{}", "{},", r"\boldsymbol{{{}}}", r"\text{{The answer is }} {}"):
+        respelt = [way.format(gold.replace(r"\frac", r"\dfrac")) for gold in golds]
+        assert math_reward([boxed(gold) for gold in respelt], answer=golds) == [1.0] * len(golds)
     neighbours = golds[1:] + golds[:1]
     rewards = math_reward([boxed(gold) for gold in neighbours], answer=golds)
     assert all(r == 0.0 for r, a, b in zip(rewards, golds, neighbours, strict=True) if a != b)

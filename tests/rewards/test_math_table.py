@@ -21,15 +21,20 @@ def rows(table: str) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def math_reward() -> MathReward:
+    return MathReward(timeout=20, workers=2)
+
+
 @pytest.mark.parametrize(("table", "reward"), [("accepted", 1.0), ("rejected", 0.0)])
-def test_the_verdict_is_a_mathematicians(table: str, reward: float) -> None:
+def test_the_verdict_is_a_mathematicians(math_reward: MathReward, table: str, reward: float) -> None:
     golds, completions = zip(*rows(table), strict=True)
-    rewards = MathReward(timeout=20, workers=2)(list(completions), answer=list(golds))
+    rewards = math_reward(list(completions), answer=list(golds))
     wrong = [f"{g} => {c}: {r}" for g, c, r in zip(golds, completions, rewards, strict=True) if r != reward]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(golds)}", *wrong])
 
 
 def test_the_tables_are_large_and_do_not_repeat_themselves() -> None:
     accepted, rejected = rows("accepted"), rows("rejected")
-    assert min(len(accepted), len(rejected)) >= 200
+    assert min(len(accepted), len(rejected)) >= 500
     assert max(Counter(accepted + rejected).values()) == 1

@@ -19,8 +19,18 @@ TOKENS = 20
 BUDGET = 16
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("model_name", ["qwen3", "quickstart", "stories260K"])
+@pytest.mark.parametrize(
+    ("model_name", "temperature"),
+    [
+        ("qwen3", 1.0),
+        ("quickstart", 0.0),
+        ("stories260K", 1.0),
+        *(
+            pytest.param(*more, marks=pytest.mark.slow)
+            for more in [("qwen3", 0.0), ("quickstart", 1.0), ("stories260K", 0.0)]
+        ),
+    ],
+)
 @pytest.mark.parametrize("policy_name", SAMPLED)
 def test_company_changes_nothing(
     policy_name: str,

@@ -82,11 +82,11 @@ def test_greedy_takes_the_first_of_the_best_and_reports_temperature_one() -> Non
 
 
 def test_a_sequence_has_its_own_uniforms() -> None:
-    """A stream depends on its seed alone, across blocks, and a step may be read again."""
+    """A stream depends on its seed alone, across blocks, and any step may be read again."""
     steps = BLOCK + 40
     stream, other = Uniforms(13), Uniforms(12)
     ours = [stream.at(step) for step in range(steps)]
-    assert stream.at(steps - 1) == ours[-1]
+    assert [stream.at(step) for step in (steps - 1, 3, BLOCK)] == [ours[-1], ours[3], ours[BLOCK]]
     again = Uniforms(13)
     assert again.at(BLOCK + 1) == ours[BLOCK + 1], "a whole block may be skipped"
     assert len(set(ours)) == steps

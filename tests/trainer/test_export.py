@@ -23,7 +23,7 @@ from sparse_rl.models.directory import saved_policy
 from sparse_rl.policies import make_policy
 from sparse_rl.recipe import list_recipes, load_recipe, make_recipe
 from trainer.card import model_card
-from trainer.rundir import versions
+from trainer.resume import versions
 
 REPOSITORY = "somebody/small"
 
@@ -145,6 +145,24 @@ def test_a_hub_that_refuses_is_one_line(tmp_path: Path, hub: Any, monkeypatch: p
     with pytest.raises(StoppedError, match=rf"run/model is whole, but was not pushed to {REPOSITORY} .*`hf upload"):
         train(recipe)
     assert (tmp_path / "run/model/model.safetensors").is_file() and not hub.files
+
+
+def test_a_card_says_how_the_model_is_asked() -> None:
+    recipe, policy = load_recipe("quickstart/grpo"), make_policy("streaming", budget=40)
+    says = {}
+    for chat in (True, False):
+        for place in ("runs/a model", "/a/b/model"):
+            says[chat, place] = model_card(recipe.resolved(), policy, {}, steps=7, place=place, chat=chat)
+    without = "has no chat template: a server answers at `/v1/completions`, and a chat request gets status 400"
+    assert all((without in text) is not chat for (chat, _), text in says.items())
+    for (_, place), text in says.items():
+        away = place.startswith("/")
+        model = "." if away else "'runs/a model'"
+        assert (
+            f"sparse-rl serve {model}  #" in text and f"sparse-rl eval quickstart/eval model={model} cache=null" in text
+        )
+        assert 'tokenizer("Qa1b4c0d2e0f3g3h3?")' in text and ("in this directory" in text) is away
+        assert "/a/b" not in text
 
 
 @pytest.mark.parametrize("name", [name for name in list_recipes() if load_recipe(name).trained])

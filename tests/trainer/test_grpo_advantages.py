@@ -81,6 +81,7 @@ def test_truncated_outputs(zeroed: bool, grpo: Callable) -> None:
     if zeroed:
         expected = expected.masked_fill(trainer.truncated, 0.0)
     torch.testing.assert_close(trainer.advantages, expected, rtol=1e-4, atol=1e-6)
+    assert list(trainer._logs["advantages"]) == trainer.advantages.tolist(), "TRL's table shows what is trained on"
 
 
 # 0.9 six times: their mean in float32 is not 0.9
@@ -100,6 +101,7 @@ def test_groups_without_variance(constant: float, accumulation: int, grpo: Calla
         )
         lines = trained(trainer)
         assert lines[0]["frac_reward_zero_std"] == 0.5
+        assert list(trainer._logs["advantages"]) == trainer.advantages.tolist()
         expected, other = trainer.over_varied, trainer.over_all
         if choice == "keep":
             expected, other = other, expected

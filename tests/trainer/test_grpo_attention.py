@@ -20,7 +20,9 @@ class Gradients(TrainerCallback):
         self.of = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    "checkpointing", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="checkpointed")]
+)
 def test_every_kernel_has_the_same_step(checkpointing: bool, flex_trains: list[bool], grpo: Callable) -> None:
     """Loss, log-probs and gradients within 1e-5, padded on both sides; full attention, the control, is far off."""
     found = {}

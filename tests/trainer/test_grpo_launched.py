@@ -101,15 +101,29 @@ def good(done: subprocess.CompletedProcess, folder: Path, count: int) -> list[di
 
 def test_killed_and_resumed_under_zero_2(command: Callable, tmp_path: Path) -> None:
     """GSM8K, 4 steps; killed in step 3 and resumed from 2, steps 3 and 4 and the weights are those of the whole run."""
-    whole = good(command("whole"), tmp_path / "whole", 4)
+    whole = killed_and_resumed(command, tmp_path)
     assert whole[0]["reward_std"] > 0 and whole[0]["frac_reward_zero_std"] < 1
-    died = command("killed", DIE_AFTER="2")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_reference_model_that_follows(stage: int, command: Callable, tmp_path: Path) -> None:
+    """Its mixed weights come back on every process, also where each has a part of them."""
+    words = ("beta=0.1", "sync_ref_model=true", "ref_model_sync_steps=2", f"launch.zero_stage={stage}")
+    whole = killed_and_resumed(command, tmp_path, *words)
+    assert whole[0]["kl"] < 1e-8 < whole[2]["kl"]
+
+
+def killed_and_resumed(command: Callable, folder: Path, *words: str) -> list[dict[str, Any]]:
+    """The steps of a run, which one that is killed in step 3 and resumed from 2 repeats bit for bit."""
+    whole = good(command("whole", *words), folder / "whole", 4)
+    died = command("killed", *words, DIE_AFTER="2")
     assert died.returncode not in (0, 2)
-    assert [line["step"] for line in steps(tmp_path / "killed")] == [1, 2]
-    resumed = good(command("killed", "--resume"), tmp_path / "killed", 4)
+    assert [line["step"] for line in steps(folder / "killed")] == [1, 2]
+    resumed = good(command("killed", *words, "--resume"), folder / "killed", 4)
     assert timeless(resumed) == timeless(whole)
-    weights, expected = (load_file(tmp_path / name / "model/model.safetensors") for name in ("killed", "whole"))
+    weights, expected = (load_file(folder / name / "model/model.safetensors") for name in ("killed", "whole"))
     assert all((weights[name] == expected[name]).all() for name in expected)
+    return whole
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
+from trl import GRPOTrainer
 
 from trainer.grpo.config import Correction
 from trainer.grpo.trainer import SparseGRPOTrainer
@@ -76,6 +77,35 @@ def test_the_reference_of_an_adapter(metrics_of: Callable) -> None:
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     first, second = metrics_of(beta=0.1, peft_config=lora, learning_rate=1e-2)
     assert first["kl"] == pytest.approx(0, abs=1e-8) and second["kl"] > 1e-6
+
+
+class ByTheOldPolicy(SparseGRPOTrainer):
+    """Computes each loss three times: ours, TRL's own by the old policy, and by what top_p left of it."""
+
+    losses: ClassVar[list[tuple[float, float, float]]]
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        ours = super()._compute_loss(model, inputs)
+        old = {name: value for name, value in inputs.items() if name != "sampling_per_token_logps"}
+        others = [GRPOTrainer._compute_loss(self, model, given) for given in (old, inputs)]
+        self.losses.append(tuple(float(loss.detach()) for loss in (ours, *others)))
+        return ours
+
+
+@pytest.mark.parametrize("correction", ["none", "token_truncate"])
+def test_sequences_are_masked_by_the_old_policy(correction: str, metrics_of: Callable) -> None:
+    """off_policy_mask_threshold with top_p < 1: the log-probs before the cut count, as in TRL without vLLM."""
+    ByTheOldPolicy.losses = []
+    metrics_of(
+        top_p=0.5,
+        off_policy_mask_threshold=0.05,
+        num_iterations=2,
+        importance_correction=correction,
+        trainer_class=ByTheOldPolicy,
+    )
+    ours, old, truncated = torch.tensor(ByTheOldPolicy.losses).T
+    torch.testing.assert_close(ours, old, rtol=1e-4, atol=1e-6)
+    assert ((truncated - old).abs() > 0.1 * old.abs()).any()  # the control
 
 
 def test_reentrant_checkpointing_is_refused(grpo: Callable) -> None:

@@ -37,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "in mid-buffer of a later epoch": {"save": 3, "count": 4, "num_iterations": 2, "max_steps": 6},
     "with validation": {"save": 2, "held_out": 4, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2},
     "with a reference model": {"save": 2, "beta": 0.1},
+    "with a reference model that follows": {"save": 3, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2},
     "after the step of the checkpoint": {"save": 2, "stop": 3},
     "between two logs, in mid-buffer": {
         "save": 5,
@@ -72,6 +73,7 @@ SLOW = (
     "in mid-buffer of a later epoch",
     "in mid-buffer",
     "with a reference model",
+    "with a reference model that follows",
 )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed
 
 from trainer.config import LaunchConfig
-from trainer.launch import crowded
+from trainer.launch import crowded, leave_group
 
 
 @pytest.mark.parametrize(("cards", "places"), [(0, "3 CPU cores"), (3, "3 GPUs"), (1, "1 GPU")])
@@ -23,3 +25,17 @@ def test_a_machine_that_is_asked_too_much_is_named(cards: int, places: str, monk
     several = {"machines": 2, "main_process_ip": "10.0.0.1"}
     assert crowded(LaunchConfig(processes=2 * most, **several)) is None
     assert crowded(LaunchConfig(processes=2 * most + 2, **several)) == f"{most + 1} processes on {places}; lower it"
+
+
+def test_a_launched_process_leaves_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        leave_group()
+        assert distributed.is_initialized()  # this process was not launched: the group is not our run's
+        monkeypatch.setenv("RANK", "0")
+        leave_group()
+        assert not distributed.is_initialized()
+        leave_group()
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()

@@ -138,6 +138,11 @@ def test_right_scorers_do_not(with_own_engine: Callable) -> None:
     assert len(lines) == 2 and all(line["replay/gap_max"] <= 1e-5 for line in lines)
 
 
+def test_no_reference_model_follows(with_own_engine: Callable) -> None:
+    with pytest.raises(UserError, match="sync_ref_model: the reference model lacks the scorers"):
+        with_own_engine(beta=0.1, sync_ref_model=True)
+
+
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_what_is_refused(kind: str, recipe: Callable, tiny: Callable) -> None:
     with pytest.raises(UserError, match="lora: not under kvpop"):
@@ -155,7 +160,7 @@ def test_what_is_refused(kind: str, recipe: Callable, tiny: Callable) -> None:
 LEARN = {"weight": 0.5, "learning_rate": 0.01, "boundary": {"queries": 8}}
 
 
-@pytest.mark.parametrize("kind", SAMPLED)
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("distill", marks=pytest.mark.slow)])
 def test_scorers_that_learn(kind: str, recipe: Callable, tmp_path: Path) -> None:
     """They move, the gap stays, a resumed run is the same, and the model learns what it learns beside frozen ones."""
     final = check_resumed(partial(recipe, kind, scorers=LEARN), tmp_path, gradient_checkpointing=True)

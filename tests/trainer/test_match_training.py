@@ -60,8 +60,18 @@ def test_a_run(kind: str, recipe: Callable, tmp_path: Path) -> None:
     assert any(not torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("cache", [CACHE, PAGED, LAYERED], ids=lambda cache: cache["policy"])
-@pytest.mark.parametrize("kind", SAMPLED)
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [
+        ("grpo", CACHE),
+        ("grpo", PAGED),
+        ("grpo", LAYERED),
+        ("distill", CACHE),
+        pytest.param("distill", PAGED, marks=pytest.mark.slow),
+        pytest.param("distill", LAYERED, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["policy"],
+)
 def test_a_resumed_run_is_the_one_that_was_not_stopped(
     kind: str, cache: dict[str, Any], recipe: Callable, tmp_path: Path
 ) -> None:

@@ -34,7 +34,8 @@ from trainer.checkpoint import (
     write_manifest,
 )
 from trainer.lock import locked, refuse_running
-from trainer.rundir import RunLog, check_world, refuse_used, versions
+from trainer.resume import refuse_used, versions
+from trainer.rundir import RunLog, check_world
 
 
 def recipe_of(folder: Path, *overrides: str, **more):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from trainer_runs import KillAt, Killed, timeless
 from transformers import TrainerCallback
 
@@ -142,6 +143,41 @@ def test_the_cadence_is_that_of_the_resumed_run(sft: Callable) -> None:
         "checkpoint-8",
         "checkpoint-10",
     }
+
+
+def test_a_finished_run_that_is_resumed_has_one_summary(sft: Callable) -> None:
+    """Also where it goes on."""
+
+    def summaries(trainer: Any) -> list[int]:
+        return [line["step"] for line in read_metrics(trainer.args.output_dir) if "train_runtime" in line]
+
+    first = sft("run", max_steps=3)
+    first.train()
+    assert summaries(first) == [3]
+    for steps in (3, 4):
+        again = sft("run", max_steps=steps)
+        again.train(resume_from_checkpoint=str(Path(again.args.output_dir) / "checkpoint-3"))
+        assert summaries(again) == [steps]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_weight_that_is_tied_is_not_missed(
+    tied: bool, sft: Callable, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = sft("run", max_steps=1, save_steps=1)
+    trainer.model.config.tie_word_embeddings = tied
+    trainer.model.tie_weights()
+    trainer.train()
+    assert (trainer.model.lm_head.weight is trainer.model.model.embed_tokens.weight) is tied
+    checkpoint = Path(trainer.args.output_dir) / "checkpoint-1"
+    if not tied:  # the control
+        weights = load_file(checkpoint / "model.safetensors")
+        del weights["lm_head.weight"]
+        save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "transformers"):
+        trainer._load_from_checkpoint(str(checkpoint))
+    assert ("missing keys" in caplog.text) is not tied
 
 
 def test_later_checkpoints_are_set_aside(sft: Callable) -> None:

@@ -33,6 +33,7 @@ METHODS = {
         "_tokenize_prompts": "prompts",
         "_generate_single_turn": "prompt_ids images multimodal_fields num_generations has_tool_images",
         "_calculate_rewards": "inputs prompts completions completion_ids_list",
+        "_log_completion_extra": "column values",
         "_generate_and_score_completions": "inputs",
         "_compute_loss": "model inputs",
         "_get_per_token_logps_and_entropies": (
@@ -44,6 +45,9 @@ METHODS = {
         "__iter__": "",
     },
     transformers.Trainer: {
+        "_get_dataloader": "dataset description batch_size sampler_fn is_training dataloader_key",
+        "_evaluate": "trial ignore_keys_for_eval skip_scheduler",
+        "_determine_best_metric": "metrics trial",
         "_get_output_dir": "trial",
         "_save_checkpoint": "model trial",
         "init_hf_repo": "token",
@@ -76,7 +80,7 @@ FUNCTIONS: dict[Callable, str] = {
     hf_deepspeed.unset_hf_deepspeed_config: "",
 }
 ATTRIBUTES = {
-    GRPOTrainer: "use_vllm _metrics _logs _step _buffered_inputs _total_train_tokens",
+    GRPOTrainer: "use_vllm _metrics _logs _step _buffered_inputs _total_train_tokens aux_loss_enabled",
     transformers.Trainer: "_tr_loss _total_loss_scalar _globalstep_last_logged",
 }
 

@@ -34,6 +34,13 @@ def vllm_is_here() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imports_are_set_aside() -> None:
+    """vLLM collects garbage six times an engine, each 0.3 s and more over all that a process of tests has imported."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
     """What makes a tiny engine start quickly; and what vLLM leaves in the environment is not left to other tests."""
@@ -46,8 +53,8 @@ def environment() -> Iterator[None]:
 def quickly(engines_before: int) -> Iterator[None]:
     """Start or close an engine without what need not be done again in a process that has had one.
 
-    vLLM collects garbage six times an engine, 2 s over all that it has imported: its imports are set aside once, and
-    stay so. And it looks for its kernels in every module, 0.4 s, to register them anew.
+    What it has imported is set aside after the first engine, and stays so. And it looks for its kernels in every
+    module, 0.4 s, to register them anew.
     """
     if engines_before == 1:
         gc.collect()

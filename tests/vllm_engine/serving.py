@@ -18,6 +18,8 @@ import httpx
 import psutil
 from openai import OpenAI
 
+from sparse_rl.temporary import FOLDER
+
 START = 240  # seconds: half a minute alone, minutes beside other tests
 
 
@@ -34,7 +36,7 @@ class Server:
         self.model, self.port, self.log = str(model), free_port(), folder / "server.log"
         command = [sys.executable, "-m", "sparse_rl.cli", "serve", self.model, "--port", str(self.port), *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-        environment = {k: v for k, v in environment.items() if not k.startswith("VLLM_")}
+        environment = {k: v for k, v in environment.items() if not k.startswith(("VLLM_", FOLDER))}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=environment, cwd=folder, start_new_session=True

@@ -202,7 +202,7 @@ VALUES = st.recursive(st.none() | TEXTS, lambda v: st.lists(v, max_size=3) | st.
 @given(VALUES)
 @settings(derandomize=True, max_examples=100, deadline=None)
 def test_the_depth_of_a_schema_is_that_of_its_text(value: Any) -> None:
-    from rollout.vllm.compat.server import _depth
+    from rollout.vllm.compat.clients import _depth
 
     def depth(value: Any) -> int:
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None

@@ -291,9 +291,12 @@ def test_layers_that_are_refused(name: str, value: Any, message: str) -> None:
         "kv_sharing_target_layer_name": None,
         "attn_type": "decoder",
     }
-    refusals.refuse_layer(SimpleNamespace(**plain))
-    with pytest.raises(ValueError, match=message):
-        refusals.refuse_layer(SimpleNamespace(**{**plain, name: value}))
+    refused = SimpleNamespace(**{**plain, name: value})
+    for physical, why in ((True, "vLLM cannot evict from a layer with"), (False, "does not know")):
+        config: Any = SimpleNamespace(physical=physical)
+        refusals.refuse_layer(SimpleNamespace(**plain), config)
+        with pytest.raises(ValueError, match=f"{why} {message}"):
+            refusals.refuse_layer(refused, config)
 
 
 def test_caches_that_are_refused() -> None:

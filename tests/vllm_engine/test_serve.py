@@ -8,7 +8,9 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +34,7 @@ from sparse_rl.data.running_sum import EOS_ID, build_tokenizer
 from sparse_rl.models.directory import save_policy, write_scorers
 from sparse_rl.models.load import load_plain_model
 from sparse_rl.policies import make_policy
+from sparse_rl.temporary import FOLDER
 
 POLICY = {"policy": "gkv", "budget": 48, "window": 8, "period": 16}
 PEAK, BLOCK = 64, 32
@@ -136,7 +139,7 @@ def test_without_vllm_the_extra_is_named(
 ) -> None:
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
     assert run(model) == 2
-    assert 'serving needs vLLM, which is not installed: pip install "sparse-rl[vllm]"' in capfd.readouterr().err
+    assert 'serving needs vLLM, which is not installed: pip install "vllm==0.31.*"' in capfd.readouterr().err
 
 
 def test_a_plugin_that_vllm_would_not_find(
@@ -225,9 +228,20 @@ def test_vllm_reads_the_arguments_and_eviction_keeps_its_own(
     assert given.additional_config["sparse_rl"] == {"exact": True, "folds": False}
     assert given.kv_transfer_config.kv_connector_extra_config["sparse_rl"]["max_prompt"] is None
     for further, says in (
-        (["--enable-prefix-caching"], "--enable-prefix-caching cannot be chosen where the cache evicts"),
-        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype cannot be chosen where the cache evicts"),
-        (["--pipeline-parallel-size=2"], "--pipeline-parallel-size cannot be chosen where the cache evicts"),
+        (["--enable-prefix-caching"], "--enable-prefix-caching cannot be chosen under this cache"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype cannot be chosen under this cache"),
+        (["--pipeline-parallel-size=2"], "--pipeline-parallel-size cannot be chosen under this cache"),
+        (["--kv-offloading-size", "1"], "--kv-offloading-size cannot be chosen under this cache"),
+        (["--kv-offloading-backend", "lmcache"], "--kv-offloading-backend cannot be chosen under this cache"),
+        (["--spec-method", "ngram"], "--spec-method cannot be chosen under this cache"),
+        (["--spec-tokens", "2"], "--spec-tokens cannot be chosen under this cache"),
+        (["--spec-model", "x"], "--spec-model cannot be chosen under this cache"),
+        (["--scheduler-cls", "a.b"], "--scheduler-cls cannot be chosen under this cache"),
+        (["--worker-cls", "a.b"], "--worker-cls cannot be chosen under this cache"),
+        (["--headless"], "--headless cannot be chosen, as the server speaks HTTP; leave it out"),
+        (["--api-server-count", "2"], "--api-server-count cannot be chosen, as the server is a single process"),
+        (["--additional-config", '{"a": 1}'], "--additional-config cannot be chosen, as the server has its own"),
+        (["--enable-auto-tool-choice"], "Error: --enable-auto-tool-choice requires --tool-call-parser"),
         (["--dtype", "bfloat16"], "--dtype does not stand behind --"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["word"], "'word' is not a flag"),
@@ -237,6 +251,7 @@ def test_vllm_reads_the_arguments_and_eviction_keeps_its_own(
         err = capfd.readouterr().err
         assert err.startswith(f"sparse-rl: error: {says}") and len(err.splitlines()) == 1
     run(model, "--port", free_port(), "--cache", "policy=full")
+    assert serve.main([*started[1][4:], "--headless"]) == serve.main([*started[1][4:], "--grpc"]) == 2
     assert serve.main([*started[1][4:], "--enable-prefix-caching"]) == 0  # nothing speaks against it
     assert len(seen) == 2 and seen[1].enable_prefix_caching is True
 
@@ -244,10 +259,20 @@ def test_vllm_reads_the_arguments_and_eviction_keeps_its_own(
 # ---- a server -------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory for temporary files of what a test starts; its path is short, as it will hold sockets."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.delenv(FOLDER, raising=False)
+        yield Path(folder)
+
+
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One for all tests; the last of them ends it."""
-    words = ("--kv-cache-gb", str(POOL_GB), "--max-batch", "50")
+    words = ["--kv-cache-gb", str(POOL_GB), "--max-batch", "50", "--"]
+    words += ["--max-num-batched-tokens", "2048", "--enable-scale-out", "--trust-request-chat-template"]
     with running(model, tmp_path_factory.mktemp("server"), *words) as made:
         yield made
 
@@ -328,6 +353,57 @@ def test_several_samples_of_one_prompt_and_its_logprobs(server: Server, random_p
 
 
 @pytest.mark.slow
+def test_seeds_give_the_tokens_of_rollouts(server: Server, model: Path, random_prompts: Callable) -> None:
+    """Sixteen at a time, whose prompts are prefilled in chunks: with generators of vLLM's the engine ends there."""
+    prompts, tokens = random_prompts([900 + i for i in range(16)], seed=7), 24
+    kinds: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}]
+
+    def ask(i: int) -> list[list[int]]:
+        choices = server.complete(prompts[i], tokens, n=2, seed=11, **kinds[i % 2]).choices
+        return [choice.token_ids for choice in choices]
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, range(16)))
+    engine = make_engine("hf", model=model)
+    for kind, options in enumerate(kinds):
+        rollouts = engine.generate(prompts[kind::2], SamplingConfig(tokens, n=2, seed=11, ignore_eos=True, **options))
+        wanted = [one.completion_ids for one in rollouts]
+        assert answers[kind::2] == [wanted[i : i + 2] for i in range(0, 16, 2)]
+    assert ask(3) == answers[3]  # alone
+    assert server.complete(prompts[0], tokens, temperature=1.0).choices[0].token_ids not in answers[0]
+
+
+@pytest.mark.slow
+def test_beam_search_and_names_of_our_own_are_refused(server: Server, random_prompts: Callable) -> None:
+    """In one line, wherever a client can ask for them; a stream is not begun."""
+    (prompt,) = random_prompts([30], seed=8)
+    chat = {"messages": [{"role": "user", "content": "1"}], "chat_template": "{{messages[0].content}}"}
+    asked: dict[str, dict[str, Any]] = {
+        "v1/completions": {"prompt": prompt, "max_tokens": 3},
+        "v1/chat/completions": {**chat, "max_tokens": 3},
+        "inference/v1/generate": {"token_ids": prompt, "sampling_params": {"max_tokens": 3}},
+    }
+
+    def answer(path: str, **more: Any) -> httpx.Response:
+        return httpx.post(f"{server.url}/{path}", json={"model": server.model, **asked[path], **more}, timeout=60)
+
+    for path in asked:
+        assert answer(path).status_code == 200
+        if path == "inference/v1/generate":
+            ours: dict[str, Any] = {"sampling_params": {"max_tokens": 3, "extra_args": {"sparse_rl": {"seed": 1}}}}
+        else:
+            ours = {"vllm_xargs": {"sparse_rl": "x"}}
+            for more in ({}, {"n": 2}, {"stream": True}, {"temperature": 0}):
+                refused = answer(path, use_beam_search=True, **more)
+                message = refused.json()["error"]["message"]
+                assert refused.status_code == 400 and "beam search" in message and "\n" not in message, (path, more)
+        refused = answer(path, **ours)
+        assert refused.status_code == 400 and "is a name of the server's own" in refused.text, (path, refused.text)
+    assert answer("inference/v1/generate", sampling_params={"seed": 2**70}).status_code == 400
+    assert len(server.complete(prompt, 60).choices[0].token_ids) == 60
+
+
+@pytest.mark.slow
 def test_a_client_that_goes_leaves_no_blocks_behind(server: Server, random_prompts: Callable) -> None:
     for i, prompt in enumerate(random_prompts([10, 100, 700], seed=4)):
         stream = server.complete(prompt, 1000, stream=True)
@@ -379,6 +455,8 @@ def test_malformed_requests_are_refused_and_harm_nobody(server: Server, random_p
         {"logit_bias": {"100": 1}},
         {"stop_token_ids": ["x"]},
         {"kv_transfer_params": "nothing"},
+        {"seed": 2**64},
+        {"seed": "x"},
     ]
     for change in bad:
         answer = httpx.post(url, json={**good, **change}, timeout=60)
@@ -481,8 +559,12 @@ def test_it_is_served_with_no_flags(name: str, model: Path, random_prompts: Call
 
 
 @pytest.mark.slow
-def test_a_server_with_a_key_that_is_killed(model: Path, random_prompts: Callable, tmp_path: Path) -> None:
-    """Without the key nothing but /health is answered; and no process of vLLM's is left, with its memory."""
+def test_a_server_with_a_key_that_is_killed(
+    model: Path, random_prompts: Callable, tmp_path: Path, temporary: Path
+) -> None:
+    """Without the key nothing but /health is answered; and no process of vLLM's is left, with its memory, nor after the
+    next start its sockets.
+    """
     server = Server(model, tmp_path, "--kv-cache-gb", str(POOL_GB), "--", "--api-key", "secret")
     try:
         server.wait()
@@ -504,11 +586,20 @@ def test_a_server_with_a_key_that_is_killed(model: Path, random_prompts: Callabl
     finally:
         status = server.end(signal.SIGKILL)
     assert status == -signal.SIGKILL
+    (left,) = temporary.glob("sparse-rl-*")
+    sockets = {file for file in temporary.rglob("*") if file.is_socket()}
+    assert sockets and {file.parent for file in sockets} == {left}
+    start = "from sparse_rl.temporary import temporary_folder; temporary_folder()"
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", start], check=True, env=environment)
+    assert not left.exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "children"), [(signal.SIGINT, 0), (signal.SIGTERM, 2), (signal.SIGKILL, 2)])
-def test_a_server_that_starts_ends_at_once(how: signal.Signals, children: int, model: Path, tmp_path: Path) -> None:
+def test_a_server_that_starts_ends_at_once(
+    how: signal.Signals, children: int, model: Path, tmp_path: Path, temporary: Path
+) -> None:
     """Before it has loaded anything, and once its engine's process is there, which vLLM itself waits for.
 
     Killed, it leaves the end to that process, which looks for its server once it has imported what it is to run.
@@ -520,4 +611,5 @@ def test_a_server_that_starts_ends_at_once(how: signal.Signals, children: int, m
         time.sleep(0.05)
     killed = how is signal.SIGKILL
     assert server.end(how, 60 if killed else 10) == (-how if killed else 130)
+    assert killed or [*temporary.glob("sparse-rl-*")] == []
     assert killed or "Traceback" not in server.log.read_text()  # a killed one leaves vLLM to say that it waited in vain

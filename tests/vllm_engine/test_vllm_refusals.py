@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from rollout import SamplingConfig, make_engine
 from rollout.vllm.engine import OTHERWISE
 from sparse_rl.attention.families import FAMILIES
 from sparse_rl.errors import NotFiniteError, UserError
-from sparse_rl.policies import Policy
+from sparse_rl.policies import Policy, make_policy
 
 SAMPLING = SamplingConfig(40, seed=0, ignore_eos=True)
 
@@ -109,7 +110,7 @@ def test_another_vllm_is_refused(
         make_engine("vllm", model=directory_of("qwen2"), policy=policy)
 
 
-@pytest.mark.parametrize(("first", "second"), [("gkv", "gkv"), ("gkv", "full"), ("full", "gkv")])
+@pytest.mark.parametrize(("first", "second"), [("gkv", "full"), ("full", "gkv")])
 def test_a_second_engine_is_refused(
     first: str,
     second: str,
@@ -234,6 +235,69 @@ def test_an_allocator_that_vllm_refuses_on_a_gpu(
     ):
         with pytest.raises(error, match="expandable_segments:True") if refused else nullcontext():
             refusing()
+
+
+@pytest.mark.parametrize("name", ["gkv", "full"])
+def test_a_sliding_window_that_an_override_brings_is_refused(
+    name: str, policy_of: Callable, open_engine: Callable, directory_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's own configuration was checked without it; our attention in float32 would look past it."""
+    import vllm
+
+    slides = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16}
+    monkeypatch.setattr(vllm, "LLM", partial(vllm.LLM, hf_overrides=slides))
+    policy = policy_of(name, budget=64, window=8, period=16)
+    with pytest.raises(UserError, match="a sliding window"):
+        open_engine(policy, "llama")
+
+
+@pytest.fixture(scope="module")
+def configuration_of(directory_of: Callable) -> Callable[[str], Any]:
+    """configuration_of(dtype) -> vLLM's own, of an engine with a full cache."""
+
+    @cache
+    def make(dtype: str) -> Any:
+        from vllm import EngineArgs
+
+        from rollout.vllm.compat.arguments import engine_arguments
+
+        arguments = engine_arguments(make_policy("full"), dtype=dtype)
+        return EngineArgs(str(directory_of("llama")), dtype=dtype, **arguments).create_engine_config()
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"sliding_window": 16}, "a sliding window"),
+        ({"alibi_slopes": [0.5] * 4}, "ALiBi"),
+        ({"sinks": torch.zeros(4)}, "attention sinks"),
+        ({"logits_soft_cap": 30.0}, "soft-capped logits"),
+        ({"kv_sharing_target_layer_name": "model.layers.0"}, "keys and values of another layer"),
+        ({"attn_type": "encoder_only"}, "encoder_only attention"),
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_that_our_attention_would_get_wrong(
+    dtype: str, given: dict[str, Any], what: str | None, configuration_of: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a full cache, too, in float32 on a CPU. In other dtypes vLLM's own kernel computes them, and well."""
+    from vllm.config import set_current_vllm_config
+
+    from rollout.vllm import backend, backend_cpu
+
+    monkeypatch.setattr(backend.EvictingImpl, "config", None)
+    monkeypatch.setattr(backend.EvictingImpl, "longest", 0)
+    plain = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
+    refused = what is not None and dtype == "float32"
+    says = f"which does not know {what}; set another dtype"
+    with (
+        set_current_vllm_config(configuration_of(dtype)),
+        pytest.raises(UserError, match=says) if refused else nullcontext(),
+    ):
+        backend_cpu.EvictingCPUImpl(4, 32, 1.0, 2, **{**plain, **given})
 
 
 def test_starting_an_engine_touches_the_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,16 @@ SIGNATURES = {  # name -> its parameters, all of them, as we override, replace o
     "v1.sample.sampler.batched_count_greater_than": "x values",
     "v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_native": "logits generators k p",
     "v1.engine.input_processor.InputProcessor._validate_model_input": "prompt_input prompt_type",
+    "v1.engine.input_processor.InputProcessor._validate_params": "params supported_tasks",
+    "v1.engine.input_processor.InputProcessor.process_inputs": "request_id prompt params supported_tasks arrival_time "
+    "lora_request tokenization_kwargs trace_headers priority data_parallel_rank resumable session_id kv_hints",
+    "v1.engine.output_processor.OutputProcessor.add_request": "request prompt parent_req request_index queue",
+    "v1.engine.async_llm.AsyncLLM.pause_generation": "mode wait_for_inflight_requests clear_cache",
+    "v1.engine.async_llm.AsyncLLM.reset_prefix_cache": "reset_running_requests reset_connector",
+    "v1.engine.async_llm.AsyncLLM.sleep": "level mode",
+    "entrypoints.generate.beam_search.online.BeamSearchOnlineMixin.beam_search": "prompt request_id params "
+    "lora_request trace_headers session_id",
+    "engine.arg_utils.AsyncEngineArgs.create_engine_config": "usage_context headless",
     "sampling_params.SamplingParams._validate_structured_outputs": "model_config structured_outputs_config tokenizer",
     "entrypoints.generate.base.serving.GenerateBaseServing._raise_if_error": "finish_reason request_id",
     "forward_context.get_forward_context": "",
@@ -111,15 +121,17 @@ MEMBERS = {  # class or module -> what it defines: fields, properties, methods, 
     "v1.kv_cache_interface.KVCacheGroupSpec": "kv_cache_spec",
     "v1.engine.async_llm.AsyncLLM": "generate",
     "outputs.CompletionOutput": "finish_reason stop_reason",
-    "exceptions": "GenerationError",
+    "exceptions": "GenerationError VLLMValidationError",
+    "sampling_params.SamplingParams": "seed temperature top_p top_k extra_args",
+    "v1.engine.EngineCoreRequest": "prompt_token_ids sampling_params resumable",
     "v1.worker.gpu_input_batch.CachedRequestState": "sampling_params output_token_ids",
     "v1.worker.gpu_input_batch.InputBatch": "req_ids",
     "_custom_ops": "_supports_onednn",
     "model_executor.layers.attention": "Attention",
     "config.CUDAGraphMode": "NONE has_full_cudagraphs",
     "config.ModelConfig": "use_mla is_hybrid is_encoder_decoder get_total_num_kv_heads max_model_len dtype "
-    "get_vocab_size",
-    "config.CacheConfig": "enable_prefix_caching cache_dtype kv_cache_memory_bytes",
+    "get_vocab_size model",
+    "config.CacheConfig": "enable_prefix_caching cache_dtype kv_cache_memory_bytes sliding_window",
     "config.ParallelConfig": "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size "
     "tensor_parallel_size use_ubatching",
     "config.SchedulerConfig": "async_scheduling scheduler_reserve_full_isl max_num_seqs max_num_batched_tokens",
@@ -141,6 +153,9 @@ ASSIGNED = {  # class -> what its objects are given when they are made
     f"{BACKENDS}.cpu_attn.CPUAttentionBackendImpl": "scale sliding_window alibi_slopes sinks logits_soft_cap "
     "kv_sharing_target_layer_name attn_type",
     "v1.request.Request": "request_id status stop_reason resumable",
+    "v1.engine.parallel_sampling.ParentRequest": "sampling_params",
+    "v1.engine.input_processor.InputProcessor": "vllm_config speculative_config",
+    "config.ModelConfig": "hf_text_config",
     "v1.engine.llm_engine.LLMEngine": "engine_core model_config",
     "entrypoints.llm.LLM": "llm_engine",
 }
@@ -210,11 +225,20 @@ def test_the_plugin_stands_in_vllm() -> None:
     for replaced in (runner.sample_tokens, runner._sample, scheduler._update_request_with_output):
         assert replaced.__globals__["__name__"] == "rollout.vllm.compat.finite"
     assert "self._sample(" in inspect.getsource(runner.sample_tokens.__wrapped__)
+    assert runner.__init__.__globals__["__name__"] == "rollout.vllm.compat.seeds"
     assert "self._update_request_with_output(" in inspect.getsource(scheduler.update_from_output)
     for reader in ("v1.core.sched.scheduler", "v1.core.kv_cache_coordinator", "v1.worker.gpu_worker"):
         assert "kv_cache_config.needs_kv_cache_zeroing" in inspect.getsource(of_vllm(reader))
     source = inspect.getsource(of_vllm("v1.sample.sampler"))
     assert "batched_count_greater_than(" in source and "self.topk_topp_sampler(" in source
+    for engine in (
+        "v1.engine.async_llm.AsyncLLM",
+        "v1.engine.llm_engine.LLMEngine",
+    ):  # each sequence, before it is sent
+        assert "output_processor.add_request(" in inspect.getsource(of_vllm(engine))
+    assert "resumable=True" in inspect.getsource(of_vllm("v1.engine.async_llm.AsyncLLM._add_streaming_input_request"))
+    for route in ("openai.completion", "openai.chat_completion", "speech_to_text.base"):
+        assert "self.beam_search(" in inspect.getsource(of_vllm(f"entrypoints.{route}.serving"))
     assert "dummy_shutdown" in inspect.getsource(of_vllm("entrypoints.launchers.launcher"))
 
 

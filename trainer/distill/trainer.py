@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -39,6 +39,7 @@ from trainer.weights import give_weights
 class DistillArguments(TaughtArguments):
     """What a DistillTrainer has: `distill` is what distillation adds; `scorers` see ScorersConfig, None: they stay."""
 
+    kind: ClassVar[str] = "distill"
     distill: DistillConfig = field(default_factory=DistillConfig)
     scorers: ScorersConfig | None = None
 
@@ -119,7 +120,11 @@ class DistillTrainer(TaughtTrainer):
                 self._sleeper.wake_up()
                 stack.callback(self._sleeper.sleep)
             if self._live:
-                live = unwrap_model_for_generation(self.model_wrapped, self.accelerator)
+                live = unwrap_model_for_generation(
+                    self.model_wrapped,
+                    self.accelerator,
+                    gradient_checkpointing_kwargs=cast(dict | None, self.args.gradient_checkpointing_kwargs),
+                )
                 stack.enter_context(live)
                 stack.enter_context(self.accelerator.autocast())
             elif every:

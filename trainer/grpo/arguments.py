@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import trl
 
@@ -24,10 +24,18 @@ class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
     scorers : how a learned policy's go on learning; None: they do not
     """
 
+    kind: ClassVar[str] = "grpo"
     sparse: SparseGRPOConfig = field(default_factory=SparseGRPOConfig)
     attention_kernel: str = "gather"
     match_gradient: str = "through"
     scorers: ScorersConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sparse.check_options(vars(self))
+        if self.sparse.importance_correction != "none":
+            self.vllm_importance_sampling_mode = self.sparse.importance_correction
+            self.vllm_importance_sampling_clip_max = self.sparse.importance_clip
 
 
 def grpo_arguments(
@@ -41,8 +49,5 @@ def grpo_arguments(
     theirs = {one.name for one in dataclasses.fields(trl.GRPOConfig)}
     shared = {one.name: getattr(sparse, one.name) for one in dataclasses.fields(sparse) if one.name in theirs}
     shared["top_k"] = sparse.top_k or 0
-    if sparse.importance_correction != "none":
-        shared["vllm_importance_sampling_mode"] = sparse.importance_correction
-        shared["vllm_importance_sampling_clip_max"] = sparse.importance_clip
     shared["model_init_kwargs"] = {**(model_init_kwargs or {}), "attn_implementation": ATTENTION}
     return SparseGRPOArguments(sparse=sparse, **shared, **options)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from sparse_rl.config import (
     AtLeastOne,
@@ -71,3 +72,10 @@ class SparseGRPOConfig(Configuration):
         if self.uniform_groups == "drop" and (self.beta or self.loss_type not in ("grpo", "sapo")):
             mend = "drop needs beta 0 and a loss that averages over responses: loss_type grpo or sapo"
             raise UserError(mend, "uniform_groups")
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise UserError where options of TRL's do not go with what is said here. options : name -> value"""
+        if options.get("sync_ref_model") and not self.beta:
+            raise UserError("needs beta above 0, without which there is no reference model", "sync_ref_model")
+        if self.uniform_groups == "drop" and options.get("multi_objective_aggregation") == "normalize_then_sum":
+            raise UserError("drop needs multi_objective_aggregation sum_then_normalize", "uniform_groups")

@@ -132,6 +132,14 @@ def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
     return [policy.schedule.most_held(len(r.prompt_ids), len(r.trace) - 1) for r in rollouts]
 
 
+def cache_sums(rollouts: Sequence[Rollout], policy: Policy) -> list[float]:
+    """Sums over sequences: retention at the end, entries held at the most, tokens fed, 1, and tokens sampled."""
+    fed = sum(len(r.trace) - 1 for r in rollouts)
+    sampled = sum(len(r.completion_ids) for r in rollouts)
+    retention = sum(r.trace.retention() for r in rollouts)
+    return [retention, sum(held_entries(rollouts, policy)), fed, len(rollouts), sampled]
+
+
 def _check_finite(what: str, mean: float) -> None:
     if not math.isfinite(mean):
         raise NotFiniteError(

@@ -18,6 +18,7 @@ and data are handed in.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
@@ -42,8 +43,11 @@ from sparse_rl.trace import EvictionTrace, batch_traces
 from trainer.grpo.advantages import over_varied_groups, varied_groups, without_truncated
 from trainer.grpo.arguments import SparseGRPOArguments
 from trainer.grpo.clock import StepClock
-from trainer.grpo.panel import held_entries, over_processes, policy_panel, replay_panel
+from trainer.grpo.given import check_given, check_made
+from trainer.grpo.panel import cache_sums, over_processes, policy_panel, replay_panel
 from trainer.grpo.probe import ProbedEngine
+from trainer.grpo.reference import load_reference, reference_state
+from trainer.grpo.table import load_table, plain_values, show_advantages, table_state
 from trainer.resumable import EpochRepeatSampler, Resumable
 from trainer.scored.loss import ScorerLoss
 
@@ -73,16 +77,18 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         thinking: bool | None = None,
         **kwargs: Any,
     ) -> None:
+        check_given(inspect.signature(GRPOTrainer).bind(*args, **kwargs).arguments)
         self.thinking = thinking
         super().__init__(*args, **kwargs)
-        if (cast(dict | None, self.args.gradient_checkpointing_kwargs) or {}).get("use_reentrant"):
-            raise UserError("TRL has made gradient checkpointing reentrant, which cannot be replayed; see zero_stage")
+        check_made(self)
         for model in filter(None, (self.model, self.ref_model)):
-            adopt(base_of(model))
+            adopt(base_of(self.accelerator.unwrap_model(model)))  # the reference may be in a wrapper of DeepSpeed's
             refuse_reentrant_checkpointing(model)
         self._correct_importance()
         self.clock = StepClock()
         self.engine = make_engine(base_of(self.accelerator.unwrap_model(self.model)))
+        if self.args.sync_ref_model and self.learned_policy() is not None:
+            raise UserError("the reference model lacks the scorers that the policy has; remove it", "sync_ref_model")
         self.probed_engine = ProbedEngine(self.engine, self, sleep)
         self._generations = 0  # how many times this run has generated, for the sampling seed
         self._rollouts: list[Rollout] = []  # of the last generation
@@ -174,10 +180,15 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             try:
                 self._rewards = super()._calculate_rewards(*args, **kwargs)
                 return self._rewards
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # a function of the user's, which may call sys.exit
                 names = ", ".join(self.reward_func_names)
                 what = " ".join(f"{type(error).__name__}: {error}".split())
                 raise RewardError(f"a reward function raised (of: {names}): {what}") from error
+
+    def _log_completion_extra(self, column: str, values: list) -> None:
+        super()._log_completion_extra(column, plain_values(column, values))
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         out = super()._generate_and_score_completions(inputs)
@@ -190,6 +201,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             out["advantages"] = over_varied_groups(out["advantages"], varied, size, rank, drop)
         if sparse.zero_truncated_advantages:
             out["advantages"] = without_truncated(out["advantages"], [r.finish_reason for r in rollouts])
+        show_advantages(cast(Any, self._logs), self.accelerator.gather(out["advantages"]).tolist())
         logps = [r.model_logprobs + [0.0] * (width - len(r.model_logprobs)) for r in rollouts]
         out["model_per_token_logps"] = torch.tensor(logps, device=self.accelerator.device)
         out["traces"] = self._traces
@@ -202,7 +214,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         self._traces = inputs["traces"]
         self._scorer_views.clear()
-        loss = super()._compute_loss(model, inputs)
+        # off_policy_mask_threshold is about the sampler's policy, not about what top_p or top_k left of it
+        loss = super()._compute_loss(model, {**inputs, "sampling_per_token_logps": inputs["model_per_token_logps"]})
         if self._scorer_views:
             loss = loss + self._scorers_learn()
         if "old_per_token_logps" not in inputs:  # then no update has been made since the rollout
@@ -234,8 +247,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         **multimodal: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         """TRL's, for text: each row is scored under its trace, which travels as a forward keyword."""
-        if compute_aux_loss or any(value is not None for value in multimodal.values()):
-            raise UserError("images and mixture-of-experts auxiliary losses are not supported")
+        if any(value is not None for value in multimodal.values()):
+            raise UserError("images are not supported")
         size = batch_size or len(input_ids)
         logps, entropies = [], []
         with nullcontext() if torch.is_grad_enabled() else self.clock.timed("logprobs"):
@@ -315,18 +328,13 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def _log_cache(self, rollouts: list[Rollout]) -> None:
         """The cache panel: retention at the end, and the bytes that the sequences hold at their peak, against full."""
         layers, kv_heads, head_dim = cache_shape(base_of(self.accelerator.unwrap_model(self.model)).config)
-        size = 2 if self.args.bf16 or self.args.fp16 else 4
-        per_entry = 2 * layers * kv_heads * head_dim * size
-        fed = [len(r.trace) - 1 for r in rollouts]
-        held = held_entries(rollouts, self.engine.policy)
-        sampled = sum(len(r.completion_ids) for r in rollouts)
-        local = [sum(r.trace.retention() for r in rollouts), len(rollouts), sum(held), sum(fed), sampled]
-        gathered = self.accelerator.gather(torch.tensor([local], device=self.accelerator.device))
-        retention, count, held_all, fed_all, tokens = gathered.double().sum(0).tolist()
+        per_entry = 2 * layers * kv_heads * head_dim * (2 if self.args.bf16 or self.args.fp16 else 4)
+        local = torch.tensor([cache_sums(rollouts, self.engine.policy)], device=self.accelerator.device)
+        retention, held, fed, count, tokens = self.accelerator.gather(local).double().sum(0).tolist()
         metrics = self._metrics[self._mode]
         metrics["cache/retention"].append(retention / count)
-        metrics["cache/bytes_held"].append(held_all * per_entry)
-        metrics["cache/bytes_full"].append(fed_all * per_entry)
+        metrics["cache/bytes_held"].append(held * per_entry)
+        metrics["cache/bytes_full"].append(fed * per_entry)
         if self._mode == "train":
             self.clock.tokens += int(tokens)
 
@@ -366,8 +374,6 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         """The counters, the buffer of scored rollouts with its traces, and what is logged of the last generation."""
         used_up = self._step % (cast(int, self.args.steps_per_generation) * self.num_iterations) == 0
         buffer = [] if used_up else cast(list, self._buffered_inputs)
-        logs = cast(dict[str, Any], self._logs)
-        logged = {name: list(logs[name]) for name in ("prompt", "completion", "advantages")}
         return {
             **super().extra_state(),
             "step": self._step,
@@ -375,7 +381,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             **self.probed_engine.state(),
             "gaps": self._gaps,
             "buffer": [{**batch, "traces": [t.to_state() for t in batch["traces"]]} for batch in buffer],
-            "logs": {**logged, "rewards": {name: list(values) for name, values in logs["rewards"].items()}},
+            "logs": table_state(cast(Any, self._logs)),
+            "reference": reference_state(self.ref_model, self.accelerator) if self.args.sync_ref_model else {},
         }
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
@@ -383,11 +390,9 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         self._step, self._generations, self._gaps = state["step"], state["generations"], state["gaps"]
         self.probed_engine.load_state(state)
         self._buffered_inputs = cast(Any, [self._unpacked(batch) for batch in state["buffer"]] or None)
-        logs = cast(dict[str, Any], self._logs)
-        for name, values in state["logs"].pop("rewards").items():
-            logs["rewards"][name].extend(values)
-        for name, values in state["logs"].items():
-            logs[name].extend(values)
+        load_table(cast(Any, self._logs), state["logs"])
+        if self.args.sync_ref_model:
+            load_reference(self.ref_model, self.accelerator, state["reference"])
         self.clock.resume(self.state.global_step)
 
     def _unpacked(self, batch: dict[str, Any]) -> dict[str, Any]:

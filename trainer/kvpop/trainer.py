@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -42,6 +42,7 @@ from trainer.teacher.trainer import TaughtTrainer
 class KVpopArguments(TaughtArguments):
     """What a KVpopTrainer has: `kvpop` is what the retrofit adds."""
 
+    kind: ClassVar[str] = "kvpop"
     kvpop: KVpopConfig = field(default_factory=KVpopConfig)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 import trl
 from transformers import TrainerCallback
 
@@ -13,7 +14,10 @@ from rollout.make import make_engine
 from sparse_rl.attention.interface import adopt
 from sparse_rl.data.running_sum import grade
 from sparse_rl.data.tokens import prompt_ids
+from sparse_rl.errors import UserError
+from sparse_rl.progress import stage
 from trainer.arguments import refusals
+from trainer.options import check_options
 from trainer.resumable import Resumable
 from trainer.sft.config import SFTConfig
 
@@ -38,6 +42,9 @@ def make_trainer(
     options : of TRL and transformers; lora : PEFT's configuration, or None
     problems : rows with prompt and answer, which `stop_at_accuracy` is measured on
     """
+    check_options(options, "sft")
+    if options.get("activation_offloading") and not torch.cuda.is_available():
+        raise UserError("needs a GPU; remove it", "activation_offloading")
     with refusals():
         args = trl.SFTConfig(
             **{"completion_only_loss": config.completion_only_loss, "max_length": config.max_length, **options}
@@ -76,7 +83,8 @@ class StopAtAccuracy(TrainerCallback):
             "hf", model=self.trainer.accelerator.unwrap_model(self.trainer.model), policy="full", max_batch=256
         )
         prompts = [prompt_ids(p, self.tokenizer) for p in self.problems["prompt"]]
-        rollouts = engine.generate(prompts, SamplingConfig(self.max_tokens, seed=args.seed))
+        with stage("evaluating"):
+            rollouts = engine.generate(prompts, SamplingConfig(self.max_tokens, seed=args.seed))
         texts = self.tokenizer.batch_decode([r.completion_ids for r in rollouts], skip_special_tokens=True)
         right = [grade(text, answer) for text, answer in zip(texts, self.problems["answer"], strict=True)]
         accuracy = sum(right) / len(right)

@@ -24,6 +24,5 @@ class TaughtArguments(ReplayedArguments, TrainingArguments):
     match_gradient: str = "through"
 
     def __post_init__(self) -> None:
-        self.gradient_checkpointing_kwargs = {"use_reentrant": False}
         self.remove_unused_columns = False
         super().__post_init__()

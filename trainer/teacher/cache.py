@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tqdm import tqdm
 
 from sparse_rl.attention.interface import adopt
 from sparse_rl.errors import NotFiniteError, UserError
-from sparse_rl.files import usual_permissions
+from sparse_rl.files import MOST_TEXT, read_text, usual_permissions
 from sparse_rl.models.base import base_of
+from sparse_rl.progress import stage
 from trainer.batches import Batch
 from trainer.checkpoint import disk_is_full
 from trainer.examples import Example
@@ -162,7 +162,7 @@ def write_teacher_cache(
     shards: dict[str, _Shard] = {}
     there = 0
     parts = [examples[start : start + rows_per_shard] for start in range(0, len(examples), rows_per_shard)]
-    with tqdm(total=len(examples), desc="teacher", unit="seq", disable=None if progress else True) as bar:
+    with stage("asking the teacher", total=len(examples), unit="sequence", shown=progress) as shown:
         for number, part in enumerate(parts):
             name = f"shard-{number:05d}.safetensors"
             keys = [(row_key(example), len(example.completion)) for example in part]
@@ -173,7 +173,7 @@ def write_teacher_cache(
                 tensors = _shard_tensors(teacher, part, facts, batch_size, chunk)
                 shards[name] = _write_shard(folder / name, tensors, keys)
                 _write_index(folder, facts, shards, complete=False)
-            bar.update(len(part))
+            shown.advance(len(part))
     _write_index(folder, facts, shards, complete=True)
     return there
 
@@ -236,7 +236,7 @@ def _write_index(folder: Path, facts: TeacherFacts, shards: dict[str, _Shard], c
 def _read_index(folder: Path) -> dict[str, Any]:
     """{"facts": TeacherFacts, "complete": bool, "shards": name -> _Shard}"""
     try:
-        content = json.loads((folder / INDEX).read_text())
+        content = json.loads(read_text(folder / INDEX, MOST_TEXT))
         if content.pop("format_version") != FORMAT:
             raise UserError(f"this reads format version {FORMAT}")
         shards = {

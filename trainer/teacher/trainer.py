@@ -21,6 +21,7 @@ from trl.models.utils import _ForwardRedirection, prepare_deepspeed
 
 from sparse_rl.attention.interface import adopt, refuse_reentrant_checkpointing
 from sparse_rl.models.base import base_of
+from trainer.arguments import check_adapters
 from trainer.batches import Batch
 from trainer.examples import Example
 from trainer.losses.distillation import DistillationLoss, TopK
@@ -51,6 +52,7 @@ class TaughtTrainer(Resumable):
         validation: Sequence[Example] | None = None,
         **kwargs: Any,
     ) -> None:
+        check_adapters(model)
         super().__init__(
             model=model,
             args=args,

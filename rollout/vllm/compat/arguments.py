@@ -17,9 +17,11 @@ from sparse_rl.policies.am import BIAS
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.full import Full
 from sparse_rl.policies.registry import fingerprint, make_policy
+from sparse_rl.source import INSTALL_VLLM, VLLM
+from sparse_rl.temporary import temporary_folder
 
-SUPPORTED = "0.31."
-KEY = "sparse_rl"  # what is ours in vLLM's additional_config, and in its kv_connector_extra_config
+KEY = "sparse_rl"  # what is ours in vLLM's additional_config, its kv_connector_extra_config, and a request's extra_args
+MOST_BYTES = 107 - 37  # of the folder of a socket, whose path has 107 at most; vLLM's names have 36
 CONNECTORS = (("EvictionConnector", "rollout.vllm.connector"), ("ContextConnector", "rollout.vllm.contexts"))
 CUDA_COMPILATION = {  # our Python runs in every layer, between the pieces of a graph, and the K/V write is ours
     "use_inductor_graph_partition": False,
@@ -79,10 +81,10 @@ def check_version(otherwise: str = "") -> None:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        if not version.startswith(SUPPORTED):
-            raise UserError(f"the vllm engine needs vLLM {SUPPORTED}*, found {name} {version}{otherwise}")
+        if not version.startswith(VLLM.rstrip("*")):
+            raise UserError(f"the vllm engine needs vLLM {VLLM}, found {name} {version}{otherwise}")
         return
-    raise UserError(f'vLLM is not installed: pip install "sparse-rl[vllm]"{otherwise}')
+    raise UserError(f"vLLM is not installed: {INSTALL_VLLM}{otherwise}")
 
 
 def on_cpu() -> bool:
@@ -193,8 +195,10 @@ def default_block_size() -> int | None:
 def prepare_environment() -> None:
     """Before vLLM is imported: nothing is looked up on a hub, and nothing is reported.
 
-    Eviction works in both of vLLM's model runners, but worker.SequenceSampler stands in the V1 runner's sampler.
+    Eviction works in both of vLLM's model runners, but samplers.py stands in the V1 runner's.
     """
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if len(os.fsencode(folder := temporary_folder())) <= MOST_BYTES:
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)  # its sockets lie there, which a killed server leaves

@@ -16,6 +16,7 @@ from rollout.products import padded
 from rollout.vllm.compat import processes
 from rollout.vllm.compat.arguments import on_cpu
 from rollout.vllm.compat.finite import refuse_what_is_not_finite
+from rollout.vllm.compat.seeds import draw_seeded_requests
 
 _registered = False
 
@@ -32,11 +33,14 @@ def register() -> None:
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
     from rollout.vllm.clean import CleanSpec, give_out_clean_blocks
+    from rollout.vllm.compat.clients import refuse_input_sessions
     from rollout.vllm.context_spec import ContextManager, ContextSpec
     from rollout.vllm.spec import EvictingManager, EvictingSpec
 
     processes.watch_from_the_start()
     refuse_what_is_not_finite()
+    draw_seeded_requests()
+    refuse_input_sessions()
     give_out_clean_blocks()
     KVCacheSpecRegistry._ensure_registered()  # registering first would hide the built-in ones
     managers: dict[Any, Any] = {

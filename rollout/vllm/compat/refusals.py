@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from rollout.choice import CPU_HEAD_SIZES
-from rollout.vllm.compat.arguments import CONNECTORS, on_cpu
-from sparse_rl.attention.families import family_only_hf
+from rollout.vllm.compat.arguments import CONNECTORS, CacheConfig, cache_config, on_cpu
+from sparse_rl.attention.families import check_replayable, family_only_hf
 from sparse_rl.errors import UserError
 from sparse_rl.policies.base import Policy
 
@@ -95,8 +95,28 @@ def refuse_unsupported(vllm_config: Any, full_graphs: bool = False) -> None:
             raise UserError(f"vLLM cannot evict {what}")
 
 
-def refuse_layer(impl: Any) -> None:
-    """Raises UserError for attention that policies do not model, or that goes by a token's place in the cache."""
+def refuse_configuration(vllm_config: Any) -> None:
+    """Raises UserError for what the engine's processes would refuse: there it would come after a traceback.
+
+    Options may have changed the model that was checked before (`--hf-overrides`).
+    """
+    config = cache_config(vllm_config)
+    if config is None or not (config.physical or config.exact):
+        return
+    if config.physical:
+        refuse_unsupported(vllm_config, config.full_graphs)
+    model = vllm_config.model_config
+    check_replayable(model.hf_text_config, model.model)
+    if vllm_config.cache_config.sliding_window is not None:
+        raise UserError(_layer(config, "a sliding window"))
+    if not getattr(model.hf_text_config, "is_causal", True):
+        raise UserError(_layer(config, "attention to later tokens"))
+
+
+def refuse_layer(impl: Any, config: CacheConfig) -> None:
+    """Raises UserError for attention that policies, or the trainer's attention (exact.py), do not model, or that goes
+    by a token's place in the cache.
+    """
     wrong = {
         "a sliding window": impl.sliding_window not in (-1, (-1, -1)),
         "ALiBi": impl.alibi_slopes is not None,
@@ -107,7 +127,13 @@ def refuse_layer(impl: Any) -> None:
     }
     for what, is_so in wrong.items():
         if is_so:
-            raise UserError(f"vLLM cannot evict from a layer with {what}; use a full cache")
+            raise UserError(_layer(config, what))
+
+
+def _layer(config: CacheConfig, what: str) -> str:
+    if config.physical:
+        return f"vLLM cannot evict from a layer with {what}; use a full cache"
+    return f"float32 on a CPU is computed by the trainer's attention, which does not know {what}; set another dtype"
 
 
 def refuse_spec(spec: Any) -> None:

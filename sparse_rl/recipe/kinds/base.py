@@ -64,6 +64,7 @@ class Recipe(Configuration):
 
     kind: ClassVar[str]
     trained: ClassVar[bool] = False
+    completion_key: ClassVar[str] = "max_completion_length"  # bounds a completion
     model: PathText
     output_dir: PathText
     seed: Seed = 42
@@ -184,6 +185,10 @@ class TrainRecipe(Recipe):
         return {"data": self.data, **({} if held_out is None else {"validation.data": held_out.data})}
 
     # ---- what it trains on --------------------------------------------------------------------------------------
+
+    def samples_behind_prompts(self) -> bool:
+        """Whether completions are sampled behind the prompts of its dataset, as it trains."""
+        return False
 
     def held_out(self) -> ValidationConfig | None:
         """What is measured on held-out problems."""

@@ -38,6 +38,9 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
     def sampling(self, samples: int = 1) -> SamplingConfig:
         return SamplingConfig(self.distill.max_completion_length, self.loss.temperature, n=samples, seed=self.seed)
 
+    def samples_behind_prompts(self) -> bool:
+        return self.distill.completions == "student"
+
     def columns(self) -> tuple[str, ...]:
         if self.distill.completions == "student":
             return ("prompt",)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from rollout.config import SamplingConfig
 from sparse_rl.config import Text, as_mapping, flat
 from sparse_rl.errors import UserError
+from sparse_rl.policies.config import LearnedConfig
 from sparse_rl.recipe.kinds.base import SampledProblems
 from sparse_rl.recipe.kinds.sampled import SampledRecipe
 from trainer.grpo.config import SparseGRPOConfig
@@ -27,6 +28,9 @@ class GRPORecipe(SampledRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.grpo.check_options(self.trainer_options)
+        if self.trainer_options.get("sync_ref_model"):
+            self._check_followed()
         if not self.rewards or not all(self.rewards):
             raise UserError("name at least one reward, for example [math]", "rewards")
         if self.completions_per_generation % self.grpo.num_generations:
@@ -45,6 +49,14 @@ class GRPORecipe(SampledRecipe):
                 "top_p < 1 or top_k truncates the sampler's support, which biases the policy ratio; "
                 "train with top_p: 1.0 and top_k: null, and use them in evaluation"
             )
+
+    def _check_followed(self) -> None:
+        """What a reference model that follows the policy asks of the rest."""
+        if self.lora is not None:
+            wrong = "an adapter's reference is the model without it, which does not change; remove one of them"
+            raise UserError(wrong, "sync_ref_model")
+        if isinstance(self.cache, LearnedConfig):
+            raise UserError(f"not under {self.cache.name}, whose scorers the reference model lacks", "sync_ref_model")
 
     @property
     def steps_per_generation(self) -> int:
@@ -66,6 +78,9 @@ class GRPORecipe(SampledRecipe):
                 "data",
             )
         return need
+
+    def samples_behind_prompts(self) -> bool:
+        return True
 
     def sampled_problems(self) -> SampledProblems:
         return SampledProblems(self.data, "data", self.grpo.num_generations)

@@ -23,6 +23,7 @@ class PerplexityRecipe(SweptRecipe):
     """
 
     kind: ClassVar[str] = "perplexity"
+    completion_key: ClassVar[str] = "completion_tokens"
     text: PathText
     prompt_tokens: PositiveInt = 1024
     completion_tokens: PositiveInt = 1024

@@ -1,0 +1,105 @@
+"""The files that benchmarks write: what was found, and by which command, at which commit, when, and on which machine.
+
+python benchmarks/results.py     # prints, for docs/benchmarks.md, the table of all of them
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Rows = list[dict[str, Any]]
+HOUSE = Path(__file__).parents[1]
+MEASURED = ("sparse_rl", "rollout", "trainer", "rewards", "recipes", "benchmarks/*.py")  # what a number may depend on
+
+
+def write(out: Path, **found: Any) -> None:
+    """What was found, and `measured`: how. Makes the folder."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"measured": measured(), **found}, indent=2) + "\n")
+
+
+def measured() -> dict[str, str]:
+    """The command of this process, the commit (with a + where files differ from it), the day, the machine, torch."""
+    import torch
+
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    git = ("git", "-C", str(HOUSE))
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain", "--", *MEASURED], capture_output=True, text=True).stdout
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores, {_processor()}"
+    threads = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    return {
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words]),
+        "commit": (commit or "unknown") + "+" * bool(changed),
+        "date": datetime.date.today().isoformat(),
+        "machine": device,
+        "threads": threads,
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def over_seeds(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of one number per seed (or per text), and its standard error over these; NaN for one.
+
+    A seed's number is itself a mean over problems, so the error holds what differs between problems, too.
+    """
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    return statistics.mean(values), error
+
+
+def with_rows_before(out: Path, settings: dict[str, Any], rows: Rows, key: Callable[[dict[str, Any]], Any]) -> Rows:
+    """`rows`, and those of the file `out` that they do not replace. Exits where that file has other settings."""
+    if not out.exists():
+        return rows
+    content = json.loads(out.read_text())
+    if content.get("settings") != json.loads(json.dumps(settings)):
+        sys.exit(f"{out} was measured with other settings, {content.get('settings')}; remove it, or give --out")
+    return list({key(row): row for row in [*content["rows"], *rows]}.values())
+
+
+def show(tables: Sequence[Table], markdown: bool) -> None:
+    """Print tables for a terminal, or in Markdown for docs/benchmarks.md."""
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    for table in tables:
+        if not markdown:
+            console.print(table)
+            continue
+        columns = [[str(cell) for cell in column.cells] for column in table.columns]
+        print(f"{table.title}\n\n| {' | '.join(str(column.header) for column in table.columns)} |")
+        print("|---" * len(columns) + "|")
+        for cells in zip(*columns, strict=True):
+            print(f"| {' | '.join(cells)} |")
+        print()
+
+
+def provenance(folder: Path = HOUSE / "benchmarks" / "results") -> str:
+    """In Markdown, a row for each file of results."""
+    lines = ["| results | command | commit | date | machine |", "|---|---|---|---|---|"]
+    for file in sorted(folder.glob("*.json")):
+        how = json.loads(file.read_text())["measured"]
+        lines.append(f"| {file.stem} | `{how['command']}` | {how['commit']} | {how['date']} | {how['machine']} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(provenance())

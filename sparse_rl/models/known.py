@@ -1,0 +1,75 @@
+"""The shapes of the hub models that the shipped recipes name, for `sparse-rl doctor` where the hub cannot be reached.
+
+Sources, read in November 2026: layers, heads and sizes are those of litgpt/config.py (github.com/Lightning-AI/litgpt,
+commit 26857050), which quotes each model's config.json; it lacks DeepSeek-R1-Distill-Qwen-7B, whose shape is that of
+Qwen2.5-Math-7B, from which it was made. The context lengths are those of the models' cards. The parameters that these
+shapes come to are the published numbers (tests/models/test_known_models.py). A model that is not here is unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparse_rl.models.hub import UnavailableError, check_available
+from sparse_rl.models.load import load_config
+
+
+def _shape(
+    model_type: str,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    hidden: int,
+    intermediate: int,
+    vocabulary: int,
+    context: int,
+    tied: bool,
+) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": tied,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-1.5B-Instruct": _shape("qwen2", 28, 12, 2, 1536, 8960, 151_936, 32_768, True),
+    "Qwen/Qwen3-1.7B-Base": _shape("qwen3", 28, 16, 8, 2048, 6144, 151_936, 32_768, True),
+    "Qwen/Qwen3-4B": _shape("qwen3", 36, 32, 8, 2560, 9728, 151_936, 40_960, True),
+    "Qwen/Qwen3-4B-Instruct-2507": _shape("qwen3", 36, 32, 8, 2560, 9728, 151_936, 262_144, True),
+    "Qwen/Qwen3-8B": _shape("qwen3", 36, 32, 8, 4096, 12_288, 151_936, 40_960, False),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": _shape("qwen2", 28, 28, 4, 3584, 18_944, 152_064, 131_072, False),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": _shape("llama", 32, 32, 8, 4096, 14_336, 128_256, 131_072, False),
+}
+
+
+def load_shape(model: str) -> Any:
+    """The configuration of a directory or hub name, as `load_config` has it; of a model of SHAPES that cannot be had,
+    one that says the same of its shape, and nothing of its eos, rope and dtype.
+
+    Raises UnavailableError for any other model that cannot be had, and UserError as `load_config` does.
+    """
+    try:
+        return load_config(model)
+    except UnavailableError:
+        if model not in SHAPES:
+            raise
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**SHAPES[model])
+
+
+def is_tabled(model: str) -> bool:
+    """Whether `load_shape` has to look into the table for this model."""
+    try:
+        check_available(model)
+    except UnavailableError:
+        return model in SHAPES
+    return False

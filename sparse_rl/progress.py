@@ -1,0 +1,289 @@
+"""What is under way: on a terminal one row for each stage, below all that is printed; elsewhere now and then a line.
+
+    with stage("training", total=40, unit="step") as row:
+        row.advance()
+        row.tell("reward 0.250")
+
+This file owns the terminal while a row is there: whatever anybody prints then goes above the rows, line by line. Of a
+launch the first process shows its rows. What is printed before, between and after them is nobody's business here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task
+from rich.progress_bar import ProgressBar
+from rich.table import Column
+from rich.text import Text
+
+FIRST_SIGN = 20.0  # seconds without a terminal until a line says that the command lives; then twice as many, and so on
+WIDE, NARROW = 80, 60  # columns of a terminal: from here on a bar is long; below, there is no room for any
+LONGEST = 40  # characters of what is loaded, checked or saved
+
+
+class Stage:
+    """A stage that is under way.
+
+    what : is said where there is no number of things to do
+    """
+
+    def __init__(self, name: str, what: str, total: int | None, unit: str, done: int) -> None:
+        self.name, self.what, self.total, self.unit, self.done = name, what, total, unit, done
+        self.told = ""
+        self.first, self.start = done, time.monotonic()
+        self.advanced = self.start
+
+    def advance(self, by: int = 1) -> None:
+        """So many more are done; fewer, where by is negative."""
+        if by:
+            self.done, self.advanced = self.done + by, time.monotonic()
+
+    def tell(self, told: str) -> None:
+        """What stands at the end of the row: a loss, a reward."""
+        self.told = told
+
+    def clock(self) -> str:
+        """The time that is left, once something is done; else the time that has gone by."""
+        now, did = time.monotonic(), self.done - self.first
+        if self.total is None or did <= 0 or self.done >= self.total:
+            return _clock(now - self.start)
+        each = (self.advanced - self.start) / did
+        return f"{_clock(max(0.0, each * (self.total - self.done) - (now - self.advanced)))} left"
+
+    @property
+    def label(self) -> str:
+        what = self.what if len(self.what) <= LONGEST else f"...{self.what[3 - LONGEST :]}"  # a path: its end
+        return f"{self.name} {what}".rstrip()
+
+    @property
+    def count(self) -> str:
+        return "" if self.total is None else f"{self.done}/{self.total} {self.unit}{'s' * (self.total != 1)}"
+
+    def sign(self) -> str:
+        """What a line says of it where no rows are shown."""
+        return self.name if self.total is None else f"in {self.unit} {min(self.done + 1, self.total)}/{self.total}"
+
+
+class Screen:
+    """The rows of this process.
+
+    console : that they are drawn on; by default stdout, where it is a terminal when the first row comes
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.given = console
+        self.rows: dict[Stage, Any] = {}  # row -> rich's number of it, where it is drawn
+        self.drawn: Progress | None = None
+        self.lock = threading.RLock()
+        self.over = threading.Event()
+        self.in_command = False
+        self._begin()
+
+    @contextmanager
+    def command(self) -> Iterator[None]:
+        """A command runs in this block: its seconds are counted from now, over all its stages."""
+        self._begin()
+        self.in_command = True
+        try:
+            yield
+        finally:
+            self.in_command = False
+
+    def _begin(self) -> None:
+        self.start, self.wait = time.monotonic(), FIRST_SIGN
+        self.next_sign = self.start + FIRST_SIGN
+
+    def heard(self) -> None:
+        """The command speaks for itself from now on, and needs no signs of life."""
+        self.next_sign = float("inf")
+
+    @contextmanager
+    def show(self, row: Stage) -> Iterator[Stage]:
+        """The row is there in this block."""
+        with self.lock:
+            if not self.rows:
+                self._open()
+            self.rows[row] = None if self.drawn is None else self.drawn.add_task("", total=row.total, row=row)
+        try:
+            yield row
+        finally:
+            with self.lock:
+                number = self.rows.pop(row)
+                if self.drawn is not None:
+                    self.drawn.remove_task(number)
+                if not self.rows:
+                    self._close()
+
+    def _open(self) -> None:
+        if not self.in_command:
+            self._begin()
+        self.before = sys.stdout, sys.stderr
+        console = self.given or _terminal()
+        if console is None:
+            self.over = threading.Event()
+            threading.Thread(target=self._live, args=(self.over,), daemon=True).start()
+            return
+        self.drawn = _progress(console)
+        self.drawn.start()
+        sys.stdout = Above(self, sys.stdout)  # type: ignore[assignment]
+        if _is_terminal(sys.stderr):
+            sys.stderr = Above(self, sys.stderr)  # type: ignore[assignment]
+
+    def _close(self) -> None:
+        self.over.set()
+        if self.drawn is None:
+            return
+        for name, stream in zip(("stdout", "stderr"), self.before, strict=True):
+            mine = getattr(sys, name)
+            if isinstance(mine, Above):
+                mine.end()
+                setattr(sys, name, stream)
+        self.drawn.stop()
+        self.drawn = None
+
+    def _live(self, over: threading.Event) -> None:
+        """A line 20 s, 60 s, 140 s, ... after the start."""
+        while not over.wait(max(0.0, min(self.next_sign - time.monotonic(), FIRST_SIGN))):
+            now = time.monotonic()
+            with self.lock, suppress(OSError):  # nobody may read what is written
+                if now >= self.next_sign and self.rows:
+                    print(f"{next(iter(self.rows)).sign()}, {now - self.start:.0f} s after the start", flush=True)
+                    self.wait *= 2
+                    self.next_sign = now + self.wait
+
+
+class Above:
+    """A stream whose lines go above a screen's rows, whenever there are any: a library may keep this stream for good.
+
+    Of a line that was overwritten, as bars do, its last state is shown.
+    """
+
+    def __init__(self, screen: Screen, stream: TextIO) -> None:
+        self.screen, self.stream, self.owner = screen, stream, os.getpid()
+        self.waiting = ""
+
+    def write(self, text: str) -> int:
+        if os.getpid() != self.owner:  # a forked process has no rows
+            return self.stream.write(text)
+        with self.screen.lock:
+            if self.screen.drawn is None:
+                return self.stream.write(text)
+            *lines, self.waiting = (self.waiting + text).split("\n")
+            for line in lines:
+                self._print(line)
+            self.waiting = _last_state(self.waiting)
+        return len(text)
+
+    def end(self) -> None:
+        """Nothing follows: show what has no end of line."""
+        if self.waiting.strip():
+            self._print(self.waiting)
+        self.waiting = ""
+
+    def _print(self, line: str) -> None:
+        encoding = self.stream.encoding or "utf-8"
+        shown = _last_state(line).strip("\r").encode(encoding, "replace").decode(encoding)
+        assert self.screen.drawn is not None
+        self.screen.drawn.console.print(Text.from_ansi(shown) if "\x1b" in shown else Text(shown))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def _last_state(line: str) -> str:
+    """What is left of a line that was begun anew."""
+    return line[max(0, line.rfind("\r", 0, len(line.rstrip("\r")))) :]
+
+
+class Quiet(Console):
+    """A console that never hides the cursor: a process that is killed could not show it again."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()  # None: the process was started without it
+
+
+def _terminal() -> Console | None:
+    """Stdout, where it is a terminal that can overwrite a line."""
+    if not _is_terminal(sys.stdout) or os.environ.get("TERM", "") in ("", "dumb", "unknown"):
+        return None
+    return Quiet(file=sys.stdout, force_terminal=True, soft_wrap=True, highlight=False, markup=False)
+
+
+class Part(ProgressColumn):
+    """A part of a row, as a terminal of this encoding can show it."""
+
+    def __init__(self, part: Callable[[Stage], str], encoding: str, column: Column) -> None:
+        super().__init__(column)
+        self.part, self.encoding = part, encoding
+
+    def render(self, task: Task) -> Text:
+        return Text(self.part(task.fields["row"]).encode(self.encoding, "replace").decode(self.encoding))
+
+
+class Bar(BarColumn):
+    """How much of a stage is done; one without an end goes to and fro."""
+
+    def render(self, task: Task) -> ProgressBar:
+        task.completed = task.fields["row"].done
+        return super().render(task)
+
+
+def _progress(console: Console) -> Progress:
+    """Draws rows, each a task of rich's, four times a second."""
+
+    def text(part: Callable[[Stage], str], **column: Any) -> ProgressColumn:
+        return Part(part, console.encoding, Column(no_wrap=True, **column))
+
+    bar = [Bar(24 if console.width >= WIDE else 8)] if console.width >= NARROW else []
+    return Progress(
+        text(lambda row: row.label),
+        *bar,
+        text(lambda row: row.count),
+        text(Stage.clock),
+        text(lambda row: row.told, overflow="crop", ratio=1),
+        console=console,
+        transient=True,
+        refresh_per_second=4,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        expand=True,
+    )
+
+
+screen = Screen()
+
+
+@contextmanager
+def stage(
+    name: str, what: str = "", *, total: int | None = None, unit: str = "", done: int = 0, shown: bool = True
+) -> Iterator[Stage]:
+    """A stage, from here to the end of the block.
+
+    name : loading, sampling, training, ...; what : of what, where there is no `total`
+    total, unit : how many of what there are to do, the unit in the singular; done : how many are done already
+    shown : False, and in every process of a launch but the first, for a row that nobody sees
+    """
+    row = Stage(name, what, total, unit, done)
+    if shown and os.environ.get("RANK", "0") == "0":
+        with screen.show(row):
+            yield row
+    else:
+        yield row

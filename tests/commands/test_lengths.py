@@ -1,0 +1,141 @@
+"""A prompt and a completion that are longer than what the model reads: refused by every command, before it is loaded.
+
+The model reads 1,024 tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from test_commands import fails
+
+from sparse_rl.commands.main import main
+from sparse_rl.data import problems, tokens
+from sparse_rl.data.tokens import prompt_ids
+from sparse_rl.models import load
+
+ENGINES = ("hf", "vllm")
+PERPLEXITY = """
+kind: perplexity
+model: {model}
+output_dir: {out}
+dtype: float32
+text: text.txt
+prompt_tokens: 25
+"""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_loaded(here: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a model is loaded")
+
+    (here / "perplexity.yaml").write_text(PERPLEXITY.format(model=model, out=here / "out"))
+    (here / "text.txt").write_text("12 34 " * 1000)
+    (here / "long.jsonl").write_text(json.dumps({"prompt": "1" * 1020, "answer": "1"}) + "\n")
+    monkeypatch.setattr(load, "load_plain_model", refuse)
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()  # as the command has it, where nobody has imported the library before
+    yield
+    if shown:
+        datasets.enable_progress_bars()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["train", "grpo.yaml", "--dry-run"], "max_completion_length"),
+        (["train", "grpo.yaml"], "max_completion_length"),
+        (["train", "distill.yaml", "completions=student"], "max_completion_length"),
+        (["doctor", "grpo.yaml"], "max_completion_length"),
+        (["doctor", "eval.yaml"], "max_completion_length"),
+        (["rollout", "grpo.yaml"], "max_completion_length"),
+        (["eval", "eval.yaml"], "max_completion_length"),
+        (["perplexity", "perplexity.yaml"], "completion_tokens"),
+        (["doctor", "perplexity.yaml"], "completion_tokens"),
+    ],
+    ids=lambda words: words if isinstance(words, str) else " ".join(words),
+)
+def test_completions(words: list[str], key: str, engine: str, here: Path, capsys: pytest.CaptureFixture) -> None:
+    said = fails(capsys, *words, f"rollout.engine={engine}", f"{key}=1024")
+    assert said.startswith(f"sparse-rl: error: {key}: 1,024 tokens, behind a prompt of ")
+    assert "more than the 1,024 that the model reads" in said and not (here / "out/model").exists()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_bound_of_prompts_counts(engine: str, here: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["train", "grpo.yaml", "--dry-run", f"rollout.engine={engine}", "data.max_prompt_tokens=24"]
+    assert "behind a prompt of up to 24, are" in fails(capsys, *words, "max_completion_length=1001")
+    assert main([*words, "max_completion_length=1000"]) == 0
+    assert main(["doctor", *words[1:2], *words[3:], "max_completion_length=1000"]) == 0
+
+
+def test_completions_of_a_dataset_are_cut(here: Path, capsys: pytest.CaptureFixture) -> None:
+    """So hf takes any bound; vllm would be asked to hold as many tokens."""
+    words = ["train", "distill.yaml", "--dry-run", "max_completion_length=1024", "data.max_prompt_tokens=24"]
+    assert main([*words, "rollout.engine=hf"]) == 0
+    capsys.readouterr()
+    assert "1,024 tokens, behind a prompt of up to 24" in fails(capsys, *words, "rollout.engine=vllm")
+
+
+def test_the_engines_own_bound(here: Path, capsys: pytest.CaptureFixture) -> None:
+    said = fails(capsys, "train", "grpo.yaml", "--dry-run", "rollout.max_model_len=1025")
+    assert "rollout.max_model_len: 1,025 is more than the 1,024 tokens" in said
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["train", "grpo.yaml", "--dry-run", "num_generations=4"], "data"),
+        (["train", "distill.yaml", "--dry-run", "completions=student", "max_completion_length=24"], "data"),
+        (["rollout", "grpo.yaml"], "data"),
+        (["eval", "eval.yaml"], "tasks.long"),
+    ],
+    ids=lambda words: words if isinstance(words, str) else " ".join(words),
+)
+def test_prompts_without_a_bound(
+    words: list[str], key: str, engine: str, here: Path, capsys: pytest.CaptureFixture
+) -> None:
+    data = "tasks={long: {path: long.jsonl}}" if "eval" in words else "data={path: long.jsonl}"
+    said = fails(capsys, *words, f"rollout.engine={engine}", data)
+    completion = 20 if "eval" in words else 24
+    assert said.startswith(f"sparse-rl: error: {key}: the prompt of problem 1 has 1,020 tokens")
+    assert f"leaves {1024 - completion:,}" in said and f"max_prompt_tokens: {1024 - completion}" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["train", "grpo.yaml", "--dry-run"], "data"),
+        (["rollout", "grpo.yaml"], "data"),
+        (["eval", "eval.yaml"], "tasks.long"),
+    ],
+    ids=lambda words: words if isinstance(words, str) else " ".join(words),
+)
+def test_a_prompt_of_megabytes(
+    words: list[str], key: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """It is refused, or dropped, without being tokenized, which takes seconds."""
+    (here / "long.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1" * 3_000_000, "12+")))
+
+    def tokenized(prompt: Any, *others: Any) -> list[int]:
+        assert len(prompt) < 10_000, "it is tokenized"
+        return prompt_ids(prompt, *others)
+
+    for module in (tokens, problems):
+        monkeypatch.setattr(module, "prompt_ids", tokenized)
+    task = "tasks.long." if "eval" in words else "data."
+    data = "tasks={long: {path: long.jsonl}}" if "eval" in words else "data={path: long.jsonl}"
+    accuracy = ["accuracy=format"] if "eval" in words else ["rewards=[format]"]
+    said = fails(capsys, *words, *accuracy, data)
+    assert said.startswith(f"sparse-rl: error: {key}: the prompt of problem 1 has at least ")
+    if "--dry-run" in words:
+        main([*words, *accuracy, data, f"{task}max_prompt_tokens=100", "num_generations=4"])
+        assert "dropped 1 prompts" in capsys.readouterr().err

@@ -1,0 +1,191 @@
+"""`plot` of runs and of traces: whose pictures they are, what their colours, titles and legends say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+from matplotlib.colors import to_hex
+
+from rollout.context import PromptCacheConfig
+from sparse_rl.analysis import accuracy, curves, drawing, opened, traces
+from sparse_rl.commands import quickstart
+from sparse_rl.commands.main import main
+from sparse_rl.commands.plot import others, run_method
+from sparse_rl.policies.registry import POLICIES
+from sparse_rl.trace import NEVER, EvictionTrace, save_traces
+
+
+def run(folder: Path, values: Sequence[float], recipe: str = "", **more: float) -> Path:
+    folder.mkdir(parents=True)
+    lines = [{"step": i + 1, "reward": v, "replay/gap_mean": 1e-7, **more} for i, v in enumerate(values)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "recipe.yaml").write_text(recipe)
+    return folder
+
+
+def plot(capsys: pytest.CaptureFixture, *words: object, status: int = 0) -> str:
+    assert main(["plot", *map(str, words)]) == status
+    said = capsys.readouterr()
+    return said.err if status else said.out
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are drawn, instead of their files."""
+    drawn: list[Any] = []
+    for module in (accuracy, curves, opened, traces):
+        monkeypatch.setattr(module, "save_figure", lambda figure, out: drawn.append(figure) or out)
+    return drawn
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_of_several_runs_are_beside_those_of_the_first(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    one, two, three = (run(tmp_path / "runs" / name / "grpo", [0.1, 0.2]) for name in ("one", "two", "three"))
+    written: list[str] = []
+    for words in ([one], [one, two], [one, three, "--metric", "reward"], [one, two, three, "--metric", "reward"]):
+        written += plot(capsys, *words).split()
+    assert len(set(written)) == len(written) == 6 and all(Path(file).is_file() for file in written)
+    assert str(one / "plots" / "learning_with_two_grpo.png") in written
+    assert plot(capsys, one, one).split() == written[:2]  # one run, however often it is named
+    many = [f"a run with a long name {i}" for i in range(20)]
+    whole, but_one = others(many), others(many[:-1])
+    assert whole != but_one and len(whole) < 150
+
+
+def test_a_run_has_the_colour_of_its_method(tmp_path: Path, capsys: pytest.CaptureFixture, figures: list) -> None:
+    grpo = "kind: grpo\ncache: {policy: %s}\ntrain_attention: %s\n"
+    recipes = {
+        "gkv": grpo % ("gkv", "replay"),
+        "mismatched": grpo % ("streaming", "full"),
+        "full": grpo % ("full", "full"),
+        "streaming": grpo % ("streaming", "replay"),
+        "sft": "kind: sft\n",
+    }
+    runs = {name: run(tmp_path / name, [0.1, 0.4, 0.2], recipe) for name, recipe in recipes.items()}
+    assert {name: run_method(folder) for name, folder in runs.items()} == {name: name for name in recipes}
+    for order in (list(runs.values()), list(runs.values())[::-1]):
+        plot(capsys, *order)
+    for figure in figures:
+        named = {text.get_text().partition(",")[0]: text.get_color() for text in figure.axes[0].texts}
+        assert named == {name: drawing.COLOURS[name] for name in recipes}
+    for damage in ("kind: [", "[]", "cache: 3", "cache: {policy: [a]}"):
+        (runs["gkv"] / "recipe.yaml").write_text(damage)
+        plot(capsys, runs["gkv"])
+    (runs["gkv"] / "recipe.yaml").unlink()
+    plot(capsys, runs["gkv"])
+
+
+def test_the_quickstart_draws_a_method_in_one_colour(tmp_path: Path, figures: list) -> None:
+    """In all its three pictures: bars, curves and gaps."""
+    rows = []
+    for name in quickstart.LABELS:
+        rows.append({"name": name, "seed": 0, "budget": 40, "n": 8, "accuracy_evicted": 0.2, "accuracy_full": 0.9})
+        if name in quickstart.METHODS:
+            run(tmp_path / "seed0" / quickstart.METHODS[name], [0.1, 0.2, 0.1])
+    quickstart.draw(rows, tmp_path)
+    bars, *lines = figures
+    places = [text.get_text() for text in bars.axes[0].get_yticklabels()]
+    solid = [to_hex(bar.get_facecolor()).upper() for bar in bars.axes[0].patches[::2]]
+    colour_of = dict(zip(places, solid, strict=True))
+    assert len(set(solid)) == 4 and len(lines) == 2
+    for figure in lines:
+        for text in figure.axes[0].texts:
+            label = text.get_text().replace("\n", " ").removesuffix(", mean").partition(" (")[0]
+            assert text.get_color() == colour_of[label]
+
+
+def test_every_method_has_a_colour_of_its_own() -> None:
+    methods = {*POLICIES, *get_args(get_type_hints(PromptCacheConfig)["policy"])}
+    methods |= {*quickstart.DRAWN_AS.values()}
+    assert {"streaming", "evict", "none", "mismatched"} <= methods == {*drawing.COLOURS}
+    assert len(set(drawing.COLOURS.values())) == len(drawing.COLOURS)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4, 9, 10, 40])
+def test_curves_say_what_they_show(steps: int, tmp_path: Path, capsys: pytest.CaptureFixture, figures: list) -> None:
+    """Whole steps, a title, and a bold line with its name where there is one beside the faint one."""
+    plot(capsys, run(tmp_path / "a", [0.1 * (i % 3) for i in range(steps)]))
+    assert len(figures) == 2
+    for figure in figures:
+        (axes,) = figure.axes
+        figure.canvas.draw()
+        assert axes.get_title(loc="left") and all(float(tick).is_integer() for tick in axes.get_xticks())
+    (axes,) = figures[0].axes
+    assert ("bold" in axes.get_xlabel()) == (len(axes.lines) == 2) == (steps >= 10)
+
+
+def test_a_single_step_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    one, two = run(tmp_path / "one", [0.125]), run(tmp_path / "two", [0.5])
+    said = plot(capsys, one, two)
+    assert "0.125" in said and "0.5" in said and "1e-07" in said and not (one / "plots").exists()
+    longer = run(tmp_path / "longer", [0.25, 0.5])
+    assert all(Path(file).is_file() for file in plot(capsys, one, longer).split())
+
+
+@pytest.mark.parametrize("runs", [1, 12])
+@pytest.mark.parametrize("metric", ["rewrad", "nothing like it", "x" * 5000])
+def test_an_unknown_metric_is_a_short_line(
+    runs: int, metric: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    more = {f"rewards/of_a_long_name_{i}/mean": 1.0 for i in range(60)} | {"y" * 1000: 1.0}
+    folders = [run(tmp_path / f"run{i}", [0.1, 0.2], **more) for i in range(runs)]
+    said = plot(capsys, *folders, "--metric", metric, status=2)
+    assert said.count("\n") == 1 and len(said) < 300 and " more" in said, said
+    assert ("the nearest are reward, " in said) or metric != "rewrad"
+    for folder in folders:
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **more}))
+    said = plot(capsys, *folders, status=2)
+    assert "no reward and no loss" in said and said.count("\n") == 1 and len(said) < 300, said
+
+
+# ---- traces ---------------------------------------------------------------------------------------------------------
+
+
+def held(layers: Sequence[int]) -> EvictionTrace:
+    """60 tokens, of which a layer keeps the last so many."""
+    evict_at = torch.stack([torch.arange(60).add(kept).expand(2, 60) for kept in layers])
+    return EvictionTrace(torch.where(evict_at >= 59, NEVER, evict_at).int())
+
+
+@pytest.mark.parametrize(
+    ("layers", "legend"),
+    [((20, 30), {"each layer", "mean over layers"}), ((20, 20), {"all layers alike"}), ((20,), {"its one layer"})],
+)
+def test_the_density_names_its_policy_and_shows_what_its_legend_promises(
+    layers: tuple, legend: set, tmp_path: Path, capsys: pytest.CaptureFixture, figures: list
+) -> None:
+    file = tmp_path / "t.safetensors"
+    save_traces(file, [held(layers)], {"policy": json.dumps({"policy": "gkv", "budget": 40})})
+    plot(capsys, file)
+    (figure,) = figures
+    (axes,), (shown,) = figure.axes, figure.legends
+    assert axes.get_title(loc="left").startswith("gkv, budget 40: ")
+    assert {text.get_text() for text in shown.get_texts()} == legend
+    colours = [line.get_color() for line in axes.lines]
+    grey = [drawing.GREY] * (len(layers) if "each layer" in legend else 0)
+    assert colours == [*grey, drawing.COLOURS["gkv"]]
+
+
+@pytest.mark.parametrize("fingerprint", [{}, {"policy": "["}, {"policy": "[]"}, {"policy": '{"policy": ["x"]}'}])
+def test_traces_of_an_unnamed_policy(
+    fingerprint: dict, tmp_path: Path, capsys: pytest.CaptureFixture, figures: list
+) -> None:
+    save_traces(tmp_path / "t.safetensors", [held([20])], fingerprint)
+    plot(capsys, tmp_path / "t.safetensors")
+    assert figures[0].axes[0].get_title(loc="left")
+
+
+def test_a_folder_of_traces(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    save_traces(folder / "traces-00000.safetensors", [held([20])], {})
+    assert plot(capsys, folder).strip() == str(folder / "traces-00000.png")
+    save_traces(folder / "traces-00001.safetensors", [held([20])], {})
+    assert "has 2 files of traces; draw one of them" in plot(capsys, folder, status=2)

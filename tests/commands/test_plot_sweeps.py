@@ -1,0 +1,195 @@
+"""`plot` of an evaluation: a line for each method, its points at its own ratios, or budgets; else a table."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparse_rl.analysis import sweeps
+from sparse_rl.analysis.drawing import COLOURS
+from sparse_rl.analysis.sweeps import Point, Sweep, method_names, plot_sweep
+from sparse_rl.commands.main import main
+
+
+def row(policy: str, accuracy: Any, task: str = "one", **parameters: Any) -> dict[str, Any]:
+    return {
+        "task": task, "policy": policy, "parameters": parameters, "accuracy": accuracy, "standard_error": None,
+    }  # fmt: skip
+
+
+def of_text(policy: str, nll: float | None, **parameters: Any) -> dict[str, Any]:
+    return {"policy": policy, "parameters": parameters, "nll": nll, "standard_error": 0.1}
+
+
+def points(rows: list[dict[str, Any]]) -> list[Point]:
+    return [Point(one["task"], one["policy"], one["parameters"], one["accuracy"]) for one in rows]
+
+
+def names(rows: list[dict[str, Any]], axis: str = "ratio") -> list[str]:
+    return method_names(points(rows), axis)
+
+
+def drawn_of(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The axes that are drawn of these rows, of those with an accuracy."""
+    monkeypatch.setattr(sweeps, "save_figure", lambda figure, out: figure)
+    sweep = Sweep("accuracy", "one; a model", points([one for one in rows if one["accuracy"] is not None]))
+    figure: Any = plot_sweep(sweep, "unused")
+    (axes,) = figure.axes
+    return axes
+
+
+def lines(axes: Any) -> list[list[tuple[float, float]]]:
+    return [[tuple(map(float, xy)) for xy in zip(*line.get_data(), strict=True)] for line in axes.lines]
+
+
+ROWS = [
+    row("am", 0.7, ratio=0.1, select="omp", queries=["repeat"], last=0),
+    row("am", 0.5, ratio=0.02, select="omp", queries=["repeat"], last=0),
+    row("am", 0.6, ratio=0.1, select="attention", queries=["repeat", "random"], last=0),
+    row("evict", 0.3, ratio=0.1, pool=3),
+    row("evict", 0.2, ratio=0.1, pool=1),
+    row("evict", None, ratio=0.5, pool=1),
+    row("full", 0.9, first=0),
+]
+
+
+def test_methods_are_named_by_what_tells_them_apart() -> None:
+    assert names(ROWS) == [
+        "am, omp, repeat", "am, omp, repeat", "am, attention, repeat+random",
+        "evict, pool 3", "evict, pool 1", "evict, pool 1", "full",
+    ]  # fmt: skip
+    assert names([row("am", 1, ratio=0.1), row("am", 1, "two", ratio=0.1)]) == ["one: am", "two: am"]
+
+
+def test_a_line_for_each_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = drawn_of(ROWS, monkeypatch)
+    drawn = lines(axes)
+    assert [(0.02, 0.5), (0.1, 0.7)] in drawn and [(0.1, 0.6)] in drawn and [(0.1, 0.3)] in drawn
+    assert [(0.1, 0.2)] in drawn  # without the row that has no accuracy
+    flat = [line for line in axes.lines if line.get_linestyle() == "--"]
+    assert len(flat) == 1 and set(flat[0].get_ydata()) == {0.9}
+    assert {text.get_text() for text in axes.texts} == {
+        "am, omp, repeat", "am, attention,\nrepeat+random", "evict, pool 3", "evict, pool 1", "full"
+    }  # fmt: skip
+
+
+def test_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn like ratios: rows that differ in the budget alone are one line."""
+    swept = [row("gkv", 0.1, budget=32, period=8), row("gkv", 0.4, budget=64, period=8)]
+    swept += [row("streaming", 0.3, budget=40, period=p) for p in (1, 8)] + [row("full", 0.9)]
+    swept += [row("h2o", 0.2, budget=b, window=b // 2) for b in (32, 40)]  # what h2o makes of no window
+    axes = drawn_of(swept, monkeypatch)
+    drawn = lines(axes)
+    assert [(32, 0.1), (64, 0.4)] in drawn and [(40, 0.3)] in drawn
+    assert {text.get_text() for text in axes.texts} == {
+        "gkv", "streaming, period 1", "streaming, period 8", "full", "h2o"
+    }  # fmt: skip
+    assert names([row("h2o", 1, budget=b, window=16) for b in (32, 40)], "budget") == ["h2o", "h2o"]
+    assert names([row("am", 1, budget=b, period=b) for b in (32, 40)], "budget") == ["am", "am"]
+    assert names([row("am", 1, budget=b, period=32) for b in (32, 40)], "budget") == ["am", "am"]
+    mixed = [row("am", 1, budget=32, period=p) for p in (32, 16)]
+    assert names(mixed, "budget") == ["am, period 32", "am, period 16"]
+    other = [row("h2o", 1, budget=32, window=w) for w in (16, 8)]
+    assert names(other, "budget") == ["h2o, window 16", "h2o, window 8"]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["32", "40", "64"]
+    assert "budget" in axes.get_xlabel() and axes.get_xlim()[0] < axes.get_xlim()[1]
+    assert axes.get_title(loc="left") == "Accuracy on one; a model"
+
+
+def test_a_method_has_its_colour_and_several_lines_of_it_its_shades(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [row(p, a, budget=b) for p in ("gkv", "streaming") for b, a in ((8, 0.1), (16, 0.2))]
+    for rows in (both, both[::-1], [*both, row("full", 0.9)]):
+        named = {text.get_text(): text.get_color() for text in drawn_of(rows, monkeypatch).texts}
+        assert named == {name: COLOURS[name] for name in named} and {"gkv", "streaming"} <= named.keys()
+    periods = [row("gkv", 0.1 * b, budget=b, period=p) for p in (1, 2, 3) for b in (1, 2)]
+    shades = [text.get_color() for text in drawn_of(periods, monkeypatch).texts]
+    assert (
+        COLOURS["gkv"] in shades and len(set(shades)) == 3 and not set(shades) & {*COLOURS.values()} - {COLOURS["gkv"]}
+    )
+    other = {text.get_text(): text.get_color() for text in drawn_of(
+        [row(p, 0.1 * b, budget=b) for p in ("gkv", "mine", "yours") for b in (1, 2)], monkeypatch
+    ).texts}  # fmt: skip
+    assert len(set(other.values())) == 3 and other["gkv"] == COLOURS["gkv"]
+
+
+def plot(capsys: pytest.CaptureFixture, *words: object, status: int = 0) -> str:
+    assert main(["plot", *map(str, words)]) == status
+    said = capsys.readouterr()
+    return said.err if status else said.out
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file, picture = tmp_path / "eval.json", tmp_path / "eval.png"
+    file.write_text(json.dumps({"rows": ROWS}))
+    for source in (file, tmp_path):  # the folder is what `inspect` takes, too
+        assert plot(capsys, source).strip() == str(picture) and picture.stat().st_size
+        picture.unlink()
+    assert "one file at a time" in plot(capsys, file, tmp_path, status=2)
+    assert "has no metrics" in plot(capsys, file, "--metric", "reward", status=2)
+
+
+def test_perplexities(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [of_text(p, 2.0 + s / b, budget=b) for p, s in (("gkv", 1), ("h2o", 2)) for b in (8, 4)]
+    rows += [of_text("full", 1.9), of_text("h2o", None, budget=2)]
+    recipe = {"model": "/somewhere/org/a-model", "text": "books/novel.txt"}
+    (tmp_path / "perplexity.json").write_text(json.dumps({"recipe": recipe, "rows": rows}))
+    assert plot(capsys, tmp_path).strip() == str(tmp_path / "perplexity.png")
+    monkeypatch.setattr(sweeps, "save_figure", lambda figure, out: figure)
+    figure: Any = plot_sweep(sweeps.read_sweep(tmp_path / "perplexity.json"), "unused")
+    (axes,) = figure.axes
+    assert axes.get_title(loc="left") == "Perplexity of novel.txt; a-model" and "nats" in axes.get_ylabel()
+    assert [(4, 2.25), (8, 2.125)] in lines(axes) and [(4, 1.9), (8, 1.9)] in lines(axes)
+    (tmp_path / "perplexity.json").write_text(json.dumps({"rows": rows[:1] + rows[4:]}))
+    said = plot(capsys, tmp_path)
+    assert "2.1250 ± 0.1000" in said and "8.37" in said and "full" in said
+
+
+@pytest.mark.parametrize("rows", [ROWS[:1], ROWS[-1:], [ROWS[0], ROWS[3], ROWS[-1]]])
+def test_a_single_point_is_a_table(rows: list, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "eval.json"
+    file.write_text(json.dumps({"rows": rows}))
+    said = plot(capsys, file)
+    assert "pass@1" in said and all(f"{100 * one['accuracy']:.1f}" in said for one in rows)
+    assert not (tmp_path / "eval.png").exists()
+
+
+HUGE = "9" * 400
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"rows": ROWS[5:6]}, "no row of .* has an accuracy"),
+        ({"rows": []}, "no row of .* has an accuracy"),
+        ({"rows": [{"policy": "gkv", "parameters": {"budget": 8}, "perplexity": 2.0}]}, "it has no 'accuracy'"),
+        ({"rows": [{**ROWS[0], "policy": None}]}, "damaged"),
+        ({"rows": [{**ROWS[0], "task": ["a"]}]}, "damaged"),
+        ({"rows": [{**ROWS[0], "parameters": "a"}]}, "damaged"),
+        ({"rows": [{**ROWS[0], "standard_error": "a"}]}, "damaged"),
+        ({"rows": [row("gkv", "high", budget=8)]}, "damaged"),
+        ({"rows": [row("gkv", True, budget=8)]}, "damaged"),
+        ({"rows": [row("gkv", float("nan"), budget=8)]}, "damaged"),
+        ({"rows": [row("gkv", 0.5, budget=b) for b in (8, 0)]}, "damaged"),
+        ({"rows": [row("gkv", 0.5, budget=b) for b in (8, "many")]}, "damaged"),
+        ({"rows": [row("gkv", 0.5, budget=b) for b in (8, int(HUGE))]}, "damaged"),
+        ({"rows": [3]}, "damaged"),
+        ({"rows": ["accuracy"]}, "damaged"),
+        ({"rows": None}, "damaged"),
+        ({"rows": ROWS, "recipe": 3}, "damaged"),
+        ([], "damaged"),
+        ("[" * 100_000, "damaged"),
+        ('{"rows": [', "damaged"),
+        ("\udcff", "damaged"),
+        ({HUGE: 1}, "it has no 'rows'"),
+    ],
+)
+def test_a_damaged_file_is_one_line(content: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "eval.json"
+    text = content if isinstance(content, str) else json.dumps(content)
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    said = plot(capsys, file, status=2)
+    assert re.search(says, said) and said.count("\n") == 1 and len(said) < 300, said

@@ -1,0 +1,115 @@
+"""What a user sees of a command: on a terminal its stages, and in the end the lines that a file of its output holds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from terminal import environment, terminal, watched
+
+from sparse_rl.commands.console import Session, guarded
+from sparse_rl.errors import UserError
+from trainer.once import left_words, remembered
+
+SFT = ["quickstart/sft", "data.synthetic.size=64"]
+GRPO = ["quickstart/grpo", "rollout.engine=hf", "per_device_train_batch_size=16", "max_completion_length=40"]
+LAUNCHED = [*GRPO, "launch.processes=2", "launch.zero_stage=2", "per_device_train_batch_size=8", "save_steps=2"]
+BAR = "[━╸╺]+"
+NUMBER = re.compile(r"\d[\d.e+-]*")
+
+
+def lines(words: list[str], folder: Path) -> list[str]:
+    """What is written where it is no terminal, with its errors; without the signs of life of a slow machine."""
+    command = [sys.executable, "-P", "-m", "sparse_rl.cli", *words]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, cwd=folder, env=environment(), text=True, check=True, **streams)  # type: ignore[call-overload]
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", done.stdout), done.stdout
+    return [line for line in done.stdout.splitlines() if not line.endswith(" s after the start")]
+
+
+def without_numbers(written: list[str]) -> list[str]:
+    return [NUMBER.sub("N", line).rstrip() for line in written if line.strip()]
+
+
+def wrapped(written: list[str], columns: int = 100) -> list[str]:
+    return [line[start : start + columns] for line in written for start in range(0, len(line), columns)]
+
+
+def test_on_a_terminal_the_launcher_says_why_another_process_than_the_first_ended(tmp_path, monkeypatch):
+    """The first one draws its rows over whatever stands there."""
+
+    def fails() -> int:
+        raise UserError("of the second process")
+
+    session = Session()
+    session.folder = tmp_path
+    with terminal() as seen, remembered():
+        monkeypatch.setenv("RANK", "1")
+        assert guarded(fails, session) == 2
+        assert seen.getvalue() == "" and left_words() == "sparse-rl: error: of the second process\n"
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("MASTER_PORT", "1")  # another launch, which has said nothing yet
+        assert guarded(fails, session) == 2 and seen.getvalue() == left_words()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [(SFT, "loss"), (GRPO, "reward"), (LAUNCHED, "reward")],
+    ids=["sft", "grpo", "launched"],
+)
+def test_a_terminal_shows_the_stages_of_a_training(words, value, tmp_path):
+    status, screens = watched(["train", *words, "max_steps=3", "output_dir=run"], tmp_path)
+    assert status == 0, screens[-1][1]
+    rows = "\n".join(line for _, screen in screens for line in screen if line)
+    assert re.search(rf"^loading the libraries {BAR} +\d:\d\d$", rows, re.M)
+    assert re.search(rf"^loading .*quickstart/model {BAR} +\d:\d\d$", rows, re.M)
+    assert re.search(rf"^training {BAR} 0/3 steps", rows, re.M)
+    assert re.search(rf"^training {BAR} [12]/3 steps +\d:\d\d left {value} \d", rows, re.M)
+    assert re.search(rf"^saving the final model {BAR}", rows, re.M)
+    if value == "reward":
+        assert re.search(rf"^sampling {BAR} \d+/16 sequences|^sampling {BAR} \d+/8 sequences", rows, re.M)
+    if words is LAUNCHED:
+        assert re.search(rf"^saving checkpoint-2 {BAR}", rows, re.M)
+    first = screens[0][0]
+    training = next(at for at, screen in screens if any(line.startswith("training ") for line in screen))
+    assert first < training / 4  # long before the libraries are there
+    (again := tmp_path / "again").mkdir()
+    alike = lines(["train", *words, "max_steps=3", "output_dir=run"], again)
+    assert without_numbers(screens[-1][1]) == without_numbers(wrapped(alike))
+
+
+@pytest.mark.slow
+def test_a_short_training_says_its_loss_without_a_terminal(tmp_path):
+    """Fewer steps than one log takes."""
+    said = lines(["train", *SFT, "max_steps=3", "output_dir=run"], tmp_path)
+    assert re.fullmatch(r"3 steps in \d+ s  loss \d\.\d{4}", said[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "stages"),
+    [
+        (["eval", "quickstart/eval", "tasks.running_sum.synthetic.size=8"], ["evaluating", "sampling"]),
+        (["rollout", "quickstart/eval", "--problems", "8"], ["rollouts", "sampling"]),
+        (["perplexity", "eval/pg19", "text=book.txt", "prompt_tokens=8", "completion_tokens=40", "pieces=4"],
+         ["measuring", "decoding"]),
+    ],
+    ids=lambda value: value[0],
+)  # fmt: skip
+def test_a_terminal_shows_the_stages_of_a_measurement(words, stages, tmp_path):
+    (tmp_path / "book.txt").write_text("1 2 3 4 5 6 7 8 9 0 " * 60)
+    words = [*words, "model=quickstart/model", "rollout.engine=hf", "output_dir=run"]
+    words += ["cache={policy: streaming, budget: 24}", "sweep={}"] if words[0] == "perplexity" else []
+    status, screens = watched(words, tmp_path)
+    assert status == 0, screens[-1][1]
+    rows = "\n".join(line for _, screen in screens for line in screen if line)
+    for stage in ["loading the libraries", "loading .*quickstart/model"]:
+        assert re.search(rf"^{stage} {BAR} +\d:\d\d$", rows, re.M)
+    for stage in stages:
+        assert re.search(rf"^{stage} +{BAR} \d+/\d+ (problem|piece|sequence)s? +\d:\d\d", rows, re.M)
+    assert not any(re.search(BAR + " ", line) for line in screens[-1][1] if not line.startswith(("┏", "┡", "├", "└")))
+    assert lines([*words, "--overwrite"], tmp_path)

@@ -1,0 +1,60 @@
+"""The table of hub models: it has every model that a shipped recipe names, and comes to the published parameters."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparse_rl.attention.families import check_replayable
+from sparse_rl.commands.main import main
+from sparse_rl.commands.sampling import check_lengths
+from sparse_rl.commands.sizes import count_parameters
+from sparse_rl.models import hub
+from sparse_rl.models.known import SHAPES, load_shape
+from sparse_rl.models.weights import meta_model
+from sparse_rl.recipe import list_recipes, load_recipe
+
+PUBLISHED = {
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen3-1.7B-Base": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
+}
+ON_A_HUB = {name: load_recipe(name) for name in list_recipes() if load_recipe(name).model in PUBLISHED}
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_unreachable", lambda: "there is no network")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def test_every_model_of_a_shipped_recipe_is_in_it() -> None:
+    named = {load_recipe(name).model for name in list_recipes()}
+    assert {model for model in named if not model.startswith(("quickstart/", "retrieval/", "runs/"))} == set(SHAPES)
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_parameters(model: str) -> None:
+    config = load_shape(model)
+    check_replayable(config, model)
+    assert count_parameters(meta_model(config)) == PUBLISHED[model]
+
+
+@pytest.mark.parametrize("name", ON_A_HUB)
+def test_the_shipped_recipes_stay_within_what_their_models_read(name: str) -> None:
+    check_lengths(ON_A_HUB[name], load_shape(ON_A_HUB[name].model))
+
+
+def test_doctor_without_a_network(capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor", "qwen2.5-1.5b/grpo"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "1,543,714,304 parameters" in out and "its shape is from the table" in out
+    assert main(["doctor", "qwen2.5-1.5b/grpo", "model=somebody/some-model"]) == 0
+    out = capsys.readouterr().out
+    assert "memory        unknown: " in out and "there is no network" in out and "parameters" not in out
+    assert main(["doctor", "qwen2.5-1.5b/grpo", "model=no hub name"]) == 2
+    assert main(["train", "qwen2.5-1.5b/grpo", "--dry-run"]) == 2  # who needs the files is refused as before
+    assert "there is no directory Qwen/Qwen2.5-1.5B-Instruct" in capsys.readouterr().err

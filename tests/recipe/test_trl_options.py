@@ -1,0 +1,41 @@
+"""docs/trl_options.md says of every option of TRL's GRPOConfig what it is here; a new TRL is met by a red test."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from sparse_rl.recipe import GRPORecipe
+from sparse_rl.recipe.keys import all_keys
+from sparse_rl.recipe.passed_through import PASSED_THROUGH
+from sparse_rl.recipe.refused import refusal
+from sparse_rl.recipe.trl_options import KEYS, OURS, page
+
+PAGE = Path(__file__).parents[2] / "docs" / "trl_options.md"
+
+
+def default_of(field: Any) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return "required" if field.default is dataclasses.MISSING else field.default
+
+
+def test_the_page_is_current() -> None:
+    mend = "make it anew: python -m sparse_rl.recipe.trl_options > docs/trl_options.md"
+    assert PAGE.read_text(encoding="utf-8") == page(), mend
+
+
+def test_every_option_is_the_same_or_ours_or_refused() -> None:
+    from trl import GRPOConfig
+
+    theirs = {field.name: default_of(field) for field in dataclasses.fields(GRPOConfig)}
+    ours = {key.name: "required" if key.required else key.default for key in all_keys(GRPORecipe)}
+    assert KEYS.keys() == ours.keys() & theirs.keys()
+    differing = {name: (ours[name], theirs[name]) for name in KEYS if ours[name] != theirs[name]}
+    assert {name: pair for name, pair in KEYS.items() if pair} == differing
+
+    for name in theirs:
+        found = [name in KEYS, name in PASSED_THROUGH["grpo"], refusal(name, "grpo") is not None]
+        assert found.count(True) == 1, name
+    assert OURS.keys() <= KEYS.keys() | PASSED_THROUGH["grpo"].keys()

@@ -1,0 +1,118 @@
+"""Terminals for tests: one that only looks like one, a pseudo-terminal for a command, and what a screen shows."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CODE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
+COLUMNS = 100
+
+
+class Seen(io.StringIO):
+    """What is written to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@contextmanager
+def terminal(columns: int = 100, kind: str = "xterm", file: type[io.StringIO] = Seen) -> Iterator[Any]:
+    """In this block stdout and stderr are a terminal."""
+    seen = file()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(seen), redirect_stderr(seen):
+        patch.setenv("TERM", kind)
+        patch.setenv("COLUMNS", str(columns))
+        patch.delenv("NO_COLOR", raising=False)
+        yield seen
+
+
+class Screen:
+    """The lines of a terminal, enough of one for what rich writes. None of them scrolls away."""
+
+    def __init__(self, columns: int = COLUMNS) -> None:
+        self.columns, self.lines, self.row, self.column = columns, [""], 0, 0
+
+    def write(self, text: str) -> None:
+        place = 0
+        while place < len(text):
+            if code := CODE.match(text, place):
+                self._obey(code[2], int(code[1]) if code[1].isdigit() else 1)
+                place = code.end()
+            else:
+                self._put(text[place])
+                place += 1
+
+    def _obey(self, code: str, number: int) -> None:
+        if code == "A":
+            self.row -= number
+            assert self.row >= 0
+        elif code == "K":
+            self.lines[self.row] = ""
+        else:
+            assert code == "m", f"a code that this screen does not know: {code}"
+
+    def _put(self, letter: str) -> None:
+        if letter == "\r":
+            self.column = 0
+        elif letter == "\n":
+            self._go_down()
+        else:
+            if self.column == self.columns:
+                self.column = 0
+                self._go_down()
+            line = self.lines[self.row].ljust(self.column)
+            self.lines[self.row] = line[: self.column] + letter + line[self.column + 1 :]
+            self.column += 1
+
+    def _go_down(self) -> None:
+        self.row += 1
+        if self.row == len(self.lines):
+            self.lines.append("")
+
+    def shown(self) -> list[str]:
+        return [line.rstrip() for line in self.lines]
+
+
+def environment() -> dict[str, str]:
+    paths = os.pathsep.join([os.getcwd(), *sys.path])
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
+
+
+def watched(arguments: list[str], folder: Path) -> tuple[int, list[tuple[float, list[str]]]]:
+    """The exit status of `sparse-rl ARGUMENTS`, and its screen after everything that it wrote: (seconds, lines)."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
+    command = [sys.executable, "-P", "-m", "sparse_rl.cli", *arguments]
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    start, screen, screens = time.monotonic(), Screen(), []
+    with subprocess.Popen(command, cwd=folder, env=environment(), **streams) as process:  # type: ignore[call-overload]
+        os.close(theirs)
+        waiting = b""
+        while True:
+            try:
+                waiting += os.read(ours, 65536)
+            except OSError:  # the other end is closed
+                break
+            whole = waiting[: waiting.rfind(b"\n") + 1] if waiting.rfind(b"\x1b") > len(waiting) - 8 else waiting
+            screen.write(whole.decode(errors="ignore"))
+            waiting = waiting[len(whole) :]
+            screens.append((time.monotonic() - start, screen.shown()))
+        screen.write(waiting.decode())
+        screens.append((time.monotonic() - start, screen.shown()))
+    os.close(ours)
+    return process.returncode, screens

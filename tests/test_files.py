@@ -1,0 +1,109 @@
+"""What has no end, or is larger than any file of its kind, is refused in one line before it is read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollout.context import PromptCacheConfig, budgets
+from rollout.origin import read_origin
+from rollout.vllm.served_context import compact_text
+from sparse_rl.analysis.sweeps import read_sweep
+from sparse_rl.data.config import DataConfig
+from sparse_rl.data.problems import load_data
+from sparse_rl.data.text import read_pieces
+from sparse_rl.errors import UserError
+from sparse_rl.files import MOST_JSON, MOST_TEXT, read_text
+from sparse_rl.models.directory import POLICY_FILE, saved_policy
+from sparse_rl.models.load import load_config, load_tokenizer
+
+QUICKSTART = Path(__file__).parents[1] / "recipes/quickstart/model"
+
+
+def device(file: Path, most: int) -> str:
+    file.symlink_to("/dev/zero")
+    return "no regular file"
+
+
+def pipe(file: Path, most: int) -> str:
+    os.mkfifo(file)
+    return "no regular file"
+
+
+def too_large(file: Path, most: int) -> str:
+    with file.open("wb") as opened:
+        opened.truncate(most + 1)
+    return f"it has {most + 1:,} bytes, and at most {most:,} are read"
+
+
+ENDLESS = [device, pipe, too_large]
+
+
+@pytest.mark.parametrize("made", ENDLESS)
+def test_a_file_without_an_end(made: Callable, tmp_path: Path) -> None:
+    refused = made(tmp_path / "file", MOST_JSON)
+    with pytest.raises(UserError, match=refused):
+        read_text(tmp_path / "file")
+
+
+def test_ends_of_lines(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"a\r\nb\rc\n")
+    assert read_text(tmp_path / "file") == "a\nb\nc\n"
+
+
+def test_a_file_that_is_as_large_as_may_be_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("é" * 5)
+    assert read_text(tmp_path / "file", 10) == "é" * 5
+    with pytest.raises(UserError, match="it has 10 bytes, and at most 9 are read"):
+        read_text(tmp_path / "file", 9)
+
+
+@pytest.mark.parametrize("made", ENDLESS)
+@pytest.mark.parametrize(
+    ("read", "most"),
+    [
+        (lambda file: read_pieces(str(file), None, 8), MOST_TEXT),
+        (lambda file: compact_text(str(QUICKSTART), str(file), PromptCacheConfig(), "float32", None), MOST_JSON),
+        (read_sweep, MOST_TEXT),
+        (lambda file: budgets.load(file, 2, 2), MOST_JSON),
+    ],
+    ids=["perplexity", "context", "plot", "budgets"],
+)
+def test_readers(read: Callable, most: int, made: Callable, tmp_path: Path) -> None:
+    file = tmp_path / "eval.json"
+    refused = made(file, most)
+    with pytest.raises(UserError, match=f"{file} .*{refused}"):
+        read(file)
+
+
+@pytest.mark.parametrize("made", [device, pipe])
+def test_data(made: Callable, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    made(file, 0)
+    with pytest.raises(UserError, match="no regular file"):
+        load_data(DataConfig(path=str(file)), None)
+
+
+@pytest.mark.parametrize("made", ENDLESS)
+@pytest.mark.parametrize(
+    "name", ["generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_files_of_a_model(name: str, made: Callable, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(QUICKSTART, model)
+    (model / name).unlink(missing_ok=True)
+    refused = made(model / name, MOST_JSON)
+    for load in (load_config, load_tokenizer):
+        with pytest.raises(UserError, match=f"{name} cannot be read: .*{refused}"):
+            load(str(model))
+
+
+def test_small_files_that_are_too_large(tmp_path: Path) -> None:
+    for name, read in ((POLICY_FILE, saved_policy), ("rollouts.json", read_origin)):
+        too_large(tmp_path / name, MOST_JSON)
+        with pytest.raises(UserError, match="are read"):
+            read(tmp_path)

@@ -1,0 +1,187 @@
+"""The rows of stages on a terminal, and the lines where there is none."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from terminal import Screen as Terminal
+from terminal import Seen, terminal
+
+from sparse_rl import progress
+from sparse_rl.progress import Above, Quiet, Screen, Stage, stage
+
+MESSAGE = "sparse-rl: warning: a line that is printed while there are rows"
+
+
+def shown(seen: io.StringIO, columns: int = 100) -> list[str]:
+    screen = Terminal(columns)
+    screen.write(seen.getvalue().replace("\n", "\r\n"))
+    return [line for line in screen.shown() if line]
+
+
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The clock of the rows, which stands still."""
+    time = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: time.now))
+    return time
+
+
+def refresh() -> None:
+    assert progress.screen.drawn is not None
+    progress.screen.drawn.refresh()
+
+
+def test_a_row_shows_its_stage_the_count_the_time_left_and_what_it_is_told(monkeypatch):
+    time = clock(monkeypatch)
+    with terminal() as seen, stage("training", total=4, unit="step") as row:
+        time.now += 30
+        refresh()
+        assert re.fullmatch(r"training ━+ 0/4 steps 0:30", shown(seen)[0])
+        row.advance()
+        row.tell("reward 0.250")
+        with stage("sampling", total=1, unit="sequence"):
+            time.now += 10
+            refresh()
+            first, second = shown(seen)
+        assert re.fullmatch(r"training ━+╺━+ 1/4 steps +1:20 left reward 0.250", first)  # 3 × 30 s, less 10
+        assert re.fullmatch(r"sampling ━+ 0/1 sequence 0:10", second)
+    assert shown(seen) == []
+
+
+def test_the_time_left_is_by_what_this_run_did(monkeypatch):
+    """A resumed run begins at a later step; the mean of its own steps counts."""
+    time = clock(monkeypatch)
+    row = Stage("training", "", 10, "step", 6)
+    time.now += 3600
+    assert row.clock() == "1:00:00"
+    row.advance(2)
+    assert row.clock() == "1:00:00 left"
+    time.now += 5000
+    assert row.clock() == "0:00 left"  # a step that takes longer than those before
+    row.advance(2)
+    assert row.clock() == "2:23:20" and row.count == "10/10 steps"
+
+
+def test_what_is_printed_goes_above_the_rows():
+    """Whole lines, longer than the terminal is wide too; of a bar that a library draws, its last state."""
+    long = "next:  sparse-rl " + 30 * "a_path/"
+    with terminal() as seen, stage("loading", "quickstart/model"):
+        print("rollouts: ", end="")
+        print("hf engine [bold]")
+        print(MESSAGE, file=sys.stderr)
+        print(long)
+        print("\rweights 10%\rweights 100%\n\x1b[31mred\x1b[0m", end="")
+        refresh()
+        *said, row = shown(seen)
+    assert said == ["rollouts: hf engine [bold]", MESSAGE, long[:100], long[100:200], long[200:], "weights 100%"]
+    assert row.startswith("loading quickstart/model ")
+    assert shown(seen) == [*said, "red"]
+    assert "\x1b[31mred" in seen.getvalue() and "\x1b[?25l" not in seen.getvalue()  # the cursor stays
+
+
+def test_a_stream_that_a_library_keeps_writes_above_later_rows_too():
+    with terminal() as seen:
+        with stage("loading"):
+            kept = sys.stderr
+        print(MESSAGE, file=kept)
+        with stage("training"):
+            print(MESSAGE, file=kept)
+            refresh()
+            assert shown(seen)[:2] == [MESSAGE, MESSAGE] and shown(seen)[2].startswith("training ")
+
+
+def test_an_error_leaves_no_row():
+    with terminal() as seen:
+        with pytest.raises(ValueError, match="no"), stage("training", total=2, unit="step"), stage("sampling"):
+            raise ValueError("no")
+        assert shown(seen) == [] and sys.stdout is sys.stderr is seen and progress.screen.rows == {}
+
+
+@pytest.mark.parametrize("width", [30, 60, 200])
+def test_a_row_is_one_line_on_every_terminal(width):
+    loading = stage("loading", "/a/long/path/" * 9)
+    with terminal(width) as seen, loading, stage("evaluating", total=1000, unit="problem") as row:
+        row.tell("math500, streaming 1024")
+        refresh()
+        first, second = shown(seen, width)
+    assert len(first) <= width and first.startswith("loading .../") and second.startswith("evaluating ")
+
+
+def test_a_terminal_that_shows_ascii_alone_gets_no_other_letter(monkeypatch):
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    console = Quiet(file=file, force_terminal=True, width=50, markup=False)
+    screen = Screen(console)
+    row = Stage("evaluating", "", 9, "problem", 3)
+    row.tell("größer, and longer than there is room for on a terminal of this width")
+    with screen.show(row):
+        print("naïve", file=Above(screen, file))
+        screen.drawn.refresh()
+    file.flush()
+    written = file.buffer.getvalue().decode("ascii")
+    assert "na?ve" in written and "3/9 problems" in written and "gr??er" in written
+
+
+def test_other_processes_show_nothing(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with terminal() as seen, stage("training", total=2, unit="step") as row, stage("sampling", shown=False):
+        row.advance()
+    assert seen.getvalue() == "" and row.done == 1
+
+
+def test_a_forked_process_writes_as_if_there_were_no_rows(tmp_path):
+    screen = Screen(Console(file=io.StringIO()))
+    with (tmp_path / "out").open("w") as file, screen.show(Stage("loading", "", None, "", 0)):
+        above = Above(screen, file)
+        if (child := os.fork()) == 0:
+            above.write("from the child\n")
+            file.flush()
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert (tmp_path / "out").read_text() == "from the child\n"
+
+
+@pytest.mark.parametrize(("kind", "file"), [("dumb", Seen), ("xterm", io.StringIO)])
+def test_without_a_terminal_nothing_is_drawn(monkeypatch, kind, file):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with terminal(kind=kind, file=file) as seen, stage("training", total=2, unit="step") as row:
+        print(MESSAGE)
+        row.advance()
+    assert seen.getvalue() == f"{MESSAGE}\n"
+
+
+class Silence:
+    """An end that comes after so many times of waiting, in which the clock goes on."""
+
+    def __init__(self, time: SimpleNamespace, waits: int) -> None:
+        self.time, self.waits = time, waits
+
+    def wait(self, timeout: float) -> bool:
+        self.time.now += timeout
+        self.waits -= 1
+        return self.waits < 0
+
+
+def test_without_a_terminal_a_command_shows_that_it_is_alive(capsys, monkeypatch):
+    """Ever more seldom, over all its stages, until it is heard."""
+    time, screen = clock(monkeypatch), Screen()
+    with screen.command():
+        for row, signs in (
+            (Stage("loading", "a model", None, "", 0), 1),
+            (Stage("training", "", 9, "step", 2), 14),
+        ):
+            with screen.show(row):
+                screen._live(Silence(time, signs))
+        assert capsys.readouterr().out.splitlines() == [
+            "loading, 20 s after the start",
+            *(f"in step 3/9, {seconds} s after the start" for seconds in (60, 140, 300)),
+        ]
+        screen.heard()
+        with screen.show(row):
+            screen._live(Silence(time, 1000))
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,99 @@
+"""A command's temporary files lie in one folder, which goes with it; what a killed one leaves, the next one removes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparse_rl.temporary import FOLDER, LOCK
+
+ROOT = Path(__file__).parents[1]
+SAYS = "from sparse_rl.temporary import temporary_folder; print(temporary_folder(), flush=True);"
+WAITS = SAYS + "import sys; sys.stdin.readline();"
+PARENT = WAITS.replace("import sys", "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]])")
+
+
+def start(place: Path, code: str, *words: str) -> subprocess.Popen:
+    known = {key: value for key, value in os.environ.items() if key != FOLDER}
+    environment = known | {"TMPDIR": str(place), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def said(process: subprocess.Popen) -> Path:
+    assert process.stdout is not None
+    return Path(process.stdout.readline().strip())
+
+
+def test_it_goes_with_its_command(tmp_path: Path) -> None:
+    running = start(tmp_path, WAITS)
+    folder = said(running)
+    assert [*tmp_path.iterdir()] == [folder]
+    running.communicate("\n")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_next_start_removes_what_killed_ones_left(tmp_path: Path) -> None:
+    """And nothing else: neither of a command that runs, nor of another program."""
+    (tmp_path / "sparse-rl-of-another").mkdir()
+    (tmp_path / "sparse-rl-linked").symlink_to(tmp_path / "sparse-rl-of-another")
+    killed, running = [start(tmp_path, WAITS) for _ in range(3)], start(tmp_path, WAITS)
+    left, used = [said(process) for process in killed], said(running)
+    (left[0] / "data").mkdir()
+    for process in killed:
+        process.kill()
+        process.wait()
+    assert all(folder.is_dir() for folder in left)
+    start(tmp_path, SAYS).communicate()
+    names = {"sparse-rl-of-another", "sparse-rl-linked", used.name}
+    assert {file.name for file in tmp_path.iterdir()} == names
+    running.communicate("\n")
+
+
+def test_a_process_that_outlives_its_command_keeps_the_folder(tmp_path: Path) -> None:
+    parent = start(tmp_path, PARENT, WAITS)
+    folder = said(parent)
+    assert said(parent) == folder  # the child's word
+    parent.kill()
+    parent.wait()
+    start(tmp_path, SAYS).communicate()
+    assert (folder / LOCK).is_file()
+    parent.communicate("\n")  # the child ends
+    start(tmp_path, SAYS).communicate()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_program_that_a_process_becomes_keeps_it_too(tmp_path: Path) -> None:
+    """As the server is another program than the command that starts it."""
+    becomes = SAYS + "import os, sys; os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
+    program = "import sys; sys.stdin.readline(); from sparse_rl.temporary import *; remove_temporary_folder()"
+    running = start(tmp_path, becomes, program)
+    folder = said(running)
+    start(tmp_path, SAYS).communicate()
+    assert [*tmp_path.iterdir()] == [folder]
+    running.communicate("\n")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_killed_run_leaves_nothing_for_ever(tmp_path: Path) -> None:
+    """The datasets that a launcher keeps for its processes."""
+    code = (
+        "import os, signal; from trainer.once import once, remembered\n"
+        "with remembered(): once('x', lambda: 'kept' * 1000); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    start(tmp_path, code).communicate()
+    assert sum(file.is_file() and file.name != LOCK for file in tmp_path.rglob("*")) == 1
+    start(tmp_path, SAYS).communicate()
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("package", ["sparse_rl", "rollout", "trainer", "rewards"])
+def test_nothing_else_is_put_into_the_common_directory(package: str) -> None:
+    makes = re.compile(r"(?:mkdtemp|mkstemp|TemporaryDirectory|TemporaryFile)\((?!.*dir=)|DefaultLogsSpecs\(\)")
+    files = [file for file in (ROOT / package).rglob("*.py") if file.name != "temporary.py"]
+    assert [f"{file}: {line}" for file in files for line in file.read_text().splitlines() if makes.search(line)] == []

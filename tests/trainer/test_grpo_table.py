@@ -1,0 +1,101 @@
+"""TRL's table of completions, with the columns that rewards add: it shows what is trained on, after a resume too."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from trainer_runs import KillAt, Killed, digits, trained
+
+from trainer.grpo.table import load_table, plain_values, table_state
+from trainer.grpo.trainer import RewardError
+from trainer.rundir import CompletionLog
+
+TABLES = {
+    "log_completions": True,
+    "held_out": 2,  # half of what the table holds
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "num_generations_eval": 2,
+    "per_device_eval_batch_size": 4,
+    "per_device_train_batch_size": 4,
+    "steps_per_generation": 2,
+    "max_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 3,
+}
+
+
+def noting(completions: list[str], log_extra: Callable, **columns: Any) -> list[float]:
+    log_extra("length", [np.int64(len(text)) for text in completions])
+    log_extra("words", [[text[:3], None] for text in completions])
+    return digits(completions, **columns)
+
+
+def tables(trainer: Any) -> dict[str, pandas.DataFrame]:
+    folder = Path(trainer.args.output_dir) / "completions"
+    return {file.name: pandas.read_parquet(file) for file in sorted(folder.iterdir())}
+
+
+def test_a_checkpoint_keeps_every_column(tmp_path: Path) -> None:
+    """As plain data, and columns hold one generation after a resume, too."""
+
+    def empty() -> dict[str, Any]:
+        columns = {name: deque(maxlen=2) for name in ("images", "prompt", "completion", "advantages")}
+        return {**columns, **{name: defaultdict(lambda: deque(maxlen=2)) for name in ("rewards", "extra")}}
+
+    logs, again = empty(), empty()
+    for name in ("prompt", "completion"):
+        logs[name].extend(["a", "b", "c"])
+    logs["advantages"].extend([1.0, -1.0])
+    logs["rewards"]["digits"].extend([0.5, 0.0])
+    logs["extra"]["length"].extend(plain_values("length", [np.int64(3), torch.tensor(4)]))
+    torch.save(table_state(logs), tmp_path / "state")
+    load_table(again, torch.load(tmp_path / "state", weights_only=True))
+    assert again == logs and again["extra"]["length"] == deque([3, 4])
+    again["extra"]["length"].append(5)
+    assert again["extra"]["length"] == deque([4, 5])
+
+
+@pytest.mark.slow
+def test_a_resumed_run_writes_the_same_tables(grpo: Callable) -> None:
+    """Stopped in mid-buffer, where the table holds rows of a validation beside those of the last generation."""
+    whole = grpo("whole", reward=noting, **TABLES)
+    whole.train()
+    expected = tables(whole)
+    assert len(expected) == 4 and {"length", "words", "noting"} <= set(expected["completions_00004.parquet"])
+    with pytest.raises(Killed):
+        grpo("stopped", reward=noting, callbacks=(KillAt(3),), **TABLES).train()
+    resumed = grpo("stopped", reward=noting, **TABLES)
+    resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-3")
+    found = tables(resumed)
+    assert found.keys() == expected.keys()
+    for name, table in found.items():
+        pandas.testing.assert_frame_equal(table, expected[name])
+
+
+def test_what_no_checkpoint_could_keep_is_refused(grpo: Callable) -> None:
+    def odd(completions: list[str], log_extra: Callable, **_: Any) -> list[float]:
+        log_extra("match", [[{}] for _ in completions])
+        return digits(completions)
+
+    with pytest.raises(RewardError, match="log_extra takes numbers, texts, None and lists of them, got dict in"):
+        grpo(reward=odd).train()
+
+
+def test_completions_have_the_advantages_that_are_trained_on(grpo: Callable, tmp_path: Path) -> None:
+    """Outputs that were cut off have 0."""
+    log = CompletionLog(tmp_path)
+    log.trainer = grpo(max_steps=1, per_device_train_batch_size=4, max_completion_length=8, callbacks=(log,))
+    trained(log.trainer)
+    shown = [json.loads(line)["advantage"] for line in log.file.read_text().splitlines()]
+    assert len(shown) == 4
+    assert [value == 0 for value in shown] == [r.finish_reason == "length" for r in log.trainer._rollouts]
+    assert 0 < sum(value == 0 for value in shown) < 4

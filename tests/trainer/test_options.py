@@ -1,0 +1,219 @@
+"""Options and arguments that no training takes: one line, in Python as in a recipe, and before a model is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import trl
+from transformers import TrainingArguments
+
+from sparse_rl.errors import UserError
+from sparse_rl.recipe import make_recipe
+from trainer.arguments import ReplayedArguments
+from trainer.distill.trainer import DistillArguments, DistillTrainer
+from trainer.grpo.arguments import SparseGRPOArguments, grpo_arguments
+from trainer.grpo.config import SparseGRPOConfig
+from trainer.grpo.given import check_made
+from trainer.kvpop.trainer import KVpopArguments
+from trainer.options import REFUSED, instead
+from trainer.sft.config import SFTConfig
+from trainer.sft.trainer import make_trainer
+
+CPU = {"use_cpu": True, "bf16": False, "report_to": []}
+SHARED = {"model": "nowhere", "output_dir": "o", "data": {"path": "p.jsonl"}}
+RECIPES: dict[str, dict[str, Any]] = {
+    "grpo": {**SHARED, "rewards": ["math"], "cache": {"policy": "tova", "budget": 8}},
+    "distill": {**SHARED, "cache": {"policy": "tova", "budget": 8}},
+    "kvpop": {**SHARED, "cache": {"policy": "kvpop", "budget": 8, "window": 2}},
+    "sft": SHARED,
+}
+LIBRARIES = {"grpo": trl.GRPOConfig, "distill": TrainingArguments, "kvpop": TrainingArguments, "sft": trl.SFTConfig}
+PREFIX = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+PROMPT = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+
+
+def arguments(kind: str, folder: Path, **options: Any) -> Any:
+    """A trainer's arguments as a caller in Python makes them."""
+    given = {"output_dir": str(folder), **CPU, **options}
+    if kind == "grpo":
+        return grpo_arguments(SparseGRPOConfig(), **given)
+    if kind == "sft":
+        return make_trainer("nowhere", SFTConfig(), given, None, None, None, ())
+    return {"distill": DistillArguments, "kvpop": KVpopArguments}[kind](**given)
+
+
+def refused(kind: str) -> list[tuple[str, Any]]:
+    """The options of the library that a kind refuses, each with another value than its default."""
+    fields = [f for f in dataclasses.fields(LIBRARIES[kind]) if instead(f.name, kind)]
+    return [(f.name, not f.default if isinstance(f.default, bool) else "x") for f in fields]
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_python_refuses_what_a_recipe_refuses(kind: str, tmp_path: Path) -> None:
+    assert len(refused(kind)) > 15
+    for option, value in refused(kind):
+        with pytest.raises(UserError) as in_python:
+            arguments(kind, tmp_path, **{option: value})
+        with pytest.raises(UserError) as in_a_recipe:
+            make_recipe({"kind": kind, **RECIPES[kind], option: value})
+        assert (in_python.value.key, in_a_recipe.value.key) == (option, option)
+        mend = str(instead(option, kind))
+        assert mend in in_python.value.message and mend in in_a_recipe.value.message
+
+
+def test_what_grpo_refuses() -> None:
+    """The names themselves, so that none goes lost from the list."""
+    names = {option for option, _ in refused("grpo")}
+    assert names >= {
+        *("use_vllm", "min_p", "repetition_penalty", "generation_kwargs", "cache_implementation"),
+        *("chat_template_kwargs", "cast_lm_head_to_fp32", "use_transformers_continuous_batching"),
+        *("neftune_noise_alpha", "vllm_mode", "vllm_importance_sampling_mode", "fsdp"),
+    }
+    assert not names & {"beta", "loss_type", "sync_ref_model", "temperature"}
+
+
+def test_arguments_made_without_grpo_arguments(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"use_vllm: not an option here: use rollout\.engine"):
+        SparseGRPOArguments(output_dir=str(tmp_path), **CPU, use_vllm=True)
+    made = SparseGRPOArguments(output_dir=str(tmp_path), **CPU, sparse=SparseGRPOConfig(importance_clip=5.0))
+    assert (made.vllm_importance_sampling_mode, made.vllm_importance_sampling_clip_max) == ("token_truncate", 5.0)
+    assert isinstance(made, ReplayedArguments) and made.kind == "grpo"
+
+
+@pytest.mark.parametrize("kind", ["grpo", "distill", "kvpop"])
+def test_gradient_checkpointing(kind: str, tmp_path: Path) -> None:
+    """What is asked for is used, or refused in one line; never reentrant checkpointing, which is torch's default."""
+    for kept in ({"preserve_rng_state": False}, {}):
+        made = arguments(kind, tmp_path, gradient_checkpointing_kwargs=kept)
+        assert made.gradient_checkpointing_kwargs == {"use_reentrant": False, **kept}
+    for wrong, says in (
+        ({"every_n_layers": 2}, "gradient_checkpointing_kwargs: 'every_n_layers' is none of"),
+        ({"use_reentrant": None}, "reentrant gradient checkpointing is not supported"),
+        ({"use_reentrant": True}, "reentrant gradient checkpointing is not supported"),
+        ('{"use_reentrant": true}', "reentrant gradient checkpointing is not supported"),
+    ):
+        with pytest.raises(UserError, match=says):
+            arguments(kind, tmp_path, gradient_checkpointing_kwargs=wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"tools": [len]}, "tools: a trace covers one completion"),
+        ({"environment_factory": dict}, "environment_factory: a trace covers one completion"),
+        ({"rollout_func": print}, "rollout_func: a trace covers one completion"),
+        ({"args": trl.GRPOConfig("o", **CPU)}, r"args: must be made by grpo_arguments .*, got GRPOConfig"),
+        ({"args": None}, "args: must be made by grpo_arguments .*, got NoneType"),
+        ({"peft_config": PREFIX}, "peft_config: of PEFT's adapters only LoRA's .*, got PrefixTuningConfig"),
+        ({"peft_config": PROMPT}, "peft_config: of PEFT's adapters only LoRA's .*, got PromptTuningConfig"),
+        ({"peft_config": peft.IA3Config()}, "peft_config: of PEFT's adapters only LoRA's .*, got IA3Config"),
+        ({"peft_config": peft.LoraConfig(lora_dropout=0.1)}, "peft_config.lora_dropout: a dropped weight"),
+    ],
+)
+def test_what_the_trainer_is_not_given(given: dict[str, Any], says: str, grpo: Callable) -> None:
+    """Nothing is loaded: there is no such model."""
+    from trainer.grpo.trainer import SparseGRPOTrainer
+
+    def make(**usual: Any) -> Any:
+        return SparseGRPOTrainer(**{**usual, **given})
+
+    with pytest.raises(UserError, match=says) as caught:
+        grpo(model="nowhere", trainer_class=make)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_has_such_adapters(grpo: Callable, new_model: Callable) -> None:
+    """In grpo, and in a training with a teacher."""
+    model = peft.get_peft_model(new_model("qwen3"), PROMPT)
+    with pytest.raises(UserError, match="only LoRA's can be trained under evictions, got PromptTuningConfig"):
+        grpo(model=model)
+    engine: Any = None
+    with pytest.raises(UserError, match="only LoRA's can be trained under evictions, got PromptTuningConfig"):
+        DistillTrainer(model, new_model("qwen3"), engine, engine, [])
+
+
+def test_a_reference_that_follows_the_policy(grpo: Callable, tmp_path: Path) -> None:
+    """There must be one that is a model of its own."""
+    learned = {"policy": "kvpop", "budget": 8, "window": 2}
+    for changed, says in (
+        ({}, "sync_ref_model: needs beta above 0"),
+        ({"beta": 0.1, "lora": {"r": 4}}, "sync_ref_model: an adapter's reference is the model without it"),
+        ({"beta": 0.1, "cache": learned}, "sync_ref_model: not under kvpop"),
+    ):
+        with pytest.raises(UserError, match=says):
+            make_recipe({"kind": "grpo", **RECIPES["grpo"], "sync_ref_model": True, **changed})
+    with pytest.raises(UserError, match="sync_ref_model: needs beta above 0"):
+        grpo(model="nowhere", sync_ref_model=True)
+    lora = peft.LoraConfig(r=4, task_type="CAUSAL_LM")
+    with pytest.raises(UserError, match="`sync_ref_model=True` while using a PEFT model"):  # TRL's words
+        grpo(sync_ref_model=True, beta=0.1, peft_config=lora)
+
+
+def test_groups_that_are_dropped_need_one_sum_of_rewards(grpo: Callable) -> None:
+    says = "uniform_groups: drop needs multi_objective_aggregation sum_then_normalize"
+    options = {"uniform_groups": "drop", "multi_objective_aggregation": "normalize_then_sum"}
+    with pytest.raises(UserError, match=says):
+        make_recipe({"kind": "grpo", **RECIPES["grpo"], **options})
+    with pytest.raises(UserError, match=says):
+        grpo(model="nowhere", **options)
+
+
+def test_what_trl_switches_on_by_itself() -> None:
+    """For LoRA under ZeRO-3, and for a model of experts whose configuration asks for it."""
+    usual = {"args": SimpleNamespace(gradient_checkpointing_kwargs=None), "aux_loss_enabled": False}
+    check_made(SimpleNamespace(**usual))
+    with pytest.raises(UserError, match="router_aux_loss_coef: there is no auxiliary loss of experts"):
+        check_made(SimpleNamespace(**{**usual, "aux_loss_enabled": True}))
+    reentrant = SimpleNamespace(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(UserError, match="LoRA under ZeRO-3 makes gradient checkpointing reentrant"):
+        check_made(SimpleNamespace(**{**usual, "args": reentrant}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "value", "says"),
+    [
+        ("grpo", "importance_sampling_level", "tokens", "expected one of token, sequence"),
+        ("grpo", "multi_objective_aggregation", "sum", "expected one of sum_then_normalize, normalize_then_sum"),
+        ("grpo", "ref_model_sync_steps", 0, "expected a whole number >= 1"),
+        ("grpo", "top_entropy_quantile", -1.0, "expected a number between 0 and 1"),
+        ("grpo", "router_aux_loss_coef", 0.01, "expected a number 0: there is no such loss"),
+        ("grpo", "log_level", "loud", "expected one of detail"),
+        ("distill", "train_sampling_strategy", "group_by_length", "expected one of random, sequential"),
+        ("sft", "train_sampling_strategy", "group_by_length", "expected one of"),
+        ("sft", "packing_strategy", "best", "expected one of bfd, bfd_split, wrapped"),
+    ],
+)
+def test_values_that_are_refused_in_a_recipe(kind: str, option: str, value: Any, says: str) -> None:
+    with pytest.raises(UserError, match=f"{option}: {says}"):
+        make_recipe({"kind": kind, **RECIPES[kind], option: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"dataloader_persistent_workers": True}, "persistent_workers option needs num_workers > 0"),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"cycles": 1}}, "unexpected keyword argument 'cycles'"),
+        ({"optim": "lomo"}, "lomo"),
+        (
+            {"metric_for_best_model": "accuracy", "held_out": 4, "eval_strategy": "steps", "eval_steps": 1,
+             "num_generations_eval": 2, "save_strategy": "steps", "save_steps": 1},
+            "`metric_for_best_model` training argument is set to 'eval_accuracy'",
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_libraries_find_as_they_train(settings: dict[str, Any], says: str, grpo: Callable) -> None:
+    """Data loader, optimizer, schedule and metric are made late: what they refuse is the user's to mend, too."""
+    with pytest.raises(UserError, match=f"an option is refused: .*{says}") as caught:
+        grpo(**settings).train()
+    assert "\n" not in str(caught.value)
+
+
+def test_activations_on_a_cpu(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="activation_offloading: needs a GPU"):
+        arguments("sft", tmp_path, activation_offloading=True)

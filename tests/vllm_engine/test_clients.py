@@ -1,0 +1,147 @@
+"""What a server refuses, before it starts and to its clients, by vLLM's own code; one test needs an engine.
+
+Over HTTP, with an engine behind it: test_serve.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NoReturn
+
+import pytest
+from starlette.testclient import TestClient
+
+from rollout.vllm import serve
+from rollout.vllm.compat.arguments import KEY, engine_arguments
+from sparse_rl.errors import UserError
+from sparse_rl.policies import make_policy
+
+POLICY = {"policy": "gkv", "budget": 64, "window": 8, "period": 16}
+SLIDES = json.dumps({"layer_types": ["sliding_attention"] * 2, "sliding_window": 16})
+WINDOW = json.dumps({"layer_types": None, "sliding_window": 16})
+
+
+@pytest.fixture
+def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a server replaces in its own process's vLLM is put back."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    for owner, names in {
+        AsyncEngineArgs: "create_engine_config",
+        AsyncLLM: "generate pause_generation reset_prefix_cache sleep",
+        BeamSearchOnlineMixin: "beam_search",
+        GenerateBaseServing: "_raise_if_error",
+        InputProcessor: "_validate_model_input _validate_params",
+        OutputProcessor: "add_request",
+        SamplingParams: "_validate_structured_outputs",
+    }.items():
+        for name in names.split():
+            monkeypatch.setattr(owner, name, getattr(owner, name))
+    yield
+
+
+def fail(message: str) -> NoReturn:
+    raise UserError(message)
+
+
+@pytest.mark.usefixtures("put_back")
+@pytest.mark.parametrize(
+    ("policy", "dtype", "further", "says"),
+    [
+        ("full", "float32", [], None),
+        ("full", "float32", ["--hf-overrides", SLIDES], "has sliding-window layers"),
+        ("full", "float32", ["--hf-overrides", WINDOW], "not know a sliding window"),
+        ("full", "float32", ["--hf-overrides", '{"is_causal": false}'], "does not know attention to later tokens"),
+        ("full", "bfloat16", ["--hf-overrides", SLIDES], None),  # by vLLM's own kernel
+        (POLICY, "bfloat16", ["--hf-overrides", SLIDES], "has sliding-window layers"),
+        (POLICY, "float32", [], None),
+        (POLICY, "float32", ["--enable-trace-replay"], "trace replay requires Model Runner V2"),
+        (POLICY, "float32", ["--no-scheduler-reserve-full-isl"], "without --scheduler-reserve-full-isl"),
+    ],
+)
+def test_a_configuration_that_cannot_be_served_is_refused_before_a_process_is_started(
+    policy: Any, dtype: str, further: list[str], says: str | None, directory_of: Callable
+) -> None:
+    """Whatever put it there: the options of the command line are looked at before, by name."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from rollout.vllm.compat import server
+
+    given = {"model": str(directory_of("llama")), "dtype": dtype, "allowed_hosts": [], "allowed_origins": []}
+    words = serve.command_line(**given, **engine_arguments(make_policy(policy), dtype=dtype))
+    arguments = server.read_arguments([*words, *further], [], fail)
+    server.check_before_it_starts()
+    with nullcontext() if says is None else pytest.raises(ValueError, match=says):
+        AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+
+
+@pytest.mark.usefixtures("put_back")
+@pytest.mark.parametrize(
+    ("request_line", "says"),
+    [
+        ("/pause?mode=keep", "mode=keep with clear_cache: where the cache evicts, running requests cannot be"),
+        ("/reset_prefix_cache?reset_running_requests=true", "reset_running_requests: where the cache evicts"),
+        ("/sleep?mode=keep", "mode=keep: where the cache evicts"),
+        ("/pause?mode=abort", None),
+        ("/pause?mode=keep&clear_cache=false", None),
+        ("/reset_prefix_cache", None),
+        ("/sleep?mode=keep&level=0", None),
+    ],
+)
+def test_running_requests_are_not_prefilled_anew(
+    request_line: str, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Development routes. No engine is connected: what is let through fails with status 500."""
+    from vllm.entrypoints.launchers.api_server import entry
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from rollout.vllm.compat import clients, server
+
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    words = serve.command_line(model="m", host="127.0.0.1", port=8000, allowed_hosts=[], allowed_origins=[])
+    app = entry.build_app(server.read_arguments(words, [], fail), ("generate",))
+    app.state.engine_client = object.__new__(AsyncLLM)
+    client = TestClient(app, "http://127.0.0.1:8000", raise_server_exceptions=False)
+    assert client.post(request_line).status_code == 500  # vLLM alone does not refuse it
+    clients.refuse_what_goes_round_the_policy()
+    answer = client.post(request_line)
+    assert (answer.status_code == 400 and says in answer.text) if says else answer.status_code == 500, answer.text
+
+
+@pytest.mark.usefixtures("put_back")
+@pytest.mark.parametrize("name", ["gkv", "full"])
+def test_what_no_client_may_say(name: str, policy_of: Callable, open_engine: Callable) -> None:
+    """An input session where the cache evicts, and anywhere what the workers would take for our own."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from rollout.vllm.compat import clients
+
+    engine = open_engine(policy_of(name, budget=64, window=8, period=16))
+    prompt: Any = {"prompt_token_ids": [5, 6, 7]}
+
+    def asked(parameters: SamplingParams, **more: Any) -> Any:
+        processor = engine.llm.llm_engine.input_processor
+        return processor.process_inputs("1", prompt, parameters, supported_tasks=("generate",), **more)
+
+    with nullcontext() if name == "full" else pytest.raises(VLLMValidationError, match="an input session cannot be"):
+        assert asked(SamplingParams(), resumable=True).resumable
+    clients.refuse_what_stops_the_engine()
+    assert not asked(
+        SamplingParams(extra_args={"seed": 1, "forced": [3], "place": 0, "context": ["x", 2, 1]})
+    ).resumable
+    with pytest.raises(VLLMValidationError, match=f"vllm_xargs: '{KEY}' is a name of the server's own"):
+        asked(SamplingParams(extra_args={KEY: {"seed": 1}}))
+    assert asked(SamplingParams(seed=1)).sampling_params.seed == 1
+    engine.llm.llm_engine.input_processor.speculative_config = object()  # this process never drafts
+    assert asked(SamplingParams(seed=1, temperature=0)) and asked(SamplingParams())
+    with pytest.raises(VLLMValidationError, match="seed: vLLM keeps none on a CPU with speculative decoding"):
+        asked(SamplingParams(seed=1))

@@ -1,0 +1,260 @@
+"""OpenAI's client against `sparse-rl serve`: what it asks for is answered as the engine samples it, or refused clearly.
+
+Slow: a server in a process of its own, for all of these tests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from serving import Server, running
+
+from rollout import Rollout, SamplingConfig, make_engine
+from sparse_rl.data.running_sum import rows
+from sparse_rl.models.load import load_tokenizer
+
+pytestmark = pytest.mark.slow
+
+MODEL = Path(__file__).parents[2] / "recipes/quickstart/model"
+POLICY = {"policy": "gkv", "budget": 40, "window": 8, "period": 8}
+TEXTS = [row["prompt"] for row in rows("calibration", 40, seed=3)]
+TOKENS = 60
+PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"  # a chat of one message is that message
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "chat.jinja").write_text(PLAIN)
+    words = ("--cache", ",".join(f"{key}={value}" for key, value in POLICY.items()), "--kv-cache-gb", "0.05")
+    with running(MODEL, folder, *words, "--", "--chat-template", str(folder / "chat.jinja")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def rollout() -> Callable[..., list[Rollout]]:
+    """rollout(text, **sampling) -> what the reference engine samples from that prompt."""
+    engine, tokenizer = make_engine("hf", model=MODEL, policy=POLICY), load_tokenizer(MODEL)
+
+    def sample(text: str, **sampling: Any) -> list[Rollout]:
+        settings = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, **sampling}
+        return engine.generate([tokenizer(text)["input_ids"]], SamplingConfig(**settings))
+
+    return sample
+
+
+@pytest.fixture(scope="module")
+def decoded() -> Callable[[list[int]], str]:
+    tokenizer = load_tokenizer(MODEL)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def tokens_of(answer: Any) -> list[list[int]]:
+    return [choice.token_ids for choice in sorted(answer.choices, key=lambda choice: choice.index)]
+
+
+def test_completions(server: Server, rollout: Callable, decoded: Callable) -> None:
+    """By text and by tokens, greedily, with log-probs; the server evicts, as the control shows."""
+    (wanted,) = rollout(TEXTS[0])
+    for prompt in (TEXTS[0], wanted.prompt_ids):
+        answer = server.complete(prompt, TOKENS, logprobs=3)
+        assert tokens_of(answer) == [wanted.completion_ids]
+        assert answer.choices[0].text == decoded(wanted.completion_ids)
+        assert answer.choices[0].logprobs.token_logprobs == pytest.approx(wanted.model_logprobs, abs=1e-5)
+        usage = answer.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(wanted.prompt_ids), TOKENS)
+    several = server.client.completions.create(
+        model=server.model,
+        prompt=TEXTS[:3],
+        max_tokens=TOKENS,
+        temperature=0,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    assert tokens_of(several) == [rollout(text)[0].completion_ids for text in TEXTS[:3]]
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 5}, {"temperature": 1.3, "top_p": 0.9, "top_k": 8}]
+)
+def test_seeds_and_samples(sampling: dict[str, Any], server: Server, rollout: Callable) -> None:
+    settings = {"temperature": 1.0, "n": 3, "seed": 11, **sampling}
+    wanted = [one.completion_ids for one in rollout(TEXTS[1], **settings)]
+    extra = {"top_k": settings.pop("top_k")} if "top_k" in settings else {}
+    assert tokens_of(server.complete(TEXTS[1], TOKENS, **settings, extra_body=extra)) == wanted
+    assert len({tuple(one) for one in wanted}) > 1
+    other = tokens_of(server.complete(TEXTS[1], TOKENS, **{**settings, "seed": 12}, extra_body=extra))
+    assert other != wanted
+
+
+def test_chats(server: Server, rollout: Callable, decoded: Callable) -> None:
+    messages: Any = [{"role": "user", "content": TEXTS[2]}]
+    for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5, "n": 2}):
+        answer = server.client.chat.completions.create(
+            model=server.model,
+            messages=messages,
+            max_completion_tokens=TOKENS,
+            logprobs=True,
+            top_logprobs=2,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+            **sampling,  # type: ignore[call-overload]
+        )
+        wanted = rollout(TEXTS[2], **sampling)
+        assert tokens_of(answer) == [one.completion_ids for one in wanted]
+        for choice, one in zip(answer.choices, wanted, strict=True):
+            assert choice.message.content == decoded(one.completion_ids)
+            seen = [each.logprob for each in choice.logprobs.content]
+            assert seen == pytest.approx(one.model_logprobs, abs=1e-5)
+
+
+def test_responses(server: Server, rollout: Callable, decoded: Callable) -> None:
+    answer = server.client.responses.create(
+        model=server.model, input=TEXTS[3], max_output_tokens=TOKENS, temperature=0, extra_body={"ignore_eos": True}
+    )
+    (wanted,) = rollout(TEXTS[3])
+    assert answer.output_text == decoded(wanted.completion_ids)
+    assert answer.usage.output_tokens == TOKENS
+
+
+def test_streams(server: Server, rollout: Callable, decoded: Callable) -> None:
+    """Of completions, chats and responses: the pieces are the whole, and usage comes last."""
+    wanted = decoded(rollout(TEXTS[4], temperature=1.0, seed=3)[0].completion_ids)
+    common: dict[str, Any] = {"model": server.model, "temperature": 1, "seed": 3, "stream": True}
+    common |= {"stream_options": {"include_usage": True}, "extra_body": {"ignore_eos": True}}
+    pieces = list(server.client.completions.create(prompt=TEXTS[4], max_tokens=TOKENS, **common))
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == wanted
+    assert pieces[-1].usage.completion_tokens == TOKENS
+    messages = [{"role": "user", "content": TEXTS[4]}]
+    pieces = list(server.client.chat.completions.create(messages=messages, max_tokens=TOKENS, **common))
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == wanted
+    assert pieces[-1].usage.completion_tokens == TOKENS
+    greedy = decoded(rollout(TEXTS[4])[0].completion_ids)
+    events = server.client.responses.create(
+        model=server.model,
+        input=TEXTS[4],
+        max_output_tokens=TOKENS,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == greedy
+
+
+def test_where_it_stops(server: Server, rollout: Callable, decoded: Callable) -> None:
+    """At the end of the text, at a word of the client's, and at a token."""
+    (whole,) = rollout(TEXTS[5], ignore_eos=False, max_tokens=200)
+    answer = server.complete(TEXTS[5], 200, extra_body={"ignore_eos": False})
+    assert tokens_of(answer) == [whole.completion_ids] and answer.choices[0].finish_reason == "stop"
+    text = decoded(whole.completion_ids)
+    cut = server.complete(TEXTS[5], 200, stop=[";"])
+    assert cut.choices[0].text == text[: text.index(";")] and cut.choices[0].finish_reason == "stop"
+    token = whole.completion_ids[7]
+    at = whole.completion_ids.index(token)
+    cut = server.complete(TEXTS[5], 200, extra_body={"stop_token_ids": [token]})
+    assert tokens_of(cut) == [whole.completion_ids[: at + 1]]
+
+
+def test_the_prompt_is_echoed(server: Server, rollout: Callable, decoded: Callable) -> None:
+    (wanted,) = rollout(TEXTS[6])
+    answer = server.client.completions.create(
+        model=server.model,
+        prompt=TEXTS[6],
+        max_tokens=TOKENS,
+        temperature=0,
+        echo=True,
+        logprobs=1,
+        extra_body={"ignore_eos": True},
+    )
+    assert answer.choices[0].text == decoded(wanted.prompt_ids) + decoded(wanted.completion_ids)
+    logprobs = answer.choices[0].logprobs.token_logprobs
+    assert logprobs[0] is None and len(logprobs) == len(wanted.prompt_ids) + TOKENS
+    assert logprobs[len(wanted.prompt_ids) :] == pytest.approx(wanted.model_logprobs, abs=1e-5)
+
+
+def test_structures(server: Server) -> None:
+    for structure, form in (
+        ({"regex": "[0-9]{7}"}, r"\d{7}"),
+        ({"choice": ["a1A1;", "b2B2;"]}, "a1A1;|b2B2;"),
+        ({"grammar": 'root ::= "Q" [a-c]+ "?"'}, r"Q[a-c]+\?"),
+    ):
+        extra = {"structured_outputs": structure, "ignore_eos": False}
+        text = server.complete(TEXTS[7], 40, temperature=1, seed=1, extra_body=extra).choices[0].text
+        assert re.fullmatch(form, text), text
+
+
+def test_what_changes_the_logits(server: Server, rollout: Callable) -> None:
+    """Penalties and biases act; without them the answer is the engine's."""
+    strange = "?c4C4A4"  # the model is not sure how that goes on
+    plain = rollout(strange)[0].completion_ids
+    assert tokens_of(server.complete(strange, TOKENS)) == [plain]
+    for more in (
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 2.0},
+        {"extra_body": {"repetition_penalty": 2.0}},
+        {"extra_body": {"bad_words": [";"]}},
+    ):
+        assert tokens_of(server.complete(strange, TOKENS, **more)) != [plain], more
+    assert tokens_of(server.complete(strange, 9, logit_bias={"20": 100})) == [[20] * 9]
+    least = server.complete(strange, TOKENS, temperature=1, seed=2, extra_body={"min_p": 1.0})
+    assert tokens_of(least) == [plain]  # only the best token is left
+
+
+def test_two_hundred_at_once(server: Server, rollout: Callable) -> None:
+    """Each with a seed of its own, of many lengths; half of the prompts in tokens."""
+    asked = [(TEXTS[i % len(TEXTS)], 1 + i % 50, i) for i in range(200)]
+    tokenizer = load_tokenizer(MODEL)
+
+    def ask(text: str, length: int, seed: int) -> list[int]:
+        prompt = tokenizer(text)["input_ids"] if seed % 2 else text
+        return tokens_of(server.complete(prompt, length, temperature=1, seed=seed))[0]
+
+    with ThreadPoolExecutor(200) as pool:
+        answers = list(pool.map(lambda each: ask(*each), asked))
+    for (text, length, seed), answer in zip(asked, answers, strict=True):
+        (wanted,) = rollout(text, max_tokens=length, temperature=1.0, seed=seed)
+        assert answer == wanted.completion_ids
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"extra_body": {"use_beam_search": True}},
+        {"n": 0},
+        {"n": 2, "temperature": 0, "extra_body": {"use_beam_search": True}},
+        {"max_tokens": -1},
+        {"max_tokens": 100_000},
+        {"temperature": -1},
+        {"top_p": 1.5},
+        {"suffix": "?"},
+        {"logit_bias": {"99999": 1}},
+        {"presence_penalty": 9},
+        {"logprobs": 1000},
+        {"prompt": []},
+        {"prompt": [63_000]},
+        {"prompt": [3] * 100_000},
+        {"seed": 2**80},
+        {"extra_body": {"structured_outputs": {"regex": "("}}},
+        {"extra_body": {"structured_outputs": {"regex": "a", "choice": ["a"]}}},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_answered_is_a_clear_400(wrong: dict[str, Any], server: Server) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.client.completions.create(**{"model": server.model, "prompt": TEXTS[0], "max_tokens": 8, **wrong})
+    assert refused.value.status_code == 400 and len(refused.value.body["message"]) > 10
+
+
+def test_another_model_is_not_found(server: Server) -> None:
+    with pytest.raises(openai.NotFoundError):
+        server.client.completions.create(model="another", prompt=TEXTS[0])
+
+
+def test_the_server_is_alive_at_the_end(server: Server, rollout: Callable) -> None:
+    assert tokens_of(server.complete(TEXTS[0], TOKENS)) == [rollout(TEXTS[0])[0].completion_ids]
+    server.idle()
+    assert "Traceback" not in server.log.read_text()
