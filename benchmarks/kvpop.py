@@ -8,10 +8,11 @@ entries per kv head at its peak, but DMS, whose compression aims at as many on a
 length; what it held is measured.
 
 Accuracy: each model samples under its own cache. KL: each decodes held-out texts, and is compared with the model that
-was taught, with a full cache. The same problems for all, so that differences are taken problem by problem. A note
-brings what has left the window back into it. The texts of training and of the KL have few; a model samples as many as
-it was taught (--taught-notes), and accuracy is also told by their number. The model's learning rate stands to the
-scorers' as in the papers, 1 to 12.5: a tiny model that learns fast enough adapts to any mask.
+was taught, with a full cache; beside it stands what that model itself reaches under the best evictions, which know the
+attention that each token will still receive (oracle). The same problems for all, so that differences are taken problem
+by problem. A note brings what has left the window back into it. The texts of training and of the KL have few; a model
+samples as many as it was taught (--taught-notes), and accuracy is also told by their number. The model's learning rate
+stands to the scorers' as in the papers, 1 to 12.5: a tiny model that learns fast enough adapts to any mask.
 
 Errors are over seeds. A second call goes on where the first one stopped; a call with other seeds adds them to the file.
 
@@ -28,6 +29,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -42,12 +44,14 @@ from benchmarks.results import Rows, over_seeds, show, with_rows_before, write
 from benchmarks.staged import StagedSeed
 from rollout import make_engine
 from sparse_rl.attention.families import cache_shape
+from sparse_rl.attention.oracle import oracle_trace
 from sparse_rl.commands.examples import load_texts
 from sparse_rl.commands.quickstart import AIM, Stages
 from sparse_rl.commands.sizes import cache_bytes, state_bytes
 from sparse_rl.data.running_sum import save_untrained
 from sparse_rl.models.load import load_model, load_tokenizer
 from sparse_rl.policies import make_policy
+from sparse_rl.policies.config import KVpopPolicyConfig
 from sparse_rl.recipe import load_recipe
 from trainer.batches import Batch
 from trainer.examples import Example
@@ -134,6 +138,21 @@ def by_notes(lines: Rows) -> dict[str, tuple[int, int]]:
     return found
 
 
+@torch.no_grad()
+def oracle_divergences(teacher: Any, cache: dict[str, Any], rows: Sequence[Example]) -> list[float]:
+    """KL(teacher || teacher under the best evictions) per token of each row's completion, at the cache's sizes."""
+    policy, found = make_policy(cache).config, []
+    assert isinstance(policy, KVpopPolicyConfig)
+    for row in rows:
+        trace = oracle_trace(teacher, [*row.prompt, *row.completion], len(row.prompt), policy)
+        batch = Batch.make([replace(row, trace=trace)], torch.device("cpu"))
+        full, evicted = (
+            teacher.get_output_embeddings()(batch.hidden(teacher, replayed=replayed)) for replayed in (False, True)
+        )
+        found.append(DistillationLoss(DistillationLossConfig()).per_token(evicted, full).mean().item())
+    return found
+
+
 class Taught(StagedSeed):
     """The model that is taught the task with a full cache.
 
@@ -212,7 +231,14 @@ class Seed(Taught):
         rows, teacher, found = self.held_out(), load_model(self.start), []
         length, shape = statistics.mean(row.length for row in rows), cache_shape(teacher.config)
         for size, budget in (("smaller", smaller), ("larger", round(1.25 * smaller)))[: self.options.budgets]:
-            for arm, cache in caches(budget, length, shape).items():
+            each_cache = caches(budget, length, shape)
+            oracle = self.folder / f"budget{budget}" / "oracle.json"
+            if not oracle.exists():
+                oracle.parent.mkdir(parents=True, exist_ok=True)
+                with self.stages.slots:
+                    oracle.write_text(json.dumps(oracle_divergences(teacher, each_cache["KVpop, MLP"], rows)))
+            for arm in self.options.arms:
+                cache = each_cache[arm]
                 place = self.folder / f"budget{budget}" / arm.replace(", ", "-").replace(" ", "-")
                 model = self.train(arm, place, cache)
                 (row,) = self.evaluate(f"{arm}, {budget}: accuracy", place / "eval", model, "evaluation",
@@ -236,6 +262,7 @@ class Seed(Taught):
                         "accuracy": row["accuracy"],
                         "by_notes": by_notes(lines),
                         "kl": statistics.mean(json.loads((place / "kl.json").read_text())),
+                        "oracle_kl": statistics.mean(json.loads(oracle.read_text())),
                     }
                 )
         return found
@@ -302,6 +329,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="none: only what the file has is shown")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--problems", type=int, default=512)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="the others stay as --out has them")
     parser.add_argument("--budgets", type=int, default=2, choices=(1, 2), help="1: the smaller alone")
     parser.add_argument("--taught-notes", type=float, default=0.3, help="before each line, while the task is taught")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE, help="of the model")
@@ -325,6 +353,10 @@ def main() -> None:
     if options.seeds:
         write(options.out, settings=settings, summary=summary, rows=found)
     show(tables(summary), options.markdown)
+    for size in dict.fromkeys(row["size"] for row in rows):
+        each = {row["seed"]: row["oracle_kl"] for row in rows if row["size"] == size}
+        named = ", ".join(f"seed {seed}: {kl:.4f}" for seed, kl in sorted(each.items()))
+        print(f"KL of the taught model under the best evictions, the {size} budget: {named}")
     for row in (row for row in found if "passed_over" in row):
         accuracy = ", ".join(f"{budget}: {value:.2f}" for budget, value in row["passed_over"].items())
         print(f"seed {row['seed']} passed over: no budget leaves 0.25 to 0.5 accuracy ({accuracy})")

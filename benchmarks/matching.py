@@ -1,8 +1,8 @@
 """What Attention Matching costs: CPU seconds of this process, on one thread, the least of some runs.
 
 layer       forward and backward of one attention layer over a whole sequence: compactions made again, segment by
-            segment, with gradients and as constants; beside it the same evictions replayed under a mask, without
-            biases and fits
+            segment, with gradients and as constants; beside it the same evictions replayed without biases and fits,
+            under a mask and over gathered keys, as training on a CPU has them under other caches
 compaction  of one layer and some sequences: by attention, by orthogonal matching pursuit, and G-KV's
 pursuit     orthogonal matching pursuit with a Cholesky factor that grows, and the paper's algorithm, which solves a
             least squares from scratch in each step; they choose the same, in the same order
@@ -57,6 +57,7 @@ def layer_row(length: int, budget: int, period: int, runs: int) -> dict[str, Any
     batch, generator = recorded(policy, length), torch.Generator().manual_seed(1)
     given = [torch.randn(1, n, length, DIM, generator=generator) for n in (HEADS * GROUP, HEADS, HEADS)]
     views = {
+        "evictions, gathered": ReplayView({"evict_at": batch["evict_at"]}, "cpu", "gather"),
         "evictions under a mask": ReplayView({"evict_at": batch["evict_at"]}, "cpu", "sdpa"),
         "matched": MatchedView(batch, "cpu"),
         "matched, constants": MatchedView(batch, "cpu", through=False),

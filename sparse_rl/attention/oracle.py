@@ -38,6 +38,39 @@ class _TargetView:
 
 
 @torch.no_grad()
+def oracle_trace(
+    teacher: Any,
+    tokens: list[int],
+    prompt: int,
+    policy: KVpopPolicyConfig,
+    log_decay: torch.Tensor | None = None,
+    target: TargetConfig | None = None,
+) -> EvictionTrace:
+    """What the best cache evicts of one sequence, of which the last token is not fed; nothing inside the prompt.
+
+    Parameters
+    ----------
+    teacher : attends to everything
+    tokens, prompt : prompt and completion, and the prompt's length
+    policy : says sinks, window and k
+    log_decay : log gamma [L, Hkv], of the policy's scorers; None: there is no decay
+    target : the dense attention that tokens will still receive, by default
+    """
+    fed, device = len(tokens) - 1, next(teacher.parameters()).device
+    view = _TargetView(FutureTarget(target or TargetConfig(normaliser="dense")), policy.window)
+    ids = torch.tensor([tokens[:fed]], device=device)
+    adopt(teacher)(input_ids=ids, attention_mask=NO_MASK.to(device), kv_view=view, use_cache=False)
+    evict_at = torch.full((len(view.found), view.found[0].shape[1], len(tokens)), NEVER, dtype=torch.int32)
+    for layer, mass in view.found.items():
+        decay = None if log_decay is None else log_decay[layer]
+        best = running_topk(
+            mass, policy.sinks, window=policy.window, k=policy.k, log_decay=decay, decay_every=policy.decay_every
+        ).evict_at[0]
+        evict_at[layer, :, :fed] = best.cpu().clamp(min=prompt)
+    return EvictionTrace(evict_at.masked_fill(evict_at >= fed, NEVER))
+
+
+@torch.no_grad()
 def oracle_recall(
     teacher: Any,
     tokens: list[int],
@@ -49,31 +82,18 @@ def oracle_recall(
 ) -> torch.Tensor:
     """The share that is held of the k tokens that the best cache would hold, over decoding: float64 [L, Hkv].
 
-    Parameters
-    ----------
-    teacher : attends to everything
-    tokens, prompt, trace : of one sampled sequence: prompt and completion, the prompt's length, what was evicted
-    policy : says sinks, window and k; the trace may be that of any policy that keeps these
-    log_decay : log gamma [L, Hkv], of the policy's scorers; None: there is no decay
-    target : the dense attention that tokens will still receive, by default
+    trace : what was evicted, of any policy that keeps the same sinks and window; the rest as in `oracle_trace`
 
     Only queries at which more than k tokens compete are counted; NaN where there is none.
     """
-    fed, window, k = len(tokens) - 1, policy.window, policy.k  # the last token is not fed
-    device = next(teacher.parameters()).device
-    view = _TargetView(FutureTarget(target or TargetConfig(normaliser="dense")), window)
-    ids = torch.tensor([tokens[:fed]], device=device)
-    adopt(teacher)(input_ids=ids, attention_mask=NO_MASK.to(device), kv_view=view, use_cache=False)
+    fed, window, k = len(tokens) - 1, policy.window, policy.k
+    best = oracle_trace(teacher, tokens, prompt, policy, log_decay, target).evict_at[..., :fed]
     query = torch.arange(max(prompt, policy.sinks + window + k), fed)[:, None]
     token = torch.arange(fed)
     competes = (token >= policy.sinks) & (token <= query - window)
     shares = []
-    for layer in sorted(view.found):
-        decay = None if log_decay is None else log_decay[layer]
-        best = running_topk(
-            view.found[layer], policy.sinks, window=window, k=k, log_decay=decay, decay_every=policy.decay_every
-        ).evict_at[0]
-        wanted = competes & (query < best.cpu()[:, None])  # [Hkv, queries, tokens]
+    for layer in range(len(best)):
+        wanted = competes & (query < best[layer, :, None])  # [Hkv, queries, tokens]
         held = wanted & (query < trace.evict_at[layer, :, None, :fed])
         shares.append(held.sum((1, 2)) / wanted.sum((1, 2)).double())
     return torch.stack(shares)
