@@ -1,7 +1,8 @@
-"""Distillation on the quickstart's task, and GRPO after it: what the README says of them.
+"""Distillation on the quickstart's task, and GRPO after it.
 
-Per seed, from the model and the budget of `make quickstart`: quickstart/distill, then quickstart/grpo from there,
-beside the GRPO alone that the quickstart has run. The held-out KL to the full cache, and accuracies under eviction.
+Per seed, from the model and the budget of `make quickstart`: quickstart/distill, then quickstart/grpo from there.
+Beside them the GRPO alone that the quickstart has run, and the control: GRPO with as many updates as both together.
+The held-out KL to the full cache, and accuracies under eviction. Errors are over seeds.
 
     make quickstart SEEDS="0 1 2"
     python benchmarks/quickstart_distill.py         # writes benchmarks/results/quickstart_distill.json
@@ -24,7 +25,7 @@ if __name__ == "__main__":
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.results import write
+from benchmarks.results import over_seeds, write
 from sparse_rl.commands.quickstart import Stages
 from sparse_rl.metrics import read_metrics
 
@@ -35,16 +36,15 @@ def run_seed(seed: int, budget: int, source: Path, out: Path, stages: Stages, en
     folder = out / f"seed{seed}"
     common = [f"seed={seed}", f"rollout.engine={engine}"]
 
-    def train(name: str, recipe: str, model: str | Path, *more: str) -> None:
+    def train(name: str, recipe: str, model: str | Path, *more: str, steps: int = STEPS) -> None:
         keys = [
             f"model={model}",
             f"output_dir={folder / name}",
             f"cache.budget={budget}",
             f"data.synthetic.seed={seed}",
+            f"max_steps={steps}",
         ]
-        stages.run(
-            f"seed {seed}: {name}", folder / name, ["train", recipe, *common, *keys, f"max_steps={STEPS}", *more]
-        )
+        stages.run(f"seed {seed}: {name}", folder / name, ["train", recipe, *common, *keys, *more])
 
     def evaluate(name: str) -> dict[str, Any]:
         keys = [f"model={folder / name / 'model'}", f"output_dir={folder / ('eval_' + name)}", f"cache.budget={budget}"]
@@ -58,6 +58,7 @@ def run_seed(seed: int, budget: int, source: Path, out: Path, stages: Stages, en
 
     train("distill", "quickstart/distill", "quickstart/model", f"validation.every={STEPS}")
     train("distill_grpo", "quickstart/grpo", folder / "distill" / "model")
+    train("grpo_long", "quickstart/grpo", "quickstart/model", steps=2 * STEPS)
     kl = [line["eval_kl"] for line in read_metrics(folder / "distill") if "eval_kl" in line]
     early = {
         name: statistics.mean(
@@ -67,7 +68,7 @@ def run_seed(seed: int, budget: int, source: Path, out: Path, stages: Stages, en
     }
     return {
         "seed": seed, "budget": budget, "kl_before": kl[0], "kl_after": kl[-1], "early_reward": early,
-        "distill": evaluate("distill"), "distill_grpo": evaluate("distill_grpo"),
+        "distill": evaluate("distill"), "distill_grpo": evaluate("distill_grpo"), "grpo_long": evaluate("grpo_long"),
     }  # fmt: skip
 
 
@@ -98,25 +99,18 @@ def main() -> None:
             }  # fmt: skip
     write(options.out, steps=STEPS, early=FIRST, rows=rows)
 
-    table = Table(title=f"Running sums under eviction, {STEPS} steps each (± standard error)", title_justify="left")
-    for column in (
-        "seed",
-        "KL before",
-        "after",
-        "before",
-        "distill",
-        "GRPO",
-        "distill, GRPO",
-        f"reward, steps 1-{FIRST}",
-    ):
+    arms = {"before": "before", "distill": "distill", "grpo": "GRPO", "distill_grpo": "distill, GRPO",
+            "grpo_long": f"GRPO, {2 * STEPS}"}  # fmt: skip
+    table = Table(title=f"Running sums under eviction, {STEPS} updates each", title_justify="left")
+    for column in ("seed", "KL before", "after", *arms.values(), f"reward, steps 1-{FIRST}"):
         table.add_column(column, justify="right")
     for row in rows:
-        accuracies = (
-            f"{row[n]['accuracy']:.3f} ± {row[n]['standard_error']:.3f}"
-            for n in ("before", "distill", "grpo", "distill_grpo")
-        )
+        accuracies = (f"{row[name]['accuracy']:.3f} ± {row[name]['standard_error']:.3f}" for name in arms)
         early = f"{row['early_reward']['grpo']:.2f}, {row['early_reward']['distill_grpo']:.2f}"
         table.add_row(str(row["seed"]), f"{row['kl_before']:.3f}", f"{row['kl_after']:.4f}", *accuracies, early)
+    over = {name: [row[name]["accuracy"] - row["grpo_long"]["accuracy"] for row in rows] for name in arms}
+    cells = ("" if name == "grpo_long" else "{:+.3f} ± {:.3f}".format(*over_seeds(over[name])) for name in arms)
+    table.add_row(f"over GRPO, {2 * STEPS}", "", "", *cells, "")
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
