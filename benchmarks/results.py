@@ -68,7 +68,13 @@ def over_seeds(values: Sequence[float]) -> tuple[float, float]:
 
 
 def with_rows_before(out: Path, settings: dict[str, Any], rows: Rows, key: Callable[[dict[str, Any]], Any]) -> Rows:
-    """`rows`, and those of the file `out` that they do not replace. Exits where that file has other settings."""
+    """`rows`, and those of the file `out` that they do not replace. Exits where that file has other settings.
+
+    Each new row gets its commit and date, as rows of one file may be of several.
+    """
+    if rows:
+        how = measured()
+        rows = [{**row, "commit": how["commit"], "date": how["date"]} for row in rows]
     if not out.exists():
         return rows
     content = json.loads(out.read_text())
@@ -93,11 +99,15 @@ def show(tables: Sequence[Table], markdown: bool) -> None:
 
 
 def provenance(folder: Path = HOUSE / "benchmarks" / "results") -> str:
-    """In Markdown, a row for each file of results."""
+    """In Markdown, a row for each file of results; where its rows are of several commits, all of these."""
     lines = ["| results | command | commit | date | machine |", "|---|---|---|---|---|"]
     for file in sorted(folder.glob("*.json")):
-        how = json.loads(file.read_text())["measured"]
-        lines.append(f"| {file.stem} | `{how['command']}` | {how['commit']} | {how['date']} | {how['machine']} |")
+        content = json.loads(file.read_text())
+        how, rows = content["measured"], content.get("rows", [])
+        rows = [row for row in rows if isinstance(row, dict)] or [how]
+        commits, dates = (sorted({row.get(name, how[name]) for row in rows}) for name in ("commit", "date"))
+        when = f"{', '.join(commits)} | {', '.join(dates)}"
+        lines.append(f"| {file.stem} | `{how['command']}` | {when} | {how['machine']} |")
     return "\n".join(lines)
 
 

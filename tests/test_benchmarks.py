@@ -43,11 +43,14 @@ def test_seeds_are_added_to_a_file_of_the_same_settings_alone(results: ModuleTyp
         return row["seed"]
 
     out, first = tmp_path / "deep" / "found.json", [{"seed": 0, "right": 1}, {"seed": 1, "right": 2}]
-    assert results.with_rows_before(out, {"steps": [1]}, first, key) == first
-    results.write(out, settings={"steps": [1]}, rows=first)
-    assert results.with_rows_before(out, {"steps": [1]}, [{"seed": 1, "right": 9}, {"seed": 2, "right": 3}], key) == [
-        {"seed": 0, "right": 1}, {"seed": 1, "right": 9}, {"seed": 2, "right": 3},
-    ]  # fmt: skip
+    assert [(row["seed"], row["right"]) for row in results.with_rows_before(out, {}, first, key)] == [(0, 1), (1, 2)]
+    results.write(out, settings={"steps": [1]}, rows=[{**row, "commit": "old", "date": "1999-01-01"} for row in first])
+    more = results.with_rows_before(out, {"steps": [1]}, [{"seed": 1, "right": 9}, {"seed": 2, "right": 3}], key)
+    assert [(row["seed"], row["right"]) for row in more] == [(0, 1), (1, 9), (2, 3)]
+    assert [row["commit"] == "old" for row in more] == [True, False, False]
+    results.write(out, settings={"steps": [1]}, rows=more)
+    *_, line = results.provenance(out.parent).splitlines()
+    assert "old" in line and more[1]["commit"] in line and f"1999-01-01, {more[1]['date']}" in line
     with pytest.raises(SystemExit, match="other settings"):
         results.with_rows_before(out, {"steps": [2]}, [], key)
     assert json.loads(out.read_text())["measured"].keys() >= {"command", "commit", "date", "machine", "torch"}
@@ -56,6 +59,7 @@ def test_seeds_are_added_to_a_file_of_the_same_settings_alone(results: ModuleTyp
 def test_every_file_of_results_says_how_it_was_measured(results: ModuleType) -> None:
     files = sorted((Path(__file__).parents[1] / "benchmarks/results").glob("*.json"))
     assert len(results.provenance().splitlines()) == 2 + len(files) > 20
+    assert results.provenance() in (Path(__file__).parents[1] / "docs/benchmarks.md").read_text()
 
 
 @pytest.mark.parametrize(
