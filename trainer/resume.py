@@ -86,7 +86,11 @@ def checkpoint_of(output_dir: str, resume: str, resolved: Mapping[str, Any], may
                 break
             logger.warning("skipped %s: %s", folder, why)
         else:
-            refuse_used(output_dir)
+            if (Path(output_dir) / RUN_MODEL).exists():
+                mend = "choose another output_dir, or a smaller save_steps for the next run"
+                raise UserError(
+                    f"the run in {output_dir} has ended, and left no checkpoint to go on from; {mend}", "--resume"
+                )
             mend = "start again, without --resume"
             raise UserError(f"{output_dir} holds no whole checkpoint to resume from; {mend}", "--resume")
     else:

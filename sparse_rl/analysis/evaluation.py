@@ -11,11 +11,12 @@ if TYPE_CHECKING:
 
 def accuracy_table(rows: Sequence[Any]) -> Table:
     """The rows of an evaluation (`EvalRow`) as a table for the terminal."""
+    from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table
 
     title = "accuracy: completions with reward >= 1, as kept and cut off in percent; ± one standard error over problems"
-    made = Table(title=title)
+    made = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)  # fits a terminal of 100 columns
     largest = max((k for row in rows for k in row.pass_at_k), default=1)
     names = ["task", "cache", "n", "pass@1", *([f"pass@{largest}"] if largest > 1 else [])]
     further = list(dict.fromkeys(name for row in rows for name in row.further_accuracy))
@@ -23,7 +24,7 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
     differ = any(row.read_entries != row.peak_entries for row in rows)
     entries = ("held", "read") if differ else ("peak",)
     behind = ("context", "made in") if any(row.contexts for row in rows) else ()
-    for name in (*names, "kept", "kept if right", *entries, "tokens", "cut off", "tok/s", *behind):
+    for name in (*names, "kept", "kept if\nright", *entries, "tokens", "cut\noff", "tok/s", *behind):
         made.add_column(name, justify="left" if name in ("task", "cache") else "right", no_wrap=True)
     for row, cache in zip(rows, cache_labels(rows), strict=True):
         count = f"{row.problems}×{row.samples}" + (f" (−{row.excluded})" if row.excluded else "")
