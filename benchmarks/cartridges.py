@@ -32,10 +32,10 @@ from rich.table import Table
 from benchmarks.one_shot import BEHIND, BOTH, CONTEXT, FIRST, LAST, Judge, configured
 from benchmarks.results import write
 from rollout import SamplingConfig, make_engine
-from rollout.cache import at_slots
 from rollout.context import Context, ContextCache
 from rollout.context.cache import LayerEntries
 from sparse_rl.attention.interface import NO_MASK
+from sparse_rl.policies.cache import at_slots
 
 KEPT = (12, 24, 48)
 STEPS = (0, 10, 30, 100, 300)

@@ -30,12 +30,12 @@ import torch
 from benchmarks.cpu_seconds import seconds, show
 from benchmarks.results import write
 from rollout import paged
-from rollout.cache import EvictingCache
-from rollout.paged import PagedCache
 from sparse_rl.attention.kernels.sdpa import sdpa
-from sparse_rl.attention.views.paged import PagedView
+from sparse_rl.methods.pages.cache import PagedCache
+from sparse_rl.methods.pages.clustered import Clustered
+from sparse_rl.methods.pages.view import PagedView
 from sparse_rl.policies import make_policy
-from sparse_rl.policies.clustered import Clustered
+from sparse_rl.policies.cache import EvictingCache
 from sparse_rl.trace import NEVER
 
 HEADS, GROUP, DIM, PROMPT = 2, 2, 64, 256

@@ -26,8 +26,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.results import write
 from rollout import SamplingConfig
-from rollout.cache import EvictingCache
 from rollout.hf import HFEngine
+from sparse_rl.policies.cache import EvictingCache
 from sparse_rl.policies.registry import make_policy
 
 BATCH, PROMPT, GENERATED = 8, 16, 2048
@@ -67,7 +67,7 @@ def main() -> None:
     options = parser.parse_args()
     import rollout.hf
 
-    rollout.hf.EvictingCache = TimedCache
+    rollout.hf.make_cache = TimedCache
     torch.manual_seed(0)
     config = Qwen3Config(vocab_size=512, hidden_size=512, intermediate_size=1024, **SHAPE)
     device = "cuda" if torch.cuda.is_available() else "cpu"

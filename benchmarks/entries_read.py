@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from sparse_rl.methods.pages.clustered import Clustered
 from sparse_rl.policies import make_policy
-from sparse_rl.policies.clustered import Clustered
 
 
 def read_and_held(cache: Mapping[str, Any], prompt: int, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,9 +26,9 @@ import torch
 
 from benchmarks.cpu_seconds import seconds, show
 from benchmarks.results import write
-from sparse_rl.attention.views.matched import MatchedView
 from sparse_rl.attention.views.replay import ReplayView
 from sparse_rl.matching.select import PURSUIT_BOUND, pursue
+from sparse_rl.methods.am.view import MatchedView
 from sparse_rl.policies import Entries, Policy, make_policy
 from sparse_rl.trace import NEVER
 

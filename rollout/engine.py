@@ -124,7 +124,7 @@ class Engine(Protocol):
         ...
 
     def scorer_digests(self) -> dict[str, list[str]]:
-        """Digests of the scorers that it samples by (`sparse_rl.scorers.base.digests`), by stored names; {}: none."""
+        """Digests of the scorers that it samples by (see scorers/base.py of kvpop), by stored names; {}: none."""
         ...
 
     def close(self) -> None:

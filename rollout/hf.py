@@ -20,15 +20,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rollout.cache import EvictingCache
 from rollout.config import SamplingConfig
 from rollout.context import Context, ContextCache, PromptCacheConfig
 from rollout.context.budgets import planned
 from rollout.context.compact import Studied, study
 from rollout.engine import LEAST_ROWS, Rollout, sampling_stage
-from rollout.gated import GatedCache
-from rollout.layered import LayeredCache
-from rollout.paged import PagedCache
 from rollout.products import padded_layers
 from rollout.requests import (
     NotFiniteLogprobError,
@@ -43,17 +39,13 @@ from rollout.sampling import Uniforms, sample
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.errors import UserError
+from sparse_rl.methods.kvpop.scorers.base import digests
 from sparse_rl.models.directory import SCORERS
 from sparse_rl.models.load import load_model, load_plain_model
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.clustered import Clustered
-from sparse_rl.policies.layered import Layered
+from sparse_rl.policies.cache import Cache, make_cache
 from sparse_rl.progress import Stage
-from sparse_rl.scorers.base import digests
 from sparse_rl.trace import EvictionTrace
-
-AnyCache = EvictingCache | LayeredCache | ContextCache
-PIECE = 1024  # tokens of a long context that one forward reads
 
 
 @dataclass
@@ -63,7 +55,7 @@ class PrefilledPrompts:
     hidden : [B, hidden size], the decoder's last hidden state at each prompt's last token
     """
 
-    cache: AnyCache
+    cache: Cache
     hidden: torch.Tensor
 
     def fork(self, rows: Sequence[int]) -> PrefilledPrompts:
@@ -205,14 +197,14 @@ class HFEngine:
     def prefill(self, prompts: Sequence[Sequence[int]], context: Context | None = None) -> PrefilledPrompts:
         """See `Engine.prefill`. The prompts are one batch, however many they are; context : as in `generate`."""
         prompts = token_ids(prompts, self.model.config.vocab_size)
-        return self._read(prompts, self._cache() if context is None else ContextCache(context))
+        return self._read(prompts, make_cache(self.policy) if context is None else ContextCache(context))
 
-    def _read(self, prompts: list[list[int]], cache: AnyCache) -> PrefilledPrompts:
+    def _read(self, prompts: list[list[int]], cache: Cache) -> PrefilledPrompts:
         """Forwards of the prompts; behind a context, or for one, of a piece of them at a time."""
         device = next(self.model.parameters()).device
         lengths = [len(p) for p in prompts]
         whole = max(LEAST_ROWS, *lengths)
-        past, piece = (cache.past, PIECE) if isinstance(cache, ContextCache) else (0, whole)
+        piece = cache.piece or whole
         width = max(whole, (whole - 1) // piece * piece + LEAST_ROWS)  # the last piece has as many
         # padded with a prompt's own tokens: what is NaN of another, such as token 0, stays out of it
         ids = torch.tensor([[*prompt, *prompt[-1:] * (width - len(prompt))] for prompt in prompts])
@@ -221,17 +213,13 @@ class HFEngine:
         for start in range(0, width, piece):
             mine = ids[:, start : start + piece].to(device)
             cache.begin_prefill([min(max(n - start, 0), piece) for n in lengths], device)
-            places = torch.arange(start, start + mine.shape[1], device=device)[None] + past
+            places = torch.arange(start, start + mine.shape[1], device=device)[None] + cache.past
             with self._sampling():
                 hidden = self._hidden(mine, places, cache)
             at = (last - start).clamp(0, mine.shape[1] - 1)
             here = hidden[torch.arange(len(prompts), device=device), at]
             found = torch.where((last >= start)[:, None], here, found) if start else here
         return PrefilledPrompts(cache, found)
-
-    def _cache(self) -> EvictingCache | LayeredCache:
-        """An empty one of the kind that the policy needs."""
-        return LayeredCache.of(self.policy, _cache_of) if isinstance(self.policy, Layered) else _cache_of(self.policy)
 
     def _run(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
         if requests and requests[0].context is not None:
@@ -311,7 +299,7 @@ class HFEngine:
                     row.finish_reason = "length"
                 else:
                     continue
-                yield row, self._trace(cache, i, len(row.request.tokens) + len(row.tokens))
+                yield row, cache.trace(i, len(row.request.tokens) + len(row.tokens))
 
             active = [row.finish_reason is None for row in rows]
             if not any(active):
@@ -326,7 +314,7 @@ class HFEngine:
             positions = torch.tensor([[n - 1] for n in cache.seen], device=device)
             logits = self._logits(self._hidden(ids, positions, cache)[:, 0])
 
-    def _prefill_and_fork(self, prompts: list[list[int]], context: Context | None) -> tuple[AnyCache, torch.Tensor]:
+    def _prefill_and_fork(self, prompts: list[list[int]], context: Context | None) -> tuple[Cache, torch.Tensor]:
         """The cache of these prompts, of which each distinct one is prefilled once, and their last logits [B, V]."""
         distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         prefilled = self.prefill(list(distinct), context)
@@ -335,7 +323,7 @@ class HFEngine:
             prefilled = prefilled.fork(rows)
         return prefilled.cache, self._logits(prefilled.hidden)
 
-    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, cache: AnyCache) -> torch.Tensor:
+    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
         """The decoder's last hidden states [B, T, hidden] of ids [B, T]."""
         decoder = self.model.get_decoder()
         with padded_layers(ids.numel(), ids.device):
@@ -346,15 +334,3 @@ class HFEngine:
         """Logits [B, V] of one position per row; no others are computed."""
         with padded_layers(len(hidden), hidden.device):
             return self.model.get_output_embeddings()(hidden)
-
-    @staticmethod
-    def _trace(cache: AnyCache, place: int, length: int) -> EvictionTrace:
-        if isinstance(cache, ContextCache):
-            return cache.trace(length)
-        return EvictionTrace.recorded(cache.evict_at(place, length), cache.further(place, length))
-
-
-def _cache_of(policy: Policy) -> EvictingCache:
-    if isinstance(policy, Clustered):
-        return PagedCache(policy)
-    return (GatedCache if policy.schedule.counts_vary else EvictingCache)(policy)

@@ -17,9 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from sparse_rl.methods.kvpop.policy import KVpop
+from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
 from sparse_rl.policies import Policy
-from sparse_rl.policies.kvpop import KVpop
-from sparse_rl.scorers.registry import sketch_scorer
 
 LAYERS, HEADS, GROUP, DIM, SIZE = 28, 4, 7, 8, 16
 DEVICE = torch.device("meta")

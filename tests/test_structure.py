@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("sparse_rl", "rollout", "trainer", "rewards")
-CORE = ("trace", "policies", "scorers", "kernels", "matching", "pages", "attention", "models", "data")
+CORE = ("trace", "policies", "methods", "kernels", "matching", "attention", "models", "data")
 BASE = (  # they import at most one another
     *("errors", "config", "files", "lazy", "metrics", "progress", "source", "temporary"),
 )
@@ -29,13 +29,12 @@ MAY_IMPORT = {
     "trace": (),
     "kernels": ("trace",),
     "data": ("configurations",),
-    "scorers": ("configurations",),
     "matching": ("trace",),
-    "pages": ("kernels",),
-    "policies": ("configurations", "kernels", "matching", "pages", "scorers", "trace"),
-    "attention": ("configurations", "trace", "kernels", "matching", "pages", "policies", "scorers"),
-    "models": ("configurations", "policies", "scorers", "attention"),
-    "analysis": ("pages", "trace"),
+    "attention": ("configurations", "trace", "kernels", "matching"),
+    "policies": ("configurations", "attention", "kernels", "trace"),
+    "methods": ("configurations", "attention", "kernels", "matching", "policies", "trace"),
+    "models": ("configurations", "policies", "methods", "attention"),
+    "analysis": ("methods", "trace"),
     "recipe": ("configurations",),
     "rollout": ("configurations", *CORE),
     "trainer": ("configurations", *CORE, "rollout"),

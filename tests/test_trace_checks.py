@@ -20,7 +20,7 @@ from rollout import Rollout
 from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
 from sparse_rl.attention.views.factory import make_view
-from sparse_rl.attention.views.paged import PagedView
+from sparse_rl.methods.pages.view import PagedView
 from sparse_rl.trace import NEVER, SECTIONS, EvictionTrace, TraceError, batch_traces, load_traces, pack_traces
 from sparse_rl.trace.files import write_sections
 

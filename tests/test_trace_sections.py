@@ -185,7 +185,7 @@ def test_the_factory_takes_the_view_that_replays_all(
     class Visits(ReplayView):
         replays = frozenset({"evict_at", "visits", "gains"})
 
-    monkeypatch.setattr(factory, "VIEWS", (ReplayView, Visits))
+    monkeypatch.setattr(factory, "views", lambda: [ReplayView, Visits])
     assert type(make_view(traces, [0, 0, 0], 6, "cpu")) is Visits
     assert type(make_view([EvictionTrace(traces[0].evict_at)], [0], 6, "cpu")) is ReplayView
 

@@ -97,11 +97,13 @@ class Context:
 
 
 class ContextCache:
-    """The caches of B sequences that go on from one context: a `kv_view` with the methods of an EvictingCache.
+    """The `Cache` (sparse_rl/policies/cache.py) of B sequences that go on from one context.
 
     context : None: there is none, and sequences begin at position 0
     captures : whether the queries of what is read are kept, for `captured`
     """
+
+    piece: int | None = 1024
 
     def __init__(self, context: Context | None, captures: bool = False) -> None:
         self.context, self.captures = context, captures
@@ -160,8 +162,8 @@ class ContextCache:
         """Raises UserError: the last queries [B, Hq, W, D], which an EvictingCache has, are not kept here."""
         raise UserError("behind a compacted context no queries are kept")
 
-    def trace(self, length: int) -> EvictionTrace:
-        """The trace of any sequence behind the context; see `Context.trace`."""
+    def trace(self, row: int, length: int) -> EvictionTrace:
+        """The same of any row: see `Context.trace`."""
         assert self.context is not None  # without one, nothing is sampled
         return self.context.trace(length)
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from rollout.cache import at_slots
 from rollout.context.budgets import planned
 from rollout.context.cache import Context, ContextCache, LayerEntries, joined
 from rollout.context.config import PromptCacheConfig
 from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.matching import Block, Fit, match, refit
 from sparse_rl.matching.select import attention_score
+from sparse_rl.policies.cache import at_slots
 
 OnStage = Callable[[str], None]
 OfLayer = Callable[[int], torch.Tensor]

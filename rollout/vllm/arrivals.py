@@ -23,10 +23,10 @@ from rollout.vllm.messages import Begun
 from rollout.vllm.plan import Plan
 from rollout.vllm.state import CacheState
 from sparse_rl.errors import UserError
+from sparse_rl.methods.kvpop.policy import PRIORITY, KVpop
+from sparse_rl.methods.kvpop.scorers.base import Scorer
+from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
 from sparse_rl.policies.base import Chunk, Entries
-from sparse_rl.policies.kvpop import PRIORITY, KVpop
-from sparse_rl.scorers.base import Scorer
-from sparse_rl.scorers.registry import sketch_scorer
 
 
 @dataclass

@@ -29,7 +29,7 @@ from rollout.vllm.context_spec import ASKED, Behind
 from rollout.vllm.messages import Begun, Filled
 from rollout.vllm.plan import Plan
 from rollout.vllm.state import CacheState
-from sparse_rl.policies.am import BIAS
+from sparse_rl.methods.am.policy import BIAS
 
 UNSEEN = -3e4  # instead of a bias of -inf, where it is a coordinate of a key: a kernel may make NaN of -inf there
 

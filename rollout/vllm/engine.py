@@ -32,11 +32,11 @@ from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.handover import handed_over
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import StoppedError, UserError
+from sparse_rl.methods.kvpop.learned import LearnedPolicy
 from sparse_rl.models.directory import attach_scorers, check_scorers
 from sparse_rl.models.load import load_config, load_generation_config
 from sparse_rl.models.weights import stored_shapes
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.learned import LearnedPolicy
 from sparse_rl.progress import Stage
 from sparse_rl.temporary import temporary_folder
 from sparse_rl.trace import NEVER, EvictionTrace

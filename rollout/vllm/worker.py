@@ -15,8 +15,8 @@ from rollout.vllm.handover import received
 from rollout.vllm.messages import Result
 from rollout.vllm.record import RunRecord
 from rollout.vllm.samplers import SequenceSampler
+from sparse_rl.methods.kvpop.scorers.base import digests
 from sparse_rl.models.directory import SCORERS
-from sparse_rl.scorers.base import digests
 
 
 class WorkerExtension:

@@ -5,7 +5,7 @@ views/         from traces to what a forward carries: make_view;  kernels/  what
 parity.py      whether a kernel is exact on this machine;  choice.py  which one is taken
 logprobs.py    replay_logprobs, the invariant that all serves
 ahead.py       a kernel compiled before training
-future.py      what attention a token will still get, for policies that learn it
+future.py      what attention a token will still get, for policies that learn it;  target.py  as scorers foresee it
 future_parity.py  whether FlexAttention computes that here
 oracle.py      how much of what the best cache would hold is held
 """

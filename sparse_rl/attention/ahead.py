@@ -10,7 +10,7 @@ from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.kernels.flex import padded
 from sparse_rl.attention.kernels.masked import masked_attention
-from sparse_rl.attention.views.learned import FutureTarget
+from sparse_rl.attention.target import FutureTarget
 from sparse_rl.trace import NEVER
 
 

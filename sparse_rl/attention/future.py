@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from sparse_rl.attention.kernels.flex import flex_attend
+from sparse_rl.attention.kernels.flex import flex_attend, padded
 from sparse_rl.attention.kernels.transposed import VALUE_DIM, mass_by_flex
 
 Kernel = Literal["torch", "flex"]
@@ -151,3 +151,12 @@ def attention_lse(
 
 def _wide(query: torch.Tensor) -> torch.dtype:
     return torch.promote_types(query.dtype, torch.float32)
+
+
+def future_bytes(sequences: int, heads: int, head_dim: int, length: int, itemsize: int, cuda: bool) -> int:
+    """One layer's target of KVpop's scorers: three float32 arrays of some keys over all queries; on a GPU, which is
+    taken to find FlexAttention exact, queries and keys once more for each query head.
+    """
+    if cuda:
+        return 2 * itemsize * sequences * heads * padded(length) * head_dim
+    return 3 * 4 * sequences * heads * min(CHUNK, length) * length

@@ -13,6 +13,7 @@ or a module attribute silently gives wrong gradients there. Without `kv_view` th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
@@ -48,6 +49,28 @@ class KVView(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """What is replayed, as far as memory goes: `rows` sequences of `length` tokens, of which `prompt` are the prompt's.
+
+    heads, kv_heads, head_dim : of a layer; layers : of which something is held until the backward pass
+    kernel : of ATTENTION_KERNELS, or auto
+    itemsize : bytes of a number in the attention; model_itemsize : in the model's forward
+    """
+
+    rows: int
+    prompt: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    kernel: str
+    itemsize: int
+    model_itemsize: int
+    cuda: bool
+
+
 class TraceView(KVView, Protocol):
     """A view of recorded traces, which `make_view` can choose.
 
@@ -61,6 +84,11 @@ class TraceView(KVView, Protocol):
     def __init__(
         self, batch: Mapping[str, torch.Tensor], device: torch.device | str, kernel: str, through: bool
     ) -> None: ...
+
+    @classmethod
+    def holds(cls, config: Any, replayed: Replayed) -> tuple[str, int, str]:
+        """What replay under a policy's settings holds besides q, k and v: what, bytes, and a note."""
+        ...
 
 
 def check_sections(view: Any, sections: Iterable[str]) -> None:

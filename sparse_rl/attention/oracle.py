@@ -14,7 +14,7 @@ import torch
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.kernels.sdpa import sdpa
-from sparse_rl.attention.views.learned import FutureTarget
+from sparse_rl.attention.target import FutureTarget
 from sparse_rl.kernels import running_topk
 from sparse_rl.policies.config import KVpopPolicyConfig
 from sparse_rl.trace import NEVER, EvictionTrace

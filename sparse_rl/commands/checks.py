@@ -118,7 +118,7 @@ def _adapters(made: Any, lora: LoraConfig) -> str:
     """made : the model, without its memory"""
     from torch.nn import Embedding, Linear
 
-    from sparse_rl.commands.sizes import adapted_modules, lora_parameters
+    from trainer.memory import adapted_modules, lora_parameters
 
     adapted = adapted_modules(made, lora)
     if wrong := [name for name, module in adapted if not isinstance(module, Linear | Embedding)]:
@@ -145,9 +145,9 @@ def _learned(cache: Any, config: Any, dtype: str) -> list[tuple[str, str]]:
     import torch
 
     from sparse_rl.attention.families import cache_shape
+    from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
     from sparse_rl.policies.config import KVpopPolicyConfig
     from sparse_rl.policies.registry import make_policy
-    from sparse_rl.scorers.registry import sketch_scorer
 
     _, heads, dim = cache_shape(config)
     scorer = sketch_scorer(cache.scorer, heads=heads, dim=dim)

@@ -169,10 +169,10 @@ def _kernels(recipe: Recipe, config: Any) -> list[str]:
 
     from sparse_rl.attention.families import cache_shape
     from sparse_rl.commands.sampling import cache_configs
-    from sparse_rl.commands.sizes import compares_keys
     from sparse_rl.kernels.redundancy import redundancy_choice
     from sparse_rl.kernels.topk import topk_choice
     from sparse_rl.policies.config import KVpopPolicyConfig, LayeredConfig
+    from sparse_rl.policies.registry import make_policy
 
     if not torch.cuda.is_available():
         return []
@@ -181,7 +181,7 @@ def _kernels(recipe: Recipe, config: Any) -> list[str]:
         caches.append(learned)
     caches += [part.cache for cache in caches if isinstance(cache, LayeredConfig) for part in cache.ranges]
     lines = []
-    if any(compares_keys(cache) for cache in caches):
+    if any(make_policy(cache).compares_keys for cache in caches):
         lines.append(f"redundancy: {redundancy_choice(getattr(torch, recipe.dtype), cache_shape(config)[2])}")
     if any(isinstance(cache, KVpopPolicyConfig) for cache in caches):
         lines.append(f"running top-k: {topk_choice()}")

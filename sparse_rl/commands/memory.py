@@ -1,6 +1,7 @@
 """What a run will take, from the recipe and the model's configuration alone: nothing is loaded.
 
-Bytes throughout. `sparse-rl doctor RECIPE` prints it; sizes.py has the arithmetic.
+Bytes throughout. `sparse-rl doctor RECIPE` prints it. Each component says what it holds, and what it takes for a
+moment; here it is added up.
 """
 
 from __future__ import annotations
@@ -8,44 +9,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rollout.context.memory import compaction_bytes, context_bytes, reading_bytes, reference_queries
 from rollout.evaluation.contexts import label
+from rollout.vllm.beside import beside_cache, folded_bytes, folded_rows, held_head, pool_bytes
+from sparse_rl.attention.families import cache_shape
+from sparse_rl.attention.interface import Replayed
+from sparse_rl.attention.kernels.masked import mask_bytes
 from sparse_rl.commands.machine import device_memory, show
 from sparse_rl.commands.sampling import cache_configs, engine_arguments
-from sparse_rl.commands.sizes import (
-    ITEMSIZE,
-    activation_bytes,
-    attention_itemsize,
-    cache_bytes,
-    compaction_bytes,
-    computes_exactly,
-    context_bytes,
-    count_parameters,
-    fit_bytes,
-    future_bytes,
-    gates_bytes,
-    gathered_bytes,
-    held_head,
-    lora_parameters,
-    mask_bytes,
-    pages_bytes,
-    pool_bytes,
-    query_bytes,
-    reading_bytes,
-    reference_queries,
-    sdpa_mask_bytes,
-    state_bytes,
-    tiles_bytes,
-    trace_bytes,
-    training_state,
-    transient_bytes,
-)
 from sparse_rl.data.config import DataConfig
+from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
 from sparse_rl.models.known import load_shape
 from sparse_rl.models.weights import meta_model
-from sparse_rl.policies.config import AMConfig, ClusteredConfig, DMSConfig, LayeredConfig, PolicyConfig
+from sparse_rl.policies.base import Policy
+from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes, state_bytes
+from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import Recipe, SweptRecipe, TaughtRecipe, TrainRecipe
+from sparse_rl.trace.record import trace_bytes
 from trainer.config import LaunchConfig
+from trainer.memory import activation_bytes, count_parameters, lora_parameters, training_state
 
 ASSUMED_PROMPT = 512  # tokens, where a recipe does not bound its prompts
 ASSUMED_LENGTH = 4096  # of a row, where a recipe does not bound it
@@ -92,8 +75,6 @@ class Model:
     @property
     def cache_shape(self) -> tuple[int, int, int]:
         """(layers, kv heads, head dim)"""
-        from sparse_rl.attention.families import cache_shape
-
         return cache_shape(self.config)
 
     @property
@@ -188,7 +169,8 @@ def _training_plan(recipe: TrainRecipe, model: Model, skeleton: Any, engine: lis
     if (taught := recipe.taught()) is not None:
         items += _teacher_items(taught, replace(model, parameters=parameters))
     if learned is not None:
-        items += _learned_items(recipe, model, learned, prompt, length, cuda)
+        held = learned.part(learned.learned_view_class).holds(learned, _replayed(recipe, model, prompt, length, cuda))
+        items += [Item(name, size, when="update", note=note) for name, size, note in held]
     copy = parameters * model.itemsize
     items += [Item(name, copy, note=note) for name, note in recipe.further_models(bool(engine))]
     if recipe.engine_config() is not None:
@@ -217,10 +199,10 @@ def _sampling_items(
             mask_bytes(sequences, kv_heads, length, layers),
         )
         items.append(Item("traces", host=traces, note=f"{sequences} sequences of {length} tokens"))
+        replayed = _replayed(recipe, model, prompt, length, cuda)
         for cache in cache_configs(recipe):
-            parts = [part.cache for part in cache.ranges] if isinstance(cache, LayeredConfig) else [cache]
-            made = {_replay_item(recipe, model, part, prompt, length, cuda) for part in parts}
-            items.append(max(made, key=lambda item: item.device))  # of one layer at a time
+            name, size, note = cache.part(cache.view_class).holds(cache, replayed)
+            items.append(Item(name, size, when="update", note=note))
         note = "what the traces replace; not allocated"
         items.append(Item("dense masks instead", host=dense, when="avoided", note=note))
     return items
@@ -236,52 +218,24 @@ def _teacher_items(recipe: TaughtRecipe, model: Model) -> list[Item]:
     return [Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards"))]
 
 
-def _learned_items(
-    recipe: TrainRecipe, model: Model, cache: PolicyConfig, prompt: int, length: int, cuda: bool
-) -> list[Item]:
-    """What a retrofit holds of one layer: DMS's soft gates; of KVpop the replay, and the scorers' target."""
-    (_, kv_heads, head_dim), heads = model.cache_shape, model.config.num_attention_heads
-    rows = recipe.training.per_device_train_batch_size
-    if isinstance(cache, DMSConfig):
-        held = gates_bytes(rows, heads, kv_heads, length, attention_itemsize(recipe, cuda))
-        return [Item("gates", held, when="update", note="estimate, soft biases of a chunk of one layer's queries")]
-    held = future_bytes(rows, heads, head_dim, length, model.itemsize, cuda)
-    target = Item("future attention", held, when="update", note="the scorers' target, of one layer")
-    return [_mask_item(recipe, model, cache, prompt, length, cuda), target]
-
-
-def _replay_item(recipe: TrainRecipe, model: Model, cache: PolicyConfig, prompt: int, length: int, cuda: bool) -> Item:
-    """What the replay of one layer holds besides q, k and v."""
-    if isinstance(cache, AMConfig):
-        return _refit_item(recipe, model, cache, prompt, length, cuda)
-    if isinstance(cache, ClusteredConfig):
-        (_, kv_heads, head_dim), rows = model.cache_shape, recipe.training.per_device_train_batch_size
-        numbers = pages_bytes(rows, model.config.num_attention_heads, kv_heads, head_dim, length, cache)
-        size = numbers * attention_itemsize(recipe, cuda)
-        return Item("pages of one layer", size, when="update", note="estimate, of one chunk of queries at a time")
-    return _mask_item(recipe, model, cache, prompt, length, cuda)
-
-
-def _mask_item(recipe: TrainRecipe, model: Model, cache: PolicyConfig, prompt: int, length: int, cuda: bool) -> Item:
-    """What replay attention holds besides q, k and v; a GPU's `auto` is taken to find FlexAttention exact."""
+def _replayed(recipe: TrainRecipe, model: Model, prompt: int, length: int, cuda: bool) -> Replayed:
     layers, kv_heads, head_dim = model.cache_shape
-    rows, kernel = recipe.training.per_device_train_batch_size, recipe.attention_kernel() or ""
-    wide = 8 if kernel == "dense" else attention_itemsize(recipe, cuda)
-    held = 1 if recipe.training.gradient_checkpointing else layers
-    if kernel.startswith("flex") or (kernel == "auto" and cuda):
-        note = "FlexAttention, " + ("one layer at a time" if held == 1 else "of every layer: no checkpointing")
-        return Item("tiles", held * tiles_bytes(rows, kv_heads, length), when="update", note=note)
-    if kernel in ("auto", "gather"):
-        seen = make_policy(cache).schedule.most_decoding(prompt, length)
-        size = gathered_bytes(rows * kv_heads, min(prompt, length), length, seen, head_dim, wide, held)
-        return Item("gathered keys", size, when="update", note="replay attention: keys, values and masks, at most")
-    note = f"replay attention, one layer at a time: 1 byte, and {wide} as SDPA converts it"
-    return Item("mask of one layer", sdpa_mask_bytes(rows, kv_heads, length, wide), when="update", note=note)
+    return Replayed(
+        rows=recipe.training.per_device_train_batch_size,
+        prompt=prompt,
+        length=length,
+        heads=model.config.num_attention_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        layers=1 if recipe.training.gradient_checkpointing else layers,
+        kernel=recipe.attention_kernel() or "",
+        itemsize=8 if computes_exactly(recipe, cuda) else model.itemsize,
+        model_itemsize=model.itemsize,
+        cuda=cuda,
+    )
 
 
 def _scorer_parameters(cache: Any, model: Model) -> int:
-    from sparse_rl.scorers.registry import sketch_scorer
-
     layers, heads, dim = model.cache_shape
     scorer = sketch_scorer(cache.scorer, heads=heads, dim=dim)
     return layers * sum(weight.numel() for weight in scorer.parameters())
@@ -290,7 +244,6 @@ def _scorer_parameters(cache: Any, model: Model) -> int:
 def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
     """What vllm holds: its own weights, and a pool for keys and values. Nothing for hf, which has neither."""
     from rollout.choice import choose_engine
-    from rollout.vllm.beside import beside_cache
 
     rollout = recipe.engine_config()
     if rollout is None or choose_engine(rollout, model.config, cache_configs(recipe), cuda)[0] == "hf":
@@ -334,17 +287,17 @@ def _cache_items(
 ) -> list[Item]:
     """The cache of one point; `pooled`: it is part of the engine's pool, and only shown; some: of so many layers."""
     layers, kv_heads, head_dim = model.cache_shape
-    if isinstance(cache, LayeredConfig):
-        parts = zip(cache.ranges, cache.spans(layers), strict=True)
+    policy = make_policy(cache)
+    parts = policy.by_layers(layers)
+    if parts != [(policy, layers)]:
         asked = (prompt, at_once, pooled, cuda)
-        return [item for part, n in parts if n for item in _cache_items(recipe, model, part.cache, *asked, some=n)]
-    layers, policy = some or layers, make_policy(cache)
+        return [item for part, n in parts if n for item in _cache_items(recipe, model, part.config, *asked, some=n)]
+    layers = some or layers
     shape, total = (layers, kv_heads, head_dim), prompt + recipe.sampling().max_tokens
     fed = max(total - 1, prompt)  # the last token is not
     entries = policy.schedule.most_held(prompt, fed)
     wide = held_head(policy, head_dim, computes_exactly(recipe, cuda), cuda) if pooled else head_dim
-    summaries = entries // cache.page if isinstance(cache, ClusteredConfig) else 0
-    one = cache_bytes(entries + summaries, layers, kv_heads, wide, model.itemsize)
+    one = cache_bytes(entries + policy.summaries(entries), layers, kv_heads, wide, model.itemsize)
     full = cache_bytes(total - 1, *shape, model.itemsize)
     heads = model.config.num_attention_heads
     state = state_bytes(policy, entries, *shape) + query_bytes(policy, layers, heads, head_dim, model.itemsize)
@@ -361,15 +314,36 @@ def _cache_items(
     return items
 
 
-def _refit_item(recipe: TrainRecipe, model: Model, cache: AMConfig, prompt: int, length: int, cuda: bool) -> Item:
-    """What the replay of Attention Matching holds besides q, k and v: of one layer, and of one segment at a time."""
-    _, kv_heads, head_dim = model.cache_shape
-    rows, held = recipe.training.per_device_train_batch_size, cache.schedule.most_held(prompt, length)
-    queries = cache.conditions(model.config.num_attention_heads // kv_heads)
-    fits = fit_bytes(rows, kv_heads, queries, held, cache.refitted, head_dim)
-    masks = rows * kv_heads * (held - cache.budget) * held * (4 + attention_itemsize(recipe, cuda))
-    note = "estimate, of one layer and one segment at a time; the fits in float64"
-    return Item("fits and masks", 3 * fits // 2 + masks, when="update", note=note)  # a backward pass keeps more
+def transient_bytes(
+    policy: Policy,
+    requests: int,
+    entries: int,
+    shape: tuple[int, int, int],
+    group: int,
+    dtype: str,
+    device: str,
+    vllm: bool,
+) -> dict[str, tuple[int, str]]:
+    """Of a compaction of requests that are due together: what takes bytes, how many, and a note.
+
+    shape : (layers, kv heads, head dim); group : query heads of a kv head. hf takes one layer at a time; of its own
+    reading and scoring nothing is counted.
+    """
+    rows = folded_rows(entries, requests, shape, device) if vllm else requests
+    once, of_layer = f"of {rows} " + ("(sequence, layer)" if vllm else "sequences of one layer"), (entries, *shape[1:])
+    taken = policy.compaction_bytes(rows, *of_layer, group, device, dtype)
+    if vllm:
+        taken["compaction"] = (
+            folded_bytes(policy, rows, *of_layer, group, dtype, device),
+            "what is read and what scores it",
+        )
+    return {name: (size, f"{once}, {how}") for name, (size, how) in taken.items()}
+
+
+def computes_exactly(recipe: Recipe, cuda: bool) -> bool:
+    """Whether float32 attention is computed in float64, as it is on a CPU where a recipe says nothing else."""
+    rollout = recipe.engine_config()
+    return recipe.dtype == "float32" and not cuda and (rollout is None or rollout.exact)
 
 
 def prompt_tokens(data: DataConfig) -> int:

@@ -16,10 +16,10 @@ from rollout.make import make_engine
 from sparse_rl.commands.examples import recipe_data, taught_examples, training_data
 from sparse_rl.commands.sampling import engine_arguments
 from sparse_rl.errors import UserError
+from sparse_rl.methods.dms.policy import DMS
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import POLICY_FILE, SCORERS, saved_policy
 from sparse_rl.models.load import load_model, load_plain_model, load_tokenizer, untrained_model
-from sparse_rl.policies.dms import DMS
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, SFTRecipe, TaughtRecipe, TrainRecipe
 from trainer import rundir

@@ -155,3 +155,18 @@ def _triton_form() -> Total:
     from sparse_rl.kernels.redundancy_triton import total_similarity as form
 
     return form
+
+
+def redundancy_bytes(
+    entries: int, kv_heads: int, head_dim: int, sequences: int = 1, device: str = "cpu", dtype: str = "float32"
+) -> int:
+    """The transient of `mean_similarity`, for as many of the sequences as are taken at a time.
+
+    A tile of similarities in float32, and again in float64; three arrays of keys in float32; a few numbers per entry.
+    Triton's kernel, where it is taken for keys of this dtype: of all sequences a copy of the keys, and a few numbers.
+    """
+    if device == "cuda" and redundancy_choice(getattr(torch, dtype), head_dim).kernel == "triton":
+        return sequences * kv_heads * entries * (2 * head_dim + 24)
+    rows = max(last - first for first, last in similarity_tiles(entries))
+    at_once = min(sequences, max(1, AT_ONCE[device] // (kv_heads * rows * entries)))
+    return at_once * kv_heads * entries * (12 * rows + 12 * head_dim + 64)

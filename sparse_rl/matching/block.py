@@ -131,3 +131,13 @@ def refit(block: Block, index: torch.Tensor, fit: Fit) -> tuple[torch.Tensor, to
     y = logits.softmax(-1) @ block.values.double()
     fitted = paper_values(x, y) if fit.paper else fit_values(x, y, values, fit.ridge)
     return bias, fitted.to(block.values.dtype)
+
+
+def fit_bytes(rows: int, kv_heads: int, queries: int, entries: int, kept: int, head_dim: int) -> int:
+    """The transient of Attention Matching's fits: of `rows` rows that are fitted at once, in one layer.
+
+    queries : reference queries of a kv head; entries : that a block has; kept : that are fitted
+
+    In float64 five arrays like the logits, three of kept x kept, and the block's keys, values and queries.
+    """
+    return 8 * rows * kv_heads * (5 * queries * entries + 3 * kept**2 + head_dim * (4 * entries + 2 * queries))

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from sparse_rl.config import show
 from sparse_rl.errors import UserError, one_line
 from sparse_rl.files import read_text
-from sparse_rl.scorers.config import ATTACHED_AS as SCORERS
+from sparse_rl.methods.kvpop.scorers.config import ATTACHED_AS as SCORERS
 
 if TYPE_CHECKING:  # so that a path is answered before torch is imported
+    from sparse_rl.methods.kvpop.learned import LearnedPolicy
     from sparse_rl.policies.base import Policy
-    from sparse_rl.policies.learned import LearnedPolicy
 
 CONFIG_FILE = "config.json"
 RUN_MODEL = "model"  # where a training leaves its model, in the directory of the run
@@ -87,7 +87,7 @@ def attach_scorers(model: Any, policy: LearnedPolicy) -> None:
     from torch import nn
 
     from sparse_rl.attention.families import cache_shape
-    from sparse_rl.scorers.registry import make_scorer
+    from sparse_rl.methods.kvpop.scorers.registry import make_scorer
 
     layers, heads, dim = cache_shape(model.config)
     scorers = nn.ModuleList(make_scorer(policy.config.scorer, heads=heads, dim=dim) for _ in range(layers))
@@ -157,7 +157,7 @@ def stored_scorers(directory: str | Path) -> dict[str, Any]:
 
 def check_scorers(directory: str | Path, policy: Policy) -> None:
     """Raise UserError where a policy needs scorers, and the directory has none or others; nothing is loaded for it."""
-    from sparse_rl.policies.learned import LearnedPolicy
+    from sparse_rl.methods.kvpop.learned import LearnedPolicy
 
     if isinstance(policy, LearnedPolicy):
         own = saved_policy(directory)

@@ -11,11 +11,11 @@ from sparse_rl.attention.families import cache_shape, check_replayable, check_si
 from sparse_rl.config import show
 from sparse_rl.errors import UserError, reason, unread
 from sparse_rl.files import check_readable, read_text
+from sparse_rl.methods.kvpop.learned import LearnedPolicy
 from sparse_rl.metrics import RECIPE_FILE
 from sparse_rl.models.directory import CONFIG_FILE, RUN_MODEL, load_scorers, saved_policy
 from sparse_rl.models.hub import check_available
 from sparse_rl.models.weights import stored_shapes
-from sparse_rl.policies.learned import LearnedPolicy
 
 GENERATION_FILE, TOKENIZER_FILE = "generation_config.json", "tokenizer.json"
 MOST_TOKENS = 2**24  # of a vocabulary

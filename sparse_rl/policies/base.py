@@ -16,6 +16,7 @@ import torch
 
 from sparse_rl.errors import NotFiniteError, StoppedError
 from sparse_rl.kernels.ranked import ranked
+from sparse_rl.kernels.redundancy import redundancy_bytes
 from sparse_rl.policies.schedule import Schedule
 
 
@@ -232,6 +233,32 @@ class Policy:
         prompt : its length in tokens, which count among those fed
         """
         return self.schedule.most_decoding(prompt, fed)
+
+    @property
+    def compares_keys(self) -> bool:
+        """Whether a compaction compares every two keys (R-KV's redundancy)."""
+        return False
+
+    def by_layers(self, layers: int) -> list[tuple[Policy, int]]:
+        """The policies of a model's layers, in order, each with how many of `layers` it has."""
+        return [(self, layers)]
+
+    def summaries(self, entries: int) -> int:
+        """Keys and values that a kv head holds beside those of its entries."""
+        return 0
+
+    def compaction_bytes(
+        self, rows: int, entries: int, kv_heads: int, head_dim: int, group: int, device: str, dtype: str
+    ) -> dict[str, tuple[int, str]]:
+        """What `compact` takes for a moment beside what it reads: a name -> bytes, and how many rows these are of.
+
+        rows : compacted at once, of one layer or several; group : query heads of a kv head; dtype : of the cache
+        """
+        if not self.compares_keys:
+            return {}
+        return {
+            "redundancy": (redundancy_bytes(entries, kv_heads, head_dim, rows, device, dtype), "similarities in tiles")
+        }
 
     @property
     def delay(self) -> int:

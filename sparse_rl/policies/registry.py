@@ -1,4 +1,4 @@
-"""The policies by name; how one is made, and told apart."""
+"""How a cache policy is made, and told apart."""
 
 from __future__ import annotations
 
@@ -6,38 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sparse_rl.policies.am import AM
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.clustered import Clustered
-from sparse_rl.policies.config import LayeredConfig, PolicyConfig
-from sparse_rl.policies.dms import DMS
-from sparse_rl.policies.full import Full
-from sparse_rl.policies.h2o import H2O
-from sparse_rl.policies.kvpop import KVpop
-from sparse_rl.policies.layered import Layered
-from sparse_rl.policies.lined import Lined
-from sparse_rl.policies.scored_window import CAKE, GKV, RKV, MorphKV, SnapKV
-from sparse_rl.policies.streaming import Streaming
-from sparse_rl.policies.tova import Tova
-
-POLICIES: dict[str, type[Policy]] = {
-    "full": Full,
-    "streaming": Streaming,
-    "h2o": H2O,
-    "lined": Lined,
-    "tova": Tova,
-    "snapkv": SnapKV,
-    "morphkv": MorphKV,
-    "rkv": RKV,
-    "gkv": GKV,
-    "cake": CAKE,
-    "am": AM,
-    "kvpop": KVpop,  # this and the next are retrofitted to a model (trainer/kvpop/)
-    "dms": DMS,
-    "clustered": Clustered,
-    "layered": Layered,
-}
-"""The class of each cache policy, by the name that recipes give it."""
+from sparse_rl.policies.config import PolicyConfig
 
 
 def make_policy(policy: str | Policy | PolicyConfig | Mapping[str, Any], /, **parameters: Any) -> Policy:
@@ -56,9 +26,8 @@ def make_policy(policy: str | Policy | PolicyConfig | Mapping[str, Any], /, **pa
     if not isinstance(policy, PolicyConfig):
         block = policy if isinstance(policy, Mapping) else {"policy": policy}
         policy = PolicyConfig.from_block({"policy": "full", **block, **parameters})
-    if isinstance(policy, LayeredConfig):
-        return Layered(policy, [make_policy(part.cache) for part in policy.ranges])
-    return POLICIES[policy.name](policy)
+    made: Policy = policy.part(policy.policy_class)(policy)
+    return made
 
 
 def fingerprint(policy: Policy) -> str:

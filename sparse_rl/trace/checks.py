@@ -157,7 +157,7 @@ def check_closed_at(values: torch.Tensor, sections: Sections, prompt: int | None
 
 
 def check_paged_with(values: torch.Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """size, window, sinks, most, and four flags; see sparse_rl/pages/pages.py."""
+    """size, window, sinks, most, and four flags; see sparse_rl/methods/pages/pages.py."""
     numbers = values.tolist()
     if len(numbers) != PAGING or min(numbers) < 0 or not numbers[0] or not set(numbers[4:]) <= {0, 1}:
         return f"paged_with {numbers[:20]} is not how tokens can be paged"

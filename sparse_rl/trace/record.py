@@ -310,3 +310,8 @@ def _common_sections(traces: Sequence[EvictionTrace]) -> list[str]:
                 theirs = " x ".join(str(first[name].shape[i]) for i in kept)
                 raise TraceError(f"trace {row} has {ours}, trace 0 {theirs} ({name})")
     return list(first)
+
+
+def trace_bytes(layers: int, kv_heads: int, length: int, sequences: int = 1, each: int = 4) -> int:
+    """Recorded decisions, `each` bytes per layer, kv head and token, in host memory; an eviction is one int32."""
+    return each * layers * kv_heads * length * sequences

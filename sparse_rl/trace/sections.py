@@ -147,7 +147,7 @@ def _times(name: str, axis: str, check: Check, needs: tuple[str, ...]) -> Sectio
 REFIT_WITH = _settings("refit_with", torch.float64, "setting", checks.check_refit_with, needs=("refit_at",))
 REFIT_AT = _times("refit_at", "compaction", checks.check_refit_at, needs=("refit_with",))
 
-# ---- paged_with: int32 [8], how tokens are paged (sparse_rl/pages/pages.py) ------------------------------------------
+# ---- paged_with: int32 [8], how tokens are paged (sparse_rl/methods/pages/pages.py) ----------------------------------
 # ---- paged_layers: int32 [N], the layers whose tokens are paged, where there are others ------------------------------
 # ---- closed_at: int32 [P], the first query that reads a page as its summary, of pages 0 to P - 1 ---------------------
 # ---- opened: int16 [L, Hkv, S, K], the pages that a query read token by token, -1: none -----------------------------

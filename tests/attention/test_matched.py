@@ -17,9 +17,9 @@ from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
 from sparse_rl.attention.views.dense import DenseView
 from sparse_rl.attention.views.factory import make_view
-from sparse_rl.attention.views.matched import MatchedView
 from sparse_rl.attention.views.replay import ReplayView
 from sparse_rl.data.running_sum import rows
+from sparse_rl.methods.am.view import MatchedView
 from sparse_rl.models.directory import model_directory
 from sparse_rl.models.load import load_tokenizer
 from sparse_rl.trace import EvictionTrace, TraceError, batch_traces, load_traces, pack_traces, save_traces
@@ -139,7 +139,7 @@ def test_control_no_bias(sampled: Callable, monkeypatch: pytest.MonkeyPatch) -> 
         bias, values = refit(*args)  # type: ignore[arg-type]
         return torch.zeros_like(bias), values
 
-    monkeypatch.setattr("sparse_rl.attention.views.matched.refit", without)
+    monkeypatch.setattr("sparse_rl.methods.am.view.refit", without)
     with torch.no_grad():
         assert gap(replay_logprobs(model, rollouts), rollouts) > 1e-2
 

@@ -212,7 +212,7 @@ def test_how_many_tiles_are_left(scores: str, length: int, most: float, record_p
 
 def test_what_is_held_is_what_is_said(trace_of: Callable) -> None:
     """The memory plan's bytes; where keys are sorted, their way back is held beside the tiles."""
-    from sparse_rl.commands.sizes import tiles_bytes
+    from sparse_rl.attention.kernels.flex import tiles_bytes
 
     evict_at = laid_out([trace_of(700, layers=1)] * 3, "right")
     tiles = make_tiles(evict_at, padded(700), 256)

@@ -15,16 +15,14 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from sparse_rl.attention import future, future_parity
 from sparse_rl.attention.config import TargetConfig
-from sparse_rl.attention.future import LARGEST, attention_lse, future_attention_mass
+from sparse_rl.attention.future import LARGEST, attention_lse, future_attention_mass, future_bytes
 from sparse_rl.attention.future_parity import check_target, target_kernel
 from sparse_rl.attention.kernels import flex, transposed
 from sparse_rl.attention.kernels.flex import padded
 from sparse_rl.attention.kernels.tiles import TILE
 from sparse_rl.attention.kernels.transposed import transposed_options, transposed_tiles
 from sparse_rl.attention.parity import Parity
-from sparse_rl.attention.views import learned
-from sparse_rl.attention.views.learned import FutureTarget
-from sparse_rl.commands.sizes import future_bytes
+from sparse_rl.attention.target import FutureTarget
 
 B, HQ, HKV, S, D, SCALE = 2, 4, 2, 700, 32, 0.3
 WHOLE = [[S] * S, [S] * S]
@@ -235,7 +233,7 @@ def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def target(kernel: str) -> torch.Tensor:
-        monkeypatch.setattr(learned, "target_kernel", lambda *args: asked.append(args) or kernel)
+        monkeypatch.setattr("sparse_rl.attention.target.target_kernel", lambda *args: asked.append(args) or kernel)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return FutureTarget(TargetConfig())(query, key, SCALE, 5, ends, evict_at)
 

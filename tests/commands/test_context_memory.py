@@ -11,11 +11,11 @@ import torch
 from test_memory import Peak
 
 from rollout.context import PromptCacheConfig
+from rollout.context.memory import compaction_bytes, context_bytes, reference_queries
 from rollout.hf import HFEngine
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.commands.main import main
 from sparse_rl.commands.memory import plan
-from sparse_rl.commands.sizes import compaction_bytes, context_bytes, reference_queries
 from sparse_rl.policies import make_policy
 from sparse_rl.recipe import make_recipe
 

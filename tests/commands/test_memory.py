@@ -9,45 +9,32 @@ from peft import LoraConfig as PeftLora
 from peft import get_peft_model
 
 from rollout import SamplingConfig, make_engine
-from rollout.cache import GROW
 from rollout.hf import HFEngine
 from rollout.sampling import sample
 from rollout.vllm.beside import beside_cache
 from sparse_rl.attention.families import cache_shape
-from sparse_rl.attention.kernels.gather import HELD, held_bytes, make_chunks
-from sparse_rl.attention.kernels.masked import visible_mask
-from sparse_rl.attention.views.gated import CHUNK, GatedView
-from sparse_rl.attention.views.paged import PagedView
+from sparse_rl.attention.kernels.flex import tiles_bytes
+from sparse_rl.attention.kernels.gather import HELD, gathered_bytes, held_bytes, make_chunks
+from sparse_rl.attention.kernels.masked import mask_bytes, sdpa_mask_bytes, visible_mask
 from sparse_rl.commands import memory
 from sparse_rl.commands.machine import show
 from sparse_rl.commands.memory import plan, verdict, verdicts
-from sparse_rl.commands.sizes import (
-    attention_itemsize,
-    cache_bytes,
-    count_parameters,
-    fit_bytes,
-    gates_bytes,
-    gathered_bytes,
-    lora_parameters,
-    mask_bytes,
-    pages_bytes,
-    query_bytes,
-    redundancy_bytes,
-    sdpa_mask_bytes,
-    state_bytes,
-    tiles_bytes,
-    trace_bytes,
-    training_state,
-)
 from sparse_rl.data.running_sum import build_model
 from sparse_rl.kernels.choice import Choice
+from sparse_rl.kernels.redundancy import redundancy_bytes
 from sparse_rl.matching import Block, Fit, match
+from sparse_rl.matching.block import fit_bytes
+from sparse_rl.methods.dms.view import CHUNK, GatedView, gates_bytes
+from sparse_rl.methods.eviction.scored_window import redundancy
+from sparse_rl.methods.pages.view import PagedView, pages_bytes
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies import Entries, make_policy
-from sparse_rl.policies.scored_window import redundancy
+from sparse_rl.policies.cache import GROW, ITEMSIZE, cache_bytes, query_bytes, state_bytes
 from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import NEVER, EvictionTrace
+from sparse_rl.trace.record import trace_bytes
 from trainer.config import LaunchConfig, LoraConfig
+from trainer.memory import count_parameters, lora_parameters, training_state
 
 SYNTHETIC = {"synthetic": {"task": "running_sum", "size": 8}}
 GRPO = {
@@ -86,7 +73,7 @@ def test_traces_and_masks_are_counted_as_they_are():
 )
 def test_the_mask_is_counted_again_as_sdpa_converts_it(dtype, cuda, exact, itemsize):
     recipe = make_recipe(GRPO | {"dtype": dtype, "rollout": {"engine": "hf", "exact": exact}})
-    assert attention_itemsize(recipe, cuda) == itemsize
+    assert (8 if memory.computes_exactly(recipe, cuda) else ITEMSIZE[dtype]) == itemsize
     mask = visible_mask(torch.stack([EvictionTrace.dense(1, 2, 50).layer(0)] * 4))
     converted = mask.to(torch.float64 if itemsize == 8 else getattr(torch, dtype))
     assert sdpa_mask_bytes(4, 2, 50, itemsize) == mask.nbytes + converted.nbytes
@@ -99,7 +86,7 @@ def test_redundancy_takes_no_more_than_is_counted(rows):
     positions = torch.arange(300).expand(rows, 2, 300)
     with Peak() as peak:
         redundancy(Entries(keys, keys, positions, lengths, lengths, None, 1.0, {}))
-    counted = redundancy_bytes(make_policy("rkv", budget=200, period=100), 300, 2, 4, rows)
+    counted = redundancy_bytes(300, 2, 4, rows)
     assert counted / 2 < peak.bytes <= counted
 
 
@@ -109,20 +96,20 @@ def test_redundancy_of_a_long_prompt_is_made_in_tiles():
     positions, lengths = torch.arange(8192).expand(1, 1, 8192), torch.tensor([8192])
     with Peak() as peak:
         redundancy(Entries(keys, keys, positions, lengths, lengths, None, 1.0, {}))
-    counted = redundancy_bytes(make_policy("rkv", budget=200, period=100), 8192, 1, 16)
+    counted = redundancy_bytes(8192, 1, 16)
     assert counted / 2 < peak.bytes <= counted < 20e6 < 4 * 8192**2 / 10
 
 
 def test_redundancy_by_tritons_kernel_takes_the_keys_and_a_few_numbers(monkeypatch):
     """Where the GPU has it, for keys of this dtype and size."""
-    policy, shape = make_policy("rkv", budget=200, period=100), (300, 2, 64, 3, "cuda")
-    whole = redundancy_bytes(policy, *shape, "bfloat16")
+    shape = 300, 2, 64, 3, "cuda"
+    whole = redundancy_bytes(*shape, "bfloat16")
     asked = []
     chosen = lambda *given: asked.append(given) or Choice("triton", "here")  # noqa: E731
     monkeypatch.setattr("sparse_rl.kernels.redundancy.redundancy_choice", chosen)
-    assert redundancy_bytes(policy, *shape, "bfloat16") == 3 * 2 * 300 * (128 + 24) < whole / 10
+    assert redundancy_bytes(*shape, "bfloat16") == 3 * 2 * 300 * (128 + 24) < whole / 10
     assert asked == [(torch.bfloat16, 64)]
-    assert redundancy_bytes(policy, 300, 2, 64, 3, "cpu", "bfloat16") == whole and len(asked) == 1
+    assert redundancy_bytes(300, 2, 64, 3, "cpu", "bfloat16") == whole and len(asked) == 1
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "share"), [(1.0, None, 0.75), (0.6, None, 0.75), (1.0, 20, 1.0)])
@@ -151,9 +138,11 @@ def test_rows_beyond_a_bound_are_fitted_one_after_another(new_model, monkeypatch
     policy = make_policy("am", budget=16, window=4, period=8)
     engine, prompts = HFEngine(new_model("qwen2"), policy), [[i + 1] * 5 for i in range(4)]
     whole = engine.generate(prompts, SamplingConfig(40, seed=1, ignore_eos=True))
-    monkeypatch.setattr("sparse_rl.policies.am.FITTED_AT_ONCE", 1)
+    monkeypatch.setattr("sparse_rl.methods.am.policy.FITTED_AT_ONCE", 1)
     calls = []
-    monkeypatch.setattr("sparse_rl.policies.am.match", lambda block, *rest: calls.append(1) or match(block, *rest))
+    monkeypatch.setattr(
+        "sparse_rl.methods.am.policy.match", lambda block, *rest: calls.append(1) or match(block, *rest)
+    )
     alone = engine.generate(prompts, SamplingConfig(40, seed=1, ignore_eos=True))
     assert len(calls) == 4 * 2 * 3  # sequences, layers, compactions
     for one, other in zip(whole, alone, strict=True):
@@ -205,7 +194,7 @@ def test_soft_gates_take_about_what_is_counted(length, heads, kv_heads, monkeypa
     q, k, v = (torch.randn(1, n, length, 16, requires_grad=True) for n in (heads, kv_heads, kv_heads))
     counted, took = gates_bytes(1, heads, kv_heads, length, 8), []
     for chunk in (CHUNK, length):
-        monkeypatch.setattr("sparse_rl.attention.views.gated.CHUNK", chunk)
+        monkeypatch.setattr("sparse_rl.methods.dms.view.CHUNK", chunk)
         view = GatedView([lambda *_: (scores, torch.zeros(kv_heads))], policy, torch.tensor([length]), temperature=0.5)
         with Peak() as peak:
             view.attend(0, q, k, v, 0.25).sum().backward()
@@ -336,7 +325,7 @@ def test_redundancy_is_counted_where_a_policy_has_it():
     size = {"budget": 40, "window": 8, "period": 8}
     for name, parameters, has in (("rkv", {}, 1), ("gkv", {}, 1), ("gkv", {"redundancy": False}, 0), ("snapkv", {}, 0)):
         policy = make_policy(name, **size, **parameters)
-        assert bool(redundancy_bytes(policy, 48, 2, 8)) == bool(has)
+        assert policy.compares_keys == bool(has)
         task = {**GRPO, "cache": {"policy": name, **size, **parameters}}
         names = {item.name for item in plan(make_recipe(task), tiny_config()).items}
         assert ("redundancy" in names) == bool(has)

@@ -14,7 +14,7 @@ import torch
 from sparse_rl.analysis import opened
 from sparse_rl.analysis.opened import closing_line, opened_shares, page_statistics, plot_opened
 from sparse_rl.commands.main import main
-from sparse_rl.pages import Pages
+from sparse_rl.methods.pages.pages import Pages
 from sparse_rl.trace import NEVER, EvictionTrace, load_traces, save_traces
 
 PAGES = Pages(3, 2, 1, 2, True, True)

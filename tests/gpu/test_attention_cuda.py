@@ -13,8 +13,8 @@ from sparse_rl.attention.future_parity import check_target, target_kernel
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.kernels.flex import flex_attend
 from sparse_rl.attention.parity import check_parity, random_evictions
+from sparse_rl.attention.target import FutureTarget
 from sparse_rl.attention.views.factory import make_view
-from sparse_rl.attention.views.learned import FutureTarget
 from sparse_rl.trace import EvictionTrace
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -7,11 +7,11 @@ import pytest
 from sparse_rl.attention.families import check_replayable
 from sparse_rl.commands.main import main
 from sparse_rl.commands.sampling import check_lengths
-from sparse_rl.commands.sizes import count_parameters
 from sparse_rl.models import hub
 from sparse_rl.models.known import SHAPES, load_shape
 from sparse_rl.models.weights import meta_model
 from sparse_rl.recipe import list_recipes, load_recipe
+from trainer.memory import count_parameters
 
 PUBLISHED = {
     "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,

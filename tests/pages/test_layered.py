@@ -15,10 +15,10 @@ from judging import gap, same
 from rollout import Rollout, SamplingConfig, make_engine
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.attention.views.factory import make_view
-from sparse_rl.attention.views.layered import LayeredView
 from sparse_rl.errors import UserError
+from sparse_rl.methods.pages.config import mixed, spans
+from sparse_rl.methods.pages.layered_view import LayeredView
 from sparse_rl.policies import make_policy
-from sparse_rl.policies.config.pages import mixed, spans
 from sparse_rl.recipe import load_recipe
 from sparse_rl.trace import EvictionTrace, TraceError
 

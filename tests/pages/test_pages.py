@@ -12,16 +12,16 @@ import torch
 from judging import gap
 
 from rollout import Rollout, SamplingConfig, make_engine
-from rollout.paged import PagedCache, _weighed
 from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.attention.views.factory import make_view
-from sparse_rl.attention.views.paged import PagedView
 from sparse_rl.attention.views.replay import ReplayView
 from sparse_rl.errors import UserError
-from sparse_rl.pages import choose, random_weights
+from sparse_rl.methods.pages.cache import PagedCache, _weighed
+from sparse_rl.methods.pages.clustered import Clustered
+from sparse_rl.methods.pages.pages import choose, random_weights
+from sparse_rl.methods.pages.view import PagedView
 from sparse_rl.policies import make_policy
-from sparse_rl.policies.clustered import Clustered
 from sparse_rl.recipe import load_recipe
 from sparse_rl.trace import NEVER, EvictionTrace, TraceError, batch_traces, load_traces, pack_traces, save_traces
 
@@ -206,7 +206,7 @@ def test_what_is_read_is_counted(changed: dict, monkeypatch: pytest.MonkeyPatch)
         cache.attend(0, q, k, v, 0.5)
         read.clear()
         with monkeypatch.context() as patch:
-            patch.setattr("rollout.paged._weighed", counting)
+            patch.setattr("sparse_rl.methods.pages.cache._weighed", counting)
             for fed in range(prompt + 1, prompt + 40):
                 cache.begin_decode([True], torch.device("cpu"))
                 cache.attend(0, *(torch.randn(1, n, 1, 4, generator=generator) for n in (2, 1, 1)), 0.5)
@@ -313,7 +313,7 @@ def test_a_choice_that_rounding_changes_is_replayed_all_the_same(
     model, prompts = model_of("quickstart"), prompts_of("quickstart", LENGTHS)
     engine = make_engine("hf", model=model, policy=CACHE)
     clean = engine.generate(prompts, SAMPLING)
-    monkeypatch.setattr("rollout.paged.choose", noisy)
+    monkeypatch.setattr("sparse_rl.methods.pages.cache.choose", noisy)
     rollouts = engine.simulate(prompts, [r.completion_ids for r in clean])
     others = [a.trace.further["opened"] != b.trace.further["opened"] for a, b in zip(clean, rollouts, strict=True)]
     assert sum(int(x.sum()) for x in others) > 0
@@ -383,7 +383,7 @@ def fed_whole(
 @pytest.mark.parametrize("changed", CHANGES, ids=str)
 def test_gradients_are_those_of_the_equations(changed: dict, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, of all queries, keys and values: through summaries, and not through the choice."""
-    monkeypatch.setattr("sparse_rl.attention.views.paged.CHUNK", 7)
+    monkeypatch.setattr("sparse_rl.methods.pages.view.CHUNK", 7)
     policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(1)
     prompt, total, group, dim = 9, 34, 2, 8
     given = [torch.randn(1, n, total, dim, generator=generator, dtype=torch.float64) for n in (group, 1, 1)]
@@ -413,7 +413,7 @@ def test_gradients_are_those_of_the_equations(changed: dict, kernel: str, monkey
 @pytest.mark.parametrize("chunk", [1, 16, 128])
 def test_the_gathered_path_is_the_masked_one(chunk: int, sampled: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged rows, padded on both sides, whatever the chunk."""
-    monkeypatch.setattr("sparse_rl.attention.views.paged.CHUNK", chunk)
+    monkeypatch.setattr("sparse_rl.methods.pages.view.CHUNK", chunk)
     _, rollouts = sampled("qwen2")
     width, generator = 230, torch.Generator().manual_seed(0)
     starts = [(7 * row) % (width - len(r.trace)) for row, r in enumerate(rollouts)]
@@ -549,7 +549,7 @@ def test_gradients_are_finite_differences(compressor: str) -> None:
 
 
 def test_more_pages_than_the_record_can_name_are_refused(model_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.paged.MOST_PAGES", 5)
+    monkeypatch.setattr("sparse_rl.methods.pages.cache.MOST_PAGES", 5)
     engine = make_engine("hf", model=model_of("qwen2"), policy=CACHE)
     with pytest.raises(UserError, match=r"more than 5 pages; larger ones are needed"):
         engine.generate([[1, 2, 3]], SAMPLING)

@@ -18,6 +18,7 @@ from test_hostile_recipes import KEYS, TEXTS
 
 from sparse_rl.config import Source, coerce, own_fields
 from sparse_rl.errors import UserError
+from sparse_rl.methods.kvpop.scorers.config import CONFIGS as SCORERS
 from sparse_rl.policies.config import CONFIGS as POLICIES
 from sparse_rl.recipe import KINDS, list_recipes, load_recipe, make_recipe
 from sparse_rl.recipe.json_schema import SchemaWriter, recipe_schema
@@ -25,7 +26,6 @@ from sparse_rl.recipe.keys import holders, list_sections
 from sparse_rl.recipe.load import _shipped
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.schema import apply_overrides, parse_yaml
-from sparse_rl.scorers.config import CONFIGS as SCORERS
 
 ALL = recipe_schema()
 OF_ALL = Validator(ALL)

@@ -10,10 +10,10 @@ from policy_cases import BOUNDED, EVICTING, SAMPLED
 from transformers import PreTrainedModel
 
 from rollout import SamplingConfig, make_engine
-from rollout.cache import GROW, EvictingCache
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.policies import Policy
+from sparse_rl.policies.cache import GROW, EvictingCache
 
 CPU = torch.device("cpu")
 BUDGET, PERIOD = 16, 5

@@ -316,7 +316,7 @@ def test_what_is_read_in_pieces_is_what_is_read_at_once(
     for context in (None, engine.compact(tokens, PromptCacheConfig(ratio=0.3, queries=["context"]))):
         caches = []
         for piece, at_once in ((1024, 2**26), (8, 2**26), (8, 2000)):
-            monkeypatch.setattr("rollout.hf.PIECE", piece)
+            monkeypatch.setattr("rollout.context.cache.ContextCache.piece", piece)
             monkeypatch.setattr("rollout.context.cache.MOST_LOGITS", at_once)
             cache = ContextCache(context, captures=True)
             caches.append((cache, engine._read(texts, cache).hidden))
@@ -343,7 +343,7 @@ def test_a_context_read_in_pieces_is_the_same(
     widths: list[int] = []
     hidden = engine._hidden
     monkeypatch.setattr(engine, "_hidden", lambda ids, *rest: widths.append(ids.shape[1]) or hidden(ids, *rest))
-    monkeypatch.setattr("rollout.hf.PIECE", 7)
+    monkeypatch.setattr("rollout.context.cache.ContextCache.piece", 7)
     pieces = engine.compact(tokens, config, [asked])
     for ours, theirs in zip(pieces.layers, whole.layers, strict=True):
         assert torch.equal(ours.positions, theirs.positions)

@@ -14,8 +14,8 @@ from learned import with_scorers
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.logprobs import replay_logprobs
-from sparse_rl.attention.views.gated import GatedView
 from sparse_rl.errors import UserError
+from sparse_rl.methods.dms.view import GatedView
 from sparse_rl.policies import make_policy
 from sparse_rl.trace import NEVER, EvictionTrace
 from trainer.grpo.panel import held_entries
@@ -187,7 +187,7 @@ def test_soft_gates_are_made_for_some_queries_at_a_time(monkeypatch: pytest.Monk
             *torch.autograd.grad((out * weigh).sum(), (*told, scores), retain_graph=True),
         )
     for chunk in (4, 7, 256):
-        monkeypatch.setattr("sparse_rl.attention.views.gated.CHUNK", chunk)
+        monkeypatch.setattr("sparse_rl.methods.dms.view.CHUNK", chunk)
         view = GatedView(
             [lambda *_: (scores, torch.zeros(2))],
             policy,

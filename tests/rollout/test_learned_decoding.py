@@ -16,7 +16,7 @@ from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.attention.oracle import oracle_recall
-from sparse_rl.attention.views.learned import FutureTarget
+from sparse_rl.attention.target import FutureTarget
 from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.trace import NEVER, batch_traces
 

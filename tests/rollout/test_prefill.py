@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rollout import make_engine
-from rollout.cache import EvictingCache
 from rollout.hf import PrefilledPrompts
 from sparse_rl.errors import UserError
+from sparse_rl.policies.cache import EvictingCache
 
 LENGTHS = (5, 40, 23, 64)
 ROWS = [2, 2, 0, 3, 1, 2]

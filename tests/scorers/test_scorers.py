@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from sparse_rl.kernels import running_topk
+from sparse_rl.methods.kvpop.scorers import SCORERS, Scorer, make_scorer
+from sparse_rl.methods.kvpop.scorers.mlstm import MLSTM, State
 from sparse_rl.policies import make_policy
-from sparse_rl.scorers import SCORERS, Scorer, make_scorer
-from sparse_rl.scorers.mlstm import MLSTM, State
 
 B, H, D = 2, 3, 8
 MLSTMS: list[dict[str, Any]] = [

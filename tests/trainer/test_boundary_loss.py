@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_rl.attention.views.learned import LayerTarget
 from sparse_rl.kernels import running_topk
+from sparse_rl.methods.kvpop.view import LayerTarget
 from trainer.losses.boundary import BoundaryLoss
 from trainer.losses.config import BoundaryConfig
 

@@ -37,7 +37,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
             batches.append(dict(batch))
             super().__init__(batch, *args)
 
-    monkeypatch.setattr(factory, "VIEWS", (ReplayView, Takes))
+    monkeypatch.setattr(factory, "views", lambda: [ReplayView, Takes])
     return batches
 
 

@@ -20,14 +20,14 @@ from transformers import AutoModelForCausalLM
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.views.dense import DenseView
-from sparse_rl.attention.views.learned import LearnedView
 from sparse_rl.commands.examples import load_texts
 from sparse_rl.commands.train import train
 from sparse_rl.errors import UserError
+from sparse_rl.methods.kvpop.policy import KVpop
+from sparse_rl.methods.kvpop.view import LearnedView
 from sparse_rl.metrics import read_metrics
 from sparse_rl.models.directory import attach_scorers, saved_policy
 from sparse_rl.models.load import load_model
-from sparse_rl.policies.kvpop import KVpop
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import EvictionTrace

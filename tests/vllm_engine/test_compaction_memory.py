@@ -10,7 +10,7 @@ from counting import GROUP, HEADS, state_of
 from peaks import Peak
 from policy_cases import ON_VLLM
 
-from sparse_rl.commands.sizes import transient_bytes
+from sparse_rl.commands.memory import transient_bytes
 from sparse_rl.policies import Entries, Policy
 from sparse_rl.policies.config import EvictingConfig
 

@@ -16,8 +16,8 @@ from rollout import SamplingConfig, make_engine
 from rollout.vllm.beside import beside_cache
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.errors import UserError
+from sparse_rl.methods.kvpop.scorers.base import digests
 from sparse_rl.models.load import load_model
-from sparse_rl.scorers.base import digests
 
 B = 20
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}

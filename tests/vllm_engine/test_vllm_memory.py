@@ -10,8 +10,7 @@ import torch
 from watching import pool_of, watched
 
 from rollout import SamplingConfig
-from rollout.vllm.beside import Beside, beside_cache
-from sparse_rl.commands.sizes import pool_bytes
+from rollout.vllm.beside import Beside, beside_cache, pool_bytes
 from sparse_rl.errors import UserError
 from sparse_rl.policies import Policy
 

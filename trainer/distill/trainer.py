@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from trl.models import unwrap_model_for_generation
 
 from rollout.engine import Engine, SamplingConfig
-from sparse_rl.attention.views.learned import LearnedView
+from sparse_rl.methods.kvpop.policy import KVpop
+from sparse_rl.methods.kvpop.view import LearnedView
 from sparse_rl.models.base import base_of
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.kvpop import KVpop
 from sparse_rl.trace import batch_traces
 from trainer.batches import Batch, trace_of
 from trainer.distill.config import DistillConfig

@@ -24,11 +24,11 @@ from transformers import PreTrainedModel
 
 from rollout.engine import Rollout
 from sparse_rl.attention.interface import NO_MASK
-from sparse_rl.attention.views.matched import MatchedView
 from sparse_rl.errors import NotFiniteError, StoppedError
-from sparse_rl.policies.am import AM
+from sparse_rl.methods.am.policy import AM
+from sparse_rl.methods.am.view import MatchedView
+from sparse_rl.methods.kvpop.policy import KVpop
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.kvpop import KVpop
 from sparse_rl.trace import batch_traces
 from trainer.scored.loss import decisions_agree
 

@@ -33,12 +33,12 @@ from rollout.engine import Engine, Rollout, SamplingConfig
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.views.factory import make_view
-from sparse_rl.attention.views.learned import LearnedView
 from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.errors import UserError
+from sparse_rl.methods.kvpop.policy import KVpop
+from sparse_rl.methods.kvpop.view import LearnedView
 from sparse_rl.models.base import base_of
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.kvpop import KVpop
 from sparse_rl.trace import EvictionTrace, batch_traces
 from trainer.grpo.advantages import over_varied_groups, varied_groups, without_truncated
 from trainer.grpo.arguments import SparseGRPOArguments

@@ -1,6 +1,6 @@
 """DMS's retrofit: gates learn what may go, from the model's own losses, and how much has to, from a target.
 
-The student runs under soft gates (sparse_rl/attention/views/gated.py). Per micro-batch of N completion tokens
+The student runs under soft gates (sparse_rl/methods/dms/view.py). Per micro-batch of N completion tokens
 
     loss = 1/N sum over tokens of (kl_weight tau^2 KL(teacher || student) + ce_weight CE)
            + weight * max(0, target - mean alpha),       target = 1 - 1 / CR,
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from sparse_rl.attention.views.gated import GatedView
+from sparse_rl.methods.dms.policy import DMS
+from sparse_rl.methods.dms.view import GatedView
 from sparse_rl.models.base import base_of
-from sparse_rl.policies.dms import DMS
 from trainer.batches import Batch
 from trainer.examples import Example
 from trainer.kvpop.trainer import KVpopTrainer

@@ -24,11 +24,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, set_seed
 
 from sparse_rl.errors import NotFiniteError
+from sparse_rl.methods.kvpop.learned import LearnedPolicy
+from sparse_rl.methods.kvpop.policy import KVpop
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import SCORERS, attach_scorers
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.kvpop import KVpop
-from sparse_rl.policies.learned import LearnedPolicy
 from trainer.batches import Batch
 from trainer.examples import Example
 from trainer.kvpop.config import KVpopConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from sparse_rl.attention.views.learned import LayerTarget
+from sparse_rl.methods.kvpop.view import LayerTarget
 from trainer.losses.config import BoundaryConfig
 
 

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from transformers import Trainer
 
 from sparse_rl.errors import StoppedError
+from sparse_rl.methods.kvpop.learned import LearnedPolicy
+from sparse_rl.methods.kvpop.scorers.base import NOT_DECAYED, digests
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import SCORERS, check_scorers, load_scorers, read_scorers, save_policy, write_scorers
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.learned import LearnedPolicy
-from sparse_rl.scorers.base import NOT_DECAYED, digests
 
 
 class Scored(Trainer):

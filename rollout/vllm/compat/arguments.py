@@ -13,9 +13,9 @@ from torch import distributed
 
 from rollout.vllm.beside import Beside
 from sparse_rl.errors import UserError
-from sparse_rl.policies.am import BIAS
+from sparse_rl.methods.am.policy import BIAS
+from sparse_rl.methods.eviction.full import Full
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.full import Full
 from sparse_rl.policies.registry import fingerprint, make_policy
 from sparse_rl.source import INSTALL_VLLM, VLLM
 from sparse_rl.temporary import temporary_folder

@@ -150,3 +150,10 @@ class _Reordered(torch.autograd.Function):
         (back,) = ctx.saved_tensors
         row = torch.arange(len(back), device=back.device)[:, None]
         return grads[0][row, back].view(ctx.shape), None, None
+
+
+def tiles_bytes(sequences: int, kv_heads: int, length: int) -> int:
+    """One layer's tiles in FlexAttention: positions and evict_at, the keys' order and back, and four lists of tiles."""
+    width = padded(length)
+    count = width // TILE
+    return sequences * kv_heads * (width * (4 + 4 + 8) + length * 8 + 4 * 4 * (count + count**2))

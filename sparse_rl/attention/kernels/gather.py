@@ -114,3 +114,12 @@ def _attend(
         key, value = (x.view(rows, 1, -1, shape[-1]).expand(-1, group, -1, -1) for x in of_keys)
         parts.append(sdpa(of_queries, key, value, scaling, chunk.visible()))
     return torch.cat(parts, dim=2).view(shape).to(dtype)
+
+
+def gathered_bytes(rows: int, prompt: int, length: int, seen: int, head_dim: int, itemsize: int, layers: int) -> int:
+    """What attention over gathered keys holds until the backward pass, where a query sees `seen` entries, and all of
+    its prompt; rows: sequences x kv heads. Of one layer, where that is too much to be kept of all of them.
+    """
+    evict_at = (torch.arange(length, dtype=torch.int32) + seen).clamp(min=prompt)
+    held = rows * held_bytes(make_chunks(evict_at[None]), head_dim, itemsize)
+    return held if held > HELD else layers * held

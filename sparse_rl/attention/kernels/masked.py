@@ -87,3 +87,13 @@ def visible_mask(evict_at: torch.Tensor) -> torch.Tensor:
     mask.logical_and_(position[:, None] >= position)
     mask.diagonal(dim1=-2, dim2=-1).fill_(True)
     return mask
+
+
+def mask_bytes(sequences: int, kv_heads: int, length: int, layers: int = 1) -> int:
+    """Boolean masks [B, Hkv, S, S]: of one layer, as replay attention makes them, or of all, as dense traces would."""
+    return sequences * layers * kv_heads * length * length
+
+
+def sdpa_mask_bytes(sequences: int, kv_heads: int, length: int, itemsize: int) -> int:
+    """One layer's mask in replay attention: the boolean one, and what SDPA makes of it, a bias in its own dtype."""
+    return mask_bytes(sequences, kv_heads, length) * (1 + itemsize)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from sparse_rl.attention.interface import KVView, TraceView
-from sparse_rl.attention.views.layered import LayeredView
-from sparse_rl.attention.views.matched import MatchedView
-from sparse_rl.attention.views.paged import PagedView
-from sparse_rl.attention.views.replay import ReplayView
+from sparse_rl.policies.config import CONFIGS
 from sparse_rl.trace import EvictionTrace, TraceError, batch_traces
 
-VIEWS: tuple[type[TraceView], ...] = (ReplayView, MatchedView, PagedView, LayeredView)
+
+def views() -> list[type[TraceView]]:
+    """The views of all methods, each once."""
+    return list(dict.fromkeys(config.part(config.view_class) for config in CONFIGS.values()))
 
 
 def make_view(
@@ -36,8 +36,8 @@ def make_view(
     Raises TraceError where no view replays all sections of the traces, and where `batch_traces` does.
     """
     batch = batch_traces(traces, starts, width)
-    for view in VIEWS:
+    for view in views():
         if batch.keys() <= view.replays:
             return view(batch, device, kernel, through)
-    can = "; ".join(f"{view.__name__} replays {', '.join(sorted(view.replays))}" for view in VIEWS)
+    can = "; ".join(f"{view.__name__} replays {', '.join(sorted(view.replays))}" for view in views())
     raise TraceError(f"no view replays traces with the sections {', '.join(batch)} ({can})")

@@ -9,9 +9,9 @@ Here, and here alone, a parameter has its default and the rule that its value mu
 from __future__ import annotations
 
 from sparse_rl.config import yaml_fields
-from sparse_rl.policies.config.base import CONFIGS, FullConfig, PolicyConfig
-from sparse_rl.policies.config.evicting import (
-    AMConfig,
+from sparse_rl.methods.am.config import AMConfig
+from sparse_rl.methods.dms.config import DMSConfig
+from sparse_rl.methods.eviction.config import (
     CAKEConfig,
     EvictingConfig,
     GKVConfig,
@@ -24,8 +24,9 @@ from sparse_rl.policies.config.evicting import (
     StreamingConfig,
     TovaConfig,
 )
-from sparse_rl.policies.config.learned import DMSConfig, KVpopPolicyConfig, LearnedConfig
-from sparse_rl.policies.config.pages import ClusteredConfig, LayeredConfig
+from sparse_rl.methods.kvpop.config import KVpopPolicyConfig, LearnedConfig
+from sparse_rl.methods.pages.config import ClusteredConfig, LayeredConfig
+from sparse_rl.policies.config.base import CONFIGS, FullConfig, PolicyConfig
 
 __all__ = [
     "CONFIGS",
@@ -52,23 +53,24 @@ __all__ = [
 ]
 
 CONFIGS.update(
-    {
-        "full": FullConfig,
-        "streaming": StreamingConfig,
-        "h2o": H2OConfig,
-        "lined": LinedConfig,
-        "tova": TovaConfig,
-        "snapkv": SnapKVConfig,
-        "morphkv": MorphKVConfig,
-        "rkv": RKVConfig,
-        "gkv": GKVConfig,
-        "cake": CAKEConfig,
-        "am": AMConfig,
-        "kvpop": KVpopPolicyConfig,
-        "dms": DMSConfig,
-        "clustered": ClusteredConfig,
-        "layered": LayeredConfig,
-    }
+    (config.name, config)
+    for config in (
+        FullConfig,
+        StreamingConfig,
+        H2OConfig,
+        LinedConfig,
+        TovaConfig,
+        SnapKVConfig,
+        MorphKVConfig,
+        RKVConfig,
+        GKVConfig,
+        CAKEConfig,
+        AMConfig,
+        KVpopPolicyConfig,  # this and the next are retrofitted to a model (trainer/kvpop/)
+        DMSConfig,
+        ClusteredConfig,
+        LayeredConfig,
+    )
 )
 
 

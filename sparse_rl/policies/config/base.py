@@ -1,7 +1,8 @@
-"""What the settings of every cache policy have."""
+"""What the settings of every cache policy have, and the parts of its method that they name."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,7 +14,14 @@ from sparse_rl.policies.schedule import NeverEvicts, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig(NamedConfiguration):
-    """What the settings of all cache policies have: the policy's name, and its schedule.
+    """What the settings of all cache policies have: the policy's name, its schedule, and the parts of its method.
+
+    A part is named as "module:class", and imported when it is asked for (`part`), so that settings need no torch.
+
+    policy_class : a sparse_rl.policies.base.Policy
+    cache_class : of the hf engine, a sparse_rl.policies.cache.Cache
+    view_class : replays its traces, a sparse_rl.attention.interface.TraceView
+    learned_view_class : what a retrofit attends by, where the policy is learned
 
     `PolicyConfig.from_block({"policy": name, ...})` makes those of any policy. Raises UserError for an unknown name or
     parameter, a missing budget, and a value that breaks a parameter's rule.
@@ -23,6 +31,16 @@ class PolicyConfig(NamedConfiguration):
     name_key: ClassVar[str] = "policy"
     packs: ClassVar[bool] = True  # whether several sequences can be replayed in one row
     in_parts: ClassVar[bool] = True  # whether some layers can have it, and others another one
+    policy_class: ClassVar[str]
+    cache_class: ClassVar[str] = "sparse_rl.policies.cache:EvictingCache"
+    view_class: ClassVar[str] = "sparse_rl.attention.views.replay:ReplayView"
+    learned_view_class: ClassVar[str]
+
+    @classmethod
+    def part(cls, named: str) -> Any:
+        """The class that `policy_class`, `cache_class`, `view_class` or `learned_view_class` names."""
+        module, name = named.split(":")
+        return getattr(importlib.import_module(module), name)
 
     @classmethod
     def members(cls) -> Mapping[str, type[PolicyConfig]]:
@@ -67,6 +85,7 @@ class FullConfig(PolicyConfig):
     """Nothing is evicted. It has no parameters."""
 
     name: ClassVar[str] = "full"
+    policy_class: ClassVar[str] = "sparse_rl.methods.eviction.full:Full"
 
     @property
     def schedule(self) -> Schedule:

@@ -1,0 +1,42 @@
+"""Bytes that a context takes: what is left of it, what it is read by, and its compaction."""
+
+from __future__ import annotations
+
+from rollout.context import cache, compact
+from rollout.context.config import PromptCacheConfig
+from rollout.context.prompts import STUDY_PROMPTS
+from sparse_rl.matching.block import fit_bytes
+from sparse_rl.policies.cache import cache_bytes
+
+
+def context_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """A context of so many entries per kv head: keys and values, and of each entry a float32 bias and its position."""
+    return cache_bytes(entries, layers, kv_heads, head_dim, itemsize) + 12 * layers * kv_heads * entries
+
+
+def reading_bytes(tokens: int, heads: int) -> int:
+    """The masks of a piece of a context, as it is read once more behind itself."""
+    return 12 * min(cache.MOST_LOGITS, heads * min(cache.ContextCache.piece or tokens, tokens) * 2 * tokens)
+
+
+def reference_queries(config: PromptCacheConfig, tokens: int, group: int) -> int:
+    """The most reference queries of a kv head, before some are drawn, of a context of so many tokens."""
+    study = len(STUDY_PROMPTS) * config.study_samples * config.study_tokens
+    read = {"self_study": study, "window": min(config.window, tokens)}
+    return group * sum(read.get(kind, tokens) for kind in config.queries) if config.chooses else 0
+
+
+def compaction_bytes(config: PromptCacheConfig, tokens: int, group: int, kv_heads: int, head_dim: int) -> int:
+    """The transient of a compaction: of the kv heads of a layer that are compacted at once, and of one part."""
+    if not config.chooses:
+        return 0
+    queries = min(reference_queries(config, tokens, group), config.most_queries)
+    if config.policy == "evict":  # all heads and tokens, and some queries at a time
+        some = min(queries, max(1, compact.MOST_LOGITS // (kv_heads * tokens)))
+        return fit_bytes(1, kv_heads, some, tokens, 0, head_dim)
+    parts = -(-config.between(tokens) // config.chunk)
+    part = tokens if parts == 1 else -(-config.between(tokens) // parts) + config.first + config.last
+    heads = kv_heads if queries * kv_heads * min(tokens, config.chunk) <= compact.MOST_LOGITS else 1
+    fitted = -(-config.kept(tokens) // parts)
+    pursued = fitted * max(queries, part) + part**2 if config.select == "omp" else 0  # what its steps read again
+    return fit_bytes(1, heads, queries, part, fitted, head_dim) + 8 * heads * pursued

@@ -1,0 +1,59 @@
+"""What a token will still be attended to, as scorers are to foresee it."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_rl.attention.config import TargetConfig
+from sparse_rl.attention.future import attention_lse, future_attention_mass
+from sparse_rl.attention.future_parity import target_kernel
+from sparse_rl.attention.kernels.sdpa import computing_dtype
+
+
+class FutureTarget:
+    """What the scorers are to foresee: r_t = log(floor + m_t), the mass of future attention of a kv head.
+
+    The student's attention (p is divided by the sum over what a query sees), or the dense one; lookahead and normalise
+    as in future_attention_mass. The floor, epsilon, is ours: the papers do not say.
+
+    By the loop it is of queries and keys as they come; by FlexAttention on a GPU as the attention has them, rounded to
+    autocast's dtype. Sums are in float32 in either case.
+    """
+
+    def __init__(self, config: TargetConfig) -> None:
+        self.config = config
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        scaling: float,
+        window: int,
+        ends: torch.Tensor,
+        evict_at: torch.Tensor,
+    ) -> torch.Tensor:
+        """The target of one layer: float32 [B, Hkv, S].
+
+        query : [B, Hq, S, D]; key : [B, Hkv, S, D]; after RoPE
+        window : w, the tokens that a query sees in any case; ends : int64 [B, S], the end of each token's document
+        evict_at : int32 [B, Hkv, S], what the student's queries see
+        """
+        sparse = evict_at if self.config.normaliser == "sparse" else None
+        dtype = computing_dtype(query, key)
+        with torch.autocast(query.device.type, enabled=False):  # in float32, whatever the model computes in
+            kernel = target_kernel(query.device, dtype, (query.shape[1], key.shape[1], query.shape[3]))
+            if kernel == "flex":
+                query, key = query.to(dtype), key.to(dtype)
+            return future_attention_mass(
+                query,
+                key,
+                window=window,
+                scaling=scaling,
+                ends=ends,
+                log_sum_exp=attention_lse(query, key, scaling=scaling, ends=ends, evict_at=sparse, kernel=kernel),
+                lookahead=self.config.lookahead,
+                normalise=self.config.normalise,
+                group=self.config.group,
+                floor=self.config.floor,
+                kernel=kernel,
+            )

@@ -1,0 +1,264 @@
+"""Replay of Attention Matching: between two compactions all queries see the same entries, which are remade, not stored.
+
+Recorded are the times of the compactions and what stayed. So a sequence is a row of *segments*. In each, one dense call
+attends to what the compaction before left, with its biases, and causally to the segment's own tokens. Between two
+segments biases and values are made again by the function that the sampler used (sparse_rl/matching), with gradients:
+through them a token learns to be represented well after it has gone. No S x S mask is made.
+
+Rows are ragged, and each has its own compactions; the c-th ones of all rows that have so many are one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from sparse_rl.attention.interface import Replayed, check_sections
+from sparse_rl.attention.kernels.sdpa import sdpa
+from sparse_rl.matching import Block, Record, refit, residuals
+from sparse_rl.matching.block import fit_bytes
+
+
+@dataclass
+class Segment:
+    """What lies between two compactions, of the R rows that have so many.
+
+    rows : int64 [R]; kept_rows : which of the rows of the segment before they are, int64 [R]
+    own : int64 [R, T], the segment's columns, right-padded; real bool [R, T]: no padding
+    first : int64 [R], the column of each row's first token
+    """
+
+    rows: torch.Tensor
+    kept_rows: torch.Tensor
+    own: torch.Tensor
+    real: torch.Tensor
+    first: torch.Tensor
+
+
+@dataclass
+class Held:
+    """What a compaction left: index int64 [R, H, K], ascending columns; bias float32 [R, H, K]; values [R, H, K, D]."""
+
+    index: torch.Tensor
+    bias: torch.Tensor
+    values: torch.Tensor
+
+
+class MatchedView:
+    """A `kv_view` for training: B padded sequences, what was evicted, and when the rest was refitted.
+
+    Parameters
+    ----------
+    batch : from `batch_traces`; evict_at int32 [L, B, Hkv, S], refit_at int32 [B, C], refit_with float64 [K]
+    device : where the model runs
+    kernel : has no choice here
+    through : whether gradients flow through biases and values to what they were made of; else they are constants
+
+    Raises TraceError where the batch has other sections, or cannot be replayed.
+    """
+
+    replays: ClassVar = frozenset({"evict_at", "refit_at", "refit_with"})
+    requires: ClassVar = replays
+
+    def __init__(
+        self,
+        batch: Mapping[str, torch.Tensor],
+        device: torch.device | str,
+        kernel: str = "gather",
+        through: bool = True,
+    ) -> None:
+        check_sections(type(self), batch)
+        self.device, self.through = torch.device(device), through
+        self.evict_at = batch["evict_at"]
+        self.residuals: list[tuple[float, float, float]] | None = None  # of mass, of output, largest |bias|, if asked
+        self.record = Record.read(batch["refit_with"])
+        self.segments = self._segments(batch["refit_at"])
+
+    @classmethod
+    def holds(cls, config: Any, replayed: Replayed) -> tuple[str, int, str]:
+        rows, kv_heads = replayed.rows, replayed.kv_heads
+        entries = config.schedule.most_held(replayed.prompt, replayed.length)
+        queries = config.conditions(replayed.heads // kv_heads)
+        fits = fit_bytes(rows, kv_heads, queries, entries, config.refitted, replayed.head_dim)
+        masks = rows * kv_heads * (entries - config.budget) * entries * (4 + replayed.itemsize)
+        note = "estimate, of one layer and one segment at a time; the fits in float64"
+        return "fits and masks", 3 * fits // 2 + masks, note  # a backward pass keeps more
+
+    def _segments(self, refit_at: torch.Tensor) -> list[Segment]:
+        """The plan of a forward, the same for every layer."""
+        real = self.evict_at[0, :, 0] > 0  # a pad key is seen by nobody
+        width = real.shape[1]
+        start = real.int().argmax(1)
+        end = start + real.sum(1)
+        times = torch.cat([start[:, None], refit_at.clamp(max=width).long(), torch.full((len(real), 1), width)], dim=1)
+        times = torch.minimum(times, end[:, None])
+        segments, before = [], torch.arange(len(real))
+        for place in range(times.shape[1] - 1):
+            first, last = times[:, place], times[:, place + 1]
+            rows = (last > first).nonzero()[:, 0]
+            if not len(rows):
+                break
+            own = first[rows, None] + torch.arange(int((last - first).max()))
+            is_real = own < last[rows, None]
+            kept_rows = torch.searchsorted(before, rows)
+            parts = (rows, kept_rows, own.clamp(max=width - 1), is_real, start[rows])
+            segments.append(Segment(*(part.to(self.device) for part in parts)))
+            before = rows
+        return segments
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """See `KVView.attend`."""
+        evict_at = self.evict_at[layer].to(self.device, non_blocking=True)
+        out = torch.zeros_like(query, dtype=value.dtype).transpose(1, 2)  # [B, S, Hq, D]
+        held: Held | None = None
+        for place, segment in enumerate(self.segments):
+            if place:
+                held = self._compacted(self.segments[place - 1], segment, held, evict_at, query, key, value, scaling)
+            said = _saved(partial(_attend, segment, scaling), query, key, value, *_tensors(held))
+            where = segment.real.nonzero(as_tuple=True)
+            out = out.index_put((segment.rows[where[0]], segment.own[where]), said.transpose(1, 2)[where])
+        return out.transpose(1, 2)
+
+    def _compacted(
+        self,
+        before: Segment,
+        after: Segment,
+        held: Held | None,
+        evict_at: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+    ) -> Held:
+        """What the rows of `after` hold once they have been compacted at its start."""
+        record, heads = self.record, key.shape[1]
+        rows, mine = after.rows, after.kept_rows
+        now = after.own[:, :1]
+        sinks = after.first[:, None] + torch.arange(record.sinks, device=self.device)
+        window = now + torch.arange(-record.window, 0, device=self.device)
+        if held is None:
+            raw = before.own[mine, record.sinks :]
+        else:  # behind what was fitted then: its window, and what has come since
+            raw = torch.cat([held.index[mine, 0, held.index.shape[2] - record.window :], before.own[mine]], dim=1)
+            held = Held(*(part[mine] for part in _tensors(held)))
+        competes = raw < now - record.window
+        raw = raw[:, : int(competes.sum(1).max())]
+        competing = competes[:, None, : raw.shape[1]].expand(-1, heads, -1)
+        index = raw[:, None].expand(-1, heads, -1)
+        if held is not None:
+            fitted = slice(record.sinks, record.sinks + record.refitted)
+            held = Held(*(part[:, :, fitted] for part in _tensors(held)))
+            index = torch.cat([held.index, index], dim=2)
+            competing = torch.cat([torch.ones_like(held.index, dtype=torch.bool), competing], dim=2)
+        stays = (evict_at[rows].gather(2, index) > now[:, None]) & competing
+        chosen = stays.int().argsort(dim=-1, descending=True, stable=True)[..., : record.refitted]
+        asked = now + torch.arange(-record.reference_queries, 0, device=self.device)
+        block = partial(_block, rows, index, competing, asked, scaling)
+        remake, told = partial(_refit, block, chosen, record), (query, key, value, *_tensors(held)[1:])
+        if self.through:
+            bias, values = _saved(remake, *told)
+        else:
+            with torch.no_grad():
+                bias, values = remake(*told)
+        if self.residuals is not None:
+            self.residuals.append((*residuals(block(*told), chosen, bias, values), float(bias.abs().max())))
+        around = [columns[:, None].expand(-1, heads, -1) for columns in (sinks, window)]
+        as_they_were = [_columns(value[rows], columns) for columns in around]
+        nothing = [bias.new_zeros(columns.shape) for columns in around]
+        return Held(
+            torch.cat([around[0], index.gather(2, chosen), around[1]], dim=2),
+            torch.cat([nothing[0], bias, nothing[1]], dim=2),
+            torch.cat([as_they_were[0], values, as_they_were[1]], dim=2),
+        )
+
+
+def _tensors(held: Held | None) -> tuple[torch.Tensor, ...]:
+    return () if held is None else (held.index, held.bias, held.values)
+
+
+def _saved(function: Any, *tensors: torch.Tensor) -> Any:
+    """The function of these tensors, of which the backward pass finds nothing but them, and makes the rest again."""
+    if not torch.is_grad_enabled():
+        return function(*tensors)
+    return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
+
+
+def _columns(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """x [R, H, S, D] at int64 [R, H, N]: [R, H, N, D]."""
+    return x.gather(2, columns[..., None].expand(*columns.shape, x.shape[-1]))
+
+
+def _attend(
+    segment: Segment,
+    scaling: float,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *held: torch.Tensor,
+) -> torch.Tensor:
+    """A segment's queries over what is held and, causally, its own tokens: [R, Hq, T, D]."""
+    rows, own = segment.rows, segment.own
+    heads, width = key.shape[1], own.shape[1]
+    query, key, value = query[rows], key[rows], value[rows]
+    columns = own[:, None].expand(-1, heads, -1)
+    queries = _columns(query, own[:, None].expand(-1, query.shape[1], -1))
+    keys, values = _columns(key, columns), _columns(value, columns)
+    causal = torch.ones(width, width, dtype=torch.bool, device=own.device).tril()
+    if not held:
+        return sdpa(queries, keys, values, scaling, causal=True)
+    index, bias, held_values = held
+    keys, values = torch.cat([_columns(key, index), keys], dim=2), torch.cat([held_values, values], dim=2)
+    later = torch.zeros(width, width, device=own.device).masked_fill(~causal, float("-inf"))
+    mask = torch.cat(
+        [bias[:, :, None].expand(-1, -1, width, -1), later.expand(*bias.shape[:2], -1, -1)], dim=-1
+    ).flatten(0, 1)[:, None]
+    group = queries.shape[1] // heads
+    grouped = queries.reshape(-1, group, width, queries.shape[-1])  # kv heads beside rows: a mask serves its group
+    keys, values = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (keys, values))
+    return sdpa(grouped, keys, values, scaling, mask).reshape(queries.shape)
+
+
+def _refit(block: Any, chosen: torch.Tensor, record: Record, *told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Biases and values of what stays; see `sparse_rl.matching.refit`."""
+    return refit(block(*told), chosen, record.fit)
+
+
+def _block(
+    rows: torch.Tensor,
+    index: torch.Tensor,
+    competing: torch.Tensor,
+    asked: torch.Tensor,
+    scaling: float,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *held: torch.Tensor,
+) -> Block:
+    """What competes, int64 [R, H, N] columns, and what asks, [R, n]. held : biases and values of what was fitted."""
+    heads, group = key.shape[1], query.shape[1] // key.shape[1]
+    query, key, value = query[rows], key[rows], value[rows]
+    queries = _columns(query, asked[:, None].expand(-1, query.shape[1], -1))
+    values = _columns(value, index)
+    bias = torch.zeros(index.shape, device=index.device)
+    if held:
+        was_bias, was_values = held
+        raw = index[:, :, was_bias.shape[2] :]
+        values, bias = (
+            torch.cat([was_values, _columns(value, raw)], dim=2),
+            torch.cat([was_bias, bias[:, :, was_bias.shape[2] :]], dim=2),
+        )
+    return Block(
+        keys=_columns(key, index),
+        values=values,
+        queries=queries.reshape(len(rows), heads, group * asked.shape[1], -1),
+        bias=bias,
+        competing=competing,
+        scaling=scaling,
+    )

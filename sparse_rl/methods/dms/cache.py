@@ -1,0 +1,89 @@
+"""GatedCache: physical caches whose kv heads hold different numbers of entries, as DMS's gates leave them.
+
+A new token takes any slot of its head that is free, and a mask says which are held. A layer's buffers are as long as
+its longest head ever needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from sparse_rl.methods.dms.policy import DMS
+from sparse_rl.policies.base import Arriving
+from sparse_rl.policies.cache import EvictingCache, Layer
+from sparse_rl.trace import NEVER
+
+HELD = "held"  # beside the policy's memory of an entry: 1.0 where the slot is taken
+GROW = 16  # slots added at a time
+
+
+class GatedCache(EvictingCache):
+    """The caches of DMS, whose kv heads hold different numbers of entries.
+
+    Counts per row (`lengths`, `_held`) are bounds: the tokens seen.
+    """
+
+    policy: DMS
+
+    def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
+        """See EvictingCache.begin_decode."""
+        self.seen = [n + a for n, a in zip(self.seen, active, strict=True)]
+        self._plan(self.seen, device)
+        self._active = torch.tensor(active, device=device)
+        self._extend_records()
+
+    @property
+    def longest_head(self) -> int:
+        """The most entries that any kv head of any layer and row holds now."""
+        return max(int(layer.state[HELD].sum(-1).max()) for layer in self.layers.values())
+
+    def _prefill(
+        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        out = super()._prefill(index, query, key, value, scaling)
+        layer, ends = self.layers[index], self._held_tensor[:, None, None]
+        gone = self.policy.gone_in_prompt(layer.state, layer.positions, ends)
+        real = layer.positions < ends
+        at = torch.where(gone & real, ends, NEVER).to(torch.int32)
+        width = at.shape[-1]
+        layer.evict_at[..., :width] = torch.minimum(layer.evict_at[..., :width], at)
+        held = real & ~gone
+        count = int(held.sum(-1).max())
+        order = (~held).to(torch.uint8).argsort(dim=-1, stable=True)[..., :count]  # what is held comes first
+        layer.state[HELD] = held.float()
+        layer.replace(
+            {
+                name: buffer.gather(
+                    2, order if buffer.ndim == 3 else order[..., None].expand(-1, -1, -1, buffer.shape[3])
+                )
+                for name, buffer in layer.slotted().items()
+            }
+        )
+        return out
+
+    def _arrive(self, index: int, layer: Layer, key: torch.Tensor, value: torch.Tensor, scaling: float) -> None:
+        """A token [B, Hkv, D] comes to each row, and takes a free slot of each head, once what goes for it has gone."""
+        now, active = self._seen_tensor - 1, self._active[:, None]
+        count = layer.keys.shape[2]
+        entries = self._entries(layer, slice(None), count, scaling, ("keys", "values"))
+        shape = key.shape[:2]
+        state = {name: torch.full(shape, start, device=key.device) for name, start in self.policy.entry_memory.items()}
+        stays = self.policy.before_attending(index, entries, Arriving(key, value, state, layer.memory))
+        held = layer.state[HELD] > 0
+        goes = held & ~stays & active[..., None]
+        at = torch.where(goes, now[:, None, None], NEVER).to(torch.int32)
+        layer.evict_at.scatter_reduce_(-1, layer.positions, at, reduce="amin")
+        held &= ~goes
+        layer.state[HELD] = held.float()
+        if bool(held.all(-1).any()):  # a head has no free slot
+            layer.replace(
+                {n: F.pad(b, (0, 0, 0, GROW) if b.ndim == 4 else (0, GROW)) for n, b in layer.slotted().items()}
+            )
+        slot = (layer.state[HELD] == 0).int().argmax(-1)
+        self._write(layer, slot, key, value, {**state, HELD: torch.ones(shape, device=key.device)})
+
+    def _slots_seen(self, layer: Layer) -> tuple[int, torch.Tensor | None]:
+        return layer.keys.shape[2], layer.state[HELD][:, :, None] > 0

@@ -1,0 +1,42 @@
+"""The settings of DMS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from sparse_rl.config import AtLeastOne, Rule
+from sparse_rl.errors import UserError
+from sparse_rl.methods.kvpop.config import LearnedConfig
+from sparse_rl.policies.schedule import GatesDecide, Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class DMSConfig(LearnedConfig):
+    """DMS: a gate says of each token, as it comes, whether it goes when it leaves the window.
+
+    compression : tokens for each entry, which the gates are trained to on average over layers and kv heads
+    bias : added to a gate's score; a gate starts there, nearly closed (ours, the papers do not say)
+    """
+
+    name: ClassVar[str] = "dms"
+    policy_class: ClassVar[str] = "sparse_rl.methods.dms.policy:DMS"
+    learned_view_class: ClassVar[str] = "sparse_rl.methods.dms.view:GatedView"
+    cache_class: ClassVar[str] = "sparse_rl.methods.dms.cache:GatedCache"
+    compression: AtLeastOne = 4.0
+    bias: Annotated[float, Rule("between -100 and 100", lambda v: -100 <= v <= 100)] = -5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scorer.name == "recency" or getattr(self.scorer, "readout", "immediate") == "delayed":
+            raise UserError(
+                "a gate is known as its token comes: linear, mlp, or mlstm with readout immediate", "scorer"
+            )
+
+    @property
+    def schedule(self) -> Schedule:
+        return GatesDecide(begins=self.sinks + self.window + 1)
+
+    @property
+    def only_hf(self) -> str | None:
+        return "vllm holds as many entries in every kv head"

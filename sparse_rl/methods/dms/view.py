@@ -1,0 +1,170 @@
+"""Attention under DMS's gates, in training: a gate is soft there, and takes weight from its token instead of the token.
+
+    alpha_t = sigmoid((score_t + bias + g) / tau),  g = logistic noise: the Gumbel-sigmoid
+    attention of query q to token t gets + log(1 - alpha_t) where q - t >= w (and, of a dense prompt, q is behind it)
+
+The biases of one layer would be [B, Hkv, S, S]: they are made for CHUNK queries at a time, and again in the backward
+pass. Without gradients the gates are hard, as in decoding: a token whose score + bias > 0 is not seen from t + w on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from sparse_rl.attention.interface import Replayed
+from sparse_rl.attention.kernels.masked import masked_attention
+from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
+from sparse_rl.methods.kvpop.view import share_held
+from sparse_rl.policies.config import DMSConfig
+from sparse_rl.trace import NEVER
+
+CHUNK = 256  # queries whose biases are made at a time
+
+
+class GatedView:
+    """A `kv_view` for one forward, and its backward, of B right-padded rows.
+
+    Parameters
+    ----------
+    scorers : of each layer, (keys, values, window) -> (scores float32 [B, Hkv, S], log gamma [Hkv])
+    policy : sinks, window and bias
+    lengths, prompts : int64 [B]; prompts of so many tokens see the whole of themselves; None: the gates count at once
+    temperature : tau; None: hard gates
+    kernel : one of ATTENTION_KERNELS, of hard gates
+
+    Attributes
+    ----------
+    open : by layer, the sum of alpha over all real tokens and heads, with its graph; of hard gates, how many are open
+    gates : how many gates a layer has
+    retained : by layer, of each row the share of its tokens that is held at the end: float [B]. A gate that is soft,
+        and whose token is due by then, counts with 1 - alpha
+    """
+
+    def __init__(
+        self,
+        scorers: Sequence[Callable[..., tuple[torch.Tensor, torch.Tensor]]],
+        policy: DMSConfig,
+        lengths: torch.Tensor,
+        *,
+        prompts: torch.Tensor | None = None,
+        temperature: float | None = None,
+        kernel: str = "gather",
+    ) -> None:
+        self.scorers, self.policy, self.lengths = scorers, policy, lengths
+        self.prompts = torch.zeros_like(lengths) if prompts is None else prompts
+        self.temperature, self.kernel = temperature, kernel
+        self.open: dict[int, torch.Tensor] = {}
+        self.gates = 0
+        self.retained: dict[int, torch.Tensor] = {}
+        self._noise: dict[int, torch.Tensor] = {}
+
+    @classmethod
+    def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
+        """What the soft gates hold."""
+        held = gates_bytes(replayed.rows, replayed.heads, replayed.kv_heads, replayed.length, replayed.itemsize)
+        return [("gates", held, "estimate, soft biases of a chunk of one layer's queries")]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """See `KVView.attend`."""
+        scores, log_decay = self.scorers[layer](key, value, self.policy.window)
+        logits = scores + self.policy.bias + 0.0 * log_decay[:, None]  # a decay has no part in it, but a gradient
+        places = torch.arange(key.shape[2], device=key.device)
+        may_go = (places >= self.policy.sinks) & (places < self.lengths[:, None])  # [B, S]
+        real = (places < self.lengths[:, None])[:, None].expand_as(logits)
+        self.gates = int(real.sum())
+        goes_at = torch.maximum(places + self.policy.window, self.prompts[:, None])  # the first query that misses it
+        if self.temperature is None:
+            evict_at = self.evict_at(logits, may_go, goes_at)
+            self.open.setdefault(layer, ((logits > 0) & may_go[:, None]).sum().float())
+            self.retained[layer] = share_held((evict_at >= self.lengths[:, None, None] - 1).float(), self.lengths)
+            evict_at = evict_at.masked_fill(~real, 0)  # nobody sees padding
+            return masked_attention(lambda: evict_at, query, key, value, scaling, self.kernel)
+        soft = (logits + self._logistic(layer, logits)) / self.temperature
+        alpha = torch.where(may_go[:, None], soft.sigmoid(), 0.0)
+        self.open.setdefault(layer, alpha.sum())
+        due = (goes_at < self.lengths[:, None] - 1)[:, None]
+        self.retained[layer] = share_held(torch.where(due, 1 - alpha.detach(), 1.0), self.lengths)
+        stays = torch.where(may_go[:, None], F.logsigmoid(-soft), 0.0)  # log(1 - alpha)
+        return self._soft_attention(query, key, value, stays, goes_at, scaling)
+
+    def _soft_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        stays: torch.Tensor,
+        goes_at: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Attention under log(1 - alpha), of some queries at a time: their biases are made again in the backward pass.
+
+        stays : [B, Hkv, S]; goes_at : [B, S]
+        """
+        wide, parts = computing_dtype(query, value), list[torch.Tensor]()
+        grouped = query.to(wide).unflatten(1, (key.shape[1], -1))  # [B, Hkv, G, S, D]
+        told = (key.to(wide), value.to(wide), stays)
+        for queries in grouped.split(CHUNK, dim=3):
+            work = partial(_softly, len(parts) * CHUNK, scaling, goes_at, self.lengths)
+            if torch.is_grad_enabled():
+                parts.append(checkpoint(work, queries, *told, use_reentrant=False, preserve_rng_state=False))
+            else:
+                parts.append(work(queries, *told))
+        return torch.cat(parts, dim=3).flatten(1, 2).to(value.dtype)
+
+    def evict_at(self, logits: torch.Tensor, may_go: torch.Tensor, goes_at: torch.Tensor) -> torch.Tensor:
+        """What hard gates drop, int32 [B, Hkv, S]."""
+        return torch.where((logits > 0) & may_go[:, None], goes_at[:, None], NEVER).int()
+
+    def share(self) -> torch.Tensor:
+        """The mean of alpha over all gates of all layers, once the forward is done."""
+        return torch.stack(list(self.open.values())).sum() / max(1, self.gates * len(self.open))
+
+    @torch.no_grad()
+    def _logistic(self, layer: int, like: torch.Tensor) -> torch.Tensor:
+        """The noise of a layer, the same where that is recomputed."""
+        if layer not in self._noise:
+            uniform = torch.rand(like.shape).clamp(1e-6, 1 - 1e-6).to(like)
+            self._noise[layer] = uniform.log() - (-uniform).log1p()
+        return self._noise[layer]
+
+
+def _softly(
+    first: int,
+    scaling: float,
+    goes_at: torch.Tensor,
+    lengths: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    stays: torch.Tensor,
+) -> torch.Tensor:
+    """Queries `first` to last [B, Hkv, G, C, D] over all tokens up to the last of them: [B, Hkv, G, C, D].
+
+    goes_at : [B, S], the first query at which a token's gate counts; stays : log(1 - alpha) [B, Hkv, S]
+    """
+    last = first + query.shape[3]
+    tokens = torch.arange(last, device=query.device)
+    queries = tokens[first:, None]
+    late = queries >= goes_at[:, None, None, :last]  # [B, 1, C, N]
+    bias = torch.where(late, stays[:, :, None, :last], 0.0)
+    hidden = (queries < tokens) | (tokens >= lengths[:, None, None, None])  # later tokens, and padding
+    bias = bias.masked_fill(hidden & (queries != tokens), float("-inf")).to(query.dtype)
+    # kv heads are folded into the batch: neither keys nor biases are repeated
+    keys, values = (x[:, :, None, :last].expand(-1, -1, query.shape[2], -1, -1).flatten(0, 1) for x in (key, value))
+    return sdpa(query.flatten(0, 1), keys, values, scaling, bias.flatten(0, 1)[:, None]).view(query.shape)
+
+
+def gates_bytes(sequences: int, heads: int, kv_heads: int, length: int, itemsize: int) -> int:
+    """What DMS's soft gates hold of one layer's chunk of queries: a bias in float32 and in the attention's dtype, and
+    three arrays of logits for the backward pass.
+    """
+    pairs = sequences * min(CHUNK, length) * length
+    return pairs * (kv_heads * (4 + itemsize) + 3 * heads * itemsize)

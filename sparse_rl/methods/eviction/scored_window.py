@@ -1,0 +1,149 @@
+"""The scored-window family: the last w queries say which of the older entries are worth keeping.
+
+SnapKV, MorphKV, R-KV, G-KV and CAKE are one score with parts switched on. With the attention A of the last w queries
+over the entries held (softmax over all, causal inside the window), j a competing entry (neither sink nor window):
+
+    S_j  = mean_w max_g A[g, w, j]                         local score            G-KV eqs. 1-2
+    S^_j = S_j / max_i S_i                                 normalised             G-KV eq. 3
+    F_j  = max(a F'_j, S^_j)                               global score, "max"    G-KV eq. 3
+         = a F'_j + (1 - a) S^_j                           "mean"                 G-KV eq. 4
+         = a F'_j + S^_j                                   "sum"                  G-KV eq. 5
+    R_j  = softmax_j mean_i sim(i, j)                      redundancy             R-KV eqs. 4-6
+
+F' is the score that the entry took from the previous compaction; an entry without one (all of the old window) has
+F = S^. F is remembered before pooling and redundancy. sim is the cosine of two keys, with the diagonal and values under
+0.5 set to 0, and so, for each i, the most recent of its similar tokens, which stands for the others. R-KV averages over
+i, and so do its code and G-KV's; G-KV's appendix writes a sum, which would make the softmax N times as sharp.
+
+    snapkv   max-pool(S)                     SnapKV eq. 4 (kernel 7) at decode time, as extended by G-KV
+    morphkv  S                               MorphKV §3 (attention fused over the window)
+    rkv      l max-pool(S) - (1 - l) R       R-KV eq. 7, l = 0.1
+    gkv      l F - (1 - l) R / max R         G-KV §5, §7.3 and appendix D, l = 0.7 (Qwen) or 0.9 (Llama), a = 0.8
+    cake     S + gamma Var_w max_g A         CAKE's attention shift, as G-KV compares it (no pooling, no layer budgets)
+
+gamma = 200 is what CAKE's own code runs with; pooling over competing entries only is ours.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from sparse_rl.kernels import mean_similarity
+from sparse_rl.policies.base import Entries, Policy
+from sparse_rl.policies.config import (
+    CAKEConfig,
+    GKVConfig,
+    MorphKVConfig,
+    RKVConfig,
+    ScoredWindowConfig,
+    SnapKVConfig,
+)
+
+NO_HISTORY = -1.0
+
+
+class ScoredWindow(Policy):
+    """What the family shares: the window's queries, and the parts of the score."""
+
+    config: ScoredWindowConfig
+
+    @property
+    def last_queries(self) -> int:
+        return self.config.window
+
+    def window_scores(self, entries: Entries) -> torch.Tensor:
+        """max_g A, the largest attention of each query of the window over its group: float32 [R, Hkv, W, N]."""
+        return entries.window_attention(self.config.window).amax(dim=2)
+
+    def local_score(self, entries: Entries) -> torch.Tensor:
+        """S, the mean of `window_scores` over the window (G-KV eqs. 1-2): float32 [R, Hkv, N]."""
+        return self.window_scores(entries).mean(dim=2)
+
+    def _max_pool(self, scores: torch.Tensor, entries: Entries, kernel: int) -> torch.Tensor:
+        """Maximum over `kernel` neighbouring entries, of those that compete: [R, Hkv, N]."""
+        order = entries.by_position()
+        competing = entries.competing(self.config.sinks, self.config.window)
+        in_order = scores.masked_fill(~competing, 0.0).gather(-1, order)
+        pooled = F.max_pool1d(in_order, kernel, stride=1, padding=kernel // 2)
+        return torch.empty_like(pooled).scatter_(-1, order, pooled)
+
+
+class SnapKV(ScoredWindow):
+    """max-pool(S): the window's mean attention, pooled over neighbours (SnapKV eq. 4)."""
+
+    config: SnapKVConfig
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        return self._max_pool(self.local_score(entries), entries, self.config.pooling)
+
+
+class MorphKV(ScoredWindow):
+    """S: the window's mean attention, not pooled (MorphKV section 3)."""
+
+    config: MorphKVConfig
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        return self.local_score(entries)
+
+
+class RKV(ScoredWindow):
+    """l max-pool(S) - (1 - l) R: importance against redundancy (R-KV eq. 7)."""
+
+    config: RKVConfig
+    compares_keys = True
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        importance = self._max_pool(self.local_score(entries), entries, self.config.pooling)
+        return self.config.lam * importance - (1 - self.config.lam) * redundancy(entries)
+
+
+class GKV(ScoredWindow):
+    """l F - (1 - l) R / max R: a global score, which outlives a compaction, against redundancy (G-KV section 5)."""
+
+    config: GKVConfig
+    entry_memory = {"history": NO_HISTORY}
+
+    @property
+    def compares_keys(self) -> bool:
+        return self.config.redundancy
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        competing = entries.competing(self.config.sinks, self.config.window)
+        local = _over_max(self.local_score(entries), competing)
+        history = entries.state["history"]
+        if self.config.form == "max":
+            merged = torch.maximum(self.config.alpha * history, local)
+        elif self.config.form == "mean":
+            merged = self.config.alpha * history + (1 - self.config.alpha) * local
+        else:
+            merged = self.config.alpha * history + local
+        global_score = torch.where(history >= 0, merged, local)
+        entries.state["history"] = global_score.masked_fill(~competing, NO_HISTORY)
+
+        score = self._max_pool(global_score, entries, self.config.pooling) if self.config.pooling > 1 else global_score
+        if self.config.redundancy:
+            score = self.config.lam * score - (1 - self.config.lam) * _over_max(redundancy(entries), competing)
+        return score
+
+
+class CAKE(ScoredWindow):
+    """S + gamma Var_w max_g A: the mean of the window's attention and its variance (CAKE, as in G-KV)."""
+
+    config: CAKEConfig
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        scores = self.window_scores(entries)
+        return scores.mean(dim=2) + self.config.gamma * scores.var(dim=2, correction=0)
+
+
+def _over_max(scores: torch.Tensor, competing: torch.Tensor) -> torch.Tensor:
+    """scores / max over the competing entries, per head; 0 where all of them are 0."""
+    top = scores.masked_fill(~competing, 0.0).amax(-1, keepdim=True)
+    return scores / top.clamp(min=torch.finfo(scores.dtype).tiny)
+
+
+def redundancy(entries: Entries) -> torch.Tensor:
+    """R: how much each entry repeats others, float32 [R, Hkv, N] (R-KV §3.2)."""
+    assert entries.keys is not None
+    return mean_similarity(entries.keys, entries.positions, entries.lengths).softmax(-1)

@@ -1,0 +1,89 @@
+"""KVpop: sinks, the window, and the k entries that a learned scorer ranks highest.
+
+A token t = q - w leaves the window as query q arrives and competes, before q attends; what is dropped then gets
+evict_at = q. All decay at one rate per kv head, so their order never changes and a dropped token never returns:
+
+    r_t(q) = r_t + (floor(q / n) - floor(t / n)) log gamma        (n = 1 in the papers' main runs)
+
+For n > 1 the papers write floor((q - t) / n), under which a dropped token could come back: a stated departure.
+Training decides with `sparse_rl.kernels.running_topk`, all queries at once; decoding here, one query after another.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_rl.errors import NotFiniteError
+from sparse_rl.kernels import running_topk
+from sparse_rl.methods.kvpop.learned import LearnedPolicy
+from sparse_rl.policies.base import Arriving, Chunk, Entries
+from sparse_rl.policies.config import KVpopPolicyConfig
+
+PRIORITY = "priority"  # r_t - floor(t / n) log gamma, which ranks entries at every q alike
+
+
+class KVpop(LearnedPolicy):
+    """Decodes with exactly `budget - state_entries` entries in a kv head."""
+
+    config: KVpopPolicyConfig
+    entry_memory = {PRIORITY: 0.0}
+
+    def priority(self, scores: torch.Tensor, log_decay: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """r_t - floor(t / n) log gamma of scores [R, Hkv, T] of tokens at int64 [R, T], as running_topk computes it."""
+        return scores - self.aged(log_decay[:, None], positions[:, None])
+
+    def aged(self, log_decay: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """floor(t / n) log gamma, of what broadcasts."""
+        return log_decay * (positions // self.config.decay_every)
+
+    def take_in(self, layer: int, chunk: Chunk) -> dict[str, torch.Tensor]:
+        scores, positions = self.scores_of(layer, chunk)
+        return {PRIORITY: self.priority(scores, self.scorers[layer].log_decay().to(scores), positions)}
+
+    # ---- what goes ------------------------------------------------------------------------------------------------
+
+    def masks(self, layer: int, state: dict[str, torch.Tensor], lengths: torch.Tensor) -> torch.Tensor | None:
+        config = self.config
+        if config.prefill == "dense":
+            return None
+        return running_topk(state[PRIORITY], config.sinks, window=config.window, k=config.k, lengths=lengths).evict_at
+
+    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+        return entries.state[PRIORITY]
+
+    def before_attending(self, layer: int, entries: Entries, arriving: Arriving) -> torch.Tensor:
+        scorer, now = self.scorers[layer], entries.seen - 1
+        x = torch.cat([arriving.keys, arriving.values], dim=-1)[:, :, None]
+        if self.delay:
+            leaving = now - self.config.window
+            at = entries.at(leaving)
+            asked = entries.read(at)[:, :, None]
+        else:
+            leaving, asked = now, x
+        positions = leaving.clamp(min=0)[:, None]
+        scores = scorer.follow(arriving.memory, x, asked, positions)
+        scored = self.priority(scores, scorer.log_decay().to(scores), positions)
+        if self.delay:
+            priorities = entries.state[PRIORITY]
+            real = (leaving >= 0)[:, None, None]
+            priorities.scatter_(-1, at[..., None], torch.where(real, scored, priorities.gather(-1, at[..., None])))
+        else:
+            arriving.state[PRIORITY].copy_(scored[..., 0])
+        freed, _, is_nan = self.worst(entries)
+        if bool(is_nan.any()):
+            wrong = "the model's keys or values are not finite, or its scorers are not"
+            raise NotFiniteError(f"{self.name}: a NaN score in layer {layer}; {wrong}")
+        full = (entries.lengths >= self.schedule.budget)[:, None, None]
+        slots = torch.arange(entries.positions.shape[-1], device=freed.device)
+        return entries.valid() & ~(full & (slots == freed[..., None]))
+
+    def worst(self, entries: Entries, but: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(slot, priority, whether one is NaN), each [R, Hkv], of the worst that competes as query seen - 1 arrives.
+
+        but : leave out so many of the tokens that have left the window last
+        """
+        competing = entries.competing(self.config.sinks, self.config.window + but)
+        among = entries.state[PRIORITY].masked_fill(~competing, float("inf"))
+        worst = among.amin(-1)
+        slot = entries.positions.masked_fill(among != worst[..., None], -1).argmax(-1)  # of equal ones the latest goes
+        return slot, worst, worst.isnan()  # which a minimum passes on

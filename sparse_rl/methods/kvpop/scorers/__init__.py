@@ -1,0 +1,32 @@
+"""KVpop's scorers: from a layer's keys and values, which tokens will matter once they have left the window.
+
+    scorer = make_scorer({"name": "mlstm"}, heads=8, dim=128)      # of one layer
+    scores, log_decay = scorer(keys, values, window)               # float32 [B, Hkv, S], [Hkv]
+
+Each kv head has parameters of its own. To add one: its settings in config.py, a file with a subclass of `Scorer`, and
+one line each in CONFIGS (config.py, which needs no torch) and SCORERS (registry.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sparse_rl.lazy import public_names
+
+if TYPE_CHECKING:
+    from sparse_rl.methods.kvpop.scorers.base import Scorer
+    from sparse_rl.methods.kvpop.scorers.config import ScorerConfig
+    from sparse_rl.methods.kvpop.scorers.registry import SCORERS, make_scorer, sketch_scorer
+
+__getattr__ = public_names(
+    __name__,
+    {
+        "SCORERS": "sparse_rl.methods.kvpop.scorers.registry",
+        "Scorer": "sparse_rl.methods.kvpop.scorers.base",
+        "make_scorer": "sparse_rl.methods.kvpop.scorers.registry",
+        "ScorerConfig": "sparse_rl.methods.kvpop.scorers.config",
+        "sketch_scorer": "sparse_rl.methods.kvpop.scorers.registry",
+    },
+)
+
+__all__ = ["SCORERS", "Scorer", "ScorerConfig", "make_scorer", "sketch_scorer"]

@@ -1,0 +1,205 @@
+"""The scorer with a memory: a matrix-valued LSTM (xLSTM) over keys and values, read when a token leaves the window.
+
+With x = [k; v], phi(y) = [softmax(y); softmax(-y)] (Hedgehog) and the gates i = exp(a_i(x)), f = sigmoid(a_f(x)):
+
+    C_t = f_t C_{t-1} + i_t phi(W_k x_t) (W_v x_t)^T        z_t = f_t z_{t-1} + i_t phi(W_k x_t)
+    h_u = phi(W_q x_u)^T C_q / phi(W_q x_u)^T z_q,   q = u + w             the delayed readout
+    r_u = a . SiLU(h_u)
+
+As phi > 0 the denominator needs no guard, and a factor common to C and z cancels; so what counts of a token j at q is
+exp(sum_{j < s <= q} log f_s + log i_j) up to such a factor, and the largest is kept at 1 (the stabilised form). Hence
+the kernel libraries of mLSTM, whose normaliser is max(|q . z|, exp(-m)), compute something else: the chunkwise form
+here is native. There is no output gate, and no constant in r: it would cancel in every comparison.
+
+Off unless a recipe asks: `norm`, an RMS norm of h_u per kv head, which neither the full paper's equation 11 nor the
+workshop paper's appendix F has; `skip`, which adds W_s x_u to h_u and starts at 0.
+
+Ours, where the papers are silent: at the start W_q and W_k read the key's first numbers and W_v the value's, with noise
+of 0.02; a = 0; input gate 0 (a constant cancels); forget gate's bias from 3 to 6 over the kv heads, no weights; both
+gates soft-capped at 15 (`softcap: null` leaves them as they are).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sparse_rl.errors import UserError
+from sparse_rl.methods.kvpop.scorers.base import Scorer, per_head, project
+from sparse_rl.methods.kvpop.scorers.config import MLSTMConfig
+
+NOISE = 0.02
+TINY = torch.finfo(torch.float32).tiny
+EMPTY = -1e30  # the largest weight in a memory that holds nothing: finite, so that no infinity meets another
+
+
+class MLSTM(Scorer):
+    """The scorer that remembers a text; its equations are the module's, its settings MLSTMConfig."""
+
+    def __init__(self, config: MLSTMConfig, *, heads: int, dim: int) -> None:
+        super().__init__(config, heads=heads, dim=dim)
+        if dim % 2:
+            raise UserError(f"scorer 'mlstm': keys must have an even number of dimensions, got {dim}")
+        self.hedgehog, self.delayed = config.features == "hedgehog", config.readout == "delayed"
+        self.chunk, self.softcap = config.chunk, config.softcap
+        narrow = dim // 2 if self.hedgehog else dim
+        self.width = dim // 2 if config.value == "half" else dim
+        self.query, self.key = _reads(heads, dim, narrow, 0), _reads(heads, dim, narrow, 0)
+        self.value = None if config.value == "cached" else _reads(heads, dim, self.width, dim)
+        self.gates = per_head(heads, 2 * dim, 2)
+        self.forget_bias = nn.Parameter(torch.linspace(3.0, 6.0, heads))
+        self.scale = nn.Parameter(torch.ones(heads, 1, self.width)) if config.norm else None
+        self.skip = per_head(heads, 2 * dim, self.width) if config.skip else None
+        self.out = per_head(heads, self.width, 1)
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        return vars(State.empty((self.heads,), self.dim, self.width))
+
+    def read(
+        self,
+        memory: dict[str, torch.Tensor],
+        x: torch.Tensor,
+        asked: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor | None,
+    ) -> torch.Tensor:
+        state, parts, query = State(**memory), self.parts(x), self.asks(asked)
+        if x.shape[2] == 1 and lengths is None:
+            state.write(*(part[:, :, 0] for part in vars(parts).values()))
+            read = state.read(query[:, :, 0])[:, :, None]
+        else:
+            if lengths is not None:  # padding writes nothing, and nothing is forgotten over it
+                padding = (torch.arange(x.shape[2], device=x.device) >= lengths[:, None])[:, None]
+                parts.log_input = parts.log_input.masked_fill(padding, float("-inf"))
+                parts.log_forget = parts.log_forget.masked_fill(padding, 0.0)
+            read, state = chunkwise(state, query, parts, self.chunk)
+        for name, value in vars(state).items():
+            memory[name].copy_(value)
+        return self.rate(read, asked)
+
+    def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
+        delay = window if self.delayed else 0
+        length = x.shape[2]
+        if delay >= length:
+            return x.new_zeros(x.shape[:3]) + 0.0 * sum(weight.sum() for weight in self.parameters())  # all have one
+        query = F.pad(self.asks(x[:, :, : length - delay]), (0, 0, delay, 0))  # at q stands the query of u = q - w
+        nothing = State.empty(x.shape[:2], self.dim, self.width, x.device)
+        read, _ = chunkwise(nothing, query, self.parts(x), self.chunk)
+        return F.pad(self.rate(read[:, :, delay:], x[:, :, : length - delay]), (0, delay))
+
+    def parts(self, x: torch.Tensor) -> Parts:
+        """What each token [B, Hkv, S, 2 D] writes."""
+        log_input, forget = project(x, self.gates).unbind(-1)
+        forget = forget + self.forget_bias.float()[:, None]
+        value = x[..., self.dim :] if self.value is None else project(x, self.value)
+        return Parts(
+            self._features(project(x, self.key)),
+            value,
+            self._capped(log_input),
+            F.logsigmoid(self._capped(forget)),
+        )
+
+    def asks(self, x: torch.Tensor) -> torch.Tensor:
+        """The query of each token [B, Hkv, S, 2 D]: [B, Hkv, S, F] > 0."""
+        return self._features(project(x, self.query))
+
+    def rate(self, read: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The scores [B, Hkv, S] of tokens [B, Hkv, S, 2 D] whose readouts are [B, Hkv, S, V]."""
+        if self.skip is not None:
+            read = read + project(x, self.skip)
+        if self.scale is not None:
+            read = F.rms_norm(read, read.shape[-1:]) * self.scale.float()
+        return project(F.silu(read), self.out)[..., 0]
+
+    def _capped(self, gate: torch.Tensor) -> torch.Tensor:
+        return gate if self.softcap is None else self.softcap * (gate / self.softcap).tanh()
+
+    def _features(self, y: torch.Tensor) -> torch.Tensor:
+        return torch.cat([y.softmax(-1), (-y).softmax(-1)], dim=-1) if self.hedgehog else y.softmax(-1)
+
+
+@dataclass
+class Parts:
+    """What tokens write into the memory: key [B, H, S, F] > 0; value [B, H, S, V]; log_input, log_forget [B, H, S]."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    log_input: torch.Tensor
+    log_forget: torch.Tensor
+
+
+@dataclass
+class State:
+    """Of B sequences, as large however long they are: C and z [B, H, F, V + 1], divided by exp(top); top [B, H].
+
+    top is float64: what tokens weigh adds up over all of a sequence.
+    """
+
+    memory: torch.Tensor
+    top: torch.Tensor
+
+    @classmethod
+    def empty(cls, shape: Sequence[int], features: int, width: int, device: torch.device | str = "cpu") -> State:
+        """A memory that holds nothing. shape : [B, H], or [H] of one sequence"""
+        top = torch.full(tuple(shape), EMPTY, dtype=torch.float64, device=device)
+        return cls(torch.zeros(*shape, features, width + 1, device=device), top)
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, log_input: torch.Tensor, log_forget: torch.Tensor) -> None:
+        """One token each: key [B, H, F], value [B, H, V], gates [B, H]."""
+        kept = self.top + log_forget
+        top = torch.maximum(kept, log_input)
+        value = torch.cat([value, torch.ones_like(value[..., :1])], dim=-1)
+        new = key[..., None] * value[..., None, :] * (log_input - top).exp().float()[..., None, None]
+        self.memory = self.memory * (kept - top).exp().float()[..., None, None] + new
+        self.top = top
+
+    def read(self, query: torch.Tensor) -> torch.Tensor:
+        """What queries [B, H, F] read: q^T C / q^T z, [B, H, V]."""
+        total = (query[..., None, :] @ self.memory)[..., 0, :]
+        return total[..., :-1] / total[..., -1:].clamp(min=TINY)
+
+
+def chunkwise(state: State, query: torch.Tensor, parts: Parts, chunk: int) -> tuple[torch.Tensor, State]:
+    """q_t^T C_t / q_t^T z_t for all t, float32 [B, H, S, V], of query [B, H, S, F]; and the state after the last token.
+
+    Tokens of a chunk meet one by one, earlier chunks through the state before the chunk: O(S chunk + S^2 / chunk^2).
+    """
+    length = query.shape[2]
+    pad = -length % chunk
+    # C and z at t, divided by exp(sum of log f up to t): token j weighs exp(weight_j)
+    forgotten = parts.log_forget.double().cumsum(-1)
+    weight = F.pad(parts.log_input.double() - forgotten, (0, pad), value=float("-inf"))
+    weight = weight.unflatten(-1, (-1, chunk))  # [B, H, N, c]
+    value = torch.cat([parts.value, torch.ones_like(parts.value[..., :1])], dim=-1)  # z is C's last column
+    query, key, value = (F.pad(x, (0, 0, 0, pad)).unflatten(2, (-1, chunk)) for x in (query, parts.key, value))
+
+    size = weight.detach()  # what only scales has no gradient: it cancels
+    own = size.amax(-1).clamp(min=EMPTY)  # [B, H, N]; of a chunk of padding -inf
+    scaled = key * (weight - own[..., None]).exp().float()[..., None]
+    written = torch.cat([state.memory[:, :, None], scaled.transpose(-1, -2) @ value], dim=2)  # [B, H, 1 + N, F, V + 1]
+    own = torch.cat([state.top[..., None], own], dim=-1)
+    top = own.cummax(-1).values  # the largest before a chunk; the last: of all
+    count = own.shape[-1]
+    up_to = torch.ones(count, count, dtype=torch.bool, device=own.device).tril()
+    share = (own[..., None, :] - top[..., None]).masked_fill(~up_to, float("-inf")).exp().float()
+    states = (share @ written.flatten(-2)).unflatten(-1, written.shape[-2:])  # before each chunk, divided by exp(top)
+
+    before = top[..., :-1]
+    largest = torch.maximum(size.cummax(-1).values, before[..., None])  # [B, H, N, c], of all up to a token
+    past = (query @ states[:, :, :-1]) * (before[..., None] - largest).exp().float()[..., None]
+    up_to = torch.ones(chunk, chunk, dtype=torch.bool, device=own.device).tril()
+    within = (weight[..., None, :] - largest[..., None]).masked_fill(~up_to, float("-inf")).exp().float()
+    total = past + ((query @ key.transpose(-1, -2)) * within) @ value
+    read = (total[..., :-1] / total[..., -1:].clamp(min=TINY)).flatten(2, 3)[:, :, :length]
+    return read, State(states[:, :, -1], top[..., -1] + forgotten[..., -1])
+
+
+def _reads(heads: int, dim: int, width: int, first: int) -> nn.Parameter:
+    """A projection [Hkv, 2 D, width] of [k; v] that starts as its numbers from `first` on."""
+    weight = torch.randn(heads, 2 * dim, width) * NOISE
+    weight[:, first : first + width] += torch.eye(width)
+    return nn.Parameter(weight)

@@ -1,0 +1,197 @@
+"""PagedCache: all keys and values, and the summaries of closed pages; a query reads a cover of them.
+
+Token t of a row stands in slot t. As a query arrives, pages close for it: their summaries are made. Then it chooses
+pages, and attends to sinks, tail, the other summaries and the chosen pages' tokens. So a step reads
+O(sinks + window + pages + K n) entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from sparse_rl.attention.kernels.sdpa import computing_dtype
+from sparse_rl.errors import UserError
+from sparse_rl.methods.pages.clustered import Clustered
+from sparse_rl.methods.pages.pages import attention_weights, choose, random_weights, summarise
+from sparse_rl.policies.base import Policy
+from sparse_rl.policies.cache import EvictingCache, Layer, at_slots
+
+KEYS, VALUES = "page_keys", "page_values"  # in a layer's memory: [B, Hkv, M, D], rounded to the cache's dtype
+OPENED = "opened"  # there too: int16 [B, Hkv, S, K]
+RECEIVED, WEIGHTS = "received", "pi"  # in its state, [B, Hkv, C]: attention so far; float32, of a summary
+MOST_PAGES = torch.iinfo(torch.int16).max
+CHUNK = 256  # queries of a prompt whose attention is summed at a time
+ROOM = 64  # pages for which memory is added at a time
+
+
+class PagedCache(EvictingCache):
+    """The caches of clustered attention: all entries, and for each page a summary; see the module."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy)
+        assert isinstance(policy, Clustered)
+        self.config, self.pages, self.most_opened = policy.config, policy.pages, policy.most_opened
+
+    def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
+        """See EvictingCache.begin_decode."""
+        super().begin_decode(active, device)
+        queries = [n - 1 for n in self.seen]
+        self._closed = self.pages.all_closed(self.prompt_lengths, queries)
+        if max(self._closed) > MOST_PAGES:
+            raise UserError(f"a sequence has more than {MOST_PAGES} pages; larger ones are needed", "cache.page")
+        before = self.pages.all_closed(self.prompt_lengths, [q - 1 for q in queries])
+        self._were = [b if a else c for a, b, c in zip(active, before, self._closed, strict=True)]
+        self._plan_cover(device)
+
+    def _plan_cover(self, device: torch.device) -> None:
+        """What all layers of this forward read alike: which raw tokens, int64 [B, R], and which summaries."""
+        pages = self.pages
+        start = [pages.sinks + count * pages.size for count in self._closed]
+        longest = max(max(n - s for n, s in zip(self.seen, start, strict=True)), 0)
+        tail = torch.tensor(start, device=device)[:, None] + torch.arange(longest, device=device)
+        sinks = torch.arange(pages.sinks, device=device).expand(len(start), -1)
+        tokens = torch.cat([sinks, tail], dim=1)
+        hidden = tokens >= self._seen_tensor[:, None]
+        self._tokens, self._hidden = tokens.masked_fill(hidden, 0), hidden[:, None, None]
+        closed = torch.tensor(self._closed, device=device)
+        numbers = torch.arange(max(self._closed), device=device)
+        self._open = (numbers >= closed[:, None])[:, None, None]  # [B, 1, 1, M], pages that are no summaries yet
+        self._allowed = None
+        if self.config.fraction is not None:
+            self._allowed = torch.tensor([self.most_opened(count) for count in self._closed], device=device)
+
+    def _extend_records(self) -> None:
+        super()._extend_records()
+        for layer in self.layers.values():
+            missing = layer.evict_at.shape[-1] - layer.memory[OPENED].shape[2]
+            if missing > 0:
+                layer.memory[OPENED] = F.pad(layer.memory[OPENED], (0, 0, 0, missing), value=-1)
+
+    def further(self, row: int, length: int) -> dict[str, torch.Tensor]:
+        """The sections paged_with, closed_at, opened, and pi where summaries are no plain means."""
+        layers = [self.layers[i] for i in sorted(self.layers)]
+        opened = torch.stack([layer.memory[OPENED][row] for layer in layers]).cpu()
+        missing = length - opened.shape[2]
+        opened = F.pad(opened, (0, 0, 0, missing), value=-1) if missing > 0 else opened[:, :, :length]
+        closed_at = self.pages.closing(self.prompt_lengths[row], length)
+        found = {"paged_with": self.pages.settings(), "closed_at": closed_at, "opened": opened.contiguous()}
+        if not self.pages.uniform:
+            weights = torch.stack([layer.state[WEIGHTS][row] for layer in layers]).cpu()
+            found["pi"] = F.pad(weights, (0, max(length - weights.shape[-1], 0)))[..., :length].contiguous()
+        return found
+
+    def _prefill(
+        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        out = super()._prefill(index, query, key, value, scaling)
+        layer = self.layers[index]
+        batch, heads, _, dim = key.shape
+        width, wide = layer.evict_at.shape[-1], computing_dtype(query, value)
+        layer.memory = {
+            KEYS: torch.zeros(batch, heads, 0, dim, dtype=wide, device=key.device),
+            VALUES: torch.zeros(batch, heads, 0, dim, dtype=wide, device=key.device),
+            OPENED: torch.full((batch, heads, width, self.pages.most), -1, dtype=torch.int16, device=key.device),
+        }
+        if not self.pages.uniform:
+            layer.state = {WEIGHTS: torch.zeros(layer.positions.shape, device=key.device)}
+        if self.config.compressor == "attention":
+            layer.state[RECEIVED] = _prompt_attention(query.to(wide), key.to(wide), scaling, self._seen_tensor)
+        return out
+
+    def _decode(
+        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        layer, pages = self.layers[index], self.pages
+        batch, heads, _, dim = key.shape
+        rows, now = torch.arange(batch, device=key.device), self._seen_tensor - 1
+        layer.keys[rows, :, self._slots] = key[:, :, 0].to(layer.keys.dtype)
+        layer.values[rows, :, self._slots] = value[:, :, 0]
+        layer.positions[rows, :, self._slots] = now[:, None]
+        if self._were != self._closed:
+            self._close(index, layer)
+
+        wide = computing_dtype(query, value)
+        # The G query heads of a group attend as G "queries" to their kv head: nothing is repeated.
+        grouped = query.reshape(batch, heads, -1, dim).to(wide) * scaling
+        slots = self._tokens[:, None].expand(-1, heads, -1)
+        raw = grouped @ at_slots(layer.keys, slots).to(wide).mT
+        raw = raw.masked_fill_(self._hidden, float("-inf"))
+        read = [(raw, at_slots(layer.values, slots).to(wide))]
+        if most := self._open.shape[-1]:
+            page_keys, page_values = (layer.memory[name][:, :, :most] for name in (KEYS, VALUES))
+            sums = grouped @ page_keys.mT + pages.bias
+            sums = sums.masked_fill_(self._open, float("-inf"))
+            cover = torch.cat([raw, sums], dim=-1)
+            opened = choose(cover, raw.shape[-1], pages.most, self.config.threshold, self._allowed)
+            active, record = self._active[:, None, None], layer.memory[OPENED]
+            record[rows, :, now] = torch.where(active, opened, record[rows, :, now].long()).to(torch.int16)
+            inside = pages.tokens(opened.clamp(min=0)).flatten(2).clamp(max=layer.keys.shape[2] - 1)
+            is_open = opened[:, :, None] >= 0
+            far = (grouped @ at_slots(layer.keys, inside).to(wide).mT).unflatten(-1, (-1, pages.size))
+            if not pages.joint:
+                theirs = sums.gather(-1, opened.clamp(min=0)[:, :, None].expand(*sums.shape[:3], -1))
+                far = far.log_softmax(-1) + theirs[..., None]
+            far = far.masked_fill(~is_open[..., None], float("-inf")).flatten(-2)
+            place = opened.masked_fill(opened < 0, most)[:, :, None].expand(*sums.shape[:3], -1)
+            rest = F.pad(sums, (0, 1)).scatter_(-1, place, float("-inf"))[..., :most]
+            read += [(rest, page_values), (far, at_slots(layer.values, inside).to(wide))]
+        out, received = _weighed(read)
+        if RECEIVED in layer.state:
+            layer.state[RECEIVED].scatter_add_(-1, slots, received.mean(2))
+        return out.to(value.dtype).reshape(query.shape)
+
+    def _close(self, index: int, layer: Layer) -> None:
+        """Summarise the pages that this query is the first not to see raw."""
+        low = min(a for a, b in zip(self._were, self._closed, strict=True) if a < b)
+        high, device, pages = max(self._closed), layer.keys.device, self.pages
+        batch, heads = layer.keys.shape[:2]
+        numbers = torch.arange(low, high, device=device)
+        were, closed = torch.tensor(self._were, device=device), torch.tensor(self._closed, device=device)
+        new = (numbers >= were[:, None]) & (numbers < closed[:, None])  # [B, M']
+        tokens = pages.tokens(numbers).expand(batch, -1, -1)
+        tokens = torch.where(new[..., None], tokens, 0)
+        slots = tokens.flatten(1)[:, None].expand(-1, heads, -1)
+        shape = (len(numbers), pages.size)
+        weights = None
+        if self.config.compressor == "attention":
+            weights = attention_weights(layer.state[RECEIVED].gather(2, slots).unflatten(2, shape))
+        elif self.config.compressor == "random":
+            weights = random_weights(index, heads, numbers, pages.size).expand(batch, -1, -1, -1)
+        raw = [at_slots(x, slots).unflatten(2, shape) for x in (layer.keys, layer.values)]
+        for name, made in zip((KEYS, VALUES), summarise(raw[0], raw[1], pages, weights), strict=True):
+            held = layer.memory[name]
+            if high > held.shape[2]:
+                held = F.pad(held, (0, 0, 0, high + ROOM - held.shape[2]))
+            held[:, :, low:high] = torch.where(new[:, None, :, None], made.to(held.dtype), held[:, :, low:high])
+            layer.memory[name] = held
+        if weights is not None:
+            gone = new.repeat_interleave(pages.size, dim=1)[:, None].expand_as(slots)
+            layer.state[WEIGHTS].scatter_reduce_(-1, slots, weights.flatten(2).masked_fill(~gone, 0.0), reduce="amax")
+
+
+def _weighed(read: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over several parts, each its logits [..., T, N] and values [..., N, D]: [..., T, D]; and the weights of
+    the first part, [..., T, N].
+    """
+    shares = torch.cat([logits for logits, _ in read], dim=-1).softmax(-1).split([x.shape[-1] for x, _ in read], dim=-1)
+    parts = [a @ v for a, (_, v) in zip(shares, read, strict=True)]
+    return sum(parts[1:], parts[0]), shares[0]
+
+
+def _prompt_attention(query: torch.Tensor, key: torch.Tensor, scaling: float, lengths: torch.Tensor) -> torch.Tensor:
+    """What the queries of prompts of int64 [B] tokens, [B, Hq, S, D], give each token, the mean over a group's query
+    heads: [B, Hkv, S].
+    """
+    heads, width = key.shape[1:3]
+    grouped, at = query.unflatten(1, (heads, -1)) * scaling, torch.arange(width, device=key.device)
+    received = torch.zeros_like(key[..., 0])
+    for start in range(0, width, CHUNK):
+        asked = at[start : start + CHUNK]
+        logits = torch.einsum("bhgtd,bhnd->bhgtn", grouped[:, :, :, start : start + CHUNK], key)
+        shares = logits.masked_fill_(at > asked[:, None], float("-inf")).softmax(-1)
+        real = (asked < lengths[:, None])[:, None, None, :, None]
+        received += shares.masked_fill_(~real, 0.0).sum(3).mean(2)
+    return received

@@ -1,0 +1,171 @@
+"""The settings of LuKA's caches: queries that read pages, and a policy for each range of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+from sparse_rl.config import Configuration, NonNegativeInt, PositiveInt, Probability
+from sparse_rl.errors import UserError
+from sparse_rl.methods.eviction.config import LinedConfig
+from sparse_rl.policies.config.base import PolicyConfig
+from sparse_rl.policies.schedule import PerLayer, ReadsPages, Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusteredConfig(PolicyConfig):
+    """Everything is held, and queries read most pages of tokens as one summary each (LuKA section 3.2).
+
+    page : tokens of a page
+    window : tokens that come after a page before its summary is read instead, at least
+    sinks : the first tokens, in no page
+    open_pages : pages that a query reads token by token, at most; null: 3, or 16 where threshold or fraction is given
+    bias : log_n, a summary weighs as much as the tokens that it stands for; none, as one
+    values : kept, or zero: summaries have keys alone, for comparison
+    compressor : how much of a summary each token of its page is: mean, all as much; attention, by the attention that
+        it got until the page closes; random, one of them is the summary
+    threshold : pages are opened whose summary has a larger share of the attention; for evaluation only
+    fraction : this share of the closed pages is opened, rounded up; for evaluation only
+    softmax : joint, over all that is read; nested, the tokens of an opened page share what its summary had (the paper's
+        equation 3), for evaluation only
+    """
+
+    name: ClassVar[str] = "clustered"
+    policy_class: ClassVar[str] = "sparse_rl.methods.pages.clustered:Clustered"
+    cache_class: ClassVar[str] = "sparse_rl.methods.pages.cache:PagedCache"
+    view_class: ClassVar[str] = "sparse_rl.methods.pages.view:PagedView"
+    packs: ClassVar[bool] = False
+    page: PositiveInt = 16
+    window: NonNegativeInt = 128
+    sinks: NonNegativeInt = 0
+    open_pages: NonNegativeInt | None = None  # a number from here on
+    bias: Literal["log_n", "none"] = "log_n"
+    values: Literal["kept", "zero"] = "kept"
+    compressor: Literal["mean", "attention", "random"] = "mean"
+    threshold: Probability | None = None
+    fraction: Probability | None = None
+    softmax: Literal["joint", "nested"] = "joint"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.threshold is not None and self.fraction is not None:
+            raise UserError("give a threshold or a fraction, not both", "fraction")
+        if self.open_pages is None:
+            chosen = self.threshold is not None or self.fraction is not None
+            object.__setattr__(self, "open_pages", 16 if chosen else 3)
+
+    @property
+    def recorded(self) -> int:
+        assert self.open_pages is not None
+        return 4 + 2 * self.open_pages + (0 if self.compressor == "mean" else 4)
+
+    def check_trainable(self) -> None:
+        for key in ("threshold", "fraction"):
+            if getattr(self, key) is not None:
+                raise UserError("is for evaluation only; a training opens open_pages pages", key)
+        if self.softmax == "nested":
+            raise UserError("nested cannot be followed in training; use joint", "softmax")
+
+    @property
+    def schedule(self) -> Schedule:
+        return ReadsPages(begins=self.sinks + self.page + self.window + 1)
+
+    @property
+    def only_hf(self) -> str | None:
+        return "vllm's kernels read all that a sequence holds"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartConfig(Configuration):
+    """The policy of a range of layers.
+
+    layers : how many layers, where those of all parts are as many as the model has; else a share
+    cache : their policy, {policy: a name, its parameters}, or the name alone
+    """
+
+    layers: PositiveInt
+    cache: PolicyConfig
+
+
+def mixed() -> list[PartConfig]:
+    """The parts of LuKA's mixed attention, as its figure 5 has them for 36 layers."""
+    return [
+        PartConfig(layers=8, cache=LinedConfig()),
+        PartConfig(layers=20, cache=ClusteredConfig()),
+        PartConfig(layers=8, cache=LinedConfig()),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayeredConfig(PolicyConfig):
+    """A policy for each range of layers, as in LuKA's mixed attention.
+
+    parts : the layers in order, from the first; null: 8 lined, 20 clustered, 8 lined, each with its defaults
+    """
+
+    name: ClassVar[str] = "layered"
+    policy_class: ClassVar[str] = "sparse_rl.methods.pages.layered:Layered"
+    cache_class: ClassVar[str] = "sparse_rl.methods.pages.layered_cache:LayeredCache"
+    view_class: ClassVar[str] = "sparse_rl.methods.pages.layered_view:LayeredView"
+    packs: ClassVar[bool] = False
+    in_parts: ClassVar[bool] = False
+    parts: list[PartConfig] | None = None  # a list from here on
+
+    def __post_init__(self) -> None:
+        if self.parts is None:
+            object.__setattr__(self, "parts", mixed())
+        super().__post_init__()
+        if not self.parts:
+            raise UserError("name at least one, for example [{layers: 1, cache: full}]", "parts")
+        for place, part in enumerate(self.ranges):
+            if not part.cache.in_parts:
+                wrong = f"{part.cache.name} is for all layers together, and cannot be a part"
+                raise UserError(wrong, f"parts[{place}].cache")
+        if len({str(part.cache) for part in self.ranges if isinstance(part.cache, ClusteredConfig)}) > 1:
+            raise UserError("clustered parts must have the same settings", "parts")
+
+    @property
+    def ranges(self) -> list[PartConfig]:
+        """The parts, where they are given and where they are not."""
+        assert self.parts is not None
+        return self.parts
+
+    def spans(self, layers: int) -> list[int]:
+        """The layers of each part, in a model that has so many."""
+        return spans([part.layers for part in self.ranges], layers)
+
+    @property
+    def schedule(self) -> Schedule:
+        return PerLayer(parts=tuple((part.layers, part.cache.schedule) for part in self.ranges))
+
+    @property
+    def only_hf(self) -> str | None:
+        return "vllm gives all layers of a sequence the same blocks"
+
+    @property
+    def recorded(self) -> int:
+        return max(part.cache.recorded for part in self.ranges)
+
+    def check_trainable(self) -> None:
+        for place, part in enumerate(self.ranges):
+            try:
+                part.cache.check_trainable()
+            except UserError as error:
+                raise UserError(error.message, f"parts[{place}].cache.{error.key}") from None
+
+    def remark(self, group: int, layers: int) -> str | None:
+        if layers == sum(part.layers for part in self.ranges):
+            return None
+        mine = ", ".join(f"{n} {part.cache.name}" for n, part in zip(self.spans(layers), self.ranges, strict=True))
+        return f"of the model's {layers} layers: {mine}"
+
+
+def spans(shares: Sequence[int], whole: int) -> list[int]:
+    """`whole` cut in these proportions; each cut is rounded."""
+    total, past, cuts = sum(shares), 0, [0]
+    for share in shares:
+        past += share
+        cuts.append((2 * past * whole + total) // (2 * total))
+    return [after - before for before, after in pairwise(cuts)]

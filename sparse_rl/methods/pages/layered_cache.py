@@ -1,0 +1,91 @@
+"""LayeredCache: a cache for each range of layers, under a policy of its own.
+
+Each part counts for itself: the entries held differ from layer to layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from sparse_rl.methods.pages.layered import Layered
+from sparse_rl.policies.cache import EvictingCache, make_cache
+from sparse_rl.trace import EvictionTrace
+
+OF_LAYERS = {"opened": -1, "pi": 0.0}  # sections of all layers, and what they hold for a layer without pages
+
+
+class LayeredCache:
+    """A `Cache` that has a cache for each range of layers.
+
+    policy : bound to the model
+
+    parts : (layers, their cache), from the first layer on
+    """
+
+    past = 0
+    piece = None
+
+    def __init__(self, policy: Layered) -> None:
+        ends = list(accumulate(policy.spans))
+        ranges = [range(end - span, end) for end, span in zip(ends, policy.spans, strict=True)]
+        self.parts: list[tuple[range, EvictingCache]] = [
+            (layers, make_cache(part)) for layers, part in zip(ranges, policy.parts, strict=True) if layers
+        ]
+
+    @property
+    def seen(self) -> list[int]:
+        return self.parts[0][1].seen
+
+    def begin_prefill(self, prompt_lengths: Sequence[int], device: torch.device) -> None:
+        for _, cache in self.parts:
+            cache.begin_prefill(prompt_lengths, device)
+
+    def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
+        for _, cache in self.parts:
+            cache.begin_decode(active, device)
+
+    def select(self, rows: Sequence[int]) -> None:
+        for _, cache in self.parts:
+            cache.select(rows)
+
+    def fork(self, rows: Sequence[int]) -> LayeredCache:
+        forked = copy.copy(self)
+        forked.parts = [(layers, cache.fork(rows)) for layers, cache in self.parts]
+        return forked
+
+    def queries(self, layer: int) -> torch.Tensor:
+        return self._of(layer).queries(layer)
+
+    def trace(self, row: int, length: int) -> EvictionTrace:
+        """With the pages' sections, which hold nothing for the other layers, and the layers that they speak of."""
+        evict_at = torch.cat([cache.evict_at(row, length) for _, cache in self.parts])
+        sections: dict[str, torch.Tensor] = {}
+        paged: list[int] = []
+        for layers, cache in self.parts:
+            own = cache.further(row, length)
+            paged += layers if "opened" in own else []
+            for name, values in own.items():
+                if name not in OF_LAYERS:
+                    sections[name] = values  # settings, the same in all parts
+                    continue
+                empty = values.new_full((len(evict_at), *values.shape[1:]), OF_LAYERS[name])
+                sections.setdefault(name, empty)[layers.start : layers.stop] = values
+        if paged:
+            sections["paged_layers"] = torch.tensor(paged, dtype=torch.int32)
+        return EvictionTrace.recorded(evict_at, sections)
+
+    def allocated_bytes(self) -> int:
+        return sum(cache.allocated_bytes() for _, cache in self.parts)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """See `KVView.attend`."""
+        return self._of(layer).attend(layer, query, key, value, scaling)
+
+    def _of(self, layer: int) -> EvictingCache:
+        return next(cache for layers, cache in self.parts if layer in layers)

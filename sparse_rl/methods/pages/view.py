@@ -1,0 +1,239 @@
+"""Replay of clustered attention: a query reads what its sampler read, page choices as recorded, summaries made again.
+
+Summaries follow from keys and values, and are made again with gradients. The choice has none: it is a decision, as an
+eviction is. So are the weights of a summary's tokens, where they are recorded: they depend on the model, and no
+gradient goes that way.
+
+A chunk of queries gathers what it reads: sinks, the tail that any of its queries sees, the summaries, and for each
+query the tokens of its opened pages. So a layer costs O(S x cover), and no S x S mask is made. The kernel `dense` is
+the reference: every query attends, under a mask, to all tokens and all summaries of its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from sparse_rl.attention.interface import Replayed, check_sections
+from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
+from sparse_rl.methods.pages.pages import Pages, summarise
+from sparse_rl.trace import NEVER, TraceError
+
+CHUNK = 128  # queries
+
+
+@dataclass
+class Chunk:
+    """Queries first .. last - 1; low int64 [B]: the first column behind the sinks that the first of them sees raw.
+
+    tail : columns from the least `low` to `last`; closed : pages that have closed for the last of them, at most
+    """
+
+    first: int
+    last: int
+    low: torch.Tensor
+    tail: int
+    closed: int
+
+
+class PagedView:
+    """A `kv_view` for training: B padded sequences, when their pages closed, and which of them each query opened.
+
+    Parameters
+    ----------
+    batch : from `batch_traces`; evict_at int32 [L, B, Hkv, S], of which only the padding counts, opened int16
+        [L, B, Hkv, S, K], closed_at int32 [B, P], paged_with int32 [8], and pi float32 [L, B, Hkv, S] where a summary
+        is not the mean of its page
+    device : where the model runs
+    kernel : dense, for the reference; any other stands for the gathered path
+    through : has no meaning here: summaries always have gradients
+
+    Raises TraceError where the batch has another section, or lacks one; and for a softmax that is not replayed.
+    """
+
+    replays: ClassVar = frozenset({"evict_at", "opened", "closed_at", "paged_with", "pi"})
+    requires: ClassVar = replays - {"pi"}
+
+    def __init__(
+        self,
+        batch: Mapping[str, torch.Tensor],
+        device: torch.device | str,
+        kernel: str = "gather",
+        through: bool = True,
+    ) -> None:
+        check_sections(type(self), batch)
+        self.device, self.dense = torch.device(device), kernel == "dense"
+        self.opened, self.pages, self.pi = batch["opened"], Pages.read(batch["paged_with"]), batch.get("pi")
+        if not self.pages.joint:
+            raise TraceError("these sequences were sampled under softmax: nested, which is not replayed; use joint")
+        real = batch["evict_at"][0, :, 0] > 0  # a pad key is seen by nobody
+        start, width = real.int().argmax(1), real.shape[1]
+        closes = batch["closed_at"]  # [B, P]
+        columns = (start[:, None, None] + self.pages.tokens(torch.arange(closes.shape[1]))).clamp(max=width - 1)
+        # the first query that no longer reads a column token by token, [B, S]
+        until = torch.where(real, NEVER, 0).to(torch.int32)
+        until.scatter_reduce_(1, columns.flatten(1), closes.repeat_interleave(self.pages.size, dim=1), reduce="amin")
+        behind = torch.arange(width) - start[:, None] - self.pages.sinks
+        page_of = behind.div(self.pages.size, rounding_mode="floor").masked_fill(behind < 0, -1)
+        self.chunks = list(self._chunks(until, behind >= 0))
+        self.start, self.columns, self.closes = (x.to(self.device) for x in (start, columns, closes))
+        self.until, self.page_of = until.to(self.device), page_of.to(self.device)
+
+    @classmethod
+    def holds(cls, config: Any, replayed: Replayed) -> tuple[str, int, str]:
+        sizes = replayed.rows, replayed.heads, replayed.kv_heads, replayed.head_dim, replayed.length
+        size = pages_bytes(*sizes, config) * replayed.itemsize
+        return "pages of one layer", size, "estimate, of one chunk of queries at a time"
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """See `KVView.attend`."""
+        opened = self.opened[layer].to(self.device, non_blocking=True).long()
+        heads, dim = key.shape[1], key.shape[3]
+        at = self.columns.flatten(1)[:, None, :, None].expand(-1, heads, -1, dim)
+        inside = [x.gather(2, at).unflatten(2, self.columns.shape[1:]) for x in (key, value)]
+        weights = None
+        if self.pi is not None:
+            pi = self.pi[layer].to(self.device, non_blocking=True)
+            columns = self.columns.flatten(1)[:, None].expand(-1, heads, -1)
+            weights = pi.gather(2, columns).unflatten(2, self.columns.shape[1:])
+        summaries = summarise(inside[0], inside[1], self.pages, weights)
+        if self.dense:
+            return self._masked(query, key, value, *summaries, scaling, opened)
+        dtype = value.dtype
+        wide = computing_dtype(query, value)
+        grouped = query.to(wide).unflatten(1, (heads, -1))
+        told = [x.to(wide) for x in (key, value, *summaries)]
+        parts = []
+        for chunk in self.chunks:
+            work = partial(self._gathered, chunk, scaling, opened)
+            part = grouped[:, :, :, chunk.first : chunk.last]
+            if torch.is_grad_enabled():
+                parts.append(checkpoint(work, part, *told, use_reentrant=False, preserve_rng_state=False))
+            else:
+                parts.append(work(part, *told))
+        return torch.cat(parts, dim=3).flatten(1, 2).to(dtype)
+
+    def _chunks(self, until: torch.Tensor, behind: torch.Tensor) -> Iterator[Chunk]:
+        """The plan of every layer, made in host memory. behind : bool [B, S], columns behind the sinks"""
+        width = until.shape[1]
+        for first in range(0, width, CHUNK):
+            last = min(first + CHUNK, width)
+            held = (until > first) & behind
+            held[:, last:] = False
+            low = torch.where(held.any(-1), held.int().argmax(-1), last)
+            gone = ((until > 0) & (until < last) & behind).sum(-1)
+            yield Chunk(first, last, low.to(self.device), int(last - low.min()), int(gone.max()) // self.pages.size)
+
+    def _gathered(
+        self,
+        chunk: Chunk,
+        scaling: float,
+        opened: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        page_keys: torch.Tensor,
+        page_values: torch.Tensor,
+    ) -> torch.Tensor:
+        """A chunk's queries [B, Hkv, G, C, D] over what they read: [B, Hkv, G, C, D]."""
+        pages, heads = self.pages, key.shape[1]
+        now = torch.arange(chunk.first, chunk.last, device=self.device)
+        sinks = self.start[:, None] + torch.arange(pages.sinks, device=self.device)
+        tail = chunk.low[:, None] + torch.arange(chunk.tail, device=self.device)
+        columns = torch.cat([sinks, tail], dim=1)  # [B, R]
+        real = columns < chunk.last
+        columns = columns.clamp(max=chunk.last - 1)
+        until = self.until.gather(1, columns)
+        seen = real[:, None] & (columns[:, None] <= now[:, None]) & (now[:, None] < until[:, None])  # [B, C, R]
+        nothing = ~seen.any(-1)  # a pad query, which has to see something
+        seen[..., 0] |= nothing
+
+        asked = opened[:, :, chunk.first : chunk.last]  # [B, Hkv, C, K]
+        count = chunk.closed
+        is_open = torch.zeros(*asked.shape[:3], count + 1, dtype=torch.bool, device=self.device)
+        is_open = is_open.scatter(3, torch.where(asked < 0, count, asked), True)[..., :count]
+        summaries = (self.closes[:, None, None, :count] <= now[:, None]) & ~is_open
+        inside = (self.start[:, None, None, None, None] + pages.tokens(asked.clamp(min=0))).flatten(2)
+        inside_open = (asked >= 0).repeat_interleave(pages.size, dim=-1)
+
+        def read(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            return x.gather(2, at[..., None].expand(*at.shape, x.shape[-1]))
+
+        shape = (now.numel(), inside_open.shape[-1])
+        inside = inside.clamp(max=key.shape[2] - 1)
+        columns = columns[:, None].expand(-1, heads, -1)
+        raw_keys, raw_values = read(key, columns), read(value, columns)
+        open_keys, open_values = (read(x, inside).unflatten(2, shape) for x in (key, value))
+        query = query * scaling
+        low = float("-inf")
+        logits = torch.cat(
+            [
+                torch.einsum("bhgcd,bhnd->bhgcn", query, raw_keys).masked_fill(~seen[:, None, None], low),
+                (torch.einsum("bhgcd,bhmd->bhgcm", query, page_keys[:, :, :count]) + pages.bias).masked_fill(
+                    ~summaries[:, :, None], low
+                ),
+                torch.einsum("bhgcd,bhcnd->bhgcn", query, open_keys).masked_fill(~inside_open[:, :, None], low),
+            ],
+            dim=-1,
+        )
+        raw, sums, far = logits.softmax(-1).split([columns.shape[2], count, shape[1]], dim=-1)
+        return (
+            torch.einsum("bhgcn,bhnd->bhgcd", raw, raw_values)
+            + torch.einsum("bhgcm,bhmd->bhgcd", sums, page_values[:, :, :count])
+            + torch.einsum("bhgcn,bhcnd->bhgcd", far, open_values)
+        )
+
+    def _masked(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        page_keys: torch.Tensor,
+        page_values: torch.Tensor,
+        scaling: float,
+        opened: torch.Tensor,
+    ) -> torch.Tensor:
+        """The reference: one call over all tokens and all summaries."""
+        batch, heads, width, dim = key.shape
+        now = torch.arange(width, device=self.device)
+        count = self.closes.shape[1]
+        seen = ((now <= now[:, None]) & (now[:, None] < self.until[:, None]))[:, None]
+        is_open = torch.zeros(batch, heads, width, count + 1, dtype=torch.bool, device=self.device)
+        is_open = is_open.scatter(3, torch.where(opened < 0, count, opened), True)
+        is_open[..., count] = False
+        inside = (self.page_of >= 0) & (self.page_of < count)
+        place = torch.where(inside, self.page_of, count)[:, None, None].expand(-1, heads, width, -1)
+        seen = seen | is_open.gather(3, place) | torch.eye(width, dtype=torch.bool, device=self.device)
+        summaries = (self.closes[:, None, None] <= now[:, None]) & ~is_open[..., :count]
+        bias = torch.zeros(1, dtype=computing_dtype(query, value), device=self.device)
+        mask = torch.cat(
+            [
+                bias.expand(seen.shape).masked_fill(~seen, float("-inf")),
+                (bias + self.pages.bias).expand(summaries.shape).masked_fill(~summaries, float("-inf")),
+            ],
+            dim=-1,
+        ).flatten(0, 1)[:, None]
+        keys, values = torch.cat([key, page_keys], dim=2), torch.cat([value, page_values], dim=2)
+        group = query.shape[1] // heads
+        grouped = query.reshape(batch * heads, group, width, dim)  # kv heads beside rows: a mask serves its group
+        keys, values = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (keys, values))
+        return sdpa(grouped, keys, values, scaling, mask).reshape(query.shape)
+
+
+def pages_bytes(rows: int, heads: int, kv_heads: int, head_dim: int, length: int, cache: Any) -> int:
+    """What the replay of clustered attention gathers for a chunk of queries of one layer, in numbers of the attention's
+    dtype: keys, values and logits of what it reads, and the same again for the backward pass.
+    """
+    assert cache.open_pages is not None
+    opened, summaries = cache.open_pages * cache.page, length // cache.page
+    raw = cache.sinks + min(cache.window + cache.page + CHUNK, length)
+    read = 2 * head_dim * (CHUNK * opened + raw + summaries)
+    logits = heads // kv_heads * CHUNK * (opened + raw + summaries)
+    return 2 * rows * kv_heads * (read + 2 * logits)
