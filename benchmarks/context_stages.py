@@ -61,7 +61,7 @@ def stage_row(engine: Any, tokens: int) -> dict[str, Any]:
         engine._read([list(text) for text in texts], cache)
         reads.append(time.process_time() - start)
 
-    studied = study(text, configured("attention"), read, lambda whole: [])
+    studied = study(text, configured("attention"), read, lambda whole: [], lambda stage: None)
     found = dict(zip(("prefill", "queries"), reads, strict=True))
     for select, count in QUERIES.items():
         fewer = Studied(studied.whole, [q[:, :, :count] for q in studied.queries], studied.scaling, Stages())
