@@ -16,8 +16,10 @@ import torch
 from sparse_rl.attention.kernels.dense import dense_attention
 from sparse_rl.attention.kernels.flex import flex_attend
 from sparse_rl.attention.kernels.masked import masked_attention, visible_mask
+from sparse_rl.kernels.choice import in_a_line
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Errors = dict[str, tuple[float, float]]  # name -> (a kernel's error, the error that is allowed)
 LENGTH = 2048  # tokens of the check
 ALLOWED = 2.0  # times the error of SDPA in the same dtype
 FLOOR = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-4}  # of the largest value: below it, noise
@@ -32,7 +34,7 @@ class Parity:
     """
 
     kernel: str
-    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    errors: Errors = field(default_factory=dict)
     failure: str | None = None
     seconds: float | None = None
 
@@ -64,41 +66,41 @@ def check_parity(
     real = evict_at[:, :1, :, None] > 0
     grad = grad * real
     scaling = head_dim**-0.5
-    try:
+
+    def compared() -> Errors:
         wanted = _reference(evict_at, q, k, v, grad, scaling)
-        sdpa = _outcome(lambda q, k, v: masked_attention(lambda: evict_at, q, k, v, scaling), q, k, v, grad)
-        ours = _outcome(lambda q, k, v: masked_attention(lambda: evict_at, q, k, v, scaling, kernel), q, k, v, grad)
+        sdpa, ours = (
+            _outcome(partial(masked_attention, lambda: evict_at, scaling=scaling, kernel=name), q, k, v, grad)
+            for name in ("sdpa", kernel)
+        )
+        options = {"in_segments": kernel == "flex_sorted", "compiled": q.is_cuda, "want_lse": True}
         with torch.no_grad():
-            sort = kernel == "flex_sorted"
-            options = {"in_segments": sort, "compiled": q.is_cuda, "want_lse": True}
             lse = flex_attend(evict_at, q, k, v, scaling, **options)[1]
         assert lse is not None
+        errors = {}
+        for name, a, b, right in zip(("out", "dq", "dk", "dv"), ours, sdpa, wanted, strict=False):
+            if name == "out":  # padding: there flex sees nothing and gives 0, the others see themselves
+                b, right = b * real, right * real
+            floor = FLOOR[dtype] * float(right.abs().max())
+            errors[name] = distance(a, right), max(ALLOWED * distance(b, right), floor)
+        errors["lse"] = distance(lse.where(real[..., 0], 0), wanted[-1].where(real[..., 0], 0)), LSE
+        return errors
+
+    return judged(kernel, q.device, compared)
+
+
+def judged(kernel: str, device: torch.device, compared: Callable[[], Errors]) -> Parity:
+    """The finding on a kernel, by a comparison on this device; what that raises is a finding, too."""
+    try:
+        errors = compared()
     except Exception as error:  # whatever a compiler or kernel raises, it says that this kernel is not to be had here
         return Parity(kernel, failure=in_a_line(error))
     finally:
-        if q.is_cuda:
+        if device.type == "cuda":
             torch.cuda.empty_cache()  # an engine beside us counts what is free
-    errors = {}
-    for name, a, b, right in zip(("out", "dq", "dk", "dv"), ours, sdpa, wanted, strict=False):
-        if name == "out":  # padding: there flex sees nothing and gives 0, the others see themselves
-            b, right = b * real, right * real
-        floor = FLOOR[dtype] * float(right.abs().max())
-        errors[name] = distance(a, right), max(ALLOWED * distance(b, right), floor)
-    errors["lse"] = distance(lse.where(real[..., 0], 0), wanted[-1].where(real[..., 0], 0)), LSE
-    return judged(kernel, errors)
-
-
-def judged(kernel: str, errors: dict[str, tuple[float, float]]) -> Parity:
-    """The finding on a kernel. errors : name -> (its error, the error that is allowed)"""
     if bad := {name: pair for name, pair in errors.items() if not pair[0] <= pair[1]}:  # NaN is bad, too
         return Parity(kernel, errors, f"it is not exact on this machine (error / allowed: {_ratios(bad)})")
     return Parity(kernel, errors)
-
-
-def in_a_line(error: Exception) -> str:
-    """An error as its type and the first line of what it says."""
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first}"
 
 
 def random_evictions(rows: int, kv_heads: int, length: int, budget: int, generator: torch.Generator) -> torch.Tensor:
@@ -153,5 +155,5 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).abs().max())
 
 
-def _ratios(errors: dict[str, tuple[float, float]]) -> str:
+def _ratios(errors: Errors) -> str:
     return ", ".join(f"{name} {error:.1e} / {allowed:.1e}" for name, (error, allowed) in errors.items())

@@ -74,7 +74,7 @@ def flex_attend(
         back = tiles.order.argsort(dim=-1)[:, :length]
         key, value = (_Reordered.apply(x, tiles.order.clamp(max=length - 1), back)[:, None] for x in (key, value))
     lists = tiles.partial_count, tiles.partial, tiles.full_count, tiles.full
-    inputs = query, key, value, tiles.position, tiles.evict_at, *lists, scaling, want_lse
+    inputs = query, key, value, tiles.position, tiles.evict_at, scaling, want_lse, *lists
     if compiled:
         with torch._dynamo.config.patch(LIMITS):
             out, lse = _compiled()(*inputs)
@@ -89,23 +89,22 @@ def _padded(x: torch.Tensor, behind: tuple[int, ...]) -> torch.Tensor:
     return torch.nn.functional.pad(x, behind).contiguous()
 
 
-def block_mask(
-    position: torch.Tensor,
-    evict_at: torch.Tensor,
-    partial_count: torch.Tensor,
-    partial: torch.Tensor,
-    full_count: torch.Tensor,
-    full: torch.Tensor,
-) -> BlockMask:
-    """FlexAttention's own form of `Tiles`."""
+def block_mask(position: torch.Tensor, evict_at: torch.Tensor, *lists: torch.Tensor) -> BlockMask:
+    """FlexAttention's own form of `Tiles`. lists : as `tile_mask` takes them"""
 
     def visible(row: torch.Tensor, _: torch.Tensor, q: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return (position[row, slot] <= q) & (q < evict_at[row, slot])
 
-    size = position.shape[-1]
-    return BlockMask.from_kv_blocks(
-        partial_count, partial, full_count, full, BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=(size, size)
-    )
+    return tile_mask(visible, position.shape[-1], lists)
+
+
+def tile_mask(visible: Any, size: int, lists: tuple[Any, ...]) -> BlockMask:
+    """FlexAttention's own form of lists of tiles, of which some are under a mask.
+
+    lists : partial_count, partial, full_count, full, as in `Tiles`
+    """
+    options: Any = {"BLOCK_SIZE": TILE, "mask_mod": visible, "seq_lengths": (size, size)}
+    return BlockMask.from_kv_blocks(*lists, **options)
 
 
 def _attend(
@@ -114,14 +113,11 @@ def _attend(
     value: torch.Tensor,
     position: torch.Tensor,
     evict_at: torch.Tensor,
-    partial_count: torch.Tensor,
-    partial: torch.Tensor,
-    full_count: torch.Tensor,
-    full: torch.Tensor,
     scaling: float,
     want_lse: bool,
+    *lists: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    mask = block_mask(position, evict_at, partial_count, partial, full_count, full)
+    mask = block_mask(position, evict_at, *lists)
     options: Any = {"block_mask": mask, "scale": scaling, "enable_gqa": True, "kernel_options": dict(KERNEL_OPTIONS)}
     if not want_lse:
         return flex_attention(query, key, value, **options), None

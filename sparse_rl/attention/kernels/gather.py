@@ -24,7 +24,7 @@ HELD = 2**26  # bytes of one layer that may stay until the backward pass; what i
 
 
 @dataclass
-class Chunk:
+class QueryChunk:
     """Queries first .. last - 1 of R rows, and the K keys that they are given, their own the last of them.
 
     columns : int64 [R, K], of each key; until : int32 [R, K], evict_at of it
@@ -44,7 +44,7 @@ class Chunk:
         return seen[:, None]
 
 
-def make_chunks(evict_at: torch.Tensor) -> list[Chunk]:
+def make_chunks(evict_at: torch.Tensor) -> list[QueryChunk]:
     """The chunks of int32 evict_at [R, S]. Where it is on a GPU, that is waited for twice."""
     rows, width = evict_at.shape
     position = torch.arange(width, device=evict_at.device)
@@ -59,7 +59,7 @@ def make_chunks(evict_at: torch.Tensor) -> list[Chunk]:
         alive = (until > first).to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :count]
         columns = torch.cat([columns.gather(1, alive), position[first:last].expand(rows, -1)], dim=1)
         until = torch.cat([until.gather(1, alive), evict_at[:, first:last]], dim=1)
-        chunks.append(Chunk(first, last, columns, until))
+        chunks.append(QueryChunk(first, last, columns, until))
     return chunks
 
 
@@ -71,12 +71,12 @@ def _chunk_size(evict_at: torch.Tensor) -> int:
     return min(max(1 << (seen // 4).bit_length() >> 1, SMALLEST), LARGEST)
 
 
-def visited_share(chunks: list[Chunk]) -> float:
+def visited_share(chunks: list[QueryChunk]) -> float:
     """The share of all S x S query-key pairs that is computed."""
     return sum((chunk.last - chunk.first) * chunk.columns.shape[1] for chunk in chunks) / chunks[-1].last ** 2
 
 
-def held_bytes(chunks: list[Chunk], dim: int, itemsize: int) -> int:
+def held_bytes(chunks: list[QueryChunk], dim: int, itemsize: int) -> int:
     """What SDPA keeps for the backward pass besides q, k and v: keys, values, and the masks in their dtype."""
     return itemsize * sum(chunk.columns.numel() * (2 * dim + chunk.last - chunk.first) for chunk in chunks)
 
@@ -97,7 +97,7 @@ def gathered_attention(
 
 
 def _attend(
-    chunks: list[Chunk], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    chunks: list[QueryChunk], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     shape, dtype, wanted = query.shape, value.dtype, computing_dtype(query, value)
     query = query.to(wanted).unflatten(1, (key.shape[1], -1)).flatten(0, 1)  # [R, G, S, D]

@@ -16,9 +16,11 @@ from sparse_rl.attention.kernels.flex import flex_attend
 from sparse_rl.attention.kernels.gather import gathered_attention
 from sparse_rl.attention.kernels.sdpa import sdpa
 
+Evictions = Callable[[], torch.Tensor]
+
 
 def masked_attention(
-    evict_at: Callable[[], torch.Tensor],
+    evict_at: Evictions,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -38,7 +40,7 @@ def masked_attention(
         return flex_attend(evict_at(), query, key, value, scaling, in_segments=sort, compiled=compiled)[0]
     if kernel == "gather":
         return gathered_attention(evict_at(), query, key, value, scaling)
-    attend = partial(_WITH_MASK[kernel], evict_at)
+    attend = partial(_by_reference if kernel == "dense" else _by_sdpa, evict_at)
     if not torch.is_grad_enabled():
         return attend(query, key, value, scaling)
     # Saving the mask for backward would keep every layer's alive: save q, k, v and make it again.
@@ -46,11 +48,7 @@ def masked_attention(
 
 
 def _by_sdpa(
-    evict_at: Callable[[], torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
+    evict_at: Evictions, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     batch, q_heads, width, dim = query.shape
     kv_heads = key.shape[1]
@@ -65,16 +63,9 @@ def _by_sdpa(
 
 
 def _by_reference(
-    evict_at: Callable[[], torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
+    evict_at: Evictions, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     return dense_attention(query, key, value, visible_mask(evict_at()), scaling)
-
-
-_WITH_MASK = {"sdpa": _by_sdpa, "dense": _by_reference}
 
 
 def visible_mask(evict_at: torch.Tensor) -> torch.Tensor:

@@ -13,10 +13,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from sparse_rl.attention.kernels.flex import KERNEL_OPTIONS, LIMITS, padded
-from sparse_rl.attention.kernels.tiles import TILE, listed, tile_tests
+from sparse_rl.attention.kernels.flex import KERNEL_OPTIONS, LIMITS, padded, tile_mask
+from sparse_rl.attention.kernels.tiles import listed, tile_tests
 
 VALUE_DIM = 16  # of the values, which nobody reads: the smallest that FlexAttention's kernels take
 
@@ -75,17 +75,13 @@ def transposed_tiles(first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Ten
 
 
 def transposed_options(
-    log_sum_exp: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
-    partial_count: torch.Tensor,
-    partial: torch.Tensor,
-    full_count: torch.Tensor,
-    full: torch.Tensor,
-    scaling: float,
-    largest: float,
+    log_sum_exp: torch.Tensor, first: torch.Tensor, last: torch.Tensor, *rest: Any
 ) -> dict[str, Any]:
-    """FlexAttention's own words for all that, beside keys and queries."""
+    """FlexAttention's own words for all that, beside keys and queries.
+
+    rest : the lists of `transposed_tiles`, scaling and largest
+    """
+    *lists, scaling, largest = rest
 
     def counts(row: torch.Tensor, _: torch.Tensor, t: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
         return (first[row, t] <= d) & (d < last[row, t])
@@ -93,10 +89,7 @@ def transposed_options(
     def log_probability(score: torch.Tensor, row: Any, head: Any, _: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
         return (score - log_sum_exp[row, head, d]).clamp(max=largest)
 
-    size = first.shape[-1]
-    mask = BlockMask.from_kv_blocks(
-        partial_count, partial, full_count, full, BLOCK_SIZE=TILE, mask_mod=counts, seq_lengths=(size, size)
-    )
+    mask = tile_mask(counts, first.shape[-1], tuple(lists))
     options: dict[str, Any] = {"block_mask": mask, "score_mod": log_probability, "scale": scaling}
     return options | {"kernel_options": dict(KERNEL_OPTIONS)}
 
