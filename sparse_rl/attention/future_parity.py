@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparse_rl.attention.future import Kernel, attention_lse, future_attention_mass
 from sparse_rl.attention.parity import LENGTH, LSE, Errors, Parity, distance, judged, random_evictions
@@ -48,9 +49,7 @@ def check_target(device: torch.device, dtype: torch.dtype, shape: Shape, length:
     return judged("flex", device, compared)
 
 
-def _target(
-    query: torch.Tensor, key: torch.Tensor, evict_at: torch.Tensor | None, ends: torch.Tensor, kernel: Kernel
-) -> torch.Tensor:
+def _target(query: Tensor, key: Tensor, evict_at: Tensor | None, ends: Tensor, kernel: Kernel) -> Tensor:
     options: dict[str, Any] = {"scaling": query.shape[-1] ** -0.5, "ends": ends, "kernel": kernel}
     lse = attention_lse(query, key, evict_at=evict_at, **options)
     return future_attention_mass(query, key, window=query.shape[2] // 16, log_sum_exp=lse, **options)

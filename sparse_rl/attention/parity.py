@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from sparse_rl.attention.kernels.dense import dense_attention
 from sparse_rl.attention.kernels.flex import flex_attend
 from sparse_rl.attention.kernels.masked import masked_attention, visible_mask
 from sparse_rl.kernels.choice import in_a_line
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Errors = dict[str, tuple[float, float]]  # name -> (a kernel's error, the error that is allowed)
 LENGTH = 2048  # tokens of the check
 ALLOWED = 2.0  # times the error of SDPA in the same dtype
@@ -103,7 +104,7 @@ def judged(kernel: str, device: torch.device, compared: Callable[[], Errors]) ->
     return Parity(kernel, errors)
 
 
-def random_evictions(rows: int, kv_heads: int, length: int, budget: int, generator: torch.Generator) -> torch.Tensor:
+def random_evictions(rows: int, kv_heads: int, length: int, budget: int, generator: torch.Generator) -> Tensor:
     """int32 [rows, kv_heads, length]: a token outlives its own step by `budget` on average, some stay for ever.
 
     Row r has r sixths of its length as padding on either side, which has 0.
@@ -119,18 +120,14 @@ def random_evictions(rows: int, kv_heads: int, length: int, budget: int, generat
     return evict_at.int()
 
 
-def _outcome(
-    attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def _outcome(attend: Attend, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     """(out, dq, dk, dv)"""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*inputs)
     return out.detach(), *torch.autograd.grad((out * grad).sum(), inputs)
 
 
-def _reference(
-    evict_at: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, scaling: float
-) -> tuple[torch.Tensor, ...]:
+def _reference(evict_at: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scaling: float) -> tuple[Tensor, ...]:
     """(out, dq, dk, dv, lse) in float64, one query head at a time: one head's S x S is alive."""
     q, k, v, grad = (x.double() for x in (q, k, v, grad))
     out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
@@ -150,7 +147,7 @@ def _reference(
     return out, dq, dk, dv, lse
 
 
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def distance(a: Tensor, b: Tensor) -> float:
     """The largest difference of two tensors of one shape."""
     return float((a.double() - b.double()).abs().max())
 

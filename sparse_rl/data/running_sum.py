@@ -100,12 +100,7 @@ def grade(text: str, answer: str) -> bool:
 
 
 def generate_problems(
-    size: int,
-    seed: int,
-    exclude: Iterable[Problem] = (),
-    *,
-    split: str = "train",
-    task: RunningSum | None = None,
+    size: int, seed: int, exclude: Iterable[Problem] = (), *, split: str = "train", task: RunningSum | None = None
 ) -> list[Problem]:
     """`size` distinct problems of a split, none of them in `exclude`.
 

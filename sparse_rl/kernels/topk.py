@@ -20,12 +20,13 @@ from functools import cache
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.kernels.choice import Choice, choose, seconds_on_gpu
 from sparse_rl.trace import NEVER
 
-Descent = Callable[[torch.Tensor, int], torch.Tensor]
+Descent = Callable[[Tensor, int], Tensor]
 CHECKED = ((3, 1000, 17), (8, 16_384, 2016))  # rows, tokens and k of the check; the last is timed
 
 
@@ -38,20 +39,20 @@ class RunningTopK:
     boundary : by query q, that worst token itself; -1 likewise
     """
 
-    evict_at: torch.Tensor
-    cutoff_rank: torch.Tensor
-    boundary: torch.Tensor
+    evict_at: Tensor
+    cutoff_rank: Tensor
+    boundary: Tensor
 
 
 def running_topk(
-    scores: torch.Tensor,
-    sinks: int | torch.Tensor = 0,
+    scores: Tensor,
+    sinks: int | Tensor = 0,
     *,
     window: int,
     k: int,
-    log_decay: torch.Tensor | None = None,
+    log_decay: Tensor | None = None,
     decay_every: int = 1,
-    lengths: torch.Tensor | None = None,
+    lengths: Tensor | None = None,
     kernel: Literal["torch", "triton"] | None = None,
 ) -> RunningTopK:
     """When each token leaves a cache that holds the k best of those behind the window, for all queries at once.
@@ -98,9 +99,9 @@ class Rows:
     priorities [R, M], -inf behind a row's last; counts, first int64 [R]: how many, and the position of the first one
     """
 
-    priorities: torch.Tensor
-    counts: torch.Tensor
-    first: torch.Tensor
+    priorities: Tensor
+    counts: Tensor
+    first: Tensor
     window: int
     k: int
     shape: torch.Size
@@ -108,13 +109,13 @@ class Rows:
     @classmethod
     def of(
         cls,
-        scores: torch.Tensor,
-        sinks: int | torch.Tensor,
+        scores: Tensor,
+        sinks: int | Tensor,
         window: int,
         k: int,
-        log_decay: torch.Tensor | None,
+        log_decay: Tensor | None,
         decay_every: int,
-        lengths: torch.Tensor | None,
+        lengths: Tensor | None,
     ) -> Rows:
         for name, value in (("window", window), ("k", k), ("decay_every", decay_every)):
             if value < 1:
@@ -138,13 +139,13 @@ class Rows:
             raise NotFiniteError("a score is NaN: the tokens cannot be ranked by it")
         return cls(priorities.masked_fill(~real, float("-inf")), counts, first, window, k, scores.shape)
 
-    def ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def ranks(self) -> tuple[Tensor, Tensor]:
         """The rank of each token, 0 the best, and the token of each rank: int64 [R, M] both; padding comes last."""
         order = self.priorities.sort(dim=-1, descending=True, stable=True).indices
         ranks = torch.empty_like(order)
         return ranks.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)), order
 
-    def result(self, cutoff: torch.Tensor, worst: torch.Tensor, gone: torch.Tensor) -> RunningTopK:
+    def result(self, cutoff: Tensor, worst: Tensor, gone: Tensor) -> RunningTopK:
         """What was found of the rows' competing tokens, as a RunningTopK over positions.
 
         cutoff, worst : int64 [R, M - k + 1], by prefix of k, k + 1, ... tokens, the rank of the worst of the k best,
@@ -164,7 +165,7 @@ class Rows:
         return RunningTopK(*(part[:, :length].int().reshape(self.shape) for part in found))
 
 
-def kth_smallest_of_prefixes(ranks: torch.Tensor, k: int) -> torch.Tensor:
+def kth_smallest_of_prefixes(ranks: Tensor, k: int) -> Tensor:
     """The k-th smallest of the first k, k + 1, ... to M numbers of a row: int64 [R, M - k + 1].
 
     ranks : int64 [R, M], in each row 0 to M - 1, each once
@@ -222,12 +223,12 @@ def _triton_form() -> Descent:
 def recall(
     found: RunningTopK,
     wanted: RunningTopK,
-    sinks: int | torch.Tensor = 0,
+    sinks: int | Tensor = 0,
     *,
     window: int,
     k: int,
-    lengths: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Of the k tokens that `wanted` holds at each query with more than k eligible ones, those that `found` holds.
 
     found, wanted : of the same B rows and H kv heads

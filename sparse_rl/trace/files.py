@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from sparse_rl.errors import UserError
 from sparse_rl.trace.sealed import read_sealed, shown, write_sealed
@@ -27,7 +28,7 @@ LENGTHS = ".lengths"
 
 
 def write_sections(
-    path: str | Path, rows: Sequence[Mapping[str, torch.Tensor]], fingerprint: Mapping[str, str] | None
+    path: str | Path, rows: Sequence[Mapping[str, Tensor]], fingerprint: Mapping[str, str] | None
 ) -> None:
     """Write the sections of each sequence; all rows have the same ones."""
     tensors = {}
@@ -39,7 +40,7 @@ def write_sections(
     write_sealed(path, tensors, format=FORMAT, format_version=str(FORMAT_VERSION), fingerprint=made_by)
 
 
-def read_sections(path: str | Path, fingerprint: Mapping[str, str] | None) -> list[dict[str, torch.Tensor]]:
+def read_sections(path: str | Path, fingerprint: Mapping[str, str] | None) -> list[dict[str, Tensor]]:
     """The sections of each sequence of a file; their values are not checked yet.
 
     Raises TraceError: not a trace file, truncated or changed, another format version, no trace, an unknown or missing
@@ -75,7 +76,7 @@ def read_fingerprint(path: str | Path) -> dict[str, str]:
     return _fingerprint(path, _read(path)[1])
 
 
-def _split(path: str | Path, name: str, values: torch.Tensor, lengths: torch.Tensor) -> Sequence[torch.Tensor]:
+def _split(path: str | Path, name: str, values: Tensor, lengths: Tensor) -> Sequence[Tensor]:
     """The values of each sequence."""
     section = SECTIONS[name]
     least = 1 if name == EVICT_AT.name else 0  # a sequence has a token; of another section it may have nothing
@@ -99,7 +100,7 @@ def _fingerprint(path: str | Path, metadata: Mapping[str, str]) -> dict[str, str
     return fingerprint
 
 
-def _read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(tensors, metadata) of a trace file of a version that is read, as they were written."""
     try:
         tensors, metadata = read_sealed(path, "a trace file", FORMAT, READ, "sample")

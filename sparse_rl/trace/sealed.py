@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from sparse_rl.errors import UserError
 from sparse_rl.files import usual_permissions
@@ -22,7 +23,7 @@ from sparse_rl.files import usual_permissions
 HASH = "sha256"
 
 
-def content_hash(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
+def content_hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """sha256 of what a file holds: of each tensor its name, dtype, shape and bytes, and all metadata but the hash."""
     names = sorted(tensors)
     said = {key: metadata[key] for key in sorted(metadata) if key != HASH}
@@ -33,7 +34,7 @@ def content_hash(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
     return digest.hexdigest()
 
 
-def write_sealed(path: str | Path, tensors: Mapping[str, torch.Tensor], **metadata: str) -> None:
+def write_sealed(path: str | Path, tensors: Mapping[str, Tensor], **metadata: str) -> None:
     """Write contiguous tensors on the CPU, none of which shares memory. metadata : format, format_version, and more"""
     save_file(dict(tensors), str(path), metadata={**metadata, HASH: content_hash(tensors, metadata)})
     usual_permissions(path)
@@ -41,7 +42,7 @@ def write_sealed(path: str | Path, tensors: Mapping[str, torch.Tensor], **metada
 
 def read_sealed(
     path: str | Path, what: str, format: str, versions: Sequence[str], mend: str
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors and the metadata of a file, as they were written.
 
     what : a file of this format, for errors; versions : those that are read; mend : what to do with a damaged file

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from sparse_rl.errors import UserError
 from sparse_rl.trace import checks
@@ -26,12 +27,12 @@ class TraceError(UserError):
     """A trace or trace file that breaks the contract: what is wrong, and where."""
 
 
-Check = Callable[[torch.Tensor, Sections, "int | None"], "str | None"]
-Batch = Callable[[Sequence[torch.Tensor], Sequence[int], int], torch.Tensor]
-Pack = Callable[[Sequence[torch.Tensor], Sequence[int], Sequence[int]], torch.Tensor]
+Check = Callable[[Tensor, Sections, "int | None"], "str | None"]
+Batch = Callable[[Sequence[Tensor], Sequence[int], int], Tensor]
+Pack = Callable[[Sequence[Tensor], Sequence[int], Sequence[int]], Tensor]
 
 
-def _no_packing(documents: Sequence[torch.Tensor], starts: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
+def _no_packing(documents: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int]) -> Tensor:
     if len(documents) == 1:
         return documents[0]
     raise TraceError("sequences whose entries were refitted or paged cannot be packed into one row; use packing: false")
@@ -71,17 +72,17 @@ class Section:
 # ---- evict_at: int32 [L, Hkv, S], the first query position that no longer attends to a token -----------------------
 
 
-def _moved(values: torch.Tensor, start: int) -> torch.Tensor:
+def _moved(values: Tensor, start: int) -> Tensor:
     """The values of a sequence whose first token stands at `start`."""
     return torch.where(values < NEVER, values + start, NEVER).to(values.dtype)
 
 
-def _batch_evict_at(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
+def _batch_evict_at(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
     """int32 [L, B, Hkv, width]; pad keys 0: nobody sees them."""
     return _by_layer([_moved(values, start) for values, start in zip(rows, starts, strict=True)], starts, width, 0)
 
 
-def _by_layer(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int, empty: float) -> torch.Tensor:
+def _by_layer(rows: Sequence[Tensor], starts: Sequence[int], width: int, empty: float) -> Tensor:
     """Values [L, Hkv, S, ...] of each row, at its columns: [L, B, Hkv, width, ...], `empty` elsewhere.
 
     Layers come first, so that one layer's slice is contiguous.
@@ -93,7 +94,7 @@ def _by_layer(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int, e
     return batch
 
 
-def _pack_evict_at(documents: Sequence[torch.Tensor], starts: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
+def _pack_evict_at(documents: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int]) -> Tensor:
     """A document's end caps its values, so that the next document does not see it."""
     places = zip(documents, starts, ends, strict=True)
     return torch.cat([_moved(values, start).clamp(max=end) for values, start, end in places], dim=-1).to(torch.int32)
@@ -112,7 +113,7 @@ EVICT_AT = Section(
 # ---- what the further sections share --------------------------------------------------------------------------------
 
 
-def _batch_times(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
+def _batch_times(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
     """int32 [B, most], right-padded with NEVER, of positions, which move with their row."""
     batch = torch.full((len(rows), max(len(values) for values in rows)), NEVER, dtype=torch.int32)
     for row, (values, start) in enumerate(zip(rows, starts, strict=True)):
@@ -120,7 +121,7 @@ def _batch_times(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int
     return batch
 
 
-def _the_same(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
+def _the_same(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
     """The one that all rows have."""
     if any(not torch.equal(values, rows[0]) for values in rows):
         raise TraceError("settings differ between the traces of a batch: they were sampled under different policies")

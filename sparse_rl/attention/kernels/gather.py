@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
@@ -32,10 +33,10 @@ class QueryChunk:
 
     first: int
     last: int
-    columns: torch.Tensor
-    until: torch.Tensor
+    columns: Tensor
+    until: Tensor
 
-    def visible(self) -> torch.Tensor:
+    def visible(self) -> Tensor:
         """Bool [R, 1, queries, K]. A query always sees itself, as in `visible_mask`."""
         now = torch.arange(self.first, self.last, device=self.until.device)
         seen = now[:, None] < self.until[:, None]
@@ -44,7 +45,7 @@ class QueryChunk:
         return seen[:, None]
 
 
-def make_chunks(evict_at: torch.Tensor) -> list[QueryChunk]:
+def make_chunks(evict_at: Tensor) -> list[QueryChunk]:
     """The chunks of int32 evict_at [R, S]. Where it is on a GPU, that is waited for twice."""
     rows, width = evict_at.shape
     position = torch.arange(width, device=evict_at.device)
@@ -63,7 +64,7 @@ def make_chunks(evict_at: torch.Tensor) -> list[QueryChunk]:
     return chunks
 
 
-def _chunk_size(evict_at: torch.Tensor) -> int:
+def _chunk_size(evict_at: Tensor) -> int:
     """About a quarter of what the queries of the fullest row see on average, as a power of two."""
     width = evict_at.shape[-1]
     position = torch.arange(width, device=evict_at.device)
@@ -81,9 +82,7 @@ def held_bytes(chunks: list[QueryChunk], dim: int, itemsize: int) -> int:
     return itemsize * sum(chunk.columns.numel() * (2 * dim + chunk.last - chunk.first) for chunk in chunks)
 
 
-def gathered_attention(
-    evict_at: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-) -> torch.Tensor:
+def gathered_attention(evict_at: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """Attention under evict_at by SDPA, for chunks of queries over the keys that any of them sees: [B, Hq, S, D].
 
     evict_at : int32 [B, Hkv, S]; query : [B, Hq, S, D]; key, value : [B, Hkv, S, D]
@@ -96,9 +95,7 @@ def gathered_attention(
     return attend(query, key, value, scaling)
 
 
-def _attend(
-    chunks: list[QueryChunk], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-) -> torch.Tensor:
+def _attend(chunks: list[QueryChunk], query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     shape, dtype, wanted = query.shape, value.dtype, computing_dtype(query, value)
     query = query.to(wanted).unflatten(1, (key.shape[1], -1)).flatten(0, 1)  # [R, G, S, D]
     key, value = (x.to(wanted).flatten(0, 2) for x in (key, value))  # [R * S, D]

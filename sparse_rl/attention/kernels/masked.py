@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparse_rl.attention.kernels.dense import dense_attention
@@ -16,17 +17,12 @@ from sparse_rl.attention.kernels.flex import flex_attend
 from sparse_rl.attention.kernels.gather import gathered_attention
 from sparse_rl.attention.kernels.sdpa import sdpa
 
-Evictions = Callable[[], torch.Tensor]
+Evictions = Callable[[], Tensor]
 
 
 def masked_attention(
-    evict_at: Evictions,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
-    kernel: str = "sdpa",
-) -> torch.Tensor:
+    evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor, scaling: float, kernel: str = "sdpa"
+) -> Tensor:
     """Attention under evict_at by the kernel that is asked for: [B, Hq, S, D].
 
     evict_at : fetches it, int32 [B, Hkv, S], in the forward and again in the backward pass (flex, gather: in the
@@ -47,9 +43,7 @@ def masked_attention(
     return checkpoint(attend, query, key, value, scaling, use_reentrant=False, preserve_rng_state=False)
 
 
-def _by_sdpa(
-    evict_at: Evictions, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-) -> torch.Tensor:
+def _by_sdpa(evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     batch, q_heads, width, dim = query.shape
     kv_heads = key.shape[1]
     group = q_heads // kv_heads
@@ -62,13 +56,11 @@ def _by_sdpa(
     return out.reshape(batch, q_heads, width, dim)
 
 
-def _by_reference(
-    evict_at: Evictions, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-) -> torch.Tensor:
+def _by_reference(evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     return dense_attention(query, key, value, visible_mask(evict_at()), scaling)
 
 
-def visible_mask(evict_at: torch.Tensor) -> torch.Tensor:
+def visible_mask(evict_at: Tensor) -> Tensor:
     """t <= q < evict_at[t] as bool [B, Hkv, S (query), S (token)], made in place from int32 [B, Hkv, S].
 
     A position always sees itself (true of every real token; a pad query would otherwise have an empty softmax).
