@@ -9,7 +9,11 @@ from sparse_rl.config import show
 from sparse_rl.errors import UserError
 
 # model_type -> why only the hf engine samples from it; None: vllm does, too
-FAMILIES: dict[str, str | None] = {"qwen2": None, "qwen3": None, "llama": None}
+FAMILIES: dict[str, str | None] = {
+    "qwen2": None,
+    "qwen3": None,
+    "llama": None,
+}
 
 SIZES = {  # of config.json -> the most that any model has
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 1000),

@@ -11,7 +11,12 @@ from sparse_rl.scorers.config import ScorerConfig
 from sparse_rl.scorers.mlstm import MLSTM
 from sparse_rl.scorers.stateless import MLP, Linear
 
-SCORERS: dict[str, type[Scorer]] = {"recency": Recency, "linear": Linear, "mlp": MLP, "mlstm": MLSTM}
+SCORERS: dict[str, type[Scorer]] = {
+    "recency": Recency,
+    "linear": Linear,
+    "mlp": MLP,
+    "mlstm": MLSTM,
+}
 """The class of each scorer, by the name that recipes give it."""
 
 
