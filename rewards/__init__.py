@@ -25,7 +25,7 @@ path (own.py). Parameters given with it become keyword arguments.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from math import isfinite  # not `import math`: the submodule of that name takes its place here
 from typing import Any
@@ -93,11 +93,9 @@ def _make_reward(spec: str | Mapping[str, Any]) -> tuple[Reward, str, float]:
     if inspect.isclass(target):
         try:
             target = target(**params)
-        except KeyboardInterrupt:
-            raise
         except ValueError as error:
             raise ValueError(f"reward {name!r}: {error}") from error
-        except BaseException as error:  # of a class of the user's
+        except (Exception, SystemExit) as error:  # of a class of the user's
             raise ValueError(f"reward {name!r} cannot be made: {type(error).__name__}: {error}") from error
     elif params:  # a partial, because TRL looks through it: for the name, and for whether it is async
         inner, target = target, functools.partial(target, **params)
@@ -109,14 +107,12 @@ def _find(name: str) -> Any:
     if name in REWARDS:
         return REWARDS[name]
     if "." not in name and ":" not in name:
-        near = get_close_matches(name, REWARDS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown reward {name!r}: {hint}there are {', '.join(REWARDS)}, and dotted paths")
+        raise ValueError(
+            f"unknown reward {name!r}: {_hint(name, REWARDS)}there are {', '.join(REWARDS)}, and dotted paths"
+        )
     try:
         target = own_reward(name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # the user's module may raise anything as it is imported, or call sys.exit
+    except (Exception, SystemExit) as error:  # the user's module may raise anything as it is imported
         raise ValueError(f"reward {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(target):
         raise ValueError(f"reward {name!r} is not callable but {type(target).__name__}")
@@ -132,11 +128,14 @@ def _check_params(name: str, target: Any, params: Mapping[str, Any]) -> None:
     known = [p.name for p in accepted if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     for param in params:
         if param not in known and not any(p.kind is p.VAR_KEYWORD for p in accepted):
-            near = get_close_matches(param, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"reward {name!r} has no parameter {param!r}: {hint}it takes {', '.join(known) or 'none'}")
+            takes = f"{_hint(param, known)}it takes {', '.join(known) or 'none'}"
+            raise ValueError(f"reward {name!r} has no parameter {param!r}: {takes}")
     if inspect.isclass(target):
-        required = [p.name for p in accepted if p.name in known and p.default is p.empty]
-        missing = [param for param in required if param not in params]
-        if missing:
-            raise ValueError(f"reward {name!r} needs the parameter {missing[0]!r}")
+        for p in accepted:
+            if p.name in known and p.default is p.empty and p.name not in params:
+                raise ValueError(f"reward {name!r} needs the parameter {p.name!r}")
+
+
+def _hint(word: str, valid: Iterable[str]) -> str:
+    near = get_close_matches(word, valid, n=1)
+    return f"did you mean {near[0]!r}? " if near else ""

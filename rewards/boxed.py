@@ -17,10 +17,9 @@ class BoxedReward:
     def __call__(
         self, completions: Sequence[Any], answer: Sequence[Any] | None = None, **columns: Any
     ) -> list[float | None]:
-        require_column("boxed", "answer", answer, completions, list(columns))
-        assert answer is not None
-        rewards: list[float | None] = []
-        for completion, gold in zip(completions, map(gold_text, answer), strict=True):
-            said = last_boxed(completion_text(completion))
-            rewards.append(None if gold is None else float(said is not None and said.strip() == gold))
-        return rewards
+        golds = map(gold_text, require_column("boxed", "answer", answer, completions, columns))
+        said = (last_boxed(completion_text(completion)) for completion in completions)
+        return [
+            None if gold is None else float(box is not None and box.strip() == gold)
+            for gold, box in zip(golds, said, strict=True)
+        ]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rewards.math_pool import MathPool
-from rewards.text import BOX, completion_text, gold_text, last_boxed, require_column
+from rewards.text import BOX, completion_text, gold_text, last_boxed, require_column, require_whole
 
 logger = logging.getLogger(__name__)
 
@@ -41,25 +41,14 @@ class MathReward:
     __name__ = "math"
 
     def __init__(self, *, timeout: float = 5.0, workers: int = 4, require_boxed: bool = False) -> None:
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
+        if type(timeout) not in (int, float) or not 0 < timeout < float("inf"):
             raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
-        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-            raise ValueError(f"workers must be a whole number from 1 up, not {workers!r}")
         if not isinstance(require_boxed, bool):
             raise ValueError(f"require_boxed must be true or false, not {require_boxed!r}")
-        self.timeout = timeout
-        self.workers = workers
-        self.require_boxed = require_boxed
+        self.timeout, self.workers, self.require_boxed = timeout, require_whole("workers", workers, 1), require_boxed
         self._parseable: dict[str, bool] = {}  # what has been learnt about the golds so far
         self._reported: set[str] = set()
         self._pool = MathPool(workers, timeout)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_pool"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._pool = MathPool(self.workers, self.timeout)
 
     def __call__(
         self,
@@ -68,9 +57,7 @@ class MathReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        require_column("math", "answer", answer, completions, list(columns))
-        assert answer is not None
-        golds = self._golds(answer)
+        golds = self._golds(require_column("math", "answer", answer, completions, columns))
         answers = [self._answer(completion_text(completion)) for completion in completions]
 
         # A group of completions mostly says the same few things: each pair is compared once.

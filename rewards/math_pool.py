@@ -112,6 +112,9 @@ class MathPool:
         self._start_afresh()
         weakref.finalize(self, _kill_all, self._idle)  # at the pool's end, and at the interpreter's
 
+    def __reduce__(self) -> tuple[type, tuple[int, float]]:
+        return MathPool, (self.size, self.timeout)  # workers are not pickled
+
     def _start_afresh(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()

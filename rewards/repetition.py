@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rewards.text import require_column
+from rewards.text import require_column, require_whole
 
 
 class RepetitionReward:
@@ -20,23 +20,16 @@ class RepetitionReward:
     __name__ = "repetition"
 
     def __init__(self, *, ngram_size: int = 3, max_penalty: float = -1.0) -> None:
-        if isinstance(ngram_size, bool) or not isinstance(ngram_size, int) or ngram_size < 1:
-            raise ValueError(f"ngram_size must be a whole number from 1 up, not {ngram_size!r}")
-        if (
-            isinstance(max_penalty, bool)
-            or not isinstance(max_penalty, int | float)
-            or not -float("inf") < max_penalty <= 0
-        ):
+        if type(max_penalty) not in (int, float) or not -float("inf") < max_penalty <= 0:
             raise ValueError(f"max_penalty must be a number from 0 down, not {max_penalty!r}")
-        self.ngram_size, self.max_penalty = ngram_size, max_penalty
+        self.ngram_size, self.max_penalty = require_whole("ngram_size", ngram_size, 1), max_penalty
 
     def __call__(
         self, completions: Sequence[Any], completion_ids: Sequence[Any] | None = None, **columns: Any
     ) -> list[float | None]:
-        require_column("repetition", "completion_ids", completion_ids, completions, list(columns))
-        assert completion_ids is not None
+        given = require_column("repetition", "completion_ids", completion_ids, completions, columns)
         # Tensors hash by identity: no n-gram of theirs would ever repeat.
-        ids = [row.tolist() if hasattr(row, "tolist") else list(row) for row in completion_ids]
+        ids = [row.tolist() if hasattr(row, "tolist") else list(row) for row in given]
         from trl.rewards import get_repetition_penalty_reward
 
         return get_repetition_penalty_reward(self.ngram_size, self.max_penalty)(completion_ids=ids)

@@ -58,7 +58,7 @@ class ShortAnswerReward:
         if answers is None:
             had = f"the data has {sorted(columns) or 'no other'}"
             raise ValueError(f"the 'short_answer' reward needs a column 'answers', a list of texts, and {had}")
-        require_column("short_answer", "answers", answers, completions, list(columns))
+        require_column("short_answer", "answers", answers, completions, columns)
         return [self._score(completion, true) for completion, true in zip(completions, answers, strict=True)]
 
     def _score(self, completion: Any, answers: Any) -> float | None:

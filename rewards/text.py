@@ -1,10 +1,10 @@
-r"""Reading a completion: its text, and the last ``\boxed{...}`` in it.
+r"""Reading a completion: its text, and the last ``\boxed{...}`` in it; and the checks of what a reward is given.
 
 Knows nothing about mathematics or scoring. Everything here is linear in the length of the text.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 BOX = re.compile(r"\\boxed\s*\{")
@@ -58,8 +58,10 @@ def gold_text(gold: Any) -> str | None:
     return (answer or "").strip() or None
 
 
-def require_column(reward: str, column: str, values: Any, completions: Sequence, present: Sequence[str]) -> None:
-    """Raise ValueError unless `values` has one entry for every completion."""
+def require_column(
+    reward: str, column: str, values: Sequence | None, completions: Sequence, present: Iterable[str]
+) -> Sequence:
+    """The values of a column, `present` the names of the others; ValueError unless each completion has one entry."""
     if values is None:
         raise ValueError(
             f"the {reward!r} reward needs a column {column!r}, and the data has {sorted(present) or 'no other'}: "
@@ -67,3 +69,12 @@ def require_column(reward: str, column: str, values: Any, completions: Sequence,
         )
     if len(values) != len(completions):
         raise ValueError(f"the {reward!r} reward got {len(completions)} completions and {len(values)} {column!r}")
+    return values
+
+
+def require_whole(name: str, value: Any, least: int, most: int | None = None, limit: str = "") -> int:
+    """A whole number within bounds, else ValueError. limit : what the upper bound is called"""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        bounds = f"from {least} up" if most is None else f"from {least} to {limit} ({most})"
+        raise ValueError(f"{name} must be a whole number {bounds}, not {value!r}")
+    return value

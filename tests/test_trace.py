@@ -24,7 +24,7 @@ from sparse_rl.trace import (
     read_fingerprint,
     save_traces,
 )
-from sparse_rl.trace.files import content_hash
+from sparse_rl.trace.sealed import content_hash
 
 LAW = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 

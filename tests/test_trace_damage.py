@@ -15,7 +15,7 @@ from test_trace import random_trace
 
 from sparse_rl.cli import main
 from sparse_rl.trace import NEVER, EvictionTrace, TraceError, load_traces, read_fingerprint, save_traces
-from sparse_rl.trace.files import content_hash
+from sparse_rl.trace.sealed import content_hash
 
 FAST = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 SLOW = settings(FAST, max_examples=1000)

@@ -26,7 +26,7 @@ from sparse_rl.trace import (
     pack_traces,
     save_traces,
 )
-from sparse_rl.trace.files import content_hash
+from sparse_rl.trace.sealed import content_hash
 
 PLACES = ([1, 4], [], [0, 2, 3])  # of each trace's visits; one has none
 LENGTHS = (6, 3, 5)

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from rollout.context.cache import Context, LayerEntries, joined
 from rollout.context.config import PromptCacheConfig
@@ -71,7 +72,7 @@ def sensitivity(
     loss: Callable[[int, Context], float],
     ratios: Sequence[float] = RATIOS,
     base: float = BASE,
-) -> torch.Tensor:
+) -> Tensor:
     """Sensitivity curves: the mean loss over contexts with one head at a ratio, all others at `base`.
 
     Returns float64 [L, Hkv, ratios].
@@ -96,7 +97,7 @@ def sensitivity(
     return curves
 
 
-def allocate(curves: torch.Tensor, ratios: Sequence[float], ratio: float) -> torch.Tensor:
+def allocate(curves: Tensor, ratios: Sequence[float], ratio: float) -> Tensor:
     """The ratio of each head, float64 [L, Hkv], from 0 to 1, whose mean is `ratio`: greedy swaps on the curves.
 
     curves : [L, Hkv, ratios], the losses at ratios that increase. Between two of them, and beyond the outermost, the
@@ -124,7 +125,7 @@ def allocate(curves: torch.Tensor, ratios: Sequence[float], ratio: float) -> tor
         steps[giver] -= 1
 
 
-def _losses(flat: torch.Tensor, ratios: Sequence[float], wanted: torch.Tensor) -> torch.Tensor:
+def _losses(flat: Tensor, ratios: Sequence[float], wanted: Tensor) -> Tensor:
     """The losses of each head at some ratios [n]: [heads, n]."""
     lowest = min(ratio for ratio in ratios if ratio > 0)
     at, where = (
@@ -135,19 +136,19 @@ def _losses(flat: torch.Tensor, ratios: Sequence[float], wanted: torch.Tensor) -
     return torch.lerp(flat[:, right - 1].to(part), flat[:, right].to(part), part)
 
 
-def counts(shares: torch.Tensor, ratio: float, tokens: int, config: PromptCacheConfig) -> list[list[int]]:
+def counts(shares: Tensor, ratio: float, tokens: int, config: PromptCacheConfig) -> list[list[int]]:
     """How many entries of each head stay of so many tokens, where the mean head keeps `ratio`; shares [L, Hkv]."""
     between = config.between(tokens)
     wanted = (shares / shares.mean() * ratio * between).round().clamp(1, between)
     return wanted.long().tolist()
 
 
-def save(path: str | Path, shares: torch.Tensor) -> None:
+def save(path: str | Path, shares: Tensor) -> None:
     """Budgets as JSON, [layer][kv head], relative to their mean."""
     Path(path).write_text(json.dumps({"shares": (shares / shares.mean()).tolist()}) + "\n")
 
 
-def load(path: str | Path, layers: int, kv_heads: int) -> torch.Tensor:
+def load(path: str | Path, layers: int, kv_heads: int) -> Tensor:
     """Budgets that `save` wrote, relative to their mean: float64 [L, Hkv].
 
     Raises UserError where the file is none of budgets, or not of a model of this shape.

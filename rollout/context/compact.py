@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from rollout.context.budgets import planned
 from rollout.context.cache import Context, ContextCache, LayerEntries, joined
@@ -25,7 +26,7 @@ from sparse_rl.matching.select import attention_score
 from sparse_rl.policies.cache import at_slots
 
 OnStage = Callable[[str], None]
-OfLayer = Callable[[int], torch.Tensor]
+OfLayer = Callable[[int], Tensor]
 Read = Callable[[Sequence[Sequence[int]], ContextCache], None]  # a forward of texts, right-padded, through a cache
 Write = Callable[[Context], list[tuple[list[int], list[int]]]]  # (prompt, what was sampled) of self-study
 
@@ -57,7 +58,7 @@ class Studied:
     """
 
     whole: Context
-    queries: list[torch.Tensor]
+    queries: list[Tensor]
     scaling: float
     seconds: Stages
 
@@ -122,7 +123,7 @@ def study(tokens: Sequence[int], config: PromptCacheConfig, read: Read, write: W
     return Studied(whole, queries, prefilled.scaling, stages)
 
 
-def _entries(keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> LayerEntries:
+def _entries(keys: Tensor, values: Tensor, positions: Tensor) -> LayerEntries:
     bias = torch.zeros(keys.shape[:3], device=keys.device)
     return LayerEntries(keys, values, bias, positions.to(keys.device).expand(keys.shape[:3]))
 
@@ -157,7 +158,7 @@ def _queries(
     return kinds, caches
 
 
-def _captured(cache: ContextCache, whole: Context, layer: int, window: int | None = None) -> torch.Tensor:
+def _captured(cache: ContextCache, whole: Context, layer: int, window: int | None = None) -> Tensor:
     """The queries that a context's tokens had as a cache read them, or the last `window` of these tokens: of a layer
     [1, Hkv, G tokens, D].
     """
@@ -166,7 +167,7 @@ def _captured(cache: ContextCache, whole: Context, layer: int, window: int | Non
     return _by_kv_head(cache.captured(layer)[:, :, these], whole.layers[layer])
 
 
-def _random(cache: ContextCache, whole: Context, generator: torch.Generator, layer: int) -> torch.Tensor:
+def _random(cache: ContextCache, whole: Context, generator: torch.Generator, layer: int) -> Tensor:
     """Normal queries, as many as the context's, each scaled to the mean norm of a kv head's (appendix D)."""
     queries = _captured(cache, whole, layer)
     drawn = torch.randn(queries.shape, generator=generator).to(queries)
@@ -174,21 +175,19 @@ def _random(cache: ContextCache, whole: Context, generator: torch.Generator, lay
     return drawn / drawn.norm(dim=-1, keepdim=True) * norm
 
 
-def _studied(
-    cache: ContextCache, whole: Context, written: list[tuple[list[int], list[int]]], layer: int
-) -> torch.Tensor:
+def _studied(cache: ContextCache, whole: Context, written: list[tuple[list[int], list[int]]], layer: int) -> Tensor:
     """The queries of what was sampled behind the context: of a layer [1, Hkv, n, D]."""
     rows = zip(cache.captured(layer), written, strict=True)
     answers = [q[None, :, len(prompt) : len(prompt) + len(answer)] for q, (prompt, answer) in rows]
     return _by_kv_head(torch.cat(answers, dim=2), whole.layers[layer])
 
 
-def _by_kv_head(query: torch.Tensor, entries: LayerEntries) -> torch.Tensor:
+def _by_kv_head(query: Tensor, entries: LayerEntries) -> Tensor:
     """[1, Hq, T, D] -> [1, Hkv, G T, D]."""
     return query.unflatten(1, (entries.keys.shape[1], -1)).flatten(2, 3)
 
 
-def _drawn(queries: torch.Tensor, config: PromptCacheConfig) -> torch.Tensor:
+def _drawn(queries: Tensor, config: PromptCacheConfig) -> Tensor:
     """At most `most_queries` of [1, Hkv, n, D], the same places in every kv head."""
     count = queries.shape[2]
     if count <= config.most_queries:
@@ -201,7 +200,7 @@ def _drawn(queries: torch.Tensor, config: PromptCacheConfig) -> torch.Tensor:
 
 
 def _compacted(
-    entries: LayerEntries, queries: torch.Tensor, count: int, config: PromptCacheConfig, scaling: float
+    entries: LayerEntries, queries: Tensor, count: int, config: PromptCacheConfig, scaling: float
 ) -> LayerEntries:
     """One layer's entries: `first` and `last` as they were, and of those between them `count`, each part its share."""
     tokens = entries.keys.shape[2]
@@ -223,7 +222,7 @@ def _compacted(
     return LayerEntries(*(torch.cat(pieces, dim=2) for pieces in zip(*kept, strict=True)))
 
 
-def _chosen(block: Block, count: int, config: PromptCacheConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _chosen(block: Block, count: int, config: PromptCacheConfig) -> tuple[Tensor, Tensor, Tensor]:
     """What stays of a block, as `match` gives it."""
     fit = Fit(config.select, config.aggregate, config.ridge, config.fit == "paper")
     if config.policy == "am" and config.pool == 1:
@@ -240,7 +239,7 @@ def _chosen(block: Block, count: int, config: PromptCacheConfig) -> tuple[torch.
     return index, block.bias.gather(2, index), at_slots(block.values, index)
 
 
-def _score(block: Block, aggregate: str) -> torch.Tensor:
+def _score(block: Block, aggregate: str) -> Tensor:
     """`attention_score`, made of some of the queries at a time where there are many: [1, H, N]."""
     some = block.queries.split(max(1, MOST_LOGITS // block.bias.numel()), dim=2)
     scores = [attention_score(replace(block, queries=queries).logits(), aggregate) for queries in some]

@@ -24,7 +24,7 @@ from rollout.evaluation.evaluate import ContextCosts, Decode, EvalRow, Line, Poi
 from rollout.evaluation.samples import sample_in_parts
 from sparse_rl.data.tokens import SplitPrompt
 from sparse_rl.errors import UserError
-from sparse_rl.progress import Stage, stage
+from sparse_rl.progress import stage
 
 # The settings of the compaction alone: configurations that differ in no others share one reading of a context.
 COMPACTION = {"policy", "ratio", "select", "aggregate", "pool", "ridge", "fit", "layers", "budgets", "chunk"}
@@ -94,44 +94,39 @@ def compacted_contexts(
         problems_of.setdefault((prompt.first, tuple(prompt.context)), []).append(place)
     for number, ((first, tokens), problems) in enumerate(problems_of.items(), start=1):
         where = f"context {number} of {len(problems_of)}"
+        told = partial(_tell, on_stage, f"{where}: {len(tokens)} tokens")
         waiting = {place: replace(cache, first=cache.first + first) for place, cache in enumerate(caches)}
         while waiting:
             alike = _read_alike(waiting)
             try:
-                told = partial(_tell, on_stage, f"{where}: {len(tokens)} tokens")
                 studied = engine.study(tokens, waiting[alike[0]], questions.study, told)
                 for place in alike:
                     config = waiting.pop(place)
                     on_stage(f"{where}: compaction, {label(config)}")
-                    yield _compacted(studied, config, place, problems)
+                    context = studied.compacted(config)
+                    sizes = len(context.tokens), context.nbytes, studied.whole.nbytes
+                    yield Compacted(place, problems, context, ContextCosts(1, *sizes, context.seconds))
+                    del context
                 del studied  # before the next is made
             except UserError as error:
                 raise UserError(f"problem {problems[0] + 1}: {error.message}", "prompt_cache") from error
 
 
-def _tell(on_stage: Callable[[str], None], what: str, stage: str) -> None:
-    on_stage(f"{what}, {stage}")
+def _tell(on_stage: Callable[[str], None], what: str, begins: str) -> None:
+    on_stage(f"{what}, {begins}")
 
 
 def _read_alike(configs: Mapping[int, PromptCacheConfig]) -> list[int]:
     """The places of the configurations that one reading of a context serves: first the one by whose settings it is
     read, then those with the same settings of the reading, and those that need no reference queries.
     """
+
+    def reading(config: PromptCacheConfig) -> dict[str, Any]:
+        return {name: value for name, value in asdict(config).items() if name not in COMPACTION}
+
     lead = next((place for place, config in configs.items() if config.chooses), next(iter(configs)))
-    rest = [place for place, config in configs.items() if place != lead]
-    return [
-        lead, *(at for at in rest if not configs[at].chooses or _reading(configs[at]) == _reading(configs[lead]))
-    ]  # fmt: skip
-
-
-def _reading(config: PromptCacheConfig) -> dict[str, Any]:
-    return {name: value for name, value in asdict(config).items() if name not in COMPACTION}
-
-
-def _compacted(studied: Studied, config: PromptCacheConfig, place: int, problems: list[int]) -> Compacted:
-    context = studied.compacted(config)
-    costs = ContextCosts(1, len(context.tokens), context.nbytes, studied.whole.nbytes, context.seconds)
-    return Compacted(place, problems, context, costs)
+    rest = (at for at, one in configs.items() if not one.chooses or reading(one) == reading(configs[lead]))
+    return [lead, *(at for at in rest if at != lead)]
 
 
 @dataclass(frozen=True)
@@ -216,13 +211,17 @@ def evaluate_contexts(
     with ExitStack() as stack:
         shown = stack.enter_context(stage("evaluating", total=total, unit="problem", shown=progress))
         asked = {name: task.questions for name, task in tasks.items()}
-        opened = engines.opened(asked, caches, sampling.max_tokens, partial(_show, shown))
+
+        def tell(task: str, begins: str) -> None:
+            shown.tell(f"{task}, {begins}")
+
+        opened = engines.opened(asked, caches, sampling.max_tokens, tell)
         engine, contexts_of = stack.enter_context(opened)
         for name, task in tasks.items():
             points = [Point(name, task, sampling, named(cache)) for cache in caches]
             costs: list[list[ContextCosts]] = [[] for _ in caches]
             for one in contexts_of(name):
-                _show(shown, name, f"answers, {label(caches[one.cache])}")
+                tell(name, f"answers, {label(caches[one.cache])}")
                 prompts = [task.prompts[place] for place in one.problems]
                 for part, rollouts, seconds in sample_in_parts(engine, prompts, sampling, one.context):
                     problems = [one.problems[place] for place in part]
@@ -246,10 +245,6 @@ def named(config: PromptCacheConfig) -> tuple[str, dict[str, Any]]:
 def label(config: PromptCacheConfig) -> str:
     """A compaction in a few letters, for a progress bar."""
     return f"{config.policy} {config.ratio:g}" if config.chooses else config.policy
-
-
-def _show(shown: Stage, task: str, begins: str) -> None:
-    shown.tell(f"{task}, {begins}")
 
 
 def _mean(costs: Sequence[ContextCosts]) -> ContextCosts:

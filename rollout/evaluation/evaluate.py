@@ -9,7 +9,7 @@ problems that it can score.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from rollout.config import SamplingConfig
 from rollout.engine import Engine, Rollout
 from rollout.evaluation.entries import EntryCounts
 from rollout.evaluation.estimators import mean_and_error, pass_at_k
-from rollout.evaluation.samples import sample_in_parts, summary
+from rollout.evaluation.samples import label, sample_in_parts, summary
 from sparse_rl.policies.base import Policy
 from sparse_rl.progress import stage
 
@@ -140,7 +140,7 @@ def evaluate(
         for place, policy in enumerate(policies):
             with open_engine(policy) as engine:
                 for name, task in tasks.items():
-                    shown.tell(f"{name}, {policy.name}{_budget(policy)}")
+                    shown.tell(f"{name}, {label(policy)}")
                     point = Point(name, task, sampling, engine.policy)
                     for problems, rollouts, seconds in sample_in_parts(engine, task.prompts, sampling):
                         for line in point.judge(problems, rollouts, seconds, decode):
@@ -165,10 +165,7 @@ class Point:
         self.policy, self.parameters = cache if isinstance(cache, tuple) else (cache.name, cache.parameters())
         self.correct: list[int | None] = []  # per problem; None: left out
         self.further: dict[str, list[int | None]] = {name: [] for name in task.further}
-        self.kept: list[float] = []
-        self.kept_correct: list[float] = []
-        self.lengths: list[int] = []
-        self.truncated, self.forced = 0, 0
+        self.lines: list[Line] = []  # of completions, without their texts
         self.seconds = 0.0
         self.entries = EntryCounts(policy)
 
@@ -178,45 +175,21 @@ class Point:
         texts = decode([rollout.completion_ids for rollout in rollouts])
         scores = self.task.score(asked, texts, rollouts)
         further = {key: score(asked, texts, rollouts) for key, score in self.task.further.items()}
-        self._add(rollouts, scores, further, seconds)
-        return list(self._lines(problems, rollouts, texts, scores, further))
-
-    def _add(
-        self,
-        rollouts: Sequence[Rollout],
-        scores: Sequence[float | None],
-        further: Mapping[str, Sequence[float | None]],
-        seconds: float,
-    ) -> None:
         self.correct += count_correct(scores, self.samples)
         for name, others in further.items():
             self.further[name] += count_correct(others, self.samples)
-        for rollout, score in zip(rollouts, scores, strict=True):
-            retention = rollout.trace.retention()
-            self.kept.append(retention)
-            if score is not None and score >= 1:
-                self.kept_correct.append(retention)
-            self.lengths.append(len(rollout.completion_ids))
-            self.truncated += rollout.finish_reason == "length"
-            self.forced += bool(self.sampling.forced) and len(rollout.completion_ids) > self.sampling.forced_from
-            self.entries.add(rollout)
         self.seconds += seconds
-
-    def _lines(
-        self,
-        indices: Sequence[int],
-        rollouts: Sequence[Rollout],
-        texts: Sequence[str],
-        scores: Sequence[float | None],
-        further: Mapping[str, Sequence[float | None]],
-    ) -> Iterator[Line]:
-        where = {"task": self.name, "policy": self.policy, "parameters": self.parameters}
-        for i, (rollout, text, score) in enumerate(zip(rollouts, texts, scores, strict=True)):
-            correct = None if score is None else score >= 1
-            place = {"problem": indices[i // self.samples], "sample": i % self.samples}
-            others = {"further_rewards": {name: found[i] for name, found in further.items()}} if further else {}
-            scored = {"correct": correct, "reward": score, **others}
-            yield {**where, **place, **scored, **summary(rollout), "completion": text}
+        lines: list[Line] = []
+        for i, (rollout, score) in enumerate(zip(rollouts, scores, strict=True)):
+            self.entries.add(rollout)
+            line: Line = {"task": self.name, "policy": self.policy, "parameters": self.parameters}
+            line |= {"problem": asked[i], "sample": i % self.samples}
+            line |= {"correct": None if score is None else score >= 1, "reward": score}
+            if further:
+                line["further_rewards"] = {name: found[i] for name, found in further.items()}
+            lines.append(line | summary(rollout))
+        self.lines += lines
+        return [{**line, "completion": text} for line, text in zip(lines, texts, strict=True)]
 
     def row(self, contexts: ContextCosts | None = None) -> EvalRow:
         """What was measured, of all completions that were judged."""
@@ -224,7 +197,10 @@ class Point:
         ks = [2**i for i in range(self.samples.bit_length())] if counted else []
         at = {k: mean_and_error([pass_at_k(self.samples, c, k) for c in counted]) for k in ks}
         accuracy, error = at.get(1, (None, None))
-        tokens = sum(self.lengths)
+        kept = [line["retention"] for line in self.lines]
+        kept_correct = [line["retention"] for line in self.lines if line["correct"]]
+        lengths = [line["tokens"] for line in self.lines]
+        tokens, completions, given = sum(lengths), len(lengths), self.sampling
         return EvalRow(
             task=self.name,
             policy=self.policy,
@@ -237,11 +213,11 @@ class Point:
             further_accuracy={name: self._accuracy(correct) for name, correct in self.further.items()},
             pass_at_k={k: mean for k, (mean, _) in at.items() if mean is not None},
             pass_at_k_error={k: se for k, (_, se) in at.items()},
-            retention=sum(self.kept) / len(self.kept),
-            retention_correct=sum(self.kept_correct) / len(self.kept_correct) if self.kept_correct else None,
-            length=tokens / len(self.lengths),
-            truncated=self.truncated / len(self.lengths),
-            forced=self.forced / len(self.lengths),
+            retention=sum(kept) / completions,
+            retention_correct=sum(kept_correct) / len(kept_correct) if kept_correct else None,
+            length=tokens / completions,
+            truncated=sum(line["finish_reason"] == "length" for line in self.lines) / completions,
+            forced=sum(bool(given.forced) and length > given.forced_from for length in lengths) / completions,
             peak_entries=self.entries.peak,
             read_entries=self.entries.read,
             mean_peak_entries=self.entries.mean_peak,
@@ -261,8 +237,3 @@ def count_correct(scores: Sequence[float | None], samples: int) -> list[int | No
     """Correct samples of each problem, given the scores of all, problem-major; None where one of them has none."""
     problems = [scores[start : start + samples] for start in range(0, len(scores), samples)]
     return [None if None in mine else sum(score is not None and score >= 1 for score in mine) for mine in problems]
-
-
-def _budget(policy: Policy) -> str:
-    budget = policy.parameters().get("budget")
-    return "" if budget is None else f" {budget}"

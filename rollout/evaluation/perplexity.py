@@ -16,6 +16,7 @@ from typing import Any
 from rollout.engine import Engine
 from rollout.evaluation.entries import EntryCounts
 from rollout.evaluation.estimators import mean_and_error
+from rollout.evaluation.samples import label
 from rollout.requests import NotFiniteLogprobError
 from sparse_rl.policies.base import Policy
 from sparse_rl.progress import Stage, stage
@@ -79,7 +80,7 @@ def measure_perplexity(
     total = len(policies) * len(pieces)
     with stage("measuring", total=total, unit="piece", shown=progress) as shown:
         for policy in policies:
-            shown.tell(" ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget"))))))
+            shown.tell(label(policy))
             with open_engine(policy) as engine:
                 rows.append(_measure(pieces, prompt_tokens, engine, shown))
             on_row(list(rows))

@@ -11,6 +11,7 @@ from rollout.config import SamplingConfig
 from rollout.context import Context
 from rollout.engine import Engine, Rollout
 from rollout.requests import NotFiniteLogprobError
+from sparse_rl.policies.base import Policy
 
 
 def sample_in_parts(
@@ -38,6 +39,11 @@ def sample_in_parts(
                 raise error.of_prompt(part[error.prompt]) from error
             yield part, rollouts, time.perf_counter() - start
             part = []
+
+
+def label(policy: Policy) -> str:
+    """A policy in a few letters, for a progress bar: its name, and its budget where it has one."""
+    return " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
 
 
 def summary(rollout: Rollout) -> dict[str, Any]:

@@ -28,12 +28,7 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
         made.add_column(name, justify="left" if name in ("task", "cache") else "right", no_wrap=True)
     for row, cache in zip(rows, cache_labels(rows), strict=True):
         count = f"{row.problems}×{row.samples}" + (f" (−{row.excluded})" if row.excluded else "")
-        cells = [
-            escape(row.task),
-            escape(cache),
-            count,
-            _percent(row.accuracy, row.standard_error),
-        ]
+        cells = [escape(row.task), escape(cache), count, _percent(row.accuracy, row.standard_error)]
         if largest > 1:
             cells.append(_percent(row.pass_at_k.get(largest), row.pass_at_k_error.get(largest)))
         cells += [_further(row, name) for name in further]

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparse_rl.analysis.drawing import new_figure, policy_words, save_figure
 from sparse_rl.errors import UserError
@@ -34,7 +35,7 @@ class Tally:
         self.queries = self.closed = self.opened = self.following = self.repeated = 0
         self.back = torch.zeros(longest, dtype=torch.long)  # by tokens from a query back to the end of its page
 
-    def add(self, opened: torch.Tensor, closed_at: torch.Tensor, pages: Pages) -> None:
+    def add(self, opened: Tensor, closed_at: Tensor, pages: Pages) -> None:
         """opened : int16 [Hkv, S, K]; closed_at : int32 [P]"""
         heads, length, _ = opened.shape
         query = torch.arange(length)
@@ -94,7 +95,7 @@ def unpaged(trace: EvictionTrace) -> EvictionTrace:
 # ---- the map --------------------------------------------------------------------------------------------------------
 
 
-def opened_shares(opened: torch.Tensor, wide: int, high: int) -> torch.Tensor:
+def opened_shares(opened: Tensor, wide: int, high: int) -> Tensor:
     """The share of layers and kv heads that opened a page: float [pages / high, queries / wide], each rounded up.
 
     opened : int16 [L, Hkv, S, K]; pages behind the last that was opened are left out
@@ -145,7 +146,7 @@ def plot_opened(
     return save_figure(figure, out)
 
 
-def closing_line(closed_at: torch.Tensor, pages: Pages, length: int) -> tuple[list[float], list[float]]:
+def closing_line(closed_at: Tensor, pages: Pages, length: int) -> tuple[list[float], list[float]]:
     """Where pages close, as the edges of cells: the queries, and the end of what has closed.
 
     closed_at : int32 [P]; length : tokens of the sequence

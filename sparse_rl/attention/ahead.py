@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.families import cache_shape
@@ -29,7 +30,7 @@ def compile_ahead(
     evict_at = torch.full((rows, kv_heads, length), NEVER, dtype=torch.int32, device=device)
     scaling = dim**-0.5
 
-    def attend() -> torch.Tensor:
+    def attend() -> Tensor:
         return masked_attention(lambda: evict_at, query, key, value, scaling, kernel)
 
     with torch.no_grad():

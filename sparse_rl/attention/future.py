@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from sparse_rl.attention.kernels.flex import flex_attend, padded
 from sparse_rl.attention.kernels.transposed import VALUE_DIM, mass_by_flex
@@ -23,20 +24,20 @@ LARGEST = 40.0  # of log p: an evicted token may weigh more than all that is see
 
 @torch.no_grad()
 def future_attention_mass(
-    query: torch.Tensor,
-    key: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
     *,
     window: int,
     scaling: float,
-    ends: torch.Tensor | None = None,
-    log_sum_exp: torch.Tensor | None = None,
+    ends: Tensor | None = None,
+    log_sum_exp: Tensor | None = None,
     lookahead: int | None = None,
     normalise: bool = True,
     group: Literal["max", "mean"] | None = None,
     floor: float = 0.0,
     chunk: int = CHUNK,
     kernel: Kernel = "torch",
-) -> torch.Tensor:
+) -> Tensor:
     """log(floor + m_t): float32 [B, Hq, S], or [B, Hkv, S] where the queries of a kv head are joined; float64 of that.
 
     Parameters
@@ -81,14 +82,8 @@ def future_attention_mass(
 
 
 def _mass(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    window: int,
-    last: torch.Tensor,
-    scaling: float,
-    chunk: int,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, log_sum_exp: Tensor, window: int, last: Tensor, scaling: float, chunk: int
+) -> Tensor:
     """sum over t + w <= d < last[t] of p_{d -> t}, [B, Hkv, G, S]; last int64 [B, S]."""
     batch, _, length, dim = query.shape
     kv_heads, wide = key.shape[1], _wide(query)
@@ -109,15 +104,15 @@ def _mass(
 
 @torch.no_grad()
 def attention_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
     *,
     scaling: float,
-    ends: torch.Tensor | None = None,
-    evict_at: torch.Tensor | None = None,
+    ends: Tensor | None = None,
+    evict_at: Tensor | None = None,
     chunk: int = CHUNK,
     kernel: Kernel = "torch",
-) -> torch.Tensor:
+) -> Tensor:
     """The log-sum-exp of each query's scaled scores: float32 [B, Hq, S], or float64 of that; -inf where none is seen.
 
     query, key, scaling, ends, kernel : as in future_attention_mass
@@ -149,7 +144,7 @@ def attention_lse(
     return torch.cat(parts, dim=-1).reshape(batch, q_heads, length)
 
 
-def _wide(query: torch.Tensor) -> torch.dtype:
+def _wide(query: Tensor) -> torch.dtype:
     return torch.promote_types(query.dtype, torch.float32)
 
 

@@ -9,9 +9,10 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparse_rl.attention.future import Kernel, attention_lse, future_attention_mass
-from sparse_rl.attention.parity import LENGTH, LSE, Parity, distance, in_a_line, judged, random_evictions
+from sparse_rl.attention.parity import LENGTH, LSE, Errors, Parity, distance, judged, random_evictions
 
 Shape = tuple[int, int, int]  # query heads, kv heads, head dim
 
@@ -35,24 +36,20 @@ def check_target(device: torch.device, dtype: torch.dtype, shape: Shape, length:
     evict_at = random_evictions(1, kv_heads, length, max(1, length // 8), generator).expand(2, -1, -1).to(device)
     ends = torch.full((2, length), length, device=device)
     ends[1, : length // 3], ends[1, length // 3 :], ends[1, -(length // 6) :] = length // 3, length - length // 6, 0
-    errors = {}
-    try:
+
+    def compared() -> Errors:
+        errors = {}
         for name, seen in (("sparse", evict_at), ("dense", None)):
             ours = _target(query, key, seen, ends, "flex")
             wanted = _target(query.double(), key.double(), seen, ends, "torch")
             nobody = (ours == wanted) & wanted.isinf()  # looks back at these
             errors[name] = distance(ours.masked_fill(nobody, 0), wanted.masked_fill(nobody, 0)), LSE
-    except Exception as error:  # whatever a compiler or kernel raises, it says that this kernel is not to be had here
-        return Parity("flex", failure=in_a_line(error))
-    finally:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # an engine beside us counts what is free
-    return judged("flex", errors)
+        return errors
+
+    return judged("flex", device, compared)
 
 
-def _target(
-    query: torch.Tensor, key: torch.Tensor, evict_at: torch.Tensor | None, ends: torch.Tensor, kernel: Kernel
-) -> torch.Tensor:
+def _target(query: Tensor, key: Tensor, evict_at: Tensor | None, ends: Tensor, kernel: Kernel) -> Tensor:
     options: dict[str, Any] = {"scaling": query.shape[-1] ** -0.5, "ends": ends, "kernel": kernel}
     lse = attention_lse(query, key, evict_at=evict_at, **options)
     return future_attention_mass(query, key, window=query.shape[2] // 16, log_sum_exp=lse, **options)

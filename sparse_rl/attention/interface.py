@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
@@ -36,9 +36,7 @@ mask of its own."""
 class KVView(Protocol):
     """What travels in the forward keyword `kv_view`; only attention looks inside."""
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """The attention of one layer over what its queries see: [B, Hq, T, D].
 
         layer : its place in the model, from 0
@@ -81,9 +79,7 @@ class TraceView(KVView, Protocol):
     replays: ClassVar[frozenset[str]]
     requires: ClassVar[frozenset[str]]
 
-    def __init__(
-        self, batch: Mapping[str, torch.Tensor], device: torch.device | str, kernel: str, through: bool
-    ) -> None: ...
+    def __init__(self, batch: Mapping[str, Tensor], device: torch.device | str, kernel: str, through: bool) -> None: ...
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> tuple[str, int, str]:
@@ -102,15 +98,15 @@ def check_sections(view: Any, sections: Iterable[str]) -> None:
 
 def attention_forward(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     kv_view: KVView | None = None,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """transformers' attention interface: what a layer's queries, keys and values are handed to, and from there a view.
 
     query : [B, Hq, T, D]; key, value : [B, Hkv, T, D]; queries and keys after RoPE

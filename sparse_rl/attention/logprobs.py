@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl.attention.families import cache_shape
@@ -30,7 +31,7 @@ def replay_logprobs(
     temperature: float = 1.0,
     batch_size: int = 8,
     attention_kernel: str = "gather",
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Log-probs of each rollout's completion tokens, at `temperature`, under its trace.
 
     The invariant (docs/architecture.md): with the sampler's weights these equal `Rollout.logprobs` to floating-point
@@ -58,7 +59,7 @@ def replay_logprobs(
     refuse_reentrant_checkpointing(model)
     device = next(model.parameters()).device
     layers, kv_heads, _ = cache_shape(model.config)
-    out: list[torch.Tensor] = []
+    out: list[Tensor] = []
     for start in range(0, len(rollouts), batch_size):
         batch = rollouts[start : start + batch_size]
         rows = [[*r.prompt_ids, *r.completion_ids] for r in batch]
@@ -87,7 +88,7 @@ def dense_logprobs(
     completion_ids: Sequence[int],
     trace: EvictionTrace,
     temperature: float = 1.0,
-) -> torch.Tensor:
+) -> Tensor:
     """One completion's log-probs under its trace, with a dense mask for each layer: float32 [completion].
 
     This is the reference that `replay_logprobs` is compared with; its memory grows with the square of the length.

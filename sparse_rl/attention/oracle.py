@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.interface import NO_MASK, adopt
@@ -26,11 +27,9 @@ class _TargetView:
 
     target: FutureTarget
     window: int
-    found: dict[int, torch.Tensor] = field(default_factory=dict)
+    found: dict[int, Tensor] = field(default_factory=dict)
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         ends = torch.full((len(key), key.shape[2]), key.shape[2], device=key.device)
         never = torch.full(key.shape[:3], NEVER, dtype=torch.int32, device=key.device)
         self.found[layer] = self.target(query, key, scaling, self.window, ends, never)
@@ -43,7 +42,7 @@ def oracle_trace(
     tokens: list[int],
     prompt: int,
     policy: KVpopPolicyConfig,
-    log_decay: torch.Tensor | None = None,
+    log_decay: Tensor | None = None,
     target: TargetConfig | None = None,
 ) -> EvictionTrace:
     """What the best cache evicts of one sequence, of which the last token is not fed; nothing inside the prompt.
@@ -77,9 +76,9 @@ def oracle_recall(
     prompt: int,
     trace: EvictionTrace,
     policy: KVpopPolicyConfig,
-    log_decay: torch.Tensor | None = None,
+    log_decay: Tensor | None = None,
     target: TargetConfig | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The share that is held of the k tokens that the best cache would hold, over decoding: float64 [L, Hkv].
 
     trace : what was evicted, of any policy that keeps the same sinks and window; the rest as in `oracle_trace`

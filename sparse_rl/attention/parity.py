@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from sparse_rl.attention.kernels.dense import dense_attention
 from sparse_rl.attention.kernels.flex import flex_attend
 from sparse_rl.attention.kernels.masked import masked_attention, visible_mask
+from sparse_rl.kernels.choice import in_a_line
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Errors = dict[str, tuple[float, float]]  # name -> (a kernel's error, the error that is allowed)
 LENGTH = 2048  # tokens of the check
 ALLOWED = 2.0  # times the error of SDPA in the same dtype
 FLOOR = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-4}  # of the largest value: below it, noise
@@ -32,7 +35,7 @@ class Parity:
     """
 
     kernel: str
-    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    errors: Errors = field(default_factory=dict)
     failure: str | None = None
     seconds: float | None = None
 
@@ -64,44 +67,44 @@ def check_parity(
     real = evict_at[:, :1, :, None] > 0
     grad = grad * real
     scaling = head_dim**-0.5
-    try:
+
+    def compared() -> Errors:
         wanted = _reference(evict_at, q, k, v, grad, scaling)
-        sdpa = _outcome(lambda q, k, v: masked_attention(lambda: evict_at, q, k, v, scaling), q, k, v, grad)
-        ours = _outcome(lambda q, k, v: masked_attention(lambda: evict_at, q, k, v, scaling, kernel), q, k, v, grad)
+        sdpa, ours = (
+            _outcome(partial(masked_attention, lambda: evict_at, scaling=scaling, kernel=name), q, k, v, grad)
+            for name in ("sdpa", kernel)
+        )
+        options = {"in_segments": kernel == "flex_sorted", "compiled": q.is_cuda, "want_lse": True}
         with torch.no_grad():
-            sort = kernel == "flex_sorted"
-            options = {"in_segments": sort, "compiled": q.is_cuda, "want_lse": True}
             lse = flex_attend(evict_at, q, k, v, scaling, **options)[1]
         assert lse is not None
+        errors = {}
+        for name, a, b, right in zip(("out", "dq", "dk", "dv"), ours, sdpa, wanted, strict=False):
+            if name == "out":  # padding: there flex sees nothing and gives 0, the others see themselves
+                b, right = b * real, right * real
+            floor = FLOOR[dtype] * float(right.abs().max())
+            errors[name] = distance(a, right), max(ALLOWED * distance(b, right), floor)
+        errors["lse"] = distance(lse.where(real[..., 0], 0), wanted[-1].where(real[..., 0], 0)), LSE
+        return errors
+
+    return judged(kernel, q.device, compared)
+
+
+def judged(kernel: str, device: torch.device, compared: Callable[[], Errors]) -> Parity:
+    """The finding on a kernel, by a comparison on this device; what that raises is a finding, too."""
+    try:
+        errors = compared()
     except Exception as error:  # whatever a compiler or kernel raises, it says that this kernel is not to be had here
         return Parity(kernel, failure=in_a_line(error))
     finally:
-        if q.is_cuda:
+        if device.type == "cuda":
             torch.cuda.empty_cache()  # an engine beside us counts what is free
-    errors = {}
-    for name, a, b, right in zip(("out", "dq", "dk", "dv"), ours, sdpa, wanted, strict=False):
-        if name == "out":  # padding: there flex sees nothing and gives 0, the others see themselves
-            b, right = b * real, right * real
-        floor = FLOOR[dtype] * float(right.abs().max())
-        errors[name] = distance(a, right), max(ALLOWED * distance(b, right), floor)
-    errors["lse"] = distance(lse.where(real[..., 0], 0), wanted[-1].where(real[..., 0], 0)), LSE
-    return judged(kernel, errors)
-
-
-def judged(kernel: str, errors: dict[str, tuple[float, float]]) -> Parity:
-    """The finding on a kernel. errors : name -> (its error, the error that is allowed)"""
     if bad := {name: pair for name, pair in errors.items() if not pair[0] <= pair[1]}:  # NaN is bad, too
         return Parity(kernel, errors, f"it is not exact on this machine (error / allowed: {_ratios(bad)})")
     return Parity(kernel, errors)
 
 
-def in_a_line(error: Exception) -> str:
-    """An error as its type and the first line of what it says."""
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first}"
-
-
-def random_evictions(rows: int, kv_heads: int, length: int, budget: int, generator: torch.Generator) -> torch.Tensor:
+def random_evictions(rows: int, kv_heads: int, length: int, budget: int, generator: torch.Generator) -> Tensor:
     """int32 [rows, kv_heads, length]: a token outlives its own step by `budget` on average, some stay for ever.
 
     Row r has r sixths of its length as padding on either side, which has 0.
@@ -117,18 +120,14 @@ def random_evictions(rows: int, kv_heads: int, length: int, budget: int, generat
     return evict_at.int()
 
 
-def _outcome(
-    attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def _outcome(attend: Attend, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     """(out, dq, dk, dv)"""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*inputs)
     return out.detach(), *torch.autograd.grad((out * grad).sum(), inputs)
 
 
-def _reference(
-    evict_at: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, scaling: float
-) -> tuple[torch.Tensor, ...]:
+def _reference(evict_at: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scaling: float) -> tuple[Tensor, ...]:
     """(out, dq, dk, dv, lse) in float64, one query head at a time: one head's S x S is alive."""
     q, k, v, grad = (x.double() for x in (q, k, v, grad))
     out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
@@ -148,10 +147,10 @@ def _reference(
     return out, dq, dk, dv, lse
 
 
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def distance(a: Tensor, b: Tensor) -> float:
     """The largest difference of two tensors of one shape."""
     return float((a.double() - b.double()).abs().max())
 
 
-def _ratios(errors: dict[str, tuple[float, float]]) -> str:
+def _ratios(errors: Errors) -> str:
     return ", ".join(f"{name} {error:.1e} / {allowed:.1e}" for name, (error, allowed) in errors.items())

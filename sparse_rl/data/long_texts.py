@@ -12,41 +12,41 @@ its name, and a question about one of several patients says which.
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from string import ascii_uppercase
 from typing import Any
 
-from sparse_rl.config import show
-from sparse_rl.data.wikisalad import Parser, count_of, read_objects
-from sparse_rl.errors import UserError, one_line
+from sparse_rl.data.rows import Parser, Row, count_of, held, read_objects, write_rows
+from sparse_rl.errors import UserError
 
 OPTIONS = [f"answer_{letter}" for letter in "abcde"]
 
 
-def quality_rows(articles: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def quality_rows(articles: Iterable[Row]) -> Iterator[Row]:
     """A row for each question that has a right answer, article by article.
 
     articles : {article, article_id, questions: [{question, options, gold_label, question_unique_id}]}, gold_label from
         1 on; an article may be there several times
     """
-    asked_of: dict[tuple[Any, str], list[dict[str, Any]]] = {}
+    asked_of: dict[tuple[Any, str], list[Row]] = {}
     for number, row in enumerate(articles, start=1):
         where = f"row {number}"
-        asked = asked_of.setdefault((row.get("article_id"), _text(row, "article", where).strip()), [])
-        asked += _list(row, "questions", where)
+        asked = asked_of.setdefault((row.get("article_id"), held(row, "article", str, where).strip()), [])
+        asked += held(row, "questions", list, where)
     for (name, article), asked in asked_of.items():
         for question in asked:
-            where, options = f"article {name}", _list(question, "options", f"article {name}")
+            where = f"article {name}"
+            options = held(question, "options", list, where)
             gold = question.get("gold_label")
             if not isinstance(gold, int) or not 1 <= gold <= len(options):
                 raise UserError(f"{where} has a question without gold_label; take the train or dev split")
-            said = with_options(_text(question, "question", where), options)
+            said = with_options(held(question, "question", str, where), options)
             yield _row(article, said, gold - 1, question.get("question_unique_id"))
 
 
-def longhealth_rows(patients: dict[str, Any], together: int) -> Iterator[dict[str, Any]]:
+def longhealth_rows(patients: Row, together: int) -> Iterator[Row]:
     """A row for each question whose right answer is one of its options; patients that fill no text are left out.
 
     patients : name -> {texts: {name: note}, name, birthday, diagnosis, questions: [{question, answer_a, ..., correct}]}
@@ -55,17 +55,17 @@ def longhealth_rows(patients: dict[str, Any], together: int) -> Iterator[dict[st
     names = sorted(patients)
     for start in range(0, len(names) - together + 1, together):
         group = names[start : start + together]
-        notes = [item for name in group for item in _mapping(patients, name)["texts"].items()]
+        notes = [item for name in group for item in held(patients[name], "texts", dict, name).items()]
         context = "\n\n".join(f"<{note}>\n{text}\n</{note}>" for note, text in notes).strip()
         for name in group:
             one = patients[name]
-            whom = ", ".join(f"{key} {_text(one, key, name)}" for key in ("name", "birthday", "diagnosis"))
+            whom = ", ".join(f"{key} {held(one, key, str, name)}" for key in ("name", "birthday", "diagnosis"))
             about = f"About this patient: ID {name}, {whom}.\n\n" if together > 1 else ""
-            for number, question in enumerate(_list(one, "questions", name), start=1):
+            for number, question in enumerate(held(one, "questions", list, name), start=1):
                 where = f"{name}, question {number}"
-                options = [_text(question, option, where).strip() for option in OPTIONS]
-                said = about + with_options(_text(question, "question", where), options)
-                right = _text(question, "correct", where).strip()
+                options = [held(question, option, str, where).strip() for option in OPTIONS]
+                said = about + with_options(held(question, "question", str, where), options)
+                right = held(question, "correct", str, where).strip()
                 if right in options:
                     yield _row(context, said, options.index(right), f"{name}_{number}")
 
@@ -76,11 +76,11 @@ def with_options(question: str, options: Sequence[str]) -> str:
     return "\n".join([question, "", *lines])
 
 
-def _row(context: str, prompt: str, right: int, name: Any) -> dict[str, Any]:
+def _row(context: str, prompt: str, right: int, name: Any) -> Row:
     return {"context": context, "prompt": prompt, "answer": ascii_uppercase[right], "id": name}
 
 
-def first_texts(rows: Iterable[dict[str, Any]], most: int | None) -> Iterator[dict[str, Any]]:
+def first_texts(rows: Iterable[Row], most: int | None) -> Iterator[Row]:
     """The rows of the first texts; None: of all."""
     seen: set[str] = set()
     for row in rows:
@@ -88,24 +88,6 @@ def first_texts(rows: Iterable[dict[str, Any]], most: int | None) -> Iterator[di
         if most is not None and len(seen) > most:
             return
         yield row
-
-
-def _text(row: Any, name: str, where: str) -> str:
-    if not isinstance(row, dict) or not isinstance(row.get(name), str):
-        raise UserError(f"{where} has no text {name!r}")
-    return row[name]
-
-
-def _list(row: Any, name: str, where: str) -> list[Any]:
-    if not isinstance(row, dict) or not isinstance(row.get(name), list):
-        raise UserError(f"{where} has no list {name!r}")
-    return row[name]
-
-
-def _mapping(patients: dict[str, Any], name: str) -> dict[str, Any]:
-    if not isinstance(patients[name], dict) or not isinstance(patients[name].get("texts"), dict):
-        raise UserError(f"{name} has no mapping 'texts', got {show(patients[name])}; is it LongHealth's benchmark?")
-    return patients[name]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,17 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         job.add_argument("path", metavar="FILE")
         job.add_argument("--texts", type=count_of, help="the first so many (default: all)")
     longhealth.add_argument("--patients", type=count_of, default=5, help="of one text (default: 5)")
-    try:
-        options = parser.parse_args(arguments)
+
+    def rows_of(options: argparse.Namespace) -> Iterable[Row]:
         found = read_objects(options.path, lines=options.job == "quality")
         made = quality_rows(found) if options.job == "quality" else longhealth_rows(found[0], options.patients)
-        rows = list(first_texts(made, options.texts))
-    except UserError as error:
-        print(f"long_texts: error: {one_line(error)}", file=sys.stderr)
-        return 2
-    for row in rows:
-        print(json.dumps(row))
-    return 0
+        return first_texts(made, options.texts)
+
+    return write_rows(parser, arguments, rows_of)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.data import retrieval, running_sum
-from sparse_rl.data.config import COLUMNS, LOCAL_FILES, DataConfig
+from sparse_rl.data.config import LOCAL_FILES, DataConfig
 from sparse_rl.data.tokens import least_tokens, prompt_ids, with_context
 from sparse_rl.errors import UserError, listed
 
@@ -70,10 +70,10 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> Dataset
         random.Random(config.shuffle_seed).shuffle(order)
     picked = source.select_columns(sorted(set(columns.values())))
     kept: list[int] = []
-    rendered: dict[str, list[Any]] = {name: [] for name in columns}
+    rendered: list[dict[str, Any]] = []
     too_long = 0
     for index in order:
-        if config.limit is not None and len(kept) == config.limit:
+        if len(kept) == config.limit:
             break
         try:
             found = picked[index]
@@ -96,14 +96,13 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> Dataset
             if config.max_prompt_tokens and length > config.max_prompt_tokens:
                 too_long += 1
                 continue
-        kept.append(index)
-        rendered["prompt"].append(prompt)
+        made = {"prompt": prompt}
         if "answer" in row:
-            rendered["answer"].append(_answer(row["answer"], config, index))
-        if context is not None:
-            rendered["context"].append(context)
+            made["answer"] = _answer(row["answer"], config, index)
         if "completion" in row:
-            rendered["completion"].append(_completion(row["completion"], chat, index))
+            made["completion"] = _completion(row["completion"], chat, index)
+        kept.append(index)
+        rendered.append(made if context is None else {**made, "context": context})
     if too_long:
         logger.warning(
             "dropped %d prompts longer than %d tokens, kept %d", too_long, config.max_prompt_tokens, len(kept)
@@ -113,11 +112,9 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> Dataset
         raise UserError(message, "max_prompt_tokens")
     if not kept:
         raise UserError("the dataset has no rows", "path")
-    made = datasets.Dataset.from_dict({name: rendered[name] for name in COLUMNS if name in rendered})
     others = [name for name in source.column_names if name not in {*columns, *columns.values()}]
-    if not others:
-        return made
-    return datasets.concatenate_datasets([made, source.select_columns(others).select(kept)], axis=1)
+    data = datasets.Dataset.from_list(rendered)
+    return datasets.concatenate_datasets([data, source.select_columns(others).select(kept)], axis=1) if others else data
 
 
 # ---- sources -----------------------------------------------------------------------------------------------
@@ -160,15 +157,17 @@ def _read(config: DataConfig) -> Dataset:
         raise UserError(f"{config.path} is empty", "path")
     suffix = path.suffix.lower()
     _refuse_deep(path, suffix)
-    reader = {".jsonl": "json"}.get(suffix, suffix[1:])
     try:
-        return datasets.load_dataset(reader, data_files=str(path), split=config.split)
+        builder = datasets.load_dataset_builder({".jsonl": "json"}.get(suffix, suffix[1:]), data_files=str(path))
+        builder.download_and_prepare()
     except Exception as error:
-        if "corresponds to no data" in str(error):
-            raise UserError(f"{config.path} has no rows", "path") from error
         cause = error.__cause__ or error
         problem = (_bad_line(path) if suffix == ".jsonl" else None) or str(cause) or type(cause).__name__
         raise UserError(f"{config.path} cannot be read: {problem}", "path") from error
+    try:
+        return builder.as_dataset(config.split)
+    except ValueError as error:  # the file, or a slice of it, is empty; or the split is none
+        raise UserError(f"{config.path} has no rows of split {config.split!r}: {error}", "path") from error
 
 
 def _refuse_deep(path: Path, suffix: str) -> None:

@@ -8,8 +8,8 @@ documents do, all in random order, and between them stand words that say nothing
 A worked answer goes on to ask, and to answer, the other facts, so that a model learns from all of them, and learns
 what may be asked. What a small cache must hold is known: the facts, one entry each where no entry stands for two.
 
-The file holds the task, its tokenizer, the configuration of a model for it, and its rows of data. Problems belong to
-exactly one of running_sum.py's three splits by a hash of their facts. It knows nothing about caches or training.
+The file holds the task, its tokenizer, the configuration of a model for it, and its rows of data, of which synthetic.py
+makes the splits.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.data.running_sum import SPLITS, split_of
+from sparse_rl.data.synthetic import EOS_ID, PAD_ID, Problem, drawn, small_config, word_tokenizer
 from sparse_rl.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
-Problem = tuple[int, ...]  # of each name its digit, or UNSAID
-
 NAMES = tuple(consonant + vowel for consonant in "bcdfghjklmnprstvwxyz" for vowel in "aeiou")
-DIGITS, UNSAID = tuple("0123456789"), 10
+DIGITS, UNSAID = tuple("0123456789"), 10  # a problem has of each name its digit, or UNSAID
 SAYS_NOTHING = "the of and that it was for on are with they his from at by this have or one had but not what"
 FILLER = tuple(SAYS_NOTHING.split())
 KNOWN, ASKED = "known:", "asked:"  # before the document, and before the questions
@@ -38,7 +36,6 @@ QUESTIONS = tuple(f"{name}?" for name in NAMES)
 FACTS = tuple(f"{name}={digit}" for name in NAMES for digit in DIGITS)
 WORDS = (*SPECIAL, KNOWN, ASKED, *DIGITS, *FILLER, *QUESTIONS, *FACTS)
 VOCABULARY = 1152  # padded
-PAD_ID, EOS_ID = 0, 1
 MOST_TOKENS = 4096  # of a row
 
 
@@ -87,13 +84,7 @@ def facts_of(problem: Problem) -> dict[int, int]:
 
 def problems(split: str, seed: int, task: Retrieval) -> Iterator[Problem]:
     """Problems of a split, without end; two splits never share one. Two seeds of one split may."""
-    if split not in SPLITS:
-        raise UserError(f"retrieval: unknown split {split!r}; one of {', '.join(SPLITS)}")
-    rng = random.Random(f"retrieval/{split}/{seed}")
-    while True:
-        problem = task.problem(rng)
-        if split_of(problem) == split:
-            yield problem
+    return (problem for problem in drawn("retrieval", split, seed, task.problem) if problem is not None)
 
 
 def rows(
@@ -121,45 +112,15 @@ def rows(
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token per word. No chat template."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import pre_tokenizers
 
-    words = [*WORDS, *(f"<unused{i}>" for i in range(VOCABULARY - len(WORDS)))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        model_max_length=MOST_TOKENS,
-    )
+    return word_tokenizer(WORDS, VOCABULARY, pre_tokenizers.WhitespaceSplit(), MOST_TOKENS)
 
 
 def build_config() -> Qwen3Config:
     """The configuration of a model of 221,760 parameters: 2 layers, 4 query and 2 kv heads of 64."""
-    from transformers import Qwen3Config
-
-    return Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=MOST_TOKENS,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
-        dtype="float32",
-    )
+    names = ["Qwen3ForCausalLM"]
+    return small_config(VOCABULARY, MOST_TOKENS, 1e6, head_dim=64, architectures=names, initializer_range=0.1)
 
 
 def save_untrained(directory: str | Path) -> None:

@@ -6,33 +6,29 @@ write notes keeps what it needs inside a small cache.
 
     Qa1b4c0d2e0f3g3h3?   ->   a1A1;b4A1B5;[c0d2e0f3g3h3]c0B5C5;[d2e0f3g3h3]d2C5D7;e0D7E7;f3E7F0;g3F0G3;h3G3H6;\boxed{6}
 
-The file holds the task, its tokenizer, an untrained model of 102,848 parameters for it, and its rows of data. Problems
-belong to exactly one of three splits by a hash of their digits, so what is held out is held out whatever the seed. It
-knows nothing about caches, rewards or training.
+The file holds the task, its tokenizer, an untrained model of 102,848 parameters for it, and its rows of data, of which
+synthetic.py makes the splits.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_rl.data.synthetic import EOS_ID, PAD_ID, Problem, drawn, small_config, word_tokenizer
 from sparse_rl.errors import UserError
 from sparse_rl.files import usual_permissions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-Problem = tuple[int, ...]
-
 SYMBOLS = ("<pad>", "<eos>", "\\boxed{", "}", *"0123456789=+;:[]?>,QN.", *"abcdefghijkl", *"ABCDEFGHIJKL", "<unk>")
 VOCABULARY = 64  # padded: every id of the model decodes to something, and to nothing that a grader takes for an answer
-PAD_ID, EOS_ID = 0, 1
-SPLITS = {"train": range(8), "calibration": range(8, 9), "evaluation": range(9, 10)}  # hash mod 10
+LONGEST = 1024  # tokens of a sequence
 
 
 @dataclass(frozen=True)
@@ -103,51 +99,27 @@ def grade(text: str, answer: str) -> bool:
 # ---- data --------------------------------------------------------------------------------------------------
 
 
-def split_of(problem: Problem) -> str:
-    """The one split that a problem belongs to, by a stable hash of its digits."""
-    digest = hashlib.blake2b(bytes(problem), digest_size=8).digest()
-    bucket = int.from_bytes(digest, "big") % 10
-    return next(name for name, buckets in SPLITS.items() if bucket in buckets)
-
-
 def generate_problems(
-    size: int,
-    seed: int,
-    exclude: Iterable[Problem] = (),
-    *,
-    split: str = "train",
-    task: RunningSum | None = None,
+    size: int, seed: int, exclude: Iterable[Problem] = (), *, split: str = "train", task: RunningSum | None = None
 ) -> list[Problem]:
     """`size` distinct problems of a split, none of them in `exclude`.
 
     Two splits never share a problem; two seeds of one split may. Raises UserError where there are too few.
     """
-    if split not in SPLITS:
-        raise UserError(f"running sum: unknown split {split!r}; one of {', '.join(SPLITS)}")
-    stream = _stream(task or RunningSum(), split, seed, set(exclude))
-    problems = []
-    for found in range(size):
-        problem = next(stream, None)
-        if problem is None:
-            raise UserError(
-                f"running sum: only {found} distinct {split} problems found, {size} wanted; raise n or digits"
-            )
-        problems.append(problem)
-    return problems
-
-
-def _stream(task: RunningSum, split: str, seed: int, seen: set[Problem]) -> Iterator[Problem]:
-    """Problems that are not in `seen` until 100,000 draws in a row bring none."""
-    rng = random.Random(f"running-sum/{split}/{seed}")
-    misses = 0
-    while misses < 100_000:
+    problems: list[Problem] = []
+    seen, misses = set(exclude), 0
+    for problem in drawn("running-sum", split, seed, (task or RunningSum()).problem):
+        if len(problems) == size:
+            break
+        if misses == 100_000:
+            found = f"only {len(problems)} distinct {split} problems found, {size} wanted"
+            raise UserError(f"running sum: {found}; raise n or digits")
         misses += 1
-        problem = task.problem(rng)
-        if problem not in seen:
+        if problem is not None and problem not in seen:
             seen.add(problem)
-            if split_of(problem) == split:
-                misses = 0
-                yield problem
+            problems.append(problem)
+            misses = 0
+    return problems
 
 
 def rows(
@@ -174,57 +146,23 @@ def rows(
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, and one for `\\boxed{`; it decodes to exactly the text it read. No chat template."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Regex, decoders, pre_tokenizers
 
-    symbols = [*SYMBOLS, *(f"<unused{i}>" for i in range(VOCABULARY - len(SYMBOLS)))]
-    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        model_max_length=1024,
-    )
+    splitter = pre_tokenizers.Split(Regex(r"\\boxed\{|[\s\S]"), "isolated")
+    return word_tokenizer(SYMBOLS, VOCABULARY, splitter, LONGEST, decoders.Fuse())
 
 
-def build_model(
-    seed: int,
-    *,
-    hidden: int = 64,
-    layers: int = 2,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 32,  # the least that vLLM's CPU attention takes
-    intermediate: int = 128,
-) -> Qwen3ForCausalLM:
-    """An untrained Qwen3 in fp32, drawn from `seed` without touching the global generator."""
+def build_model(seed: int, **shape: int) -> Qwen3ForCausalLM:
+    """An untrained Qwen3 in float32, drawn from `seed` without touching the global generator.
+
+    shape : what is other than in `small_config`: hidden, layers, heads, kv_heads, head_dim, intermediate
+    """
     import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import GenerationConfig, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
-        dtype="float32",
-    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model = Qwen3ForCausalLM(small_config(VOCABULARY, LONGEST, 10000.0, **shape))
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     return model.float()
 

@@ -16,17 +16,15 @@ an unordered set).
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
 from sparse_rl.config import show
-from sparse_rl.errors import UserError, one_line, reason, unread
-from sparse_rl.files import MOST_TEXT, read_text
+from sparse_rl.data.rows import Parser, Row, count_of, held, read_objects, write_rows
+from sparse_rl.errors import UserError
 
 ASKED = (
     "{prompt}\n\nAnswer the following question in one short phrase. Do not include any other text.\n\n"
@@ -47,7 +45,7 @@ class Question:
 # ---- salads --------------------------------------------------------------------------------------------------------
 
 
-def make_salads(questions: Iterable[Question], pattern: str, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+def make_salads(questions: Iterable[Question], pattern: str, count: int, seed: int = 0) -> Iterator[Row]:
     """So many salads of a pattern such as ABAB. Raises UserError where the articles or their questions do not do."""
     if not re.fullmatch("[A-Z]+", pattern):
         raise UserError(f"expected capital letters, one for each article, such as ABAB, got {show(pattern)}", "pattern")
@@ -63,7 +61,10 @@ def make_salads(questions: Iterable[Question], pattern: str, count: int, seed: i
     rng = random.Random(seed)
     for number in range(count):
         articles = rng.sample(titles, len(topics))
-        taken = {topic: _consecutive(of_article[t], most, rng) for topic, t in zip(topics, articles, strict=True)}
+        taken = {}
+        for topic, title in zip(topics, articles, strict=True):
+            start = rng.randrange(len(of_article[title]) - most + 1)
+            taken[topic] = iter(of_article[title][start : start + most])
         asked = [(topic, next(taken[topic])) for topic in pattern]
         yield {
             "example_id": number,
@@ -80,11 +81,6 @@ def make_salads(questions: Iterable[Question], pattern: str, count: int, seed: i
             ],
             "metadata": {"pattern": pattern, "articles": articles},
         }
-
-
-def _consecutive(questions: Sequence[Question], count: int, rng: random.Random) -> Iterator[Question]:
-    start = rng.randrange(len(questions) - count + 1)
-    return iter(questions[start : start + count])
 
 
 def salad_prompt(segments: Iterable[Question]) -> str:
@@ -112,29 +108,29 @@ def read_squad(path: str) -> list[Question]:
             ]
         except (KeyError, TypeError) as error:
             raise UserError(f"{path} is not in the form of SQuAD's own files, {{data: [...]}}: {error!r}") from error
-    return [_question(row, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
-
-
-def _question(row: dict[str, Any], where: str) -> Question:
-    title, context, question = (_text(row, name, where) for name in ("title", "context", "question"))
-    return Question(title, context, question, _answers(row, where))
+    found = []
+    for number, row in enumerate(rows, start=1):
+        where = f"{path}, row {number}"
+        title, context, question = (held(row, name, str, where) for name in ("title", "context", "question"))
+        found.append(Question(title, context, question, _answers(row, where)))
+    return found
 
 
 # ---- questions -----------------------------------------------------------------------------------------------------
 
 
-def flatten(salads: Iterable[dict[str, Any]], where: str = "salads") -> Iterator[dict[str, Any]]:
+def flatten(salads: Iterable[Row], where: str = "salads") -> Iterator[Row]:
     """A row for each question of each salad, ours or the authors'. Raises UserError for a row that is no salad."""
     for number, salad in enumerate(salads, start=1):
         place = f"{where}, row {number}"
-        prompt, asked = _text(salad, "prompt", place), salad.get("questions")
+        prompt, asked = held(salad, "prompt", str, place), salad.get("questions")
         if not isinstance(asked, list) or not all(isinstance(one, dict) for one in asked):
             raise UserError(f"{place} has no list of 'questions'; is it a file of salads?")
         metadata = salad.get("metadata") or {}
         if not isinstance(metadata, dict):
             raise UserError(f"{place} has metadata that is no mapping")
         for one in asked:
-            question = _text(one, "question", place)
+            question = held(one, "question", str, place)
             yield {
                 "prompt": ASKED.format(prompt=prompt, question=question),
                 "question": question,
@@ -145,38 +141,7 @@ def flatten(salads: Iterable[dict[str, Any]], where: str = "salads") -> Iterator
             }
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------
-
-
-def read_objects(path: str, lines: bool = False) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines (.jsonl, or as `lines` says), or of one of JSON, which holds a list of them
-    or one.
-
-    Raises UserError where it cannot be read or holds anything else.
-    """
-    try:
-        text = read_text(path, MOST_TEXT)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {unread(error)}") from error
-    rows: list[Any] = []
-    for number, line in enumerate(text.split("\n") if lines or path.lower().endswith(".jsonl") else [text], start=1):
-        try:
-            found = json.loads(line) if line.strip() else []
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}, line {number}: not JSON: {reason(error)}") from error
-        rows += found if isinstance(found, list) else [found]
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{path} has {'rows that are no JSON objects' if rows else 'no rows'}")
-    return rows
-
-
-def _text(row: dict[str, Any], name: str, where: str) -> str:
-    if not isinstance(row.get(name), str):
-        raise UserError(f"{where} has no text {name!r}; it has {', '.join(row)}")
-    return row[name]
-
-
-def _answers(row: dict[str, Any], where: str) -> tuple[str, ...]:
+def _answers(row: Row, where: str) -> tuple[str, ...]:
     """The true answers of a question, each once: {text: [...]}, or SQuAD's own [{text: ...}, ...]."""
     found = row.get("answers")
     found = [one.get("text") if isinstance(one, dict) else one for one in found] if isinstance(found, list) else found
@@ -184,23 +149,6 @@ def _answers(row: dict[str, Any], where: str) -> tuple[str, ...]:
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
         raise UserError(f"{where}: expected answers {{text: [...]}}, got {show(row.get('answers'))}")
     return tuple(dict.fromkeys(found))
-
-
-# ---- the command ---------------------------------------------------------------------------------------------------
-
-
-class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see {self.prog} --help)")
-
-
-def count_of(text: str) -> int:
-    """The whole number from 1 to 1,000,000 that an option says; argparse tells the user where it is none."""
-    if not text.isdecimal() or not 1 <= int(text) <= 1_000_000:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 1,000,000, got {show(text)}")
-    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -214,18 +162,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     make.add_argument("--seed", type=int, default=0)
     questions = jobs.add_parser("questions", help="a row for each question of a file of salads")
     questions.add_argument("path", metavar="SALADS")
-    try:
-        options = parser.parse_args(arguments)
-        if options.job == "make":
-            rows = list(make_salads(read_squad(options.path), options.pattern, options.count, options.seed))
-        else:
-            rows = list(flatten(read_objects(options.path), options.path))
-    except UserError as error:
-        print(f"wikisalad: error: {one_line(error)}", file=sys.stderr)
-        return 2
-    for row in rows:
-        print(json.dumps(row))
-    return 0
+
+    def rows_of(options: argparse.Namespace) -> Iterable[Row]:
+        if options.job == "questions":
+            return flatten(read_objects(options.path), options.path)
+        return make_salads(read_squad(options.path), options.pattern, options.count, options.seed)
+
+    return write_rows(parser, arguments, rows_of)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,14 @@ def choose(load: Callable[[], Form], judge: Callable[[Form], tuple[bool, str]]) 
     try:
         taken, finding = judge(load())
     except Exception as error:  # whatever a compiler or kernel raises, it says that this kernel is not to be had here
-        first = next((line for line in str(error).splitlines() if line.strip()), "")
-        taken, finding = False, f"{type(error).__name__}: {first}"
+        taken, finding = False, in_a_line(error)
     return Choice("triton", finding) if taken else Choice("torch", f"Triton's kernel is not used: {finding}")
+
+
+def in_a_line(error: Exception) -> str:
+    """An error as its type and the first line of what it says."""
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first}"
 
 
 def seconds_on_gpu(work: Callable[[], object], runs: int = 5) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def ranked(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def ranked(scores: Tensor, positions: Tensor) -> Tensor:
     """Ranks int64 [...]: the higher the score, and of equal scores the earlier the position, the greater the rank.
 
     scores : float32 [...]; positions : int64 [...], below 2**31

@@ -15,10 +15,11 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from sparse_rl.kernels.choice import Choice, choose
 
-Total = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Total = Callable[[Tensor, Tensor, Tensor], Tensor]
 UNDER = 0.5 - 2**-25  # the float32 before 0.5: what exceeds it is similar
 SIMILARITIES = 2**20  # of a kv head that are made at a time (or up to twice as many),
 AT_ONCE = {"cuda": 2**25, "cpu": 2**20}  # similarities of several sequences; on a CPU they are to stay in its cache
@@ -28,11 +29,8 @@ CHECKED = 500  # entries of the check
 
 
 def mean_similarity(
-    keys: torch.Tensor,
-    positions: torch.Tensor,
-    lengths: torch.Tensor,
-    kernel: Literal["torch", "triton"] | None = None,
-) -> torch.Tensor:
+    keys: Tensor, positions: Tensor, lengths: Tensor, kernel: Literal["torch", "triton"] | None = None
+) -> Tensor:
     """How much each entry repeats the others, 1 / N sum_i sim(i, j) (R-KV eqs. 4-5): float32 [R, Hkv, N].
 
     N counts the entries of a row; padding gets -inf. See the module for sim.
@@ -77,7 +75,7 @@ def similarity_tiles(entries: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def total_similarity(keys: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def total_similarity(keys: Tensor, order: Tensor) -> Tensor:
     """Per entry, the sum of its similarities to the others: [..., Hkv, N].
 
     keys [..., Hkv, N, D]; order int64 [..., Hkv, N]: slots, oldest first
@@ -129,7 +127,7 @@ def check_redundancy(load: Callable[[], Total], dtype: torch.dtype, head_dim: in
     return choose(load, judge)
 
 
-def drawn_entries(dtype: torch.dtype, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def drawn_entries(dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """(keys [2, 2, N, D], positions, lengths) without a cosine that rounding could bring to the other side of 0.5.
 
     One head's keys are of 1 and -1 (a power of 4 of them, the rest 0): their cosines, many of which are 0.5, are exact

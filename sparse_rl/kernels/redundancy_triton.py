@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 ROWS = 128  # tokens of a program
 COLUMNS = 32  # others at a time; the units of 1 of up to 127 fit into 32 bits
@@ -76,7 +77,7 @@ def _similarities(  # type: ignore[no-untyped-def]
     tl.atomic_add(total + first + slot, -shared.to(tl.int64), mask=newest >= 0, sem="relaxed")
 
 
-def total_similarity(keys: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def total_similarity(keys: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
     """float32 [R, Hkv, N]: per entry, the sum of its similarities to the others, as in redundancy.py.
 
     keys [R, Hkv, N, D] bfloat16 or float16, on a GPU (or float16 under TRITON_INTERPRET=1); positions int64

@@ -20,12 +20,13 @@ from functools import cache
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.kernels.choice import Choice, choose, seconds_on_gpu
 from sparse_rl.trace import NEVER
 
-Descent = Callable[[torch.Tensor, int], torch.Tensor]
+Descent = Callable[[Tensor, int], Tensor]
 CHECKED = ((3, 1000, 17), (8, 16_384, 2016))  # rows, tokens and k of the check; the last is timed
 
 
@@ -38,20 +39,20 @@ class RunningTopK:
     boundary : by query q, that worst token itself; -1 likewise
     """
 
-    evict_at: torch.Tensor
-    cutoff_rank: torch.Tensor
-    boundary: torch.Tensor
+    evict_at: Tensor
+    cutoff_rank: Tensor
+    boundary: Tensor
 
 
 def running_topk(
-    scores: torch.Tensor,
-    sinks: int | torch.Tensor = 0,
+    scores: Tensor,
+    sinks: int | Tensor = 0,
     *,
     window: int,
     k: int,
-    log_decay: torch.Tensor | None = None,
+    log_decay: Tensor | None = None,
     decay_every: int = 1,
-    lengths: torch.Tensor | None = None,
+    lengths: Tensor | None = None,
     kernel: Literal["torch", "triton"] | None = None,
 ) -> RunningTopK:
     """When each token leaves a cache that holds the k best of those behind the window, for all queries at once.
@@ -78,93 +79,50 @@ def running_topk(
     NotFiniteError
         A competing score that is NaN: it would be kept for ever.
     """
-    rows = Rows.of(scores, sinks, window, k, log_decay, decay_every, lengths)
-    ranks, order = rows.ranks()
+    for name, value in (("window", window), ("k", k), ("decay_every", decay_every)):
+        if value < 1:
+            raise UserError(f"running_topk: {name} must be at least 1, got {value}")
+    heads, length = scores.shape[1:]
+    start, end = _ends(scores, sinks, lengths)
+    first = start.repeat_interleave(heads)[:, None]  # of the competing tokens of each of R = B x H rows: where they are
+    counts = (end - window - start).clamp(min=0).repeat_interleave(heads)[:, None]  # and how many
+    priorities = scores if scores.dtype == torch.float64 else scores.float()
+    if log_decay is not None:
+        ages = torch.arange(length, device=scores.device) // decay_every
+        priorities = priorities - log_decay.to(priorities)[:, None] * ages
+    slots = torch.arange(max(int(counts.max()) if len(counts) else 0, k), device=scores.device)
+    real = slots < counts
+    priorities = priorities.flatten(0, 1).gather(-1, (first + slots).clamp(max=length - 1))  # [R, M], oldest first
+    if bool((priorities.isnan() & real).any()):
+        raise NotFiniteError("a score is NaN: the tokens cannot be ranked by it")
+    order = priorities.masked_fill(~real, float("-inf")).sort(dim=-1, descending=True, stable=True).indices
+    ranks = torch.empty_like(order).scatter_(-1, order, slots.expand_as(order))  # 0 is the best; padding comes last
+
     if kernel is None:
         kernel = topk_choice().kernel if scores.is_cuda else "torch"
     descend = _triton_form() if kernel == "triton" else kth_smallest_of_prefixes
     cutoff = descend(ranks, k)  # [R, M - k + 1], of the prefixes of k, k + 1, ... tokens
     worst = order.gather(-1, cutoff)
     # Once k are held, each step drops one: the newcomer, or the worst so far.
-    newcomer = torch.arange(k, ranks.shape[-1], device=ranks.device).expand(len(ranks), -1)
-    gone = torch.where(ranks[:, k:] > cutoff[:, :-1], newcomer, worst[:, :-1])
-    return rows.result(cutoff, worst, gone)
+    gone = torch.where(ranks[:, k:] > cutoff[:, :-1], slots[k:], worst[:, :-1])
+
+    # From slots to positions; what is not real goes behind the end.
+    real, queries = real[:, k - 1 :], first + window + slots[k - 1 :]
+    at = torch.where(real, queries, length)
+    found = [torch.full((len(ranks), length + 1), fill, device=scores.device) for fill in (NEVER, -1, -1)]
+    found[0].scatter_(-1, torch.where(real[:, 1:], first + gone, length), queries[:, 1:])
+    found[1].scatter_(-1, at, cutoff)
+    found[2].scatter_(-1, at, first + worst)
+    return RunningTopK(*(part[:, :length].int().reshape(scores.shape) for part in found))
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The competing tokens of R = B x H rows, in the order in which they become eligible.
-
-    priorities [R, M], -inf behind a row's last; counts, first int64 [R]: how many, and the position of the first one
-    """
-
-    priorities: torch.Tensor
-    counts: torch.Tensor
-    first: torch.Tensor
-    window: int
-    k: int
-    shape: torch.Size
-
-    @classmethod
-    def of(
-        cls,
-        scores: torch.Tensor,
-        sinks: int | torch.Tensor,
-        window: int,
-        k: int,
-        log_decay: torch.Tensor | None,
-        decay_every: int,
-        lengths: torch.Tensor | None,
-    ) -> Rows:
-        for name, value in (("window", window), ("k", k), ("decay_every", decay_every)):
-            if value < 1:
-                raise UserError(f"running_topk: {name} must be at least 1, got {value}")
-        batch, heads, length = scores.shape
-        device = scores.device
-        start = torch.as_tensor(sinks, device=device).expand(batch)
-        end = torch.full((batch,), length, device=device) if lengths is None else lengths.to(device)
-        counts = (end - window - start).clamp(min=0).repeat_interleave(heads)
-        first = start.repeat_interleave(heads)
-        wide = scores if scores.dtype == torch.float64 else scores.float()
-        if log_decay is not None:
-            ages = torch.arange(length, device=device) // decay_every
-            wide = wide - log_decay.to(wide)[:, None] * ages
-        width = max(int(counts.max()) if len(counts) else 0, k)
-        slots = torch.arange(width, device=device)
-        where = (first[:, None] + slots).clamp(max=length - 1)
-        real = slots < counts[:, None]
-        priorities = wide.reshape(batch * heads, length).gather(-1, where)
-        if bool((priorities.isnan() & real).any()):
-            raise NotFiniteError("a score is NaN: the tokens cannot be ranked by it")
-        return cls(priorities.masked_fill(~real, float("-inf")), counts, first, window, k, scores.shape)
-
-    def ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rank of each token, 0 the best, and the token of each rank: int64 [R, M] both; padding comes last."""
-        order = self.priorities.sort(dim=-1, descending=True, stable=True).indices
-        ranks = torch.empty_like(order)
-        return ranks.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)), order
-
-    def result(self, cutoff: torch.Tensor, worst: torch.Tensor, gone: torch.Tensor) -> RunningTopK:
-        """What was found of the rows' competing tokens, as a RunningTopK over positions.
-
-        cutoff, worst : int64 [R, M - k + 1], by prefix of k, k + 1, ... tokens, the rank of the worst of the k best,
-            and that token
-        gone : int64 [R, M - k], the token that goes as each newcomer meets the k
-        """
-        batch, heads, length = self.shape
-        found = [torch.full((batch * heads, length + 1), fill, device=cutoff.device) for fill in (NEVER, -1, -1)]
-        slots = torch.arange(self.k - 1, self.k - 1 + cutoff.shape[-1], device=cutoff.device)
-        real = slots < self.counts[:, None]
-        queries = self.first[:, None] + self.window + slots
-        at = torch.where(real, queries, length)  # what is not real goes behind the end
-        tokens = torch.where(real[:, 1:], self.first[:, None] + gone, length)
-        found[0].scatter_(-1, tokens, queries[:, 1:])
-        found[1].scatter_(-1, at, cutoff)
-        found[2].scatter_(-1, at, self.first[:, None] + worst)
-        return RunningTopK(*(part[:, :length].int().reshape(self.shape) for part in found))
+def _ends(scores: Tensor, sinks: int | Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where the tokens of each row begin to compete, and end: int64 [B], of [B, H, S]."""
+    start = torch.as_tensor(sinks, device=scores.device).expand(len(scores))
+    return start, torch.full_like(start, scores.shape[-1]) if lengths is None else lengths.to(scores.device)
 
 
-def kth_smallest_of_prefixes(ranks: torch.Tensor, k: int) -> torch.Tensor:
+def kth_smallest_of_prefixes(ranks: Tensor, k: int) -> Tensor:
     """The k-th smallest of the first k, k + 1, ... to M numbers of a row: int64 [R, M - k + 1].
 
     ranks : int64 [R, M], in each row 0 to M - 1, each once
@@ -222,12 +180,12 @@ def _triton_form() -> Descent:
 def recall(
     found: RunningTopK,
     wanted: RunningTopK,
-    sinks: int | torch.Tensor = 0,
+    sinks: int | Tensor = 0,
     *,
     window: int,
     k: int,
-    lengths: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Of the k tokens that `wanted` holds at each query with more than k eligible ones, those that `found` holds.
 
     found, wanted : of the same B rows and H kv heads
@@ -238,8 +196,7 @@ def recall(
     """
     batch, heads, length = found.evict_at.shape
     device = found.evict_at.device
-    start = torch.as_tensor(sinks, device=device).expand(batch)[:, None, None]
-    end = torch.full((batch, 1, 1), length, device=device) if lengths is None else lengths.to(device)[:, None, None]
+    start, end = (x[:, None, None] for x in _ends(found.evict_at, sinks, lengths))
     tokens = torch.arange(length, device=device)
     born = tokens + window
     real = (tokens >= start) & (born < end)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import heapq
 
 import torch
+from torch import Tensor
 
 from sparse_rl.kernels.topk import RunningTopK
 from sparse_rl.trace import NEVER
 
 
 def running_topk_reference(
-    scores: torch.Tensor,
-    sinks: int | torch.Tensor = 0,
+    scores: Tensor,
+    sinks: int | Tensor = 0,
     *,
     window: int,
     k: int,
-    log_decay: torch.Tensor | None = None,
+    log_decay: Tensor | None = None,
     decay_every: int = 1,
-    lengths: torch.Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> RunningTopK:
     """What `running_topk` computes, of the same arguments, for comparison: plain and slow, on the CPU.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCK = 512  # tokens of a program: 8 rows of 16,384 are 256 programs
 WARPS = 4
@@ -52,7 +53,7 @@ def _level(ranks, before, moved, zeros, held, wanted, answers, width, queries, b
     tl.store(wanted + query, tl.where(high, rest - low, rest), mask=asked)
 
 
-def kth_smallest_of_prefixes(ranks: torch.Tensor, k: int) -> torch.Tensor:
+def kth_smallest_of_prefixes(ranks: Tensor, k: int) -> Tensor:
     """What `kth_smallest_of_prefixes` in topk.py gives, int64 [R, M - k + 1].
 
     ranks : int64 [R, M] on a GPU (or under TRITON_INTERPRET=1)

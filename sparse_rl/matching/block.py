@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.matching.fit import features, fit_values, fit_weights, paper_values, paper_weights, pursuit_weights
@@ -42,11 +43,11 @@ class Block:
     scaling : the factor on q . k
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    queries: torch.Tensor
-    bias: torch.Tensor
-    competing: torch.Tensor
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+    bias: Tensor
+    competing: Tensor
     scaling: float
 
     def parts(self, at_once: int) -> Iterator[Block]:
@@ -56,13 +57,13 @@ class Block:
             of_rows = (self.keys[rows], self.values[rows], self.queries[rows], self.bias[rows], self.competing[rows])
             yield Block(*of_rows, self.scaling)
 
-    def logits(self) -> torch.Tensor:
+    def logits(self) -> Tensor:
         """`scaling` q . k + bias: float64 [R, H, n, N], -inf where an entry does not compete."""
         logits = self.queries.double() @ self.keys.double().mT * self.scaling + self.bias.double()[:, :, None]
         return logits.masked_fill(~self.competing[:, :, None], float("-inf"))
 
 
-def match(block: Block, count: int, fit: Fit) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def match(block: Block, count: int, fit: Fit) -> tuple[Tensor, Tensor, Tensor]:
     """Choose what stays of a block, and fit it (AM section 3): (index, biases, values).
 
     The index is int64 [R, H, count], ascending, the biases are float32 [R, H, count], the values [R, H, count, D] in
@@ -90,7 +91,7 @@ def match(block: Block, count: int, fit: Fit) -> tuple[torch.Tensor, torch.Tenso
 
 
 @torch.no_grad()
-def residuals(block: Block, index: torch.Tensor, bias: torch.Tensor, values: torch.Tensor) -> tuple[float, float]:
+def residuals(block: Block, index: Tensor, bias: Tensor, values: Tensor) -> tuple[float, float]:
     """How far what stays is from the whole block: the error of the mass, and that of the output.
 
     The mean |log(mass / mass of the block)| over the reference queries of all rows and heads, and, with norms over all
@@ -106,7 +107,7 @@ def residuals(block: Block, index: torch.Tensor, bias: torch.Tensor, values: tor
     return float(mass), float((said - wanted).norm() / wanted.norm())
 
 
-def refit(block: Block, index: torch.Tensor, fit: Fit) -> tuple[torch.Tensor, torch.Tensor]:
+def refit(block: Block, index: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
     """Biases float32 [R, H, t] and values [R, H, t, D] of given entries, with gradients: what a trainer makes again.
 
     index : int64 [R, H, t], the entries that stay

@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 STEPS, POWER = 30, 12  # of the weights' descent; of the power iteration that finds its step (ours)
 JITTER = 1e-13  # of the diagonal, where keys repeat each other
 PURSUIT_RIDGE = 0.1  # of the weights of pursued keys (ours): no KL that was seen is higher, and rounding shows least
 
 
-def features(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def features(logits: Tensor) -> tuple[Tensor, Tensor]:
     """phi = exp(logits - their maximum over entries) [..., n, N], and the mass, its sum [..., n] (A.2).
 
     An entry with a logit of -inf has no part.
@@ -28,7 +29,7 @@ def features(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return phi, phi.sum(-1)
 
 
-def fit_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float) -> torch.Tensor:
+def fit_weights(kept: Tensor, mass: Tensor, bound: float) -> Tensor:
     """w = argmin |kept w - mass|^2 with |log w| <= bound (AM equation for beta): [..., t].
 
     kept : phi of S [..., n, t]; mass [..., n]
@@ -39,14 +40,14 @@ def fit_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float) -> torch.T
     return descended(kept, mass, flat_weights(kept, mass), bound, STEPS)
 
 
-def flat_weights(kept: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+def flat_weights(kept: Tensor, mass: Tensor) -> Tensor:
     """The one weight that fits the mass best, for every entry: [..., t]."""
     total = kept.sum(-1)
     flat = (total * mass).sum(-1, keepdim=True) / total.square().sum(-1, keepdim=True)
     return flat.expand(*kept.shape[:-2], kept.shape[-1])
 
 
-def descended(kept: torch.Tensor, mass: torch.Tensor, start: torch.Tensor, bound: float, steps: int) -> torch.Tensor:
+def descended(kept: Tensor, mass: Tensor, start: Tensor, bound: float, steps: int) -> Tensor:
     """`steps` of FISTA on |kept w - mass|^2 within the bounds, each of 1 / the greatest eigenvalue."""
     low, high = math.exp(-bound), math.exp(bound)
     gram = kept.mT @ kept
@@ -66,7 +67,7 @@ def descended(kept: torch.Tensor, mass: torch.Tensor, start: torch.Tensor, bound
     return weights
 
 
-def pursuit_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float) -> torch.Tensor:
+def pursuit_weights(kept: Tensor, mass: Tensor, bound: float) -> Tensor:
     """w = argmin |kept w - mass|^2 + a ridge towards `flat_weights`, clamped to |log w| <= bound: [..., t].
 
     Orthogonal matching pursuit ends with the least squares alone (A.2). Where queries are hardly more than entries,
@@ -76,7 +77,7 @@ def pursuit_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float) -> tor
     return weights.clamp(math.exp(-bound), math.exp(bound))
 
 
-def fit_values(x: torch.Tensor, y: torch.Tensor, values: torch.Tensor, ridge: float) -> torch.Tensor:
+def fit_values(x: Tensor, y: Tensor, values: Tensor, ridge: float) -> Tensor:
     """V + argmin over D of |x D - (y - x V)|^2 + ridge mean_j |x_j|^2 |D|^2: [..., t, D].
 
     x : attention over S under the new biases [..., n, t]; y : the output of the whole block [..., n, D];
@@ -99,7 +100,7 @@ def fit_values(x: torch.Tensor, y: torch.Tensor, values: torch.Tensor, ridge: fl
 # ---- the paper's own, for comparison --------------------------------------------------------------------------------
 
 
-def paper_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float, steps: int) -> torch.Tensor:
+def paper_weights(kept: Tensor, mass: Tensor, bound: float, steps: int) -> Tensor:
     """An unbounded least squares, clamped to |log w| <= bound, and `steps` projected ones (algorithm 3).
 
     Of keys chosen by attention: bound 3, 2 steps; of pursued keys: bound 7, no step (C.2).
@@ -108,11 +109,11 @@ def paper_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float, steps: i
     return descended(kept, mass, start, bound, steps)
 
 
-def paper_values(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def paper_values(x: Tensor, y: Tensor) -> Tensor:
     """argmin over V of |x V - y|^2, of several the least."""
     return _least_squares(x, y)
 
 
-def _least_squares(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _least_squares(a: Tensor, b: Tensor) -> Tensor:
     """On the CPU, where torch solves systems without full rank."""
     return torch.linalg.lstsq(a.cpu(), b.cpu(), driver="gelsd").solution.to(a.device)

@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparse_rl.matching.block import Fit
 from sparse_rl.trace import TraceError
@@ -39,7 +40,7 @@ class Record:
         return cls(config.sinks, config.window, config.refitted, config.reference_queries, config.ridge, pursuit, paper)
 
     @classmethod
-    def read(cls, settings: torch.Tensor) -> Record:
+    def read(cls, settings: Tensor) -> Record:
         """The record that a trace holds. Raises TraceError where its fits cannot be made again.
 
         settings : the section refit_with, float64 [7]
@@ -54,7 +55,7 @@ class Record:
         """How the entries are fitted, for `refit`; the aggregate, which only chooses, is not in a record."""
         return Fit("omp" if self.pursuit else "attention", ridge=self.ridge, paper=self.paper)
 
-    def sections(self, times: Sequence[int]) -> dict[str, torch.Tensor]:
+    def sections(self, times: Sequence[int]) -> dict[str, Tensor]:
         """The trace's sections refit_at, int32 [C], and refit_with, float64 [7].
 
         times : tokens seen at each of C compactions

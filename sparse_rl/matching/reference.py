@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 
-def naive_pursuit(phi: torch.Tensor, count: int, bound: float = 7.0) -> tuple[list[int], torch.Tensor]:
+def naive_pursuit(phi: Tensor, count: int, bound: float = 7.0) -> tuple[list[int], Tensor]:
     """Algorithm 1 with the pruning of C.2: (entries in order of choice, weights [count]) of features [n, N].
 
     A least squares at every step. Once all are chosen, those with log w < -bound are discarded, and selection goes on.
@@ -34,14 +35,14 @@ def naive_pursuit(phi: torch.Tensor, count: int, bound: float = 7.0) -> tuple[li
         current, weights = _weighed(phi, chosen, bound)
 
 
-def _weighed(phi: torch.Tensor, chosen: list[int], bound: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _weighed(phi: Tensor, chosen: list[int], bound: float) -> tuple[Tensor, Tensor]:
     """What the chosen entries say [n], by the weights [chosen] of a least squares that is clamped (algorithm 3)."""
     weights = torch.linalg.lstsq(phi[:, chosen], phi.sum(-1)[:, None], driver="gelsd").solution[:, 0]
     weights = weights.clamp(0.0, math.exp(bound))
     return phi[:, chosen] @ weights, weights
 
 
-def naive_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float, steps: int = 20_000) -> torch.Tensor:
+def naive_weights(kept: Tensor, mass: Tensor, bound: float, steps: int = 20_000) -> Tensor:
     """argmin |kept w - mass|^2 with |log w| <= bound, by coordinate descent: [t] of [n, t] and [n]."""
     low, high = math.exp(-bound), math.exp(bound)
     weights = torch.ones(kept.shape[1], dtype=kept.dtype)
@@ -59,7 +60,7 @@ def naive_weights(kept: torch.Tensor, mass: torch.Tensor, bound: float, steps: i
     return weights
 
 
-def naive_values(x: torch.Tensor, y: torch.Tensor, values: torch.Tensor, ridge: float) -> torch.Tensor:
+def naive_values(x: Tensor, y: Tensor, values: Tensor, ridge: float) -> Tensor:
     """`fit_values` of [n, t], [n, D], [t, D], as one stacked least squares: [t, D]."""
     root = math.sqrt(ridge * float(sum(row @ row for row in x)) / len(x))
     stacked = torch.cat([x, root * torch.eye(x.shape[1], dtype=x.dtype)])

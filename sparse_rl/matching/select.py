@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from sparse_rl.matching.fit import JITTER
 
@@ -12,7 +13,7 @@ AGGREGATES = ("rms", "mean", "max")
 PURSUIT_BOUND = 7.0  # of |log w|, and under its negative an entry is not worth its place (C.2)
 
 
-def attention_score(logits: torch.Tensor, aggregate: str = "rms") -> torch.Tensor:
+def attention_score(logits: Tensor, aggregate: str = "rms") -> Tensor:
     """The attention [..., N] that each entry receives of the reference queries: root mean square, mean or max."""
     attention = logits.softmax(-1)
     if aggregate == "rms":
@@ -20,7 +21,7 @@ def attention_score(logits: torch.Tensor, aggregate: str = "rms") -> torch.Tenso
     return attention.mean(-2) if aggregate == "mean" else attention.amax(-2)
 
 
-def pursued(phi: torch.Tensor, count: int, allowed: torch.Tensor, gram: bool) -> torch.Tensor:
+def pursued(phi: Tensor, count: int, allowed: Tensor, gram: bool) -> Tensor:
     """The `count` entries that carry the mass best: int64 [B, count], ascending. phi [B, n, N]; allowed bool [B, N].
 
     Entries whose log w comes out below -PURSUIT_BOUND are discarded for good, and the pursuit goes on from the others,
@@ -43,9 +44,7 @@ def pursued(phi: torch.Tensor, count: int, allowed: torch.Tensor, gram: bool) ->
         chosen[again], weights[again] = pursue(phi[again], count, allowed[again], gram, given)
 
 
-def pursue(
-    phi: torch.Tensor, count: int, allowed: torch.Tensor, gram: bool, given: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def pursue(phi: Tensor, count: int, allowed: Tensor, gram: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Orthogonal matching pursuit (algorithm 1): (int64 [B, count] in order of choice, their weights [B, count]).
 
     Each step takes the entry whose features agree best with the mass that is missing, and weighs all chosen ones anew,

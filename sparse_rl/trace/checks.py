@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 NEVER = 2**30
 """In evict_at: no query misses the token; larger than any position."""
@@ -18,7 +19,7 @@ SETTINGS = 7  # numbers in refit_with
 PAGING = 8  # numbers in paged_with
 ROUNDING = 1e-4  # of the sum of a page's pi, in float32
 
-Sections = Mapping[str, torch.Tensor]
+Sections = Mapping[str, Tensor]
 
 
 def last_query(sections: Sections) -> int:
@@ -26,7 +27,7 @@ def last_query(sections: Sections) -> int:
     return sections["evict_at"].shape[-1] - 2
 
 
-def check_evict_at(values: torch.Tensor, sections: Sections, prompt: int | None) -> str | None:
+def check_evict_at(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
     """A token sees itself, so it is evicted after its own position; and before the last query, or never."""
     if 0 in values.shape:
         return f"evict_at {list(values.shape)} is empty: a trace has a layer, a kv head and a token"
@@ -44,7 +45,7 @@ def check_evict_at(values: torch.Tensor, sections: Sections, prompt: int | None)
 # ---- refit_at, refit_with, compacted_at -----------------------------------------------------------------------------
 
 
-def check_refit_at(times: torch.Tensor, sections: Sections, prompt: int | None) -> str | None:
+def check_refit_at(times: Tensor, sections: Sections, prompt: int | None) -> str | None:
     """Ascending, after the prompt and before the last query; tokens go at these times alone, and so many stay.
 
     Each compaction keeps the sinks, the window and `refitted` entries between them (see `check_refit_with`).
@@ -78,7 +79,7 @@ def check_refit_at(times: torch.Tensor, sections: Sections, prompt: int | None) 
     return None
 
 
-def check_refit_with(values: torch.Tensor, sections: Sections, prompt: int | None) -> str | None:
+def check_refit_with(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
     """sinks, window, refitted, reference queries, ridge, and two flags; see sparse_rl/matching/record.py."""
     wrong = f"refit_with {values.tolist()[:20]} has a number that no fit is made with"
     if len(values) != SETTINGS or not bool((values.isfinite() & (values >= 0)).all()) or int(values[:4].max()) >= NEVER:
@@ -88,7 +89,7 @@ def check_refit_with(values: torch.Tensor, sections: Sections, prompt: int | Non
     return None if whole and refitted and queries and ridge and set(flags) <= {0.0, 1.0} else wrong
 
 
-def check_compacted_at(values: torch.Tensor, sections: Sections, prompt: int | None) -> str | None:
+def check_compacted_at(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
     """One place in the sequence, inside its prompt; nothing is evicted at another."""
     evict_at = sections["evict_at"]
     length = evict_at.shape[-1] if prompt is None else prompt + 1
@@ -103,12 +104,12 @@ def check_compacted_at(values: torch.Tensor, sections: Sections, prompt: int | N
 # ---- opened, closed_at, paged_with, paged_layers, pi ----------------------------------------------------------------
 
 
-def paged_layers(sections: Sections) -> torch.Tensor:
+def paged_layers(sections: Sections) -> Tensor:
     """The layers whose tokens are paged: int64 [N]."""
     return sections.get("paged_layers", torch.arange(sections["evict_at"].shape[0])).long()
 
 
-def check_opened(values: torch.Tensor, sections: Sections, prompt: int | None) -> str | None:
+def check_opened(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
     """A query opens pages that have closed for it, each once; nothing in a layer without pages."""
     most = int(sections["paged_with"][3])
     if values.shape[-1] != most:
@@ -131,7 +132,7 @@ def check_opened(values: torch.Tensor, sections: Sections, prompt: int | None) -
     return None
 
 
-def check_closed_at(values: torch.Tensor, sections: Sections, prompt: int | None) -> str | None:
+def check_closed_at(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
     """Page p closes `window` tokens after its own last one, or at the end of the prompt, if that is later.
 
     All pages are there that close by the last query.
@@ -156,7 +157,7 @@ def check_closed_at(values: torch.Tensor, sections: Sections, prompt: int | None
     return None
 
 
-def check_paged_with(values: torch.Tensor, sections: Sections, prompt: int | None) -> str | None:
+def check_paged_with(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
     """size, window, sinks, most, and four flags; see sparse_rl/methods/pages/pages.py."""
     numbers = values.tolist()
     if len(numbers) != PAGING or min(numbers) < 0 or not numbers[0] or not set(numbers[4:]) <= {0, 1}:
@@ -168,7 +169,7 @@ def check_paged_with(values: torch.Tensor, sections: Sections, prompt: int | Non
     return None
 
 
-def check_paged_layers(values: torch.Tensor, sections: Sections, prompt: int | None) -> str | None:
+def check_paged_layers(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
     """At least one layer, ascending."""
     layers, count = values.tolist(), sections["evict_at"].shape[0]
     if not layers or layers != sorted({layer for layer in layers if 0 <= layer < count}):
@@ -176,7 +177,7 @@ def check_paged_layers(values: torch.Tensor, sections: Sections, prompt: int | N
     return None
 
 
-def check_pi(values: torch.Tensor, sections: Sections, prompt: int | None) -> str | None:
+def check_pi(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
     """Between 0 and 1, with the sum 1 over a closed page, and 0 outside of closed pages."""
     if not bool(((values >= 0) & (values <= 1)).all()):
         return "pi has a weight that is not between 0 and 1"
@@ -191,7 +192,7 @@ def check_pi(values: torch.Tensor, sections: Sections, prompt: int | None) -> st
     return None
 
 
-def _outside(values: torch.Tensor, sections: Sections) -> torch.Tensor:
+def _outside(values: Tensor, sections: Sections) -> Tensor:
     """The values [layers, ...] of the layers that are not paged."""
     paged = set(paged_layers(sections).tolist())
     others = [layer for layer in range(values.shape[0]) if layer not in paged]

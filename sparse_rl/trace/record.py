@@ -18,6 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from sparse_rl.trace.files import read_sections, write_sections
 from sparse_rl.trace.sections import EVICT_AT, NEVER, SECTIONS, TraceError
@@ -41,8 +42,8 @@ class EvictionTrace:
         no sampler can have recorded, such as evict_at[l, h, t] <= t (a token always sees itself). See checks.py.
     """
 
-    evict_at: torch.Tensor
-    further: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    evict_at: Tensor
+    further: Mapping[str, Tensor] = field(default_factory=dict)
     validate: bool = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
@@ -59,16 +60,16 @@ class EvictionTrace:
             _check(self.sections, prompt)
 
     @property
-    def sections(self) -> dict[str, torch.Tensor]:
+    def sections(self) -> dict[str, Tensor]:
         """All sections by name, evict_at first."""
         return {EVICT_AT.name: self.evict_at, **self.further}
 
-    def to_state(self) -> dict[str, torch.Tensor]:
+    def to_state(self) -> dict[str, Tensor]:
         """The trace as plain data, for checkpoints: its sections, which `torch.load` reads with weights_only."""
         return self.sections
 
     @classmethod
-    def from_state(cls, state: Mapping[str, torch.Tensor]) -> EvictionTrace:
+    def from_state(cls, state: Mapping[str, Tensor]) -> EvictionTrace:
         """The trace of `to_state`.
 
         state : the sections by name, evict_at int32 [L, Hkv, S] among them
@@ -81,7 +82,7 @@ class EvictionTrace:
         return cls(state[EVICT_AT.name], further)
 
     @classmethod
-    def recorded(cls, evict_at: torch.Tensor, further: Mapping[str, torch.Tensor] | None = None) -> EvictionTrace:
+    def recorded(cls, evict_at: Tensor, further: Mapping[str, Tensor] | None = None) -> EvictionTrace:
         """The trace of what an engine has recorded.
 
         evict_at : whole numbers [L, Hkv, S] on any device; they become int32 in host memory, and those that cannot be
@@ -103,7 +104,7 @@ class EvictionTrace:
         return EvictionTrace.dense(*self.shape)
 
     @classmethod
-    def from_events(cls, layers: int, kv_heads: int, length: int, events: torch.Tensor) -> EvictionTrace:
+    def from_events(cls, layers: int, kv_heads: int, length: int, events: Tensor) -> EvictionTrace:
         """The trace [layers, kv_heads, length] of some evictions; what no event names is NEVER evicted.
 
         events : int64 [E, 4] of (layer, kv_head, token, evict_at)
@@ -118,7 +119,7 @@ class EvictionTrace:
         evict_at[layer, head, token] = at.to(torch.int32)
         return cls.recorded(evict_at)
 
-    def to_events(self) -> torch.Tensor:
+    def to_events(self) -> Tensor:
         """The evictions as int64 [E, 4] of (layer, kv_head, token, evict_at), in that order."""
         index = (self.evict_at < NEVER).nonzero()
         at = self.evict_at[index[:, 0], index[:, 1], index[:, 2]]
@@ -142,11 +143,11 @@ class EvictionTrace:
     def __len__(self) -> int:
         return self.evict_at.shape[2]
 
-    def layer(self, index: int) -> torch.Tensor:
+    def layer(self, index: int) -> Tensor:
         """evict_at of one layer, int32 [Hkv, S]."""
         return self.evict_at[index]
 
-    def visible(self, layer: int) -> torch.Tensor:
+    def visible(self, layer: int) -> Tensor:
         """Which query sees which token: bool [Hkv, S (query), S (token)]."""
         position = torch.arange(len(self))
         causal = position[None, :] <= position[:, None]
@@ -154,12 +155,12 @@ class EvictionTrace:
 
     # ---- statistics ---------------------------------------------------------------------------------------------
 
-    def kept_counts(self, query: int | None = None) -> torch.Tensor:
+    def kept_counts(self, query: int | None = None) -> Tensor:
         """Tokens that are held as a query (default: the last one fed, S - 2) attends: int64 [L, Hkv]."""
         query = max(len(self) - 2, 0) if query is None else query
         return (self.evict_at[..., : query + 1] > query).sum(-1)
 
-    def peak_counts(self, prompt: int) -> torch.Tensor:
+    def peak_counts(self, prompt: int) -> Tensor:
         """The most entries that are held as a query of decoding attends: int64 [L, Hkv].
 
         prompt : tokens of the prompt; the queries behind it count
@@ -179,7 +180,7 @@ class EvictionTrace:
         fed = max(len(self) - 1, 1)
         return float((self.evict_at[..., :fed] >= fed).float().sum(-1).mean()) / fed
 
-    def density(self, bins: int = 20, layer: int | None = None) -> torch.Tensor:
+    def density(self, bins: int = 20, layer: int | None = None) -> Tensor:
         """Share of the tokens still held at the end, by relative position in the sequence: float32 [bins].
 
         layer : that layer alone; None: the mean over all
@@ -206,7 +207,7 @@ class EvictionTrace:
         return traces[0]
 
 
-def batch_traces(traces: Sequence[EvictionTrace], starts: Sequence[int], width: int) -> dict[str, torch.Tensor]:
+def batch_traces(traces: Sequence[EvictionTrace], starts: Sequence[int], width: int) -> dict[str, Tensor]:
     """B ragged traces as one padded batch: each of their sections by name. evict_at is int32 [L, B, Hkv, width].
 
     Row b puts its trace at columns starts[b] .. starts[b] + S_b - 1 of `width` columns: all starts 0 is right
@@ -274,7 +275,7 @@ def load_traces(path: str | Path, fingerprint: Mapping[str, str] | None = None) 
         raise TraceError(f"{path}: {error}") from None
 
 
-def _check(sections: Mapping[str, torch.Tensor], prompt: int | None = None) -> None:
+def _check(sections: Mapping[str, Tensor], prompt: int | None = None) -> None:
     """Raise TraceError at the first section that is not as declared, or that cannot be beside the others."""
     sizes: dict[str, int] = {}
     for name, values in sections.items():

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from sparse_rl.errors import UserError
 from sparse_rl.trace import checks
@@ -25,7 +27,15 @@ class TraceError(UserError):
     """A trace or trace file that breaks the contract: what is wrong, and where."""
 
 
-Check = Callable[[torch.Tensor, Sections, "int | None"], "str | None"]
+Check = Callable[[Tensor, Sections, "int | None"], "str | None"]
+Batch = Callable[[Sequence[Tensor], Sequence[int], int], Tensor]
+Pack = Callable[[Sequence[Tensor], Sequence[int], Sequence[int]], Tensor]
+
+
+def _no_packing(documents: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int]) -> Tensor:
+    if len(documents) == 1:
+        return documents[0]
+    raise TraceError("sequences whose entries were refitted or paged cannot be packed into one row; use packing: false")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +50,8 @@ class Section:
     check : (values, all sections, tokens of the prompt or None) -> what is wrong with the values, in words; None where
         nothing is. Sections are checked in the order of SECTIONS, and a check may rely on those before it
     batch : (values of each row, the column in which each row starts, columns) -> one tensor for all rows
-    pack : (values of each document, the position at which each starts, and ends) -> the values of their sequence
+    pack : (values of each document, the position at which each starts, and ends) -> the values of their sequence; by
+        default several documents are refused
     """
 
     name: str
@@ -48,8 +59,8 @@ class Section:
     axes: tuple[str, ...]
     joined: str
     check: Check
-    batch: Callable[[Sequence[torch.Tensor], Sequence[int], int], torch.Tensor]
-    pack: Callable[[Sequence[torch.Tensor], Sequence[int], Sequence[int]], torch.Tensor]
+    batch: Batch
+    pack: Pack = _no_packing
     needs: tuple[str, ...] = ()
 
     @property
@@ -61,18 +72,21 @@ class Section:
 # ---- evict_at: int32 [L, Hkv, S], the first query position that no longer attends to a token -----------------------
 
 
-def _moved(values: torch.Tensor, start: int) -> torch.Tensor:
+def _moved(values: Tensor, start: int) -> Tensor:
     """The values of a sequence whose first token stands at `start`."""
     return torch.where(values < NEVER, values + start, NEVER).to(values.dtype)
 
 
-def _batch_evict_at(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
-    """int32 [L, B, Hkv, width], layers first, so that one layer's slice is contiguous; pad keys 0: nobody sees them."""
+def _batch_evict_at(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
+    """int32 [L, B, Hkv, width]; pad keys 0: nobody sees them."""
     return _by_layer([_moved(values, start) for values, start in zip(rows, starts, strict=True)], starts, width, 0)
 
 
-def _by_layer(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int, empty: float) -> torch.Tensor:
-    """Values [L, Hkv, S, ...] of each row, at its columns: [L, B, Hkv, width, ...], `empty` elsewhere."""
+def _by_layer(rows: Sequence[Tensor], starts: Sequence[int], width: int, empty: float) -> Tensor:
+    """Values [L, Hkv, S, ...] of each row, at its columns: [L, B, Hkv, width, ...], `empty` elsewhere.
+
+    Layers come first, so that one layer's slice is contiguous.
+    """
     layers, kv_heads, _, *rest = rows[0].shape
     batch = torch.full((layers, len(rows), kv_heads, width, *rest), empty, dtype=rows[0].dtype)
     for row, (values, start) in enumerate(zip(rows, starts, strict=True)):
@@ -80,7 +94,7 @@ def _by_layer(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int, e
     return batch
 
 
-def _pack_evict_at(documents: Sequence[torch.Tensor], starts: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
+def _pack_evict_at(documents: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int]) -> Tensor:
     """A document's end caps its values, so that the next document does not see it."""
     places = zip(documents, starts, ends, strict=True)
     return torch.cat([_moved(values, start).clamp(max=end) for values, start, end in places], dim=-1).to(torch.int32)
@@ -99,7 +113,7 @@ EVICT_AT = Section(
 # ---- what the further sections share --------------------------------------------------------------------------------
 
 
-def _batch_times(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
+def _batch_times(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
     """int32 [B, most], right-padded with NEVER, of positions, which move with their row."""
     batch = torch.full((len(rows), max(len(values) for values in rows)), NEVER, dtype=torch.int32)
     for row, (values, start) in enumerate(zip(rows, starts, strict=True)):
@@ -107,92 +121,55 @@ def _batch_times(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int
     return batch
 
 
-def _the_same(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
+def _the_same(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
     """The one that all rows have."""
     if any(not torch.equal(values, rows[0]) for values in rows):
         raise TraceError("settings differ between the traces of a batch: they were sampled under different policies")
     return rows[0]
 
 
-def _no_packing(documents: Sequence[torch.Tensor], starts: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
-    if len(documents) == 1:
-        return documents[0]
-    raise TraceError("sequences whose entries were refitted or paged cannot be packed into one row; use packing: false")
-
-
-def _settings(name: str, dtype: torch.dtype, axis: str, check: Check, needs: tuple[str, ...] = ()) -> Section:
-    """Numbers that all traces of a batch have alike."""
-    return Section(
-        name=name, dtype=dtype, axes=(axis,), joined=axis, check=check, batch=_the_same, pack=_no_packing, needs=needs
-    )
-
-
-def _times(name: str, axis: str, check: Check, needs: tuple[str, ...]) -> Section:
-    """Positions, as many as a sequence has."""
-    return Section(
-        name=name,
-        dtype=torch.int32,
-        axes=(axis,),
-        joined=axis,
-        check=check,
-        batch=_batch_times,
-        pack=_no_packing,
-        needs=needs,
-    )
-
-
-# ---- refit_with: float64 [7], how entries were given new biases and values (sparse_rl/matching/record.py) -----------
-# ---- refit_at: int32 [C], the tokens seen at each compaction that did so --------------------------------------------
-
-REFIT_WITH = _settings("refit_with", torch.float64, "setting", checks.check_refit_with, needs=("refit_at",))
-REFIT_AT = _times("refit_at", "compaction", checks.check_refit_at, needs=("refit_with",))
-
-# ---- paged_with: int32 [8], how tokens are paged (sparse_rl/methods/pages/pages.py) ----------------------------------
-# ---- paged_layers: int32 [N], the layers whose tokens are paged, where there are others ------------------------------
-# ---- closed_at: int32 [P], the first query that reads a page as its summary, of pages 0 to P - 1 ---------------------
-# ---- opened: int16 [L, Hkv, S, K], the pages that a query read token by token, -1: none -----------------------------
-# ---- pi: float32 [L, Hkv, S], how much of its page's summary a token is, where that is not the same for all ----------
-
-
-def _batch_pi(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
-    """float32 [L, B, Hkv, width], layers first."""
-    return _by_layer(rows, starts, width, 0.0)
-
-
-def _batch_opened(rows: Sequence[torch.Tensor], starts: Sequence[int], width: int) -> torch.Tensor:
-    """int16 [L, B, Hkv, width, K], layers first; page numbers are those of their row."""
-    return _by_layer(rows, starts, width, -1)
+def _numbers(
+    name: str, dtype: torch.dtype, axis: str, check: Check, batch: Batch = _the_same, needs: tuple[str, ...] = ()
+) -> Section:
+    """A section of one axis: settings, which all traces of a batch have alike, or times, as many as a sequence has."""
+    return Section(name=name, dtype=dtype, axes=(axis,), joined=axis, check=check, batch=batch, needs=needs)
 
 
 PAGED = ("paged_with", "closed_at", "opened")
-PAGED_WITH = _settings("paged_with", torch.int32, "page_setting", checks.check_paged_with, needs=PAGED)
-PAGED_LAYERS = _settings("paged_layers", torch.int32, "paged_layer", checks.check_paged_layers, needs=PAGED)
-CLOSED_AT = _times("closed_at", "closed_page", checks.check_closed_at, needs=PAGED)
-OPENED = Section(
-    name="opened",
-    dtype=torch.int16,
-    axes=("layer", "kv_head", "token", "open_page"),
-    joined="token",
-    check=checks.check_opened,
-    batch=_batch_opened,
-    pack=_no_packing,
-    needs=PAGED,
+ALL = (
+    EVICT_AT,
+    # how entries were given new biases and values (sparse_rl/matching/record.py)
+    _numbers("refit_with", torch.float64, "setting", checks.check_refit_with, needs=("refit_at",)),
+    # the tokens seen at each compaction that did so
+    _numbers("refit_at", torch.int32, "compaction", checks.check_refit_at, _batch_times, ("refit_with",)),
+    # how tokens are paged (sparse_rl/methods/pages/pages.py)
+    _numbers("paged_with", torch.int32, "page_setting", checks.check_paged_with, needs=PAGED),
+    # the layers whose tokens are paged, where there are others
+    _numbers("paged_layers", torch.int32, "paged_layer", checks.check_paged_layers, needs=PAGED),
+    # the first query that reads a page as its summary, of pages 0 to P - 1
+    _numbers("closed_at", torch.int32, "closed_page", checks.check_closed_at, _batch_times, PAGED),
+    # the pages that a query read token by token, numbered in their row; -1: none
+    Section(
+        name="opened",
+        dtype=torch.int16,
+        axes=("layer", "kv_head", "token", "open_page"),
+        joined="token",
+        check=checks.check_opened,
+        batch=partial(_by_layer, empty=-1),
+        needs=PAGED,
+    ),
+    # how much of its page's summary a token is, where that is not the same for all
+    Section(
+        name="pi",
+        dtype=torch.float32,
+        axes=("layer", "kv_head", "token"),
+        joined="token",
+        check=checks.check_pi,
+        batch=partial(_by_layer, empty=0.0),
+        needs=PAGED,
+    ),
+    # where a context ended whose entries were fitted to queries that are not recorded
+    _numbers("compacted_at", torch.int32, "context_end", checks.check_compacted_at),
 )
-PI = Section(
-    name="pi",
-    dtype=torch.float32,
-    axes=("layer", "kv_head", "token"),
-    joined="token",
-    check=checks.check_pi,
-    batch=_batch_pi,
-    pack=_no_packing,
-    needs=PAGED,
-)
-
-# ---- compacted_at: int32 [1], where a context ended whose entries were fitted to queries that are not recorded -----
-
-COMPACTED_AT = _settings("compacted_at", torch.int32, "context_end", checks.check_compacted_at)
-
-ALL = (EVICT_AT, REFIT_WITH, REFIT_AT, PAGED_WITH, PAGED_LAYERS, CLOSED_AT, OPENED, PI, COMPACTED_AT)
 SECTIONS: dict[str, Section] = {section.name: section for section in ALL}
 """The sections that a trace may have, by name; evict_at is the first, and the only one that every trace has."""

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from sparse_rl.attention.kernels import gather
 from sparse_rl.attention.kernels.dense import dense_attention
-from sparse_rl.attention.kernels.gather import Chunk, gathered_attention, held_bytes, make_chunks, visited_share
+from sparse_rl.attention.kernels.gather import QueryChunk, gathered_attention, held_bytes, make_chunks, visited_share
 from sparse_rl.attention.kernels.masked import visible_mask
 from sparse_rl.attention.kernels.tiles import visible_share
 from sparse_rl.kernels import running_topk
@@ -68,15 +68,15 @@ def test_dtypes(dtype: torch.dtype, trace_of: Callable) -> None:
     torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-6 if dtype == torch.float32 else 0.05)
 
 
-def a_key_less(chunk: Chunk) -> None:
+def a_key_less(chunk: QueryChunk) -> None:
     chunk.until[:, 0] = 0
 
 
-def a_step_later(chunk: Chunk) -> None:
+def a_step_later(chunk: QueryChunk) -> None:
     chunk.until += 1
 
 
-def other_keys(chunk: Chunk) -> None:
+def other_keys(chunk: QueryChunk) -> None:
     chunk.columns = chunk.columns.roll(1, -1)
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from sparse_rl.data.config import DataConfig, SyntheticConfig
 from sparse_rl.data.problems import load_data
-from sparse_rl.data.running_sum import build_tokenizer, rows, split_of
+from sparse_rl.data.running_sum import build_tokenizer, rows
+from sparse_rl.data.synthetic import split_of
 from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.errors import UserError
 

@@ -11,7 +11,7 @@ from sparse_rl.data import retrieval
 from sparse_rl.data.config import DataConfig, SyntheticConfig
 from sparse_rl.data.problems import load_data
 from sparse_rl.data.retrieval import Retrieval, build_config, build_tokenizer, problems, rows
-from sparse_rl.data.running_sum import split_of
+from sparse_rl.data.synthetic import split_of
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import load_recipe
 

@@ -6,15 +6,8 @@ import pytest
 import torch
 
 from sparse_rl.data import running_sum
-from sparse_rl.data.running_sum import (
-    RunningSum,
-    build_model,
-    build_tokenizer,
-    generate_problems,
-    grade,
-    rows,
-    split_of,
-)
+from sparse_rl.data.running_sum import RunningSum, build_model, build_tokenizer, generate_problems, grade, rows
+from sparse_rl.data.synthetic import SPLITS, split_of
 
 # worked by hand (issue notes)
 EXAMPLES = [
@@ -88,7 +81,7 @@ def test_notes_come_as_often_as_asked():
 
 
 def test_splits_never_meet_whatever_the_seed():
-    drawn = {split: set() for split in running_sum.SPLITS}
+    drawn = {split: set() for split in SPLITS}
     for split, seen in drawn.items():
         for seed in range(3):
             problems = generate_problems(2000, seed, split=split)

@@ -77,7 +77,10 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     assert in_one_line(lambda: load_context(tmp_path / "absent")) == f"{tmp_path / 'absent'} does not exist"
     for changed, says in (
-        ({"format": "sparse_rl.trace"}, "is not a compacted context (format 'sparse_rl.trace')"),
+        (
+            {"format": "sparse_rl.trace"},
+            "is not a compacted context (format 'sparse_rl.trace', expected 'sparse_rl.context')",
+        ),
         ({"format_version": "2"}, "has format version '2', this reads 1"),
         ({"fitted": "false"}, "is damaged"),
         ({"sha256": "0"}, "is damaged"),
@@ -87,7 +90,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         assert isinstance(line, str) and says in line
     save_file({"a": torch.zeros(1)}, tmp_path / "bare")
     line = in_one_line(lambda: load_context(tmp_path / "bare"))
-    assert isinstance(line, str) and "is not a compacted context (format None)" in line
+    assert isinstance(line, str) and "is not a compacted context (format None, expected" in line
 
 
 def test_a_place_where_nothing_can_be_written(tmp_path: Path) -> None:

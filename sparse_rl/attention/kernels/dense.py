@@ -6,16 +6,12 @@ Every fast kernel is compared with this file.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def dense_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor,
-    scaling: float,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float, bias: Tensor | None = None
+) -> Tensor:
     """softmax(q K^T scaling + bias) V over the visible keys, one query head at a time, in float64.
 
     query [B, Hq, S, D]; key, value [B, Hkv, N, D]; visible bool [B, Hkv, S (query), N (key)]; bias [B, Hkv, N]. Returns

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 
 from sparse_rl.attention.kernels.sdpa import computing_dtype
@@ -34,16 +35,16 @@ def padded(length: int) -> int:
 
 
 def flex_attend(
-    evict_at: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    evict_at: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     scaling: float,
     *,
     in_segments: bool,
     compiled: bool = True,
     want_lse: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention under evict_at by FlexAttention, which visits only the tiles that hold something.
 
     Parameters
@@ -74,7 +75,7 @@ def flex_attend(
         back = tiles.order.argsort(dim=-1)[:, :length]
         key, value = (_Reordered.apply(x, tiles.order.clamp(max=length - 1), back)[:, None] for x in (key, value))
     lists = tiles.partial_count, tiles.partial, tiles.full_count, tiles.full
-    inputs = query, key, value, tiles.position, tiles.evict_at, *lists, scaling, want_lse
+    inputs = query, key, value, tiles.position, tiles.evict_at, scaling, want_lse, *lists
     if compiled:
         with torch._dynamo.config.patch(LIMITS):
             out, lse = _compiled()(*inputs)
@@ -84,44 +85,40 @@ def flex_attend(
     return out, None if lse is None else lse[:, :, :length].reshape(batch, q_heads, length)
 
 
-def _padded(x: torch.Tensor, behind: tuple[int, ...]) -> torch.Tensor:
+def _padded(x: Tensor, behind: tuple[int, ...]) -> Tensor:
     """Contiguous in any case: other strides would be another graph."""
     return torch.nn.functional.pad(x, behind).contiguous()
 
 
-def block_mask(
-    position: torch.Tensor,
-    evict_at: torch.Tensor,
-    partial_count: torch.Tensor,
-    partial: torch.Tensor,
-    full_count: torch.Tensor,
-    full: torch.Tensor,
-) -> BlockMask:
-    """FlexAttention's own form of `Tiles`."""
+def block_mask(position: Tensor, evict_at: Tensor, *lists: Tensor) -> BlockMask:
+    """FlexAttention's own form of `Tiles`. lists : as `tile_mask` takes them"""
 
-    def visible(row: torch.Tensor, _: torch.Tensor, q: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    def visible(row: Tensor, _: Tensor, q: Tensor, slot: Tensor) -> Tensor:
         return (position[row, slot] <= q) & (q < evict_at[row, slot])
 
-    size = position.shape[-1]
-    return BlockMask.from_kv_blocks(
-        partial_count, partial, full_count, full, BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=(size, size)
-    )
+    return tile_mask(visible, position.shape[-1], lists)
+
+
+def tile_mask(visible: Any, size: int, lists: tuple[Any, ...]) -> BlockMask:
+    """FlexAttention's own form of lists of tiles, of which some are under a mask.
+
+    lists : partial_count, partial, full_count, full, as in `Tiles`
+    """
+    options: Any = {"BLOCK_SIZE": TILE, "mask_mod": visible, "seq_lengths": (size, size)}
+    return BlockMask.from_kv_blocks(*lists, **options)
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    position: torch.Tensor,
-    evict_at: torch.Tensor,
-    partial_count: torch.Tensor,
-    partial: torch.Tensor,
-    full_count: torch.Tensor,
-    full: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
+    evict_at: Tensor,
     scaling: float,
     want_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    mask = block_mask(position, evict_at, partial_count, partial, full_count, full)
+    *lists: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    mask = block_mask(position, evict_at, *lists)
     options: Any = {"block_mask": mask, "scale": scaling, "enable_gqa": True, "kernel_options": dict(KERNEL_OPTIONS)}
     if not want_lse:
         return flex_attention(query, key, value, **options), None
@@ -139,14 +136,14 @@ class _Reordered(torch.autograd.Function):
     """x [B, Hkv, S, D] in another order, [B * Hkv, N, D]; back, by the inverse order, without a scattered sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
         ctx.shape = x.shape
         row = torch.arange(len(order), device=x.device)[:, None]
         return x[row // x.shape[1], row % x.shape[1], order]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (back,) = ctx.saved_tensors
         row = torch.arange(len(back), device=back.device)[:, None]
         return grads[0][row, back].view(ctx.shape), None, None

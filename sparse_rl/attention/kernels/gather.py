@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
@@ -24,7 +25,7 @@ HELD = 2**26  # bytes of one layer that may stay until the backward pass; what i
 
 
 @dataclass
-class Chunk:
+class QueryChunk:
     """Queries first .. last - 1 of R rows, and the K keys that they are given, their own the last of them.
 
     columns : int64 [R, K], of each key; until : int32 [R, K], evict_at of it
@@ -32,10 +33,10 @@ class Chunk:
 
     first: int
     last: int
-    columns: torch.Tensor
-    until: torch.Tensor
+    columns: Tensor
+    until: Tensor
 
-    def visible(self) -> torch.Tensor:
+    def visible(self) -> Tensor:
         """Bool [R, 1, queries, K]. A query always sees itself, as in `visible_mask`."""
         now = torch.arange(self.first, self.last, device=self.until.device)
         seen = now[:, None] < self.until[:, None]
@@ -44,7 +45,7 @@ class Chunk:
         return seen[:, None]
 
 
-def make_chunks(evict_at: torch.Tensor) -> list[Chunk]:
+def make_chunks(evict_at: Tensor) -> list[QueryChunk]:
     """The chunks of int32 evict_at [R, S]. Where it is on a GPU, that is waited for twice."""
     rows, width = evict_at.shape
     position = torch.arange(width, device=evict_at.device)
@@ -59,11 +60,11 @@ def make_chunks(evict_at: torch.Tensor) -> list[Chunk]:
         alive = (until > first).to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :count]
         columns = torch.cat([columns.gather(1, alive), position[first:last].expand(rows, -1)], dim=1)
         until = torch.cat([until.gather(1, alive), evict_at[:, first:last]], dim=1)
-        chunks.append(Chunk(first, last, columns, until))
+        chunks.append(QueryChunk(first, last, columns, until))
     return chunks
 
 
-def _chunk_size(evict_at: torch.Tensor) -> int:
+def _chunk_size(evict_at: Tensor) -> int:
     """About a quarter of what the queries of the fullest row see on average, as a power of two."""
     width = evict_at.shape[-1]
     position = torch.arange(width, device=evict_at.device)
@@ -71,19 +72,17 @@ def _chunk_size(evict_at: torch.Tensor) -> int:
     return min(max(1 << (seen // 4).bit_length() >> 1, SMALLEST), LARGEST)
 
 
-def visited_share(chunks: list[Chunk]) -> float:
+def visited_share(chunks: list[QueryChunk]) -> float:
     """The share of all S x S query-key pairs that is computed."""
     return sum((chunk.last - chunk.first) * chunk.columns.shape[1] for chunk in chunks) / chunks[-1].last ** 2
 
 
-def held_bytes(chunks: list[Chunk], dim: int, itemsize: int) -> int:
+def held_bytes(chunks: list[QueryChunk], dim: int, itemsize: int) -> int:
     """What SDPA keeps for the backward pass besides q, k and v: keys, values, and the masks in their dtype."""
     return itemsize * sum(chunk.columns.numel() * (2 * dim + chunk.last - chunk.first) for chunk in chunks)
 
 
-def gathered_attention(
-    evict_at: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-) -> torch.Tensor:
+def gathered_attention(evict_at: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """Attention under evict_at by SDPA, for chunks of queries over the keys that any of them sees: [B, Hq, S, D].
 
     evict_at : int32 [B, Hkv, S]; query : [B, Hq, S, D]; key, value : [B, Hkv, S, D]
@@ -96,9 +95,7 @@ def gathered_attention(
     return attend(query, key, value, scaling)
 
 
-def _attend(
-    chunks: list[Chunk], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-) -> torch.Tensor:
+def _attend(chunks: list[QueryChunk], query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     shape, dtype, wanted = query.shape, value.dtype, computing_dtype(query, value)
     query = query.to(wanted).unflatten(1, (key.shape[1], -1)).flatten(0, 1)  # [R, G, S, D]
     key, value = (x.to(wanted).flatten(0, 2) for x in (key, value))  # [R * S, D]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparse_rl.attention.kernels.dense import dense_attention
@@ -16,15 +17,12 @@ from sparse_rl.attention.kernels.flex import flex_attend
 from sparse_rl.attention.kernels.gather import gathered_attention
 from sparse_rl.attention.kernels.sdpa import sdpa
 
+Evictions = Callable[[], Tensor]
+
 
 def masked_attention(
-    evict_at: Callable[[], torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
-    kernel: str = "sdpa",
-) -> torch.Tensor:
+    evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor, scaling: float, kernel: str = "sdpa"
+) -> Tensor:
     """Attention under evict_at by the kernel that is asked for: [B, Hq, S, D].
 
     evict_at : fetches it, int32 [B, Hkv, S], in the forward and again in the backward pass (flex, gather: in the
@@ -38,20 +36,14 @@ def masked_attention(
         return flex_attend(evict_at(), query, key, value, scaling, in_segments=sort, compiled=compiled)[0]
     if kernel == "gather":
         return gathered_attention(evict_at(), query, key, value, scaling)
-    attend = partial(_WITH_MASK[kernel], evict_at)
+    attend = partial(_by_reference if kernel == "dense" else _by_sdpa, evict_at)
     if not torch.is_grad_enabled():
         return attend(query, key, value, scaling)
     # Saving the mask for backward would keep every layer's alive: save q, k, v and make it again.
     return checkpoint(attend, query, key, value, scaling, use_reentrant=False, preserve_rng_state=False)
 
 
-def _by_sdpa(
-    evict_at: Callable[[], torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
-) -> torch.Tensor:
+def _by_sdpa(evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     batch, q_heads, width, dim = query.shape
     kv_heads = key.shape[1]
     group = q_heads // kv_heads
@@ -64,20 +56,11 @@ def _by_sdpa(
     return out.reshape(batch, q_heads, width, dim)
 
 
-def _by_reference(
-    evict_at: Callable[[], torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
-) -> torch.Tensor:
+def _by_reference(evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     return dense_attention(query, key, value, visible_mask(evict_at()), scaling)
 
 
-_WITH_MASK = {"sdpa": _by_sdpa, "dense": _by_reference}
-
-
-def visible_mask(evict_at: torch.Tensor) -> torch.Tensor:
+def visible_mask(evict_at: Tensor) -> Tensor:
     """t <= q < evict_at[t] as bool [B, Hkv, S (query), S (token)], made in place from int32 [B, Hkv, S].
 
     A position always sees itself (true of every real token; a pad query would otherwise have an empty softmax).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 _exact = True
 
@@ -18,13 +19,8 @@ def compute_exactly(exact: bool) -> None:
 
 
 def sdpa(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
     """Attention of [B, Hq, T, D] over [B, Hkv, N, D].
 
     mask : bool, False where a query does not see; or floats, which are added to the logits
@@ -40,7 +36,7 @@ def sdpa(
     return out.to(dtype)
 
 
-def computing_dtype(query: torch.Tensor, value: torch.Tensor) -> torch.dtype:
+def computing_dtype(query: Tensor, value: Tensor) -> torch.dtype:
     """The dtype that attention is computed in.
 
     Autocast's dtype, where it is on: RoPE has left queries and keys in float32. For float32 on a CPU float64: the

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 TILE = 128
 FAR = 2**31 - 1  # behind every position
@@ -32,13 +33,13 @@ class Tiles:
     partial, full : int32 [R, 1, n, n], these tiles, the first `count` of each
     """
 
-    position: torch.Tensor
-    evict_at: torch.Tensor
-    order: torch.Tensor | None
-    partial_count: torch.Tensor
-    partial: torch.Tensor
-    full_count: torch.Tensor
-    full: torch.Tensor
+    position: Tensor
+    evict_at: Tensor
+    order: Tensor | None
+    partial_count: Tensor
+    partial: Tensor
+    full_count: Tensor
+    full: Tensor
 
     @property
     def visited(self) -> float:
@@ -59,7 +60,7 @@ def segment_of(length: int) -> int:
     return 512 if length <= 8192 else 1024 if length <= 32768 else 2048
 
 
-def make_tiles(evict_at: torch.Tensor, width: int, segment: int | None = None) -> Tiles:
+def make_tiles(evict_at: Tensor, width: int, segment: int | None = None) -> Tiles:
     """The tiles of int32 evict_at [R, S], padded to `width`, a multiple of 128.
 
     segment : sort the keys of so many tokens by evict_at, the longest-lived first; None: natural order
@@ -81,7 +82,7 @@ def make_tiles(evict_at: torch.Tensor, width: int, segment: int | None = None) -
     return Tiles(position, evict_at, order, *listed(visited & ~full), *listed(full))
 
 
-def tile_tests(position: torch.Tensor, evict_at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def tile_tests(position: Tensor, evict_at: Tensor) -> tuple[Tensor, Tensor]:
     """(not empty, full) of each tile of queries and of keys: bool [R, n, n], of int32 [R, N], N a multiple of 128."""
     rows, count = len(position), position.shape[-1] // TILE
     first = torch.arange(count, dtype=torch.int32, device=evict_at.device)[:, None] * TILE  # query of each tile
@@ -94,13 +95,13 @@ def tile_tests(position: torch.Tensor, evict_at: torch.Tensor) -> tuple[torch.Te
     return visited, full
 
 
-def listed(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def listed(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Bool [R, n, n] as (how many in each row, which first): int32 [R, 1, n] and [R, 1, n, n]."""
     which = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return mask.sum(-1, dtype=torch.int32)[:, None], which[:, None].int()
 
 
-def visible_share(evict_at: torch.Tensor) -> float:
+def visible_share(evict_at: Tensor) -> float:
     """The share of all query-key pairs that int32 evict_at [R, S] leaves visible: the ideal share of tiles."""
     length = evict_at.shape[-1]
     position = torch.arange(length, device=evict_at.device)

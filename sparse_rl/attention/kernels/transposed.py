@@ -13,25 +13,26 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from sparse_rl.attention.kernels.flex import KERNEL_OPTIONS, LIMITS, padded
-from sparse_rl.attention.kernels.tiles import TILE, listed, tile_tests
+from sparse_rl.attention.kernels.flex import KERNEL_OPTIONS, LIMITS, padded, tile_mask
+from sparse_rl.attention.kernels.tiles import listed, tile_tests
 
 VALUE_DIM = 16  # of the values, which nobody reads: the smallest that FlexAttention's kernels take
 
 
 def mass_by_flex(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    log_sum_exp: Tensor,
+    first: Tensor,
+    last: Tensor,
     scaling: float,
     largest: float,
     *,
     compiled: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """The attention that each key t gets: log of the sum over first[t] <= d < last[t] of exp(min(q_d . k_t scaling -
     lse_d, largest)).
 
@@ -61,7 +62,7 @@ def mass_by_flex(
         return _compiled()(*inputs)[..., :length]
 
 
-def transposed_tiles(first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def transposed_tiles(first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
     """The tiles of queries that count for each tile of keys, n = N / 128; see `mass_by_flex`.
 
     first, last : int32 [B, N]
@@ -74,34 +75,25 @@ def transposed_tiles(first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Ten
     return *listed(some & ~full), *listed(full)
 
 
-def transposed_options(
-    log_sum_exp: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
-    partial_count: torch.Tensor,
-    partial: torch.Tensor,
-    full_count: torch.Tensor,
-    full: torch.Tensor,
-    scaling: float,
-    largest: float,
-) -> dict[str, Any]:
-    """FlexAttention's own words for all that, beside keys and queries."""
+def transposed_options(log_sum_exp: Tensor, first: Tensor, last: Tensor, *rest: Any) -> dict[str, Any]:
+    """FlexAttention's own words for all that, beside keys and queries.
 
-    def counts(row: torch.Tensor, _: torch.Tensor, t: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    rest : the lists of `transposed_tiles`, scaling and largest
+    """
+    *lists, scaling, largest = rest
+
+    def counts(row: Tensor, _: Tensor, t: Tensor, d: Tensor) -> Tensor:
         return (first[row, t] <= d) & (d < last[row, t])
 
-    def log_probability(score: torch.Tensor, row: Any, head: Any, _: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    def log_probability(score: Tensor, row: Any, head: Any, _: Tensor, d: Tensor) -> Tensor:
         return (score - log_sum_exp[row, head, d]).clamp(max=largest)
 
-    size = first.shape[-1]
-    mask = BlockMask.from_kv_blocks(
-        partial_count, partial, full_count, full, BLOCK_SIZE=TILE, mask_mod=counts, seq_lengths=(size, size)
-    )
+    mask = tile_mask(counts, first.shape[-1], tuple(lists))
     options: dict[str, Any] = {"block_mask": mask, "score_mod": log_probability, "scale": scaling}
     return options | {"kernel_options": dict(KERNEL_OPTIONS)}
 
 
-def _log_mass(keys: torch.Tensor, queries: torch.Tensor, values: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _log_mass(keys: Tensor, queries: Tensor, values: Tensor, *rest: Any) -> Tensor:
     _, aux = flex_attention(keys, queries, values, **transposed_options(*rest), return_aux=AuxRequest(lse=True))
     assert aux.lse is not None
     return aux.lse

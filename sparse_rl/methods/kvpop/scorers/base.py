@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparse_rl.methods.kvpop.scorers.config import GAMMA, DecayingConfig, ScorerConfig
 
@@ -51,7 +51,7 @@ class Scorer(nn.Module):
             share = 0.5 if config.gamma is None else (math.log(config.gamma) - low) / (high - low)
             self.alpha = nn.Parameter(torch.full((heads,), math.log(share / (1 - share))))
 
-    def forward(self, key: torch.Tensor, value: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, key: Tensor, value: Tensor, window: int) -> tuple[Tensor, Tensor]:
         """The scores of all tokens of texts, and log gamma: float32 [B, Hkv, S] and [Hkv].
 
         key, value : [B, Hkv, S, D], keys after RoPE, as the cache holds them; no gradient flows into them
@@ -62,7 +62,7 @@ class Scorer(nn.Module):
             scores = self.score(torch.cat([key.detach(), value.detach()], dim=-1).float(), window)
             return scores, self.log_decay().to(scores.device)
 
-    def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
+    def score(self, x: Tensor, window: int) -> Tensor:
         """The scores of all tokens of texts: float32 [B, Hkv, S].
 
         x : float32 [B, Hkv, S, 2 D], [k; v] of each token
@@ -72,19 +72,14 @@ class Scorer(nn.Module):
 
     # ---- decoding -------------------------------------------------------------------------------------------------
 
-    def memory(self) -> dict[str, torch.Tensor]:
+    def memory(self) -> dict[str, Tensor]:
         """What a layer remembers of one sequence, as that begins: name -> [Hkv, ...], on the CPU."""
         return {}
 
     @torch.no_grad()
     def follow(
-        self,
-        memory: dict[str, torch.Tensor],
-        x: torch.Tensor,
-        asked: torch.Tensor,
-        positions: torch.Tensor,
-        lengths: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, memory: dict[str, Tensor], x: Tensor, asked: Tensor, positions: Tensor, lengths: Tensor | None = None
+    ) -> Tensor:
         """Take in T tokens, and score one token as each of them arrives: float32 [R, Hkv, T].
 
         memory : name -> [R, Hkv, ...], updated in place
@@ -97,13 +92,8 @@ class Scorer(nn.Module):
             return self.read(memory, x.float(), asked.float(), positions, lengths)
 
     def read(
-        self,
-        memory: dict[str, torch.Tensor],
-        x: torch.Tensor,
-        asked: torch.Tensor,
-        positions: torch.Tensor,
-        lengths: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, memory: dict[str, Tensor], x: Tensor, asked: Tensor, positions: Tensor, lengths: Tensor | None
+    ) -> Tensor:
         """What `follow` gives, float32 [R, Hkv, T], of the same arguments, `x` and `asked` in float32.
 
         memory : name -> [R, Hkv, ...], updated in place; x, asked : [R, Hkv, T, 2 D]; positions : int64 [R, T]
@@ -111,7 +101,7 @@ class Scorer(nn.Module):
         """
         return self.score(asked, 0)
 
-    def log_decay(self) -> torch.Tensor:
+    def log_decay(self) -> Tensor:
         """log gamma of each kv head, float32 [Hkv] <= 0: what each step of age adds to a score."""
         low, high = (math.log(bound) for bound in GAMMA)
         return low + self.alpha.float().sigmoid() * (high - low)
@@ -124,24 +114,19 @@ class Scorer(nn.Module):
 class Recency(Scorer):
     """No parameters: the most recent tokens rank best, which is StreamingLLM. Trained so, it is StreamingLLM+."""
 
-    def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
+    def score(self, x: Tensor, window: int) -> Tensor:
         return torch.arange(x.shape[2], device=x.device, dtype=torch.float32).expand(x.shape[:3])
 
     def read(
-        self,
-        memory: dict[str, torch.Tensor],
-        x: torch.Tensor,
-        asked: torch.Tensor,
-        positions: torch.Tensor,
-        lengths: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, memory: dict[str, Tensor], x: Tensor, asked: Tensor, positions: Tensor, lengths: Tensor | None
+    ) -> Tensor:
         return positions[:, None].float().expand(asked.shape[:3])
 
-    def log_decay(self) -> torch.Tensor:
+    def log_decay(self) -> Tensor:
         return torch.zeros(self.heads)
 
 
-def digests(weights: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+def digests(weights: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """Name -> a digest of each kv head of these parameters [Hkv, ...], as float32: equal only where all bits are."""
     return {
         name: [
@@ -157,7 +142,7 @@ def per_head(*shape: int, scale: float = 0.0) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape) * scale if scale else torch.zeros(*shape))
 
 
-def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def project(x: Tensor, weight: Tensor) -> Tensor:
     """x [B, Hkv, S, I] times the weights of its kv head, [Hkv, I, O], as float32: [B, Hkv, S, O]."""
     rows, heads, count, _ = x.shape
     by_head = x.transpose(0, 1).reshape(heads, rows * count, -1)  # a product that broadcasts copies the weights B times

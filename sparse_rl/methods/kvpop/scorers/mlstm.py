@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from sparse_rl.errors import UserError
 from sparse_rl.methods.kvpop.scorers.base import Scorer, per_head, project
@@ -56,17 +56,12 @@ class MLSTM(Scorer):
         self.skip = per_head(heads, 2 * dim, self.width) if config.skip else None
         self.out = per_head(heads, self.width, 1)
 
-    def memory(self) -> dict[str, torch.Tensor]:
+    def memory(self) -> dict[str, Tensor]:
         return vars(State.empty((self.heads,), self.dim, self.width))
 
     def read(
-        self,
-        memory: dict[str, torch.Tensor],
-        x: torch.Tensor,
-        asked: torch.Tensor,
-        positions: torch.Tensor,
-        lengths: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, memory: dict[str, Tensor], x: Tensor, asked: Tensor, positions: Tensor, lengths: Tensor | None
+    ) -> Tensor:
         state, parts, query = State(**memory), self.parts(x), self.asks(asked)
         if x.shape[2] == 1 and lengths is None:
             state.write(*(part[:, :, 0] for part in vars(parts).values()))
@@ -81,7 +76,7 @@ class MLSTM(Scorer):
             memory[name].copy_(value)
         return self.rate(read, asked)
 
-    def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
+    def score(self, x: Tensor, window: int) -> Tensor:
         delay = window if self.delayed else 0
         length = x.shape[2]
         if delay >= length:
@@ -91,23 +86,20 @@ class MLSTM(Scorer):
         read, _ = chunkwise(nothing, query, self.parts(x), self.chunk)
         return F.pad(self.rate(read[:, :, delay:], x[:, :, : length - delay]), (0, delay))
 
-    def parts(self, x: torch.Tensor) -> Parts:
+    def parts(self, x: Tensor) -> Parts:
         """What each token [B, Hkv, S, 2 D] writes."""
         log_input, forget = project(x, self.gates).unbind(-1)
         forget = forget + self.forget_bias.float()[:, None]
         value = x[..., self.dim :] if self.value is None else project(x, self.value)
         return Parts(
-            self._features(project(x, self.key)),
-            value,
-            self._capped(log_input),
-            F.logsigmoid(self._capped(forget)),
+            self._features(project(x, self.key)), value, self._capped(log_input), F.logsigmoid(self._capped(forget))
         )
 
-    def asks(self, x: torch.Tensor) -> torch.Tensor:
+    def asks(self, x: Tensor) -> Tensor:
         """The query of each token [B, Hkv, S, 2 D]: [B, Hkv, S, F] > 0."""
         return self._features(project(x, self.query))
 
-    def rate(self, read: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def rate(self, read: Tensor, x: Tensor) -> Tensor:
         """The scores [B, Hkv, S] of tokens [B, Hkv, S, 2 D] whose readouts are [B, Hkv, S, V]."""
         if self.skip is not None:
             read = read + project(x, self.skip)
@@ -115,10 +107,10 @@ class MLSTM(Scorer):
             read = F.rms_norm(read, read.shape[-1:]) * self.scale.float()
         return project(F.silu(read), self.out)[..., 0]
 
-    def _capped(self, gate: torch.Tensor) -> torch.Tensor:
+    def _capped(self, gate: Tensor) -> Tensor:
         return gate if self.softcap is None else self.softcap * (gate / self.softcap).tanh()
 
-    def _features(self, y: torch.Tensor) -> torch.Tensor:
+    def _features(self, y: Tensor) -> Tensor:
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], dim=-1) if self.hedgehog else y.softmax(-1)
 
 
@@ -126,10 +118,10 @@ class MLSTM(Scorer):
 class Parts:
     """What tokens write into the memory: key [B, H, S, F] > 0; value [B, H, S, V]; log_input, log_forget [B, H, S]."""
 
-    key: torch.Tensor
-    value: torch.Tensor
-    log_input: torch.Tensor
-    log_forget: torch.Tensor
+    key: Tensor
+    value: Tensor
+    log_input: Tensor
+    log_forget: Tensor
 
 
 @dataclass
@@ -139,8 +131,8 @@ class State:
     top is float64: what tokens weigh adds up over all of a sequence.
     """
 
-    memory: torch.Tensor
-    top: torch.Tensor
+    memory: Tensor
+    top: Tensor
 
     @classmethod
     def empty(cls, shape: Sequence[int], features: int, width: int, device: torch.device | str = "cpu") -> State:
@@ -148,7 +140,7 @@ class State:
         top = torch.full(tuple(shape), EMPTY, dtype=torch.float64, device=device)
         return cls(torch.zeros(*shape, features, width + 1, device=device), top)
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, log_input: torch.Tensor, log_forget: torch.Tensor) -> None:
+    def write(self, key: Tensor, value: Tensor, log_input: Tensor, log_forget: Tensor) -> None:
         """One token each: key [B, H, F], value [B, H, V], gates [B, H]."""
         kept = self.top + log_forget
         top = torch.maximum(kept, log_input)
@@ -157,13 +149,13 @@ class State:
         self.memory = self.memory * (kept - top).exp().float()[..., None, None] + new
         self.top = top
 
-    def read(self, query: torch.Tensor) -> torch.Tensor:
+    def read(self, query: Tensor) -> Tensor:
         """What queries [B, H, F] read: q^T C / q^T z, [B, H, V]."""
         total = (query[..., None, :] @ self.memory)[..., 0, :]
         return total[..., :-1] / total[..., -1:].clamp(min=TINY)
 
 
-def chunkwise(state: State, query: torch.Tensor, parts: Parts, chunk: int) -> tuple[torch.Tensor, State]:
+def chunkwise(state: State, query: Tensor, parts: Parts, chunk: int) -> tuple[Tensor, State]:
     """q_t^T C_t / q_t^T z_t for all t, float32 [B, H, S, V], of query [B, H, S, F]; and the state after the last token.
 
     Tokens of a chunk meet one by one, earlier chunks through the state before the chunk: O(S chunk + S^2 / chunk^2).

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from sparse_rl.methods.kvpop.scorers.base import Scorer, per_head, project
 from sparse_rl.methods.kvpop.scorers.config import LinearConfig, MLPConfig
@@ -16,7 +16,7 @@ class Linear(Scorer):
         super().__init__(config, heads=heads, dim=dim)
         self.out = per_head(heads, 2 * dim, 1)
 
-    def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
+    def score(self, x: Tensor, window: int) -> Tensor:
         return project(x, self.out)[..., 0]
 
 
@@ -30,5 +30,5 @@ class MLP(Scorer):
         self.bias = per_head(heads, 1, width)
         self.out = per_head(heads, width, 1)
 
-    def score(self, x: torch.Tensor, window: int) -> torch.Tensor:
+    def score(self, x: Tensor, window: int) -> Tensor:
         return project(F.silu(project(x, self.inner) + self.bias.float()), self.out)[..., 0]
