@@ -35,7 +35,7 @@ from rollout import SamplingConfig, make_engine
 from rollout.context import Context, ContextCache
 from rollout.context.cache import LayerEntries
 from sparse_rl.attention.interface import NO_MASK
-from sparse_rl.policies.cache import at_slots
+from sparse_rl.methods.eviction.cache import at_slots
 
 KEPT = (12, 24, 48)
 STEPS = (0, 10, 30, 100, 300)

@@ -31,11 +31,11 @@ from benchmarks.cpu_seconds import seconds, show
 from benchmarks.results import write
 from rollout import paged
 from sparse_rl.attention.kernels.sdpa import sdpa
+from sparse_rl.methods.eviction.cache import EvictingCache
 from sparse_rl.methods.pages.cache import PagedCache
 from sparse_rl.methods.pages.clustered import Clustered
 from sparse_rl.methods.pages.view import PagedView
 from sparse_rl.policies import make_policy
-from sparse_rl.policies.cache import EvictingCache
 from sparse_rl.trace import NEVER
 
 HEADS, GROUP, DIM, PROMPT = 2, 2, 64, 256

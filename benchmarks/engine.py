@@ -27,7 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks.results import write
 from rollout import SamplingConfig
 from rollout.hf import HFEngine
-from sparse_rl.policies.cache import EvictingCache
+from sparse_rl.methods.eviction.cache import EvictingCache
 from sparse_rl.policies.registry import make_policy
 
 BATCH, PROMPT, GENERATED = 8, 16, 2048

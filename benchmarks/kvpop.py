@@ -48,10 +48,10 @@ from sparse_rl.attention.oracle import oracle_trace
 from sparse_rl.commands.examples import load_texts
 from sparse_rl.commands.quickstart import AIM, Stages
 from sparse_rl.data.running_sum import save_untrained
+from sparse_rl.methods.config import KVpopPolicyConfig
 from sparse_rl.models.load import load_model, load_tokenizer
 from sparse_rl.policies import make_policy
 from sparse_rl.policies.cache import cache_bytes, state_bytes
-from sparse_rl.policies.config import KVpopPolicyConfig
 from sparse_rl.recipe import load_recipe
 from trainer.batches import Batch
 from trainer.examples import Example

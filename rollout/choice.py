@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout.config import EngineName, RolloutConfig
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import PolicyConfig
+from sparse_rl.methods.config import PolicyConfig
 from sparse_rl.source import INSTALL_VLLM
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLLM's CPU attention takes

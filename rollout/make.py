@@ -11,9 +11,9 @@ from typing import Any
 from rollout.config import ENGINES, SAMPLE_LIVE
 from rollout.engine import Engine
 from sparse_rl.errors import UserError, listed
+from sparse_rl.methods.config import PolicyConfig
 from sparse_rl.models.directory import model_directory, saved_policy
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.source import INSTALL_VLLM
 

@@ -32,8 +32,8 @@ from rollout.hf import HFEngine
 from sparse_rl.attention.interface import adopt
 from sparse_rl.attention.kernels.flex import flex_attend
 from sparse_rl.data.running_sum import SYMBOLS
+from sparse_rl.methods.config import accepted_parameters
 from sparse_rl.policies import Policy, make_policy
-from sparse_rl.policies.config import accepted_parameters
 from sparse_rl.trace import SECTIONS, EvictionTrace, Section
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup it is ignored, by what tests start too

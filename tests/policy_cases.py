@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparse_rl.policies.config import CONFIGS, accepted_parameters
+from sparse_rl.methods.config import CONFIGS, accepted_parameters
 
 LEARNED = ["kvpop", "dms"]  # by scorers, which a model must have: tests/rollout/test_learned_decoding.py, test_gated.py
 PAGED = ["clustered", "layered"]  # tests/pages

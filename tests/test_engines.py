@@ -22,7 +22,7 @@ from sparse_rl.commands.memory import plan
 from sparse_rl.commands.sampling import choose_recipe_engine, engine_arguments, engine_config_of
 from sparse_rl.data.running_sum import build_model, save_untrained
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import PolicyConfig
+from sparse_rl.methods.config import PolicyConfig
 from sparse_rl.recipe import EvalRecipe, GRPORecipe, make_recipe
 
 SYNTHETIC = {"synthetic": {"task": "running_sum", "size": 64}}

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.families import FAMILIES
 from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
+from sparse_rl.methods.config import accepted_parameters
 from sparse_rl.policies import Policy
-from sparse_rl.policies.config import accepted_parameters
 from sparse_rl.trace import NEVER
 
 TRAINED = ("quickstart", "stories260K")

@@ -28,10 +28,9 @@ from sparse_rl.config import Configuration, flat_fields, own_fields
 PACKAGES = (
     "sparse_rl.trace",
     "sparse_rl.policies",
-    "sparse_rl.policies.config",
+    "sparse_rl.methods.config",
     "sparse_rl.methods.kvpop.scorers",
     "sparse_rl.matching",
-    "sparse_rl.methods.pages",
     "sparse_rl.kernels",
     "sparse_rl.attention",
     "sparse_rl.recipe",
@@ -230,9 +229,12 @@ def homes(package: str, name: str) -> Iterator[str]:
 
 def offers(package: str) -> set[str]:
     """What a package defines, and what it imports from its own modules."""
-    found = set()
+    found, own = (
+        set(),
+        ("sparse_rl.methods.", "sparse_rl.policies.") if package.endswith("methods.config") else f"{package}.",
+    )
     for node in ast.walk(tree(package)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(own):
             found |= {alias.asname or alias.name for alias in node.names}
     for node in tree(package).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

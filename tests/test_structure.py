@@ -26,7 +26,7 @@ BASE = (  # they import at most one another
 # they import nothing but one another and BASE.
 MAY_IMPORT = {
     "configurations": (),
-    "trace": (),
+    "trace": ("configurations",),
     "kernels": ("trace",),
     "data": ("configurations",),
     "matching": ("trace",),

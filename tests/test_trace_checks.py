@@ -21,7 +21,7 @@ from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.logprobs import dense_logprobs, replay_logprobs
 from sparse_rl.attention.views.factory import make_view
 from sparse_rl.methods.pages.view import PagedView
-from sparse_rl.trace import NEVER, SECTIONS, EvictionTrace, TraceError, batch_traces, load_traces, pack_traces
+from sparse_rl.trace import NEVER, EvictionTrace, TraceError, batch_traces, declared, load_traces, pack_traces
 from sparse_rl.trace.files import write_sections
 
 LAYERS, HEADS = 2, 2
@@ -408,7 +408,7 @@ def test_a_page_of_the_future_would_leak(model_of: Callable) -> None:
 
 
 def test_every_section_is_drawn() -> None:
-    assert set(SECTIONS) == {name for kind in KINDS for name in drawn_names(kind)}
+    assert set(declared()) == {name for kind in KINDS for name in drawn_names(kind)}
 
 
 # ---- files that somebody else writes --------------------------------------------------------------------------------
@@ -428,10 +428,7 @@ def test_the_writer_of_the_docs_writes_what_is_read(tmp_path: Path, monkeypatch:
             sections, _ = drawn(kind, seed)
             together.setdefault((*sections, *sections.get("opened", torch.zeros(1)).shape[3:]), []).append(sections)
         for rows in together.values():
-            joined = {
-                name: ([row[name].numpy() for row in rows], SECTIONS[name].axes.index(SECTIONS[name].joined))
-                for name in rows[0]
-            }
+            joined = {name: ([row[name].numpy() for row in rows], declared()[name].joined_axis) for name in rows[0]}
             made["write_traces"]("other.safetensors", joined, {"policy": "ä"})
             for row, read in zip(rows, load_traces("other.safetensors"), strict=True):
                 assert all(torch.equal(values, read.sections[name]) for name, values in row.items())

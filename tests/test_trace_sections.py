@@ -22,6 +22,7 @@ from sparse_rl.trace import (
     EvictionTrace,
     TraceError,
     batch_traces,
+    declared,
     load_traces,
     pack_traces,
     save_traces,
@@ -203,4 +204,4 @@ def test_replay_logprobs_refuses_what_no_view_replays(with_visits: Callable, mod
 
 
 def test_a_declaration_says_the_name_that_it_is_under() -> None:
-    assert all(section.name == name and section.joined in section.axes for name, section in SECTIONS.items())
+    assert all(section.name == name and section.joined in section.axes for name, section in declared().items())

@@ -9,8 +9,8 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from sparse_rl.errors import NotFiniteError, StoppedError
+from sparse_rl.methods.config import PolicyConfig
 from sparse_rl.models.directory import save_policy, saved_policy
-from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.progress import stage
 from trainer.card import model_card

@@ -23,7 +23,7 @@ from rollout.context.config import PromptCacheConfig
 from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.matching import Block, Fit, match, refit
 from sparse_rl.matching.select import attention_score
-from sparse_rl.policies.cache import at_slots
+from sparse_rl.methods.eviction.cache import at_slots
 
 OnStage = Callable[[str], None]
 OfLayer = Callable[[int], Tensor]

@@ -26,7 +26,7 @@ from sparse_rl.errors import UserError
 from sparse_rl.methods.kvpop.policy import PRIORITY, KVpop
 from sparse_rl.methods.kvpop.scorers.base import Scorer
 from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
-from sparse_rl.policies.base import Chunk, Entries
+from sparse_rl.policies.entries import Chunk, Entries
 
 
 @dataclass

@@ -24,7 +24,7 @@ from rollout.vllm.plan import NOBODYS, Group, Plan, Watch, last_of_each
 from rollout.vllm.record import RunRecord
 from rollout.vllm.slabs import APART, Arrangement, Slab
 from sparse_rl.errors import NotFiniteError
-from sparse_rl.policies.base import Entries
+from sparse_rl.policies.entries import Entries
 
 AT_ONCE = {"cuda": 2**27, "cpu": 2**17}  # elements of keys of several layers; on a CPU they are to stay in its cache
 MOST = 2**27  # of the requests of one layer that are compacted at once

@@ -62,13 +62,13 @@ def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, 
 
 def _further(traces: Sequence[EvictionTrace]) -> dict[str, Any]:
     """Of each section beside evict_at: its bytes in all traces, and its dtype and shape in the first."""
-    from sparse_rl.trace import SECTIONS
+    from sparse_rl.trace import declared
 
     return {
         name: {
             "bytes": sum(t.further[name].nbytes for t in traces),
             "dtype": str(first.dtype).removeprefix("torch."),
-            "shape": dict(zip(SECTIONS[name].axes, first.shape, strict=True)),
+            "shape": dict(zip(declared()[name].axes, first.shape, strict=True)),
         }
         for name, first in traces[0].further.items()
     }

@@ -17,7 +17,7 @@ from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.kernels.sdpa import sdpa
 from sparse_rl.attention.target import FutureTarget
 from sparse_rl.kernels import running_topk
-from sparse_rl.policies.config import KVpopPolicyConfig
+from sparse_rl.methods.config import KVpopPolicyConfig
 from sparse_rl.trace import NEVER, EvictionTrace
 
 

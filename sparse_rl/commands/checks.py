@@ -145,8 +145,8 @@ def _learned(cache: Any, config: Any, dtype: str) -> list[tuple[str, str]]:
     import torch
 
     from sparse_rl.attention.families import cache_shape
+    from sparse_rl.methods.config import KVpopPolicyConfig
     from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
-    from sparse_rl.policies.config import KVpopPolicyConfig
     from sparse_rl.policies.registry import make_policy
 
     _, heads, dim = cache_shape(config)

@@ -171,7 +171,7 @@ def _kernels(recipe: Recipe, config: Any) -> list[str]:
     from sparse_rl.commands.sampling import cache_configs
     from sparse_rl.kernels.redundancy import redundancy_choice
     from sparse_rl.kernels.topk import topk_choice
-    from sparse_rl.policies.config import KVpopPolicyConfig, LayeredConfig
+    from sparse_rl.methods.config import KVpopPolicyConfig, LayeredConfig
     from sparse_rl.policies.registry import make_policy
 
     if not torch.cuda.is_available():

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from sparse_rl.commands.console import Session
 from sparse_rl.config import NamedConfiguration, describe
 from sparse_rl.errors import UserError, did_you_mean, listed
+from sparse_rl.methods.config import CONFIGS as POLICIES
 from sparse_rl.methods.kvpop.scorers.config import CONFIGS as SCORERS
-from sparse_rl.policies.config import CONFIGS as POLICIES
 from sparse_rl.recipe import KINDS
 from sparse_rl.recipe.json_schema import recipe_schema
 from sparse_rl.recipe.keys import REQUIRED, Row, list_sections, read_docstring

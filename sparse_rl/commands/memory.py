@@ -11,19 +11,20 @@ from typing import Any
 
 from rollout.context.memory import compaction_bytes, context_bytes, reading_bytes, reference_queries
 from rollout.evaluation.contexts import label
-from rollout.vllm.beside import beside_cache, folded_bytes, folded_rows, held_head, pool_bytes
+from rollout.vllm.beside import beside_cache, held_head, pool_bytes
+from rollout.vllm.compacting import folded_bytes, folded_rows
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import Replayed
 from sparse_rl.attention.kernels.masked import mask_bytes
 from sparse_rl.commands.machine import device_memory, show
 from sparse_rl.commands.sampling import cache_configs, engine_arguments
 from sparse_rl.data.config import DataConfig
+from sparse_rl.methods.config import PolicyConfig
 from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
 from sparse_rl.models.known import load_shape
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes, state_bytes
-from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import Recipe, SweptRecipe, TaughtRecipe, TrainRecipe
 from sparse_rl.trace.record import trace_bytes

@@ -35,8 +35,8 @@ from rollout.config import ENGINES
 from sparse_rl.commands.arguments import file_path, positive
 from sparse_rl.commands.console import Session
 from sparse_rl.errors import StoppedError
+from sparse_rl.methods.config import EvictingConfig
 from sparse_rl.metrics import read_metrics
-from sparse_rl.policies.config import EvictingConfig
 from sparse_rl.progress import Stage, screen, stage
 from sparse_rl.recipe import load_recipe
 

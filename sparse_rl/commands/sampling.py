@@ -16,7 +16,7 @@ from sparse_rl.attention.families import cache_shape, window_of
 from sparse_rl.commands.console import warn
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import FullConfig, PolicyConfig
+from sparse_rl.methods.config import FullConfig, PolicyConfig
 from sparse_rl.progress import stage
 from sparse_rl.recipe import Recipe
 

@@ -7,6 +7,6 @@ am/          Attention Matching: what stays gets biases and other values
 pages/       LuKA: clustered attention, and another policy for each range of layers
 
 What all methods share is in sparse_rl/policies (the contract, the schedule, the cache), sparse_rl/trace and
-sparse_rl/attention. The settings class of a method names its parts (sparse_rl/policies/config/base.py), and one line of
-CONFIGS (sparse_rl/policies/config) registers it. docs/extending.md says how to add one.
+sparse_rl/attention. The settings class of a method names its parts (sparse_rl/policies/config.py), and one line of
+CONFIGS (sparse_rl/methods/config.py) registers it. docs/extending.md says how to add one.
 """

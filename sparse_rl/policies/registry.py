@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from sparse_rl.methods.config import PolicyConfig
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.config import PolicyConfig
 
 
 def make_policy(policy: str | Policy | PolicyConfig | Mapping[str, Any], /, **parameters: Any) -> Policy:

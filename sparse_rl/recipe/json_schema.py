@@ -17,7 +17,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from sparse_rl.config import NamedConfiguration, describe
-from sparse_rl.policies.config import PolicyConfig
+from sparse_rl.methods.config import PolicyConfig
 from sparse_rl.recipe.keys import Key, all_keys, read_docstring
 from sparse_rl.recipe.kinds import KINDS
 from sparse_rl.recipe.kinds.swept import SweepConfig, SweptRecipe

@@ -18,8 +18,8 @@ from typing import Any, get_args, get_origin
 
 from sparse_rl.config import Source, build, coerce, names_a_file, show, yaml_fields
 from sparse_rl.errors import UserError, listed, nearest, one_line
+from sparse_rl.methods.config import EvictingConfig
 from sparse_rl.metrics import RECIPE_FILE
-from sparse_rl.policies.config import EvictingConfig
 from sparse_rl.recipe.kinds import KINDS, Recipe
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.refused import refusal

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from sparse_rl.methods.config import CONFIGS as POLICIES
+from sparse_rl.methods.config import LearnedConfig
 from sparse_rl.methods.kvpop.scorers.config import CONFIGS as SCORERS
-from sparse_rl.policies.config import CONFIGS as POLICIES
-from sparse_rl.policies.config import LearnedConfig
 from sparse_rl.recipe.keys import REQUIRED, Row, Section, list_sections
 from sparse_rl.recipe.kinds import KINDS, Recipe
 from sparse_rl.recipe.passed_through import PASSED_THROUGH

@@ -1,7 +1,7 @@
 """The record of what a sampler did to the cache of each sequence, and all that happens to it on the way to a forward.
 
 record.py     EvictionTrace: evict_at and further sections; several traces as one batch, one packed sequence, one file
-sections.py   the kinds of section, each declared once: adding a kind is an entry of SECTIONS and a view that replays it
+sections.py   the kinds of section, each declared once, by the method that records it or here
 checks.py     the values that no sampler can have recorded
 files.py      the file format
 
@@ -11,7 +11,7 @@ It knows tensors and files; it knows neither policies nor engines nor attention.
 from sparse_rl.trace.checks import NEVER
 from sparse_rl.trace.files import FORMAT_VERSION, read_fingerprint
 from sparse_rl.trace.record import EvictionTrace, batch_traces, load_traces, pack_traces, save_traces
-from sparse_rl.trace.sections import SECTIONS, Section, TraceError
+from sparse_rl.trace.sections import SECTIONS, Section, TraceError, declared
 
 __all__ = [
     "FORMAT_VERSION",
@@ -21,6 +21,7 @@ __all__ = [
     "Section",
     "TraceError",
     "batch_traces",
+    "declared",
     "load_traces",
     "pack_traces",
     "read_fingerprint",

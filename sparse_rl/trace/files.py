@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparse_rl.errors import UserError
 from sparse_rl.trace.sealed import read_sealed, shown, write_sealed
-from sparse_rl.trace.sections import EVICT_AT, SECTIONS, TraceError
+from sparse_rl.trace.sections import EVICT_AT, TraceError, declared
 
 FORMAT = "sparse_rl.trace"
 FORMAT_VERSION = 3
@@ -33,7 +33,7 @@ def write_sections(
     """Write the sections of each sequence; all rows have the same ones."""
     tensors = {}
     for name in rows[0]:
-        axis, values = SECTIONS[name].joined_axis, [row[name] for row in rows]
+        axis, values = declared()[name].joined_axis, [row[name] for row in rows]
         tensors[name] = torch.cat(values, dim=axis).contiguous()
         tensors[name + LENGTHS] = torch.tensor([v.shape[axis] for v in values], dtype=torch.int64)
     made_by = json.dumps(dict(fingerprint or {}))
@@ -52,9 +52,10 @@ def read_sections(path: str | Path, fingerprint: Mapping[str, str] | None) -> li
         if recorded.get(key) != value:
             raise TraceError(f"{path} was recorded with {key} {shown(recorded.get(key))}, not {shown(value)}")
     held = {tensor.removesuffix(LENGTHS) for tensor in tensors}
-    if unknown := sorted(held - SECTIONS.keys()):
-        raise TraceError(f"{path} holds an unknown section {shown(unknown[0])}; this reads {', '.join(SECTIONS)}")
-    names = [name for name in SECTIONS if name in held or name == EVICT_AT.name]
+    known = declared()
+    if unknown := sorted(held - known.keys()):
+        raise TraceError(f"{path} holds an unknown section {shown(unknown[0])}; this reads {', '.join(known)}")
+    names = [name for name in known if name in held or name == EVICT_AT.name]
     for name in names:
         if missing := [tensor for tensor in (name, name + LENGTHS) if tensor not in tensors]:
             raise TraceError(f"{path} holds no {missing[0]}")
@@ -78,7 +79,7 @@ def read_fingerprint(path: str | Path) -> dict[str, str]:
 
 def _split(path: str | Path, name: str, values: Tensor, lengths: Tensor) -> Sequence[Tensor]:
     """The values of each sequence."""
-    section = SECTIONS[name]
+    section = declared()[name]
     least = 1 if name == EVICT_AT.name else 0  # a sequence has a token; of another section it may have nothing
     if lengths.dtype != torch.int64 or lengths.ndim != 1 or bool((lengths < least).any()):
         raise TraceError(f"{path}: {name}{LENGTHS} must be int64 [n] of numbers >= {least}")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl.trace.files import read_sections, write_sections
-from sparse_rl.trace.sections import EVICT_AT, NEVER, SECTIONS, TraceError
+from sparse_rl.trace.sections import EVICT_AT, NEVER, TraceError, declared
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class EvictionTrace:
     ----------
     evict_at : int32 [L, Hkv, S], in host memory; NEVER (2**30) where the token is never evicted. Values >= S - 1 cannot
         be observed (the last token is sampled but never fed) and are stored as NEVER.
-    further : by name, the sections beside evict_at, in host memory; each is declared in SECTIONS
+    further : by name, the sections beside evict_at, in host memory; each is declared (sections.py)
     validate : False skips the checks (tests build deliberately wrong traces with it)
 
     Raises
@@ -87,7 +87,7 @@ class EvictionTrace:
 
         evict_at : whole numbers [L, Hkv, S] on any device; they become int32 in host memory, and those that cannot be
             observed (>= S - 1) NEVER
-        further : the other sections by name, as SECTIONS declares them, in host memory
+        further : the other sections by name, as they are declared (sections.py), in host memory
 
         Raises TraceError as the constructor does.
         """
@@ -222,7 +222,8 @@ def batch_traces(traces: Sequence[EvictionTrace], starts: Sequence[int], width: 
         trace.check()
         if start < 0 or start + len(trace) > width:
             raise TraceError(f"row {row}: {len(trace)} tokens from column {start} do not fit {width} columns")
-    return {name: SECTIONS[name].batch([t.sections[name] for t in traces], starts, width) for name in names}
+    known = declared()
+    return {name: known[name].batch([t.sections[name] for t in traces], starts, width) for name in names}
 
 
 def pack_traces(traces: Sequence[EvictionTrace]) -> EvictionTrace:
@@ -236,7 +237,8 @@ def pack_traces(traces: Sequence[EvictionTrace]) -> EvictionTrace:
         trace.check()
     ends = list(accumulate(len(trace) for trace in traces))
     starts = [end - len(trace) for end, trace in zip(ends, traces, strict=True)]
-    packed = {name: SECTIONS[name].pack([t.sections[name] for t in traces], starts, ends) for name in names}
+    known = declared()
+    packed = {name: known[name].pack([t.sections[name] for t in traces], starts, ends) for name in names}
     return EvictionTrace(packed.pop(EVICT_AT.name), packed, validate=False)  # no sampler records a document's end
 
 
@@ -277,11 +279,11 @@ def load_traces(path: str | Path, fingerprint: Mapping[str, str] | None = None) 
 
 def _check(sections: Mapping[str, Tensor], prompt: int | None = None) -> None:
     """Raise TraceError at the first section that is not as declared, or that cannot be beside the others."""
-    sizes: dict[str, int] = {}
+    known, sizes = declared(), dict[str, int]()
     for name, values in sections.items():
-        if name not in SECTIONS:
-            raise TraceError(f"unknown trace section {name!r}; the sections are {', '.join(SECTIONS)}")
-        section = SECTIONS[name]
+        if name not in known:
+            raise TraceError(f"unknown trace section {name!r}; the sections are {', '.join(known)}")
+        section = known[name]
         if values.ndim != len(section.axes) or values.dtype != section.dtype:
             wanted = f"{str(section.dtype).removeprefix('torch.')} [{', '.join(section.axes)}]"
             raise TraceError(f"{name} must be {wanted}, got {values.dtype} {list(values.shape)}")
@@ -290,7 +292,7 @@ def _check(sections: Mapping[str, Tensor], prompt: int | None = None) -> None:
                 raise TraceError(f"{name} has {size} {axis.replace('_', ' ')}s, where the trace has {sizes[axis]}")
         if lacking := [needed for needed in section.needs if needed not in sections]:
             raise TraceError(f"a trace with the section {name} needs {lacking[0]}, too; it has {', '.join(sections)}")
-    for name, section in SECTIONS.items():
+    for name, section in known.items():
         if name in sections and (wrong := section.check(sections[name], sections, prompt)):
             raise TraceError(wrong)
 
@@ -299,12 +301,12 @@ def _common_sections(traces: Sequence[EvictionTrace]) -> list[str]:
     """The names of the sections that all traces have. Raises TraceError where they do not go together, or are none."""
     if not traces:
         raise TraceError("no trace given")
-    first = traces[0].sections
+    first, known = traces[0].sections, declared()
     for row, trace in enumerate(traces):
         if trace.sections.keys() != first.keys():
             raise TraceError(f"trace {row} has the sections {', '.join(trace.sections)}, trace 0 {', '.join(first)}")
         for name, values in trace.sections.items():
-            section = SECTIONS[name]
+            section = known[name]
             kept = [i for i in range(len(section.axes)) if i != section.joined_axis]
             if any(values.shape[i] != first[name].shape[i] for i in kept):
                 ours = " x ".join(f"{values.shape[i]} {section.axes[i].replace('_', ' ')}s" for i in kept)

@@ -1,24 +1,26 @@
 """The kinds of section that a trace may hold: what each is made of, and how it is batched and packed.
 
 A trace is `evict_at` and whatever further decisions its sampler made, a tensor each. All that handles traces (files,
-batches, packing, checkpoints) asks the declarations in SECTIONS and knows no section by name; which sections it can
-replay is said by each view of sparse_rl/attention/views. A section without a declaration, or that a view cannot
-replay, is refused: a trace replayed without one of its sections is silently another attention.
+batches, packing, checkpoints) asks the declarations and knows no section by name; a view says which sections it
+replays. A section without a declaration, or that a view cannot replay, is refused: a trace replayed without one of its
+sections is silently another attention.
 
 What must be known to read a section (which layers it speaks of, say) is a section beside it, named in `needs`. The
-values that a section cannot have are in checks.py.
+values that a section cannot have are in checks.py. A method declares its own in SECTIONS of a module that its settings
+name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from sparse_rl.errors import UserError
+from sparse_rl.methods.config import CONFIGS
 from sparse_rl.trace import checks
 from sparse_rl.trace.checks import NEVER, Sections
 
@@ -48,7 +50,7 @@ class Section:
         all traces that go together
     needs : names of sections that must stand beside it
     check : (values, all sections, tokens of the prompt or None) -> what is wrong with the values, in words; None where
-        nothing is. Sections are checked in the order of SECTIONS, and a check may rely on those before it
+        nothing is. Sections are checked in the order of `declared`, and a check may rely on those before it
     batch : (values of each row, the column in which each row starts, columns) -> one tensor for all rows
     pack : (values of each document, the position at which each starts, and ends) -> the values of their sequence; by
         default several documents are refused
@@ -79,10 +81,10 @@ def _moved(values: Tensor, start: int) -> Tensor:
 
 def _batch_evict_at(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
     """int32 [L, B, Hkv, width]; pad keys 0: nobody sees them."""
-    return _by_layer([_moved(values, start) for values, start in zip(rows, starts, strict=True)], starts, width, 0)
+    return by_layer([_moved(values, start) for values, start in zip(rows, starts, strict=True)], starts, width, 0)
 
 
-def _by_layer(rows: Sequence[Tensor], starts: Sequence[int], width: int, empty: float) -> Tensor:
+def by_layer(rows: Sequence[Tensor], starts: Sequence[int], width: int, empty: float) -> Tensor:
     """Values [L, Hkv, S, ...] of each row, at its columns: [L, B, Hkv, width, ...], `empty` elsewhere.
 
     Layers come first, so that one layer's slice is contiguous.
@@ -113,7 +115,7 @@ EVICT_AT = Section(
 # ---- what the further sections share --------------------------------------------------------------------------------
 
 
-def _batch_times(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
+def batch_times(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
     """int32 [B, most], right-padded with NEVER, of positions, which move with their row."""
     batch = torch.full((len(rows), max(len(values) for values in rows)), NEVER, dtype=torch.int32)
     for row, (values, start) in enumerate(zip(rows, starts, strict=True)):
@@ -128,48 +130,23 @@ def _the_same(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tens
     return rows[0]
 
 
-def _numbers(
+def numbers(
     name: str, dtype: torch.dtype, axis: str, check: Check, batch: Batch = _the_same, needs: tuple[str, ...] = ()
 ) -> Section:
     """A section of one axis: settings, which all traces of a batch have alike, or times, as many as a sequence has."""
     return Section(name=name, dtype=dtype, axes=(axis,), joined=axis, check=check, batch=batch, needs=needs)
 
 
-PAGED = ("paged_with", "closed_at", "opened")
-ALL = (
-    EVICT_AT,
-    # how entries were given new biases and values (sparse_rl/matching/record.py)
-    _numbers("refit_with", torch.float64, "setting", checks.check_refit_with, needs=("refit_at",)),
-    # the tokens seen at each compaction that did so
-    _numbers("refit_at", torch.int32, "compaction", checks.check_refit_at, _batch_times, ("refit_with",)),
-    # how tokens are paged (sparse_rl/methods/pages/pages.py)
-    _numbers("paged_with", torch.int32, "page_setting", checks.check_paged_with, needs=PAGED),
-    # the layers whose tokens are paged, where there are others
-    _numbers("paged_layers", torch.int32, "paged_layer", checks.check_paged_layers, needs=PAGED),
-    # the first query that reads a page as its summary, of pages 0 to P - 1
-    _numbers("closed_at", torch.int32, "closed_page", checks.check_closed_at, _batch_times, PAGED),
-    # the pages that a query read token by token, numbered in their row; -1: none
-    Section(
-        name="opened",
-        dtype=torch.int16,
-        axes=("layer", "kv_head", "token", "open_page"),
-        joined="token",
-        check=checks.check_opened,
-        batch=partial(_by_layer, empty=-1),
-        needs=PAGED,
-    ),
-    # how much of its page's summary a token is, where that is not the same for all
-    Section(
-        name="pi",
-        dtype=torch.float32,
-        axes=("layer", "kv_head", "token"),
-        joined="token",
-        check=checks.check_pi,
-        batch=partial(_by_layer, empty=0.0),
-        needs=PAGED,
-    ),
+SECTIONS: dict[str, Section] = {
+    "evict_at": EVICT_AT,
     # where a context ended whose entries were fitted to queries that are not recorded
-    _numbers("compacted_at", torch.int32, "context_end", checks.check_compacted_at),
-)
-SECTIONS: dict[str, Section] = {section.name: section for section in ALL}
-"""The sections that a trace may have, by name; evict_at is the first, and the only one that every trace has."""
+    "compacted_at": numbers("compacted_at", torch.int32, "context_end", checks.check_compacted_at),
+}
+"""The sections that are no method's own, by name; evict_at is the first, and the only one that every trace has."""
+
+
+def declared() -> dict[str, Section]:
+    """The sections that a trace may have, by name: SECTIONS, and those of all registered methods."""
+    modules = dict.fromkeys(config.sections for config in CONFIGS.values() if config.sections is not None)
+    own = [section for module in modules for section in import_module(module).SECTIONS]
+    return SECTIONS | {section.name: section for section in own}

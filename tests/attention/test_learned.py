@@ -15,10 +15,10 @@ from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.kernels.dense import dense_attention
 from sparse_rl.attention.target import FutureTarget
 from sparse_rl.kernels import recall, running_topk
+from sparse_rl.methods.config import KVpopPolicyConfig
 from sparse_rl.methods.kvpop.policy import KVpop
 from sparse_rl.methods.kvpop.view import LearnedView
 from sparse_rl.models.directory import attach_scorers
-from sparse_rl.policies.config import KVpopPolicyConfig
 from sparse_rl.trace import EvictionTrace
 
 B, HQ, HKV, S, D, SCALE = 2, 4, 2, 50, 8, 0.35

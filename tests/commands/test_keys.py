@@ -14,8 +14,8 @@ from rewards import REWARDS
 from sparse_rl.commands.keys import TOPICS
 from sparse_rl.commands.main import main
 from sparse_rl.config import yaml_fields
+from sparse_rl.methods.config import CONFIGS as POLICIES
 from sparse_rl.methods.kvpop.scorers.config import CONFIGS as SCORERS
-from sparse_rl.policies.config import CONFIGS as POLICIES
 from sparse_rl.recipe import KINDS
 from sparse_rl.recipe.json_schema import recipe_schema
 from sparse_rl.recipe.keys import list_sections

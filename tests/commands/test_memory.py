@@ -25,11 +25,12 @@ from sparse_rl.kernels.redundancy import redundancy_bytes
 from sparse_rl.matching import Block, Fit, match
 from sparse_rl.matching.block import fit_bytes
 from sparse_rl.methods.dms.view import CHUNK, GatedView, gates_bytes
+from sparse_rl.methods.eviction.cache import GROW
 from sparse_rl.methods.eviction.scored_window import redundancy
 from sparse_rl.methods.pages.view import PagedView, pages_bytes
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies import Entries, make_policy
-from sparse_rl.policies.cache import GROW, ITEMSIZE, cache_bytes, query_bytes, state_bytes
+from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes, state_bytes
 from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import NEVER, EvictionTrace
 from sparse_rl.trace.record import trace_bytes

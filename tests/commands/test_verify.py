@@ -18,9 +18,9 @@ from rollout.origin import read_origin
 from rollout.verify import BOUNDS
 from sparse_rl.commands.main import main
 from sparse_rl.data.running_sum import save_untrained
+from sparse_rl.methods.config import CONFIGS, accepted_parameters
 from sparse_rl.models.load import load_plain_model
 from sparse_rl.policies import make_policy
-from sparse_rl.policies.config import CONFIGS, accepted_parameters
 from sparse_rl.trace import EvictionTrace, load_traces, read_fingerprint, save_traces
 
 QUICKSTART = Path(__file__).parents[2] / "recipes/quickstart/model"

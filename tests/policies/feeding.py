@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from sparse_rl.attention.views.dense import DenseView
+from sparse_rl.methods.config import accepted_parameters
+from sparse_rl.methods.eviction.cache import EvictingCache
 from sparse_rl.policies import Policy, make_policy
-from sparse_rl.policies.cache import EvictingCache
-from sparse_rl.policies.config import accepted_parameters
 from sparse_rl.trace import EvictionTrace
 
 CPU = torch.device("cpu")

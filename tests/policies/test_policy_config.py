@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from sparse_rl.config import yaml_fields
+from sparse_rl.methods.config import CONFIGS, PolicyConfig, accepted_parameters
 from sparse_rl.methods.kvpop.scorers.config import CONFIGS as SCORER_CONFIGS
 from sparse_rl.methods.kvpop.scorers.config import ScorerConfig
 from sparse_rl.methods.kvpop.scorers.registry import SCORERS
 from sparse_rl.models.directory import save_policy, saved_policy
-from sparse_rl.policies.config import CONFIGS, PolicyConfig, accepted_parameters
 from sparse_rl.policies.registry import make_policy
 
-LIGHT = ("sparse_rl.policies.config", "sparse_rl.policies.schedule", "sparse_rl.methods.kvpop.scorers.config")
+LIGHT = ("sparse_rl.methods.config", "sparse_rl.policies.schedule", "sparse_rl.methods.kvpop.scorers.config")
 HEAVY = ("torch", "transformers", "trl", "vllm")
 
 
@@ -33,7 +33,7 @@ def test_settings_are_read_without_torch(module: str) -> None:
 def test_a_cache_block_is_checked_without_torch() -> None:
     code = (
         "import sys\n"
-        "from sparse_rl.policies.config import PolicyConfig\n"
+        "from sparse_rl.methods.config import PolicyConfig\n"
         "PolicyConfig.from_block({'policy': 'gkv', 'budget': 64})\n"
         "scorer = {'name': 'mlstm', 'skip': True}\n"
         "PolicyConfig.from_block({'policy': 'kvpop', 'budget': 600, 'scorer': scorer})\n"

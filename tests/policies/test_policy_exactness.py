@@ -12,8 +12,8 @@ from feeding import Batch, Fed, dense, feed, lengths_around, ragged_batch, run_p
 from policy_cases import BOUNDED, EVICTING, SAMPLED
 from references import GKV, NEVER, REFERENCES, Disagreement, over_max
 
+from sparse_rl.methods.config import CONFIGS
 from sparse_rl.policies import make_policy
-from sparse_rl.policies.config import CONFIGS
 
 
 def compare(name: str, parameters: dict[str, Any], batch: Batch, fed: Fed, flips_allowed: int = 1) -> tuple[int, int]:

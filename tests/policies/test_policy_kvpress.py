@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM as Auto
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparse_rl.attention.interface import NO_MASK, adopt
+from sparse_rl.methods.eviction.cache import EvictingCache
 from sparse_rl.policies import Policy, make_policy
-from sparse_rl.policies.cache import EvictingCache
 
 PROMPT = 40
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}

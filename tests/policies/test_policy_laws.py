@@ -17,10 +17,10 @@ from references import NEVER
 from test_policy_exactness import compare
 
 from sparse_rl.errors import StoppedError
+from sparse_rl.methods.config import CONFIGS, EvictingConfig
 from sparse_rl.methods.eviction import scored_window
+from sparse_rl.methods.eviction.cache import EvictingCache
 from sparse_rl.policies import Entries, Kept, Policy, fingerprint, make_policy
-from sparse_rl.policies.cache import EvictingCache
-from sparse_rl.policies.config import CONFIGS, EvictingConfig
 
 
 class GivenConfig(EvictingConfig):

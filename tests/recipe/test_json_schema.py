@@ -18,8 +18,8 @@ from test_hostile_recipes import KEYS, TEXTS
 
 from sparse_rl.config import Source, coerce, own_fields
 from sparse_rl.errors import UserError
+from sparse_rl.methods.config import CONFIGS as POLICIES
 from sparse_rl.methods.kvpop.scorers.config import CONFIGS as SCORERS
-from sparse_rl.policies.config import CONFIGS as POLICIES
 from sparse_rl.recipe import KINDS, list_recipes, load_recipe, make_recipe
 from sparse_rl.recipe.json_schema import SchemaWriter, recipe_schema
 from sparse_rl.recipe.keys import holders, list_sections

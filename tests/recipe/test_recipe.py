@@ -13,7 +13,7 @@ from sparse_rl import recipe as recipes
 from sparse_rl.config import yaml_fields
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import FullConfig, SnapKVConfig, StreamingConfig, TovaConfig
+from sparse_rl.methods.config import FullConfig, SnapKVConfig, StreamingConfig, TovaConfig
 from sparse_rl.recipe import KINDS, load_recipe, make_recipe
 from sparse_rl.recipe import load as recipe_loading
 from sparse_rl.recipe.passed_through import PASSED_THROUGH

@@ -8,8 +8,8 @@ import pytest
 
 from sparse_rl.config import flat, flat_fields, own_fields, yaml_fields
 from sparse_rl.errors import UserError
+from sparse_rl.methods.config import CONFIGS as POLICIES
 from sparse_rl.methods.kvpop.scorers.config import CONFIGS as SCORERS
-from sparse_rl.policies.config import CONFIGS as POLICIES
 from sparse_rl.recipe import KINDS, GRPORecipe, make_recipe
 from sparse_rl.recipe.keys import read_docstring
 from sparse_rl.recipe.reference import reference

@@ -16,10 +16,10 @@ from policy_cases import BOUNDED
 
 from sparse_rl.data.problems import load_data
 from sparse_rl.data.tokens import prompt_ids
+from sparse_rl.methods.config import AMConfig, GKVConfig
 from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_tokenizer
 from sparse_rl.policies import make_policy
-from sparse_rl.policies.config import AMConfig, GKVConfig
 from sparse_rl.recipe import (
     DistillRecipe,
     EvalRecipe,

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK
+from sparse_rl.methods.eviction.cache import GROW, EvictingCache
 from sparse_rl.policies import Policy
-from sparse_rl.policies.cache import GROW, EvictingCache
 
 CPU = torch.device("cpu")
 BUDGET, PERIOD = 16, 5

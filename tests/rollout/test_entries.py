@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from rollout import Rollout, SamplingConfig, make_engine
 from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.views.dense import DenseView
+from sparse_rl.methods.config import EvictingConfig
 from sparse_rl.policies import Entries, Policy
-from sparse_rl.policies.config import EvictingConfig
 from sparse_rl.trace import EvictionTrace
 
 BUDGET, WINDOW, PERIOD = 14, 5, 3

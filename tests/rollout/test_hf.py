@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from rollout import Rollout, SamplingConfig, make_engine
 from rollout.engine import LEAST_ROWS
 from sparse_rl.attention.logprobs import dense_logprobs
+from sparse_rl.methods.config import TovaConfig
 from sparse_rl.methods.eviction.tova import Tova
 from sparse_rl.policies import Entries, Kept, Policy
-from sparse_rl.policies.config import TovaConfig
 from sparse_rl.trace import NEVER
 
 BUDGET = 12

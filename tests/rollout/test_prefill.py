@@ -10,7 +10,7 @@ import torch
 from rollout import make_engine
 from rollout.hf import PrefilledPrompts
 from sparse_rl.errors import UserError
-from sparse_rl.policies.cache import EvictingCache
+from sparse_rl.methods.eviction.cache import EvictingCache
 
 LENGTHS = (5, 40, 23, 64)
 ROWS = [2, 2, 0, 3, 1, 2]

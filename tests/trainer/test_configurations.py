@@ -12,7 +12,7 @@ from rollout.config import SamplingConfig
 from sparse_rl import config
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import GKVConfig, H2OConfig
+from sparse_rl.methods.config import GKVConfig, H2OConfig
 from trainer.distill.config import DistillConfig
 from trainer.grpo.config import GuardConfig, SparseGRPOConfig
 from trainer.kvpop.config import KVpopTrainingConfig

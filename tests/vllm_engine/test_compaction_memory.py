@@ -11,8 +11,8 @@ from peaks import Peak
 from policy_cases import ON_VLLM
 
 from sparse_rl.commands.memory import transient_bytes
+from sparse_rl.methods.config import EvictingConfig
 from sparse_rl.policies import Entries, Policy
-from sparse_rl.policies.config import EvictingConfig
 
 LAYERS, DIM, REQUESTS = 4, 64, 3
 SIZES = {"budget": 96, "period": 64, "window": 16}

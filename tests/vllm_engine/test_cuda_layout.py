@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from sparse_rl.methods.config import EvictingConfig
 from sparse_rl.policies import Entries, Policy
-from sparse_rl.policies.config import EvictingConfig
 
 LAYERS, HEADS, GROUP, DIM, SIZE, BLOCKS, ROWS = 2, 2, 2, 4, 4, 40, 5
 NAMES = [f"model.layers.{i}.attn" for i in range(LAYERS)]

@@ -9,7 +9,7 @@ from policy_cases import ON_VLLM
 
 from rollout import SamplingConfig
 from sparse_rl.attention.families import FAMILIES
-from sparse_rl.policies.config import accepted_parameters
+from sparse_rl.methods.config import accepted_parameters
 from sparse_rl.trace import NEVER
 
 ON_BOTH = [family for family, only_hf in FAMILIES.items() if only_hf is None]

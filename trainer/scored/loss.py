@@ -11,8 +11,8 @@ import torch
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.target import FutureTarget
+from sparse_rl.methods.config import KVpopPolicyConfig
 from sparse_rl.methods.kvpop.view import LearnedView
-from sparse_rl.policies.config import KVpopPolicyConfig
 from sparse_rl.trace import NEVER, EvictionTrace, batch_traces
 from trainer.losses.boundary import BoundaryLoss
 from trainer.losses.config import BoundaryConfig

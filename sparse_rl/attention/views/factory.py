@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sparse_rl.attention.interface import KVView, TraceView
-from sparse_rl.policies.config import CONFIGS
+from sparse_rl.methods.config import CONFIGS
 from sparse_rl.trace import EvictionTrace, TraceError, batch_traces
 
 

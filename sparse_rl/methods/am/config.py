@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from sparse_rl.config import Positive, PositiveInt
 from sparse_rl.errors import UserError
 from sparse_rl.methods.eviction.config import EvictingConfig
-from sparse_rl.policies.config.base import PolicyConfig
+from sparse_rl.policies.config import PolicyConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class AMConfig(EvictingConfig):
     name: ClassVar[str] = "am"
     policy_class: ClassVar[str] = "sparse_rl.methods.am.policy:AM"
     view_class: ClassVar[str] = "sparse_rl.methods.am.view:MatchedView"
+    sections: ClassVar[str | None] = "sparse_rl.methods.am.sections"
     packs: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
     window: PositiveInt = 16

@@ -17,8 +17,9 @@ import torch
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.matching import Block, Fit, Record, match
 from sparse_rl.matching.block import fit_bytes
-from sparse_rl.policies.base import Entries, Kept, Policy
-from sparse_rl.policies.config import AMConfig
+from sparse_rl.methods.config import AMConfig
+from sparse_rl.policies.base import Policy
+from sparse_rl.policies.entries import Entries, Kept
 
 BIAS = "bias"
 FITTED_AT_ONCE = 2**25  # logits, in float64; a fit takes several arrays like them

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from sparse_rl.methods.dms.policy import DMS
-from sparse_rl.policies.base import Arriving
-from sparse_rl.policies.cache import EvictingCache, Layer
+from sparse_rl.methods.eviction.cache import EvictingCache, Layer
+from sparse_rl.policies.entries import Arriving
 from sparse_rl.trace import NEVER
 
 HELD = "held"  # beside the policy's memory of an entry: 1.0 where the slot is taken

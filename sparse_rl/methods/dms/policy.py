@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from sparse_rl.methods.config import DMSConfig
 from sparse_rl.methods.kvpop.learned import LearnedPolicy
-from sparse_rl.policies.base import Arriving, Chunk, Entries
-from sparse_rl.policies.config import DMSConfig
+from sparse_rl.policies.entries import Arriving, Chunk, Entries
 from sparse_rl.trace import NEVER
 
 GOES = "goes"  # 1.0 where the gate is open

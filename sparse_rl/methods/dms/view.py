@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from sparse_rl.attention.interface import Replayed
 from sparse_rl.attention.kernels.masked import masked_attention
 from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
+from sparse_rl.methods.config import DMSConfig
 from sparse_rl.methods.kvpop.view import share_held
-from sparse_rl.policies.config import DMSConfig
 from sparse_rl.trace import NEVER
 
 CHUNK = 256  # queries whose biases are made at a time

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from sparse_rl.config import NonNegative, NonNegativeInt, PositiveInt, Probability, Rule
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config.base import PolicyConfig
+from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.policies.schedule import KeepsAFraction, Schedule
 
 Pooling = Annotated[int, Rule(">= 1 and odd (1 is off)", lambda v: v >= 1 and v % 2 == 1)]

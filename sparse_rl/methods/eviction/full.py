@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from sparse_rl.methods.config import FullConfig
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.config import FullConfig
 
 
 class Full(Policy):

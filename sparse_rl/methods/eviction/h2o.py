@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from sparse_rl.policies.base import Entries, Policy
-from sparse_rl.policies.config import H2OConfig
+from sparse_rl.methods.config import H2OConfig
+from sparse_rl.policies.base import Policy
+from sparse_rl.policies.entries import Entries
 
 CHUNK = 256  # prompt queries at a time: [R, Hkv, G, CHUNK, N] floats are alive
 

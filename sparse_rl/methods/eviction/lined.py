@@ -12,8 +12,8 @@ other policy, and its memory is freed. Scores are H2O's.
 
 from __future__ import annotations
 
+from sparse_rl.methods.config import LinedConfig
 from sparse_rl.methods.eviction.h2o import H2O
-from sparse_rl.policies.config import LinedConfig
 
 
 class Lined(H2O):

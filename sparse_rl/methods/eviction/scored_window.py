@@ -30,8 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from sparse_rl.kernels import mean_similarity
-from sparse_rl.policies.base import Entries, Policy
-from sparse_rl.policies.config import (
+from sparse_rl.methods.config import (
     CAKEConfig,
     GKVConfig,
     MorphKVConfig,
@@ -39,6 +38,8 @@ from sparse_rl.policies.config import (
     ScoredWindowConfig,
     SnapKVConfig,
 )
+from sparse_rl.policies.base import Policy
+from sparse_rl.policies.entries import Entries
 
 NO_HISTORY = -1.0
 

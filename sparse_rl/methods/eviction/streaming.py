@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from sparse_rl.policies.base import Entries, Policy
-from sparse_rl.policies.config import StreamingConfig
+from sparse_rl.methods.config import StreamingConfig
+from sparse_rl.policies.base import Policy
+from sparse_rl.policies.entries import Entries
 
 
 class Streaming(Policy):

@@ -9,7 +9,7 @@ from sparse_rl.config import NonNegativeInt, PositiveInt
 from sparse_rl.errors import UserError
 from sparse_rl.methods.eviction.config import EvictingConfig
 from sparse_rl.methods.kvpop.scorers.config import MLPConfig, ScorerConfig
-from sparse_rl.policies.config.base import PolicyConfig
+from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.policies.schedule import EvictsBeforeAttending, Schedule
 
 

@@ -9,12 +9,13 @@ from typing import Any, Self
 import torch
 
 from sparse_rl.errors import UserError
+from sparse_rl.methods.config import LearnedConfig
 from sparse_rl.methods.kvpop.scorers.base import Scorer
 from sparse_rl.methods.kvpop.scorers.config import ATTACHED_AS as SCORERS
 from sparse_rl.methods.kvpop.scorers.config import ScorerConfig
 from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
-from sparse_rl.policies.base import Chunk, Policy
-from sparse_rl.policies.config import LearnedConfig
+from sparse_rl.policies.base import Policy
+from sparse_rl.policies.entries import Chunk
 
 
 class LearnedPolicy(Policy):

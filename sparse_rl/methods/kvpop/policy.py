@@ -15,9 +15,9 @@ import torch
 
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.kernels import running_topk
+from sparse_rl.methods.config import KVpopPolicyConfig
 from sparse_rl.methods.kvpop.learned import LearnedPolicy
-from sparse_rl.policies.base import Arriving, Chunk, Entries
-from sparse_rl.policies.config import KVpopPolicyConfig
+from sparse_rl.policies.entries import Arriving, Chunk, Entries
 
 PRIORITY = "priority"  # r_t - floor(t / n) log gamma, which ranks entries at every q alike
 

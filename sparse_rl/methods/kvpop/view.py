@@ -19,7 +19,7 @@ from sparse_rl.attention.kernels.sdpa import sdpa
 from sparse_rl.attention.target import FutureTarget
 from sparse_rl.attention.views.replay import ReplayView
 from sparse_rl.kernels import RunningTopK, recall, running_topk
-from sparse_rl.policies.config import KVpopPolicyConfig
+from sparse_rl.methods.config import KVpopPolicyConfig
 
 
 def share_held(held: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

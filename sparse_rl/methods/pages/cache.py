@@ -14,10 +14,10 @@ import torch.nn.functional as F
 
 from sparse_rl.attention.kernels.sdpa import computing_dtype
 from sparse_rl.errors import UserError
+from sparse_rl.methods.eviction.cache import EvictingCache, Layer, at_slots
 from sparse_rl.methods.pages.clustered import Clustered
 from sparse_rl.methods.pages.pages import attention_weights, choose, random_weights, summarise
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.cache import EvictingCache, Layer, at_slots
 
 KEYS, VALUES = "page_keys", "page_values"  # in a layer's memory: [B, Hkv, M, D], rounded to the cache's dtype
 OPENED = "opened"  # there too: int16 [B, Hkv, S, K]

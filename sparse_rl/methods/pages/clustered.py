@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 
+from sparse_rl.methods.config import ClusteredConfig
 from sparse_rl.methods.pages.pages import Pages
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.config import ClusteredConfig
 
 
 class Clustered(Policy):

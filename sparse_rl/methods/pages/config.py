@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from sparse_rl.config import Configuration, NonNegativeInt, PositiveInt, Probability
 from sparse_rl.errors import UserError
 from sparse_rl.methods.eviction.config import LinedConfig
-from sparse_rl.policies.config.base import PolicyConfig
+from sparse_rl.policies.config import PolicyConfig
 from sparse_rl.policies.schedule import PerLayer, ReadsPages, Schedule
 
 
@@ -36,6 +36,7 @@ class ClusteredConfig(PolicyConfig):
     policy_class: ClassVar[str] = "sparse_rl.methods.pages.clustered:Clustered"
     cache_class: ClassVar[str] = "sparse_rl.methods.pages.cache:PagedCache"
     view_class: ClassVar[str] = "sparse_rl.methods.pages.view:PagedView"
+    sections: ClassVar[str | None] = "sparse_rl.methods.pages.sections"
     packs: ClassVar[bool] = False
     page: PositiveInt = 16
     window: NonNegativeInt = 128

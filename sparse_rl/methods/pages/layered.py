@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from sparse_rl.methods.config import LayeredConfig
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.config import LayeredConfig
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.policies.schedule import PerLayer
 

@@ -11,8 +11,9 @@ from itertools import accumulate
 
 import torch
 
+from sparse_rl.methods.eviction.cache import EvictingCache
 from sparse_rl.methods.pages.layered import Layered
-from sparse_rl.policies.cache import EvictingCache, make_cache
+from sparse_rl.policies.cache import make_cache
 from sparse_rl.trace import EvictionTrace
 
 OF_LAYERS = {"opened": -1, "pi": 0.0}  # sections of all layers, and what they hold for a layer without pages

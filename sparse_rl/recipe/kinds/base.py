@@ -17,7 +17,7 @@ from rollout.context.config import PromptCacheConfig
 from sparse_rl.config import Configuration, PathText, PositiveInt, Seed, as_mapping, flat
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import PolicyConfig
+from sparse_rl.methods.config import PolicyConfig
 from sparse_rl.recipe.schema import dump_yaml, parse_yaml
 from trainer.config import LaunchConfig, LoraConfig, TrainingConfig
 

@@ -11,7 +11,7 @@ from rollout.context.config import PromptCacheConfig
 from sparse_rl.config import Configuration, Fraction, NonNegative, PositiveInt, Text
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import FullConfig, PolicyConfig
+from sparse_rl.methods.config import FullConfig, PolicyConfig
 from sparse_rl.recipe.kinds.base import SampledProblems
 from sparse_rl.recipe.kinds.caches import check_model_len
 from sparse_rl.recipe.kinds.prompt_caches import PromptCacheSweep, all_points

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from rollout.config import SamplingConfig
 from sparse_rl.config import Text, as_mapping, flat
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import LearnedConfig
+from sparse_rl.methods.config import LearnedConfig
 from sparse_rl.recipe.kinds.base import SampledProblems
 from sparse_rl.recipe.kinds.sampled import SampledRecipe
 from trainer.grpo.config import SparseGRPOConfig

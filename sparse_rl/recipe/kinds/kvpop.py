@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from sparse_rl.config import flat
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import KVpopPolicyConfig, PolicyConfig
+from sparse_rl.methods.config import KVpopPolicyConfig, PolicyConfig
 from sparse_rl.recipe.kinds.taught import TaughtRecipe
 from trainer.config import TrainingConfig
 from trainer.kvpop.config import KVpopConfig, KVpopLossConfig, KVpopTrainingConfig

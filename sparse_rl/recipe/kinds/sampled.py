@@ -9,7 +9,7 @@ from typing import Self
 from rollout.config import RolloutConfig
 from sparse_rl.config import flat
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import KVpopPolicyConfig, LearnedConfig, PolicyConfig
+from sparse_rl.methods.config import KVpopPolicyConfig, LearnedConfig, PolicyConfig
 from sparse_rl.recipe.kinds.base import TrainRecipe, ValidationConfig
 from sparse_rl.recipe.kinds.caches import check_model_len
 from trainer.config import ReplayConfig

@@ -9,7 +9,7 @@ from typing import Any, Self
 from rollout.config import EvalRolloutConfig, RolloutConfig
 from sparse_rl.config import Configuration, PositiveInt, Source, Text
 from sparse_rl.errors import UserError
-from sparse_rl.policies.config import CONFIGS, PolicyConfig, accepted_parameters
+from sparse_rl.methods.config import CONFIGS, PolicyConfig, accepted_parameters
 from sparse_rl.recipe.kinds.base import Recipe
 
 

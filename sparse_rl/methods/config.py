@@ -26,7 +26,7 @@ from sparse_rl.methods.eviction.config import (
 )
 from sparse_rl.methods.kvpop.config import KVpopPolicyConfig, LearnedConfig
 from sparse_rl.methods.pages.config import ClusteredConfig, LayeredConfig
-from sparse_rl.policies.config.base import CONFIGS, FullConfig, PolicyConfig
+from sparse_rl.policies.config import FullConfig, PolicyConfig
 
 __all__ = [
     "CONFIGS",
@@ -52,26 +52,24 @@ __all__ = [
     "accepted_parameters",
 ]
 
-CONFIGS.update(
-    (config.name, config)
-    for config in (
-        FullConfig,
-        StreamingConfig,
-        H2OConfig,
-        LinedConfig,
-        TovaConfig,
-        SnapKVConfig,
-        MorphKVConfig,
-        RKVConfig,
-        GKVConfig,
-        CAKEConfig,
-        AMConfig,
-        KVpopPolicyConfig,  # this and the next are retrofitted to a model (trainer/kvpop/)
-        DMSConfig,
-        ClusteredConfig,
-        LayeredConfig,
-    )
-)
+CONFIGS: dict[str, type[PolicyConfig]] = {
+    "full": FullConfig,
+    "streaming": StreamingConfig,
+    "h2o": H2OConfig,
+    "lined": LinedConfig,
+    "tova": TovaConfig,
+    "snapkv": SnapKVConfig,
+    "morphkv": MorphKVConfig,
+    "rkv": RKVConfig,
+    "gkv": GKVConfig,
+    "cake": CAKEConfig,
+    "am": AMConfig,
+    "kvpop": KVpopPolicyConfig,  # this and the next are retrofitted to a model (trainer/kvpop/)
+    "dms": DMSConfig,
+    "clustered": ClusteredConfig,
+    "layered": LayeredConfig,
+}
+"""The settings of each cache policy, by the name that recipes give it: one line registers a method."""
 
 
 def accepted_parameters(policy: str) -> list[str]:

@@ -22,6 +22,7 @@ class PolicyConfig(NamedConfiguration):
     cache_class : of the hf engine, a sparse_rl.policies.cache.Cache
     view_class : replays its traces, a sparse_rl.attention.interface.TraceView
     learned_view_class : what a retrofit attends by, where the policy is learned
+    sections : a module whose SECTIONS declares what the method records beside evict_at (sparse_rl/trace/sections.py)
 
     `PolicyConfig.from_block({"policy": name, ...})` makes those of any policy. Raises UserError for an unknown name or
     parameter, a missing budget, and a value that breaks a parameter's rule.
@@ -32,9 +33,10 @@ class PolicyConfig(NamedConfiguration):
     packs: ClassVar[bool] = True  # whether several sequences can be replayed in one row
     in_parts: ClassVar[bool] = True  # whether some layers can have it, and others another one
     policy_class: ClassVar[str]
-    cache_class: ClassVar[str] = "sparse_rl.policies.cache:EvictingCache"
+    cache_class: ClassVar[str] = "sparse_rl.methods.eviction.cache:EvictingCache"
     view_class: ClassVar[str] = "sparse_rl.attention.views.replay:ReplayView"
     learned_view_class: ClassVar[str]
+    sections: ClassVar[str | None] = None
 
     @classmethod
     def part(cls, named: str) -> Any:
@@ -44,7 +46,8 @@ class PolicyConfig(NamedConfiguration):
 
     @classmethod
     def members(cls) -> Mapping[str, type[PolicyConfig]]:
-        return CONFIGS
+        configs: Mapping[str, type[PolicyConfig]] = importlib.import_module("sparse_rl.methods.config").CONFIGS
+        return configs
 
     @classmethod
     def chosen(cls, block: Mapping[str, Any]) -> type[PolicyConfig]:
@@ -90,7 +93,3 @@ class FullConfig(PolicyConfig):
     @property
     def schedule(self) -> Schedule:
         return NeverEvicts()
-
-
-CONFIGS: dict[str, type[PolicyConfig]] = {}
-"""The settings of each cache policy, by the name that recipes give it; the package fills it."""

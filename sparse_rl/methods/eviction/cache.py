@@ -1,0 +1,369 @@
+"""EvictingCache: physical KV caches that really shrink, for a batch of sequences of ragged lengths.
+
+It is a `kv_view` (sparse_rl/attention/interface.py): each layer's attention hands it the new queries, keys and values,
+and it stores, attends, lets the policy observe, and compacts. Row b's entries are the first lengths[b] slots of every
+buffer, per kv head; in order of position, unless the policy decides before a query attends. What a compaction drops
+after query q is recorded as evict_at = q + 1; what goes as query q arrives, as evict_at = q.
+
+It knows tensors and a policy; it knows neither models nor sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+
+from sparse_rl.attention.kernels.masked import masked_attention
+from sparse_rl.attention.kernels.sdpa import sdpa
+from sparse_rl.errors import StoppedError, UserError
+from sparse_rl.policies.base import Policy
+from sparse_rl.policies.entries import Arriving, Chunk, Entries
+from sparse_rl.trace import NEVER, EvictionTrace
+
+GROW = 128  # slots, or positions of the record, added at a time
+
+
+@dataclass
+class Layer:
+    """One layer's buffers; all but `evict_at` and `queries` have C slots.
+
+    keys, values [B, Hkv, C, D]; positions int64 [B, Hkv, C]; state name -> float32 [B, Hkv, C];
+    queries [B, Hq, W, D], query at position p in slot p % W; evict_at int32 [B, Hkv, S];
+    memory name -> [B, Hkv, ...], the policy's of each sequence.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+    queries: torch.Tensor | None
+    evict_at: torch.Tensor
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    memory: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def slotted(self) -> dict[str, torch.Tensor]:
+        """The buffers with slots, by name."""
+        return {"keys": self.keys, "values": self.values, "positions": self.positions, **self.state}
+
+    def replace(self, buffers: dict[str, torch.Tensor]) -> None:
+        """Put other buffers in the place of those of `slotted`, by the same names."""
+        self.keys, self.values, self.positions = buffers["keys"], buffers["values"], buffers["positions"]
+        self.state = {name: buffers[name] for name in self.state}
+
+
+class EvictingCache:
+    """The `Cache` of a policy that evicts."""
+
+    past = 0
+    piece: int | None = None
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.layers: dict[int, Layer] = {}
+        self.prompt_lengths: list[int] = []
+        self.seen: list[int] = []  # tokens seen per row
+        self.lengths: list[int] = []  # entries held per row and kv head
+        self._due: list[bool] = []  # rows that compact after this forward
+
+    # ---- the engine's side ----------------------------------------------------------------------------------------
+
+    def begin_prefill(self, prompt_lengths: Sequence[int], device: torch.device) -> None:
+        self.prompt_lengths = list(prompt_lengths)
+        self.seen = list(prompt_lengths)
+        self._plan(list(prompt_lengths), device)
+
+    def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
+        self.seen = [n + a for n, a in zip(self.seen, active, strict=True)]
+        before, schedule = self.lengths, self.policy.schedule
+        counts = list(zip(self.prompt_lengths, self.seen, strict=True))
+        attended = [schedule.attended(p, n) if a else b for (p, n), a, b in zip(counts, active, before, strict=True)]
+        self._plan(attended, device)
+        self._slots, self._active = torch.tensor(before, device=device), torch.tensor(active, device=device)
+        need = max(attended) if schedule.before_attending else max(before) + 1
+        if need > self.capacity:
+            soon = max(schedule.most_decoding(p, n + GROW) for p, n in counts)
+            self._grow(max(need, min(self.capacity + GROW, soon)))
+        self._due = [due and a for due, a in zip(self._due, active, strict=True)]
+        held = torch.arange(max(self._held), device=device) < self._held_tensor[:, None]
+        self._mask = None if bool(held.all()) else held[:, None, None]
+        self._extend_records()
+
+    def _extend_records(self) -> None:
+        record = max(self.seen)
+        for layer in self.layers.values():
+            if record > layer.evict_at.shape[-1]:
+                layer.evict_at = F.pad(layer.evict_at, (0, GROW), value=NEVER)
+
+    def _plan(self, held: list[int], device: torch.device) -> None:
+        """What this forward does to every layer alike: entries held while attending, and who compacts after."""
+        self._held = held
+        self._held_tensor = torch.tensor(held, device=device)
+        self._seen_tensor = torch.tensor(self.seen, device=device)
+        counts, schedule = list(zip(self.prompt_lengths, self.seen, strict=True)), self.policy.schedule
+        self._due = [schedule.due(p, n) for p, n in counts]
+        self.lengths = [schedule.held(p, n) for p, n in counts]
+
+    def select(self, rows: Sequence[int]) -> None:
+        index = torch.tensor(list(rows), device=next(iter(self.layers.values())).keys.device)
+        for layer in self.layers.values():
+            layer.replace({name: buffer[index] for name, buffer in layer.slotted().items()})
+            layer.evict_at = layer.evict_at[index]
+            layer.queries = None if layer.queries is None else layer.queries[index]
+            layer.memory = {name: value[index] for name, value in layer.memory.items()}
+        for name in ("prompt_lengths", "seen", "lengths"):
+            setattr(self, name, [getattr(self, name)[i] for i in rows])
+
+    def fork(self, rows: Sequence[int]) -> Self:
+        forked = type(self)(self.policy)
+        forked.layers = {index: replace(layer) for index, layer in self.layers.items()}
+        forked.prompt_lengths, forked.seen, forked.lengths = self.prompt_lengths, self.seen, self.lengths
+        forked.select(rows)
+        return forked
+
+    def queries(self, layer: int) -> torch.Tensor:
+        queries = self.layers[layer].queries
+        if queries is None:
+            raise UserError(f"{self.policy.name} scores by no queries, so none are kept")
+        return _oldest_first(queries, torch.tensor(self.seen, device=queries.device))
+
+    def trace(self, row: int, length: int) -> EvictionTrace:
+        return EvictionTrace.recorded(self.evict_at(row, length), self.further(row, length))
+
+    def evict_at(self, row: int, length: int) -> torch.Tensor:
+        """The record of one row: int32 [L, Hkv, length]."""
+        record = torch.stack([self.layers[i].evict_at[row] for i in sorted(self.layers)])
+        missing = length - record.shape[-1]
+        return F.pad(record, (0, missing), value=NEVER) if missing > 0 else record[..., :length]
+
+    def further(self, row: int, length: int) -> dict[str, torch.Tensor]:
+        """The sections that the record of one row has beside evict_at."""
+        return self.policy.further(self.prompt_lengths[row], length)
+
+    @property
+    def capacity(self) -> int:
+        """C, the slots of each kv head that are allocated."""
+        return next(iter(self.layers.values())).keys.shape[2]
+
+    def allocated_bytes(self) -> int:
+        kv = [t.untyped_storage() for layer in self.layers.values() for t in (layer.keys, layer.values)]
+        return sum(storage.nbytes() for storage in kv)
+
+    # ---- the attention's side ---------------------------------------------------------------------------------------
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """See `KVView.attend`."""
+        if layer not in self.layers:
+            return self._prefill(layer, query, key, value, scaling)
+        return self._decode(layer, query, key, value, scaling)
+
+    def _prefill(
+        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        batch, kv_heads, width, _ = key.shape
+        positions = torch.arange(width, device=key.device).repeat(batch, kv_heads, 1)
+        evict_at = torch.full((batch, kv_heads, width), NEVER, dtype=torch.int32, device=key.device)
+        state = {
+            name: torch.full((batch, kv_heads, width), start, dtype=torch.float32, device=key.device)
+            for name, start in self.policy.entry_memory.items()
+        }
+        memory: dict[str, torch.Tensor] = {}
+        masked = None
+        if self.policy.schedule.before_attending:
+            memory = self._empty_memory(key)
+            state |= self._take_in(index, key.to(value.dtype), value, memory)
+            masked = self.policy.masks(index, state, self._seen_tensor)
+        if masked is None:
+            out = sdpa(query, key, value, scaling, causal=width > 1)
+        else:
+            out = masked_attention(lambda: masked, query, key, value, scaling)
+            evict_at = masked
+        key, value = key.to(value.dtype, copy=True), value.clone()  # ours from here on: a compaction writes into them
+        layer = Layer(key, value, positions, self._last_queries(query), evict_at, state, memory)
+        if self.policy.every_query:
+            rows = torch.arange(width, device=key.device).expand(batch, width)
+            entries = self._entries(layer, slice(None), width, scaling, self.policy.observe_reads)
+            self.policy.observe(index, entries, query, rows)
+        due = [row for row, is_due in enumerate(self._due) if is_due]
+        if due:
+            self._compact(index, layer, due, max(self._held[row] for row in due), scaling)
+        # The prompt's buffers are let go: what is held from here on is what the policy kept.
+        capacity = max(self.lengths)
+        layer.replace({name: buffer[:, :, :capacity].clone() for name, buffer in layer.slotted().items()})
+        self.layers[index] = layer
+        return out
+
+    def _empty_memory(self, key: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The policy's memory of sequences that begin."""
+        empty = self.policy.sequence_memory(key.shape[1], key.shape[3])
+        return {name: value.to(key.device).repeat(len(key), *[1] * value.ndim) for name, value in empty.items()}
+
+    def _take_in(
+        self, index: int, key: torch.Tensor, value: torch.Tensor, memory: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Let the policy read whole prompts, and say what it remembers of their entries: name -> [B, Hkv, S]."""
+        delay = self.policy.delay
+        nothing = key.new_zeros(*key.shape[:2], delay, key.shape[3])
+        start = torch.zeros(len(key), dtype=torch.long, device=key.device)
+        found = self.policy.take_in(index, Chunk(key, value, nothing, nothing, start, self._seen_tensor, memory))
+        return {name: F.pad(one[..., delay:], (0, min(delay, key.shape[2]))) for name, one in found.items()}
+
+    def _last_queries(self, query: torch.Tensor) -> torch.Tensor | None:
+        """The last W queries of each prompt, position p in slot p % W: [B, Hq, W, D]."""
+        window = self.policy.last_queries
+        if not window:
+            return None
+        back = torch.arange(window, device=query.device)
+        last = self._held_tensor[:, None] - 1
+        positions = (last - (last - back) % window).clamp(min=0)  # the latest position in each slot; slots may be empty
+        index = positions[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
+        return query.gather(2, index)
+
+    def _decode(
+        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        layer = self.layers[index]
+        batch, kv_heads, _, dim = key.shape
+        rows = torch.arange(batch, device=key.device)
+        now = self._seen_tensor - 1
+        if self.policy.schedule.before_attending:
+            self._arrive(index, layer, key[:, :, 0].to(layer.keys.dtype), value[:, :, 0], scaling)
+        else:
+            layer.keys[rows, :, self._slots] = key[:, :, 0].to(layer.keys.dtype)
+            layer.values[rows, :, self._slots] = value[:, :, 0]
+            layer.positions[rows, :, self._slots] = now[:, None]
+            for name, start in self.policy.entry_memory.items():
+                layer.state[name][rows, :, self._slots] = start
+        if layer.queries is not None:
+            layer.queries[rows, :, now % layer.queries.shape[2]] = query[:, :, 0]
+
+        held, mask = self._slots_seen(layer)
+        if self.policy.bias is not None:
+            bias = layer.state[self.policy.bias][:, :, None, :held]
+            mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+        # The G query heads of a group attend as G "queries" to their kv head: nothing is repeated.
+        grouped = query.reshape(batch, kv_heads, -1, dim)
+        out = sdpa(grouped, layer.keys[:, :, :held], layer.values[:, :, :held], scaling, mask).reshape(query.shape)
+
+        if self.policy.every_query:
+            entries = self._entries(layer, slice(None), held, scaling, self.policy.observe_reads)
+            self.policy.observe(index, entries, query, now[:, None])
+        due = [row for row, is_due in enumerate(self._due) if is_due]
+        if due:
+            self._compact(index, layer, due, held, scaling)
+        return out
+
+    def _slots_seen(self, layer: Layer) -> tuple[int, torch.Tensor | None]:
+        """How many slots queries attend to, and which of them are held, bool [B, 1 or Hkv, 1, N]; None: all."""
+        return max(self._held), self._mask
+
+    def _arrive(self, index: int, layer: Layer, key: torch.Tensor, value: torch.Tensor, scaling: float) -> None:
+        """A token [B, Hkv, D] comes to each row, and takes the slot of the one that goes for it, if one does."""
+        held, now = min(int(self._slots.max()), self.capacity), self._seen_tensor - 1
+        entries = self._entries(layer, slice(None), held, scaling, ("keys", "values"), lengths=self._slots)
+        shape, device = key.shape[:2], key.device
+        state = {name: torch.full(shape, start, device=device) for name, start in self.policy.entry_memory.items()}
+        stays = self.policy.before_attending(index, entries, Arriving(key, value, state, layer.memory))
+        goes = entries.valid() & ~stays & self._active[:, None, None]
+        spare = (self._slots + self._active - self._held_tensor)[:, None]
+        if bool(goes.sum(-1).ne(spare).any()):
+            raise StoppedError(
+                f"{self.policy.name}: as a token came, {goes.sum(-1).tolist()} entries went from the kv heads of each "
+                f"sequence, and the schedule says {spare[:, 0].tolist()}"
+            )
+        at = torch.where(goes, now[:, None, None], NEVER).to(torch.int32)
+        # amin: free slots may name a position again, with NEVER
+        layer.evict_at.scatter_reduce_(-1, entries.positions, at, reduce="amin")
+        free = self._slots.clamp(max=self.capacity - 1)[:, None]
+        slot = torch.where(spare > 0, goes.int().argmax(-1), free)
+        self._write(layer, slot, key, value, state)
+
+    def _write(
+        self, layer: Layer, slot: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: dict[str, torch.Tensor]
+    ) -> None:
+        """Put the tokens that have come [B, Hkv, D], and their memory, into slots int64 [B, Hkv] of active rows."""
+        batch, heads = slot.shape
+        where = torch.arange(batch, device=slot.device)[:, None], torch.arange(heads, device=slot.device), slot
+        active, now = self._active[:, None], (self._seen_tensor - 1)[:, None].expand(slot.shape)
+        for buffer, new in (
+            (layer.keys, key),
+            (layer.values, value),
+            (layer.positions, now),
+            *((layer.state[name], new) for name, new in state.items()),
+        ):
+            frozen = buffer[where]
+            buffer[where] = torch.where(active if new.ndim == 2 else active[..., None], new, frozen)
+
+    def _entries(
+        self,
+        layer: Layer,
+        rows: slice | torch.Tensor,
+        held: int,
+        scaling: float,
+        reads: tuple[str, ...],
+        left: Sequence[int] = (),
+        lengths: torch.Tensor | None = None,
+    ) -> Entries:
+        """What these rows hold, as a policy that reads so much sees it; a slice gives views, an index tensor copies.
+
+        lengths : where it is not what the rows attend to
+        """
+        queries = None
+        if layer.queries is not None:
+            queries = _oldest_first(layer.queries[rows], self._seen_tensor[rows])
+        return Entries(
+            keys=layer.keys[rows, :, :held] if "keys" in reads else None,
+            values=layer.values[rows, :, :held] if "values" in reads else None,
+            positions=layer.positions[rows, :, :held],
+            lengths=(self._held_tensor if lengths is None else lengths)[rows],
+            seen=self._seen_tensor[rows],
+            queries=queries,
+            scaling=scaling,
+            state={name: buffer[rows, :, :held] for name, buffer in layer.state.items()},
+            left=left,
+        )
+
+    def _compact(self, index: int, layer: Layer, due: list[int], held: int, scaling: float) -> None:
+        """Let the policy choose for the rows that are due, record what it drops, and move the rest to the front."""
+        left = [self.lengths[row] for row in due]
+        everyone = len(due) == layer.keys.shape[0]
+        rows = slice(None) if everyone else torch.tensor(due, device=layer.keys.device)
+        entries = self._entries(layer, rows, held, scaling, self.policy.score_reads, left)
+        kept = self.policy.compact(index, entries)
+        kept.check_counts(entries, self.policy.name)
+        keep, count = kept.slots(max(left)), max(left)
+
+        dropped = entries.valid() & ~kept.keep
+        at = torch.where(dropped, entries.seen[:, None, None], NEVER).to(torch.int32)
+        # amin: padding slots may name a position again, with NEVER
+        record = layer.evict_at[rows].scatter_reduce(-1, entries.positions, at, reduce="amin")
+        layer.evict_at[rows] = record
+
+        wide = keep[..., None].expand(-1, -1, -1, layer.keys.shape[-1])
+        layer.keys[rows, :, :count] = layer.keys[rows, :, :held].gather(2, wide)
+        values = layer.values[rows, :, :held] if kept.values is None else kept.values
+        layer.values[rows, :, :count] = values.gather(2, wide)
+        layer.positions[rows, :, :count] = entries.positions.gather(2, keep)
+        for name, value in kept.state.items():
+            layer.state[name][rows, :, :count] = value.gather(2, keep)
+
+    def _grow(self, capacity: int) -> None:
+        for layer in self.layers.values():
+            extra = capacity - layer.keys.shape[2]
+            grown = {n: F.pad(b, (0, 0, 0, extra) if b.ndim == 4 else (0, extra)) for n, b in layer.slotted().items()}
+            layer.replace(grown)
+
+
+def _oldest_first(queries: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Queries [B, Hq, W, D] of rows that have seen int64 [B] tokens, in order of position instead of position % W."""
+    order = (seen[:, None] + torch.arange(queries.shape[2], device=seen.device)) % queries.shape[2]
+    return queries.gather(2, order[:, None, :, None].expand_as(queries))
+
+
+def at_slots(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """What stands in slots of keys or values x [B, Hkv, C, D]: [B, Hkv, N, D]. slots : int64 [B, Hkv, N]"""
+    return x.gather(2, slots[..., None].expand(*slots.shape, x.shape[-1]))

@@ -1,0 +1,183 @@
+"""What a policy is given, and what it returns: the entries of a cache, tokens that arrive, and what stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sparse_rl.errors import StoppedError
+
+
+def one_rank(value: torch.Tensor) -> torch.Tensor:
+    """The mean over the tensor-parallel ranks where there is one."""
+    return value
+
+
+@dataclass
+class Entries:
+    """What one layer's cache holds for R sequences, right-padded to N entries, in any order.
+
+    What lies in the padding is of no meaning: `valid` says what is real. Several layers may be stacked along R.
+
+    keys, values : [R, Hkv, N, D], keys after RoPE; None where `Policy.score_reads` (in `observe`, `observe_reads`) does
+        not name them
+    positions : int64 [R, Hkv, N], logical: the place of each entry's token in prompt and completion
+    lengths : int64 [R], entries held; those behind are padding
+    seen : int64 [R], tokens seen so far, so the last query stood at seen - 1
+    queries : [R, Hq, W, D], the last W queries after RoPE, oldest first (W = policy.last_queries); None where W is 0
+    scaling : the factor on q . k, usually D ** -0.5
+    state : name -> float32 [R, Hkv, N], the policy's memory per entry
+    left : in a compaction, how many entries of each row and kv head it leaves (ints: no one waits for a device)
+    mean_over_ranks : the mean of a tensor over the tensor-parallel ranks, each of which holds Hkv of the layer's heads
+    """
+
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+    positions: torch.Tensor
+    lengths: torch.Tensor
+    seen: torch.Tensor
+    queries: torch.Tensor | None
+    scaling: float
+    state: dict[str, torch.Tensor]
+    left: Sequence[int] = ()
+    mean_over_ranks: Callable[[torch.Tensor], torch.Tensor] = one_rank
+
+    def valid(self) -> torch.Tensor:
+        """Which slots hold an entry and are not padding: bool [R, 1, N]."""
+        slots = torch.arange(self.positions.shape[2], device=self.positions.device)
+        return (slots < self.lengths[:, None])[:, None]
+
+    def left_tensor(self) -> torch.Tensor:
+        """`left` as a tensor on the entries' device: int64 [R]."""
+        return torch.tensor(self.left).to(self.positions.device, non_blocking=True)
+
+    def by_position(self) -> torch.Tensor:
+        """The slots in order of their entries' positions, padding last: int64 [R, Hkv, N]."""
+        return self.positions.masked_fill(~self.valid(), torch.iinfo(torch.int64).max).argsort(-1)
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """The slots that hold these positions: int64 [R, Hkv]; 0 where a kv head holds its one no more.
+
+        positions : int64 [R], one of each row
+        """
+        return ((self.positions == positions[:, None, None]) & self.valid()).int().argmax(-1)
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """Key and value of one entry of each kv head, one behind the other, [k; v]: [R, Hkv, 2 D].
+
+        slots : int64 [R, Hkv]
+        """
+        assert self.keys is not None and self.values is not None
+        at = slots[..., None, None].expand(-1, -1, 1, self.keys.shape[-1])
+        return torch.cat([self.keys.gather(2, at), self.values.gather(2, at)], dim=-1)[:, :, 0]
+
+    def competing(self, sinks: int, window: int) -> torch.Tensor:
+        """Which entries may be dropped, as they are neither padding nor sinks nor in the window: bool [R, Hkv, N].
+
+        sinks : the first tokens that stay; window : the latest of the tokens seen that stay
+        """
+        older = self.positions < (self.seen - window)[:, None, None]
+        return self.valid() & (self.positions >= sinks) & older
+
+    def attention(self, queries: torch.Tensor, query_positions: torch.Tensor, seen_by_all: int = 0) -> torch.Tensor:
+        """The attention of queries over the entries held, softmax(`scaling` q K^T), causal: float32 [R, Hkv, G, T, N].
+
+        queries : [R, Hq, T, D], after RoPE
+        query_positions : int64 [R, T]
+        seen_by_all : so many first entries are real and no later than any query; they need no mask
+
+        Padding, and what is later than the query, gets 0.
+        """
+        assert self.keys is not None
+        rows, q_heads, count, dim = queries.shape
+        kv_heads = self.keys.shape[1]
+        grouped = queries.reshape(rows, kv_heads, -1, dim).float() * self.scaling  # G x T queries: no key is repeated
+        logits = (grouped @ self.keys.float().transpose(-1, -2)).view(rows, kv_heads, q_heads // kv_heads, count, -1)
+        rest = slice(seen_by_all, None)
+        seen = self.positions[:, :, None, rest] <= query_positions[:, None, :, None]  # [R, Hkv, T, N - seen_by_all]
+        hidden = ~(seen & self.valid()[:, :, None, rest]).unsqueeze(2)
+        logits[..., rest].masked_fill_(hidden, float("-inf"))
+        return logits.softmax(-1)
+
+    def window_attention(self, window: int) -> torch.Tensor:
+        """The attention of the last `window` queries over the entries held: float32 [R, Hkv, G, window, N]."""
+        assert self.queries is not None and self.queries.shape[2] >= window
+        asked = self.seen[:, None] + torch.arange(-window, 0, device=self.seen.device)
+        needs_mask = ~self.valid() | (self.positions >= asked[:, :1, None])  # the window's own entries and padding
+        seen_by_all = int(needs_mask.flatten(0, 1).any(0).int().argmax())  # the first of them
+        return self.attention(self.queries[:, :, -window:], asked, seen_by_all)
+
+
+@dataclass
+class Arriving:
+    """One token to each row, as its query arrives at position `Entries.seen` - 1; it is not among the entries yet.
+
+    keys, values : [R, Hkv, D], keys after RoPE
+    state : name -> float32 [R, Hkv], the policy's memory of these entries; it may write there
+    memory : name -> [R, Hkv, ...], its memory of these sequences, which it updates in place
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    state: dict[str, torch.Tensor]
+    memory: dict[str, torch.Tensor]
+
+
+@dataclass
+class Chunk:
+    """T tokens of R prompts, which are read in one or several such chunks.
+
+    keys, values : [R, Hkv, T, D], keys after RoPE
+    earlier_keys, earlier_values : [R, Hkv, `Policy.delay`, D], the tokens before them; of no meaning before position 0
+    start : int64 [R], the position of the first
+    lengths : int64 [R], the tokens of each row, the rest is padding; None: all T
+    memory : as in Arriving
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    earlier_keys: torch.Tensor
+    earlier_values: torch.Tensor
+    start: torch.Tensor
+    lengths: torch.Tensor | None
+    memory: dict[str, torch.Tensor]
+
+
+@dataclass
+class Kept:
+    """The outcome of a compaction: which entries stay, and what is remembered of them.
+
+    keep : bool [R, Hkv, N], true for what stays; `Entries.left` says how many should. A policy may leave another
+            count in each kv head; an engine that cannot hold such a cache says so (`check_counts`).
+    state : name -> float32 [R, Hkv, N], the policy's memory from here on
+    values : [R, Hkv, N, D], of what stays, from here on; None: as they were
+    """
+
+    keep: torch.Tensor
+    state: dict[str, torch.Tensor]
+    values: torch.Tensor | None = None
+
+    def counts(self) -> torch.Tensor:
+        """How many entries of each kv head stay: int64 [R, Hkv]."""
+        return self.keep.sum(-1)
+
+    def check_counts(self, entries: Entries, policy: str) -> None:
+        """For engines that hold `Entries.left` entries in every kv head of a row: raise StoppedError where they differ.
+
+        policy : its name, for the error
+        """
+        left = entries.left_tensor()[:, None]
+        if bool((counts := self.counts()).ne(left).any()):
+            row = int(counts.ne(left).any(1).nonzero()[0, 0])
+            raise StoppedError(
+                f"{policy}: a compaction left {counts[row].tolist()} entries in the kv heads of a sequence, and the "
+                f"schedule says {entries.left[row]}; this engine holds as many in every head as the schedule says"
+            )
+
+    def slots(self, most: int) -> torch.Tensor:
+        """The slots of what stays, ascending: int64 [R, Hkv, most]; behind them, where fewer than `most` stay, 0."""
+        rank = (self.keep.cumsum(-1) - 1).masked_fill_(~self.keep, most)  # what goes is written behind the others
+        slot = torch.arange(self.keep.shape[-1], device=rank.device).expand_as(rank)
+        return rank.new_zeros(*rank.shape[:2], most + 1).scatter_(-1, rank, slot)[..., :most]
