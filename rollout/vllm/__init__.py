@@ -8,8 +8,7 @@ beside.py     what a worker holds beside the cache, taken off the share of a GPU
 spec.py       scheduler side: how many blocks a sequence owns; what eviction frees goes back to the pool
 connector.py  from scheduler to workers: who begins, who ends, and who is due to compact
 state.py      worker side: positions and policy state beside the paged cache, and the compaction itself
-plan.py       what one forward does to every layer alike;  slabs.py  layers that lie in one allocation, as one
-fixed.py      memory that a CUDA graph reads, for what is new in each step
+plan.py       what one forward does to every layer alike;  slabs.py  the caches of all layers, as one
 arrivals.py   that of a learned policy, which decides before a layer attends: one token comes, and one goes, per kv head
 backend.py    the attention backend: physical lengths and slots in, queries out; on backend_cpu.py, backend_cuda.py
 exact.py      attention in float32 on a CPU, as the trainer computes it

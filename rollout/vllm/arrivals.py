@@ -18,12 +18,11 @@ from torch import nn
 
 from rollout.vllm.compat import paged
 from rollout.vllm.compat.arguments import CacheConfig
-from rollout.vllm.fixed import Fixed
 from rollout.vllm.messages import Begun
-from rollout.vllm.plan import Plan
+from rollout.vllm.plan import Fixed, Group, Plan
 from rollout.vllm.state import CacheState
 from sparse_rl.errors import UserError
-from sparse_rl.policies.base import Chunk, Entries
+from sparse_rl.policies.base import Chunk
 from sparse_rl.policies.kvpop import PRIORITY, KVpop
 from sparse_rl.scorers.base import Scorer
 from sparse_rl.scorers.registry import sketch_scorer
@@ -152,25 +151,25 @@ class ArrivalState(CacheState):
         lengths = plan.lengths.tolist() if many else []  # a prompt is held whole while it is read
         self.parts = [Part(r, int(starts_cpu[r]), int(counts[r]), lengths[r] - int(counts[r])) for r in many]
         alone = (counts == 1).nonzero()[:, 0]
-        self.singles = self._singles(plan, alone, seq_lens, starts) if len(alone) else None
+        self.singles = self._singles(plan, alone, starts) if len(alone) else None
         return plan
 
-    def _singles(self, plan: Plan, alone: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor) -> Singles:
-        every = len(alone) == len(seq_lens)
+    def _singles(self, plan: Plan, alone: torch.Tensor, starts: torch.Tensor) -> Singles:
+        every = len(alone) == len(plan.seen)
         rows: Any = slice(None) if every else alone.to(self.device)
         tokens: Any = slice(0, len(alone)) if every else starts[rows].long()
-        first, seen = plan.first[rows], seq_lens[rows].long()
+        first, seen = plan.first[rows], plan.seen[rows]
         prompt, schedule = self.prompt_length[first], self.policy.schedule
         held = schedule.held(prompt, seen - 1)
         full = (seen > prompt) & (held >= schedule.budget)
         blocks = self._blocks(plan.blocks[rows], self._most_held(held) + 1)
         layers, heads, count = len(self.caches), len(self.heads), len(alone)
-        entries = self._all_layers(blocks, held, seen)
+        entries = self._entries(self._in(range(layers), Group(blocks, held, seen)), reads=())
         slot, candidate, is_nan = self.policy.worst(entries, but=1 if self.policy.delay else 0)
-        self._fail(first, (is_nan & full.repeat(layers)[:, None]).view(layers, count, heads))
-        dropped = entries.positions.gather(-1, slot[..., None])[..., 0]
         goes = full.repeat(layers)[:, None]
-        block, place = self._at(blocks, torch.where(goes, slot, held.repeat(layers)[:, None]))
+        self._fail(first, (is_nan & goes).view(layers, count, heads))
+        dropped = entries.positions.gather(-1, slot[..., None])[..., 0]
+        block, place = self._at(blocks, torch.where(goes, slot, entries.lengths[:, None]))
         dropped = torch.where(goes, dropped, -1).view(layers, count, heads)
         singles = Singles(tokens, first, seen, full, block, place, dropped)
         if self.policy.delay:
@@ -189,18 +188,6 @@ class ArrivalState(CacheState):
         super().stay(plan, fixed)
         if self.singles is not None and not self.parts:
             fixed.copy_fields(self.singles, len(self.singles.first))
-
-    def _all_layers(self, blocks: torch.Tensor, held: torch.Tensor, seen: torch.Tensor) -> Entries:
-        """Positions and priorities of R requests in all layers, [L x R, Hkv, N]."""
-        layers, heads, count = len(self.caches), len(self.heads), len(held)
-
-        def whole(beside: torch.Tensor) -> torch.Tensor:  # [L, blocks, Hkv, size]
-            read = beside.index_select(1, blocks.flatten()).view(layers, count, -1, heads, self.block_size)
-            return read.transpose(2, 3).reshape(layers * count, heads, -1)
-
-        state = {PRIORITY: whole(self.state[PRIORITY])}
-        lengths, seen = held.repeat(layers), seen.repeat(layers)
-        return Entries(None, None, whole(self.positions).long(), lengths, seen, None, self.scaling, state)
 
     def _at(self, blocks: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(block, place in it) of slots [L x R, Hkv] of requests whose blocks are [R, n]: [L, R, Hkv] each."""
@@ -314,4 +301,4 @@ class ArrivalState(CacheState):
     def _fail(self, first: torch.Tensor, is_nan: torch.Tensor) -> None:
         """Requests, by first block, int64 [R], of which a priority is NaN, bool [L, R, Hkv]."""
         rows = self.row[first]
-        self.failed[rows] = self.failed[rows] | is_nan.any(0).any(-1)
+        self.failed[rows] = self.failed[rows] | is_nan.any((0, -1))

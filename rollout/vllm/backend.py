@@ -20,7 +20,7 @@ from rollout.vllm import folded
 from rollout.vllm.clean import CleanSpec
 from rollout.vllm.compat import arguments, paged, refusals
 from rollout.vllm.context_spec import ContextSpec
-from rollout.vllm.fixed import Fixed
+from rollout.vllm.plan import Fixed
 from rollout.vllm.spec import EvictingSpec
 from sparse_rl.policies.registry import fingerprint
 from sparse_rl.policies.schedule import NEVER
@@ -59,7 +59,7 @@ class EvictingBuilder:
             seen = seen.clamp(min=1)
         plan = state.make_plan(common.block_table_tensor, seen, *starts)
         state.stay(plan, self.fixed)
-        lengths = self.fixed.copy("lengths", plan.lengths, rows)
+        lengths = self.fixed.copy("lengths", plan.lengths.int(), rows)
         slots = self.slots[: len(common.slot_mapping)].copy_(common.slot_mapping)  # may be padded behind
         slots[: len(plan.slots)] = plan.slots
         longest = state.longest(common.max_seq_len, common.max_query_len)

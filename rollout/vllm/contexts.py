@@ -73,7 +73,7 @@ class ContextState(CacheState):
             for cache, new in zip(self.caches[layer], given, strict=True):
                 cache[where] = new.to(cache.dtype)
             self.state[BIAS][layer][where] = bias
-            if self.folded is not None:
+            if self.folded:
                 self.folded[layer][where] = bias.clamp(min=UNSEEN).to(self.folded[layer].dtype)
 
     def make_plan(
