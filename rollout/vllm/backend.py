@@ -17,12 +17,10 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rollout.vllm import folded
-from rollout.vllm.clean import CleanSpec
 from rollout.vllm.compat import arguments, paged, refusals
 from rollout.vllm.context_spec import ContextSpec
 from rollout.vllm.plan import Fixed
-from rollout.vllm.spec import EvictingSpec
-from sparse_rl.policies.registry import fingerprint
+from rollout.vllm.spec import CleanSpec, EvictingSpec
 from sparse_rl.policies.schedule import NEVER
 
 
@@ -143,5 +141,6 @@ def evicting_spec(spec: Any) -> Any:
         wide = folded.wide_head(spec.head_size, arguments.on_cpu())
         spec = replace(spec, head_size=wide, head_size_v=wide)
     if config.contexts is not None:
-        return ContextSpec.bounded(spec, config.most)
-    return EvictingSpec.bounded(spec, fingerprint(config.policy), config.max_prompt, EvictingImpl.longest)
+        return ContextSpec.of(spec, most=config.most)
+    schedule, longest = config.policy.schedule, EvictingImpl.longest
+    return EvictingSpec.of(spec, schedule=schedule, max_prompt=config.max_prompt, longest=longest)

@@ -6,7 +6,6 @@ keep to themselves, until the engine asks for it (record.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from vllm.config import VllmConfig
@@ -19,18 +18,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from rollout.vllm.arrivals import ArrivalState
 from rollout.vllm.compat import arguments, refusals
-from rollout.vllm.messages import Begun, Due, Step
+from rollout.vllm.messages import Begun, Due, Filled, Step
 from rollout.vllm.state import CacheState
 from sparse_rl.errors import UserError
-
-
-@dataclass
-class Running:
-    """A request that was admitted: its first block, the tokens prefilled densely, `seen` at its next compaction."""
-
-    block: int
-    prompt: int
-    due: int
 
 
 class EvictionConnector(KVConnectorBase_V1):
@@ -47,7 +37,7 @@ class EvictionConnector(KVConnectorBase_V1):
         refusals.refuse_cache(kv_cache_config)
         self.config, self.schedule = config, config.policy.schedule
         self.step = Step()
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, Begun] = {}
         self.admitted: set[str] = set()  # in the step that is being scheduled
         self.state: CacheState
 
@@ -96,11 +86,16 @@ class EvictionConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request was admitted; after a preemption, again, and all that it had sampled is prefilled densely."""
-        first, prompt = blocks.get_block_ids()[0][0], request.num_tokens
+        owned = blocks.get_block_ids()[0]
+        begun = Begun(request.request_id, owned[0], request.num_tokens, self.filled(request, owned))
         self._end(request.request_id)  # preempted in this very step
         self.admitted.add(request.request_id)
-        self.running[request.request_id] = Running(first, prompt, self.schedule.next_due(prompt, 0))
-        self.step.begun.append(Begun(request.request_id, first, prompt))
+        self.running[request.request_id] = begun
+        self.step.begun.append(begun)
+
+    def filled(self, request: Any, blocks: list[int]) -> Filled | None:
+        """What of the blocks of a request that was admitted is filled by somebody else; see contexts.py."""
+        return None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
         for request_id in scheduler_output.preempted_req_ids or ():
@@ -112,11 +107,10 @@ class EvictionConnector(KVConnectorBase_V1):
         before = {r.req_id: r.num_computed_tokens for r in new}
         before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, computed in before.items():
-            running, seen = self.running[request_id], computed + count[request_id]
-            if seen == running.due:
-                held, left = self.schedule.attended(running.prompt, seen), self.schedule.left(running.prompt, seen)
-                self.step.due.append(Due(request_id, running.block, seen, held, left))
-                running.due = self.schedule.next_due(running.prompt, seen)
+            begun, seen = self.running[request_id], computed + count[request_id]
+            if self.schedule.due(begun.prompt, seen):
+                held, left = self.schedule.attended(begun.prompt, seen), self.schedule.left(begun.prompt, seen)
+                self.step.due.append(Due(request_id, begun.block, seen, held, left))
         step, self.step = self.step, Step()
         return step
 

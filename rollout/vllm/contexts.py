@@ -108,7 +108,6 @@ class ContextConnector(EvictionConnector):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         behind = self._behind(request)
         if behind is None:
-            ASKED.pop(request.request_id, None)
             return 0, False
         ASKED[request.request_id] = behind
         return behind.tokens, False
@@ -126,16 +125,11 @@ class ContextConnector(EvictionConnector):
                 return replace(behind)
         return None
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
+    def filled(self, request: Any, blocks: list[int]) -> Filled | None:
         behind = ASKED.get(request.request_id)
         if behind is None:
-            return
+            return None
         size = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        taken = blocks.get_block_ids()[0][behind.shared : -(-behind.entries // size)]
-        filled = Filled(behind.name, behind.gone, behind.shared * size, taken)
-        self.step.begun[-1] = replace(self.step.begun[-1], filled=filled)
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        ASKED.pop(request.request_id, None)
-        return super().request_finished(request, block_ids)
+        return Filled(
+            behind.name, behind.gone, behind.shared * size, blocks[behind.shared : -(-behind.entries // size)]
+        )

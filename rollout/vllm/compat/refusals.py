@@ -147,12 +147,11 @@ def refuse_spec(spec: Any) -> None:
 
 
 def refuse_cache(kv_cache_config: Any, kv_caches: dict[str, torch.Tensor] | None = None) -> None:
-    """Raises UserError for a cache that is not that of EvictingSpec layers alone, or whose blocks a kernel splits."""
-    from rollout.vllm.context_spec import ContextSpec
-    from rollout.vllm.spec import EvictingSpec
+    """Raises UserError for a cache that is not that of BoundedSpec layers alone, or whose blocks a kernel splits."""
+    from rollout.vllm.spec import BoundedSpec
 
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    if len(specs) != 1 or not isinstance(specs[0], (EvictingSpec, ContextSpec)):
+    if len(specs) != 1 or not isinstance(specs[0], BoundedSpec):
         raise UserError("vLLM cannot evict: the attention backend is not ours; set --attention-backend CUSTOM")
     for cache in (kv_caches or {}).values():
         if (cache.shape[0], cache.shape[2]) != (kv_cache_config.num_blocks, specs[0].block_size):
