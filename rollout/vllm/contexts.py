@@ -66,7 +66,7 @@ class ContextState(CacheState):
         blocks = torch.tensor(filled.blocks, dtype=torch.long, device=self.device)  # none, where all are shared
         for layer, entries in enumerate(self.contexts[filled.name]):
             for cache in self.caches[layer]:
-                cache[blocks] = 0  # clean.py: the last one has room behind the entries
+                cache[blocks] = 0  # `CleanSpec`: the last one has room behind the entries
             *given, bias = (x[filled.start :].to(self.device) for x in entries)
             slots = torch.arange(len(bias), device=self.device)
             where = blocks[slots // self.block_size][:, None], self.heads, (slots % self.block_size)[:, None]

@@ -1,15 +1,12 @@
-"""What passes between vLLM's scheduler, its workers and our engine.
+"""What vLLM's scheduler tells its workers with every step: `Step`, as the metadata of vLLM's KV connector.
 
-scheduler -> worker, with every step: `Step`, as the metadata of vLLM's KV connector
-worker -> engine, once a run is over: `Result`, as the answer to `WorkerExtension.take_results`
-
-Nothing of ours goes back from a worker to the scheduler: it knows by counting what a compaction leaves.
+Nothing of ours goes back from a worker to the scheduler: it knows by counting what a compaction leaves. What a worker
+tells our engine, once a run is over, is `Result` (record.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypedDict
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
@@ -62,16 +59,3 @@ class Step(KVConnectorMetadata):
     ended: list[int] = field(default_factory=list)
     begun: list[Begun] = field(default_factory=list)
     due: list[Due] = field(default_factory=list)
-
-
-class Result(TypedDict):
-    """What one tensor-parallel rank has recorded of one request. Arrays travel as bytes: vLLM sends no others untyped.
-
-    preempted : the request lost its cache on the way, and what follows does not tell what it attended to
-    evict_at : int32 [L, Hkv of this rank, tokens]; None: nothing was dropped
-    logprobs : float32 [tokens sampled, 2], as sampled, and before top-k and top-p
-    """
-
-    preempted: bool
-    evict_at: bytes | None
-    logprobs: bytes

@@ -300,7 +300,9 @@ class Pool:
         assert record is not None and record.dropped.keys() == at.keys()
         for i, (dropped,) in record.dropped.items():
             assert (dropped.at == at[i].seen).all()
-            assert [[sorted(head) for head in layer] for layer in dropped.positions.tolist()] == at[i].dropped
+            assert [[sorted(head) for head in layer] for layer in dropped.positions.transpose(1, 2, 0).tolist()] == at[
+                i
+            ].dropped
         record.dropped.clear()
         self.compactions += len(due)
 
