@@ -302,12 +302,9 @@ def main(words: list[str]) -> int:
     """Serve, by vLLM's arguments: ours, "--", the user's. Returns the exit status."""
     from rollout.vllm.compat import server
 
-    def fail(message: str) -> NoReturn:
-        raise UserError(message)
-
     at = words.index("--")
     try:
-        server.run_server(words[:at], words[at + 1 :], fail)
+        server.run_server(words[:at], words[at + 1 :])
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except ValueError as error:

@@ -47,7 +47,10 @@ class CacheState:
         blocks, heads, self.block_size, dim = self.caches[0][0].shape
         self.device, self.scaling = self.caches[0][0].device, layer.impl.scale
         self.heads = torch.arange(heads, device=self.device)
-        rows, window = paged.max_running(vllm_config), self.policy.last_queries or int(self.policy.every_query)
+        rows, window = (
+            vllm_config.scheduler_config.max_num_seqs,
+            self.policy.last_queries or int(self.policy.every_query),
+        )
 
         self.arrangement = Arrangement.of([keys for keys, _ in self.caches])
         joined, apart = self.arrangement.joined, self.arrangement.apart
@@ -61,7 +64,7 @@ class CacheState:
         self.queries = None
         if window:
             size = (count, rows + 1, window, layer.num_heads, dim)  # the last row is nobody's
-            self.queries = torch.zeros(size, dtype=paged.model_dtype(vllm_config), device=self.device)
+            self.queries = torch.zeros(size, dtype=vllm_config.model_config.dtype, device=self.device)
             self.slab.queries = self.queries.flatten(0, 1)
         self.prompt_length = torch.full((blocks,), UNKNOWN, device=self.device)  # by first block
         self.row = torch.full((blocks,), rows, device=self.device)  # by first block

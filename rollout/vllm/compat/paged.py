@@ -65,16 +65,6 @@ def read_blocks(paged: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return runs.index_select(0, at.flatten()).view(rows, heads, dim, -1).transpose(-1, -2)
 
 
-def max_running(vllm_config: Any) -> int:
-    """The most sequences that vLLM runs at a time."""
-    return vllm_config.scheduler_config.max_num_seqs
-
-
-def model_dtype(vllm_config: Any) -> torch.dtype:
-    """What vLLM's model computes in."""
-    return vllm_config.model_config.dtype
-
-
 def stored_scorers(vllm_config: Any) -> dict[str, torch.Tensor]:
     """The scorers that the model's directory carries, by name."""
     from sparse_rl.models import directory
