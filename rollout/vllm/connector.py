@@ -61,14 +61,10 @@ class EvictionConnector(KVConnectorBase_V1):
             self.state.compact(self.step.due)
         self.step = Step()
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        pass
+    start_load_kv = wait_for_layer_load = save_kv_layer = _nothing  # no cache is transferred
 
     # ---- the scheduler's side -------------------------------------------------------------------------------------
 

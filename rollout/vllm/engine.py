@@ -28,6 +28,7 @@ from rollout.context.files import save_context
 from rollout.engine import Rollout, sampling_stage
 from rollout.requests import NotFiniteLogprobError, Request, requests_to_sample, requests_to_simulate, stop_tokens
 from rollout.vllm.beside import beside_cache
+from rollout.vllm.compat import arguments, plugin, refusals
 from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.handover import handed_over
 from sparse_rl.attention.families import cache_shape
@@ -103,10 +104,7 @@ class VLLMEngine:
     ) -> None:
         if max_batch < 1:
             raise UserError(f"max_batch must be >= 1, got {max_batch}")
-        from rollout.vllm.compat import arguments, plugin, refusals
-
         arguments.check_version(OTHERWISE)
-        refusals.refuse_policy(policy, OTHERWISE)
         arguments.prepare_environment()
         self.separate = multiprocess or tensor_parallel > 1
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.separate else "0"
@@ -114,11 +112,11 @@ class VLLMEngine:
 
         plugin.register()
         self.config = config = load_config(str(model))
-        refusals.refuse_family(config, OTHERWISE)
+        self.can_sleep = sleep_mode and not arguments.on_cpu()
+        refusals.refuse_engine(policy, config, self.can_sleep, OTHERWISE)
         stored_shapes(model)
         check_scorers(model, policy)
-        layers, kv_heads, head_dim = cache_shape(config)
-        refusals.refuse_head_size(head_dim, OTHERWISE)
+        layers, kv_heads, _ = cache_shape(config)
         if kv_heads % tensor_parallel:
             raise UserError(f"tensor_parallel {tensor_parallel} does not divide the model's {kv_heads} kv heads")
         if not self.separate and VLLMEngine.in_process is not None and VLLMEngine.in_process() is not None:
@@ -128,9 +126,6 @@ class VLLMEngine:
         self.held: Context | None = None  # by the workers
         self.turn = threading.Lock()
         self.shape = layers, kv_heads
-        sleeping = arguments.sleep_arguments(sleep_mode)
-        self.can_sleep = bool(sleeping)
-        refusals.refuse_expandable_segments(policy, self.can_sleep, OTHERWISE)
         self.generation_config = load_generation_config(model)
         behind: dict[str, Any] = {} if context_entries is None else {"contexts": (), "most": context_entries}
         ours = arguments.engine_arguments(
@@ -141,12 +136,12 @@ class VLLMEngine:
         beside = beside_cache(kept, config, itemsize=itemsize, max_batch=max_batch, tensor_parallel=tensor_parallel)
         options: dict[str, Any] = {
             "dtype": dtype,
+            "enable_sleep_mode": self.can_sleep,  # it takes the cache's memory; what stands beside the cache stays
             "max_model_len": max_model_len,
             "block_size": block_size or arguments.default_block_size(),
             "max_num_batched_tokens": max_num_batched_tokens,
             **arguments.memory_arguments(kv_cache_gb, gpu_memory_utilization, beside),
             **arguments.launch_arguments(self.separate),
-            **sleeping,
             **ours,
         }
         self.had_group = distributed.is_available() and distributed.is_initialized()
@@ -378,8 +373,6 @@ class VLLMEngine:
 
     def close(self) -> None:
         """Let the engine, its cache and its processes go."""
-        from rollout.vllm.compat import plugin
-
         if getattr(self, "llm", None) is None:
             return
         with self.turn, plugin.undisturbed(self.had_group):
