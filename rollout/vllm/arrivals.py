@@ -22,6 +22,7 @@ from rollout.vllm.messages import Begun
 from rollout.vllm.plan import Fixed, Group, Plan
 from rollout.vllm.state import CacheState
 from sparse_rl.errors import UserError
+from sparse_rl.models.directory import stored_scorers
 from sparse_rl.policies.base import Chunk
 from sparse_rl.policies.kvpop import PRIORITY, KVpop
 from sparse_rl.scorers.base import Scorer
@@ -91,9 +92,8 @@ class Scorers:
         own = self.by_name()
         if own.keys() != weights.keys():
             raise UserError(f"the engine has other scorers: {', '.join(sorted(own.keys() ^ weights.keys())[:3])}")
-        first = paged.rank() * self.heads
         for name, weight in own.items():
-            weight.copy_(weights[name][first : first + self.heads])
+            weight.copy_(weights[name][paged.own_heads(self.heads)])
         self.log_decay = torch.stack([scorer.log_decay() for scorer in self.of_layer]).to(self.device)
 
     def by_name(self) -> dict[str, torch.Tensor]:
@@ -110,7 +110,7 @@ class ArrivalState(CacheState):
         assert isinstance(policy, KVpop)
         layers, heads, dim = len(self.caches), len(self.heads), self.slab.keys.shape[-1]
         self.scorers = Scorers(policy, layers, heads, dim, self.device)
-        self.scorers.load(paged.stored_scorers(vllm_config))
+        self.scorers.load(stored_scorers(vllm_config.model_config.model))
         self.policy: KVpop = policy.with_scorers(self.scorers.of_layer)
         self.empty = {name: value.to(self.device) for name, value in policy.sequence_memory(heads, dim).items()}
         self.memory = {  # name -> [L, rows, Hkv, ...]
@@ -152,7 +152,7 @@ class ArrivalState(CacheState):
         prompt, schedule = self.prompt_length[first], self.policy.schedule
         held = schedule.held(prompt, seen - 1)
         full = (seen > prompt) & (held >= schedule.budget)
-        blocks = self._blocks(plan.blocks[rows], self._most_held(held) + 1)
+        blocks = plan.blocks[rows][:, : -(-(self._most_held(held) + 1) // self.block_size)]
         layers, heads, count = len(self.caches), len(self.heads), len(alone)
         entries = self._entries(self._in(range(layers), Group(blocks, held, seen)), reads=())
         slot, candidate, is_nan = self.policy.worst(entries, but=1 if self.policy.delay else 0)

@@ -151,21 +151,17 @@ class EvictingNames:
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        return evicting_spec(spec)
-
-
-def evicting_spec(spec: Any) -> Any:
-    """A layer's cache spec under the policy of the engine that is being built."""
-    config = EvictingImpl.config
-    if config is None:
-        return spec
-    if not config.physical:
-        return CleanSpec.of(spec) if type(spec) is FullAttentionSpec else spec
-    refusals.refuse_spec(spec)
-    if config.folds:
-        wide = folded.wide_head(spec.head_size, arguments.on_cpu())
-        spec = replace(spec, head_size=wide, head_size_v=wide)
-    if config.contexts is not None:
-        return ContextSpec.of(spec, most=config.most)
-    schedule, longest = config.policy.schedule, EvictingImpl.longest
-    return EvictingSpec.of(spec, schedule=schedule, max_prompt=config.max_prompt, longest=longest)
+        """A layer's cache spec under the policy of the engine that is being built."""
+        config = EvictingImpl.config
+        if config is None:
+            return spec
+        if not config.physical:
+            return CleanSpec.of(spec) if type(spec) is FullAttentionSpec else spec
+        refusals.refuse_spec(spec)
+        if config.folds:
+            wide = folded.wide_head(spec.head_size, arguments.on_cpu())
+            spec = replace(spec, head_size=wide, head_size_v=wide)
+        if config.contexts is not None:
+            return ContextSpec.of(spec, most=config.most)
+        schedule, longest = config.policy.schedule, EvictingImpl.longest
+        return EvictingSpec.of(spec, schedule=schedule, max_prompt=config.max_prompt, longest=longest)

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from rollout.vllm.arrivals import ArrivalState
 from rollout.vllm.compat import arguments, refusals
-from rollout.vllm.messages import Begun, Due, Filled, Step
+from rollout.vllm.messages import Begun, Behind, Due, Step
 from rollout.vllm.state import CacheState
 from sparse_rl.errors import UserError
 
@@ -83,14 +83,14 @@ class EvictionConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request was admitted; after a preemption, again, and all that it had sampled is prefilled densely."""
         owned = blocks.get_block_ids()[0]
-        begun = Begun(request.request_id, owned[0], request.num_tokens, self.filled(request, owned))
+        begun = Begun(request.request_id, owned[0], request.num_tokens, self.behind(request, owned))
         self._end(request.request_id)  # preempted in this very step
         self.admitted.add(request.request_id)
         self.running[request.request_id] = begun
         self.step.begun.append(begun)
 
-    def filled(self, request: Any, blocks: list[int]) -> Filled | None:
-        """What of the blocks of a request that was admitted is filled by somebody else; see contexts.py."""
+    def behind(self, request: Any, blocks: list[int]) -> Behind | None:
+        """The context that a request goes on from, which was given these blocks; see contexts.py."""
         return None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:

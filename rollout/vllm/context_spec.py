@@ -9,27 +9,8 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+from rollout.vllm.messages import Behind
 from rollout.vllm.spec import BoundedManager, BoundedSpec
-
-
-@dataclass
-class Behind:
-    """The context that a request goes on from.
-
-    tokens : of the context; entries : of each kv head that are left of them
-    shared : how many blocks were taken over from other requests; set when blocks are allocated
-    """
-
-    name: str
-    tokens: int
-    entries: int
-    shared: int = 0
-
-    @property
-    def gone(self) -> int:
-        """By how many slots fewer than its tokens the context takes: positions run ahead of slots by as many."""
-        return self.tokens - self.entries
-
 
 ASKED: dict[str, Behind] = {}  # by request, until its blocks go; in the scheduler's process, which has one engine
 

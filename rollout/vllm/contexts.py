@@ -25,8 +25,8 @@ from rollout.context.files import load_context
 from rollout.vllm.compat import paged
 from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.connector import EvictionConnector
-from rollout.vllm.context_spec import ASKED, Behind
-from rollout.vllm.messages import Begun, Filled
+from rollout.vllm.context_spec import ASKED
+from rollout.vllm.messages import Begun, Behind
 from rollout.vllm.plan import Plan
 from rollout.vllm.state import CacheState
 from sparse_rl.policies.am import BIAS
@@ -47,8 +47,7 @@ class ContextState(CacheState):
 
     def hold(self, name: str, context: Context) -> None:
         """Keep a context's entries of this rank's heads, in host memory, under a name; what had it before is let go."""
-        first = paged.rank() * len(self.heads)
-        mine = slice(first, first + len(self.heads))
+        mine = paged.own_heads(len(self.heads))
         self.contexts[name] = []
         for layer in context.layers:
             missing = context.entries - layer.keys.shape[2]  # all layers have the same blocks; nobody sees what pads
@@ -58,16 +57,17 @@ class ContextState(CacheState):
 
     def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
         for each in begun:
-            self.gone[each.block] = 0 if each.filled is None else each.filled.gone
-            if each.filled is not None:
-                self._fill(each.filled)
+            self.gone[each.block] = 0 if each.behind is None else each.behind.gone
+            if each.behind is not None:
+                self._fill(each.behind)
 
-    def _fill(self, filled: Filled) -> None:
-        blocks = torch.tensor(filled.blocks, dtype=torch.long, device=self.device)  # none, where all are shared
-        for layer, entries in enumerate(self.contexts[filled.name]):
+    def _fill(self, behind: Behind) -> None:
+        start = behind.shared * self.block_size
+        blocks = torch.tensor(behind.blocks, dtype=torch.long, device=self.device)  # none, where all are shared
+        for layer, entries in enumerate(self.contexts[behind.name]):
             for cache in self.caches[layer]:
                 cache[blocks] = 0  # `CleanSpec`: the last one has room behind the entries
-            *given, bias = (x[filled.start :].to(self.device) for x in entries)
+            *given, bias = (x[start:].to(self.device) for x in entries)
             slots = torch.arange(len(bias), device=self.device)
             where = blocks[slots // self.block_size][:, None], self.heads, (slots % self.block_size)[:, None]
             for cache, new in zip(self.caches[layer], given, strict=True):
@@ -125,11 +125,9 @@ class ContextConnector(EvictionConnector):
                 return replace(behind)
         return None
 
-    def filled(self, request: Any, blocks: list[int]) -> Filled | None:
+    def behind(self, request: Any, blocks: list[int]) -> Behind | None:
         behind = ASKED.get(request.request_id)
         if behind is None:
             return None
         size = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        return Filled(
-            behind.name, behind.gone, behind.shared * size, blocks[behind.shared : -(-behind.entries // size)]
-        )
+        return replace(behind, blocks=blocks[behind.shared : -(-behind.entries // size)])

@@ -161,7 +161,7 @@ class CacheState:
     def _watch(self, plan: Plan, starts: torch.Tensor, starts_cpu: torch.Tensor) -> None:
         """Plan to observe the requests that bring one token, and those that bring more; each group is padded alone."""
         counts = starts_cpu.diff()
-        if int(counts.max()) == 1:
+        if int(counts.max()) <= 1:
             plan.alone = self._group(plan.blocks, plan.lengths, plan.seen, self._most_held(plan.lengths))
             return
         alone, many = (which.nonzero()[:, 0].to(self.device, non_blocking=True) for which in (counts == 1, counts > 1))
@@ -191,7 +191,7 @@ class CacheState:
         self, blocks: torch.Tensor, lengths: torch.Tensor, seen: torch.Tensor, most: int, left: int = 0
     ) -> Group:
         """Requests with blocks int64 [R, max blocks], which hold int64 [R] entries, `most` at the most."""
-        blocks = self._blocks(blocks, most)
+        blocks = blocks[:, : -(-most // self.block_size)]
         start = torch.arange(0, blocks.shape[1] * self.block_size, self.block_size, device=self.device)
         return Group(blocks.masked_fill(start >= lengths[:, None], NOBODYS), lengths, seen, left)
 
@@ -329,9 +329,6 @@ class CacheState:
         return dropped
 
     # ---- paged access -----------------------------------------------------------------------------------------------
-
-    def _blocks(self, blocks: torch.Tensor, held: int) -> torch.Tensor:
-        return blocks[:, : -(-held // self.block_size)]
 
     def _remember(self, group: Group, state: dict[str, torch.Tensor]) -> None:
         """Write a policy's memory back, name -> [R, Hkv, N]."""
