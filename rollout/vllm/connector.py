@@ -38,7 +38,6 @@ class EvictionConnector(KVConnectorBase_V1):
         self.config, self.schedule = config, config.policy.schedule
         self.step = Step()
         self.running: dict[str, Begun] = {}
-        self.admitted: set[str] = set()  # in the step that is being scheduled
         self.state: CacheState
 
     # ---- the worker's side ----------------------------------------------------------------------------------------
@@ -85,7 +84,6 @@ class EvictionConnector(KVConnectorBase_V1):
         owned = blocks.get_block_ids()[0]
         begun = Begun(request.request_id, owned[0], request.num_tokens, self.behind(request, owned))
         self._end(request.request_id)  # preempted in this very step
-        self.admitted.add(request.request_id)
         self.running[request.request_id] = begun
         self.step.begun.append(begun)
 
@@ -94,10 +92,9 @@ class EvictionConnector(KVConnectorBase_V1):
         return None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
-        for request_id in scheduler_output.preempted_req_ids or ():
-            if request_id not in self.admitted:
-                self._end(request_id)
-        self.admitted.clear()
+        admitted = {begun.request_id for begun in self.step.begun}
+        for request_id in set(scheduler_output.preempted_req_ids or ()) - admitted:
+            self._end(request_id)
         count = scheduler_output.num_scheduled_tokens
         new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
         before = {r.req_id: r.num_computed_tokens for r in new}

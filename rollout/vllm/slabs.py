@@ -65,7 +65,3 @@ class Slab:
     state: dict[str, torch.Tensor]
     queries: torch.Tensor | None
     coordinate: torch.Tensor | None
-
-    def moved(self) -> list[torch.Tensor]:
-        """The tensors that a compaction moves with an entry."""
-        return [self.keys, self.values, self.positions, *self.state.values()]

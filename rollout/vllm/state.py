@@ -320,7 +320,7 @@ class CacheState:
         # Survivors behind the first `left` go where, before it, something was dropped: a head has equally many of them.
         behind = self._listed(group.blocks, kept.keep[..., left:], left)
         freed = self._listed(group.blocks, ~kept.keep[..., :left], 0)
-        for buffer in slab.moved():
+        for buffer in (slab.keys, slab.values, slab.positions, *slab.state.values()):
             buffer[freed] = buffer[behind]
         if slab.coordinate is not None:
             assert self.policy.bias is not None
