@@ -55,16 +55,21 @@ def sample(
         for i in range(0, len(logits), rows):
             u, f = (None if each is None else each[i : i + rows] for each in (uniform, forced))
             parts.append(sample(logits[i : i + rows], sampling, u, f))
-        tokens, logprobs, model_logprobs = map(torch.cat, zip(*parts, strict=True))
-        return tokens, logprobs, model_logprobs
+        return tuple(map(torch.cat, zip(*parts, strict=True)))  # type: ignore[return-value]
     scaled = sampling.temperature not in (0, 1)
     logprobs = (logits.float() / sampling.temperature if scaled else logits.float()).log_softmax(-1)
-    processed = logprobs
+    cut = uniform is not None and sampling.truncated_support
+    processed = truncate(logprobs, sampling.top_p, sampling.top_k) if cut else logprobs
+    return drawn(logprobs, processed, uniform, forced)
+
+
+def drawn(
+    logprobs: torch.Tensor, processed: torch.Tensor, uniform: torch.Tensor | None, forced: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `sample` returns, from the log-probs [B, V] before and after top-p and top-k."""
     if uniform is None:
         tokens = logprobs.argmax(-1)
     else:
-        if sampling.truncated_support:
-            processed = truncate(logprobs, sampling.top_p, sampling.top_k)
         cdf = processed.double().exp_().cumsum_(-1)
         target = (uniform * cdf[:, -1])[:, None]
         tokens = torch.searchsorted(cdf, target, right=True)[:, 0].clamp(max=cdf.shape[-1] - 1)

@@ -1,10 +1,14 @@
-"""The plain sampler: what `rollout.sampling.sample` must equal, bit for bit on a CPU. It sorts the whole vocabulary."""
+"""The plain sampler: what `rollout.sampling.sample` must equal, bit for bit on a CPU. It sorts the whole vocabulary.
+
+How a token is drawn from a distribution is the same function; what is compared is the way to that distribution.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from rollout.config import SamplingConfig
+from rollout.sampling import drawn
 
 
 def sample_reference(
@@ -15,19 +19,9 @@ def sample_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `rollout.sampling.sample` computes, of the same arguments, plainly."""
     logprobs = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1)
-    processed = logprobs
-    if uniform is None:
-        tokens = logprobs.argmax(-1)
-    else:
-        if sampling.truncated_support:
-            processed = truncate_reference(logprobs, sampling.top_p, sampling.top_k)
-        cdf = processed.double().exp().cumsum(-1)
-        target = (uniform * cdf[:, -1])[:, None]
-        tokens = torch.searchsorted(cdf, target, right=True)[:, 0].clamp(max=cdf.shape[-1] - 1)
-    if forced is not None:
-        tokens = torch.where(forced < 0, tokens, forced)
-    index = tokens[:, None]
-    return tokens, processed.gather(-1, index)[:, 0], logprobs.gather(-1, index)[:, 0]
+    cut = uniform is not None and sampling.truncated_support
+    processed = truncate_reference(logprobs, sampling.top_p, sampling.top_k) if cut else logprobs
+    return drawn(logprobs, processed, uniform, forced)
 
 
 def truncate_reference(logprobs: torch.Tensor, top_p: float, top_k: int | None) -> torch.Tensor:

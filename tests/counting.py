@@ -142,14 +142,14 @@ def state_of(
     monkeypatch.setattr(paged, "attention_layers", lambda config, given: dict.fromkeys(given, layer))
     monkeypatch.setattr(paged, "keys_are_transposed", lambda: False)
     monkeypatch.setattr(paged, "mean_over_ranks", lambda value: value)
-    monkeypatch.setattr(paged, "rank", lambda: 0)
+    monkeypatch.setattr(paged, "own_heads", slice)
     kind = CacheState
     if isinstance(policy, KVpop):
         kind, weights = ArrivalState, dict(sketch_scorer(policy.config.scorer, heads=HEADS, dim=dim).named_parameters())
         stored = {f"{i}.{name}": torch.randn(w.shape) for i in range(layers) for name, w in weights.items()}
-        monkeypatch.setattr(paged, "stored_scorers", lambda config: stored)
+        monkeypatch.setattr("rollout.vllm.arrivals.stored_scorers", lambda model: stored)
     config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=requests), model_config=SimpleNamespace(dtype=dtype)
+        scheduler_config=SimpleNamespace(max_num_seqs=requests), model_config=SimpleNamespace(dtype=dtype, model="")
     )
     state = kind(config, CacheConfig(policy, None, True), dict(zip(names, whole, strict=True)))
     table = torch.arange(1, blocks, dtype=torch.int32).view(requests, each)

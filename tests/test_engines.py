@@ -14,7 +14,7 @@ import pytest
 from rollout import ENGINES, RolloutConfig, choice, default_engine, make_engine
 from rollout.choice import CPU_HEAD_SIZES, choose_engine
 from rollout.config import ALONE
-from rollout.vllm.compat.refusals import refuse_family
+from rollout.vllm.compat.refusals import refuse_engine
 from rollout.vllm.engine import VLLMEngine
 from sparse_rl.attention.families import FAMILIES
 from sparse_rl.commands.checks import check_training
@@ -23,6 +23,7 @@ from sparse_rl.commands.sampling import choose_recipe_engine, engine_arguments, 
 from sparse_rl.data.running_sum import build_model, save_untrained
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import PolicyConfig
+from sparse_rl.policies import make_policy
 from sparse_rl.recipe import EvalRecipe, GRPORecipe, make_recipe
 
 SYNTHETIC = {"synthetic": {"task": "running_sum", "size": 64}}
@@ -136,7 +137,7 @@ def test_a_family_that_only_hf_holds_is_left_to_it(machine: Callable, monkeypatc
         choose_engine(RolloutConfig(engine="vllm"), config(32), (), False)
     assert str(caught.value) == f"rollout.engine: {why}; use the engine hf"
     with pytest.raises(UserError, match=f"^model: {why}; use"):
-        refuse_family(config(32), "; use the engine hf")
+        refuse_engine(make_policy("full"), config(32), otherwise="; use the engine hf")
 
 
 def test_a_live_module_is_sampled_from_by_hf(machine: Callable) -> None:

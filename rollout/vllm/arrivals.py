@@ -18,22 +18,22 @@ from torch import nn
 
 from rollout.vllm.compat import paged
 from rollout.vllm.compat.arguments import CacheConfig
-from rollout.vllm.fixed import Fixed
 from rollout.vllm.messages import Begun
-from rollout.vllm.plan import Plan
+from rollout.vllm.plan import Fixed, Group, Plan
 from rollout.vllm.state import CacheState
 from sparse_rl.errors import UserError
 from sparse_rl.methods.kvpop.policy import PRIORITY, KVpop
 from sparse_rl.methods.kvpop.scorers.base import Scorer
 from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
-from sparse_rl.policies.entries import Chunk, Entries
+from sparse_rl.models.directory import stored_scorers
+from sparse_rl.policies.entries import Chunk
 
 
 @dataclass
 class Singles:
     """R requests that bring one token each.
 
-    tokens : of the batch, a slice or int64 [R]; first, seen int64 [R]; full bool [R]: a token takes another's slot
+    tokens : of the batch, a slice or int64 [R]; first, seen int64 [R]
     block, place : int64 [L, R, Hkv], where it goes; dropped : int64 [L, R, Hkv], the position that goes, -1: none
     came : the new keys and values [L, R, Hkv, 2 D], where they are scored as they come
     leaving : where scores are delayed, of what leaves the window
@@ -42,7 +42,6 @@ class Singles:
     tokens: Any
     first: torch.Tensor
     seen: torch.Tensor
-    full: torch.Tensor
     block: torch.Tensor
     place: torch.Tensor
     dropped: torch.Tensor
@@ -70,16 +69,6 @@ class Leaving:
     rows: torch.Tensor | None = None
 
 
-@dataclass
-class Part:
-    """A part of one request's prompt: `count` tokens, from `start` of the batch on; `before` are in the cache."""
-
-    request: int
-    start: int
-    count: int
-    before: int
-
-
 class Scorers:
     """Those of all layers and of this rank's kv heads: by layer, and as one of L x Hkv heads, in the same memory."""
 
@@ -103,9 +92,8 @@ class Scorers:
         own = self.by_name()
         if own.keys() != weights.keys():
             raise UserError(f"the engine has other scorers: {', '.join(sorted(own.keys() ^ weights.keys())[:3])}")
-        first = paged.rank() * self.heads
         for name, weight in own.items():
-            weight.copy_(weights[name][first : first + self.heads])
+            weight.copy_(weights[name][paged.own_heads(self.heads)])
         self.log_decay = torch.stack([scorer.log_decay() for scorer in self.of_layer]).to(self.device)
 
     def by_name(self) -> dict[str, torch.Tensor]:
@@ -120,17 +108,18 @@ class ArrivalState(CacheState):
         super().__init__(vllm_config, config, kv_caches)
         policy = config.policy
         assert isinstance(policy, KVpop)
-        layers, heads, dim = len(self.caches), len(self.heads), self.caches[0][0].shape[-1]
+        layers, heads, dim = len(self.caches), len(self.heads), self.slab.keys.shape[-1]
         self.scorers = Scorers(policy, layers, heads, dim, self.device)
-        self.scorers.load(paged.stored_scorers(vllm_config))
+        self.scorers.load(stored_scorers(vllm_config.model_config.model))
         self.policy: KVpop = policy.with_scorers(self.scorers.of_layer)
         self.empty = {name: value.to(self.device) for name, value in policy.sequence_memory(heads, dim).items()}
-        rows = paged.max_running(vllm_config)
         self.memory = {  # name -> [L, rows, Hkv, ...]
-            name: value.repeat(layers, rows + 1, *[1] * value.ndim) for name, value in self.empty.items()
+            name: value.repeat(layers, len(self.failed), *[1] * value.ndim) for name, value in self.empty.items()
         }
         self.singles: Singles | None = None
-        self.parts: list[Part] = []
+        self.parts: list[
+            tuple[int, slice, int]
+        ] = []  # of prompts: request, its tokens in the batch, so many are cached
 
     def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
         super().begin(ended, begun)
@@ -150,57 +139,45 @@ class ArrivalState(CacheState):
         counts = starts_cpu.diff()
         many = (counts > 1).nonzero()[:, 0].tolist()
         lengths = plan.lengths.tolist() if many else []  # a prompt is held whole while it is read
-        self.parts = [Part(r, int(starts_cpu[r]), int(counts[r]), lengths[r] - int(counts[r])) for r in many]
+        self.parts = [(r, slice(int(starts_cpu[r]), int(starts_cpu[r + 1])), lengths[r] - int(counts[r])) for r in many]
         alone = (counts == 1).nonzero()[:, 0]
-        self.singles = self._singles(plan, alone, seq_lens, starts) if len(alone) else None
+        self.singles = self._singles(plan, alone, starts) if len(alone) else None
         return plan
 
-    def _singles(self, plan: Plan, alone: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor) -> Singles:
-        every = len(alone) == len(seq_lens)
+    def _singles(self, plan: Plan, alone: torch.Tensor, starts: torch.Tensor) -> Singles:
+        every = len(alone) == len(plan.seen)
         rows: Any = slice(None) if every else alone.to(self.device)
         tokens: Any = slice(0, len(alone)) if every else starts[rows].long()
-        first, seen = plan.first[rows], seq_lens[rows].long()
+        first, seen = plan.first[rows], plan.seen[rows]
         prompt, schedule = self.prompt_length[first], self.policy.schedule
         held = schedule.held(prompt, seen - 1)
         full = (seen > prompt) & (held >= schedule.budget)
-        blocks = self._blocks(plan.blocks[rows], self._most_held(held) + 1)
+        blocks = plan.blocks[rows][:, : -(-(self._most_held(held) + 1) // self.block_size)]
         layers, heads, count = len(self.caches), len(self.heads), len(alone)
-        entries = self._all_layers(blocks, held, seen)
+        entries = self._entries(self._in(range(layers), Group(blocks, held, seen)), reads=())
         slot, candidate, is_nan = self.policy.worst(entries, but=1 if self.policy.delay else 0)
-        self._fail(first, (is_nan & full.repeat(layers)[:, None]).view(layers, count, heads))
-        dropped = entries.positions.gather(-1, slot[..., None])[..., 0]
         goes = full.repeat(layers)[:, None]
-        block, place = self._at(blocks, torch.where(goes, slot, held.repeat(layers)[:, None]))
+        self._fail(first, (is_nan & goes).view(layers, count, heads))
+        dropped = entries.positions.gather(-1, slot[..., None])[..., 0]
+        block, place = self._at(blocks, torch.where(goes, slot, entries.lengths[:, None]))
         dropped = torch.where(goes, dropped, -1).view(layers, count, heads)
-        singles = Singles(tokens, first, seen, full, block, place, dropped)
-        if self.policy.delay:
-            positions = seen - 1 - self.policy.delay
-            competes = (positions >= self.policy.config.sinks) & full
-            candidate = candidate.view(layers, count, heads).masked_fill(~competes[:, None], torch.nan)
-            aged = self.policy.aged(self.scorers.log_decay[:, None], positions.clamp(min=0)[:, None])
-            left = self._at(blocks, entries.at(positions.repeat(layers)))
-            singles.leaving = Leaving(positions, *left, competes, candidate, aged, torch.empty_like(candidate))
-        else:
-            keys = self.caches[0][0]
+        singles = Singles(tokens, first, seen, block, place, dropped)
+        if not self.policy.delay:
+            keys = self.slab.keys
             singles.came = keys.new_empty(layers, count, heads, 2 * keys.shape[-1])
+            return singles
+        positions = seen - 1 - self.policy.delay
+        competes = (positions >= self.policy.config.sinks) & full
+        candidate = candidate.view(layers, count, heads).masked_fill(~competes[:, None], torch.nan)
+        aged = self.policy.aged(self.scorers.log_decay[:, None], positions.clamp(min=0)[:, None])
+        left = self._at(blocks, entries.at(positions.repeat(layers)))
+        singles.leaving = Leaving(positions, *left, competes, candidate, aged, torch.empty_like(candidate))
         return singles
 
     def stay(self, plan: Plan, fixed: Fixed) -> None:
         super().stay(plan, fixed)
         if self.singles is not None and not self.parts:
             fixed.copy_fields(self.singles, len(self.singles.first))
-
-    def _all_layers(self, blocks: torch.Tensor, held: torch.Tensor, seen: torch.Tensor) -> Entries:
-        """Positions and priorities of R requests in all layers, [L x R, Hkv, N]."""
-        layers, heads, count = len(self.caches), len(self.heads), len(held)
-
-        def whole(beside: torch.Tensor) -> torch.Tensor:  # [L, blocks, Hkv, size]
-            read = beside.index_select(1, blocks.flatten()).view(layers, count, -1, heads, self.block_size)
-            return read.transpose(2, 3).reshape(layers * count, heads, -1)
-
-        state = {PRIORITY: whole(self.state[PRIORITY])}
-        lengths, seen = held.repeat(layers), seen.repeat(layers)
-        return Entries(None, None, whole(self.positions).long(), lengths, seen, None, self.scaling, state)
 
     def _at(self, blocks: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(block, place in it) of slots [L x R, Hkv] of requests whose blocks are [R, n]: [L, R, Hkv] each."""
@@ -222,9 +199,8 @@ class ArrivalState(CacheState):
             where = singles.block[layer], self.heads, singles.place[layer]
             for cache, one in zip(self.caches[layer], new, strict=True):
                 cache[where] = one
-        for part in self.parts:
-            tokens = slice(part.start, part.start + part.count)
-            self._take_in(layer, part, key[tokens], value[tokens])
+        for request, tokens, before in self.parts:
+            self._take_in(layer, request, before, key[tokens], value[tokens])
         return True
 
     def _decide(self, layer: int, singles: Singles, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -245,24 +221,24 @@ class ArrivalState(CacheState):
         for at, left in ((singles.block[layer], block), (singles.place[layer], place)):
             torch.where(goes, left, at, out=at)
 
-    def _take_in(self, layer: int, part: Part, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _take_in(self, layer: int, request: int, before: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """A chunk of a prompt [T, Hkv, D], which is held whole, in order of position, until its end."""
         plan, delay = self.plan, self.policy.delay
         assert plan is not None
-        blocks, row = plan.blocks[part.request], self.row[plan.first[part.request]]
+        blocks, row = plan.blocks[request], self.row[plan.first[request]]
         memory = {name: m[layer, row][None] for name, m in self.memory.items()}
 
         def where(positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return blocks[positions // self.block_size][:, None], self.heads, (positions % self.block_size)[:, None]
 
-        back = where(torch.arange(part.before - delay, part.before, device=self.device).clamp(min=0))
-        new_keys, new_values = (one.transpose(0, 1)[None] for one in (key, value))
-        keys, values = (cache[back].transpose(0, 1)[None] for cache in self.caches[layer])
-        start = torch.tensor([part.before], device=self.device)
-        found = self.policy.take_in(layer, Chunk(new_keys, new_values, keys, values, start, None, memory))
-        for name, value_ in memory.items():
-            self.memory[name][layer, row] = value_[0]
-        positions = torch.arange(part.before, part.before + part.count, device=self.device)
+        back = where(torch.arange(before - delay, before, device=self.device).clamp(min=0))
+        earlier = (cache[back] for cache in self.caches[layer])
+        k, v, earlier_k, earlier_v = (one.transpose(0, 1)[None] for one in (key, value, *earlier))
+        start = torch.tensor([before], device=self.device)
+        found = self.policy.take_in(layer, Chunk(k, v, earlier_k, earlier_v, start, None, memory))
+        for name, after in memory.items():
+            self.memory[name][layer, row] = after[0]
+        positions = torch.arange(before, before + len(key), device=self.device)
         now = where(positions)
         for cache, one in zip(self.caches[layer], (key, value), strict=True):
             cache[now] = one
@@ -314,4 +290,4 @@ class ArrivalState(CacheState):
     def _fail(self, first: torch.Tensor, is_nan: torch.Tensor) -> None:
         """Requests, by first block, int64 [R], of which a priority is NaN, bool [L, R, Hkv]."""
         rows = self.row[first]
-        self.failed[rows] = self.failed[rows] | is_nan.any(0).any(-1)
+        self.failed[rows] = self.failed[rows] | is_nan.any((0, -1))

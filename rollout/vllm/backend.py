@@ -1,14 +1,14 @@
 """What eviction changes in an attention backend: physical lengths and slots go in, the queries come out.
 
-`EvictingBuilder` and `EvictingImpl` are mixed into the two parts of a stock backend: in backend_cpu.py, and in
-backend_cuda.py for FlashAttention and Triton. RoPE positions stay logical. Without a policy all of it is the stock
-backend.
+`EvictingBuilder` and `EvictingImpl` are mixed into the two parts of a stock backend, `EvictingNames` into the backend:
+in backend_cpu.py, and in backend_cuda.py for FlashAttention and Triton. RoPE positions stay logical. In float32 on a
+CPU attention is computed as the trainer does (exact.py), where asked to. Without a policy the rest is stock.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -17,12 +17,11 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rollout.vllm import folded
-from rollout.vllm.clean import CleanSpec
 from rollout.vllm.compat import arguments, paged, refusals
 from rollout.vllm.context_spec import ContextSpec
-from rollout.vllm.fixed import Fixed
-from rollout.vllm.spec import EvictingSpec
-from sparse_rl.policies.registry import fingerprint
+from rollout.vllm.exact import attend
+from rollout.vllm.plan import Fixed
+from rollout.vllm.spec import CleanSpec, EvictingSpec
 from sparse_rl.policies.schedule import NEVER
 
 
@@ -59,7 +58,7 @@ class EvictingBuilder:
             seen = seen.clamp(min=1)
         plan = state.make_plan(common.block_table_tensor, seen, *starts)
         state.stay(plan, self.fixed)
-        lengths = self.fixed.copy("lengths", plan.lengths, rows)
+        lengths = self.fixed.copy("lengths", plan.lengths.int(), rows)
         slots = self.slots[: len(common.slot_mapping)].copy_(common.slot_mapping)  # may be padded behind
         slots[: len(plan.slots)] = plan.slots
         longest = state.longest(common.max_seq_len, common.max_query_len)
@@ -115,33 +114,54 @@ class EvictingImpl:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        heads = [query, key, value]
-        out = output
-        if self.wide and attn_metadata is not None:
-            bias = 1 / self.scale  # type: ignore[attr-defined]
-            heads = [folded.widened(one, self.wide, c) for one, c in zip(heads, (bias, 0.0, 0.0), strict=True)]
-            out = torch.zeros_like(heads[0])
-        out = super().forward(layer, *heads, kv_cache, attn_metadata, out, *args, **kwargs)  # type: ignore[misc]
-        if self.wide and attn_metadata is not None:
+        m, config, state, stock = attn_metadata, EvictingImpl.config, paged.live_state(), super().forward  # type: ignore[misc]
+        if m is None:
+            return stock(layer, query, key, value, kv_cache, m, output, *args, **kwargs)
+        scale: float = self.scale  # type: ignore[attr-defined]
+        if config is not None and config.exact:
+            keys, values = paged.key_value_views(kv_cache, transposed=True)
+            q, out = (x[: m.num_actual_tokens] for x in (query, output.view(query.shape)))
+            bias = None if state is None else state.bias(layer.layer_name)
+            attend(q, keys, values, m.block_table, m.seq_lens, m.query_start_loc, scale, out, bias)
+        elif self.wide:
+            coordinates = zip((query, key, value), (1 / scale, 0.0, 0.0), strict=True)
+            heads = [folded.widened(one, self.wide, coordinate) for one, coordinate in coordinates]
+            out = stock(layer, *heads, kv_cache, m, torch.zeros_like(heads[0]), *args, **kwargs)
             output.view(query.shape).copy_(out.view(heads[0].shape)[..., : query.shape[-1]])
-            out = output
-        state = paged.live_state()
-        if state is not None and attn_metadata is not None:
+        else:
+            output = stock(layer, query, key, value, kv_cache, m, output, *args, **kwargs)
+        if state is not None:
             state.after_layer(layer.layer_name, query)
-        return out
+        return output
 
 
-def evicting_spec(spec: Any) -> Any:
-    """A layer's cache spec under the policy of the engine that is being built."""
-    config = EvictingImpl.config
-    if config is None:
-        return spec
-    if not config.physical:
-        return CleanSpec.of(spec) if type(spec) is FullAttentionSpec else spec
-    refusals.refuse_spec(spec)
-    if config.folds:
-        wide = folded.wide_head(spec.head_size, arguments.on_cpu())
-        spec = replace(spec, head_size=wide, head_size_v=wide)
-    if config.contexts is not None:
-        return ContextSpec.bounded(spec, config.most)
-    return EvictingSpec.bounded(spec, fingerprint(config.policy), config.max_prompt, EvictingImpl.longest)
+class EvictingNames:
+    """Mixed into a backend: it names a builder and an implementation of ours, and gives layers their specification."""
+
+    builder: ClassVar[type]
+    impl: ClassVar[type]
+
+    @classmethod
+    def get_builder_cls(cls) -> type:
+        return cls.builder
+
+    @classmethod
+    def get_impl_cls(cls) -> type:
+        return cls.impl
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """A layer's cache spec under the policy of the engine that is being built."""
+        config = EvictingImpl.config
+        if config is None:
+            return spec
+        if not config.physical:
+            return CleanSpec.of(spec) if type(spec) is FullAttentionSpec else spec
+        refusals.refuse_spec(spec)
+        if config.folds:
+            wide = folded.wide_head(spec.head_size, arguments.on_cpu())
+            spec = replace(spec, head_size=wide, head_size_v=wide)
+        if config.contexts is not None:
+            return ContextSpec.of(spec, most=config.most)
+        schedule, longest = config.policy.schedule, EvictingImpl.longest
+        return EvictingSpec.of(spec, schedule=schedule, max_prompt=config.max_prompt, longest=longest)

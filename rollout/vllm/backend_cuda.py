@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from rollout.vllm.backend import EvictingBuilder, EvictingImpl, evicting_spec
+from rollout.vllm.backend import EvictingBuilder, EvictingImpl, EvictingNames
 
 
 class EvictingFlashBuilder(EvictingBuilder, FlashAttentionMetadataBuilder):
@@ -32,20 +32,10 @@ class EvictingFlashImpl(EvictingImpl, FlashAttentionImpl):
     """FlashAttention over what is held."""
 
 
-class EvictingFlashBackend(FlashAttentionBackend):
+class EvictingFlashBackend(EvictingNames, FlashAttentionBackend):
     """FlashAttention, with our builder, implementation and cache specification."""
 
-    @staticmethod
-    def get_impl_cls() -> type[EvictingFlashImpl]:
-        return EvictingFlashImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[EvictingFlashBuilder]:
-        return EvictingFlashBuilder
-
-    @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        return evicting_spec(spec)
+    builder, impl = EvictingFlashBuilder, EvictingFlashImpl
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -60,20 +50,10 @@ class EvictingTritonImpl(EvictingImpl, TritonAttentionImpl):
     """The Triton kernels of vLLM, over what is held."""
 
 
-class EvictingTritonBackend(TritonAttentionBackend):
+class EvictingTritonBackend(EvictingNames, TritonAttentionBackend):
     """The Triton kernels of vLLM, with our builder, implementation and cache specification."""
 
-    @staticmethod
-    def get_impl_cls() -> type[EvictingTritonImpl]:
-        return EvictingTritonImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[EvictingTritonBuilder]:
-        return EvictingTritonBuilder
-
-    @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        return evicting_spec(spec)
+    builder, impl = EvictingTritonBuilder, EvictingTritonImpl
 
 
 class EvictingBackend(AttentionBackend):

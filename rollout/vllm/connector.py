@@ -6,7 +6,6 @@ keep to themselves, until the engine asks for it (record.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from vllm.config import VllmConfig
@@ -19,18 +18,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from rollout.vllm.arrivals import ArrivalState
 from rollout.vllm.compat import arguments, refusals
-from rollout.vllm.messages import Begun, Due, Step
+from rollout.vllm.messages import Begun, Behind, Due, Step
 from rollout.vllm.state import CacheState
 from sparse_rl.errors import UserError
-
-
-@dataclass
-class Running:
-    """A request that was admitted: its first block, the tokens prefilled densely, `seen` at its next compaction."""
-
-    block: int
-    prompt: int
-    due: int
 
 
 class EvictionConnector(KVConnectorBase_V1):
@@ -47,8 +37,7 @@ class EvictionConnector(KVConnectorBase_V1):
         refusals.refuse_cache(kv_cache_config)
         self.config, self.schedule = config, config.policy.schedule
         self.step = Step()
-        self.running: dict[str, Running] = {}
-        self.admitted: set[str] = set()  # in the step that is being scheduled
+        self.running: dict[str, Begun] = {}
         self.state: CacheState
 
     # ---- the worker's side ----------------------------------------------------------------------------------------
@@ -71,14 +60,10 @@ class EvictionConnector(KVConnectorBase_V1):
             self.state.compact(self.step.due)
         self.step = Step()
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        pass
+    start_load_kv = wait_for_layer_load = save_kv_layer = _nothing  # no cache is transferred
 
     # ---- the scheduler's side -------------------------------------------------------------------------------------
 
@@ -96,27 +81,29 @@ class EvictionConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request was admitted; after a preemption, again, and all that it had sampled is prefilled densely."""
-        first, prompt = blocks.get_block_ids()[0][0], request.num_tokens
+        owned = blocks.get_block_ids()[0]
+        begun = Begun(request.request_id, owned[0], request.num_tokens, self.behind(request, owned))
         self._end(request.request_id)  # preempted in this very step
-        self.admitted.add(request.request_id)
-        self.running[request.request_id] = Running(first, prompt, self.schedule.next_due(prompt, 0))
-        self.step.begun.append(Begun(request.request_id, first, prompt))
+        self.running[request.request_id] = begun
+        self.step.begun.append(begun)
+
+    def behind(self, request: Any, blocks: list[int]) -> Behind | None:
+        """The context that a request goes on from, which was given these blocks; see contexts.py."""
+        return None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
-        for request_id in scheduler_output.preempted_req_ids or ():
-            if request_id not in self.admitted:
-                self._end(request_id)
-        self.admitted.clear()
+        admitted = {begun.request_id for begun in self.step.begun}
+        for request_id in set(scheduler_output.preempted_req_ids or ()) - admitted:
+            self._end(request_id)
         count = scheduler_output.num_scheduled_tokens
         new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
         before = {r.req_id: r.num_computed_tokens for r in new}
         before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, computed in before.items():
-            running, seen = self.running[request_id], computed + count[request_id]
-            if seen == running.due:
-                held, left = self.schedule.attended(running.prompt, seen), self.schedule.left(running.prompt, seen)
-                self.step.due.append(Due(request_id, running.block, seen, held, left))
-                running.due = self.schedule.next_due(running.prompt, seen)
+            begun, seen = self.running[request_id], computed + count[request_id]
+            if self.schedule.due(begun.prompt, seen):
+                held, left = self.schedule.attended(begun.prompt, seen), self.schedule.left(begun.prompt, seen)
+                self.step.due.append(Due(request_id, begun.block, seen, held, left))
         step, self.step = self.step, Step()
         return step
 

@@ -25,8 +25,8 @@ from rollout.context.files import load_context
 from rollout.vllm.compat import paged
 from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.connector import EvictionConnector
-from rollout.vllm.context_spec import ASKED, Behind
-from rollout.vllm.messages import Begun, Filled
+from rollout.vllm.context_spec import ASKED
+from rollout.vllm.messages import Begun, Behind
 from rollout.vllm.plan import Plan
 from rollout.vllm.state import CacheState
 from sparse_rl.methods.am.policy import BIAS
@@ -47,8 +47,7 @@ class ContextState(CacheState):
 
     def hold(self, name: str, context: Context) -> None:
         """Keep a context's entries of this rank's heads, in host memory, under a name; what had it before is let go."""
-        first = paged.rank() * len(self.heads)
-        mine = slice(first, first + len(self.heads))
+        mine = paged.own_heads(len(self.heads))
         self.contexts[name] = []
         for layer in context.layers:
             missing = context.entries - layer.keys.shape[2]  # all layers have the same blocks; nobody sees what pads
@@ -58,22 +57,23 @@ class ContextState(CacheState):
 
     def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
         for each in begun:
-            self.gone[each.block] = 0 if each.filled is None else each.filled.gone
-            if each.filled is not None:
-                self._fill(each.filled)
+            self.gone[each.block] = 0 if each.behind is None else each.behind.gone
+            if each.behind is not None:
+                self._fill(each.behind)
 
-    def _fill(self, filled: Filled) -> None:
-        blocks = torch.tensor(filled.blocks, dtype=torch.long, device=self.device)  # none, where all are shared
-        for layer, entries in enumerate(self.contexts[filled.name]):
+    def _fill(self, behind: Behind) -> None:
+        start = behind.shared * self.block_size
+        blocks = torch.tensor(behind.blocks, dtype=torch.long, device=self.device)  # none, where all are shared
+        for layer, entries in enumerate(self.contexts[behind.name]):
             for cache in self.caches[layer]:
-                cache[blocks] = 0  # clean.py: the last one has room behind the entries
-            *given, bias = (x[filled.start :].to(self.device) for x in entries)
+                cache[blocks] = 0  # `CleanSpec`: the last one has room behind the entries
+            *given, bias = (x[start:].to(self.device) for x in entries)
             slots = torch.arange(len(bias), device=self.device)
             where = blocks[slots // self.block_size][:, None], self.heads, (slots % self.block_size)[:, None]
             for cache, new in zip(self.caches[layer], given, strict=True):
                 cache[where] = new.to(cache.dtype)
             self.state[BIAS][layer][where] = bias
-            if self.folded is not None:
+            if self.folded:
                 self.folded[layer][where] = bias.clamp(min=UNSEEN).to(self.folded[layer].dtype)
 
     def make_plan(
@@ -108,7 +108,6 @@ class ContextConnector(EvictionConnector):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         behind = self._behind(request)
         if behind is None:
-            ASKED.pop(request.request_id, None)
             return 0, False
         ASKED[request.request_id] = behind
         return behind.tokens, False
@@ -126,16 +125,9 @@ class ContextConnector(EvictionConnector):
                 return replace(behind)
         return None
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
+    def behind(self, request: Any, blocks: list[int]) -> Behind | None:
         behind = ASKED.get(request.request_id)
         if behind is None:
-            return
+            return None
         size = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        taken = blocks.get_block_ids()[0][behind.shared : -(-behind.entries // size)]
-        filled = Filled(behind.name, behind.gone, behind.shared * size, taken)
-        self.step.begun[-1] = replace(self.step.begun[-1], filled=filled)
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        ASKED.pop(request.request_id, None)
-        return super().request_finished(request, block_ids)
+        return replace(behind, blocks=blocks[behind.shared : -(-behind.entries // size)])

@@ -28,6 +28,7 @@ from rollout.context.files import save_context
 from rollout.engine import Rollout, sampling_stage
 from rollout.requests import NotFiniteLogprobError, Request, requests_to_sample, requests_to_simulate, stop_tokens
 from rollout.vllm.beside import beside_cache
+from rollout.vllm.compat import arguments, plugin, refusals
 from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.handover import handed_over
 from sparse_rl.attention.families import cache_shape
@@ -103,10 +104,7 @@ class VLLMEngine:
     ) -> None:
         if max_batch < 1:
             raise UserError(f"max_batch must be >= 1, got {max_batch}")
-        from rollout.vllm.compat import arguments, plugin, refusals
-
         arguments.check_version(OTHERWISE)
-        refusals.refuse_policy(policy, OTHERWISE)
         arguments.prepare_environment()
         self.separate = multiprocess or tensor_parallel > 1
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.separate else "0"
@@ -114,11 +112,11 @@ class VLLMEngine:
 
         plugin.register()
         self.config = config = load_config(str(model))
-        refusals.refuse_family(config, OTHERWISE)
+        self.can_sleep = sleep_mode and not arguments.on_cpu()
+        refusals.refuse_engine(policy, config, self.can_sleep, OTHERWISE)
         stored_shapes(model)
         check_scorers(model, policy)
-        layers, kv_heads, head_dim = cache_shape(config)
-        refusals.refuse_head_size(head_dim, OTHERWISE)
+        layers, kv_heads, _ = cache_shape(config)
         if kv_heads % tensor_parallel:
             raise UserError(f"tensor_parallel {tensor_parallel} does not divide the model's {kv_heads} kv heads")
         if not self.separate and VLLMEngine.in_process is not None and VLLMEngine.in_process() is not None:
@@ -128,45 +126,39 @@ class VLLMEngine:
         self.held: Context | None = None  # by the workers
         self.turn = threading.Lock()
         self.shape = layers, kv_heads
-        sleeping = arguments.sleep_arguments(sleep_mode)
-        self.can_sleep = bool(sleeping)
-        refusals.refuse_expandable_segments(policy, self.can_sleep, OTHERWISE)
         self.generation_config = load_generation_config(model)
-        block = block_size or arguments.default_block_size()
-        itemsize = 4 if dtype == "float32" else 2
         behind: dict[str, Any] = {} if context_entries is None else {"contexts": (), "most": context_entries}
         ours = arguments.engine_arguments(
             policy, dtype=dtype, max_prompt=max_prompt, exact=exact, full_graphs=full_graphs, **behind
         )
         kept = arguments.BehindContext(policy.config) if behind else policy
+        itemsize = 4 if dtype == "float32" else 2
         beside = beside_cache(kept, config, itemsize=itemsize, max_batch=max_batch, tensor_parallel=tensor_parallel)
-        optional = {
-            "max_model_len": max_model_len,
-            "block_size": block,
-            "max_num_batched_tokens": max_num_batched_tokens,
-        }
         options: dict[str, Any] = {
-            "model": str(model),
             "dtype": dtype,
-            "max_num_seqs": max_batch,
-            "tensor_parallel_size": tensor_parallel,
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",
-            "load_format": "safetensors",
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-            "seed": 0,
-            "worker_cls": "rollout.vllm.pool.BoundedWorker",
-            "worker_extension_cls": "rollout.vllm.worker.WorkerExtension",
-            **{name: value for name, value in optional.items() if value is not None},
+            "enable_sleep_mode": self.can_sleep,  # it takes the cache's memory; what stands beside the cache stays
+            "max_model_len": max_model_len,
+            "block_size": block_size or arguments.default_block_size(),
+            "max_num_batched_tokens": max_num_batched_tokens,
             **arguments.memory_arguments(kv_cache_gb, gpu_memory_utilization, beside),
             **arguments.launch_arguments(self.separate),
-            **sleeping,
             **ours,
         }
         self.had_group = distributed.is_available() and distributed.is_initialized()
         with plugin.undisturbed(self.had_group):
-            self.llm: Any = vllm.LLM(**options)
+            self.llm: Any = vllm.LLM(
+                str(model),
+                max_num_seqs=max_batch,
+                tensor_parallel_size=tensor_parallel,
+                skip_tokenizer_init=True,
+                generation_config="vllm",
+                load_format="safetensors",
+                disable_log_stats=True,
+                use_tqdm_on_load=False,
+                seed=0,
+                worker_cls="rollout.vllm.worker.EngineWorker",
+                **{name: value for name, value in options.items() if value is not None},
+            )
         if not self.separate:
             VLLMEngine.in_process = weakref.ref(self)
         self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
@@ -244,8 +236,7 @@ class VLLMEngine:
         with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
             source: Any = context
             if self.separate:
-                source = str(Path(folder) / "context.safetensors")
-                save_context(source, context)
+                save_context(source := f"{folder}/context.safetensors", context)
             self.llm.collective_rpc("hold_context", args=(CONTEXT, source))
         self.held = context
 
@@ -287,29 +278,28 @@ class VLLMEngine:
 
     def _with_records(self, requests: list[Request], sampled: dict[int, Any]) -> Iterator[tuple[int, Rollout]]:
         """(place, rollout): what was sampled, with what the workers have recorded of it, some sequences at a time."""
-        layers, _ = self.shape
         for start in range(0, len(requests), self.max_batch):
             part = requests[start : start + self.max_batch]
             lengths = {r.place: len(r.tokens) + len(sampled[r.place].token_ids) for r in part}
             ranks = self.llm.collective_rpc("take_results", args=(lengths,))
             for request, *results in zip(part, *ranks, strict=True):
-                first, length = results[0], lengths[request.place]
-                if first["preempted"]:  # its record does not tell what it attended to
+                if results[0]["preempted"]:  # its record does not tell what it attended to
                     continue
-                evict_at = torch.full((*self.shape, length), NEVER, dtype=torch.int32)
-                if first["evict_at"] is not None:
-                    heads = [np.frombuffer(r["evict_at"], np.int32).reshape(layers, -1, length) for r in results]
-                    evict_at = torch.from_numpy(np.concatenate(heads, axis=1))
-                trace = EvictionTrace.recorded(evict_at, self.policy.further(len(request.prompt), length))
-                if request.context is not None:
-                    trace = request.context.trace(length)
-                logprobs, model_logprobs = np.frombuffer(first["logprobs"], np.float32).reshape(-1, 2).T.tolist()
-                output = sampled[request.place]
-                completion = list(output.token_ids)
-                yield (
-                    request.place,
-                    Rollout(request.tokens, completion, logprobs, model_logprobs, trace, output.finish_reason),
-                )
+                output, length = sampled[request.place], lengths[request.place]
+                logprobs, model_logprobs = np.frombuffer(results[0]["logprobs"], np.float32).reshape(-1, 2).T.tolist()
+                trace = self._trace(request, [result["evict_at"] for result in results], length)
+                completion, reason = list(output.token_ids), output.finish_reason
+                yield request.place, Rollout(request.tokens, completion, logprobs, model_logprobs, trace, reason)
+
+    def _trace(self, request: Request, ranks: list[bytes | None], length: int) -> EvictionTrace:
+        """ranks : the evictions that each of them has recorded (`Result`)"""
+        if request.context is not None:
+            return request.context.trace(length)
+        evict_at = torch.full((*self.shape, length), NEVER, dtype=torch.int32)
+        if ranks[0] is not None:
+            heads = [np.frombuffer(rank, np.int32).reshape(self.shape[0], -1, length) for rank in ranks if rank]
+            evict_at = torch.from_numpy(np.concatenate(heads, axis=1))
+        return EvictionTrace.recorded(evict_at, self.policy.further(len(request.prompt), length))
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -332,9 +322,8 @@ class VLLMEngine:
         for name, tensor in weights:
             if name not in shapes:
                 raise UserError(f"the engine cannot take the weights: its model has no {name!r}")
-            if tensor.shape != shapes[name]:
-                wrong = f"{name!r} is {list(shapes[name])}, got {list(tensor.shape)}"
-                raise UserError(f"the engine cannot take the weights: {wrong}")
+            if tensor.shape != (own := shapes[name]):
+                raise UserError(f"the engine cannot take the weights: {name!r} is {[*own]}, got {[*tensor.shape]}")
             missing.discard(name)
             yield name, tensor
         if missing:
@@ -384,8 +373,6 @@ class VLLMEngine:
 
     def close(self) -> None:
         """Let the engine, its cache and its processes go."""
-        from rollout.vllm.compat import plugin
-
         if getattr(self, "llm", None) is None:
             return
         with self.turn, plugin.undisturbed(self.had_group):

@@ -1,30 +1,35 @@
-"""What passes between vLLM's scheduler, its workers and our engine.
+"""What vLLM's scheduler tells its workers with every step: `Step`, as the metadata of vLLM's KV connector.
 
-scheduler -> worker, with every step: `Step`, as the metadata of vLLM's KV connector
-worker -> engine, once a run is over: `Result`, as the answer to `WorkerExtension.take_results`
-
-Nothing of ours goes back from a worker to the scheduler: it knows by counting what a compaction leaves.
+Nothing of ours goes back from a worker to the scheduler: it knows by counting what a compaction leaves. What a worker
+tells our engine, once a run is over, is `Result` (record.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 
-@dataclass(frozen=True)
-class Filled:
+@dataclass
+class Behind:
     """The compacted context that a request goes on from, and what of it is to be written.
 
-    gone : tokens of the context minus its entries; blocks : where its entries from `start` on go
+    tokens : of the context; entries : of each kv head that are left of them
+    shared : how many blocks were taken over from other requests, set when blocks are allocated; blocks : the others
     """
 
     name: str
-    gone: int
-    start: int
-    blocks: list[int]
+    tokens: int
+    entries: int
+    shared: int = 0
+    blocks: Sequence[int] = ()
+
+    @property
+    def gone(self) -> int:
+        """By how many slots fewer than its tokens the context takes: positions run ahead of slots by as many."""
+        return self.tokens - self.entries
 
 
 @dataclass(frozen=True)
@@ -32,13 +37,13 @@ class Begun:
     """A request that was admitted, or, after a preemption, admitted again: all its tokens are prefilled densely.
 
     block : its first, by which workers know it from here on; prompt: so many tokens are prefilled
-    filled : but those of a context (contexts.py)
+    behind : but those of a context (contexts.py)
     """
 
     request_id: str
     block: int
     prompt: int
-    filled: Filled | None = None
+    behind: Behind | None = None
 
 
 @dataclass(frozen=True)
@@ -62,16 +67,3 @@ class Step(KVConnectorMetadata):
     ended: list[int] = field(default_factory=list)
     begun: list[Begun] = field(default_factory=list)
     due: list[Due] = field(default_factory=list)
-
-
-class Result(TypedDict):
-    """What one tensor-parallel rank has recorded of one request. Arrays travel as bytes: vLLM sends no others untyped.
-
-    preempted : the request lost its cache on the way, and what follows does not tell what it attended to
-    evict_at : int32 [L, Hkv of this rank, tokens]; None: nothing was dropped
-    logprobs : float32 [tokens sampled, 2], as sampled, and before top-k and top-p
-    """
-
-    preempted: bool
-    evict_at: bytes | None
-    logprobs: bytes

@@ -7,50 +7,34 @@ is in it like any other, although vLLM's scheduler has by then let the request g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
 
-from rollout.vllm.messages import Result
 from sparse_rl.trace import NEVER
 
 STEPS = 64  # of decoding, whose evictions lie on the device at most
 
 
-@dataclass
-class Dropped:
-    """What was dropped of one request: positions int32 [L, Hkv, count], unseen from query `at`, int64 [count], on."""
+class Result(TypedDict):
+    """What one tensor-parallel rank has recorded of one request. Arrays travel as bytes: vLLM sends no others untyped.
+
+    preempted : the request lost its cache on the way, and what follows does not tell what it attended to
+    evict_at : int32 [L, Hkv of this rank, tokens]; None: nothing was dropped
+    logprobs : float32 [tokens sampled, 2], as sampled, and before top-k and top-p
+    """
+
+    preempted: bool
+    evict_at: bytes | None
+    logprobs: bytes
+
+
+class Dropped(NamedTuple):
+    """What was dropped of one request: positions int32 [count, L, Hkv], unseen from query `at`, int64 [count], on."""
 
     at: np.ndarray
     positions: np.ndarray
-
-
-@dataclass
-class Arrived:
-    """R tokens that came: int64 [R] numbers of their requests, and positions; int32 [L, R, Hkv] what went, -1: none."""
-
-    numbers: torch.Tensor
-    now: torch.Tensor
-    dropped: torch.Tensor
-
-    @classmethod
-    def joined(cls, parts: Sequence[Arrived]) -> Arrived:
-        """The tokens of all parts, one after another."""
-        return cls(
-            torch.cat([each.numbers for each in parts]),
-            torch.cat([each.now for each in parts]),
-            torch.cat([each.dropped for each in parts], dim=1),
-        )
-
-
-@dataclass
-class Drawn:
-    """One step's tokens: of request i the step-th, with float32 [B, 2] log-probs (see `Result`)."""
-
-    request_ids: list[str]
-    steps: list[int]
-    logprobs: torch.Tensor
 
 
 class RunRecord:
@@ -58,28 +42,29 @@ class RunRecord:
 
     def __init__(self) -> None:
         self.place_of: dict[str, int] = {}  # vLLM's name of a request -> the engine's
-        self.begun: set[str] = set()
+        self.numbers: dict[str, int] = {}  # of requests, in the order in which they were admitted
         self.preempted: set[str] = set()
         self.dropped: dict[str, list[Dropped]] = {}
-        self.names: list[str] = []  # of requests, in the order in which they were admitted
-        self._arrived: list[Arrived] = []  # on the device
-        self._fetched: list[Arrived] = []  # in host memory
-        self.drawn: list[Drawn] = []
+        # of tokens that came: their requests' numbers, positions, and what went; on the device, and in host memory
+        self._arrived: list[tuple[torch.Tensor, ...]] = []
+        self._fetched: list[tuple[torch.Tensor, ...]] = []
+        self.drawn: list[tuple[list[str], list[int], torch.Tensor]] = []  # requests, steps, log-probs; see `draw`
         self._logprobs: dict[str, dict[int, list[float]]] | None = None  # by request and step
 
     def begin(self, request_id: str) -> int:
         """A request was admitted: its number. A second time means that it was preempted, and has lost its cache."""
-        if request_id in self.begun:
+        if request_id in self.numbers:
             self.preempted.add(request_id)
             self.dropped.pop(request_id, None)
-        self.begun.add(request_id)
-        self.names.append(request_id)
-        return len(self.names) - 1
+        return self.numbers.setdefault(request_id, len(self.numbers))
 
     def draw(self, request_ids: list[str], places: Sequence[int], steps: list[int], logprobs: torch.Tensor) -> None:
-        """One step's tokens were drawn. Those of an unfinished prefill are void: their step is drawn again."""
+        """One step's tokens were drawn: of request i the step-th, with float32 [B, 2] log-probs (see `Result`).
+
+        Those of an unfinished prefill are void: their step is drawn again.
+        """
         self.place_of.update(zip(request_ids, places, strict=True))
-        self.drawn.append(Drawn(request_ids, steps, logprobs))
+        self.drawn.append((request_ids, steps, logprobs))
 
     def drop(self, request_ids: Sequence[str], at: Sequence[int], counts: Sequence[int], positions: np.ndarray) -> None:
         """A compaction of R requests dropped counts[r] entries of each head of request r.
@@ -87,21 +72,23 @@ class RunRecord:
         positions : int32 [L, the sum of Hkv x counts], request by request, head by head
         """
         heads = positions.shape[1] // sum(counts)
-        ends = heads * np.cumsum(counts)
-        for request_id, seen, count, end in zip(request_ids, at, counts, ends, strict=True):
-            mine = positions[:, end - heads * count : end].reshape(len(positions), heads, count)
-            self.dropped.setdefault(request_id, []).append(Dropped(np.full(count, seen), mine))
+        parts = np.split(positions, heads * np.cumsum(counts)[:-1], axis=1)
+        for request_id, seen, count, mine in zip(request_ids, at, counts, parts, strict=True):
+            by_token = mine.reshape(len(mine), heads, count).transpose(2, 0, 1)
+            self.dropped.setdefault(request_id, []).append(Dropped(np.full(count, seen), by_token))
 
     def arrive(self, numbers: torch.Tensor, now: torch.Tensor, dropped: torch.Tensor) -> None:
-        """Tokens came, each of another request; see Arrived. The device is waited for once in STEPS calls."""
-        self._arrived.append(Arrived(numbers, now, dropped.int()))
+        """Tokens came, each of another request. The device is waited for once in STEPS calls.
+
+        numbers, now : int64 [R], of their requests, and their positions; dropped : int [L, R, Hkv] what went, -1: none
+        """
+        self._arrived.append((numbers, now, dropped.int().transpose(0, 1)))
         if len(self._arrived) >= STEPS:
             self._fetch()
 
     def _fetch(self) -> None:
         """Bring what has come to host memory: of a long run it would fill a GPU's."""
-        joined = Arrived.joined(self._arrived)
-        self._fetched.append(Arrived(joined.numbers.cpu(), joined.now.cpu(), joined.dropped.cpu()))
+        self._fetched.append(tuple(torch.cat(part).cpu() for part in zip(*self._arrived, strict=True)))
         self._arrived.clear()
 
     def _settle(self) -> None:
@@ -110,15 +97,14 @@ class RunRecord:
             self._fetch()
         if not self._fetched:
             return
-        joined = Arrived.joined(self._fetched)
-        numbers, now, dropped = joined.numbers.numpy(), joined.now.numpy(), joined.dropped.numpy()
+        numbers, now, dropped = (torch.cat(part).numpy() for part in zip(*self._fetched, strict=True))
         self._fetched.clear()
-        went = np.flatnonzero(dropped[0, :, 0] >= 0)
+        names = list(self.numbers)
+        went = np.flatnonzero(dropped[:, 0, 0] >= 0)
         went = went[np.argsort(numbers[went], kind="stable")]
         for mine in np.split(went, np.flatnonzero(np.diff(numbers[went])) + 1):
             if len(mine):
-                one = Dropped(now[mine], dropped[:, mine].transpose(0, 2, 1))
-                self.dropped.setdefault(self.names[numbers[mine[0]]], []).append(one)
+                self.dropped.setdefault(names[numbers[mine[0]]], []).append(Dropped(now[mine], dropped[mine]))
 
     def take(self, lengths: dict[int, int]) -> list[Result]:
         """The results of these places, each a sequence of so many tokens, in this order; they are forgotten here."""
@@ -142,23 +128,21 @@ class RunRecord:
         return results
 
 
-def _by_step(drawn: list[Drawn]) -> dict[str, dict[int, list[float]]]:
+def _by_step(drawn: list[tuple[list[str], list[int], torch.Tensor]]) -> dict[str, dict[int, list[float]]]:
     """Request -> step -> its log-probs; of a step that was drawn several times, the last."""
-    logprobs: dict[str, dict[int, list[float]]] = {}
-    if drawn:
-        pairs = iter(torch.cat([each.logprobs for each in drawn]).tolist())
-        for each in drawn:
-            for request_id, step in zip(each.request_ids, each.steps, strict=True):
-                logprobs.setdefault(request_id, {})[step] = next(pairs)
-    return logprobs
+    found: dict[str, dict[int, list[float]]] = {}
+    pairs = iter(torch.cat([logprobs for *_, logprobs in drawn]).tolist() if drawn else ())
+    for request_ids, steps, _ in drawn:
+        for request_id, step, pair in zip(request_ids, steps, pairs, strict=False):
+            found.setdefault(request_id, {})[step] = pair
+    return found
 
 
 def _evict_at(dropped: list[Dropped], length: int) -> np.ndarray:
     """int32 [L, Hkv, length] of one request. Row by row, and joined token by token: a policy may drop one at a time."""
-    layers, heads, _ = dropped[0].positions.shape
-    at = np.concatenate([each.at for each in dropped]).astype(np.int32)
-    by_token = np.concatenate([each.positions.transpose(2, 0, 1) for each in dropped]).reshape(-1, layers * heads)
+    at, by_token = map(np.concatenate, zip(*dropped, strict=True))
+    _, layers, heads = by_token.shape
     evict_at = np.full((layers * heads, length), NEVER, dtype=np.int32)
-    for row, positions in zip(evict_at, np.ascontiguousarray(by_token.T), strict=True):
+    for row, positions in zip(evict_at, np.ascontiguousarray(by_token.reshape(-1, layers * heads).T), strict=True):
         row[positions] = at
     return evict_at.reshape(layers, heads, length)

@@ -6,6 +6,7 @@ and in a server. What is asked of a request stands in its `extra_args` under KEY
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class SequenceSampler(nn.Module):
     def begin_run(self, sampling: SamplingConfig, record: RunRecord | None) -> None:
         """record : of the run that begins; None: between two runs"""
         self.sampling, self.record = sampling, record
-        self.streams: dict[int, Uniforms] = {}
+        self.stream = cache(Uniforms)  # by seed
 
     def forward(self, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, None]:
         """Draw a token for each request, int64 [B], and record it with its log-probs; NOT_FINITE where those are not.
@@ -47,7 +48,7 @@ class SequenceSampler(nn.Module):
         steps = [len(state.output_token_ids) for state in states]
         uniform = None
         if self.sampling.temperature > 0 and "forced" not in asked[0]:
-            numbers = [self._uniform(each["seed"], step) for each, step in zip(asked, steps, strict=True)]
+            numbers = [self.stream(each["seed"]).at(step) for each, step in zip(asked, steps, strict=True)]
             uniform = _sent(numbers, torch.float64, logits.device)
         tokens = [forced_token(n, each.get("forced"), self.sampling) for each, n in zip(asked, steps, strict=True)]
         forced = _sent(tokens, torch.int64, logits.device) if max(tokens) >= 0 else None
@@ -56,11 +57,6 @@ class SequenceSampler(nn.Module):
         if self.record is not None:
             self.record.draw(ids, [each["place"] for each in asked], steps, torch.stack(logprobs, dim=-1))
         return sampled, None
-
-    def _uniform(self, seed: int, step: int) -> float:
-        if seed not in self.streams:
-            self.streams[seed] = Uniforms(seed)
-        return self.streams[seed].at(step)
 
 
 class SeededSampler(nn.Module):

@@ -24,9 +24,12 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from rollout.config import ALONE
 from rollout.context import PromptCacheConfig
 from rollout.vllm.beside import beside_cache
+from rollout.vllm.compat import arguments, refusals
 from sparse_rl.attention.families import cache_shape, window_of
 from sparse_rl.config import Source, build
 from sparse_rl.errors import UserError
@@ -98,8 +101,6 @@ def serve(
     """
     if importlib.util.find_spec("vllm") is None:
         raise UserError(f"serving needs vLLM, which is not installed: {INSTALL_VLLM}")
-    from rollout.vllm.compat import arguments
-
     _check_plugin()
     policy, source = choose_policy(model, cache)
     compaction = _choose_compaction(context, prompt_cache or {}, policy)
@@ -109,11 +110,13 @@ def serve(
     _check_files(model, flags)
     _set_environment(verbose)
     _check_platform(policy, config, "--enable-sleep-mode" in flags)
-    dtype = _dtype(dtype, config)
-    itemsize = BYTES.get(dtype, BYTES.get(str(config.dtype).removeprefix("torch."), 2))
+    own_dtype = str(config.dtype).removeprefix("torch.")
+    if dtype is None:  # on a CPU vLLM would halve float32
+        dtype = "float32" if arguments.on_cpu() and own_dtype == "float32" else "auto"
+    itemsize = BYTES.get(dtype, BYTES.get(own_dtype, 2))
     kept = policy if context is None else arguments.BehindContext(policy.config)
     beside = beside_cache(kept, config, itemsize=itemsize, max_batch=max_batch)
-    memory, block = arguments.memory_arguments(kv_cache_gb, ALONE, beside), arguments.default_block_size()
+    memory = arguments.memory_arguments(kv_cache_gb, ALONE, beside)
     if max_model_len is not None:
         _check_length(max_model_len, policy, config, dtype, memory.get("kv_cache_memory_bytes"))
     _check_address(host, port)
@@ -135,13 +138,15 @@ def serve(
         disable_uvicorn_access_log=not verbose,
         allowed_hosts=[name.lower() for name in allowed_hosts],
         allowed_origins=list(allowed_origins),
-        **({} if block is None else {"block_size": block}),
+        block_size=arguments.default_block_size(),
         **memory,
         **arguments.engine_arguments(policy, dtype=dtype, contexts=contexts, full_graphs=full_graphs),
     )
     shown = f"[{host}]" if ":" in host else host
     print(f"serving {model} on http://{shown}:{port}/v1\ncache: {policy!r}, {source}", flush=True)
-    _become([sys.executable, "-P", "-c", PROGRAM, *words, "--", *further])
+    sys.stderr.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Python is not to meet it before it is up again
+    os.execv(sys.executable, [sys.executable, "-P", "-c", PROGRAM, *words, "--", *further])
 
 
 def choose_policy(model: str, cache: Mapping[str, Any]) -> tuple[Policy, str]:
@@ -174,22 +179,18 @@ def _choose_compaction(context: str | None, prompt_cache: Mapping[str, Any], pol
     return build(PromptCacheConfig, dict(prompt_cache), "--prompt-cache", Source(), default=PromptCacheConfig(first=0))
 
 
-def command_line(**arguments: Any) -> list[str]:
-    """vLLM's keyword arguments as its command line takes them."""
+def command_line(**options: Any) -> list[str]:
+    """vLLM's keyword arguments, but those that are None, as its command line takes them."""
     words = []
-    for name, value in arguments.items():
+    for name, value in options.items():
         flag = name.replace("_", "-")
+        if value is None:
+            continue
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             words += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
     return words
-
-
-def _become(words: list[str]) -> NoReturn:
-    sys.stderr.flush()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Python is not to meet it before it is up again
-    os.execv(words[0], words)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -214,17 +215,10 @@ def _check_files(model: str, flags: set[str]) -> None:
 
 
 def _check_platform(policy: Policy, config: Any, sleep_mode: bool) -> None:
-    import torch
-
-    from rollout.vllm.compat import arguments, refusals
-
     arguments.check_version()
-    refusals.refuse_policy(policy)
     if not arguments.on_cpu() and not torch.cuda.is_available():
         raise UserError("there is no GPU, and the vLLM that is installed needs one")
-    refusals.refuse_family(config)
-    refusals.refuse_head_size(cache_shape(config)[2])
-    refusals.refuse_expandable_segments(policy, sleep_mode)
+    refusals.refuse_engine(policy, config, sleep_mode)
 
 
 def _check_length(length: int, policy: Policy, config: Any, dtype: str, memory: int | None) -> None:
@@ -267,20 +261,8 @@ def _check_access(hosts: Sequence[str], origins: Sequence[str]) -> None:
             raise UserError(f"{origin!r} is not an origin; write it as https://example.com", "--allowed-origins")
 
 
-def _dtype(asked: str | None, config: Any) -> str:
-    from rollout.vllm.compat import arguments
-
-    if asked is None and arguments.on_cpu() and str(config.dtype).endswith("float32"):
-        return "float32"  # vLLM would halve it
-    return asked or "auto"
-
-
 def _set_environment(verbose: bool) -> None:
     """What the server's processes inherit, besides what the user has set."""
-    import torch
-
-    from rollout.vllm.compat import arguments
-
     if verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     else:
@@ -302,12 +284,9 @@ def main(words: list[str]) -> int:
     """Serve, by vLLM's arguments: ours, "--", the user's. Returns the exit status."""
     from rollout.vllm.compat import server
 
-    def fail(message: str) -> NoReturn:
-        raise UserError(message)
-
     at = words.index("--")
     try:
-        server.run_server(words[:at], words[at + 1 :], fail)
+        server.run_server(words[:at], words[at + 1 :])
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except ValueError as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +65,8 @@ def _tokens(prompt: Prompt, text: str, tokenizer: Any) -> tuple[list[int], int, 
     asked = [f"\n\n{request}" for request in STUDY_PROMPTS]
     longer = [with_context(prompt, text, text, behind) for behind in (*asked, *BEHIND)]
     whole = [prompt_ids(one, tokenizer) for one in longer]
-    first, common = split_prompt(longer[0], text, tokenizer).first, _common(whole)
+    alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*whole, strict=False))
+    first, common = split_prompt(longer[0], text, tokenizer).first, [tokens[0] for tokens in alike]
     if len(common) <= first:
         raise UserError("the text is too short: what follows it changes all of its tokens", "--context")
     return common, first, [ids[len(common) :] for ids in whole[: len(asked)]]
-
-
-def _common(texts: Sequence[Sequence[int]]) -> list[int]:
-    """The longest beginning that all of them have."""
-    common = []
-    for tokens in zip(*texts, strict=False):
-        if len(set(tokens)) > 1:
-            break
-        common.append(tokens[0])
-    return common

@@ -1,4 +1,4 @@
-"""The memory of a layer, or of all layers as one: then a compaction is one call, and not one for each layer.
+"""The caches of all layers as one: then a compaction is one call, and not one for each layer.
 
 vLLM places all layers in one allocation, at equal distances: layer after layer, or layers within each block. Either way
 the blocks of all layers are one row of blocks, and block b of layer l has the place l * of_layer + b * of_block in it.
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sparse_rl.errors import UserError
+
 
 @dataclass(frozen=True)
 class Arrangement:
@@ -20,18 +22,20 @@ class Arrangement:
     of_block: int
 
     @classmethod
-    def of(cls, views: Sequence[torch.Tensor]) -> Arrangement | None:
-        """That of views [blocks, ...] of one allocation, one for each layer; None: they are not at equal distances."""
-        first, blocks = views[0], views[0].shape[0]
-        step = views[1].storage_offset() - first.storage_offset() if len(views) > 1 else blocks * first.stride(0)
-        wanted = first.shape, first.stride(), first.untyped_storage().data_ptr(), first.storage_offset()
-        for number, view in enumerate(views):
-            start = view.storage_offset() - number * step
-            if (view.shape, view.stride(), view.untyped_storage().data_ptr(), start) != wanted:
-                return None
-        if step == blocks * first.stride(0):
-            return cls(blocks, 1)
-        return cls(1, len(views)) if first.stride(0) == len(views) * step else None
+    def of(cls, views: Sequence[torch.Tensor]) -> Arrangement:
+        """That of views [blocks, ...], one for each layer. Raises UserError where they do not lie so."""
+        first, layers, blocks = views[0], len(views), views[0].shape[0]
+        step = views[1].storage_offset() - first.storage_offset() if layers > 1 else blocks * first.stride(0)
+        lies = {
+            (v.untyped_storage().data_ptr(), v.storage_offset() - layer * step, v.shape, v.stride())
+            for layer, v in enumerate(views)
+        }
+        if len(lies) == 1:
+            if step == blocks * first.stride(0):
+                return cls(blocks, 1)
+            if layers * step == first.stride(0):
+                return cls(1, layers)
+        raise UserError("vLLM cannot evict: the caches of its layers do not lie at equal distances in one allocation")
 
     def joined(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
         """Views [blocks, ...] so arranged, as one [layers x blocks, ...]."""
@@ -39,23 +43,20 @@ class Arrangement:
         shape = (len(views) * first.shape[0], *first.shape[1:])
         return first.as_strided(shape, (first.stride(0) // self.of_block, *first.stride()[1:]), first.storage_offset())
 
-    def filled(self, shape: Sequence[int], value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A new tensor [layers, blocks, ...], so arranged."""
-        layers, blocks, *rest = shape
+    def apart(self, joined: torch.Tensor, layers: int) -> torch.Tensor:
+        """[layers x blocks, ...], so arranged, as a view [layers, blocks, ...]."""
         if self.of_block == 1:
-            return torch.full(tuple(shape), value, dtype=dtype, device=device)
-        return torch.full((blocks, layers, *rest), value, dtype=dtype, device=device).transpose(0, 1)
-
-
-APART = Arrangement(0, 1)  # of layers that are not joined
+            return joined.unflatten(0, (layers, -1))
+        return joined.unflatten(0, (-1, layers)).transpose(0, 1)
 
 
 @dataclass
 class Slab:
-    """What a compaction works on, of one layer or of all.
+    """What a compaction works on, of all layers: L x blocks blocks.
 
-    keys, values : [blocks, Hkv, block size, D]; positions int32, state float32 [blocks, Hkv, block size]
-    queries : [rows, W, Hq, D]; coordinate : [blocks, Hkv, block size], that of the keys which holds biases (folded.py)
+    keys, values : [L x blocks, Hkv, block size, D]; positions int32, state float32 [L x blocks, Hkv, block size]
+    queries : [L x rows, W, Hq, D]; coordinate : [L x blocks, Hkv, block size], that of the keys which holds biases
+        (folded.py)
     """
 
     keys: torch.Tensor
@@ -64,7 +65,3 @@ class Slab:
     state: dict[str, torch.Tensor]
     queries: torch.Tensor | None
     coordinate: torch.Tensor | None
-
-    def moved(self) -> list[torch.Tensor]:
-        """The tensors that a compaction moves with an entry."""
-        return [self.keys, self.values, self.positions, *self.state.values()]

@@ -6,64 +6,85 @@ sequence holds schedule.held(P, n) entries, and until its end it never needs mor
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from rollout.vllm.clean import CleanSpec
 from sparse_rl.errors import UserError
-from sparse_rl.policies.registry import make_policy
 from sparse_rl.policies.schedule import NEVER, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvictingSpec(CleanSpec):
-    """A layer whose cache is bounded while decoding.
+class CleanSpec(FullAttentionSpec):
+    """A layer whose blocks are given out clean: a request finds zeros in them, not what an earlier one has left there.
 
-    policy : the policy as one canonical JSON line (`sparse_rl.policies.fingerprint`)
-    max_prompt : the longest prompt that the pool must hold whole; None: as long as the model's context
-    longest : tokens of a sequence, at most
+    Attention multiplies what a query does not see by zero, and zero times NaN is NaN. A block is longer than what is in
+    it, so NaN of a sequence that has failed would reach the next one that has the block. vLLM clears blocks for some
+    models; here for every cache whose specification is ours (compat/plugin.py). Of a full cache on a GPU it is vLLM's
+    own: its kernels there read nothing behind a sequence's end.
     """
 
-    policy: str
-    max_prompt: int | None = None
-    longest: int = NEVER
-
     @classmethod
-    def bounded(cls, spec: FullAttentionSpec, policy: str, max_prompt: int | None, longest: int) -> EvictingSpec:
+    def of(cls, spec: FullAttentionSpec, **more: Any) -> Any:
         """The specification of a layer that vLLM has described as holding everything."""
-        return cls.of(spec, policy=policy, max_prompt=max_prompt, longest=longest)
+        return cls(**{f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}, **more)
+
+
+class BoundedSpec(CleanSpec):
+    """A layer whose sequences hold fewer entries than they have tokens."""
+
+    def most_held(self, longest: int) -> int:
+        """The entries that a sequence of at most so many tokens may come to hold."""
+        raise NotImplementedError
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """What one sequence may need: its prompt while that is prefilled, and the peak of decoding."""
-        longest = vllm_config.model_config.max_model_len
-        prompt = longest if self.max_prompt is None else min(self.max_prompt, longest)
-        return -(-self.schedule.most_held(prompt, longest) // self.block_size) * self.page_size_bytes
-
-    @property
-    def schedule(self) -> Schedule:
-        """The policy's schedule."""
-        return make_policy(json.loads(self.policy)).schedule
+        entries = self.most_held(vllm_config.model_config.max_model_len)
+        return -(-entries // self.block_size) * self.page_size_bytes
 
     @classmethod
-    def merge(cls, specs: list[EvictingSpec]) -> EvictingSpec:  # type: ignore[override]
+    def merge(cls, specs: list[Any]) -> Any:
         if any(spec != specs[0] for spec in specs):
             raise UserError("all layers must have the same cache: mixed attention layers are not supported")
         return specs[0]
 
 
-class EvictingManager(FullAttentionManager):
-    """Allocates and frees the blocks of EvictingSpec layers."""
+@dataclass(frozen=True, kw_only=True)
+class EvictingSpec(BoundedSpec):
+    """A layer whose cache is bounded while decoding.
+
+    schedule : the policy's
+    max_prompt : the longest prompt that the pool must hold whole; None: as long as the model's context
+    longest : tokens of a sequence, at most
+    """
+
+    schedule: Schedule
+    max_prompt: int | None = None
+    longest: int = NEVER
+
+    def most_held(self, longest: int) -> int:
+        return self.schedule.most_held(min(self.max_prompt or longest, longest), longest)
+
+
+class BoundedManager(FullAttentionManager):
+    """Allocates and frees the blocks of BoundedSpec layers."""
+
+    def blocks_of(self, slots: int) -> int:
+        """The blocks that so many entries fill, the last one perhaps in part."""
+        return -(-slots // self.block_size)
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
+        return 0
+
+
+class EvictingManager(BoundedManager):
+    """That of EvictingSpec layers."""
 
     def __init__(self, kv_cache_spec: EvictingSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
-        if self.enable_caching:
-            raise UserError("prefix caching must be off under eviction (enable_prefix_caching=False)")
         self.schedule, self.longest = kv_cache_spec.schedule, kv_cache_spec.longest
         self.prompts: dict[str, int] = {}  # request -> tokens that it prefills densely; 0 once they are compacted
 
@@ -73,7 +94,7 @@ class EvictingManager(FullAttentionManager):
 
     def claim(self, prompt: int) -> int:
         """The blocks that a sequence may come to need, however long it gets."""
-        return self._blocks(self.schedule.most_held(prompt, self.longest))
+        return self.blocks_of(self.schedule.most_held(prompt, self.longest))
 
     def get_num_blocks_to_allocate(
         self,
@@ -88,9 +109,9 @@ class EvictingManager(FullAttentionManager):
             # At admission `num_tokens` is all that will be prefilled (after a preemption, what was sampled too). What
             # the running sequences have yet to claim stays reserved, so that none of them is ever preempted.
             self.prompts[request_id] = num_tokens
-            claims = (self.claim(self.prompts[r]) - len(b) for r, b in self._others(request_id))
-            return self.claim(num_tokens) + sum(claims)
-        need = self._blocks(self.slots(request_id, num_tokens))
+            others = ((r, blocks) for r, blocks in self.req_to_blocks.items() if r != request_id and blocks)
+            return self.claim(num_tokens) + sum(self.claim(self.prompts[r]) - len(blocks) for r, blocks in others)
+        need = self.blocks_of(self.slots(request_id, num_tokens))
         return max(0, need - len(self.req_to_blocks.get(request_id, ())))
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
@@ -105,20 +126,10 @@ class EvictingManager(FullAttentionManager):
             return
         self.prompts[request_id] = 0
         blocks, keep = self.req_to_blocks[request_id], self.claim(0)
-        if len(blocks) > keep:
-            tail = blocks[keep:]
+        if tail := blocks[keep:]:
             del blocks[keep:]
             self.block_pool.free_blocks(reversed(tail))
-
-    def _blocks(self, slots: int) -> int:
-        return -(-slots // self.block_size)
-
-    def _others(self, request_id: str) -> list[tuple[str, list[KVCacheBlock]]]:
-        return [(r, blocks) for r, blocks in self.req_to_blocks.items() if r != request_id and blocks]
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self.prompts.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
-
-    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
-        return 0

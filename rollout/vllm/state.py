@@ -18,11 +18,10 @@ import torch
 
 from rollout.vllm.compat import paged
 from rollout.vllm.compat.arguments import CacheConfig
-from rollout.vllm.fixed import Fixed
 from rollout.vllm.messages import Begun, Due
-from rollout.vllm.plan import NOBODYS, Group, Plan, Watch, last_of_each
+from rollout.vllm.plan import NOBODYS, Fixed, Group, Plan, Watch, last_of_each
 from rollout.vllm.record import RunRecord
-from rollout.vllm.slabs import APART, Arrangement, Slab
+from rollout.vllm.slabs import Arrangement, Slab
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.policies.entries import Entries
 
@@ -37,33 +36,36 @@ class CacheState:
     def __init__(self, vllm_config: Any, config: CacheConfig, kv_caches: dict[str, torch.Tensor]) -> None:
         self.config, self.policy = config, config.policy
         layers = paged.attention_layers(vllm_config, kv_caches)
+        layer, count = next(iter(layers.values())), len(layers)
         self.index = {name: i for i, name in enumerate(layers)}
         self.caches = [paged.key_value_views(kv_caches[name], paged.keys_are_transposed()) for name in layers]
-        self.folded: list[torch.Tensor] | None = None  # by layer, the coordinate that holds biases; see folded.py
+        self.folded: list[torch.Tensor] = []  # by layer, the coordinate that holds biases, if any; see folded.py
         if config.folds:
-            own = next(iter(layers.values())).head_size
+            own = layer.head_size
             self.folded = [keys[..., own] for keys, _ in self.caches]
             self.caches = [(keys[..., :own], values[..., :own]) for keys, values in self.caches]
-        keys = self.caches[0][0]
-        self.arrangement = Arrangement.of([k for k, _ in self.caches])
-        blocks, heads, self.block_size, _ = keys.shape
-        self.device = keys.device
+        blocks, heads, self.block_size, dim = self.caches[0][0].shape
+        self.device, self.scaling = self.caches[0][0].device, layer.impl.scale
         self.heads = torch.arange(heads, device=self.device)
-        layer = next(iter(layers.values()))
-        self.scaling = layer.impl.scale
-        shape = (len(layers), blocks, heads, self.block_size)
-        arranged = self.arrangement or APART
-        self.positions = arranged.filled(shape, 0, torch.int32, self.device)
-        self.state = {
-            name: arranged.filled(shape, start, torch.float32, self.device)
-            for name, start in self.policy.entry_memory.items()
-        }
-        rows = paged.max_running(vllm_config)
-        window = self.policy.last_queries or int(self.policy.every_query)
+        rows, window = (
+            vllm_config.scheduler_config.max_num_seqs,
+            self.policy.last_queries or int(self.policy.every_query),
+        )
+
+        self.arrangement = Arrangement.of([keys for keys, _ in self.caches])
+        joined, apart = self.arrangement.joined, self.arrangement.apart
+        keys, values = (joined(views) for views in zip(*self.caches, strict=True))
+        empty = torch.zeros(count * blocks, heads, self.block_size, device=self.device)
+        state = {name: torch.full_like(empty, start) for name, start in self.policy.entry_memory.items()}
+        coordinate = joined(self.folded) if self.folded else None
+        self.slab = Slab(keys, values, empty.int(), state, None, coordinate)
+        self.positions = apart(self.slab.positions, count)
+        self.state = {name: apart(value, count) for name, value in self.slab.state.items()}
         self.queries = None
         if window:
-            size = (len(layers), rows + 1, window, layer.num_heads, keys.shape[-1])  # the last row is nobody's
-            self.queries = torch.zeros(size, dtype=paged.model_dtype(vllm_config), device=self.device)
+            size = (count, rows + 1, window, layer.num_heads, dim)  # the last row is nobody's
+            self.queries = torch.zeros(size, dtype=vllm_config.model_config.dtype, device=self.device)
+            self.slab.queries = self.queries.flatten(0, 1)
         self.prompt_length = torch.full((blocks,), UNKNOWN, device=self.device)  # by first block
         self.row = torch.full((blocks,), rows, device=self.device)  # by first block
         self.free_rows = list(range(rows))
@@ -71,6 +73,8 @@ class CacheState:
         self.number = torch.zeros(blocks, dtype=torch.long, device=self.device)  # in the record, by first block
         self.prompts: dict[int, int] = {}  # by first block, in host memory; 0 once they are compacted
         self.failed = torch.zeros(rows + 1, dtype=torch.bool, device=self.device)  # by row: a NaN would have decided
+        number = torch.arange(count, device=self.device)
+        self.first_block, self.first_row = number * self.arrangement.of_layer, number * (rows + 1)  # of each layer
         self.plan: Plan | None = None
         self.record: RunRecord | None = None  # of the run that is on; a server keeps none
 
@@ -109,10 +113,8 @@ class CacheState:
         first token in the batch, and the same in host memory
         """
         blocks = block_table.long()
-        first = blocks[:, 0]
-        prompt = self.prompt_length[first]
-        tokens, seen = int(starts_cpu[-1]), seq_lens.long()
-        lengths = self.policy.schedule.attended(prompt, seen)
+        first, tokens, seen = blocks[:, 0], int(starts_cpu[-1]), seq_lens.long()
+        lengths = self.policy.schedule.attended(self.prompt_length[first], seen)
         row, slot, logical = torch.arange(len(first), device=self.device), lengths - 1, seen - 1
         one_each = tokens == len(first) and int(starts_cpu.diff().max()) == 1
         if not one_each:
@@ -128,10 +130,10 @@ class CacheState:
             if not one_each:
                 last = last_of_each(starts_cpu, window).to(self.device, non_blocking=True)
             recent = last, first[row[last]], logical[last] % window
-        plan = Plan(first, blocks, block * self.block_size + place, lengths.int(), recent)
+        plan = Plan(blocks, seen, lengths, block * self.block_size + place, recent)
         self.enter(block, place, logical)
         if self.policy.every_query:
-            self._watch(plan, seen, lengths, starts, starts_cpu)
+            self._watch(plan, starts, starts_cpu)
         self.plan = plan
         return plan
 
@@ -156,29 +158,26 @@ class CacheState:
         held = [self.policy.schedule.most_held(prompt, logical) for prompt in {*self.prompts.values()}]
         return min(logical, max(new, *held)) if held else logical  # of no request: a graph is made, for every batch
 
-    def _watch(
-        self, plan: Plan, seen: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, starts_cpu: torch.Tensor
-    ) -> None:
+    def _watch(self, plan: Plan, starts: torch.Tensor, starts_cpu: torch.Tensor) -> None:
         """Plan to observe the requests that bring one token, and those that bring more; each group is padded alone."""
         counts = starts_cpu.diff()
-        alone, many = (counts == 1).nonzero()[:, 0], (counts > 1).nonzero()[:, 0]
-        if not len(many):
-            plan.alone = self._group(plan.blocks, lengths, seen, self._most_held(lengths))
+        if int(counts.max()) <= 1:
+            plan.alone = self._group(plan.blocks, plan.lengths, plan.seen, self._most_held(plan.lengths))
             return
-        for members in (alone, many):
-            if not len(members):
-                continue
-            rows = members.to(self.device, non_blocking=True)
-            held = lengths[rows]
-            group = self._group(plan.blocks[rows], held, seen[rows], int(held.max()))
-            if members is alone:
-                plan.alone = group
-                continue
-            step = torch.arange(int(counts.max()), device=self.device)
-            count = (starts[1:] - starts[:-1])[rows].long()[:, None]
-            tokens = starts[rows].long()[:, None] + torch.minimum(step, count - 1)
-            positions = torch.where(step < count, group.seen[:, None] - count + step, group.seen[:, None])
-            plan.watch = Watch(group, tokens, positions)
+        alone, many = (which.nonzero()[:, 0].to(self.device, non_blocking=True) for which in (counts == 1, counts > 1))
+
+        def group_of(rows: torch.Tensor) -> Group:
+            held = plan.lengths[rows]
+            return self._group(plan.blocks[rows], held, plan.seen[rows], int(held.max()))
+
+        if len(alone):
+            plan.alone = group_of(alone)
+        group = group_of(many)
+        step = torch.arange(int(counts.max()), device=self.device)
+        count = (starts[1:] - starts[:-1])[many].long()[:, None]
+        tokens = starts[many].long()[:, None] + torch.minimum(step, count - 1)
+        positions = torch.where(step < count, group.seen[:, None] - count + step, group.seen[:, None])
+        plan.watch = Watch(group, tokens, positions)
 
     def _most_held(self, held: torch.Tensor) -> int:
         """At least what any of these requests holds, int64 [R]; each brings one token. A device is not asked."""
@@ -192,7 +191,7 @@ class CacheState:
         self, blocks: torch.Tensor, lengths: torch.Tensor, seen: torch.Tensor, most: int, left: int = 0
     ) -> Group:
         """Requests with blocks int64 [R, max blocks], which hold int64 [R] entries, `most` at the most."""
-        blocks = self._blocks(blocks, most)
+        blocks = blocks[:, : -(-most // self.block_size)]
         start = torch.arange(0, blocks.shape[1] * self.block_size, self.block_size, device=self.device)
         return Group(blocks.masked_fill(start >= lengths[:, None], NOBODYS), lengths, seen, left)
 
@@ -217,28 +216,26 @@ class CacheState:
                 plan.slots_of_recent = self.row[block] * self.queries.shape[2] + place
             self.queries[layer].flatten(0, 1).index_copy_(0, plan.slots_of_recent, query[tokens])
         if (watch := plan.watch) is not None:
-            slab = self._slab(layer)
-            entries = self._entries(slab, watch.group, self.policy.observe_reads)
+            group = self._in(range(layer, layer + 1), watch.group)
+            entries = self._entries(group, self.policy.observe_reads)
             self.policy.observe(layer, entries, query[watch.tokens].transpose(1, 2), watch.positions)
-            self._remember(slab, watch.group, entries.state)
+            self._remember(group, entries.state)
 
     # ---- after the forward ------------------------------------------------------------------------------------------
 
     def after_forward(self) -> None:
         """Called once all layers have attended, before `compact`: requests that brought one token are observed."""
-        alone = None if self.plan is None else self.plan.alone
-        if alone is None:
+        if self.plan is None or self.plan.alone is None:
             return
-        alone.rows = self.row[alone.blocks[:, 0]]
-        for layers, slab, group in self._at_once(alone):
-            self._observe_last(layers[0], slab, group)
+        for layers, group in self._at_once(self.plan.alone):
+            self._observe_last(layers[0], group)
 
-    def _observe_last(self, layer: int, slab: Slab, group: Group) -> None:
+    def _observe_last(self, layer: int, group: Group) -> None:
         """Let the policy see the last query of each row."""
-        entries = self._entries(slab, group, self.policy.observe_reads, recent=True)
+        entries = self._entries(group, self.policy.observe_reads, recent=True)
         assert entries.queries is not None
         self.policy.observe(layer, entries, entries.queries[:, :, -1:], group.seen[:, None] - 1)
-        self._remember(slab, group, entries.state)
+        self._remember(group, entries.state)
 
     def failed_rows(self, count: int) -> torch.Tensor:
         """Of the first `count` requests of this step, those of whose entries a NaN would decide: bool [count]."""
@@ -254,7 +251,7 @@ class CacheState:
         """Compact these requests: those that decode together, those that end their prefill together."""
         self.prompts.update((d.block, 0) for d in due)
         peak = self.policy.schedule.peak
-        _, heads, _, dim = self.caches[0][0].shape
+        _, heads, _, dim = self.slab.keys.shape
         for group in ([d for d in due if d.held == peak], [d for d in due if d.held != peak]):
             while group:
                 count = max(1, MOST // (heads * dim * max(d.held for d in group)))
@@ -266,79 +263,54 @@ class CacheState:
         assert plan is not None
         first, held, seen = self._sent([(d.block, d.held, d.seen) for d in due]).unbind(1)
         rows = (plan.first[None] == first[:, None]).int().argmax(1)
-        group = self._group(plan.blocks[rows], held, seen, max(d.held for d in due), due[0].left)
-        group.rows = self.row[first]
-        dropped = list[torch.Tensor]()
-        for layers, slab, wide in self._at_once(group):
+        whole = self._group(plan.blocks[rows], held, seen, max(d.held for d in due), due[0].left)
+        dropped = []
+        for layers, group in self._at_once(whole):
             try:
-                found = self._compact_slab(layers[0], slab, wide)
+                found = self._compact_group(layers[0], group)
             except NotFiniteError:
-                found = torch.cat([self._compact_apart(layer, group) for layer in layers])
-            dropped += found.view(len(layers), -1) if found.numel() else [found] * len(layers)
+                found = torch.cat([self._compact_alone(layers[0], one) for one in group.apart()])
+            dropped.append(found.view(len(layers), len(found) // len(layers)))
         if self.record is not None:
             self.record.drop(
                 [d.request_id for d in due],
                 [d.seen for d in due],
                 [d.held - d.left for d in due],
-                torch.stack(dropped).cpu().numpy(),
+                torch.cat(dropped).cpu().numpy(),
             )
 
-    def _compact_apart(self, layer: int, group: Group) -> torch.Tensor:
-        """Compact requests of a layer one by one. One of whose entries a NaN would decide keeps them: it has failed."""
-        dropped = []
-        for one in group.apart():
-            try:
-                dropped.append(self._compact_slab(layer, self._slab(layer), one))
-            except NotFiniteError:
-                self.failed[one.rows] = True
-                count = 0 if self.record is None else len(self.heads) * (int(one.lengths) - group.left)
-                dropped.append(self.positions.new_zeros(count))
-        return torch.cat(dropped)
+    def _compact_alone(self, layer: int, one: Group) -> torch.Tensor:
+        """Compact one request in one layer. If a NaN would decide, it keeps its entries: it has failed."""
+        try:
+            return self._compact_group(layer, one)
+        except NotFiniteError:
+            assert one.rows is not None
+            self.failed[one.rows % len(self.failed)] = True
+            count = 0 if self.record is None else len(self.heads) * (int(one.lengths) - one.left)
+            return self.positions.new_zeros(count)
 
-    def _at_once(self, group: Group) -> Iterator[tuple[range, Slab, Group]]:
-        """The group in all layers, some at a time: which, their memory, and the group as rows of it, layer by layer.
-
-        One layer at a time where they do not lie as one.
-        """
-        count = len(self.caches)
-        if self.arrangement is None or count == 1:
-            for layer in range(count):
-                yield range(layer, layer + 1), self._slab(layer), group
-            return
-        assert group.rows is not None
-        slab = self._slab(None)
-        _, heads, size, dim = slab.keys.shape
+    def _at_once(self, group: Group) -> Iterator[tuple[range, Group]]:
+        """The group in all layers, some at a time: which, and it in those."""
+        count, (_, heads, size, dim) = len(self.caches), self.slab.keys.shape
         most = max(1, AT_ONCE[self.device.type] // (group.blocks.numel() * heads * size * dim))
-        per_layer = 0 if self.queries is None else self.queries.shape[1]
         for start in range(0, count, most):
             layers = range(start, min(start + most, count))
-            number = torch.arange(layers.start, layers.stop, device=self.device)[:, None]
-            blocks = group.blocks * self.arrangement.of_block + number[..., None] * self.arrangement.of_layer
-            lengths, seen = group.lengths.repeat(len(layers)), group.seen.repeat(len(layers))
-            rows = (group.rows + number * per_layer).flatten()
-            yield layers, slab, Group(blocks.flatten(0, 1), lengths, seen, group.left, rows)
+            yield layers, self._in(layers, group)
 
-    def _slab(self, layer: int | None) -> Slab:
-        """The memory of a layer; None: of all, which are arranged as one."""
-        if layer is not None:
-            queries = None if self.queries is None else self.queries[layer]
-            coordinate = None if self.folded is None else self.folded[layer]
-            state = {name: value[layer] for name, value in self.state.items()}
-            return Slab(*self.caches[layer], self.positions[layer], state, queries, coordinate)
-        assert self.arrangement is not None
-        joined = self.arrangement.joined
-        keys, values = (joined(views) for views in zip(*self.caches, strict=True))
-        queries = None if self.queries is None else self.queries.flatten(0, 1)
-        coordinate = None if self.folded is None else joined(self.folded)
-        state = {name: joined(list(value)) for name, value in self.state.items()}
-        return Slab(keys, values, joined(list(self.positions)), state, queries, coordinate)
+    def _in(self, layers: range, group: Group) -> Group:
+        """A group in these layers, one layer after another, as rows of the slab."""
+        mine = slice(layers.start, layers.stop)
+        blocks = group.blocks * self.arrangement.of_block + self.first_block[mine, None, None]
+        rows = self.row[group.blocks[:, 0]] + self.first_row[mine, None]
+        lengths, seen = group.lengths.repeat(len(layers)), group.seen.repeat(len(layers))
+        return Group(blocks.flatten(0, 1), lengths, seen, group.left, rows.flatten())
 
-    def _compact_slab(self, layer: int, slab: Slab, group: Group) -> torch.Tensor:
+    def _compact_group(self, layer: int, group: Group) -> torch.Tensor:
         """The positions dropped, row by row: int32 [the sum of Hkv x (length - left)]; none without a record."""
-        entries = self._entries(slab, group, self.policy.score_reads, recent=True)
+        slab, entries = self.slab, self._entries(group, self.policy.score_reads, recent=True)
         kept, left = self.policy.compact(layer, entries), group.left
         kept.check_counts(entries, self.policy.name)
-        self._remember(slab, group, kept.state)
+        self._remember(group, kept.state)
         if kept.values is not None:
             self._write(slab.values, group, kept.values)
         dropped = torch.empty(0)
@@ -348,7 +320,7 @@ class CacheState:
         # Survivors behind the first `left` go where, before it, something was dropped: a head has equally many of them.
         behind = self._listed(group.blocks, kept.keep[..., left:], left)
         freed = self._listed(group.blocks, ~kept.keep[..., :left], 0)
-        for buffer in slab.moved():
+        for buffer in (slab.keys, slab.values, slab.positions, *slab.state.values()):
             buffer[freed] = buffer[behind]
         if slab.coordinate is not None:
             assert self.policy.bias is not None
@@ -358,13 +330,10 @@ class CacheState:
 
     # ---- paged access -----------------------------------------------------------------------------------------------
 
-    def _blocks(self, blocks: torch.Tensor, held: int) -> torch.Tensor:
-        return blocks[:, : -(-held // self.block_size)]
-
-    def _remember(self, slab: Slab, group: Group, state: dict[str, torch.Tensor]) -> None:
+    def _remember(self, group: Group, state: dict[str, torch.Tensor]) -> None:
         """Write a policy's memory back, name -> [R, Hkv, N]."""
         for name, value in state.items():
-            self._write(slab.state[name], group, value)
+            self._write(self.slab.state[name], group, value)
 
     def _write(self, beside: torch.Tensor, group: Group, value: torch.Tensor) -> None:
         """[R, Hkv, N, ...] to the blocks of [blocks, Hkv, block size, ...]; of what is padding, to nobody's."""
@@ -377,9 +346,9 @@ class CacheState:
         slot = slot + start
         return blocks[row, slot // self.block_size], head, slot % self.block_size
 
-    def _entries(self, slab: Slab, group: Group, reads: tuple[str, ...], recent: bool = False) -> Entries:
-        """What a group holds, as a policy that reads so much sees it; `recent`: its last queries too."""
-        queries = None
+    def _entries(self, group: Group, reads: tuple[str, ...], recent: bool = False) -> Entries:
+        """What a group of rows of the slab holds, as a policy that reads so much sees it; `recent`: and its queries."""
+        slab, queries = self.slab, None
         if recent and slab.queries is not None:
             assert group.rows is not None
             window = slab.queries.shape[1]

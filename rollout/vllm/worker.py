@@ -1,4 +1,4 @@
-"""What the engine calls on each of vLLM's workers, by name (`worker_extension_cls`)."""
+"""vLLM's worker with what our engine calls on it, and with a cache no larger than all its sequences can fill."""
 
 from __future__ import annotations
 
@@ -10,19 +10,37 @@ import torch
 from rollout.config import SamplingConfig
 from rollout.context import Context
 from rollout.context.files import load_context
+from rollout.vllm.compat.arguments import on_cpu
 from rollout.vllm.compat.paged import live_state
 from rollout.vllm.handover import received
-from rollout.vllm.messages import Result
-from rollout.vllm.record import RunRecord
+from rollout.vllm.record import Result, RunRecord
 from rollout.vllm.samplers import SequenceSampler
 from sparse_rl.methods.kvpop.scorers.base import digests
 from sparse_rl.models.directory import SCORERS
 
+if on_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker  # type: ignore[assignment]
 
-class WorkerExtension:
-    """Mixed into vLLM's worker: what the engine calls in each of them."""
+
+class EngineWorker(Worker):
+    """That of this platform, CPU or GPU."""
 
     model_runner: Any
+
+    def determine_available_memory(self) -> int:
+        """Bytes for this worker's cache: every sequence at its longest, and a block that vLLM keeps for itself.
+
+        vLLM would give the cache what its share of a GPU leaves, or what it is told; under a budget that may be many
+        times as much.
+        """
+        sequences = self.vllm_config.scheduler_config.max_num_seqs
+        specs = self.get_kv_cache_spec().values()
+        most = sum(sequences * spec.max_memory_usage_bytes(self.vllm_config) + spec.page_size_bytes for spec in specs)
+        if (told := self.cache_config.kv_cache_memory_bytes) is not None:
+            self.cache_config.kv_cache_memory_bytes = min(told, most)
+        return min(super().determine_available_memory(), most)
 
     def begin_run(self, sampling: dict[str, Any]) -> None:
         """The SamplingConfig of the requests that follow; what is left of an earlier run is let go."""
@@ -32,11 +50,9 @@ class WorkerExtension:
 
     def take_results(self, lengths: dict[int, int]) -> list[Result]:
         """What this rank has recorded of requests, place -> tokens, in this order; it forgets them."""
-        record = self.model_runner.sampler.topk_topp_sampler.record
-        assert record is not None
         if (state := live_state()) is not None:
             state.check_finite()
-        return record.take(lengths)
+        return self.model_runner.sampler.topk_topp_sampler.record.take(lengths)
 
     def end_run(self) -> None:
         """Whatever has not been taken is let go."""
@@ -44,8 +60,7 @@ class WorkerExtension:
 
     def _set_record(self, sampling: SamplingConfig, record: RunRecord | None) -> None:
         self.model_runner.sampler.topk_topp_sampler.begin_run(sampling, record)
-        state = live_state()
-        if state is not None:
+        if (state := live_state()) is not None:
             state.record = record
             state.failed.zero_()
 

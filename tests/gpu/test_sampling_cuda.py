@@ -56,7 +56,7 @@ def test_top_p_after_top_k_differs_by_rounding_alone() -> None:
 
 
 def test_numbers_are_sent_without_a_wait() -> None:
-    worker = pytest.importorskip("rollout.vllm.worker")
+    samplers = pytest.importorskip("rollout.vllm.samplers")
     with no_waits():
-        sent = worker._sent([0.25, 1 - 2**-53], torch.float64, torch.device("cuda"))
+        sent = samplers._sent([0.25, 1 - 2**-53], torch.float64, torch.device("cuda"))
     assert sent.tolist() == [0.25, 1 - 2**-53]

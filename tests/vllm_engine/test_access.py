@@ -6,7 +6,7 @@ import itertools
 import json
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,10 +21,6 @@ ALL_TASKS = ("generate", "transcription", "realtime", "embed", "classify", "scor
 WIDE = ["--enable-scale-out", "--enable-tokenizer-info-endpoint", "--enable-fault-tolerance"]
 
 
-def fail(message: str) -> NoReturn:
-    raise UserError(message)
-
-
 @pytest.fixture(scope="module")
 def app_of() -> Callable[..., Any]:
     """app_of(*words behind --, host=, tasks=, **what serve adds) -> the app that the server would run."""
@@ -35,7 +31,7 @@ def app_of() -> Callable[..., Any]:
     def make(*further: str, host: str = "127.0.0.1", tasks: Any = ("generate",), **access: list[str]) -> Any:
         access = {"allowed_hosts": [], "allowed_origins": [], **access}
         words = serve.command_line(model="model", host=host, port=8000, dtype="auto", **access)
-        return entry.build_app(server.read_arguments(words, list(further), fail), tasks)
+        return entry.build_app(server.read_arguments(words, list(further)), tasks)
 
     return make
 

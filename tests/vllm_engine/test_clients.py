@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 from rollout.vllm import serve
 from rollout.vllm.compat.arguments import KEY, engine_arguments
-from sparse_rl.errors import UserError
 from sparse_rl.policies import make_policy
 
 POLICY = {"policy": "gkv", "budget": 64, "window": 8, "period": 16}
@@ -48,10 +47,6 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def fail(message: str) -> NoReturn:
-    raise UserError(message)
-
-
 @pytest.mark.usefixtures("put_back")
 @pytest.mark.parametrize(
     ("policy", "dtype", "further", "says"),
@@ -77,7 +72,7 @@ def test_a_configuration_that_cannot_be_served_is_refused_before_a_process_is_st
 
     given = {"model": str(directory_of("llama")), "dtype": dtype, "allowed_hosts": [], "allowed_origins": []}
     words = serve.command_line(**given, **engine_arguments(make_policy(policy), dtype=dtype))
-    arguments = server.read_arguments([*words, *further], [], fail)
+    arguments = server.read_arguments([*words, *further], [])
     server.check_before_it_starts()
     with nullcontext() if says is None else pytest.raises(ValueError, match=says):
         AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
@@ -107,7 +102,7 @@ def test_running_requests_are_not_prefilled_anew(
 
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     words = serve.command_line(model="m", host="127.0.0.1", port=8000, allowed_hosts=[], allowed_origins=[])
-    app = entry.build_app(server.read_arguments(words, [], fail), ("generate",))
+    app = entry.build_app(server.read_arguments(words, []), ("generate",))
     app.state.engine_client = object.__new__(AsyncLLM)
     client = TestClient(app, "http://127.0.0.1:8000", raise_server_exceptions=False)
     assert client.post(request_line).status_code == 500  # vLLM alone does not refuse it

@@ -14,6 +14,7 @@ import torch
 from counting import DEVICE, LAYERS, Counted, state_of
 from policy_cases import ON_VLLM
 
+from sparse_rl.errors import UserError
 from sparse_rl.kernels import redundancy
 from sparse_rl.policies import Policy
 
@@ -55,23 +56,25 @@ def test_a_compaction_of_all_layers_is_a_few_launches(
         assert 0 < waits <= MOST_WAITS
 
 
-def test_layers_that_lie_elsewhere_are_compacted_one_by_one() -> None:
+def test_layers_that_lie_elsewhere_are_refused() -> None:
+    """vLLM lays none out like that (test_cuda_layout.py has its three orders)."""
     pytest.importorskip("vllm")
     from rollout.vllm.slabs import Arrangement
 
     whole = torch.zeros(3, 4, 2)
     assert Arrangement.of(list(whole)) == Arrangement(4, 1)
     assert Arrangement.of(list(whole.transpose(0, 1))) == Arrangement(1, 4)
-    assert Arrangement.of([torch.zeros(4, 2), torch.zeros(4, 2)]) is None
-    assert Arrangement.of([whole[0], whole[2], whole[1]]) is None
-    assert Arrangement.of(list(whole[:, :3])) is None
+    elsewhere = [torch.zeros(4, 2), torch.zeros(4, 2)], [whole[0], whole[2], whole[1]], list(whole[:, :3])
+    for views in elsewhere:
+        with pytest.raises(UserError, match="do not lie at equal distances in one allocation"):
+            Arrangement.of(views)
     for views in (list(whole), list(whole.transpose(0, 1))):
         found = Arrangement.of(views)
-        assert found is not None
         joined = found.joined(views)
         for layer, view in enumerate(views):
             for block in range(len(view)):
                 place = joined[layer * found.of_layer + block * found.of_block]
                 assert place.data_ptr() == view[block].data_ptr()
-        filled = found.filled((len(views), len(views[0]), 5), 1.5, torch.float32, torch.device("cpu"))
-        assert Arrangement.of(list(filled)) == found and bool((filled == 1.5).all())
+        apart = found.apart(joined, len(views))
+        for layer, view in zip(apart, views, strict=True):
+            assert (layer.shape, layer.stride(), layer.data_ptr()) == (view.shape, view.stride(), view.data_ptr())

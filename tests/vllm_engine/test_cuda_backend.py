@@ -303,6 +303,7 @@ def test_caches_that_are_refused() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
     from rollout.vllm.spec import EvictingSpec
+    from sparse_rl.policies.schedule import Schedule
 
     plain = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
     refusals.refuse_spec(FullAttentionSpec(**plain))
@@ -314,7 +315,7 @@ def test_caches_that_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             refusals.refuse_spec(spec)
 
-    ours = SimpleNamespace(kv_cache_spec=EvictingSpec(**plain, policy="{}"))
+    ours = SimpleNamespace(kv_cache_spec=EvictingSpec(**plain, schedule=Schedule(64)))
     theirs = SimpleNamespace(kv_cache_spec=FullAttentionSpec(**plain))
     whole, split = torch.empty(8, 2, 16, 128), torch.empty(16, 2, 8, 128)
     refusals.refuse_cache(SimpleNamespace(kv_cache_groups=[ours], num_blocks=8), {"a": whole})

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from rollout import SamplingConfig, make_engine
 from rollout.context import PromptCacheConfig
 from rollout.vllm.compat import paged
-from rollout.vllm.fixed import Fixed
+from rollout.vllm.plan import Fixed
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.models.load import load_model
 

@@ -146,7 +146,7 @@ def test_what_was_dropped_is_put_where_it_stood(counts: list[int]) -> None:
         piece, at = chosen[..., start : start + count], np.arange(count) + 100 * number
         if number % 2:
             piece = np.ascontiguousarray(piece.transpose(0, 2, 1)).transpose(0, 2, 1)
-        dropped.append(Dropped(at, piece))
+        dropped.append(Dropped(at, piece.transpose(2, 0, 1)))
         np.put_along_axis(wanted, piece.astype(np.int64), at[None, None], axis=-1)
         start += count
     found = _evict_at(dropped, length)

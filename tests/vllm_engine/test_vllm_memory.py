@@ -110,7 +110,7 @@ def test_what_stands_beside_the_cache_is_counted(
     assert (0 if state.queries is None else state.queries.nbytes) == counted.requests
     assert sum(t.nbytes for t in (state.prompt_length, state.row, state.number)) == 24 * 41  # not counted
     assert state.failed.nbytes == 5 + 1  # nor this, a byte for each request
-    named = {"positions", "queries", "prompt_length", "row", "number", "failed", "heads"}
+    named = {"positions", "queries", "prompt_length", "row", "number", "failed", "heads", "first_block", "first_row"}
     assert {name for name, value in vars(state).items() if isinstance(value, torch.Tensor)} <= named  # nothing else
 
 

@@ -56,7 +56,8 @@ class Guard:
 def _unreadable(error: Exception) -> str | None:
     """What is wrong with a request that vLLM fails to read; None where it fails at something else.
 
-    Its validators of fields take some types for granted: {"structured_outputs": true} is an AttributeError.
+    Its validators of fields take some types for granted: {"structured_outputs": true} is an AttributeError, which only
+    the place where it was raised tells from vLLM's own.
     """
     if isinstance(error, RecursionError):
         return DEEP

@@ -113,13 +113,9 @@ def engine_arguments(
         own choice of graphs.
     """
     exact = exact and on_cpu() and dtype in ("float32", "float")
-    ours: dict[str, Any] = {"policy": fingerprint(policy), "max_prompt": max_prompt, "full_graphs": full_graphs}
-    bias = policy.bias
-    if contexts is not None:
-        if policy.schedule.evicts:
-            raise UserError(f"behind a compacted context nothing is evicted; leave the policy {policy.name} out")
-        ours |= {"contexts": list(contexts), "most": most}
-        bias = BehindContext.bias
+    if contexts is not None and policy.schedule.evicts:
+        raise UserError(f"behind a compacted context nothing is evicted; leave the policy {policy.name} out")
+    bias = policy.bias if contexts is None else BehindContext.bias
     arguments: dict[str, Any] = {
         "enable_prefix_caching": False,
         "async_scheduling": False,
@@ -138,6 +134,9 @@ def engine_arguments(
         compilation = {**CUDA_COMPILATION, "cudagraph_mode": graphs}
         arguments |= {"attention_backend": "CUSTOM", "compilation_config": compilation}
     name, module = CONNECTORS[contexts is not None]
+    files = None if contexts is None else list(contexts)
+    sizes = {"max_prompt": max_prompt, "most": most}
+    ours = {"policy": fingerprint(policy), "contexts": files, "full_graphs": full_graphs, **sizes}
     transfer = {
         "kv_connector": name,
         "kv_connector_module_path": module,
@@ -156,7 +155,7 @@ def cache_config(vllm_config: Any) -> CacheConfig | None:
     if not ours:
         return CacheConfig(make_policy("full"), None, forward["exact"])
     policy = make_policy(json.loads(ours["policy"]))
-    kept = policy if ours.get("contexts") is None else BehindContext(policy.config)
+    kept = policy if ours["contexts"] is None else BehindContext(policy.config)
     return CacheConfig(**{**ours, "policy": kept}, exact=forward["exact"])
 
 
@@ -180,11 +179,6 @@ def launch_arguments(separate: bool) -> dict[str, Any]:
     """An in-process engine of a launched training process takes that process's own device."""
     launched = distributed.is_available() and distributed.is_initialized() and "LOCAL_RANK" in os.environ
     return {"distributed_executor_backend": "external_launcher"} if launched and not separate else {}
-
-
-def sleep_arguments(wanted: bool) -> dict[str, Any]:
-    """Sleep mode, which vLLM has on GPUs alone. It takes the cache's memory, but what stands beside the cache stays."""
-    return {"enable_sleep_mode": True} if wanted and not on_cpu() else {}
 
 
 def default_block_size() -> int | None:

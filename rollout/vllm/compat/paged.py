@@ -65,28 +65,12 @@ def read_blocks(paged: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return runs.index_select(0, at.flatten()).view(rows, heads, dim, -1).transpose(-1, -2)
 
 
-def max_running(vllm_config: Any) -> int:
-    """The most sequences that vLLM runs at a time."""
-    return vllm_config.scheduler_config.max_num_seqs
-
-
-def model_dtype(vllm_config: Any) -> torch.dtype:
-    """What vLLM's model computes in."""
-    return vllm_config.model_config.dtype
-
-
-def stored_scorers(vllm_config: Any) -> dict[str, torch.Tensor]:
-    """The scorers that the model's directory carries, by name."""
-    from sparse_rl.models import directory
-
-    return directory.stored_scorers(vllm_config.model_config.model)
-
-
-def rank() -> int:
-    """The tensor-parallel rank of this process, among those that share the heads."""
+def own_heads(count: int) -> slice:
+    """The kv heads of this tensor-parallel rank, which has `count`, among those of all ranks."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
-    return get_tensor_model_parallel_rank()
+    first = get_tensor_model_parallel_rank() * count
+    return slice(first, first + count)
 
 
 def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:

@@ -32,10 +32,9 @@ def register() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-    from rollout.vllm.clean import CleanSpec, give_out_clean_blocks
     from rollout.vllm.compat.clients import refuse_input_sessions
     from rollout.vllm.context_spec import ContextManager, ContextSpec
-    from rollout.vllm.spec import EvictingManager, EvictingSpec
+    from rollout.vllm.spec import CleanSpec, EvictingManager, EvictingSpec
 
     processes.watch_from_the_start()
     refuse_what_is_not_finite()
@@ -43,12 +42,8 @@ def register() -> None:
     refuse_input_sessions()
     give_out_clean_blocks()
     KVCacheSpecRegistry._ensure_registered()  # registering first would hide the built-in ones
-    managers: dict[Any, Any] = {
-        CleanSpec: FullAttentionManager,
-        EvictingSpec: EvictingManager,
-        ContextSpec: ContextManager,
-    }
-    for spec, manager in managers.items():
+    managers = (CleanSpec, FullAttentionManager), (EvictingSpec, EvictingManager), (ContextSpec, ContextManager)
+    for spec, manager in managers:
         KVCacheSpecRegistry.register(spec, manager, uniform_type_base_spec=FullAttentionSpec)
     if on_cpu():
         # The CPU platform takes no other backend than CPU_ATTN; ours is the stock one where no policy is set.
@@ -57,6 +52,20 @@ def register() -> None:
         run_uncompiled()
     else:
         register_backend(AttentionBackendEnum.CUSTOM, "rollout.vllm.backend_cuda.EvictingBackend")
+
+
+def give_out_clean_blocks() -> None:
+    """Have vLLM clear the blocks of our specifications."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from rollout.vllm.spec import CleanSpec
+
+    needed: Any = KVCacheConfig.needs_kv_cache_zeroing
+
+    def needed_or_ours(self: KVCacheConfig) -> bool:
+        return needed.fget(self) or any(isinstance(g.kv_cache_spec, CleanSpec) for g in self.kv_cache_groups)
+
+    KVCacheConfig.needs_kv_cache_zeroing = property(needed_or_ours)  # type: ignore[assignment, method-assign]
 
 
 def keep_weights_in_place() -> None:

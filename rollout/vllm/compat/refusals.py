@@ -9,31 +9,25 @@ import torch
 
 from rollout.choice import CPU_HEAD_SIZES
 from rollout.vllm.compat.arguments import CONNECTORS, CacheConfig, cache_config, on_cpu
-from sparse_rl.attention.families import check_replayable, family_only_hf
+from sparse_rl.attention.families import cache_shape, check_replayable, family_only_hf
 from sparse_rl.errors import UserError
 from sparse_rl.policies.base import Policy
 
 
-def refuse_head_size(head_dim: int, otherwise: str = "") -> None:
-    """Raises UserError for a head size that the platform's attention kernel cannot take.
+def refuse_engine(policy: Policy, config: Any, sleep_mode: bool = False, otherwise: str = "") -> None:
+    """Raises UserError for a policy, a model or an allocator with which vLLM cannot sample.
 
-    otherwise : what else the user can do, as the end of the message
+    config : the model's; otherwise : what else the user can do, as the end of the message
     """
+    if policy.config.only_hf:
+        raise UserError(f"{policy.name}: {policy.config.only_hf}{otherwise}", "cache.policy")
+    if why := family_only_hf(config):
+        raise UserError(f"{why}{otherwise}", "model")
+    head_dim = cache_shape(config)[2]
     if on_cpu() and head_dim not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         raise UserError(f"vLLM on a CPU cannot run head size {head_dim} (it takes {sizes}){otherwise}")
-
-
-def refuse_policy(policy: Policy, otherwise: str = "") -> None:
-    """Raises UserError for a policy that only the hf engine samples under."""
-    if policy.config.only_hf:
-        raise UserError(f"{policy.name}: {policy.config.only_hf}{otherwise}", "cache.policy")
-
-
-def refuse_family(config: Any, otherwise: str = "") -> None:
-    """Raises UserError for a model that only the hf engine samples from."""
-    if why := family_only_hf(config):
-        raise UserError(f"{why}{otherwise}", "model")
+    refuse_expandable_segments(policy, sleep_mode, otherwise)
 
 
 def refuse_expandable_segments(policy: Policy, sleep_mode: bool, otherwise: str = "") -> None:
@@ -57,23 +51,19 @@ def refuse_unsupported(vllm_config: Any, full_graphs: bool = False) -> None:
     from vllm.utils.torch_utils import is_quantized_kv_cache
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    scheduler, transfer, compilation = (
-        vllm_config.scheduler_config,
-        vllm_config.kv_transfer_config,
-        vllm_config.compilation_config,
-    )
+    scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
+    connector = getattr(vllm_config.kv_transfer_config, "kv_connector", "")
+    context_parallel = max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
     graphs = compilation.cudagraph_mode != CUDAGraphMode.NONE
     wrong = {
         "on this platform: NVIDIA GPUs and CPUs only": not (current_platform.is_cuda() or current_platform.is_cpu()),
-        "without its connector (kv_connector EvictionConnector)": getattr(transfer, "kv_connector", "")
-        not in dict(CONNECTORS),
+        "without its connector (kv_connector EvictionConnector)": connector not in dict(CONNECTORS),
         "with prefix caching (--no-enable-prefix-caching)": cache.enable_prefix_caching,
         "with speculative decoding": vllm_config.speculative_config is not None,
         "with asynchronous scheduling (--no-async-scheduling)": scheduler.async_scheduling,
         "without --scheduler-reserve-full-isl": not scheduler.scheduler_reserve_full_isl,
         "with pipeline parallelism (pipeline_parallel_size 1)": parallel.pipeline_parallel_size > 1,
-        "with context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
-        > 1,
+        "with context parallelism": context_parallel > 1,
         "with micro-batches (dual batch overlap)": parallel.use_ubatching,
         "with more tensor-parallel ranks than kv heads, or heads that do not divide among them": (
             model.get_total_num_kv_heads() % parallel.tensor_parallel_size != 0
@@ -147,12 +137,11 @@ def refuse_spec(spec: Any) -> None:
 
 
 def refuse_cache(kv_cache_config: Any, kv_caches: dict[str, torch.Tensor] | None = None) -> None:
-    """Raises UserError for a cache that is not that of EvictingSpec layers alone, or whose blocks a kernel splits."""
-    from rollout.vllm.context_spec import ContextSpec
-    from rollout.vllm.spec import EvictingSpec
+    """Raises UserError for a cache that is not that of BoundedSpec layers alone, or whose blocks a kernel splits."""
+    from rollout.vllm.spec import BoundedSpec
 
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    if len(specs) != 1 or not isinstance(specs[0], (EvictingSpec, ContextSpec)):
+    if len(specs) != 1 or not isinstance(specs[0], BoundedSpec):
         raise UserError("vLLM cannot evict: the attention backend is not ours; set --attention-backend CUSTOM")
     for cache in (kv_caches or {}).values():
         if (cache.shape[0], cache.shape[2]) != (kv_cache_config.num_blocks, specs[0].block_size):

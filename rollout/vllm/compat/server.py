@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NoReturn
@@ -33,7 +33,7 @@ FIXED = (  # vLLM's arguments that eviction needs as they are
     "speculative_config",
     "worker_cls",
 )
-NEVER = {  # vLLM's arguments that this server does not take, and why
+NOT_TAKEN = {  # vLLM's arguments that this server does not take, and why
     "additional_config": "the server has its own",
     "api_server_count": "the server is a single process",
     "data_parallel_multi_port_external_lb": "the server is a single process",
@@ -44,8 +44,8 @@ IN_FRONT = ("model", "dtype", "allowed_hosts", "allowed_origins")  # options of 
 GRACE = 1  # seconds that open connections have once the engine has ended: they would wait for ever
 
 
-def read_arguments(ours: list[str], further: list[str], fail: Callable[[str], NoReturn]) -> Namespace:
-    """The arguments of `vllm serve`, and `allowed_hosts`. `fail` is told what is wrong with them.
+def read_arguments(ours: list[str], further: list[str]) -> Namespace:
+    """The arguments of `vllm serve`, and `allowed_hosts`. Raises UserError for what is wrong with them.
 
     ours : the words that `serve.serve` wrote down; further : the user's, which win but for what eviction needs
     """
@@ -55,22 +55,20 @@ def read_arguments(ours: list[str], further: list[str], fail: Callable[[str], No
 
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
-            fail(message)
+            raise UserError(message)
 
     parser = make_arg_parser(Parser(prog="vllm serve"))
     parser.add_argument("--allowed-hosts", type=json.loads, default=[])
     default, asked, together = (parser.parse_args(words) for words in ([], further, [*ours, *further]))
     if asked.model_tag is not None:
-        fail(f"{asked.model_tag!r} is not a flag")
-    for name in IN_FRONT:
+        raise UserError(f"{asked.model_tag!r} is not a flag")
+    wrong = dict.fromkeys(IN_FRONT, "does not stand behind --")
+    if together.kv_transfer_config is not None:
+        wrong |= dict.fromkeys(FIXED, "cannot be chosen under this cache; leave it out")
+    wrong |= {name: f"cannot be chosen, as {why}; leave it out" for name, why in NOT_TAKEN.items()}
+    for name, why in wrong.items():
         if getattr(asked, name) != getattr(default, name):
-            fail(f"--{name.replace('_', '-')} does not stand behind --")
-    changed = [name for name in FIXED if getattr(asked, name) != getattr(default, name)]
-    if changed and together.kv_transfer_config is not None:
-        fail(f"--{changed[0].replace('_', '-')} cannot be chosen under this cache; leave it out")
-    for name, why in NEVER.items():
-        if getattr(asked, name) != getattr(default, name):
-            fail(f"--{name.replace('_', '-')} cannot be chosen, as {why}; leave it out")
+            raise UserError(f"--{name.replace('_', '-')} {why}")
     with user_errors():
         validate_parsed_serve_args(together)
     together.api_key = [key for key in together.api_key or [envs.VLLM_API_KEY] if key]
@@ -78,7 +76,7 @@ def read_arguments(ours: list[str], further: list[str], fail: Callable[[str], No
     return together
 
 
-def run_server(ours: list[str], further: list[str], fail: Callable[[str], NoReturn]) -> None:
+def run_server(ours: list[str], further: list[str]) -> None:
     """Serve as `vllm serve` does, until a signal ends it. See `read_arguments`.
 
     The command `vllm serve` itself does not start from the CPU build, whose distribution has another name. While the
@@ -92,7 +90,7 @@ def run_server(ours: list[str], further: list[str], fail: Callable[[str], NoRetu
     from vllm.logger import configure_logging_from_args
 
     cli_env_setup()
-    words = read_arguments(ours, further, fail)
+    words = read_arguments(ours, further)
     configure_logging_from_args(words)
     check_before_it_starts()
     for name in ("uvicorn.error", "asyncio"):
@@ -138,7 +136,9 @@ def check_before_it_starts() -> None:
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Whatever vLLM makes of arguments that are wrong: KeyError, TypeError, NotImplementedError and others."""
+    """Whatever vLLM makes of arguments that are wrong: KeyError, TypeError, NotImplementedError and others, which have
+    nothing but their text in common.
+    """
     try:
         yield
     except ValueError:
@@ -148,6 +148,9 @@ def user_errors() -> Iterator[None]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a log entry says more than that the end of the server cut a request off, which it does at length."""
+    """Whether a log entry says more than that the end of the server cut a request off, which it does at length.
+
+    An entry without an exception has nothing to be known by but its text.
+    """
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, asyncio.CancelledError) and "listen_for_disconnect" not in record.getMessage()
