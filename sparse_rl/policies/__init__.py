@@ -22,21 +22,7 @@ if TYPE_CHECKING:
     from sparse_rl.policies.registry import POLICIES, fingerprint, make_policy
     from sparse_rl.policies.schedule import Schedule
 
-__getattr__ = public_names(
-    __name__,
-    {
-        "POLICIES": "sparse_rl.policies.registry",
-        "Arriving": "sparse_rl.policies.base",
-        "Chunk": "sparse_rl.policies.base",
-        "Entries": "sparse_rl.policies.base",
-        "Kept": "sparse_rl.policies.base",
-        "Policy": "sparse_rl.policies.base",
-        "PolicyConfig": "sparse_rl.policies.config",
-        "Schedule": "sparse_rl.policies.schedule",
-        "fingerprint": "sparse_rl.policies.registry",
-        "make_policy": "sparse_rl.policies.registry",
-    },
-)
+__getattr__ = public_names(__name__)
 
 __all__ = [
     "POLICIES",

@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from sparse_rl.scorers.config import ScorerConfig
     from sparse_rl.scorers.registry import SCORERS, make_scorer, sketch_scorer
 
-__getattr__ = public_names(
-    __name__,
-    {
-        "SCORERS": "sparse_rl.scorers.registry",
-        "Scorer": "sparse_rl.scorers.base",
-        "make_scorer": "sparse_rl.scorers.registry",
-        "ScorerConfig": "sparse_rl.scorers.config",
-        "sketch_scorer": "sparse_rl.scorers.registry",
-    },
-)
+__getattr__ = public_names(__name__)
 
 __all__ = ["SCORERS", "Scorer", "ScorerConfig", "make_scorer", "sketch_scorer"]
