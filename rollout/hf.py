@@ -49,7 +49,7 @@ from sparse_rl.policies.base import Policy
 from sparse_rl.policies.clustered import Clustered
 from sparse_rl.policies.layered import Layered
 from sparse_rl.progress import Stage
-from sparse_rl.scorers.base import digests
+from sparse_rl.scorers.base import head_digests
 from sparse_rl.trace import EvictionTrace
 
 AnyCache = EvictingCache | LayeredCache | ContextCache
@@ -267,7 +267,7 @@ class HFEngine:
     def scorer_digests(self) -> dict[str, list[str]]:
         """See `Engine.scorer_digests`."""
         scorers = getattr(self.model, SCORERS, None)
-        return {} if scorers is None else digests(dict(scorers.named_parameters()))
+        return {} if scorers is None else head_digests(dict(scorers.named_parameters()))
 
     def close(self) -> None:
         """Let the model go."""

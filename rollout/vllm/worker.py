@@ -16,7 +16,7 @@ from rollout.vllm.messages import Result
 from rollout.vllm.record import RunRecord
 from rollout.vllm.samplers import SequenceSampler
 from sparse_rl.models.directory import SCORERS
-from sparse_rl.scorers.base import digests
+from sparse_rl.scorers.base import head_digests
 
 
 class WorkerExtension:
@@ -68,7 +68,7 @@ class WorkerExtension:
     def scorer_digests(self) -> dict[str, list[str]]:
         """See `Engine.scorer_digests`; of this rank's heads."""
         scorers = getattr(live_state(), "scorers", None)
-        return {} if scorers is None else digests(scorers.by_name())
+        return {} if scorers is None else head_digests(scorers.by_name())
 
 
 def _without_scorers(

@@ -151,8 +151,7 @@ def run_labels(folders: Sequence[Path]) -> dict[str, Path]:
 
 def logged_metrics(folder: Path) -> set[str]:
     """The keys of a run's metrics.jsonl that hold numbers; empty where there is none."""
-    lines = read_metrics(folder) if (Path(folder) / METRICS_FILE).is_file() else []
-    return {key for line in lines for key, value in line.items() if key != "step" and _is_drawn(value)}
+    return {key for line in read_metrics(folder) for key, value in line.items() if key != "step" and _is_drawn(value)}
 
 
 def _is_drawn(value: object) -> bool:

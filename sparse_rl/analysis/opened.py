@@ -14,6 +14,7 @@ from sparse_rl.analysis.drawing import new_figure, policy_words, save_figure
 from sparse_rl.errors import UserError
 from sparse_rl.pages import Pages
 from sparse_rl.trace import EvictionTrace
+from sparse_rl.trace.checks import paged_layers
 
 FINEST = 250  # cells in a row or a column of the map, at most: each is larger than a pixel
 
@@ -21,11 +22,6 @@ FINEST = 250  # cells in a row or a column of the map, at most: each is larger t
 def records_pages(trace: EvictionTrace) -> bool:
     """Whether pages close in some layers: their tokens are held, and read in summaries."""
     return "closed_at" in trace.further
-
-
-def paged_layers(trace: EvictionTrace) -> list[int]:
-    """The layers whose tokens are paged."""
-    return trace.further.get("paged_layers", torch.arange(trace.layers)).tolist()
 
 
 class Tally:
@@ -77,7 +73,7 @@ def page_statistics(traces: Sequence[EvictionTrace]) -> dict[str, Any] | None:
     whole, layers = Tally(longest), [Tally(longest) for _ in range(traces[0].layers)]
     for trace in traces:
         pages = Pages.read(trace.further["paged_with"])
-        for layer in paged_layers(trace):
+        for layer in paged_layers(trace.sections).tolist():
             for tally in (whole, layers[layer]):
                 tally.add(trace.further["opened"][layer], trace.further["closed_at"], pages)
     return {**whole.as_numbers(), "layers": [layer.as_numbers() for layer in layers]}
@@ -86,13 +82,10 @@ def page_statistics(traces: Sequence[EvictionTrace]) -> dict[str, Any] | None:
 def unpaged(trace: EvictionTrace) -> EvictionTrace:
     """The trace of a cache that drops a page's tokens as it closes: what is held there is what is read raw here."""
     pages, closed_at = Pages.read(trace.further["paged_with"]), trace.further["closed_at"]
-    evict_at, layers = trace.evict_at.clone(), torch.tensor(paged_layers(trace))[:, None]
+    evict_at, layers = trace.evict_at.clone(), paged_layers(trace.sections)[:, None]
     tokens = pages.tokens(torch.arange(len(closed_at))).flatten()
     evict_at[layers, :, tokens] = closed_at.repeat_interleave(pages.size)[:, None]
     return EvictionTrace(evict_at)
-
-
-# ---- the map --------------------------------------------------------------------------------------------------------
 
 
 def opened_shares(opened: Tensor, wide: int, high: int) -> Tensor:
@@ -117,11 +110,11 @@ def plot_opened(
 
     fingerprint : of the file of traces, which names the policy
     """
-    opening = [one for one in traces if bool((one.further["opened"][paged_layers(one)] >= 0).any())]
+    opening = [one for one in traces if bool((one.further["opened"][paged_layers(one.sections)] >= 0).any())]
     if not opening:
         raise UserError("no query of these traces opened a page: there is no map to draw")
     trace = max(opening, key=len)
-    pages, layers = Pages.read(trace.further["paged_with"]), paged_layers(trace)
+    pages, layers = Pages.read(trace.further["paged_with"]), paged_layers(trace.sections)
     opened = trace.further["opened"][layers]
     wide, high = -(-len(trace) // FINEST), -(-(int(opened.max()) + 1) // FINEST)
     shares = opened_shares(opened, wide, high)

@@ -71,7 +71,10 @@ def read_sweep(file: Path) -> Sweep:
         raise UserError(f"{file} is no eval.json or perplexity.json, or is damaged: {one_line(why, 120)}") from error
     if not points:
         raise UserError(f"no row of {file} has an {measure}: there is nothing to draw")
-    of = Path(text).name or "a text" if measure == "nll" else _list(sorted({point.task for point in points}), "tasks")
+    tasks = sorted({point.task for point in points})
+    of = ", ".join(tasks) if len(tasks) <= 3 else f"{len(tasks)} tasks"
+    if measure == "nll":
+        of = Path(text).name or "a text"
     name = Path(model).name if Path(model).is_absolute() else model
     return Sweep(measure, one_line(of, 60) + (f"; {one_line(name, 60)}" if name else ""), points)
 
@@ -195,7 +198,3 @@ def _setting(key: str, value: Any) -> str:
     if isinstance(value, list):
         return "+".join(map(str, value))
     return value if isinstance(value, str) else f"{key} {value}"
-
-
-def _list(names: Sequence[str], what: str) -> str:
-    return ", ".join(names) if len(names) <= 3 else f"{len(names)} {what}"

@@ -12,6 +12,7 @@ import logging
 import random
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,11 +184,8 @@ def _refuse_deep(path: Path, suffix: str) -> None:
 
 def _levels(text: bytes) -> int:
     """The lists and objects of a JSON text that stand within one another, at most."""
-    level = deepest = 0
-    for bracket in re.findall(rb"[\[{\]}]", JSON_STRING.sub(b"", text)):
-        level += 1 if bracket in b"[{" else -1
-        deepest = max(deepest, level)
-    return deepest
+    brackets = re.findall(rb"[\[{\]}]", JSON_STRING.sub(b"", text))
+    return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
 
 
 def _bad_line(path: Path) -> str | None:

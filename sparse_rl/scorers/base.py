@@ -126,7 +126,7 @@ class Recency(Scorer):
         return torch.zeros(self.heads)
 
 
-def digests(weights: Mapping[str, Tensor]) -> dict[str, list[str]]:
+def head_digests(weights: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """Name -> a digest of each kv head of these parameters [Hkv, ...], as float32: equal only where all bits are."""
     return {
         name: [
