@@ -34,22 +34,15 @@ def load_data(
 ) -> Dataset:
     """The rows of a dataset: shuffled (where asked), rendered, too long ones dropped, cut to the limit.
 
-    Parameters
-    ----------
     tokenizer : decides whether there is a chat template, and counts tokens for `max_prompt_tokens`
     require : which of prompt, answer and completion must be there (SFT needs prompt and completion)
     where : the block's dotted key in the recipe, for error messages
 
-    Returns
-    -------
-    A dataset with `prompt` (str, or a list of messages), `answer` (str) where the source has one, `completion` where it
-    is required or mapped (of prompt's form), `context` (str) where it is mapped, and the source's other columns
-    untouched. A context is in the prompt, too.
+    Returns a dataset with `prompt` (str, or a list of messages), `answer` (str) where the source has one, `completion`
+    where it is required or mapped (of prompt's form), `context` (str) where it is mapped, and the source's other
+    columns untouched. A context is in the prompt, too.
 
-    Raises
-    ------
-    UserError
-        A missing or unreadable file, a missing column, a null, or no rows.
+    Raises UserError: a missing or unreadable file, a missing column, a null, or no rows.
     """
     try:
         return _load(config, tokenizer, require)

@@ -30,14 +30,10 @@ class Scorer(nn.Module):
     Training scores all tokens of a text at once (`forward`), decoding one after another (`follow`). Both give the same
     scores, but for rounding.
 
-    Parameters
-    ----------
     config : its settings (config.py)
     heads : kv heads
     dim : of a key, and of a value
 
-    Attributes
-    ----------
     delayed : a token's score is known only as it leaves the window, not yet as it is inserted
     """
 
