@@ -120,16 +120,14 @@ def model_fingerprint(config: Any) -> str:
     return f"{config.model_type}-L{layers}-H{kv_heads}-D{head_dim}-{digest}"
 
 
-def load_model(directory: str | Path, dtype: str = "float32", key: str = "model") -> Any:
+def load_model(directory: str | Path, dtype: str = "float32") -> Any:
     """The model of a directory or hub name, with the scorers that it carries; its policy is `saved_policy(directory)`.
-
-    key : the recipe key that names it, for error messages
 
     Raises UserError where a file is missing or cannot be used.
     """
     from sparse_rl.attention.interface import adopt
 
-    model = load_plain_model(directory, dtype, key)
+    model = load_plain_model(directory, dtype)
     policy = saved_policy(directory)
     if isinstance(policy, LearnedPolicy):
         load_scorers(directory, model, policy)
