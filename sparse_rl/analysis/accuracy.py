@@ -43,9 +43,8 @@ def plot_accuracy(
     axes.set_yticks(range(len(methods)), list(methods))
     axes.invert_yaxis()  # the first method on top
     axes.grid(axis="y", visible=False)
-    axes.set_xlim(0, 1.08)
     several = any(len(values) > 1 for both in methods.values() for values in both)
-    axes.set_xlabel("share of problems solved" + ("; dots: one seed each" if several else ""))
+    axes.set(xlim=(0, 1.08), xlabel="share of problems solved" + ("; dots: one seed each" if several else ""))
     handles = [Patch(color=shade("#444444", white)) for white in (0.0, PALE)]
     names = ["under the small cache", "with a full cache"]
     figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False, fontsize=10)

@@ -59,8 +59,8 @@ def plot_metric(
         ends.append((steps[-1], mean[-1], run, colour))
     label_ends(axes, ends)
     whole_steps(axes)
-    axes.set_xlabel("training step" + (f"  (bold: mean over {SMOOTHING:.0%} of the run)" if averaged else ""))
-    axes.set_ylabel(one_line(label, 60))
+    bold = f"  (bold: mean over {SMOOTHING:.0%} of the run)" if averaged else ""
+    axes.set(xlabel=f"training step{bold}", ylabel=one_line(label, 60))
     return save_figure(figure, out)
 
 
@@ -89,8 +89,7 @@ def plot_gap(
     axes.set_yscale("log")
     label_ends(axes, ends)
     whole_steps(axes)
-    axes.set_xlabel("training step")
-    axes.set_ylabel("|Δ log-prob| per token,\ntrainer − sampler (nats)")
+    axes.set(xlabel="training step", ylabel="|Δ log-prob| per token,\ntrainer − sampler (nats)")
     return save_figure(figure, out)
 
 

@@ -133,8 +133,7 @@ def plot_opened(
     axes.grid(visible=False)
     axes.set_xlim(-0.5, len(trace) - 1.5)  # the last token is never fed
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("query (position in the sequence)")
-    axes.set_ylabel("tokens of the pages it opened")
+    axes.set(xlabel="query (position in the sequence)", ylabel="tokens of the pages it opened")
     figure.legend(loc="outside lower center", frameon=False, fontsize=10)
     return save_figure(figure, out)
 

@@ -143,8 +143,7 @@ def plot_sweep(sweep: Sweep, out: str | Path) -> Path:
             axes.plot([places[0], places[-1]], values[-1:] * 2, color=colour, linestyle="--", linewidth=1.2)
         ends.append((at[-1], values[-1], name, colour))
     label_ends(axes, ends, 9)
-    axes.set_xlabel(AXES[axis])
-    axes.set_ylabel(MEASURES[sweep.measure])
+    axes.set(xlabel=AXES[axis], ylabel=MEASURES[sweep.measure])
     return save_figure(figure, out)
 
 

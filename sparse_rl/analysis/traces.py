@@ -47,7 +47,7 @@ def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, 
         "kv_heads": traces[0].kv_heads,
         "length": spread(lengths),
         HELD[0]: spread([t.retention() for t in traces]),
-        share: spread([float(t.kept_counts().float().mean()) / max(len(t) - 1, 1) for t in read]),
+        share: spread([t.retention() for t in read]),
         per_head: [[round(v, 2) for v in row] for row in kept.tolist()],
         density: [round(v, 4) for v in mean_density(read, 20).tolist()],
         "fingerprint": dict(fingerprint),
@@ -165,9 +165,7 @@ def plot_density(
         axes.plot(centres, layer, color=GREY, alpha=0.5, linewidth=1, label="_" if number else "each layer")
     label = "mean over layers" if differ else "all layers alike" if len(layers) > 1 else "its one layer"
     axes.plot(centres, mean, color=method_colours([name])[0], label=label)
-    axes.set_ylim(0, 1.02)
-    axes.set_xlim(0, 1)
-    axes.set_xlabel("position in the sequence (0: first token, 1: last)")
-    axes.set_ylabel("share of tokens held at the end")
+    axes.set(xlim=(0, 1), xlabel="position in the sequence (0: first token, 1: last)")
+    axes.set(ylim=(0, 1.02), ylabel="share of tokens held at the end")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=10)
     return save_figure(figure, out)

@@ -173,8 +173,7 @@ class EvictionTrace:
 
     def retention(self) -> float:
         """Entries held / tokens fed at the end of the sequence, averaged over layers and kv heads (G-KV): 0 to 1."""
-        fed = max(len(self) - 1, 1)
-        return float((self.evict_at[..., :fed] >= fed).float().sum(-1).mean()) / fed
+        return float(self.kept_counts().float().mean()) / max(len(self) - 1, 1)
 
     def density(self, bins: int = 20, layer: int | None = None) -> Tensor:
         """Share of the tokens still held at the end, by relative position in the sequence: float32 [bins].
