@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,9 @@ def method_colours(methods: Sequence[str | None]) -> list[str]:
     A method that COLOURS does not know (None: nobody knows it) gets a colour that no other line has, while there are
     any.
     """
-    spare = [colour for name, colour in COLOURS.items() if name not in methods and name != "none"]
-    unknown = [line for line, method in enumerate(methods) if method not in COLOURS]
-    found = []
-    for line, method in enumerate(methods):
-        if method in COLOURS:
-            before = methods[:line].count(method)
-            found.append(shade(COLOURS[method], SHADES[before % len(SHADES)]))
-        else:
-            found.append(spare[unknown.index(line) % len(spare)])
-    return found
+    spare = cycle(colour for name, colour in COLOURS.items() if name not in methods and name != "none")
+    shades = {method: cycle(SHADES) for method in methods}
+    return [shade(COLOURS[m], next(shades[m])) if m in COLOURS else next(spare) for m in methods]
 
 
 def shade(colour: str, weight: float) -> str:
