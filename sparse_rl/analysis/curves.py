@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
 
 from sparse_rl.analysis.drawing import label_ends, method_colours, new_figure, save_figure, whole_steps
 from sparse_rl.errors import UserError, nearest_few, one_line
 from sparse_rl.metrics import METRICS_FILE, read_metrics
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 SMOOTHING = 0.15  # of the steps: the span of the moving average
 METRICS = {  # a short name -> (the metric's key, the axis' label, with its unit)
@@ -113,9 +112,6 @@ def has_line(runs: Mapping[str, Path], metric: str) -> bool:
 
 def steps_table(runs: Mapping[str, Path], metrics: Sequence[str]) -> Table:
     """The logged values of metrics as a table for the terminal: what says all where no run has two steps."""
-    from rich.markup import escape
-    from rich.table import Table
-
     made = Table(title="logged in one step alone, so there is no line to draw")
     for name in ("run", "step", *metrics):
         made.add_column(escape(one_line(name, 60)), justify="left" if name == "run" else "right")

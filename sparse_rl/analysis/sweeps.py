@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
 
 from sparse_rl.analysis.drawing import MARKERS, label_ends, method_colours, new_figure, save_figure
 from sparse_rl.errors import UserError, one_line, reason
 from sparse_rl.files import MOST_TEXT, read_text
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 AXES = {  # what was varied -> the axis' label
     "ratio": "share of the context's tokens that stay",
@@ -149,9 +149,6 @@ def plot_sweep(sweep: Sweep, out: str | Path) -> Path:
 
 def points_table(sweep: Sweep) -> Table:
     """The points as a table for the terminal: what says all where there is no line to draw."""
-    from rich.markup import escape
-    from rich.table import Table
-
     axis = next((key for key in AXES if any(key in point.parameters for point in sweep.points)), "budget")
     accuracy = sweep.measure == "accuracy"
     made = Table(title=escape(f"{'accuracy, in percent' if accuracy else 'perplexity'}: {sweep.subject}"))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from rich.table import Table
 
 from sparse_rl.analysis.drawing import GREY, method_colours, new_figure, policy_words, save_figure
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from sparse_rl.trace import EvictionTrace
+from sparse_rl.analysis.opened import page_statistics, unpaged
+from sparse_rl.trace import SECTIONS, EvictionTrace
 
 HELD = ("retention", "kept_per_head", "density")  # names of what is said of the tokens held at the end
 UNPAGED = ("unpaged", "unpaged_per_head", "unpaged_density")  # and, where all are held, of those outside closed pages
@@ -28,10 +28,6 @@ def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, 
 
     What is said per head is [L][Hkv], a mean over traces.
     """
-    import torch
-
-    from sparse_rl.analysis.opened import page_statistics, unpaged
-
     pages = page_statistics(traces)
     read = traces if pages is None else [unpaged(t) for t in traces]
     kept = torch.stack([t.kept_counts().float() for t in read]).mean(0)
@@ -62,8 +58,6 @@ def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, 
 
 def _further(traces: Sequence[EvictionTrace]) -> dict[str, Any]:
     """Of each section beside evict_at: its bytes in all traces, and its dtype and shape in the first."""
-    from sparse_rl.trace import SECTIONS
-
     return {
         name: {
             "bytes": sum(t.further[name].nbytes for t in traces),
@@ -76,8 +70,6 @@ def _further(traces: Sequence[EvictionTrace]) -> dict[str, Any]:
 
 def mean_density(traces: Sequence[EvictionTrace], bins: int, layer: int | None = None) -> Any:
     """`EvictionTrace.density` over traces: float [bins]; a bin that a short trace has no token in takes the others."""
-    import torch
-
     stacked = torch.stack([t.density(bins, layer) for t in traces])
     filled = torch.zeros(len(traces), bins, dtype=torch.bool)
     for row, trace in enumerate(traces):
@@ -93,8 +85,6 @@ def kept_table(statistics: Mapping[str, Any], large: int) -> Table:
 
     large : with more layers or heads than this, a summary of some layers
     """
-    from rich.table import Table
-
     pages = statistics.get("pages")
     kept = statistics[HELD[1] if pages is None else UNPAGED[1]]
     summary = pages is None and len(kept[0]) > large
@@ -153,8 +143,6 @@ def plot_density(
 
     fingerprint : of the file of traces, which names the policy
     """
-    import torch
-
     name, policy = policy_words(fingerprint)
     figure, axes = new_figure(f"{policy}: tokens held at the end of {len(traces)} trace{'s' * (len(traces) > 1)}")
     centres = [(i + 0.5) / bins for i in range(bins)]
