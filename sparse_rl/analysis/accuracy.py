@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import mean
 from types import MappingProxyType
 
+from matplotlib.patches import Patch
+
 from sparse_rl.analysis.drawing import method_colours, new_figure, save_figure, shade
 
 PALE = 0.65  # of white, in the bars of a full cache
@@ -28,8 +30,6 @@ def plot_accuracy(
     methods : name -> (accuracies under the small cache, accuracies with a full one), a value per seed, in [0, 1]
     method_of : name -> what drawing.COLOURS calls it
     """
-    from matplotlib.patches import Patch
-
     figure, axes = new_figure(title)
     height = 0.38
     colours = method_colours([method_of.get(name) for name in methods])

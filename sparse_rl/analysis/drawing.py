@@ -9,6 +9,10 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
+
 from sparse_rl.errors import UserError, one_line
 
 # The colour of each method, in every picture: first those of Okabe and Ito, which are distinct to colour-blind eyes.
@@ -86,11 +90,7 @@ def policy_words(fingerprint: Mapping[str, str]) -> tuple[str | None, str]:
 
 def new_figure(title: str) -> tuple[Any, Any]:
     """(figure, axes) of matplotlib, in our style."""
-    import matplotlib
-
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(layout="constrained")
         axes.set_title("\n".join(textwrap.fill(line, TITLE_WIDTH) for line in title.splitlines()))
@@ -99,8 +99,6 @@ def new_figure(title: str) -> tuple[Any, Any]:
 
 def whole_steps(axes: Any) -> None:
     """Ticks of the x axis at whole numbers alone."""
-    from matplotlib.ticker import MaxNLocator
-
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
@@ -141,8 +139,6 @@ def _apart(centres: Sequence[float], sizes: Sequence[float], top: float) -> list
 
 def save_figure(figure: Any, out: str | Path) -> Path:
     """Write a figure, and close it; the suffix says the format. Raises UserError where it cannot be written."""
-    import matplotlib.pyplot as plt
-
     out = Path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

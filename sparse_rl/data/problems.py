@@ -14,15 +14,14 @@ import re
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import datasets
 
 from sparse_rl.data import retrieval, running_sum
 from sparse_rl.data.config import LOCAL_FILES, DataConfig
 from sparse_rl.data.tokens import least_tokens, prompt_ids, with_context
 from sparse_rl.errors import UserError, listed
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 MOST_LEVELS = 64  # of JSON
@@ -31,7 +30,7 @@ JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 def load_data(
     config: DataConfig, tokenizer: Any = None, *, require: Sequence[str] = ("prompt",), where: str = "data"
-) -> Dataset:
+) -> datasets.Dataset:
     """The rows of a dataset: shuffled (where asked), rendered, too long ones dropped, cut to the limit.
 
     tokenizer : decides whether there is a chat template, and counts tokens for `max_prompt_tokens`
@@ -50,9 +49,7 @@ def load_data(
         raise UserError(error.message, f"{where}.{error.key}" if error.key else where) from error.__cause__
 
 
-def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> Dataset:
-    import datasets
-
+def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> datasets.Dataset:
     source = _synthetic(config, "completion" in require) if config.synthetic else _read(config)
     columns = _columns(config, source.column_names, require)
     chat = _uses_chat(config, tokenizer)
@@ -114,9 +111,7 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> Dataset
 # ---- sources -----------------------------------------------------------------------------------------------
 
 
-def _synthetic(config: DataConfig, with_response: bool) -> Dataset:
-    import datasets
-
+def _synthetic(config: DataConfig, with_response: bool) -> datasets.Dataset:
     made = config.synthetic
     assert made is not None
     asked = made.split, made.size, made.seed, with_response
@@ -130,10 +125,8 @@ def _synthetic(config: DataConfig, with_response: bool) -> Dataset:
         raise UserError(error.message, "synthetic") from None
 
 
-def _read(config: DataConfig) -> Dataset:
+def _read(config: DataConfig) -> datasets.Dataset:
     """The source's rows as they are, from a local file or the hub."""
-    import datasets
-
     assert config.path is not None
     if not config.local:
         if Path(config.path).is_file():

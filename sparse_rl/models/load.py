@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sparse_rl.attention.families import cache_shape, check_replayable, check_sizes
 from sparse_rl.config import show
 from sparse_rl.errors import UserError, reason, unread
@@ -139,7 +141,6 @@ def untrained_model(directory: str | Path, seed: int, dtype: str = "float32") ->
 
     The weights are drawn in float32 on the CPU, and the global generator is left as it was.
     """
-    import torch
     from transformers import AutoModelForCausalLM
 
     config = load_config(str(directory))
@@ -157,7 +158,6 @@ def load_plain_model(directory: str | Path, dtype: str = "float32", key: str = "
     dtype : torch's name of it; key : the recipe's key of the model, for errors. Raises UserError where its weights
     cannot be read.
     """
-    import torch
     from transformers import AutoModelForCausalLM
 
     stored_shapes(directory, key)
