@@ -153,7 +153,7 @@ def _read(config: DataConfig) -> datasets.Dataset:
         raise UserError(f"{config.path} cannot be read: {problem}", "path") from error
     try:
         return builder.as_dataset(config.split)
-    except ValueError as error:  # the file, or a slice of it, is empty; or the split is none
+    except Exception as error:  # the file, or a slice of it, is empty; or the split is none
         raise UserError(f"{config.path} has no rows of split {config.split!r}: {error}", "path") from error
 
 
