@@ -11,14 +11,10 @@ STYLES = ("boxed", "think")
 class FormatReward:
     r"""1.0 where the completion has the asked-for form, else 0.0.
 
-    Parameters
-    ----------
-    style : {"boxed", "think"}
-        ``boxed``: exactly one ``\boxed{...}``, closed and not empty, in the answer: the text after the last
-        ``</think>``, or all of it when it does not think. A ``<think>`` that is not closed scores 0.0; a
-        ``</think>`` alone is fine (many chat templates write the opening tag into the prompt), and so are boxes
-        inside the thoughts.
-        ``think``: TRL's `think_format_reward`, the text starts with ``<think>`` and closes it.
+    style : ``boxed``: exactly one ``\boxed{...}``, closed and not empty, in the answer: the text after the last
+        ``</think>``, or all of it when it does not think. A ``<think>`` that is not closed scores 0.0; a ``</think>``
+        alone is fine (many chat templates write the opening tag into the prompt), and so are boxes inside the thoughts.
+        ``think``: TRL's `think_format_reward`, the text starts with ``<think>`` and closes it
     """
 
     __name__ = "format"

@@ -9,12 +9,8 @@ from rewards.text import require_column, require_whole
 class SoftOverlongReward:
     """0.0 up to max_completion_len - soft_punish_cache tokens, then falling evenly to -1.0 at max_completion_len.
 
-    Parameters
-    ----------
-    max_completion_len : int
-        Tokens. Normally the recipe's max_completion_length.
-    soft_punish_cache : int
-        Tokens before that limit in which the punishment sets in; 0 punishes only what is longer than the limit.
+    max_completion_len : normally the recipe's max_completion_length
+    soft_punish_cache : tokens before that limit in which the punishment sets in; 0 punishes only what is longer
     """
 
     __name__ = "soft_overlong"

@@ -24,15 +24,10 @@ CACHE_LIMIT = 100_000  # golds remembered
 class MathReward:
     """1.0 where the answer equals the gold answer, 0.0 where not, None where the gold answer cannot be parsed.
 
-    Parameters
-    ----------
-    timeout : float
-        Seconds of processor time for one comparison. Whatever takes longer scores 0.0. Comparisons that need more than
-        half a second are left to the end of a call; there each worker has twice this time for its share of them.
-    workers : int
-        At most so many processes, of about 100 MB each; they start on first use.
-    require_boxed : bool
-        Score 0.0 where there is no box, rather than look for an answer in the text.
+    timeout : seconds of processor time for one comparison; whatever takes longer scores 0.0. Comparisons that need more
+        than half a second are left to the end of a call; there each worker has twice this time for its share of them
+    workers : at most so many processes, of about 100 MB each; they start on first use
+    require_boxed : score 0.0 where there is no box, rather than look for an answer in the text
 
     Metrics (where `log_metric` is given), counted per call: `rewards/unparseable_gold`, the completions that got
     None; `rewards/math_timeout`, those that got 0.0 because the comparison was cut off.

@@ -152,25 +152,20 @@ def same_word(gold: str, answer: str) -> bool:
 
 def refused(gold: Reading, said: Reading) -> bool:
     r"""Whether the two differ in what math-verify does not look at."""
-    any_unit = "unit" in (gold.unit.partition("^")[0], said.unit.partition("^")[0])
-    if gold.unit and said.unit and gold.unit != said.unit and not any_unit:
-        return True  # inches^2 and inches^3, but not cm^2 and square units
-    if said.base and said.base != (gold.base or "10"):
-        return True  # 4343_7 and 4343_6
-    if gold.base and gold.latex.lstrip("0") != said.latex.lstrip("0"):
-        return True
-    if (r"\neq" in gold.latex) != (r"\neq" in said.latex):  # \neq 18
-        return True
-    if _INEQUALITY.search(said.latex) and not _INEQUALITY.search(gold.latex) and not _RANGE.search(gold.latex):
-        return True  # \le 18
-    if DENIED.search(said.latex.lower()) and not DENIED.search(gold.latex.lower()):
-        return True  # at most 18
+    units = {gold.unit, said.unit}
     value = said.latex if "=" in gold.latex else said.latex.rpartition("=")[2]  # f'(2) = 15
-    if gold.latex.count("'") != value.count("'"):
-        return True  # y' and y
-    if _RADIANS.search(gold.latex) and _in_degrees(said) and not _in_degrees(gold):
-        return True  # \frac{\pi}{6}^\circ and radians
-    return _shapes_differ(gold.latex, said.latex)
+    return bool(
+        # inches^2 and inches^3, but not cm^2 and square units
+        (len(units) == 2 and "" not in units and "unit" not in {unit.partition("^")[0] for unit in units})
+        or (said.base and said.base != (gold.base or "10"))  # 4343_7 and 4343_6
+        or (gold.base and gold.latex.lstrip("0") != said.latex.lstrip("0"))
+        or (r"\neq" in gold.latex) != (r"\neq" in said.latex)  # \neq 18
+        or (_INEQUALITY.search(said.latex) and not _INEQUALITY.search(gold.latex) and not _RANGE.search(gold.latex))
+        or (DENIED.search(said.latex.lower()) and not DENIED.search(gold.latex.lower()))  # at most 18
+        or gold.latex.count("'") != value.count("'")  # y' and y
+        or (_RADIANS.search(gold.latex) and _in_degrees(said) and not _in_degrees(gold))  # \frac{\pi}{6}^\circ
+        or _shapes_differ(gold.latex, said.latex)
+    )
 
 
 def _in_degrees(reading: Reading) -> bool:

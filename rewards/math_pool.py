@@ -50,16 +50,14 @@ class Worker:
         self.replies = self.socket.makefile("rb")
         try:
             self.socket.settimeout(START_LIMIT)
-            error = self._reply().get("error")
+            if error := self._reply().get("error"):
+                raise WorkerDied(f"it cannot run math-verify: {error}")
         except (WorkerDied, OSError) as problem:
             self.kill()
             raise RuntimeError(f"the math worker did not start ({sys.executable}): {problem}") from problem
         except BaseException:
             self.kill()
             raise
-        if error:
-            self.kill()
-            raise RuntimeError(f"the math worker cannot run math-verify: {error}")
 
     def ask(self, request: dict[str, Any], limit: float) -> bool | None:
         """The worker's answer, None where it took longer than `limit` seconds of processor time.

@@ -25,6 +25,8 @@ _CHARACTERS = str.maketrans(
     | {chr(wide): chr(wide - 0xFEE0) for wide in range(0xFF01, 0xFF5F)}  # ４２
     | {sign: rf"\frac{{{above}}}{{{below}}}" for sign, (above, below) in _VULGAR.items()}
 )
+_BRACKETS = {"lparen": "(", "rparen": ")", "langle": "(", "rangle": ")", "lbrack": "[", "rbrack": "]"}
+_BRACKETS |= {"lbrace": r"\{", "rbrace": r"\}"}
 _ROOTS = {"√": r"\sqrt", "sqrt": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 
 Replacement = str | Callable[[re.Match[str]], str]
@@ -53,11 +55,7 @@ _STYLES = _compiled(
     ),
     (r"\\text\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}", r"\\text{\1}"),
     (r"\\bigcup(?![a-zA-Z])", r"\\cup "),
-    (r"\\(?:langle|lparen)(?![a-zA-Z])", "("),
-    (r"\\(?:rangle|rparen)(?![a-zA-Z])", ")"),
-    (r"\\lbrack(?![a-zA-Z])", "["),
-    (r"\\rbrack(?![a-zA-Z])", "]"),
-    (r"\\([lr])brace(?![a-zA-Z])", lambda m: r"\{" if m[1] == "l" else r"\}"),
+    (r"\\([lr](?:paren|brack|brace|angle))(?![a-zA-Z])", lambda m: _BRACKETS[m[1]]),
 )
 _END = re.compile(  # punctuation, but not the dots of 0.333...
     r"(?:[\s,;:~]|(?<![.…])\.|\\[,;:! ]|\\\\|\\q?quad(?![a-zA-Z])|\\text\s*\{[\s.,;]*\})+$"
@@ -92,8 +90,7 @@ _SPELLING = _compiled(
     (r"\\not\s*=|\\ne(?![a-zA-Z])", r"\\neq "),
     (r"\\([lg])(?:eq(?:slant|q)?|eqslant)(?![a-zA-Z])", r"\\\1e "),
     (r"^<([^<>]*,[^<>]*)>$", r"(\1)"),
-    (r"\\lt(?![a-zA-Z])", "<"),
-    (r"\\gt(?![a-zA-Z])", ">"),
+    (r"\\([lg])t(?![a-zA-Z])", lambda m: "<" if m[1] == "l" else ">"),
     (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
     (r"\\degree(?![a-zA-Z])|\^\s*(?:\\circ|\{\s*\\circ\s*\})", "°"),
     (r"\^\s*(?:\\prime|\{\s*((?:\\prime\s*)+)\})", lambda m: "'" * max(1, (m[1] or "").count("prime"))),

@@ -9,12 +9,8 @@ from rewards.text import require_column, require_whole
 class RepetitionReward:
     """max_penalty times the fraction of the completion's n-grams that are repeats; 0.0 where none is.
 
-    Parameters
-    ----------
-    ngram_size : int
-        Tokens per n-gram. A completion shorter than this scores 0.0.
-    max_penalty : float
-        The most negative reward, never above 0.
+    ngram_size : tokens per n-gram; a completion shorter than this scores 0.0
+    max_penalty : the most negative reward, never above 0
     """
 
     __name__ = "repetition"

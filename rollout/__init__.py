@@ -31,17 +31,6 @@ if TYPE_CHECKING:
     from rollout.engine import Engine, Rollout
     from rollout.make import make_engine
 
-__getattr__ = public_names(
-    __name__,
-    {
-        "ENGINES": "rollout.config",
-        "Engine": "rollout.engine",
-        "Rollout": "rollout.engine",
-        "RolloutConfig": "rollout.config",
-        "SamplingConfig": "rollout.config",
-        "default_engine": "rollout.choice",
-        "make_engine": "rollout.make",
-    },
-)
+__getattr__ = public_names(__name__)
 
 __all__ = ["ENGINES", "Engine", "Rollout", "RolloutConfig", "SamplingConfig", "default_engine", "make_engine"]

@@ -39,7 +39,7 @@ from rollout.sampling import Uniforms, sample
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.errors import UserError
-from sparse_rl.methods.kvpop.scorers.base import digests
+from sparse_rl.methods.kvpop.scorers.base import head_digests
 from sparse_rl.models.directory import SCORERS
 from sparse_rl.models.load import load_model, load_plain_model
 from sparse_rl.policies.base import Policy
@@ -255,7 +255,7 @@ class HFEngine:
     def scorer_digests(self) -> dict[str, list[str]]:
         """See `Engine.scorer_digests`."""
         scorers = getattr(self.model, SCORERS, None)
-        return {} if scorers is None else digests(dict(scorers.named_parameters()))
+        return {} if scorers is None else head_digests(dict(scorers.named_parameters()))
 
     def close(self) -> None:
         """Let the model go."""

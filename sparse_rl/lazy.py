@@ -1,22 +1,36 @@
 """Packages whose public names are imported when they are first asked for.
 
 A package's `__init__` runs before any of its modules: were it to import torch, not even the package's configuration
-could be read without it. The names that a package offers are listed there with the module that defines each.
+could be read without it. So it imports the names that it offers for type checkers alone, `if TYPE_CHECKING:`, and says
+
+    __getattr__ = public_names(__name__)
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 
-def public_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's `__getattr__` (PEP 562). homes : name -> the module that defines it, such as "rollout.engine"."""
+def public_names(package: str) -> Callable[[str], Any]:
+    """A package's `__getattr__` (PEP 562): the names that its `__init__` imports for type checkers."""
+
+    @cache
+    def homes() -> dict[str, str | None]:
+        file = sys.modules[package].__file__
+        assert file is not None
+        blocks = (node for node in ast.parse(Path(file).read_text("utf-8")).body if isinstance(node, ast.If))
+        imports = (node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom))
+        return {alias.name: node.module for node in imports for alias in node.names}
 
     def load(name: str) -> Any:
-        if name not in homes:
+        if (home := homes().get(name)) is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(homes[name]), name)
+        return getattr(importlib.import_module(home), name)
 
     return load

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -282,8 +282,6 @@ def stage(
     shown : False, and in every process of a launch but the first, for a row that nobody sees
     """
     row = Stage(name, what, total, unit, done)
-    if shown and os.environ.get("RANK", "0") == "0":
-        with screen.show(row):
-            yield row
-    else:
+    visible = shown and os.environ.get("RANK", "0") == "0"
+    with screen.show(row) if visible else nullcontext():
         yield row

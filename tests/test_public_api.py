@@ -262,7 +262,7 @@ def sorting(name: str) -> tuple[int, str]:
 def lazy(package: str) -> set[str] | None:
     """The names that a package imports when they are first asked for; None: it imports all at once."""
     load = vars(importlib.import_module(package)).get("__getattr__")
-    return None if load is None else set(inspect.getclosurevars(load).nonlocals["homes"])
+    return None if load is None else set(inspect.getclosurevars(load).nonlocals["homes"]())
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -22,15 +22,6 @@ if TYPE_CHECKING:
     from rollout.context.config import PromptCacheConfig
     from rollout.context.files import load_context, save_context
 
-__getattr__ = public_names(
-    __name__,
-    {
-        "Context": "rollout.context.cache",
-        "ContextCache": "rollout.context.cache",
-        "PromptCacheConfig": "rollout.context.config",
-        "load_context": "rollout.context.files",
-        "save_context": "rollout.context.files",
-    },
-)
+__getattr__ = public_names(__name__)
 
 __all__ = ["Context", "ContextCache", "PromptCacheConfig", "load_context", "save_context"]

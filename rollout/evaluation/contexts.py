@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rollout.config import SamplingConfig
 from rollout.context import Context, PromptCacheConfig
-from rollout.context.compact import Studied
 from rollout.context.files import load_context, save_context
 from rollout.evaluation.evaluate import ContextCosts, Decode, EvalRow, Line, Point, Task
 from rollout.evaluation.samples import sample_in_parts
@@ -26,22 +25,11 @@ from sparse_rl.data.tokens import SplitPrompt
 from sparse_rl.errors import UserError
 from sparse_rl.progress import stage
 
+if TYPE_CHECKING:
+    from rollout.hf import HFEngine
+
 # The settings of the compaction alone: configurations that differ in no others share one reading of a context.
 COMPACTION = {"policy", "ratio", "select", "aggregate", "pool", "ridge", "fit", "layers", "budgets", "chunk"}
-
-
-class Studies(Protocol):
-    """An engine that prefills contexts."""
-
-    def study(
-        self,
-        tokens: Sequence[int],
-        config: PromptCacheConfig,
-        study_prompts: Sequence[Sequence[int]] = (),
-        on_stage: Callable[[str], None] = ...,
-    ) -> Studied:
-        """See `HFEngine.study`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +65,7 @@ class Compacted:
 
 
 def compacted_contexts(
-    engine: Studies,
+    engine: HFEngine,
     questions: Questions,
     caches: Sequence[PromptCacheConfig],
     on_stage: Callable[[str], None] = lambda stage: None,

@@ -15,7 +15,7 @@ from rollout.vllm.compat.paged import live_state
 from rollout.vllm.handover import received
 from rollout.vllm.record import Result, RunRecord
 from rollout.vllm.samplers import SequenceSampler
-from sparse_rl.methods.kvpop.scorers.base import digests
+from sparse_rl.methods.kvpop.scorers.base import head_digests
 from sparse_rl.models.directory import SCORERS
 
 if on_cpu():
@@ -83,7 +83,7 @@ class EngineWorker(Worker):
     def scorer_digests(self) -> dict[str, list[str]]:
         """See `Engine.scorer_digests`; of this rank's heads."""
         scorers = getattr(live_state(), "scorers", None)
-        return {} if scorers is None else digests(scorers.by_name())
+        return {} if scorers is None else head_digests(scorers.by_name())
 
 
 def _without_scorers(

@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import mean
 from types import MappingProxyType
 
+from matplotlib.patches import Patch
+
 from sparse_rl.analysis.drawing import method_colours, new_figure, save_figure, shade
 
 PALE = 0.65  # of white, in the bars of a full cache
@@ -28,8 +30,6 @@ def plot_accuracy(
     methods : name -> (accuracies under the small cache, accuracies with a full one), a value per seed, in [0, 1]
     method_of : name -> what drawing.COLOURS calls it
     """
-    from matplotlib.patches import Patch
-
     figure, axes = new_figure(title)
     height = 0.38
     colours = method_colours([method_of.get(name) for name in methods])
@@ -43,13 +43,9 @@ def plot_accuracy(
     axes.set_yticks(range(len(methods)), list(methods))
     axes.invert_yaxis()  # the first method on top
     axes.grid(axis="y", visible=False)
-    axes.set_xlim(0, 1.08)
-    axes.set_xlabel("share of problems solved" + ("; dots: one seed each" if _seeds(methods) > 1 else ""))
+    several = any(len(values) > 1 for both in methods.values() for values in both)
+    axes.set(xlim=(0, 1.08), xlabel="share of problems solved" + ("; dots: one seed each" if several else ""))
     handles = [Patch(color=shade("#444444", white)) for white in (0.0, PALE)]
     names = ["under the small cache", "with a full cache"]
     figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False, fontsize=10)
     return save_figure(figure, out)
-
-
-def _seeds(methods: Mapping[str, Accuracies]) -> int:
-    return max(len(values) for both in methods.values() for values in both)

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
 
 from sparse_rl.analysis.drawing import label_ends, method_colours, new_figure, save_figure, whole_steps
 from sparse_rl.errors import UserError, nearest_few, one_line
 from sparse_rl.metrics import METRICS_FILE, read_metrics
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 SMOOTHING = 0.15  # of the steps: the span of the moving average
 METRICS = {  # a short name -> (the metric's key, the axis' label, with its unit)
@@ -59,8 +58,8 @@ def plot_metric(
         ends.append((steps[-1], mean[-1], run, colour))
     label_ends(axes, ends)
     whole_steps(axes)
-    axes.set_xlabel("training step" + (f"  (bold: mean over {SMOOTHING:.0%} of the run)" if averaged else ""))
-    axes.set_ylabel(one_line(label, 60))
+    bold = f"  (bold: mean over {SMOOTHING:.0%} of the run)" if averaged else ""
+    axes.set(xlabel=f"training step{bold}", ylabel=one_line(label, 60))
     return save_figure(figure, out)
 
 
@@ -89,8 +88,7 @@ def plot_gap(
     axes.set_yscale("log")
     label_ends(axes, ends)
     whole_steps(axes)
-    axes.set_xlabel("training step")
-    axes.set_ylabel("|Δ log-prob| per token,\ntrainer − sampler (nats)")
+    axes.set(xlabel="training step", ylabel="|Δ log-prob| per token,\ntrainer − sampler (nats)")
     return save_figure(figure, out)
 
 
@@ -114,9 +112,6 @@ def has_line(runs: Mapping[str, Path], metric: str) -> bool:
 
 def steps_table(runs: Mapping[str, Path], metrics: Sequence[str]) -> Table:
     """The logged values of metrics as a table for the terminal: what says all where no run has two steps."""
-    from rich.markup import escape
-    from rich.table import Table
-
     made = Table(title="logged in one step alone, so there is no line to draw")
     for name in ("run", "step", *metrics):
         made.add_column(escape(one_line(name, 60)), justify="left" if name == "run" else "right")
@@ -151,8 +146,7 @@ def run_labels(folders: Sequence[Path]) -> dict[str, Path]:
 
 def logged_metrics(folder: Path) -> set[str]:
     """The keys of a run's metrics.jsonl that hold numbers; empty where there is none."""
-    lines = read_metrics(folder) if (Path(folder) / METRICS_FILE).is_file() else []
-    return {key for line in lines for key, value in line.items() if key != "step" and _is_drawn(value)}
+    return {key for line in read_metrics(folder) for key, value in line.items() if key != "step" and _is_drawn(value)}
 
 
 def _is_drawn(value: object) -> bool:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 from sparse_rl.errors import UserError, one_line
 
@@ -61,16 +66,9 @@ def method_colours(methods: Sequence[str | None]) -> list[str]:
     A method that COLOURS does not know (None: nobody knows it) gets a colour that no other line has, while there are
     any.
     """
-    spare = [colour for name, colour in COLOURS.items() if name not in methods and name != "none"]
-    unknown = [line for line, method in enumerate(methods) if method not in COLOURS]
-    found = []
-    for line, method in enumerate(methods):
-        if method in COLOURS:
-            before = methods[:line].count(method)
-            found.append(shade(COLOURS[method], SHADES[before % len(SHADES)]))
-        else:
-            found.append(spare[unknown.index(line) % len(spare)])
-    return found
+    spare = cycle(colour for name, colour in COLOURS.items() if name not in methods and name != "none")
+    shades = {method: cycle(SHADES) for method in methods}
+    return [shade(COLOURS[m], next(shades[m])) if m in COLOURS else next(spare) for m in methods]
 
 
 def shade(colour: str, weight: float) -> str:
@@ -92,11 +90,7 @@ def policy_words(fingerprint: Mapping[str, str]) -> tuple[str | None, str]:
 
 def new_figure(title: str) -> tuple[Any, Any]:
     """(figure, axes) of matplotlib, in our style."""
-    import matplotlib
-
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(layout="constrained")
         axes.set_title("\n".join(textwrap.fill(line, TITLE_WIDTH) for line in title.splitlines()))
@@ -105,8 +99,6 @@ def new_figure(title: str) -> tuple[Any, Any]:
 
 def whole_steps(axes: Any) -> None:
     """Ticks of the x axis at whole numbers alone."""
-    from matplotlib.ticker import MaxNLocator
-
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
@@ -147,8 +139,6 @@ def _apart(centres: Sequence[float], sizes: Sequence[float], top: float) -> list
 
 def save_figure(figure: Any, out: str | Path) -> Path:
     """Write a figure, and close it; the suffix says the format. Raises UserError where it cannot be written."""
-    import matplotlib.pyplot as plt
-
     out = Path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

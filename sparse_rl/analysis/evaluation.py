@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
 
 
 def accuracy_table(rows: Sequence[Any]) -> Table:
     """The rows of an evaluation (`EvalRow`) as a table for the terminal."""
-    from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
-    from rich.table import Table
-
     title = "accuracy: completions with reward >= 1, as kept and cut off in percent; ± one standard error over problems"
     made = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)  # fits a terminal of 100 columns
     largest = max((k for row in rows for k in row.pass_at_k), default=1)
@@ -49,9 +46,6 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
 
 def perplexity_table(rows: Sequence[Any]) -> Table:
     """The rows of perplexities (`PerplexityRow`) as a table for the terminal."""
-    from rich.markup import escape
-    from rich.table import Table
-
     first = rows[0]
     behind = f"{first.completion_tokens} tokens decoded behind {first.prompt_tokens}"
     made = Table(title=f"{first.pieces} pieces, {behind}; kept in percent; ± one standard error over pieces")

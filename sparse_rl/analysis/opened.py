@@ -14,6 +14,7 @@ from sparse_rl.analysis.drawing import new_figure, policy_words, save_figure
 from sparse_rl.errors import UserError
 from sparse_rl.methods.pages.pages import Pages
 from sparse_rl.trace import EvictionTrace
+from sparse_rl.trace.checks import paged_layers
 
 FINEST = 250  # cells in a row or a column of the map, at most: each is larger than a pixel
 
@@ -23,43 +24,36 @@ def records_pages(trace: EvictionTrace) -> bool:
     return "closed_at" in trace.further
 
 
-def paged_layers(trace: EvictionTrace) -> list[int]:
-    """The layers whose tokens are paged."""
-    return trace.further.get("paged_layers", torch.arange(trace.layers)).tolist()
+def _tally(opened: Tensor, closed_at: Tensor, pages: Pages, longest: int) -> Tensor:
+    """Sums over kv heads and those queries for which a page had closed: int64 [5 + longest].
+
+    The queries; pages closed, and opened; queries that opened pages right behind another of these, and of them those
+    that opened the same; then the opened pages by tokens from a query back to the end of its page.
+
+    opened : int16 [Hkv, S, K]; closed_at : int32 [P]
+    """
+    heads, length, _ = opened.shape
+    query, fed = torch.arange(length), length - 1  # the last token is never fed
+    counted = (query >= (closed_at[:1] if len(closed_at) else length)) & (query < fed)
+    chosen, ordered = opened >= 0, opened.sort(-1).values
+    following = counted[:-1] & counted[1:] & chosen[:, 1:].any(-1)
+    repeated = following & (ordered[:, 1:] == ordered[:, :-1]).all(-1)
+    sums = heads * counted.sum(), heads * (fed - closed_at).sum(), chosen.sum(), following.sum(), repeated.sum()
+    ends = pages.sinks + (opened.long() + 1) * pages.size - 1
+    back = torch.bincount((query[:, None] - ends)[chosen].clamp(min=0), minlength=longest)
+    return torch.cat([torch.stack(sums), back])
 
 
-class Tally:
-    """What queries opened, of any number of traces; only queries for which a page had closed are counted."""
-
-    def __init__(self, longest: int) -> None:
-        self.queries = self.closed = self.opened = self.following = self.repeated = 0
-        self.back = torch.zeros(longest, dtype=torch.long)  # by tokens from a query back to the end of its page
-
-    def add(self, opened: Tensor, closed_at: Tensor, pages: Pages) -> None:
-        """opened : int16 [Hkv, S, K]; closed_at : int32 [P]"""
-        heads, length, _ = opened.shape
-        query = torch.arange(length)
-        counted = (query >= (closed_at[:1] if len(closed_at) else length)) & (query < length - 1)
-        self.queries += heads * int(counted.sum())  # the last token is never fed
-        self.closed += heads * int((length - 1 - closed_at).sum())
-        chosen = opened >= 0
-        self.opened += int(chosen.sum())
-        ends = pages.sinks + (opened.long() + 1) * pages.size - 1
-        self.back += torch.bincount((query[:, None] - ends)[chosen].clamp(min=0), minlength=len(self.back))
-        ordered = opened.sort(-1).values
-        following = counted[:-1] & counted[1:] & chosen[:, 1:].any(-1)
-        self.following += int(following.sum())
-        self.repeated += int((following & (ordered[:, 1:] == ordered[:, :-1]).all(-1)).sum())
-
-    def as_numbers(self) -> dict[str, Any]:
-        """Means over queries and kv heads; None where nothing was opened."""
-        middle = (int(self.back.sum()) + 1) // 2
-        return {
-            "opened": round(self.opened / max(self.queries, 1), 4),
-            "closed": round(self.closed / max(self.queries, 1), 4),
-            "median_back": int((self.back.cumsum(0) < middle).sum()) if self.opened else None,
-            "repeated": round(self.repeated / self.following, 4) if self.following else None,
-        }
+def _numbers(tally: Tensor) -> dict[str, Any]:
+    """Means over queries and kv heads; None where nothing was opened."""
+    (queries, closed, opened, following, repeated), back = tally[:5].tolist(), tally[5:]
+    middle = (opened + 1) // 2
+    return {
+        "opened": round(opened / max(queries, 1), 4),
+        "closed": round(closed / max(queries, 1), 4),
+        "median_back": int((back.cumsum(0) < middle).sum()) if opened else None,
+        "repeated": round(repeated / following, 4) if following else None,
+    }
 
 
 def page_statistics(traces: Sequence[EvictionTrace]) -> dict[str, Any] | None:
@@ -74,25 +68,21 @@ def page_statistics(traces: Sequence[EvictionTrace]) -> dict[str, Any] | None:
     if not records_pages(traces[0]):
         return None
     longest = max(map(len, traces))
-    whole, layers = Tally(longest), [Tally(longest) for _ in range(traces[0].layers)]
+    tallies = torch.zeros(traces[0].layers, 5 + longest, dtype=torch.long)
     for trace in traces:
-        pages = Pages.read(trace.further["paged_with"])
-        for layer in paged_layers(trace):
-            for tally in (whole, layers[layer]):
-                tally.add(trace.further["opened"][layer], trace.further["closed_at"], pages)
-    return {**whole.as_numbers(), "layers": [layer.as_numbers() for layer in layers]}
+        pages, closed_at = Pages.read(trace.further["paged_with"]), trace.further["closed_at"]
+        for layer in paged_layers(trace.sections).tolist():
+            tallies[layer] += _tally(trace.further["opened"][layer], closed_at, pages, longest)
+    return {**_numbers(tallies.sum(0)), "layers": [_numbers(layer) for layer in tallies]}
 
 
 def unpaged(trace: EvictionTrace) -> EvictionTrace:
     """The trace of a cache that drops a page's tokens as it closes: what is held there is what is read raw here."""
     pages, closed_at = Pages.read(trace.further["paged_with"]), trace.further["closed_at"]
-    evict_at, layers = trace.evict_at.clone(), torch.tensor(paged_layers(trace))[:, None]
+    evict_at, layers = trace.evict_at.clone(), paged_layers(trace.sections)[:, None]
     tokens = pages.tokens(torch.arange(len(closed_at))).flatten()
     evict_at[layers, :, tokens] = closed_at.repeat_interleave(pages.size)[:, None]
     return EvictionTrace(evict_at)
-
-
-# ---- the map --------------------------------------------------------------------------------------------------------
 
 
 def opened_shares(opened: Tensor, wide: int, high: int) -> Tensor:
@@ -117,11 +107,11 @@ def plot_opened(
 
     fingerprint : of the file of traces, which names the policy
     """
-    opening = [one for one in traces if bool((one.further["opened"][paged_layers(one)] >= 0).any())]
+    opening = [one for one in traces if bool((one.further["opened"][paged_layers(one.sections)] >= 0).any())]
     if not opening:
         raise UserError("no query of these traces opened a page: there is no map to draw")
     trace = max(opening, key=len)
-    pages, layers = Pages.read(trace.further["paged_with"]), paged_layers(trace)
+    pages, layers = Pages.read(trace.further["paged_with"]), paged_layers(trace.sections)
     opened = trace.further["opened"][layers]
     wide, high = -(-len(trace) // FINEST), -(-(int(opened.max()) + 1) // FINEST)
     shares = opened_shares(opened, wide, high)
@@ -140,8 +130,7 @@ def plot_opened(
     axes.grid(visible=False)
     axes.set_xlim(-0.5, len(trace) - 1.5)  # the last token is never fed
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("query (position in the sequence)")
-    axes.set_ylabel("tokens of the pages it opened")
+    axes.set(xlabel="query (position in the sequence)", ylabel="tokens of the pages it opened")
     figure.legend(loc="outside lower center", frameon=False, fontsize=10)
     return save_figure(figure, out)
 

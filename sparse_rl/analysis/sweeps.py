@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
 
 from sparse_rl.analysis.drawing import MARKERS, label_ends, method_colours, new_figure, save_figure
 from sparse_rl.errors import UserError, one_line, reason
 from sparse_rl.files import MOST_TEXT, read_text
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 AXES = {  # what was varied -> the axis' label
     "ratio": "share of the context's tokens that stay",
@@ -71,7 +71,10 @@ def read_sweep(file: Path) -> Sweep:
         raise UserError(f"{file} is no eval.json or perplexity.json, or is damaged: {one_line(why, 120)}") from error
     if not points:
         raise UserError(f"no row of {file} has an {measure}: there is nothing to draw")
-    of = Path(text).name or "a text" if measure == "nll" else _list(sorted({point.task for point in points}), "tasks")
+    tasks = sorted({point.task for point in points})
+    of = ", ".join(tasks) if len(tasks) <= 3 else f"{len(tasks)} tasks"
+    if measure == "nll":
+        of = Path(text).name or "a text"
     name = Path(model).name if Path(model).is_absolute() else model
     return Sweep(measure, one_line(of, 60) + (f"; {one_line(name, 60)}" if name else ""), points)
 
@@ -140,16 +143,12 @@ def plot_sweep(sweep: Sweep, out: str | Path) -> Path:
             axes.plot([places[0], places[-1]], values[-1:] * 2, color=colour, linestyle="--", linewidth=1.2)
         ends.append((at[-1], values[-1], name, colour))
     label_ends(axes, ends, 9)
-    axes.set_xlabel(AXES[axis])
-    axes.set_ylabel(MEASURES[sweep.measure])
+    axes.set(xlabel=AXES[axis], ylabel=MEASURES[sweep.measure])
     return save_figure(figure, out)
 
 
 def points_table(sweep: Sweep) -> Table:
     """The points as a table for the terminal: what says all where there is no line to draw."""
-    from rich.markup import escape
-    from rich.table import Table
-
     axis = next((key for key in AXES if any(key in point.parameters for point in sweep.points)), "budget")
     accuracy = sweep.measure == "accuracy"
     made = Table(title=escape(f"{'accuracy, in percent' if accuracy else 'perplexity'}: {sweep.subject}"))
@@ -195,7 +194,3 @@ def _setting(key: str, value: Any) -> str:
     if isinstance(value, list):
         return "+".join(map(str, value))
     return value if isinstance(value, str) else f"{key} {value}"
-
-
-def _list(names: Sequence[str], what: str) -> str:
-    return ", ".join(names) if len(names) <= 3 else f"{len(names)} {what}"

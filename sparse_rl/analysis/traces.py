@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from rich.table import Table
 
 from sparse_rl.analysis.drawing import GREY, method_colours, new_figure, policy_words, save_figure
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from sparse_rl.trace import EvictionTrace
+from sparse_rl.analysis.opened import page_statistics, unpaged
+from sparse_rl.trace import EvictionTrace
 
 HELD = ("retention", "kept_per_head", "density")  # names of what is said of the tokens held at the end
 UNPAGED = ("unpaged", "unpaged_per_head", "unpaged_density")  # and, where all are held, of those outside closed pages
@@ -28,10 +28,6 @@ def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, 
 
     What is said per head is [L][Hkv], a mean over traces.
     """
-    import torch
-
-    from sparse_rl.analysis.opened import page_statistics, unpaged
-
     pages = page_statistics(traces)
     read = traces if pages is None else [unpaged(t) for t in traces]
     kept = torch.stack([t.kept_counts().float() for t in read]).mean(0)
@@ -47,7 +43,7 @@ def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, 
         "kv_heads": traces[0].kv_heads,
         "length": spread(lengths),
         HELD[0]: spread([t.retention() for t in traces]),
-        share: spread([float(t.kept_counts().float().mean()) / max(len(t) - 1, 1) for t in read]),
+        share: spread([t.retention() for t in read]),
         per_head: [[round(v, 2) for v in row] for row in kept.tolist()],
         density: [round(v, 4) for v in mean_density(read, 20).tolist()],
         "fingerprint": dict(fingerprint),
@@ -62,8 +58,6 @@ def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, 
 
 def _further(traces: Sequence[EvictionTrace]) -> dict[str, Any]:
     """Of each section beside evict_at: its bytes in all traces, and its dtype and shape in the first."""
-    from sparse_rl.trace import declared
-
     return {
         name: {
             "bytes": sum(t.further[name].nbytes for t in traces),
@@ -76,8 +70,6 @@ def _further(traces: Sequence[EvictionTrace]) -> dict[str, Any]:
 
 def mean_density(traces: Sequence[EvictionTrace], bins: int, layer: int | None = None) -> Any:
     """`EvictionTrace.density` over traces: float [bins]; a bin that a short trace has no token in takes the others."""
-    import torch
-
     stacked = torch.stack([t.density(bins, layer) for t in traces])
     filled = torch.zeros(len(traces), bins, dtype=torch.bool)
     for row, trace in enumerate(traces):
@@ -93,8 +85,6 @@ def kept_table(statistics: Mapping[str, Any], large: int) -> Table:
 
     large : with more layers or heads than this, a summary of some layers
     """
-    from rich.table import Table
-
     pages = statistics.get("pages")
     kept = statistics[HELD[1] if pages is None else UNPAGED[1]]
     summary = pages is None and len(kept[0]) > large
@@ -153,8 +143,6 @@ def plot_density(
 
     fingerprint : of the file of traces, which names the policy
     """
-    import torch
-
     name, policy = policy_words(fingerprint)
     figure, axes = new_figure(f"{policy}: tokens held at the end of {len(traces)} trace{'s' * (len(traces) > 1)}")
     centres = [(i + 0.5) / bins for i in range(bins)]
@@ -165,9 +153,7 @@ def plot_density(
         axes.plot(centres, layer, color=GREY, alpha=0.5, linewidth=1, label="_" if number else "each layer")
     label = "mean over layers" if differ else "all layers alike" if len(layers) > 1 else "its one layer"
     axes.plot(centres, mean, color=method_colours([name])[0], label=label)
-    axes.set_ylim(0, 1.02)
-    axes.set_xlim(0, 1)
-    axes.set_xlabel("position in the sequence (0: first token, 1: last)")
-    axes.set_ylabel("share of tokens held at the end")
+    axes.set(xlim=(0, 1), xlabel="position in the sequence (0: first token, 1: last)")
+    axes.set(ylim=(0, 1.02), ylabel="share of tokens held at the end")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=10)
     return save_figure(figure, out)

@@ -35,17 +35,4 @@ __all__ = [
     "replay_logprobs",
 ]
 
-__getattr__ = public_names(
-    __name__,
-    {
-        "ATTENTION_KERNELS": "sparse_rl.attention.config",
-        "NO_MASK": "sparse_rl.attention.interface",
-        "adopt": "sparse_rl.attention.interface",
-        "cache_shape": "sparse_rl.attention.families",
-        "compute_exactly": "sparse_rl.attention.kernels.sdpa",
-        "dense_logprobs": "sparse_rl.attention.logprobs",
-        "future_attention_mass": "sparse_rl.attention.future",
-        "make_view": "sparse_rl.attention.views.factory",
-        "replay_logprobs": "sparse_rl.attention.logprobs",
-    },
-)
+__getattr__ = public_names(__name__)

@@ -40,8 +40,6 @@ def future_attention_mass(
 ) -> Tensor:
     """log(floor + m_t): float32 [B, Hq, S], or [B, Hkv, S] where the queries of a kv head are joined; float64 of that.
 
-    Parameters
-    ----------
     query, key : [B, Hq, S, D] and [B, Hkv, S, D], after RoPE
     window : w >= 1; the queries before t + w see t in any case
     scaling : the factor on q . k

@@ -37,23 +37,17 @@ def replay_logprobs(
     The invariant (docs/architecture.md): with the sampler's weights these equal `Rollout.logprobs` to floating-point
     noise.
 
-    Parameters
-    ----------
     model : a causal LM of the Qwen2, Qwen3 or Llama family
     rollouts : prompt_ids, completion_ids and trace, with len(trace) = prompt + completion
     temperature : the sampling temperature; 0 (greedy) is scored at 1, as the engines report it
     batch_size : sequences per forward, right-padded
     attention_kernel : one of ATTENTION_KERNELS
 
-    Returns
-    -------
-    One float32 tensor [completion] per rollout, with gradients where they are enabled.
+    Returns one float32 tensor [completion] per rollout, with gradients where they are enabled.
 
-    Raises
-    ------
-    UserError
-        A trace of another length or shape than the sequence or model, with values that no sampler can have recorded
-        behind this prompt, or with a section that no view replays; an unsupported model; reentrant checkpointing.
+    Raises UserError: a trace of another length or shape than the sequence or model, with values that no sampler can
+    have recorded behind this prompt, or with a section that no view replays; an unsupported model; reentrant
+    checkpointing.
     """
     adopt(model)
     refuse_reentrant_checkpointing(model)

@@ -47,8 +47,6 @@ def oracle_trace(
 ) -> EvictionTrace:
     """What the best cache evicts of one sequence, of which the last token is not fed; nothing inside the prompt.
 
-    Parameters
-    ----------
     teacher : attends to everything
     tokens, prompt : prompt and completion, and the prompt's length
     policy : says sinks, window and k

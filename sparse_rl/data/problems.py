@@ -12,16 +12,16 @@ import logging
 import random
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import datasets
 
 from sparse_rl.data import retrieval, running_sum
 from sparse_rl.data.config import LOCAL_FILES, DataConfig
 from sparse_rl.data.tokens import least_tokens, prompt_ids, with_context
 from sparse_rl.errors import UserError, listed
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 MOST_LEVELS = 64  # of JSON
@@ -30,25 +30,18 @@ JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 def load_data(
     config: DataConfig, tokenizer: Any = None, *, require: Sequence[str] = ("prompt",), where: str = "data"
-) -> Dataset:
+) -> datasets.Dataset:
     """The rows of a dataset: shuffled (where asked), rendered, too long ones dropped, cut to the limit.
 
-    Parameters
-    ----------
     tokenizer : decides whether there is a chat template, and counts tokens for `max_prompt_tokens`
     require : which of prompt, answer and completion must be there (SFT needs prompt and completion)
     where : the block's dotted key in the recipe, for error messages
 
-    Returns
-    -------
-    A dataset with `prompt` (str, or a list of messages), `answer` (str) where the source has one, `completion` where it
-    is required or mapped (of prompt's form), `context` (str) where it is mapped, and the source's other columns
-    untouched. A context is in the prompt, too.
+    Returns a dataset with `prompt` (str, or a list of messages), `answer` (str) where the source has one, `completion`
+    where it is required or mapped (of prompt's form), `context` (str) where it is mapped, and the source's other
+    columns untouched. A context is in the prompt, too.
 
-    Raises
-    ------
-    UserError
-        A missing or unreadable file, a missing column, a null, or no rows.
+    Raises UserError: a missing or unreadable file, a missing column, a null, or no rows.
     """
     try:
         return _load(config, tokenizer, require)
@@ -56,9 +49,7 @@ def load_data(
         raise UserError(error.message, f"{where}.{error.key}" if error.key else where) from error.__cause__
 
 
-def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> Dataset:
-    import datasets
-
+def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> datasets.Dataset:
     source = _synthetic(config, "completion" in require) if config.synthetic else _read(config)
     columns = _columns(config, source.column_names, require)
     chat = _uses_chat(config, tokenizer)
@@ -120,9 +111,7 @@ def _load(config: DataConfig, tokenizer: Any, require: Sequence[str]) -> Dataset
 # ---- sources -----------------------------------------------------------------------------------------------
 
 
-def _synthetic(config: DataConfig, with_response: bool) -> Dataset:
-    import datasets
-
+def _synthetic(config: DataConfig, with_response: bool) -> datasets.Dataset:
     made = config.synthetic
     assert made is not None
     asked = made.split, made.size, made.seed, with_response
@@ -136,10 +125,8 @@ def _synthetic(config: DataConfig, with_response: bool) -> Dataset:
         raise UserError(error.message, "synthetic") from None
 
 
-def _read(config: DataConfig) -> Dataset:
+def _read(config: DataConfig) -> datasets.Dataset:
     """The source's rows as they are, from a local file or the hub."""
-    import datasets
-
     assert config.path is not None
     if not config.local:
         if Path(config.path).is_file():
@@ -166,7 +153,7 @@ def _read(config: DataConfig) -> Dataset:
         raise UserError(f"{config.path} cannot be read: {problem}", "path") from error
     try:
         return builder.as_dataset(config.split)
-    except ValueError as error:  # the file, or a slice of it, is empty; or the split is none
+    except Exception as error:  # the file, or a slice of it, is empty; or the split is none
         raise UserError(f"{config.path} has no rows of split {config.split!r}: {error}", "path") from error
 
 
@@ -183,11 +170,8 @@ def _refuse_deep(path: Path, suffix: str) -> None:
 
 def _levels(text: bytes) -> int:
     """The lists and objects of a JSON text that stand within one another, at most."""
-    level = deepest = 0
-    for bracket in re.findall(rb"[\[{\]}]", JSON_STRING.sub(b"", text)):
-        level += 1 if bracket in b"[{" else -1
-        deepest = max(deepest, level)
-    return deepest
+    brackets = re.findall(rb"[\[{\]}]", JSON_STRING.sub(b"", text))
+    return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
 
 
 def _bad_line(path: Path) -> str | None:

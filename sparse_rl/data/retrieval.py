@@ -79,9 +79,6 @@ def facts_of(problem: Problem) -> dict[int, int]:
     return {name: digit for name, digit in enumerate(problem) if digit != UNSAID}
 
 
-# ---- data --------------------------------------------------------------------------------------------------
-
-
 def problems(split: str, seed: int, task: Retrieval) -> Iterator[Problem]:
     """Problems of a split, without end; two splits never share one. Two seeds of one split may."""
     return (problem for problem in drawn("retrieval", split, seed, task.problem) if problem is not None)
@@ -105,9 +102,6 @@ def rows(
             row["completion"] = f" {asked[0][1]}{others}"
         out.append(row)
     return out
-
-
-# ---- tokenizer and model -----------------------------------------------------------------------------------
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

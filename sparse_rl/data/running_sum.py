@@ -96,9 +96,6 @@ def grade(text: str, answer: str) -> bool:
     return found is not None and found.group(1) == answer
 
 
-# ---- data --------------------------------------------------------------------------------------------------
-
-
 def generate_problems(
     size: int, seed: int, exclude: Iterable[Problem] = (), *, split: str = "train", task: RunningSum | None = None
 ) -> list[Problem]:
@@ -139,9 +136,6 @@ def rows(
             row["completion"] = task.response(problem, notes)
         out.append(row)
     return out
-
-
-# ---- tokenizer and model -----------------------------------------------------------------------------------
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

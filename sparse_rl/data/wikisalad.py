@@ -42,9 +42,6 @@ class Question:
     answers: tuple[str, ...]
 
 
-# ---- salads --------------------------------------------------------------------------------------------------------
-
-
 def make_salads(questions: Iterable[Question], pattern: str, count: int, seed: int = 0) -> Iterator[Row]:
     """So many salads of a pattern such as ABAB. Raises UserError where the articles or their questions do not do."""
     if not re.fullmatch("[A-Z]+", pattern):
@@ -114,9 +111,6 @@ def read_squad(path: str) -> list[Question]:
         title, context, question = (held(row, name, str, where) for name in ("title", "context", "question"))
         found.append(Question(title, context, question, _answers(row, where)))
     return found
-
-
-# ---- questions -----------------------------------------------------------------------------------------------------
 
 
 def flatten(salads: Iterable[Row], where: str = "salads") -> Iterator[Row]:

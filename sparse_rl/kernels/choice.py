@@ -46,10 +46,10 @@ def in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"
 
 
-def seconds_on_gpu(work: Callable[[], object], runs: int = 5) -> float:
-    """The median of `runs`, after one to warm up."""
+def seconds_on_gpu(work: Callable[[], object]) -> float:
+    """The median of 5 runs, after one to warm up."""
     found = []
-    for _ in range(runs + 1):
+    for _ in range(6):
         torch.cuda.synchronize()
         start = time.perf_counter()
         work()

@@ -35,8 +35,6 @@ def mean_similarity(
 
     N counts the entries of a row; padding gets -inf. See the module for sim.
 
-    Parameters
-    ----------
     keys : [R, Hkv, N, D] of any float
     positions : int64 [R, Hkv, N], those of a kv head all different, in any order
     lengths : int64 [R], the entries of each row; what stands behind is padding

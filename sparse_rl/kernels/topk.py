@@ -60,8 +60,6 @@ def running_topk(
     Query q sees the k of highest priority r_t - floor(t / n) log gamma among s <= t <= q - w. Of equal priorities the
     earlier token is held.
 
-    Parameters
-    ----------
     scores : r, [B, H, S] float; computed in float64 if they are that, else in float32
     sinks : the first token that competes; int64 [B] of each row, where a row begins with padding too
     window : w >= 1, the tokens that a query sees in any case
@@ -72,12 +70,8 @@ def running_topk(
     kernel : who makes the passes over the bits; None: triton on a GPU where it has been found right and faster, else
         torch
 
-    Raises
-    ------
-    UserError
-        A window, k or decay_every below 1.
-    NotFiniteError
-        A competing score that is NaN: it would be kept for ever.
+    Raises UserError: a window, k or decay_every below 1.
+    Raises NotFiniteError: a competing score that is NaN: it would be kept for ever.
     """
     for name, value in (("window", window), ("k", k), ("decay_every", decay_every)):
         if value < 1:

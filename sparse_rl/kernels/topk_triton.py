@@ -59,7 +59,7 @@ def kth_smallest_of_prefixes(ranks: Tensor, k: int) -> Tensor:
     ranks : int64 [R, M] on a GPU (or under TRITON_INTERPRET=1)
     """
     rows, width = ranks.shape
-    top = levels_of(width) - 1
+    top = max(1, (width - 1).bit_length()) - 1  # the highest bit of a rank
     here = ranks.int()
     there = torch.empty_like(here)
     zeros = 1 - (here >> top & 1)
@@ -73,11 +73,6 @@ def kth_smallest_of_prefixes(ranks: Tensor, k: int) -> Tensor:
         _level[grid](here, before, there, zeros, held, wanted, answers, *sizes, bit, BLOCK=BLOCK, num_warps=WARPS)
         here, there = there, here
     return answers.long()
-
-
-def levels_of(width: int) -> int:
-    """Bits of the largest rank, at least 1."""
-    return max(1, (width - 1).bit_length())
 
 
 def compiled(target: Any) -> Any:

@@ -105,15 +105,10 @@ def paper_weights(kept: Tensor, mass: Tensor, bound: float, steps: int) -> Tenso
 
     Of keys chosen by attention: bound 3, 2 steps; of pursued keys: bound 7, no step (C.2).
     """
-    start = _least_squares(kept, mass[..., None])[..., 0]
+    start = paper_values(kept, mass[..., None])[..., 0]
     return descended(kept, mass, start, bound, steps)
 
 
 def paper_values(x: Tensor, y: Tensor) -> Tensor:
-    """argmin over V of |x V - y|^2, of several the least."""
-    return _least_squares(x, y)
-
-
-def _least_squares(a: Tensor, b: Tensor) -> Tensor:
-    """On the CPU, where torch solves systems without full rank."""
-    return torch.linalg.lstsq(a.cpu(), b.cpu(), driver="gelsd").solution.to(a.device)
+    """argmin over V of |x V - y|^2, of several the least; on the CPU, where torch solves systems without full rank."""
+    return torch.linalg.lstsq(x.cpu(), y.cpu(), driver="gelsd").solution.to(x.device)

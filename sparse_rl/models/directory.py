@@ -131,10 +131,9 @@ def read_scorers(directory: str | Path, model: Any) -> None:
 
     Raises UserError where it is missing, unreadable, or of other scorers.
     """
+    weights = stored_scorers(directory)
     try:
-        getattr(model, SCORERS).load_state_dict(stored_scorers(directory))
-    except UserError:
-        raise
+        getattr(model, SCORERS).load_state_dict(weights)
     except Exception as error:  # of other scorers
         raise UserError(f"{Path(directory) / SCORER_FILE} cannot be used: {one_line(error, 1000)}", "model") from error
 

@@ -20,7 +20,7 @@ class UnavailableError(UserError):
     """A hub model is neither in the cache nor to be had from the hub."""
 
 
-def check_available(model: str, key: str = "model") -> None:
+def check_available(model: str) -> None:
     """Raise UnavailableError where `model` is neither here, nor in the hub's cache, nor to be had from the hub.
 
     Raise UserError where it can be no model's name.
@@ -35,7 +35,7 @@ def check_available(model: str, key: str = "model") -> None:
     try:
         cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
     except HFValidationError as error:
-        raise UserError(f"{model} is neither a model directory nor a hub name; name one", key) from error
+        raise UserError(f"{model} is neither a model directory nor a hub name; name one", "model") from error
     if (why := _unreachable()) is None:
         return
     if not cached:
@@ -43,7 +43,7 @@ def check_available(model: str, key: str = "model") -> None:
             f"there is no directory {model}, the cache of hub models ({constants.HF_HUB_CACHE}) does not hold it, and "
             f"{why}. Give the path of a local copy; or run `hf download {model}` where there is a network, and take "
             "that cache along with HF_HUB_OFFLINE=1",
-            key,
+            "model",
         )
     if not constants.HF_HUB_OFFLINE:
         logger.warning("%s: hub models come from the cache, as with HF_HUB_OFFLINE=1", why)

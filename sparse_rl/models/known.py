@@ -13,41 +13,20 @@ from typing import Any
 from sparse_rl.models.hub import UnavailableError, check_available
 from sparse_rl.models.load import load_config
 
-
-def _shape(
-    model_type: str,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    hidden: int,
-    intermediate: int,
-    vocabulary: int,
-    context: int,
-    tied: bool,
-) -> dict[str, Any]:
-    return {
-        "model_type": model_type,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": 128,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": context,
-        "tie_word_embeddings": tied,
-    }
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen2.5-1.5B-Instruct": _shape("qwen2", 28, 12, 2, 1536, 8960, 151_936, 32_768, True),
-    "Qwen/Qwen3-1.7B-Base": _shape("qwen3", 28, 16, 8, 2048, 6144, 151_936, 32_768, True),
-    "Qwen/Qwen3-4B": _shape("qwen3", 36, 32, 8, 2560, 9728, 151_936, 40_960, True),
-    "Qwen/Qwen3-4B-Instruct-2507": _shape("qwen3", 36, 32, 8, 2560, 9728, 151_936, 262_144, True),
-    "Qwen/Qwen3-8B": _shape("qwen3", 36, 32, 8, 4096, 12_288, 151_936, 40_960, False),
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": _shape("qwen2", 28, 28, 4, 3584, 18_944, 152_064, 131_072, False),
-    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": _shape("llama", 32, 32, 8, 4096, 14_336, 128_256, 131_072, False),
+KEYS = (
+    *("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings"),
+)
+TABLE: dict[str, tuple[Any, ...]] = {
+    "Qwen/Qwen2.5-1.5B-Instruct": ("qwen2", 28, 12, 2, 1536, 8960, 151_936, 32_768, True),
+    "Qwen/Qwen3-1.7B-Base": ("qwen3", 28, 16, 8, 2048, 6144, 151_936, 32_768, True),
+    "Qwen/Qwen3-4B": ("qwen3", 36, 32, 8, 2560, 9728, 151_936, 40_960, True),
+    "Qwen/Qwen3-4B-Instruct-2507": ("qwen3", 36, 32, 8, 2560, 9728, 151_936, 262_144, True),
+    "Qwen/Qwen3-8B": ("qwen3", 36, 32, 8, 4096, 12_288, 151_936, 40_960, False),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": ("qwen2", 28, 28, 4, 3584, 18_944, 152_064, 131_072, False),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": ("llama", 32, 32, 8, 4096, 14_336, 128_256, 131_072, False),
 }
+SHAPES = {name: {**dict(zip(KEYS, row, strict=True)), "head_dim": 128} for name, row in TABLE.items()}
 
 
 def load_shape(model: str) -> Any:

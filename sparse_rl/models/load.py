@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sparse_rl.attention.families import cache_shape, check_replayable, check_sizes
 from sparse_rl.config import show
 from sparse_rl.errors import UserError, reason, unread
@@ -120,16 +122,14 @@ def model_fingerprint(config: Any) -> str:
     return f"{config.model_type}-L{layers}-H{kv_heads}-D{head_dim}-{digest}"
 
 
-def load_model(directory: str | Path, dtype: str = "float32", key: str = "model") -> Any:
+def load_model(directory: str | Path, dtype: str = "float32") -> Any:
     """The model of a directory or hub name, with the scorers that it carries; its policy is `saved_policy(directory)`.
-
-    key : the recipe key that names it, for error messages
 
     Raises UserError where a file is missing or cannot be used.
     """
     from sparse_rl.attention.interface import adopt
 
-    model = load_plain_model(directory, dtype, key)
+    model = load_plain_model(directory, dtype)
     policy = saved_policy(directory)
     if isinstance(policy, LearnedPolicy):
         load_scorers(directory, model, policy)
@@ -141,7 +141,6 @@ def untrained_model(directory: str | Path, seed: int, dtype: str = "float32") ->
 
     The weights are drawn in float32 on the CPU, and the global generator is left as it was.
     """
-    import torch
     from transformers import AutoModelForCausalLM
 
     config = load_config(str(directory))
@@ -159,7 +158,6 @@ def load_plain_model(directory: str | Path, dtype: str = "float32", key: str = "
     dtype : torch's name of it; key : the recipe's key of the model, for errors. Raises UserError where its weights
     cannot be read.
     """
-    import torch
     from transformers import AutoModelForCausalLM
 
     stored_shapes(directory, key)

@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from sparse_rl.errors import UserError, reason
 from sparse_rl.files import read_text
 from sparse_rl.models.directory import CONFIG_FILE, INDEX, WEIGHTS
@@ -43,7 +45,8 @@ def stored_shapes(model: str | Path, key: str = "model") -> dict[str, list[int]]
     try:
         for name in [WEIGHTS] if file.name == WEIGHTS else _shards(file):
             file = folder / name
-            shapes |= _header(file)
+            with safe_open(file, framework="pt") as opened:
+                shapes |= {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except Exception as error:  # whatever the library says of a damaged file
         raise UserError(f"{file} cannot be read ({reason(error)}); fetch or write it again", key) from error
     return shapes
@@ -54,13 +57,6 @@ def _shards(index: Path) -> list[str]:
     if not names or any(Path(name).name != name for name in names):
         raise ValueError("weight_map does not name files beside it")
     return names
-
-
-def _header(file: Path) -> dict[str, list[int]]:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        return {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 
 
 def meta_model(config: Any, model: str = "the model") -> Any:

@@ -24,20 +24,7 @@ if TYPE_CHECKING:
     from sparse_rl.policies.registry import fingerprint, make_policy
     from sparse_rl.policies.schedule import Schedule
 
-__getattr__ = public_names(
-    __name__,
-    {
-        "Arriving": "sparse_rl.policies.entries",
-        "Chunk": "sparse_rl.policies.entries",
-        "Entries": "sparse_rl.policies.entries",
-        "Kept": "sparse_rl.policies.entries",
-        "Policy": "sparse_rl.policies.base",
-        "PolicyConfig": "sparse_rl.policies.config",
-        "Schedule": "sparse_rl.policies.schedule",
-        "fingerprint": "sparse_rl.policies.registry",
-        "make_policy": "sparse_rl.policies.registry",
-    },
-)
+__getattr__ = public_names(__name__)
 
 __all__ = [
     "Arriving",

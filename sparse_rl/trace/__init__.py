@@ -3,7 +3,7 @@
 record.py     EvictionTrace: evict_at and further sections; several traces as one batch, one packed sequence, one file
 sections.py   the kinds of section, each declared once, by the method that records it or here
 checks.py     the values that no sampler can have recorded
-files.py      the file format
+files.py      the format of their files;  sealed.py  files of tensors and texts with a hash of all of it
 
 It knows tensors and files; it knows neither policies nor engines nor attention.
 """

@@ -28,18 +28,14 @@ from sparse_rl.trace.sections import EVICT_AT, NEVER, TraceError, declared
 class EvictionTrace:
     """The cache of one sequence of S = prompt + completion tokens.
 
-    Attributes
-    ----------
     evict_at : int32 [L, Hkv, S], in host memory; NEVER (2**30) where the token is never evicted. Values >= S - 1 cannot
         be observed (the last token is sampled but never fed) and are stored as NEVER.
     further : by name, the sections beside evict_at, in host memory; each is declared (sections.py)
     validate : False skips the checks (tests build deliberately wrong traces with it)
 
-    Raises
-    ------
-    TraceError
-        A section that is not declared, of a wrong dtype or shape, or without another that belongs to it; or values that
-        no sampler can have recorded, such as evict_at[l, h, t] <= t (a token always sees itself). See checks.py.
+    Raises TraceError: a section that is not declared, of a wrong dtype or shape, or without another that belongs to it;
+    or values that no sampler can have recorded, such as evict_at[l, h, t] <= t (a token always sees itself). See
+    checks.py.
     """
 
     evict_at: Tensor
@@ -177,8 +173,7 @@ class EvictionTrace:
 
     def retention(self) -> float:
         """Entries held / tokens fed at the end of the sequence, averaged over layers and kv heads (G-KV): 0 to 1."""
-        fed = max(len(self) - 1, 1)
-        return float((self.evict_at[..., :fed] >= fed).float().sum(-1).mean()) / fed
+        return float(self.kept_counts().float().mean()) / max(len(self) - 1, 1)
 
     def density(self, bins: int = 20, layer: int | None = None) -> Tensor:
         """Share of the tokens still held at the end, by relative position in the sequence: float32 [bins].
@@ -264,11 +259,9 @@ def load_traces(path: str | Path, fingerprint: Mapping[str, str] | None = None) 
 
     fingerprint : what must have made them; an entry that the file has beside these is not looked at
 
-    Raises
-    ------
-    TraceError
-        Not a trace file, truncated or changed, another format version, no trace, an unknown or missing section, wrong
-        shapes, a value that no sampler can have recorded, or a fingerprint entry that differs from the expected one.
+    Raises TraceError: not a trace file, truncated or changed, another format version, no trace, an unknown or missing
+    section, wrong shapes, a value that no sampler can have recorded, or a fingerprint entry that differs from the
+    expected one.
     """
     rows = read_sections(path, fingerprint)
     try:

@@ -50,7 +50,7 @@ TRACES = [paged(5, 40, 1), paged(12, 23, 2, layers=[1]), paged(9, 61, 3), paged(
 
 
 def counted(traces: Sequence[EvictionTrace], layers: Sequence[int]) -> dict[str, Any]:
-    """`Tally.as_numbers` of these layers, query by query."""
+    """The numbers of `page_statistics` of these layers, query by query."""
     opened, closed, back, repeated = [], [], [], []
     for trace in traces:
         for layer in layers:

@@ -16,7 +16,7 @@ from rollout import SamplingConfig, make_engine
 from rollout.vllm.beside import beside_cache
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.errors import UserError
-from sparse_rl.methods.kvpop.scorers.base import digests
+from sparse_rl.methods.kvpop.scorers.base import head_digests
 from sparse_rl.models.load import load_model
 
 B = 20
@@ -116,15 +116,15 @@ def test_scorers_come_along_with_the_weights(
     engine, policy = open_engine(None, one), learned_policy(scorer, B)
     before = engine.generate(prompts, sampling)
     own = dict(other.cache_scorers.named_parameters())
-    assert engine.scorer_digests() != digests(own)
+    assert engine.scorer_digests() != head_digests(own)
     engine.load_weights(other.named_parameters())
-    assert engine.scorer_digests() == digests(own)
+    assert engine.scorer_digests() == head_digests(own)
     after = engine.generate(prompts, sampling)
     assert same(after, make_engine("hf", model=other, policy=policy).generate(prompts, sampling))
     assert not same(after, before) and not wrong_decisions(other, policy, after)[0]
     with torch.no_grad():
         next(iter(own.values())).view(-1)[0].add_(1e-6)
-    assert engine.scorer_digests() != digests(own)
+    assert engine.scorer_digests() != head_digests(own)
     without = [(name, weight) for name, weight in other.named_parameters() if "scorers.1" not in name]
     with pytest.raises(UserError, match=r"not handed over: cache_scorers\.1"):
         engine.load_weights(without)
@@ -179,7 +179,7 @@ def test_the_same_from_afar(
     sampling = SamplingConfig(max_tokens=30, seed=2, ignore_eos=True)
     for model in (load_model(folder), load_model(learned(scorer, seed=1))):
         engine.load_weights(model.named_parameters())
-        assert engine.scorer_digests() == digests(dict(model.cache_scorers.named_parameters()))
+        assert engine.scorer_digests() == head_digests(dict(model.cache_scorers.named_parameters()))
         rollouts = engine.generate(prompts, sampling)
         wrong, ties, heads = wrong_decisions(model, policy, rollouts)
         assert not wrong and ties <= heads / 100

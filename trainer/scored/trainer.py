@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from sparse_rl.errors import StoppedError
 from sparse_rl.methods.kvpop.learned import LearnedPolicy
-from sparse_rl.methods.kvpop.scorers.base import NOT_DECAYED, digests
+from sparse_rl.methods.kvpop.scorers.base import NOT_DECAYED, head_digests
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import SCORERS, check_scorers, load_scorers, read_scorers, save_policy, write_scorers
 from sparse_rl.policies.base import Policy
@@ -100,7 +100,7 @@ def check_scorers_in(engine: Any, weights: dict[str, Any]) -> None:
     prefix = f"{SCORERS}."
     own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     held = engine.scorer_digests() if own else {}
-    wrong = [name for name, value in digests(own).items() if held.get(name) != value]
+    wrong = [name for name, value in head_digests(own).items() if held.get(name) != value]
     if wrong:
         raise StoppedError(
             f"the engine's scorers are not the trainer's ({len(wrong)} of {len(own)} tensors, {wrong[0]} among them): "

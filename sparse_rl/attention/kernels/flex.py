@@ -47,18 +47,14 @@ def flex_attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention under evict_at by FlexAttention, which visits only the tiles that hold something.
 
-    Parameters
-    ----------
     evict_at : int32 [B, Hkv, S]
     query : [B, Hq, S, D]; key : [B, Hkv, S, D]; value : [B, Hkv, S, E]
     in_segments : keys sorted by evict_at in segments; else in natural order
     compiled : False is torch's plain operator, which ignores the tiles and makes S x S scores: for tests. On a CPU the
         compiled one has neither a backward nor the LSE.
 
-    Returns
-    -------
-    The output [B, Hq, S, E], 0 where a query sees nothing (padding); and where it is wanted, the log-sum-exp of each
-    query's scaled scores, [B, Hq, S] in float32 (or the inputs' float64), there -inf. Both are differentiable.
+    Returns the output [B, Hq, S, E], 0 where a query sees nothing (padding); and where it is wanted, the log-sum-exp of
+    each query's scaled scores, [B, Hq, S] in float32 (or the inputs' float64), there -inf. Both are differentiable.
     """
     batch, q_heads, length, dim = query.shape
     rows, width = batch * key.shape[1], padded(length)

@@ -36,17 +36,13 @@ def mass_by_flex(
     """The attention that each key t gets: log of the sum over first[t] <= d < last[t] of exp(min(q_d . k_t scaling -
     lse_d, largest)).
 
-    Parameters
-    ----------
     query, key : [B, Hq, S, D] and [B, Hkv, S, D]
     log_sum_exp : float32 [B, Hq, S]
     first, last : int64 [B, S]
     scaling : the factor on q . k; largest : no log-probability counts for more
     compiled : False is torch's plain operator, which ignores the tiles and makes S x S scores: for tests
 
-    Returns
-    -------
-    float32 [B, Hq, S] (float64 of float64 by the plain operator); -inf where no query counts.
+    Returns float32 [B, Hq, S] (float64 of float64 by the plain operator); -inf where no query counts.
     """
     length, width = query.shape[2], padded(query.shape[2])
     behind = width - length

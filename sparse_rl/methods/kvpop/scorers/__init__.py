@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from sparse_rl.methods.kvpop.scorers.config import ScorerConfig
     from sparse_rl.methods.kvpop.scorers.registry import SCORERS, make_scorer, sketch_scorer
 
-__getattr__ = public_names(
-    __name__,
-    {
-        "SCORERS": "sparse_rl.methods.kvpop.scorers.registry",
-        "Scorer": "sparse_rl.methods.kvpop.scorers.base",
-        "make_scorer": "sparse_rl.methods.kvpop.scorers.registry",
-        "ScorerConfig": "sparse_rl.methods.kvpop.scorers.config",
-        "sketch_scorer": "sparse_rl.methods.kvpop.scorers.registry",
-    },
-)
+__getattr__ = public_names(__name__)
 
 __all__ = ["SCORERS", "Scorer", "ScorerConfig", "make_scorer", "sketch_scorer"]

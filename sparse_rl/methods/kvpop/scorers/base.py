@@ -30,14 +30,10 @@ class Scorer(nn.Module):
     Training scores all tokens of a text at once (`forward`), decoding one after another (`follow`). Both give the same
     scores, but for rounding.
 
-    Parameters
-    ----------
     config : its settings (config.py)
     heads : kv heads
     dim : of a key, and of a value
 
-    Attributes
-    ----------
     delayed : a token's score is known only as it leaves the window, not yet as it is inserted
     """
 
@@ -126,7 +122,7 @@ class Recency(Scorer):
         return torch.zeros(self.heads)
 
 
-def digests(weights: Mapping[str, Tensor]) -> dict[str, list[str]]:
+def head_digests(weights: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """Name -> a digest of each kv head of these parameters [Hkv, ...], as float32: equal only where all bits are."""
     return {
         name: [
