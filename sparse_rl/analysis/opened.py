@@ -13,8 +13,8 @@ from torch import Tensor
 from sparse_rl.analysis.drawing import new_figure, policy_words, save_figure
 from sparse_rl.errors import UserError
 from sparse_rl.methods.pages.pages import Pages
+from sparse_rl.methods.pages.sections import paged_layers
 from sparse_rl.trace import EvictionTrace
-from sparse_rl.trace.checks import paged_layers
 
 FINEST = 250  # cells in a row or a column of the map, at most: each is larger than a pixel
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from sparse_rl.analysis.drawing import GREY, method_colours, new_figure, policy_words, save_figure
 from sparse_rl.analysis.opened import page_statistics, unpaged
-from sparse_rl.trace import EvictionTrace
+from sparse_rl.trace import EvictionTrace, declared
 
 HELD = ("retention", "kept_per_head", "density")  # names of what is said of the tokens held at the end
 UNPAGED = ("unpaged", "unpaged_per_head", "unpaged_density")  # and, where all are held, of those outside closed pages

@@ -1,0 +1,21 @@
+"""The settings, which name the parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sparse_rl.config import Probability
+from sparse_rl.methods.eviction.config import StreamingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoolingConfig(StreamingConfig):
+    """factor : by which queries are scaled, again after each compaction"""
+
+    name: ClassVar[str] = "cooling"
+    policy_class: ClassVar[str] = "cooling.policy:Cooling"
+    cache_class: ClassVar[str] = "cooling.cache:CoolingCache"
+    view_class: ClassVar[str] = "cooling.view:CoolingView"
+    sections: ClassVar[str | None] = "cooling.sections"
+    factor: Probability = 0.8

@@ -1,0 +1,40 @@
+"""The replay, and a loss of its own: the mean square of what a layer's attention says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from sparse_rl.attention.interface import Replayed, check_sections
+from sparse_rl.attention.views.replay import ReplayView
+
+WEIGHT = 0.5
+
+
+class CoolingView:
+    replays: ClassVar = frozenset({"evict_at", "cooled_at", "cooled_by"})
+    requires: ClassVar = replays
+
+    def __init__(
+        self, batch: Mapping[str, torch.Tensor], device: Any, kernel: str = "gather", through: bool = True
+    ) -> None:
+        check_sections(type(self), batch)
+        self.evictions = ReplayView({"evict_at": batch["evict_at"]}, device, kernel, through)
+        queries = torch.arange(batch["evict_at"].shape[-1], dtype=torch.int32)
+        counts = torch.searchsorted(batch["cooled_at"], queries.repeat(len(batch["cooled_at"]), 1), right=True)
+        self.factors = (batch["cooled_by"][0] ** counts.double()).to(device)[:, None, :, None]
+        self.losses: dict[int, torch.Tensor] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        out = self.evictions.attend(layer, query * self.factors.to(query), key, value, scaling)
+        self.losses.setdefault(layer, WEIGHT * out.float().square().mean())
+        return out
+
+    @classmethod
+    def holds(cls, config: Any, replayed: Replayed) -> tuple[str, int, str]:
+        _, size, note = ReplayView.holds(config, replayed)
+        return "cooled queries", size + 8 * replayed.rows * replayed.length, note

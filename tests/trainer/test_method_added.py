@@ -1,0 +1,100 @@
+"""Adding a method takes its folder (cooling/) and one line of CONFIGS: everything else follows from what it names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cooling.config import CoolingConfig
+from trainer_runs import trained
+
+from rollout import Rollout, SamplingConfig, make_engine
+from sparse_rl.attention import replay_logprobs
+from sparse_rl.commands.memory import plan
+from sparse_rl.methods.config import CONFIGS
+from sparse_rl.recipe import make_recipe
+from sparse_rl.trace import EvictionTrace, TraceError, load_traces, save_traces
+
+POLICY = {"policy": "cooling", "budget": 12, "period": 4, "sinks": 2}
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIGS, "cooling", CoolingConfig)  # the one line
+
+
+@pytest.fixture
+def rollouts(model_of: Callable) -> list[Rollout]:
+    """Ragged, of a prompt that is longer than the budget, too."""
+    engine = make_engine("hf", model=model_of("qwen3"), policy=POLICY)
+    prompts = [[3, 4, 5], list(range(3, 25)), [7] * 12]
+    return engine.generate(prompts, SamplingConfig(20, seed=0, ignore_eos=True))
+
+
+def gap(model: Any, rollouts: list[Rollout], changed: Callable[[EvictionTrace], EvictionTrace]) -> float:
+    """The largest difference of log-probs, where the traces are replayed as `changed`."""
+    replayed = replay_logprobs(model, [dataclasses.replace(r, trace=changed(r.trace)) for r in rollouts])
+    return max(
+        float((theirs.detach() - torch.tensor(r.logprobs)).abs().max())
+        for theirs, r in zip(replayed, rollouts, strict=True)
+    )
+
+
+def test_it_samples_records_and_replays(model_of: Callable, rollouts: list[Rollout]) -> None:
+    """Controls: without its sections, and one query late."""
+    model = model_of("qwen3")
+    for rollout in rollouts:
+        assert len(rollout.trace.further["cooled_at"]) >= 2
+    late = lambda trace: EvictionTrace(  # noqa: E731
+        trace.evict_at, {**trace.further, "cooled_at": trace.further["cooled_at"] + 1}, validate=False
+    )
+    assert gap(model, rollouts, lambda trace: trace) <= 1e-5
+    assert gap(model, rollouts, lambda trace: EvictionTrace(trace.evict_at)) > 1e-4
+    assert gap(model, rollouts, late) > 1e-4
+
+
+def test_its_record_is_written_read_and_checked(rollouts: list[Rollout], tmp_path: Path) -> None:
+    save_traces(tmp_path / "t.safetensors", [r.trace for r in rollouts])
+    again = load_traces(tmp_path / "t.safetensors")
+    for trace, rollout in zip(again, rollouts, strict=True):
+        assert torch.equal(trace.further["cooled_at"], rollout.trace.further["cooled_at"])
+    sections = dict(rollouts[0].trace.further)
+    with pytest.raises(TraceError, match=r"cooled_at .* is not ascending"):
+        EvictionTrace(rollouts[0].trace.evict_at, sections | {"cooled_at": sections["cooled_at"].flip(0)})
+    with pytest.raises(TraceError, match="needs cooled_by"):
+        EvictionTrace(rollouts[0].trace.evict_at, {"cooled_at": sections["cooled_at"]})
+
+
+def test_a_recipe_names_it_and_doctor_counts_it(model_of: Callable) -> None:
+    """The memory of its entries, and what its view holds."""
+    recipe = {
+        "kind": "grpo", "model": "m", "output_dir": "o", "dtype": "float32", "rewards": ["boxed"],
+        "data": {"synthetic": {"task": "running_sum", "size": 8}}, "rollout": {"engine": "hf"},
+        "max_completion_length": 40,
+    }  # fmt: skip
+    made = {}
+    for name in ("cooling", "streaming"):
+        cache = {**POLICY, "policy": name}
+        items = plan(make_recipe({**recipe, "cache": cache}), model_of("qwen3").config, cuda=False).items
+        made[name] = {item.name: item.device for item in items}
+    more, less = (next(size for key, size in made[name].items() if key.startswith("KV")) for name in made)
+    assert more > less
+    assert made["cooling"]["cooled queries"] > made["streaming"]["gathered keys"]
+
+
+def test_grpo_learns_under_it_with_its_loss(grpo: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gap stays at rounding. Control: without the loss other weights are learned."""
+
+    def weights(name: str) -> Iterator[torch.Tensor]:
+        trainer = grpo(name, policy=POLICY, max_steps=1, max_completion_length=24)
+        (line,) = [line for line in trained(trainer) if "replay/gap_max" in line]
+        assert line["replay/gap_max"] <= 1e-5
+        return trainer.model.parameters()
+
+    with_loss = list(weights("with"))
+    monkeypatch.setattr("cooling.view.WEIGHT", 0.0)
+    assert any(not torch.equal(a, b) for a, b in zip(with_loss, weights("without"), strict=True))
