@@ -18,12 +18,6 @@ class PolicyConfig(NamedConfiguration):
 
     A part is named as "module:class", and imported when it is asked for (`part`), so that settings need no torch.
 
-    policy_class : a sparse_rl.policies.base.Policy
-    cache_class : of the hf engine, a sparse_rl.policies.cache.Cache
-    view_class : replays its traces, a sparse_rl.attention.interface.TraceView
-    learned_view_class : what a retrofit attends by, where the policy is learned
-    sections : a module whose SECTIONS declares what the method records beside evict_at (sparse_rl/trace/sections.py)
-
     `PolicyConfig.from_block({"policy": name, ...})` makes those of any policy. Raises UserError for an unknown name or
     parameter, a missing budget, and a value that breaks a parameter's rule.
     """
@@ -32,11 +26,11 @@ class PolicyConfig(NamedConfiguration):
     name_key: ClassVar[str] = "policy"
     packs: ClassVar[bool] = True  # whether several sequences can be replayed in one row
     in_parts: ClassVar[bool] = True  # whether some layers can have it, and others another one
-    policy_class: ClassVar[str]
-    cache_class: ClassVar[str] = "sparse_rl.methods.eviction.cache:EvictingCache"
-    view_class: ClassVar[str] = "sparse_rl.attention.views.replay:ReplayView"
-    learned_view_class: ClassVar[str]
-    sections: ClassVar[str | None] = None
+    policy_class: ClassVar[str]  # a sparse_rl.policies.base.Policy
+    cache_class: ClassVar[str] = "sparse_rl.methods.eviction.cache:EvictingCache"  # a sparse_rl.policies.cache.Cache
+    view_class: ClassVar[str] = "sparse_rl.attention.views.replay:ReplayView"  # replays its traces, a TraceView
+    learned_view_class: ClassVar[str]  # what a retrofit attends by, where the policy is learned
+    sections: ClassVar[str | None] = None  # a module whose SECTIONS declares what is recorded beside evict_at
 
     @classmethod
     def part(cls, named: str) -> Any:
