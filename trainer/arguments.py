@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -105,18 +106,21 @@ def changed_options(args: Any) -> dict[str, Any]:
     def usual(f: dataclasses.Field) -> Any:
         return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
 
-    values = {f.name: (getattr(args, f.name), usual(f)) for f in dataclasses.fields(args)}
-    return {name: value for name, (value, default) in values.items() if value != default}
+    return {f.name: value for f in dataclasses.fields(args) if (value := getattr(args, f.name)) != usual(f)}
 
 
+@dataclass
 class ReplayedArguments:
     """Before transformers' TrainingArguments, or TRL's: `class Mine(ReplayedArguments, TrainingArguments)`, a dataclass
-    that adds our configurations as fields, and `attention_kernel`. kind : of recipe, whose options it takes.
+    that adds our configurations as fields. kind : of recipe, whose options it takes.
+
+    attention_kernel : one of ATTENTION_KERNELS
+    match_gradient : through or constant; see trainer.config.ReplayConfig
     """
 
     kind: ClassVar[str]
-    attention_kernel: str
-    gradient_checkpointing_kwargs: Any
+    attention_kernel: str = "gather"
+    match_gradient: str = "through"
 
     def __post_init__(self) -> None:
         check_options(changed_options(self), self.kind)
@@ -126,17 +130,17 @@ class ReplayedArguments:
             raise UserError(wrong, "attention_kernel")
         with refusals():
             super().__post_init__()  # type: ignore[misc]  # that of the class it stands before
-        checkpointing = self.gradient_checkpointing_kwargs
+        ours: Any = self
+        checkpointing = ours.gradient_checkpointing_kwargs
         if isinstance(checkpointing, dict):
             if checkpointing.get("use_reentrant", False) is not False:
                 raise UserError("reentrant gradient checkpointing is not supported; leave use_reentrant out")
             if unknown := [name for name in checkpointing if name not in CHECKPOINTING]:
                 wrong = f"{unknown[0]!r} is none of {', '.join(CHECKPOINTING)}"
                 raise UserError(wrong, "gradient_checkpointing_kwargs")
-            self.gradient_checkpointing_kwargs = {"use_reentrant": False, **checkpointing}  # else torch's default: True
+            ours.gradient_checkpointing_kwargs = {"use_reentrant": False, **checkpointing}  # else torch's default: True
 
     def to_dict(self) -> dict[str, Any]:
         """As transformers has it for its logs: plain values."""
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
-        ours = {name: value for name, value in values.items() if dataclasses.is_dataclass(value)}
-        return {**values, **{name: dataclasses.asdict(cast(Any, value)) for name, value in ours.items()}}
+        return {k: dataclasses.asdict(cast(Any, v)) if dataclasses.is_dataclass(v) else v for k, v in values.items()}

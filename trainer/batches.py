@@ -74,6 +74,12 @@ class Batch:
             through,
         )
 
+    def sizes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of rows that are not packed: the tokens of each, and of its prompt: int64 [B] each."""
+        rows = [(example.length, len(example.prompt)) for (example,) in self.rows]
+        lengths, prompts = torch.tensor(rows, device=self.ids.device).T
+        return lengths, prompts
+
     def hidden(self, model: Any, *, replayed: bool) -> torch.Tensor:
         """A model's last hidden states [N, H] where it predicts the targets.
 
@@ -90,15 +96,8 @@ class Batch:
 
     def hidden_under(self, model: Any, view: KVView) -> torch.Tensor:
         """A model's last hidden states [N, H] where it predicts the targets, under any view of the rows."""
-        device = self.ids.device
-        decoder = base_of(model).get_decoder()
-        out = decoder(
-            input_ids=self.ids,
-            position_ids=self.positions,
-            attention_mask=NO_MASK.to(device),
-            kv_view=view,
-            use_cache=False,
-        )
+        inputs = {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": NO_MASK.to(self.ids.device)}
+        out = base_of(model).get_decoder()(**inputs, kv_view=view, use_cache=False)
         return out.last_hidden_state[self.where]
 
 

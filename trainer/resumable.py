@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import torch
 from accelerate.utils import gather_object
+from torch.utils.data import Sampler
 from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
@@ -89,18 +90,22 @@ def known_metric() -> Iterator[None]:
         raise UserError(f"an option is refused: {error.args[0]}") from error
 
 
-class EpochRepeatSampler(RepeatSampler):
+class EpochSampler(Sampler):
     """TRL's sampler with an order that is a function of (seed, epoch), so that a resume in a later epoch finds it."""
 
-    epoch = 0
+    def __init__(self, sampler: RepeatSampler) -> None:
+        self.sampler, self.epoch = sampler, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        if self.shuffle:
-            self.generator.manual_seed((self.seed or 0) + self.epoch)
-        return super().__iter__()
+        if self.sampler.shuffle:
+            self.sampler.generator.manual_seed((self.sampler.seed or 0) + self.epoch)
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
 
 
 class Resumable(Scored):
@@ -109,14 +114,18 @@ class Resumable(Scored):
     recipe: dict[str, Any] | None = None
     _writing = False
     _ended = False
-    _found: dict[str, Any] | None = None  # of the checkpoint that is being resumed
-    _resumed: str | None = None  # that checkpoint
+    _resumed: str | None = None  # the checkpoint that this run goes on from
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with refusals():
             super().__init__(*args, **kwargs)
         self.args.logging_nan_inf_filter = False  # it hides a loss that is NaN, and waits for the device at every batch
         self.add_callback(_AtStart(self))
+
+    def sampling_seed(self, generation: int | None) -> int:
+        """Another one for each generation, and for each rank (two may hold samples of one prompt); None: validation"""
+        number = self.args.seed if generation is None else (self.args.seed + 1) * 1_000_003 + generation
+        return number * self.accelerator.num_processes + self.accelerator.process_index
 
     # ---- options that are taken late ------------------------------------------------------------------------------
 
@@ -293,24 +302,13 @@ class Resumable(Scored):
         super()._issue_warnings_after_load(type(load_result)(lacking, load_result.unexpected_keys))
 
     def _prepare_for_training(self, max_steps: int, dataloader: Any, checkpoint: str | None) -> Any:
+        self._resumed = checkpoint
         with reading(checkpoint):  # optimizer and schedule, and all of DeepSpeed's
             return super()._prepare_for_training(max_steps, dataloader, checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with reading(checkpoint):
             super()._load_rng_state(checkpoint)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        file = Path(checkpoint) / STATE_FILE.format(rank=self.accelerator.process_index)
-        if not file.is_file():
-            raise UserError(
-                f"{checkpoint} has no {file.name}: it was not written by this trainer with as many processes"
-            )
-        self._found = torch.load(file, weights_only=True, map_location="cpu")
-        self._resumed = checkpoint
 
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
         places = super()._init_training_state(max_steps, *args)
@@ -325,14 +323,17 @@ class Resumable(Scored):
             super()._run_epoch(*args, **kwargs)
 
     def _at_start(self) -> None:
-        run, found = Path(self._get_output_dir(None)), self._found
-        if found is not None:
-            with reading(self._resumed):
-                self.load_extra_state(found)
-            self._found = None
+        run, checkpoint = Path(self._get_output_dir(None)), self._resumed
+        if checkpoint is not None:
+            file = Path(checkpoint) / STATE_FILE.format(rank=self.accelerator.process_index)
+            if not file.is_file():
+                wrong = "it was not written by this trainer with as many processes"
+                raise UserError(f"{checkpoint} has no {file.name}: {wrong}")
+            with reading(checkpoint):
+                self.load_extra_state(torch.load(file, weights_only=True, map_location="cpu"))
         if self.is_world_process_zero():
             clear_partial(run)
-            for path in set_aside_later(run, self.state.global_step) if found is not None else ():
+            for path in set_aside_later(run, self.state.global_step) if checkpoint is not None else ():
                 logger.warning("a checkpoint after step %d is now %s", self.state.global_step, path)
         self._start_finite()
 

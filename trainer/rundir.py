@@ -106,8 +106,10 @@ def _keep_until(file: Path, step: int) -> None:
 class RunLog(TrainerCallback):
     """metrics.jsonl: one line per log, with its step. A resumed run continues it after the step it resumes from."""
 
+    name = METRICS_FILE
+
     def __init__(self, folder: Path) -> None:
-        self.file = folder / METRICS_FILE
+        self.file = folder / self.name
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
@@ -119,16 +121,11 @@ class RunLog(TrainerCallback):
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
 
 
-class CompletionLog(TrainerCallback):
+class CompletionLog(RunLog):
     """completions.jsonl: the first few sampled completions of each step, with rewards (null: none) and advantage."""
 
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / "completions.jsonl"
-        self.trainer: Any = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero:
-            _keep_until(self.file, state.global_step or -1)  # a fresh run keeps nothing, not even of step 0
+    name = "completions.jsonl"
+    trainer: Any = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if not state.is_world_process_zero or "reward" not in (logs or {}):

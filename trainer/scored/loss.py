@@ -11,6 +11,7 @@ import torch
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.views.learned import FutureTarget, LearnedView
+from sparse_rl.models.base import base_of
 from sparse_rl.policies.config import KVpopPolicyConfig
 from sparse_rl.trace import NEVER, EvictionTrace, batch_traces
 from trainer.losses.boundary import BoundaryLoss
@@ -25,28 +26,28 @@ class ScorerLoss:
 
     def view(
         self,
-        scorers: Sequence[Any],
+        student: Any,
         lengths: torch.Tensor,
         prompts: torch.Tensor,
         width: int,
         *,
         kernel: str,
-        recorded: torch.Tensor | None = None,
+        traces: Sequence[EvictionTrace] | None = None,
         learn: bool = True,
         measure: bool = True,
     ) -> LearnedView:
         """The view of one forward over B rows, in which the scorers' loss is computed.
 
-        scorers : of each layer
+        student : the model that carries the scorers
         lengths, prompts : int64 [B], tokens of each row, right-padded to `width`, and of its prompt
-        recorded : evict_at of an engine, int32 [L, B, Hkv, S]: what attention sees; None: what the scorers decide
+        traces : of each row, from an engine: what attention sees; None: what the scorers decide
         learn : whether the boundary loss is computed; measure : whether what the target would keep is compared
         """
         policy = self.policy
         decay: dict[str, Any] = {"decay_every": policy.decay_every}
         queries = self.boundary.draw(lengths, policy.sinks + policy.window + policy.k, width)
         return LearnedView(
-            scorers,
+            base_of(student).cache_scorers,
             policy,
             lengths,
             prompts=prompts if policy.prefill == "dense" else None,
@@ -54,7 +55,7 @@ class ScorerLoss:
             prepare=partial(self.boundary.pairs, queries=queries, window=policy.window, **decay) if learn else None,
             loss=partial(self.boundary, **decay) if learn else None,
             kernel=kernel,
-            recorded=recorded,
+            recorded=None if traces is None else batch_traces(traces, [0] * len(traces), width)["evict_at"],
         )
 
 

@@ -7,7 +7,7 @@ have gone stale would not show in the replay gap.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,25 +17,36 @@ from sparse_rl.errors import StoppedError
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import SCORERS, check_scorers, load_scorers, read_scorers, save_policy, write_scorers
 from sparse_rl.policies.base import Policy
+from sparse_rl.policies.kvpop import KVpop
 from sparse_rl.policies.learned import LearnedPolicy
 from sparse_rl.scorers.base import NOT_DECAYED, digests
+from trainer.scored.config import ScorersConfig
+from trainer.scored.loss import ScorerLoss
 
 
 class Scored(Trainer):
-    """A Trainer of models that may carry scorers, as the module list `cache_scorers`."""
+    """A Trainer of models that may carry scorers, as the module list `cache_scorers`.
 
-    def learned_policy(self) -> Policy | None:
-        """The policy that the scorers are of; None where the model has none."""
-        return None
+    learned_policy : the policy that the scorers are of; None where the model has none
+    scorer_learning_rate : None where the scorers do not learn
+    scorer_loss : from which they learn, where they learn by the boundary loss
+    """
 
-    def scorer_learning_rate(self) -> float | None:
-        """The learning rate of the scorers; None where they do not learn."""
-        return None
+    learned_policy: Policy | None = None
+    scorer_learning_rate: float | None = None
+    scorer_loss: ScorerLoss | None = None
+
+    def carry_scorers_of(self, policy: Policy, learn: ScorersConfig | None) -> None:
+        """Keep the scorers of an engine's policy, if it has any, with the model. learn : how they go on learning"""
+        self.learned_policy = policy if policy.layered_parameters else None
+        if learn is not None:
+            self.scorer_learning_rate = learn.learning_rate
+            self.scorer_loss = ScorerLoss(cast(KVpop, policy).config, learn.target, learn.boundary)
+            base_of(self.model).cache_scorers.requires_grad_(True)
 
     def create_optimizer(self, model: Any = None) -> Optimizer:
         """The training's, over the model, at its learning rate, and over scorers that learn, at theirs."""
-        own = self.scorer_learning_rate()
-        if own is None:
+        if self.scorer_learning_rate is None:
             return super().create_optimizer(*([] if model is None else [model]))
         if self.optimizer is None:
             whole: Any = self.model if model is None else model
@@ -47,7 +58,7 @@ class Scored(Trainer):
                     key = scorer, name.split(".")[-1] not in NOT_DECAYED if scorer else name in decayed
                     groups.setdefault(key, []).append(weight)
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
-            rates = self.args.learning_rate, own
+            rates = self.args.learning_rate, self.scorer_learning_rate
             self.optimizer = kind(
                 [
                     {
@@ -64,19 +75,18 @@ class Scored(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The model without its scorers, which transformers would not know, and these beside it."""
-        policy = self.learned_policy()
-        if policy is None:
+        if self.learned_policy is None:
             super()._save(output_dir, state_dict)
             return
         weights = dict(base_of(self.model).state_dict() if state_dict is None else state_dict)
         super()._save(output_dir, state_dict)  # takes the scorers out of what it is given
         folder = str(output_dir or self.args.output_dir)
         write_scorers(folder, weights)
-        save_policy(folder, policy)
+        save_policy(folder, self.learned_policy)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if self.learned_policy() is not None:
+        if self.learned_policy is not None:
             read_scorers(resume_from_checkpoint, base_of(self.model))
 
 

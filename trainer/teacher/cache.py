@@ -31,7 +31,7 @@ from sparse_rl.files import MOST_TEXT, read_text, usual_permissions
 from sparse_rl.models.base import base_of
 from sparse_rl.progress import stage
 from trainer.batches import Batch
-from trainer.checkpoint import disk_is_full
+from trainer.checkpoint import disk_is_full, sha256
 from trainer.examples import Example
 from trainer.losses.distillation import TopK
 
@@ -129,7 +129,7 @@ class TeacherCache:
     def _open(self, name: str) -> Any:
         if name not in self.opened:
             file = self.folder / name
-            if _sha256(file) != self.shards[name].sha256:
+            if sha256(file) != self.shards[name].sha256:
                 raise TeacherCacheError(f"{file} was altered: its checksum is another; delete it and write it again")
             self.opened[name] = safe_open(file, "pt")
         return self.opened[name]
@@ -216,7 +216,7 @@ def _write_shard(file: Path, tensors: dict[str, torch.Tensor], rows: list[tuple[
         if not full:
             raise
         raise OSError(ENOSPC, f"{file} was not written; sparse-rl teacher goes on there") from error
-    shard = _Shard(partial.stat().st_size, _sha256(partial), rows)
+    shard = _Shard(partial.stat().st_size, sha256(partial), rows)
     os.replace(partial, file)
     return shard
 
@@ -259,12 +259,7 @@ def _check_size(file: Path, shard: _Shard) -> None:
 
 
 def _whole(file: Path, shard: _Shard) -> bool:
-    return file.is_file() and file.stat().st_size == shard.size and _sha256(file) == shard.sha256
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return file.is_file() and file.stat().st_size == shard.size and sha256(file) == shard.sha256
 
 
 def _differences(found: TeacherFacts, wanted: TeacherFacts) -> str:

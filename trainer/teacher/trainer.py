@@ -12,30 +12,40 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 from trl.models.utils import _ForwardRedirection, prepare_deepspeed
 
 from sparse_rl.attention.interface import adopt, refuse_reentrant_checkpointing
 from sparse_rl.models.base import base_of
-from trainer.arguments import check_adapters
+from trainer.arguments import ReplayedArguments, check_adapters
 from trainer.batches import Batch
 from trainer.examples import Example
+from trainer.losses.config import DistillationLossConfig
 from trainer.losses.distillation import DistillationLoss, TopK
 from trainer.resumable import Resumable
-from trainer.teacher.arguments import TaughtArguments
 from trainer.teacher.cache import TeacherCache
+from trainer.weights import partitioned
+
+
+@dataclass
+class TaughtArguments(ReplayedArguments, TrainingArguments):
+    """What every TaughtTrainer has. loss : what is minimised"""
+
+    loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
+
+    def __post_init__(self) -> None:
+        self.remove_unused_columns = False
+        super().__post_init__()
 
 
 class TaughtTrainer(Resumable):
-    """A student that learns from a teacher.
+    """A student, `model`, that learns from a teacher.
 
-    Parameters
-    ----------
-    model : the student
     teacher : a model with the student's vocabulary, or what one has written down; never trained
     examples, validation : the dataset, and the held-out one
     """
@@ -72,8 +82,7 @@ class TaughtTrainer(Resumable):
 
     def _prepare_teacher(self, teacher: PreTrainedModel) -> PreTrainedModel:
         teacher.requires_grad_(False).eval()
-        plugin = self.accelerator.state.deepspeed_plugin
-        if plugin is not None and plugin.zero_stage == 3:
+        if partitioned(self.accelerator):
             return cast(Any, prepare_deepspeed(cast(Any, teacher), self.accelerator))
         return cast(Any, teacher.to(cast(Any, self.accelerator.device)))
 
@@ -85,10 +94,7 @@ class TaughtTrainer(Resumable):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | None]:
-        """The micro-batches of one update, each a list of examples; and how many completion tokens all processes have.
-
-        One call of `_prepared` serves them all.
-        """
+        """The micro-batches of one update, lists of examples, and the completion tokens of all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return [], None
