@@ -100,15 +100,6 @@ def check_adapters(model: Any, config: Any = None) -> None:
             raise UserError("a dropped weight cannot be replayed; set it to 0", "peft_config.lora_dropout")
 
 
-def changed_options(args: Any) -> dict[str, Any]:
-    """The fields of a dataclass that have another value than by default."""
-
-    def usual(f: dataclasses.Field) -> Any:
-        return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-
-    return {f.name: value for f in dataclasses.fields(args) if (value := getattr(args, f.name)) != usual(f)}
-
-
 @dataclass
 class ReplayedArguments:
     """Before transformers' TrainingArguments, or TRL's: `class Mine(ReplayedArguments, TrainingArguments)`, a dataclass
@@ -123,7 +114,11 @@ class ReplayedArguments:
     match_gradient: str = "through"
 
     def __post_init__(self) -> None:
-        check_options(changed_options(self), self.kind)
+        usual = {
+            f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            for f in dataclasses.fields(self)
+        }
+        check_options({k: v for k, default in usual.items() if (v := getattr(self, k)) != default}, self.kind)
         if self.attention_kernel not in ATTENTION_KERNELS:
             close = did_you_mean(self.attention_kernel, ATTENTION_KERNELS)
             wrong = f"must be one of {ATTENTION_KERNELS}, got {self.attention_kernel!r}{close}"

@@ -1,10 +1,8 @@
 """A checkpoint on disk: whole, or not there.
 
 It is written under `_partial/` beside the others, given a manifest with size and SHA-256 of each file, forced to the
-disk, and renamed into its place: one step of the file system. What a killed run left in `_partial/` is removed at the
-next start. Processes on several machines must share the file system.
-
-It knows files only: trainer/resumable.py says what is in them, trainer/resume.py which one is resumed.
+disk, and renamed into its place: one step of the file system. Processes on several machines must share that. What is
+in the files says trainer/resumable.py, which one is resumed trainer/resume.py.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ DEEPEST = 20  # levels in a manifest; a recipe has a few
 LOADED = (".pt", ".pth", ".bin", ".safetensors")  # what a library may load because it lies there
 
 
-def digests(folder: Path, share: slice = slice(None)) -> dict[str, dict[str, Any]]:
+def file_digests(folder: Path, share: slice = slice(None)) -> dict[str, dict[str, Any]]:
     """Relative name -> {size, sha256} of the files of a folder, or of a share of them."""
 
     def one(name: str) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 as in `class Mine(Resumable, GRPOTrainer)`.
 
 transformers keeps weights, optimizer, scheduler, random states, step and place in the data. Added here: checkpoints
-that are whole or not there (trainer/checkpoint.py), and per process a file of what would be lost, so that all that is
-logged after a resume is what the uninterrupted run logs. A trainer with more to keep extends `extra_state` and
-`load_extra_state`.
+that are whole or not there (trainer/checkpoint.py), and per process a file of what would be lost. A trainer with more
+to keep extends `extra_state` and `load_extra_state`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 import httpx
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, patch_environment
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
@@ -30,8 +29,8 @@ from trainer.arguments import refusals
 from trainer.checkpoint import (
     PARTIAL,
     clear_partial,
-    digests,
     failure,
+    file_digests,
     keep_last,
     newest_whole,
     publish,
@@ -46,7 +45,6 @@ from trainer.scored.trainer import Scored
 
 logger = logging.getLogger("sparse_rl")
 STATE_FILE = "progress_{rank}.pt"
-DATA_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 HUB_ERRORS = (OSError, ValueError, httpx.HTTPError)  # of huggingface_hub: no network, no permission, no such name
 
 # With several processes on a CPU accelerate calls it "cpu:0" and so on, a place that torch.load does not know.
@@ -61,10 +59,11 @@ def reading(checkpoint: str | None) -> Iterator[None]:
     if checkpoint is None:
         yield
         return
-    forced = os.environ.get(DATA_ONLY)
-    os.environ[DATA_ONLY] = "1"  # torch's own switch: DeepSpeed asks for weights_only=False
-    try:
-        with torch.serialization.safe_globals(deepspeed_classes()):
+    try:  # the variable is torch's own switch: DeepSpeed asks for weights_only=False
+        with (
+            patch_environment(TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"),
+            torch.serialization.safe_globals(deepspeed_classes()),
+        ):
             yield
     except (UserError, StoppedError, torch.OutOfMemoryError):
         raise
@@ -73,10 +72,6 @@ def reading(checkpoint: str | None) -> Iterator[None]:
         if isinstance(error, pickle.UnpicklingError):  # torch's words advise to trust it
             why = "a file of it is not plain data as torch saves it"
         raise UserError(f"{checkpoint} cannot be loaded: {why}", "--resume") from error
-    finally:
-        del os.environ[DATA_ONLY]
-        if forced is not None:
-            os.environ[DATA_ONLY] = forced
 
 
 @contextmanager
@@ -169,12 +164,6 @@ class Resumable(Scored):
         """What this run computes with, by what it is called; all of it must be finite from the start."""
         return {"the model": self.model}
 
-    def _start_finite(self) -> None:
-        """Before the first step: raise NotFiniteError, on every process, where one of the models has no numbers."""
-        found = ((who, not_finite_weight(model.named_parameters())) for who, model in self.models().items())
-        own = next((f"{who} that training starts with is damaged, {wrong}" for who, wrong in found if wrong), None)
-        self._stop_at(next(filter(None, gather_object([own])), None), "take another checkpoint of it")
-
     @contextmanager
     def refused_at_this_step(self) -> Iterator[None]:
         """What an engine refuses in here, as it is not finite, also says at which step, and what is whole."""
@@ -230,48 +219,38 @@ class Resumable(Scored):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.stop_unless_finite()
-        name = f"checkpoint-{self.state.global_step}"
+        run, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
+        made, self._writing = run / PARTIAL / name, True
         with stage("saving", name):
-            self._save_whole(Path(self._get_output_dir(trial)), name, model, trial)
-
-    def _save_whole(self, run: Path, name: str, model: Any, trial: Any) -> None:
-        made = run / PARTIAL / name
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        self._writing = True
-        try:
-            super()._save_checkpoint(model, trial)
-            torch.save(self.extra_state(), made / STATE_FILE.format(rank=rank))
-            self._name_the_best(run, made)
+            try:
+                super()._save_checkpoint(model, trial)
+                self._save_more(run, made)
+            except Exception as error:  # the other processes end with this one: the launcher sees to it
+                told = failure(name, run, error)  # before what has filled the disk goes
+                remove(made)
+                raise told from error
+            finally:
+                self._writing = False
             self.accelerator.wait_for_everyone()
-            files = gather_object(list(digests(made, slice(rank, None, ranks)).items()))
-            if self.is_world_process_zero():
-                plugin = self.accelerator.state.deepspeed_plugin
-                write_manifest(
-                    made,
-                    dict(files),
-                    step=self.state.global_step,
-                    processes=ranks,
-                    zero_stage=plugin.zero_stage if plugin is not None else 0,
-                    recipe=self.recipe,
-                    versions=versions(),
-                )
-                publish(made, run / name)
-                keep_last(run, self.args.save_total_limit, self.state.best_model_checkpoint)
-        except Exception as error:  # the other processes end with this one: the launcher sees to it
-            told = failure(name, run, error)  # before what has filled the disk goes
-            remove(made)
-            raise told from error
-        finally:
-            self._writing = False
-        self.accelerator.wait_for_everyone()
 
-    def _name_the_best(self, run: Path, made: Path) -> None:
-        """Where this checkpoint is the best one, transformers has noted the place where it is being written."""
+    def _save_more(self, run: Path, made: Path) -> None:
+        """Add what transformers would lose to the checkpoint that it has `made`, and put it into its place."""
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        torch.save(self.extra_state(), made / STATE_FILE.format(rank=rank))
         best = self.state.best_model_checkpoint
-        if best is not None and Path(best).parent.name == PARTIAL:
+        if best is not None and Path(best).parent.name == PARTIAL:  # this one, noted where it is being written
             self.state.best_model_checkpoint = str(run / made.name)
             if self.args.should_save:
                 self.state.save_to_json(str(made / "trainer_state.json"))
+        self.accelerator.wait_for_everyone()
+        files = gather_object(list(file_digests(made, slice(rank, None, ranks)).items()))
+        if self.is_world_process_zero():
+            plugin = self.accelerator.state.deepspeed_plugin
+            launch = {"processes": ranks, "zero_stage": 0 if plugin is None else plugin.zero_stage}
+            about = {"step": self.state.global_step, **launch, "recipe": self.recipe, "versions": versions()}
+            write_manifest(made, dict(files), **about)
+            publish(made, run / made.name)
+            keep_last(run, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     # ---- a hub ----------------------------------------------------------------------------------------------------
 
@@ -335,7 +314,9 @@ class Resumable(Scored):
             clear_partial(run)
             for path in set_aside_later(run, self.state.global_step) if checkpoint is not None else ():
                 logger.warning("a checkpoint after step %d is now %s", self.state.global_step, path)
-        self._start_finite()
+        found = ((who, not_finite_weight(model.named_parameters())) for who, model in self.models().items())
+        own = next((f"{who} that training starts with is damaged, {wrong}" for who, wrong in found if wrong), None)
+        self._stop_at(next(filter(None, gather_object([own])), None), "take another checkpoint of it")
 
 
 class _AtStart(TrainerCallback):

@@ -20,16 +20,9 @@ from trainer.scored.trainer import check_scorers_in
 @contextmanager
 def live_weights(trainer: Any, *, gather: bool = True) -> Iterator[None]:
     """In here an engine can sample from the live module, as training computes. gather : all of it, under ZeRO-3"""
-    checkpointing = trainer.args.gradient_checkpointing_kwargs
-    with (
-        unwrap_model_for_generation(
-            trainer.model_wrapped,
-            trainer.accelerator,
-            gather_deepspeed3_params=gather,
-            gradient_checkpointing_kwargs=checkpointing,
-        ),
-        trainer.accelerator.autocast(),
-    ):
+    model, accelerator = trainer.model_wrapped, trainer.accelerator
+    given: dict[str, Any] = {"gradient_checkpointing_kwargs": trainer.args.gradient_checkpointing_kwargs}
+    with unwrap_model_for_generation(model, accelerator, gather, **given), accelerator.autocast():
         yield
 
 

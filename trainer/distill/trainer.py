@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import torch
-from transformers import PreTrainedModel
 
 from rollout.engine import Engine, SamplingConfig
 from sparse_rl.models.base import base_of
@@ -23,7 +22,6 @@ from trainer.batches import Batch, trace_of
 from trainer.distill.config import DistillConfig
 from trainer.examples import Example
 from trainer.scored.config import ScorersConfig
-from trainer.teacher.cache import TeacherCache
 from trainer.teacher.trainer import TaughtArguments, TaughtTrainer
 from trainer.weights import give_weights, live_weights
 
@@ -50,18 +48,16 @@ class DistillTrainer(TaughtTrainer):
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        teacher: PreTrainedModel | TeacherCache,
+        model: Any,
+        teacher: Any,
         engine: Engine,
         args: DistillArguments,
-        examples: Sequence[Example],
-        validation: Sequence[Example] | None = None,
-        *,
+        *data: Any,
         sleep: bool = False,
         **kwargs: Any,
     ) -> None:
         self.engine = engine
-        super().__init__(model, teacher, args, examples, validation, **kwargs)
+        super().__init__(model, teacher, args, *data, **kwargs)
         self._sleeper = cast(Any, engine) if sleep and hasattr(engine, "sleep") else None
         self.carry_scorers_of(engine.policy, args.scorers)
         if self.scorer_loss is not None:

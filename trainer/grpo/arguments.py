@@ -53,11 +53,9 @@ def grpo_arguments(
 
 def check_given(given: Mapping[str, Any]) -> None:
     """Before a model is loaded: raise UserError for what cannot be trained with. given : GRPOTrainer's parameters"""
-    args = given.get("args")
-    if not isinstance(args, SparseGRPOArguments):
-        raise UserError(
-            f"must be made by grpo_arguments (trainer/grpo/arguments.py), got {type(args).__name__}", "args"
-        )
+    if not isinstance(args := given.get("args"), SparseGRPOArguments):
+        wrong = f"must be made by grpo_arguments (trainer/grpo/arguments.py), got {type(args).__name__}"
+        raise UserError(wrong, "args")
     for name in ("tools", "environment_factory", "rollout_func"):
         if given.get(name):
             raise UserError("a trace covers one completion, sampled in one go by our engine; remove it", name)
@@ -67,8 +65,7 @@ def check_given(given: Mapping[str, Any]) -> None:
 def check_made(trainer: Any) -> None:
     """Raise UserError for what TRL has switched on by itself, for this model or this launch."""
     if (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-        raise UserError(
-            "LoRA under ZeRO-3 makes gradient checkpointing reentrant, which cannot be replayed; take a lower stage"
-        )
+        wrong = "LoRA under ZeRO-3 makes gradient checkpointing reentrant, which cannot be replayed; take a lower stage"
+        raise UserError(wrong)
     if trainer.aux_loss_enabled:
         raise UserError("there is no auxiliary loss of experts under evictions; set it to 0", "router_aux_loss_coef")

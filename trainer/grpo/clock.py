@@ -13,10 +13,7 @@ PARTS = ("sync", "generate", "rewards", "logprobs")
 
 
 class StepClock:
-    """Seconds by part and sampled tokens since the last log; what is left over is the update.
-
-    Its owner restarts it after evaluations and checkpoints, which are no part of a step.
-    """
+    """Seconds by part and sampled tokens since the last log; what is left over is the update."""
 
     def __init__(self) -> None:
         self.logged_step = 0

@@ -23,13 +23,14 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine import Rollout
-from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.views.matched import MatchedView
 from sparse_rl.errors import NotFiniteError, StoppedError
 from sparse_rl.policies.am import AM
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.kvpop import KVpop
 from sparse_rl.trace import batch_traces
+from trainer.batches import Batch
+from trainer.examples import Example
 from trainer.scored.loss import decisions_agree
 
 
@@ -100,10 +101,9 @@ def match_panel(model: PreTrainedModel, rollout: Rollout) -> dict[str, float]:
     match/bias_max : the largest |bias|; match/ridge : of the fits
     """
     device = next(model.parameters()).device
-    ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]], device=device)
-    view = MatchedView(batch_traces([rollout.trace], [0], ids.shape[1]), device)
+    view = MatchedView(batch_traces([rollout.trace], [0], len(rollout.trace)), device)
     view.residuals = []
-    model.get_decoder()(input_ids=ids, attention_mask=NO_MASK.to(device), kv_view=view, use_cache=False)
+    Batch.make([Example.from_rollout(rollout)], device).hidden_under(model, view)
     if not view.residuals:
         return {}
     mass, output, bias = zip(*view.residuals, strict=True)

@@ -24,12 +24,8 @@ class ProbedEngine:
     """An engine that samples with the trainer's weights: the live module's, or a copy that follows every update.
 
     sleep : give the memory of an engine that can back while it does not sample
-
-    Attributes
-    ----------
     limit : on the mean |d| of a batch and of a probe, set by the first probe; None before
-    synced : the step whose weights the engine has, where they are its own
-    probed : the step at which they were last probed
+    synced, probed : the steps whose weights the engine has, where they are its own, and at which they were last probed
     """
 
     def __init__(self, engine: Engine, trainer: Any, sleep: bool) -> None:
@@ -52,8 +48,9 @@ class ProbedEngine:
                     stack.enter_context(live_weights(trainer, gather=trainer.args.ds3_gather_for_generation))
                     due = self.limit is None
                 else:
-                    due, self.synced = self.synced != step, step
+                    due = self.synced != step
                     self._wake_with_weights(due)
+                    self.synced = step
                 if due:
                     self._probe()
             yield
@@ -113,11 +110,3 @@ class ProbedEngine:
         """The guard: raise ReplayGapError where mean |d| of a batch, float [N], is beyond the limit."""
         if self.guard.enabled and self.limit is not None:
             check_gap(gap, self.limit)
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, for `load_state`."""
-        return {"gap_limit": self.limit, "probed": self.probed}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """The engine starts anew, so it must be given the weights again."""
-        self.limit, self.probed, self.synced = state["gap_limit"], state["probed"], None

@@ -236,7 +236,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             **super().extra_state(),
             "step": self._step,
             "generations": self._generations,
-            **self.probed_engine.state(),
+            "gap_limit": self.probed_engine.limit,
+            "probed": self.probed_engine.probed,
             "gaps": self.measures.gaps,
             "buffer": [packed(batch) for batch in buffer],
             "logs": table_state(cast(Any, self._logs)),
@@ -246,7 +247,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def load_extra_state(self, state: dict[str, Any]) -> None:
         super().load_extra_state(state)
         self._step, self._generations, self.measures.gaps = state["step"], state["generations"], state["gaps"]
-        self.probed_engine.load_state(state)
+        probed = self.probed_engine
+        probed.limit, probed.probed, probed.synced = state["gap_limit"], state["probed"], None
         buffer = [unpacked(batch, self.accelerator.device) for batch in state["buffer"]]
         self._buffered_inputs = cast(Any, buffer or None)
         load_table(cast(Any, self._logs), state["logs"])

@@ -32,7 +32,6 @@ from trainer.batches import Batch
 from trainer.examples import Example
 from trainer.kvpop.config import KVpopConfig
 from trainer.scored.loss import ScorerLoss
-from trainer.teacher.cache import TeacherCache
 from trainer.teacher.trainer import TaughtArguments, TaughtTrainer
 
 
@@ -58,22 +57,21 @@ class KVpopTrainer(TaughtTrainer):
     def __init__(
         self,
         model: PreTrainedModel,
-        teacher: PreTrainedModel | TeacherCache,
+        teacher: Any,
         policy: LearnedPolicy,
         args: KVpopArguments,
-        examples: Sequence[Example],
-        validation: Sequence[Example] | None = None,
+        *data: Any,
         **kwargs: Any,
     ) -> None:
         self.policy = policy
         if not hasattr(model, SCORERS):
             set_seed(args.seed)
             attach_scorers(model, policy)
-        getattr(model, SCORERS).to(model.dtype)  # ZeRO-3 wants one dtype; they compute in float32 in any case
+        scorers = getattr(model, SCORERS).to(model.dtype)  # ZeRO-3 wants one dtype; they compute in float32 in any case
         if not args.kvpop.train_base:
             model.requires_grad_(False)
-            getattr(model, SCORERS).requires_grad_(True)
-        super().__init__(model, teacher, args, examples, validation, **kwargs)
+            scorers.requires_grad_(True)
+        super().__init__(model, teacher, args, *data, **kwargs)
         if isinstance(policy, KVpop):
             self.scorer_loss = ScorerLoss(policy.config, args.kvpop.target, args.kvpop.boundary)
         self.learned_policy, self.scorer_learning_rate = policy, args.kvpop.scorer_learning_rate

@@ -17,7 +17,7 @@ backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +62,11 @@ class TopK:
         head : hidden states -> logits [n, V]; count : K
         """
         starts = range(0, len(hidden), chunk)
-        parts = [cls.of_logits(head(hidden[start : start + chunk]), count, temperature) for start in starts]
+        return cls.joined([cls.of_logits(head(hidden[start : start + chunk]), count, temperature) for start in starts])
+
+    @classmethod
+    def joined(cls, parts: Sequence[TopK]) -> TopK:
+        """Of the positions of these, one after another."""
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "logprobs", "tail")))
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from sparse_rl.attention.config import TargetConfig
-from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.views.learned import FutureTarget, LearnedView
 from sparse_rl.models.base import base_of
 from sparse_rl.policies.config import KVpopPolicyConfig
 from sparse_rl.trace import NEVER, EvictionTrace, batch_traces
+from trainer.batches import Batch
+from trainer.examples import Example
 from trainer.losses.boundary import BoundaryLoss
 from trainer.losses.config import BoundaryConfig
 
@@ -64,19 +65,16 @@ def decisions_agree(model: Any, policy: KVpopPolicyConfig, rollouts: Sequence[An
     """The share of evictions on which an engine and the model's own scorers agree, of all that either makes: 0 to 1.
     None where neither makes one.
 
-    An eviction is a layer, kv head and token with its evict_at. rollouts : of the engine; the scorers decide anew on
-    the same tokens
+    An eviction is a layer, kv head and token with its evict_at; the scorers decide anew on the rollouts' tokens.
     """
-    device = next(model.parameters()).device
     same = either = 0
     for rollout in rollouts:
-        tokens, prompt = [*rollout.prompt_ids, *rollout.completion_ids], len(rollout.prompt_ids)
-        lengths = torch.tensor([len(tokens)], device=device)
-        prompts = torch.tensor([prompt], device=device) if policy.prefill == "dense" else None
-        recorded = batch_traces([rollout.trace], [0], len(tokens))["evict_at"]
-        view = LearnedView(model.cache_scorers, policy, lengths, prompts=prompts, recorded=recorded)
-        ids = torch.tensor([tokens], device=device)
-        model.get_decoder()(input_ids=ids, attention_mask=NO_MASK.to(device), kv_view=view, use_cache=False)
+        batch = Batch.make([Example.from_rollout(rollout)], next(model.parameters()).device)
+        lengths, prompts = batch.sizes()
+        recorded = batch_traces([rollout.trace], [0], len(rollout.trace))["evict_at"]
+        dense = prompts if policy.prefill == "dense" else None
+        view = LearnedView(model.cache_scorers, policy, lengths, prompts=dense, recorded=recorded)
+        batch.hidden_under(model, view)
         ours = EvictionTrace.recorded(torch.cat([view.own[layer] for layer in sorted(view.own)])).evict_at
         theirs = rollout.trace.evict_at
         evicted = (ours < NEVER) | (theirs < NEVER)

@@ -1,8 +1,7 @@
 """A model that carries a learned policy's scorers, in any training: kept with it, and the same in an engine of its own.
 
-transformers knows no scorers. Here they are written beside each model that is saved, and read with it; and what an
-engine holds of them is compared with the trainer's: their record is replayed whoever made it, so that scorers which
-have gone stale would not show in the replay gap.
+transformers knows no scorers: they are written beside each model that is saved. What an engine holds of them is
+compared with the trainer's: its record is replayed whoever made it, so stale ones would not show in the replay gap.
 """
 
 from __future__ import annotations
@@ -58,16 +57,12 @@ class Scored(Trainer):
                     key = scorer, name.split(".")[-1] not in NOT_DECAYED if scorer else name in decayed
                     groups.setdefault(key, []).append(weight)
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
-            rates = self.args.learning_rate, self.scorer_learning_rate
+            rates, decays = (self.args.learning_rate, self.scorer_learning_rate), (0.0, self.args.weight_decay)
+            ordered = [(*key, groups[key]) for key in sorted(groups)]
             self.optimizer = kind(
                 [
-                    {
-                        "params": weights,
-                        "lr": rates[scorer],
-                        "weight_decay": self.args.weight_decay if decays else 0.0,
-                        "scorer": scorer,
-                    }
-                    for (scorer, decays), weights in sorted(groups.items(), key=lambda item: item[0])
+                    {"params": weights, "lr": rates[scorer], "weight_decay": decays[decay], "scorer": scorer}
+                    for scorer, decay, weights in ordered
                 ],
                 **options,
             )
