@@ -27,10 +27,7 @@ PROMPTS = {None: "What is 12 * 34?", "running_sum": "Qa1b4c0d2e0f3g3h3?", "retri
 
 
 def evaluation_of(task: str | None, model: str) -> str | None:
-    """The arguments of `sparse-rl eval` for a model that was trained on this synthetic task; None where there is none.
-
-    model : quoted for a shell
-    """
+    """The arguments of `sparse-rl eval` for a model (quoted) that was trained on this synthetic task; None: unknown."""
     return EVALUATIONS[task].format(model) if task in EVALUATIONS else None
 
 

@@ -41,10 +41,7 @@ def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, torch.Ten
 
 
 def give_weights(engine: Engine, model: Any, accelerator: Any) -> None:
-    """Bring an engine's copy up to date; its scorers, where it samples by some, are compared with what was given.
-
-    Raises StoppedError where they differ.
-    """
+    """Bring an engine's copy up to date. Raises StoppedError where its scorers, if any, are not those it was given."""
     scorers: dict[str, torch.Tensor] = {}
 
     def noted() -> Iterator[tuple[str, torch.Tensor]]:

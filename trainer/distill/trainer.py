@@ -38,7 +38,7 @@ class DistillArguments(TaughtArguments):
 class DistillTrainer(TaughtTrainer):
     """Distils a teacher into a model under the evictions of an engine.
 
-    Parameters: TaughtTrainer's; and
+    Parameters: TaughtTrainer's (model, teacher, args, examples, validation); and
 
     engine : records the evictions; its policy is the one that the student is trained under
     sleep : give the memory of an engine that can back while the student is trained

@@ -85,19 +85,16 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             raise UserError("the reference model lacks the scorers that the policy has; remove it", "sync_ref_model")
         self.probed_engine = ProbedEngine(self.engine, self, sleep)
         self.replayed = ReplayedForward(self.accelerator, self.args, self.scorer_loss)
-        self.measures = Measures(self)
-        self.rows = Rows([])
+        self.measures, self.rows = Measures(self), Rows([])
         self._generations = 0  # how many times this run has generated, for the sampling seed
 
     @property
     def mode(self) -> str:
-        """TRL's name of what is being done: train or eval."""
+        """As TRL has it: train or eval."""
         return "train" if cast(Any, self.model).training else "eval"
 
     def models(self) -> dict[str, Any]:
         return super().models() | ({} if self.ref_model is None else {"the reference model": self.ref_model})
-
-    # ---- sampling ---------------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
         """TRL's, in an order that a resumed run finds again."""
@@ -125,8 +122,6 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         self.rows = Rows([r.trace if replayed else r.trace.dense_like() for r in rollouts], rollouts)
         self.measures.rollouts(rollouts)
         return [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
-
-    # ---- rewards and advantages ---------------------------------------------------------------------------------
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.clock.timed("rewards"):
@@ -161,8 +156,6 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         if "old_per_token_logps" in out:
             self.measures.batch(out, out["old_per_token_logps"])
         return out
-
-    # ---- scoring under the trace --------------------------------------------------------------------------------
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         rows = self.rows = Rows(inputs["traces"])
@@ -207,8 +200,6 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         self.rows.logprobs = scored.detach()
         return scored, torch.cat(entropies) if compute_entropy else None, None
 
-    # ---- what is logged -----------------------------------------------------------------------------------------
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs.update(self.measures.read())
         if self.mode == "train":
@@ -225,8 +216,6 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.clock.logged_step != before:  # the clock of a step leaves out evaluation and checkpoints
             self.clock.restart()
-
-    # ---- resume ---------------------------------------------------------------------------------------------------
 
     def extra_state(self) -> dict[str, Any]:
         """The counters, the buffer of scored rollouts with its traces, and what is logged of the last generation."""
@@ -247,7 +236,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def load_extra_state(self, state: dict[str, Any]) -> None:
         super().load_extra_state(state)
         self._step, self._generations, self.measures.gaps = state["step"], state["generations"], state["gaps"]
-        probed = self.probed_engine
+        probed = self.probed_engine  # which has an engine that starts anew
         probed.limit, probed.probed, probed.synced = state["gap_limit"], state["probed"], None
         buffer = [unpacked(batch, self.accelerator.device) for batch in state["buffer"]]
         self._buffered_inputs = cast(Any, buffer or None)

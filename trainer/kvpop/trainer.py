@@ -46,7 +46,7 @@ class KVpopArguments(TaughtArguments):
 class KVpopTrainer(TaughtTrainer):
     """Retrofits a model with scorers, which are attached to it where it has none.
 
-    Parameters: TaughtTrainer's; policy : of the cache, with its scorer
+    Parameters: TaughtTrainer's (model, teacher, args, examples, validation); policy : of the cache, with its scorer
     """
 
     args: KVpopArguments
@@ -75,8 +75,6 @@ class KVpopTrainer(TaughtTrainer):
         if isinstance(policy, KVpop):
             self.scorer_loss = ScorerLoss(policy.config, args.kvpop.target, args.kvpop.boundary)
         self.learned_policy, self.scorer_learning_rate = policy, args.kvpop.scorer_learning_rate
-
-    # ---- the loss -------------------------------------------------------------------------------------------------
 
     def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
         batch = Batch.make(examples, self.accelerator.device)
@@ -112,8 +110,6 @@ class KVpopTrainer(TaughtTrainer):
         sums = self._sums
         measured = {**super()._measured(), "boundary_loss": sums["boundary"] / sums["tokens"]}
         return measured | ({"recall": sums["held"] / sums["of"]} if sums["of"] else {})
-
-    # ---- two learning rates ---------------------------------------------------------------------------------------
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The model's rate as any training has it; the scorers' rises over the warm-up and falls along a cosine."""

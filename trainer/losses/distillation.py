@@ -83,17 +83,11 @@ class DistillationLoss:
         teacher: Callable[[slice], torch.Tensor | TopK],
         targets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sums over N positions.
+        """Sums over N positions: (loss, divergence, cross-entropy), float32; gradients flow from the loss alone.
 
-        Parameters
-        ----------
         hidden : the student's last hidden states [N, H] at the positions that predict `targets` int64 [N]
         head : hidden states [n, H] -> logits [n, V]
         teacher : a slice of the positions -> the teacher's logits [n, V], or its top-k at `temperature`
-
-        Returns
-        -------
-        (loss, divergence, cross-entropy), float32 scalars; gradients flow from the loss alone.
         """
         config = self.config
 

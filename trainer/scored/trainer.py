@@ -98,10 +98,7 @@ def carry_scorers(model: Any, policy: Policy, directory: str) -> Any:
 
 
 def check_scorers_in(engine: Any, weights: dict[str, Any]) -> None:
-    """Raise StoppedError where an engine holds other scorers than these, which it has just been given.
-
-    weights : by the names of a Hugging Face checkpoint; those of scorers are looked at
-    """
+    """Raise StoppedError where an engine holds other scorers than these, by their names in a checkpoint."""
     prefix = f"{SCORERS}."
     own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     held = engine.scorer_digests() if own else {}

@@ -82,8 +82,6 @@ class TaughtTrainer(Resumable):
     def models(self) -> dict[str, Any]:
         return super().models() | ({} if isinstance(self.teacher, TeacherCache) else {"the teacher": self.teacher})
 
-    # ---- what is trained on -----------------------------------------------------------------------------------------
-
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | None]:
@@ -106,8 +104,6 @@ class TaughtTrainer(Resumable):
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # transformers' estimate wants a dict of tensors
-
-    # ---- the loss -------------------------------------------------------------------------------------------------
 
     def compute_loss(
         self,
@@ -148,8 +144,6 @@ class TaughtTrainer(Resumable):
             return lambda part: head(hidden[part])
         return TopK.of_hidden(hidden, head, config.top_k, config.temperature, config.chunk).__getitem__
 
-    # ---- what is logged -------------------------------------------------------------------------------------------
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self._sums["tokens"] and "loss" in logs:
             logs |= {**self._measured(), "tokens": self._sums["tokens"]}
@@ -185,8 +179,6 @@ class TaughtTrainer(Resumable):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-    # ---- resume ---------------------------------------------------------------------------------------------------
 
     def extra_state(self) -> dict[str, Any]:
         return {**super().extra_state(), "sums": dict(self._sums)}
