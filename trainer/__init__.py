@@ -9,12 +9,10 @@ examples.py   the token sequences that a dataset gives;  batches.py  the rows of
 arguments.py  what TRL and transformers are given;  options.py  what of theirs is refused
 config.py     what every training is told
 resumable.py  what makes any of them resume exactly;  checkpoint.py  a checkpoint on disk, whole or not there
-              (which keys may differ in a resumed run: sparse_rl/commands/resume.py)
 rundir.py     what a run leaves;  resume.py  which checkpoint is resumed, and which folders are used
-weights.py    a trainer's weights by their names, for an engine of its own
+weights.py    a trainer's weights as an engine has them;  scored/  a learned policy's scorers beside another training
 launch.py, deepspeed.py  N processes and ZeRO;  export.py  the model that a run ends with
 
-What is overridden or read of TRL and transformers is in docs/internals.md, held by tests/trainer/test_trl_surface.py.
-
-Each folder is the same small set of files: config.py, what it is told (no torch); trainer.py; and what it is made of.
+Each folder has config.py, what it is told (no torch), trainer.py, and what that is made of. What is overridden or read
+of TRL and transformers is in docs/internals.md.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -99,44 +100,42 @@ def check_adapters(model: Any, config: Any = None) -> None:
             raise UserError("a dropped weight cannot be replayed; set it to 0", "peft_config.lora_dropout")
 
 
-def changed_options(args: Any) -> dict[str, Any]:
-    """The fields of a dataclass that have another value than by default."""
-
-    def usual(f: dataclasses.Field) -> Any:
-        return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-
-    values = {f.name: (getattr(args, f.name), usual(f)) for f in dataclasses.fields(args)}
-    return {name: value for name, (value, default) in values.items() if value != default}
-
-
+@dataclass
 class ReplayedArguments:
     """Before transformers' TrainingArguments, or TRL's: `class Mine(ReplayedArguments, TrainingArguments)`, a dataclass
-    that adds our configurations as fields, and `attention_kernel`. kind : of recipe, whose options it takes.
+    that adds our configurations as fields. kind : of recipe, whose options it takes.
+
+    attention_kernel : one of ATTENTION_KERNELS
+    match_gradient : through or constant; see trainer.config.ReplayConfig
     """
 
     kind: ClassVar[str]
-    attention_kernel: str
-    gradient_checkpointing_kwargs: Any
+    attention_kernel: str = "gather"
+    match_gradient: str = "through"
 
     def __post_init__(self) -> None:
-        check_options(changed_options(self), self.kind)
+        usual = {
+            f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            for f in dataclasses.fields(self)
+        }
+        check_options({k: v for k, default in usual.items() if (v := getattr(self, k)) != default}, self.kind)
         if self.attention_kernel not in ATTENTION_KERNELS:
             close = did_you_mean(self.attention_kernel, ATTENTION_KERNELS)
             wrong = f"must be one of {ATTENTION_KERNELS}, got {self.attention_kernel!r}{close}"
             raise UserError(wrong, "attention_kernel")
         with refusals():
             super().__post_init__()  # type: ignore[misc]  # that of the class it stands before
-        checkpointing = self.gradient_checkpointing_kwargs
+        ours: Any = self
+        checkpointing = ours.gradient_checkpointing_kwargs
         if isinstance(checkpointing, dict):
             if checkpointing.get("use_reentrant", False) is not False:
                 raise UserError("reentrant gradient checkpointing is not supported; leave use_reentrant out")
             if unknown := [name for name in checkpointing if name not in CHECKPOINTING]:
                 wrong = f"{unknown[0]!r} is none of {', '.join(CHECKPOINTING)}"
                 raise UserError(wrong, "gradient_checkpointing_kwargs")
-            self.gradient_checkpointing_kwargs = {"use_reentrant": False, **checkpointing}  # else torch's default: True
+            ours.gradient_checkpointing_kwargs = {"use_reentrant": False, **checkpointing}  # else torch's default: True
 
     def to_dict(self) -> dict[str, Any]:
         """As transformers has it for its logs: plain values."""
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
-        ours = {name: value for name, value in values.items() if dataclasses.is_dataclass(value)}
-        return {**values, **{name: dataclasses.asdict(cast(Any, value)) for name, value in ours.items()}}
+        return {k: dataclasses.asdict(cast(Any, v)) if dataclasses.is_dataclass(v) else v for k, v in values.items()}

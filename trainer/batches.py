@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK, KVView
@@ -20,14 +21,13 @@ from trainer.examples import Example
 class Batch:
     """Sequences as right-padded rows, several to a row where they are packed.
 
-    examples : in the order of `targets`; ids, positions int64 [B, S], positions anew for each sequence
+    ids, positions : int64 [B, S], positions anew for each sequence
     where : (row, column) int64 [N] each, of the positions that predict the completion tokens `targets` int64 [N]
     rows : the sequences of each row
     attention_kernel : one of ATTENTION_KERNELS
     through : see `make_view`
     """
 
-    examples: list[Example]
     ids: torch.Tensor
     positions: torch.Tensor
     where: tuple[torch.Tensor, torch.Tensor]
@@ -47,32 +47,29 @@ class Batch:
     ) -> Batch:
         """The batch of these examples on `device`, each a row, or with `packing` several to a row."""
         rows = _packed(examples) if packing else [[example] for example in examples]
-        width = max(sum(example.length for example in row) for row in rows)
-        ids = torch.zeros(len(rows), width, dtype=torch.long)
-        positions = torch.zeros(len(rows), width, dtype=torch.long)
-        places: list[tuple[int, int]] = []
-        targets: list[int] = []
-        for number, row in enumerate(rows):
-            start = 0
-            for example in row:
-                tokens = [*example.prompt, *example.completion]
-                end, first = start + len(tokens), start + len(example.prompt)
-                ids[number, start:end] = torch.tensor(tokens)
-                positions[number, start:end] = torch.arange(len(tokens))
-                places += [(number, column) for column in range(first - 1, end - 1)]
-                targets += example.completion
-                start = end
-        number, column = torch.tensor(places, device=device).T
-        return cls(
-            [example for row in rows for example in row],
-            ids.to(device),
-            positions.to(device),
-            (number, column),
-            torch.tensor(targets, device=device),
-            rows,
-            attention_kernel,
-            through,
-        )
+
+        def padded(of: Callable[[Example], torch.Tensor]) -> torch.Tensor:
+            return pad_sequence([torch.cat([of(one) for one in row]) for row in rows], batch_first=True).to(device)
+
+        def predicts(one: Example) -> torch.Tensor:
+            following = torch.arange(1, one.length + 1)
+            return (following >= len(one.prompt)) & (following < one.length)
+
+        ids = padded(lambda one: torch.tensor([*one.prompt, *one.completion]))
+        positions = padded(lambda one: torch.arange(one.length))
+        row, column = padded(predicts).nonzero(as_tuple=True)
+        return cls(ids, positions, (row, column), ids[row, column + 1], rows, attention_kernel, through)
+
+    @property
+    def examples(self) -> list[Example]:
+        """In the order of `targets`."""
+        return [example for row in self.rows for example in row]
+
+    def sizes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of rows that are not packed: the tokens of each, and of its prompt: int64 [B] each."""
+        rows = [(example.length, len(example.prompt)) for (example,) in self.rows]
+        lengths, prompts = torch.tensor(rows, device=self.ids.device).T
+        return lengths, prompts
 
     def hidden(self, model: Any, *, replayed: bool) -> torch.Tensor:
         """A model's last hidden states [N, H] where it predicts the targets.
@@ -90,15 +87,8 @@ class Batch:
 
     def hidden_under(self, model: Any, view: KVView) -> torch.Tensor:
         """A model's last hidden states [N, H] where it predicts the targets, under any view of the rows."""
-        device = self.ids.device
-        decoder = base_of(model).get_decoder()
-        out = decoder(
-            input_ids=self.ids,
-            position_ids=self.positions,
-            attention_mask=NO_MASK.to(device),
-            kv_view=view,
-            use_cache=False,
-        )
+        inputs = {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": NO_MASK.to(self.ids.device)}
+        out = base_of(model).get_decoder()(**inputs, kv_view=view, use_cache=False)
         return out.last_hidden_state[self.where]
 
 

@@ -27,10 +27,7 @@ PROMPTS = {None: "What is 12 * 34?", "running_sum": "Qa1b4c0d2e0f3g3h3?", "retri
 
 
 def evaluation_of(task: str | None, model: str) -> str | None:
-    """The arguments of `sparse-rl eval` for a model that was trained on this synthetic task; None where there is none.
-
-    model : quoted for a shell
-    """
+    """The arguments of `sparse-rl eval` for a model (quoted) that was trained on this synthetic task; None: unknown."""
     return EVALUATIONS[task].format(model) if task in EVALUATIONS else None
 
 
@@ -45,15 +42,12 @@ def model_card(
     hub_name : its name on a hub, where it is pushed
     """
     base, kind = recipe["model"], recipe["kind"]
-    reads_less = policy is not None and policy.most_read(1, LONG) < policy.schedule.most_decoding(1, LONG)
-    about = ABOUT_FULL if policy is None else ABOUT_READ if reads_less else ABOUT_SMALL
-    named = [] if policy is None else [policy.name]
-    named = ["kv-cache-eviction", *named] if policy is not None and policy.schedule.evicts and not reads_less else named
-    metadata: dict[str, Any] = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["sparse-rl", kind, *named],
-    }
+    about, tags = ABOUT_FULL, ["sparse-rl", kind]
+    if policy is not None:
+        reads_less = policy.most_read(1, LONG) < policy.schedule.most_decoding(1, LONG)
+        about = ABOUT_READ if reads_less else ABOUT_SMALL
+        tags += [*(["kv-cache-eviction"] if policy.schedule.evicts and not reads_less else []), policy.name]
+    metadata = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
     if base.count("/") == 1 and not Path(base).exists():
         metadata["base_model"] = base
     table = {
@@ -66,7 +60,6 @@ def model_card(
         state = f", {budget - held} of them taken by the state of the scorers" if budget > held else ""
         table["Budget"] = f"{budget} entries per kv head{state}; at most {peak} are held while tokens are generated"
     table["Versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
-    rows = "\n".join(f"| {what} | {finding} |" for what, finding in table.items())
     task = (recipe["data"].get("synthetic") or {}).get("task")
     directory = hub_name.split("/")[-1] if hub_name else "." if Path(place).is_absolute() else str(place)
     local = shlex.quote(directory)
@@ -79,7 +72,7 @@ def model_card(
         metadata=yaml.safe_dump(metadata, sort_keys=False).strip(),
         name=Path(place).resolve().parent.name if hub_name is None else directory,
         about=about,
-        table=rows,
+        table="\n".join(f"| {what} | {finding} |" for what, finding in table.items()),
         install=how_to_install("" if only_hf else "vllm"),
         commands="\n".join(commands),
         local=directory,

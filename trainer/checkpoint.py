@@ -1,10 +1,8 @@
 """A checkpoint on disk: whole, or not there.
 
 It is written under `_partial/` beside the others, given a manifest with size and SHA-256 of each file, forced to the
-disk, and renamed into its place: one step of the file system. What a killed run left in `_partial/` is removed at the
-next start. Processes on several machines must share the file system.
-
-It knows files only: trainer/resumable.py says what is in them, trainer/resume.py which one is resumed.
+disk, and renamed into its place: one step of the file system. Processes on several machines must share that. What is
+in the files says trainer/resumable.py, which one is resumed trainer/resume.py.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,14 +33,11 @@ DEEPEST = 20  # levels in a manifest; a recipe has a few
 LOADED = (".pt", ".pth", ".bin", ".safetensors")  # what a library may load because it lies there
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
-
-def digests(folder: Path, share: slice = slice(None)) -> dict[str, dict[str, Any]]:
+def file_digests(folder: Path, share: slice = slice(None)) -> dict[str, dict[str, Any]]:
     """Relative name -> {size, sha256} of the files of a folder, or of a share of them."""
 
     def one(name: str) -> dict[str, Any]:
-        return {"size": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
+        return {"size": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
 
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())[share]
     with ThreadPoolExecutor(READERS) as pool:
@@ -105,12 +99,9 @@ def failure(what: str, folder: Path, error: Exception) -> NotWrittenError:
     return NotWrittenError(what, f"{why}; in {folder} {kept}")
 
 
-# ---- the checkpoints of a run ----------------------------------------------------------------------------------------
-
-
 def checkpoints(folder: Path) -> list[Path]:
     """Every checkpoint-N of a run directory, whole or not, by step."""
-    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    found = (path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal())
     return sorted(found, key=step_of)
 
 
@@ -146,16 +137,11 @@ def clear_partial(folder: Path) -> None:
 
 def set_aside_later(folder: Path, step: int) -> list[Path]:
     """Rename the checkpoints after `step`, which a run resumed there will write again; returns the new names."""
-    moved = []
-    for path in checkpoints(folder):
-        if step_of(path) > step:
-            aside = path.with_name(f"later-{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            moved.append(path.rename(aside))
-    return moved
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
+    later = {path: path.with_name(f"later-{path.name}") for path in checkpoints(folder) if step_of(path) > step}
+    for path, aside in later.items():
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    return list(later.values())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -197,17 +183,14 @@ def damage(folder: Path, contents: bool = True) -> str | None:
     contents : read every file too, not only its size
     """
     try:
-        files = read_manifest(folder)["files"]
-        return next(_of_another_size(folder, files), None) or (
-            next(_altered(folder, files), None) if contents else None
-        )
+        return next(_wrong(folder, read_manifest(folder)["files"], contents), None)
     except UserError as error:
         return str(error)
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
 
 
-def _of_another_size(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _wrong(folder: Path, files: Mapping[str, Mapping[str, Any]], contents: bool) -> Iterator[str]:
     for name, noted in files.items():
         file = folder / name
         if not file.is_file():
@@ -217,16 +200,15 @@ def _of_another_size(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> It
             yield f"{name} is {word} ({size} bytes, {noted['size']} were written)"
     present = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.suffix in LOADED)
     yield from (f"{name} is not of it: {MANIFEST} does not name it" for name in present if name not in files)
+    if contents:
+        with ThreadPoolExecutor(READERS) as pool:
+            for name, found in zip(files, pool.map(lambda name: sha256(folder / name), files), strict=True):
+                if found != files[name]["sha256"]:
+                    yield f"{name} has been altered (its SHA-256 differs)"
 
 
-def _altered(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    with ThreadPoolExecutor(READERS) as pool:
-        for name, found in zip(files, pool.map(lambda name: _sha256(folder / name), files), strict=True):
-            if found != files[name]["sha256"]:
-                yield f"{name} has been altered (its SHA-256 differs)"
-
-
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """The checksum of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,8 +1,4 @@
-"""The token sequences that taught trainings train on: a dataset's prompts, and its completions where those count.
-
-It knows datasets with prompts and completions (sparse_rl/data/), and no recipe: lengths, and the reward that
-completions must earn, are handed in.
-"""
+"""The token sequences that taught trainings train on: a dataset's prompts, and its completions where those count."""
 
 from __future__ import annotations
 

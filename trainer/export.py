@@ -28,28 +28,24 @@ def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig |
     lora : merge the adapter into it, and write the adapter beside it
     cache : the policy that the directory is to carry; None: none, or the trainer writes it
     """
+    made, first = place.parent / PARTIAL, trainer.is_world_process_zero()
     with stage("saving", "the final model"):
-        _export(trainer, place, lora, cache)
-    if trainer.args.push_to_hub and trainer.is_world_process_zero():
+        trainer.stop_unless_finite()
+        try:
+            _write_model(trainer, made / place.name, lora, cache)
+            if first and trainer.recipe is not None:
+                (made / place.name / "README.md").write_text(_card(trainer, made / place.name, place), encoding="utf-8")
+            if first:
+                for folder in filter(Path.exists, (made / "adapter", made / place.name)):
+                    publish(folder, place.with_name(folder.name))
+        except Exception as error:
+            stopped = failure("the final model", place.parent, error)  # before what has filled the disk goes
+            clear_partial(place.parent)
+            raise stopped from error
+        trainer.accelerator.wait_for_everyone()
+    if trainer.args.push_to_hub and first:
         with stage("uploading", trainer.hub_model_id):
             _push(trainer, place)
-
-
-def _export(trainer: Any, place: Path, lora: bool, cache: PolicyConfig | None) -> None:
-    trainer.stop_unless_finite()
-    made = place.parent / PARTIAL
-    try:
-        _write_model(trainer, made / place.name, lora, cache)
-        if trainer.is_world_process_zero() and trainer.recipe is not None:
-            _write_card(trainer, made / place.name, place)
-        if trainer.is_world_process_zero():
-            for folder in filter(Path.exists, (made / "adapter", made / place.name)):
-                publish(folder, place.with_name(folder.name))
-    except Exception as error:
-        stopped = failure("the final model", place.parent, error)  # before what has filled the disk goes
-        clear_partial(place.parent)
-        raise stopped from error
-    trainer.accelerator.wait_for_everyone()
 
 
 def _write_model(trainer: Any, folder: Path, lora: bool, cache: PolicyConfig | None) -> None:
@@ -70,8 +66,8 @@ def _write_model(trainer: Any, folder: Path, lora: bool, cache: PolicyConfig | N
             save_policy(folder, make_policy(cache))
 
 
-def _write_card(trainer: Any, folder: Path, place: Path) -> None:
-    card = model_card(
+def _card(trainer: Any, folder: Path, place: Path) -> str:
+    return model_card(
         trainer.recipe,
         saved_policy(folder),
         versions(),
@@ -80,7 +76,6 @@ def _write_card(trainer: Any, folder: Path, place: Path) -> None:
         chat=bool(trainer.processing_class.chat_template),
         hub_name=trainer.hub_model_id if trainer.args.push_to_hub else None,
     )
-    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _push(trainer: Any, place: Path) -> None:

@@ -1,8 +1,7 @@
 """Is what a run has learned still a number? Its loss, its gradient norm, and the weights that it is about to keep.
 
-No step waits for the device because of it: loss and norm are looked at when they are logged, where they are brought to
-the CPU in any case, and weights when a checkpoint or the final model is written. A loss between two logs is not missed,
-as it is in their sum; nor is a gradient that is no number, as it makes the weights none.
+No step waits for the device because of it: loss and norm are looked at when they are logged, and weights when they
+are written. A loss between two logs is in their sum, and a gradient that is no number makes the weights none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """N processes from one command, on one machine or on each of several.
 
-`sparse-rl train` calls itself once per process through torch's elastic launcher (what `accelerate launch` and
-`torchrun` run too). A process that was started by any of these has RANK set and launches nothing. On several machines
-the same command runs on each, with its own `machine_rank`.
+`sparse-rl train` calls itself once per process through torch's elastic launcher, as `torchrun` does. A process that
+has RANK set launches nothing. On several machines the same command runs on each, with its own `machine_rank`.
 """
 
 from __future__ import annotations
@@ -51,13 +50,10 @@ def crowded(asked: LaunchConfig) -> str | None:
     import torch
 
     local, cards = asked.processes // asked.machines, torch.cuda.device_count()
-    places, kind = (cards, "GPU") if cards else (_usable_cores(), "CPU core")
+    # a container or a job may have a share of the cores, where the system tells
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    places, kind = (cards, "GPU") if cards else (cores, "CPU core")
     return f"{local} processes on {places} {kind}{'s' * (places > 1)}; lower it" if local > places else None
-
-
-def _usable_cores() -> int:
-    """Those that this process may run on, where the system tells: a container or a job may have a share of them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def launch(asked: LaunchConfig, arguments: Sequence[str]) -> int:

@@ -1,8 +1,7 @@
 """One run at a time in a run directory: a lock that dies with the process that writes there.
 
 It is a POSIX record lock, which the kernel, or the server of a shared file system (NFS, Lustre, GPFS), drops with its
-process, however that ends. Children do not inherit it: none that outlives a killed run keeps its directory locked. The
-file stays behind, and says who had the lock last.
+process, however that ends; children do not inherit it. The file stays behind, and says who had the lock last.
 """
 
 from __future__ import annotations

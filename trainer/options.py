@@ -1,7 +1,7 @@
 """Options of TRL and transformers that a training does not take, each with what to do instead: the one list of them.
 
-They would do nothing, or break replay, or a resumed run would not be exact. A recipe is held against it as it is read
-(sparse_rl/recipe/refused.py), and in Python the arguments as they are made (trainer/arguments.py). No torch.
+They would do nothing, or break replay, or a resumed run would not be exact. Recipes are held against it
+(sparse_rl/recipe/refused.py), and in Python the arguments (trainer/arguments.py). No torch.
 """
 
 from __future__ import annotations

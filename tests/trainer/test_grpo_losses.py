@@ -53,13 +53,13 @@ class DenseReference(SparseGRPOTrainer):
     """Scores the reference model without the evictions: what the next test must be able to see."""
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        kept = self._traces
+        kept = self.rows.traces
         if model is self.ref_model:
-            self._traces = [trace.dense_like() for trace in kept]
+            self.rows.traces = [trace.dense_like() for trace in kept]
         try:
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         finally:
-            self._traces = kept
+            self.rows.traces = kept
 
 
 def test_the_reference_model_replays_too(metrics_of: Callable) -> None:

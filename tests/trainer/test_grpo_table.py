@@ -94,8 +94,11 @@ def test_completions_have_the_advantages_that_are_trained_on(grpo: Callable, tmp
     """Outputs that were cut off have 0."""
     log = CompletionLog(tmp_path)
     log.trainer = grpo(max_steps=1, per_device_train_batch_size=4, max_completion_length=8, callbacks=(log,))
+    sampled: list[list[Any]] = []
+    generate = log.trainer.engine.generate
+    log.trainer.engine.generate = lambda *given: sampled.append(generate(*given)) or sampled[-1]
     trained(log.trainer)
     shown = [json.loads(line)["advantage"] for line in log.file.read_text().splitlines()]
     assert len(shown) == 4
-    assert [value == 0 for value in shown] == [r.finish_reason == "length" for r in log.trainer._rollouts]
+    assert [value == 0 for value in shown] == [r.finish_reason == "length" for r in sampled[-1]]
     assert 0 < sum(value == 0 for value in shown) < 4

@@ -17,9 +17,8 @@ from sparse_rl.errors import UserError
 from sparse_rl.recipe import make_recipe
 from trainer.arguments import ReplayedArguments
 from trainer.distill.trainer import DistillArguments, DistillTrainer
-from trainer.grpo.arguments import SparseGRPOArguments, grpo_arguments
+from trainer.grpo.arguments import SparseGRPOArguments, check_made, grpo_arguments
 from trainer.grpo.config import SparseGRPOConfig
-from trainer.grpo.given import check_made
 from trainer.kvpop.trainer import KVpopArguments
 from trainer.options import REFUSED, instead
 from trainer.sft.config import SFTConfig

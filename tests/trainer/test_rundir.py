@@ -27,7 +27,7 @@ from trainer.checkpoint import (
     _checksum,
     checkpoints,
     damage,
-    digests,
+    file_digests,
     keep_last,
     publish,
     read_manifest,
@@ -55,7 +55,7 @@ def checkpoint(folder: Path, step: int, of=None, **about) -> Path:
     recipe = of or recipe_of(folder)
     launch = {"processes": recipe.launch.processes, "zero_stage": recipe.launch.zero_stage}
     known = {"step": step, **launch, "recipe": recipe.resolved(), "versions": versions(), **about}
-    write_manifest(made, digests(made), **known)
+    write_manifest(made, file_digests(made), **known)
     publish(made, place)
     return place
 

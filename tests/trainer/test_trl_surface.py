@@ -55,7 +55,6 @@ METHODS = {
             "language license tags model_name finetuned_from tasks dataset_tags dataset dataset_args"
         ),
         "save_model": "output_dir _internal_call",
-        "_load_optimizer_and_scheduler": "checkpoint",
         "_load_rng_state": "checkpoint",
         "_prepare_for_training": "max_steps train_dataloader resume_from_checkpoint",
         "log": "logs start_time",

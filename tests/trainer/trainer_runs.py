@@ -151,7 +151,7 @@ class Bomb:
 
 def craft(file: Path, content: Any) -> None:
     """Write another content (bytes, or what torch saves) into a file of a checkpoint, and a manifest that fits it."""
-    from trainer.checkpoint import MANIFEST, digests, read_manifest, write_manifest
+    from trainer.checkpoint import MANIFEST, file_digests, read_manifest, write_manifest
 
     assert file.is_file()
     place = next(folder for folder in file.parents if (folder / MANIFEST).is_file())
@@ -159,4 +159,4 @@ def craft(file: Path, content: Any) -> None:
     (place / MANIFEST).unlink()
     file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
     about = {name: value for name, value in about.items() if name not in ("format_version", "files")}
-    write_manifest(place, digests(place), **about)
+    write_manifest(place, file_digests(place), **about)

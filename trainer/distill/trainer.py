@@ -15,24 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import torch
-from transformers import PreTrainedModel
-from trl.models import unwrap_model_for_generation
 
 from rollout.engine import Engine, SamplingConfig
-from sparse_rl.methods.kvpop.policy import KVpop
-from sparse_rl.methods.kvpop.view import LearnedView
 from sparse_rl.models.base import base_of
-from sparse_rl.policies.base import Policy
-from sparse_rl.trace import batch_traces
 from trainer.batches import Batch, trace_of
 from trainer.distill.config import DistillConfig
 from trainer.examples import Example
 from trainer.scored.config import ScorersConfig
-from trainer.scored.loss import ScorerLoss
-from trainer.teacher.arguments import TaughtArguments
-from trainer.teacher.cache import TeacherCache
-from trainer.teacher.trainer import TaughtTrainer
-from trainer.weights import give_weights
+from trainer.teacher.trainer import TaughtArguments, TaughtTrainer
+from trainer.weights import give_weights, live_weights
 
 
 @dataclass
@@ -47,7 +38,7 @@ class DistillArguments(TaughtArguments):
 class DistillTrainer(TaughtTrainer):
     """Distils a teacher into a model under the evictions of an engine.
 
-    Parameters: TaughtTrainer's; and
+    Parameters: TaughtTrainer's (model, teacher, args, examples, validation); and
 
     engine : records the evictions; its policy is the one that the student is trained under
     sleep : give the memory of an engine that can back while the student is trained
@@ -57,35 +48,25 @@ class DistillTrainer(TaughtTrainer):
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        teacher: PreTrainedModel | TeacherCache,
+        model: Any,
+        teacher: Any,
         engine: Engine,
         args: DistillArguments,
-        examples: Sequence[Example],
-        validation: Sequence[Example] | None = None,
-        *,
+        *data: Any,
         sleep: bool = False,
         **kwargs: Any,
     ) -> None:
         self.engine = engine
-        super().__init__(model, teacher, args, examples, validation, **kwargs)
+        super().__init__(model, teacher, args, *data, **kwargs)
         self._sleeper = cast(Any, engine) if sleep and hasattr(engine, "sleep") else None
-        self.scorer_loss: ScorerLoss | None = None
-        if (learn := args.scorers) is not None:
-            self.scorer_loss = ScorerLoss(cast(KVpop, engine.policy).config, learn.target, learn.boundary)
-            base_of(self.model).cache_scorers.requires_grad_(True)
+        self.carry_scorers_of(engine.policy, args.scorers)
+        if self.scorer_loss is not None:
             self.summed = (*self.summed, "boundary")
         self._sampling = None
         if args.distill.completions == "student":
             self._sampling = SamplingConfig(args.distill.max_completion_length, args.loss.temperature)
         self._live = getattr(engine, "model", None) is base_of(self.model)  # it samples from the student as it is
         self._synced: int | None = None
-
-    def scorer_learning_rate(self) -> float | None:
-        return None if self.args.scorers is None else self.args.scorers.learning_rate
-
-    def learned_policy(self) -> Policy | None:
-        return self.engine.policy if self.engine.policy.layered_parameters else None
 
     def _prepared(self, examples: Sequence[Example]) -> list[Example]:
         """The examples under eviction: simulated, or sampled by the student."""
@@ -95,8 +76,7 @@ class DistillTrainer(TaughtTrainer):
                 completions = [example.completion for example in examples]
                 rollouts = engine.simulate(prompts, completions, self.args.loss.temperature)
             else:
-                rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-                seed = ((self.args.seed + 1) * 1_000_003 + self.state.global_step) * ranks + rank
+                seed = self.sampling_seed(self.state.global_step)
                 rollouts = engine.generate(prompts, dataclasses.replace(self._sampling, seed=seed))
         return [Example.from_rollout(rollout) for rollout in rollouts]
 
@@ -120,13 +100,7 @@ class DistillTrainer(TaughtTrainer):
                 self._sleeper.wake_up()
                 stack.callback(self._sleeper.sleep)
             if self._live:
-                live = unwrap_model_for_generation(
-                    self.model_wrapped,
-                    self.accelerator,
-                    gradient_checkpointing_kwargs=cast(dict | None, self.args.gradient_checkpointing_kwargs),
-                )
-                stack.enter_context(live)
-                stack.enter_context(self.accelerator.autocast())
+                stack.enter_context(live_weights(self))
             elif every:
                 due = self.state.global_step - self.state.global_step % every
                 if due != self._synced and (due or self._sampling is not None):
@@ -142,25 +116,13 @@ class DistillTrainer(TaughtTrainer):
             if self.scorer_loss is None:
                 return self._distilled(student, batch, batch.hidden(student, replayed=True))
             assert args.scorers is not None
-            view = self._scorer_view(student, batch)
+            traces = [trace_of(example) for example in batch.examples]
+            view = self.scorer_loss.view(
+                student, *batch.sizes(), batch.ids.shape[1], kernel=args.attention_kernel, traces=traces
+            )
             loss, *others, count = self._distilled(student, batch, batch.hidden_under(student, view))
             boundary = torch.stack(list(view.losses.values())).mean() * count
         return loss + args.scorers.weight * boundary, *others, boundary.detach(), count
-
-    def _scorer_view(self, student: Any, batch: Batch) -> LearnedView:
-        """The replay of a batch's traces, in which scorers learn beside."""
-        assert self.scorer_loss is not None
-        device, width = batch.ids.device, batch.ids.shape[1]
-        examples = [row[0] for row in batch.rows]
-        traces = [trace_of(example) for example in examples]
-        return self.scorer_loss.view(
-            base_of(student).cache_scorers,
-            torch.tensor([example.length for example in examples], device=device),
-            torch.tensor([len(example.prompt) for example in examples], device=device),
-            width,
-            kernel=self.args.attention_kernel,
-            recorded=batch_traces(traces, [0] * len(traces), width)["evict_at"],
-        )
 
     def _measured(self) -> dict[str, float]:
         """Also the boundary loss, where scorers learn."""

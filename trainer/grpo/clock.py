@@ -13,16 +13,11 @@ PARTS = ("sync", "generate", "rewards", "logprobs")
 
 
 class StepClock:
-    """Seconds by part and sampled tokens since the last log; what is left over is the update.
-
-    Its owner restarts it after evaluations and checkpoints, which are no part of a step.
-    """
+    """Seconds by part and sampled tokens since the last log; what is left over is the update."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.tokens = 0
         self.logged_step = 0
-        self.start = now()
+        self.restart()
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -39,7 +34,7 @@ class StepClock:
         if steps <= 0:
             return {}
         elapsed = now() - self.start
-        parts = {part: self.seconds.get(part, 0.0) for part in PARTS}
+        parts = {part: self.seconds[part] for part in PARTS}
         parts["update"] = elapsed - sum(parts.values())
         self.logged_step = step
         return {
@@ -50,12 +45,8 @@ class StepClock:
 
     def restart(self) -> None:
         """Forget the seconds and tokens since the last log."""
-        self.seconds.clear()
+        self.seconds: dict[str, float] = defaultdict(float)
         self.start, self.tokens = now(), 0
-
-    def resume(self, step: int) -> None:
-        """Go on from a checkpoint of that step."""
-        self.logged_step, self.start = step, now()
 
 
 def now() -> float:

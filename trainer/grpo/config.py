@@ -6,16 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from sparse_rl.config import (
-    AtLeastOne,
-    Configuration,
-    Fraction,
-    NonNegative,
-    Positive,
-    PositiveInt,
-    Rule,
-    at_most,
-)
+from sparse_rl.config import AtLeastOne, Configuration, Fraction, NonNegative, Positive, PositiveInt, Rule, at_most
 from sparse_rl.errors import UserError
 
 Loss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]

@@ -10,7 +10,7 @@ With d = log p_trainer - log p_sampler of a sampled token:
 sync/probe_gap, the mean |d| of a probe in which nothing is evicted, tells stale weights from a wrong trace: it is
 measured whenever an engine with its own weights has been given new ones.
 
-It knows tensors and rollouts, not trainers; trainer.py says when it is fed.
+It knows tensors and rollouts, not trainers; measures.py gathers them over processes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine import Rollout
-from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.errors import NotFiniteError, StoppedError
 from sparse_rl.methods.am.policy import AM
 from sparse_rl.methods.am.view import MatchedView
 from sparse_rl.methods.kvpop.policy import KVpop
 from sparse_rl.policies.base import Policy
 from sparse_rl.trace import batch_traces
+from trainer.batches import Batch
+from trainer.examples import Example
 from trainer.scored.loss import decisions_agree
 
 
@@ -65,17 +66,17 @@ def replay_panel(gap: torch.Tensor, ratio: torch.Tensor, clip: float) -> dict[st
         return {}
     gap, weights = gap.double(), ratio.double().exp()
     ordered = weights.sort().values  # torch.quantile refuses more than 2**24 values
-    low, high = (float(ordered[round(q * (len(ordered) - 1))]) for q in (0.05, 0.95))
-    return {
-        "replay/gap_mean": float(gap.abs().mean()),
-        "replay/gap_max": float(gap.abs().max()),
-        "replay/k3": float((gap.expm1() - gap).mean()),
-        "ratio/mean": float(weights.mean()),
-        "ratio/p5": low,
-        "ratio/p95": high,
-        "ratio/max": float(weights.max()),
-        "ratio/clipped": float((weights > clip).double().mean()),
+    panel = {
+        "replay/gap_mean": gap.abs().mean(),
+        "replay/gap_max": gap.abs().max(),
+        "replay/k3": (gap.expm1() - gap).mean(),
+        "ratio/mean": weights.mean(),
+        "ratio/p5": ordered[round(0.05 * (len(ordered) - 1))],
+        "ratio/p95": ordered[round(0.95 * (len(ordered) - 1))],
+        "ratio/max": weights.max(),
+        "ratio/clipped": (weights > clip).double().mean(),
     }
+    return {name: float(value) for name, value in panel.items()}
 
 
 def policy_panel(model: PreTrainedModel, policy: Policy, rollout: Rollout) -> dict[str, float]:
@@ -100,10 +101,9 @@ def match_panel(model: PreTrainedModel, rollout: Rollout) -> dict[str, float]:
     match/bias_max : the largest |bias|; match/ridge : of the fits
     """
     device = next(model.parameters()).device
-    ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]], device=device)
-    view = MatchedView(batch_traces([rollout.trace], [0], ids.shape[1]), device)
+    view = MatchedView(batch_traces([rollout.trace], [0], len(rollout.trace)), device)
     view.residuals = []
-    model.get_decoder()(input_ids=ids, attention_mask=NO_MASK.to(device), kv_view=view, use_cache=False)
+    Batch.make([Example.from_rollout(rollout)], device).hidden_under(model, view)
     if not view.residuals:
         return {}
     mass, output, bias = zip(*view.residuals, strict=True)

@@ -1,7 +1,4 @@
-"""The engine with the trainer's weights, and the probe that says so; with it the limit of the replay guard.
-
-It knows an engine and a trainer; the panel (panel.py) says what a gap means.
-"""
+"""The engine with the trainer's weights, and the probe that says so; with it the limit of the replay guard."""
 
 from __future__ import annotations
 
@@ -12,12 +9,11 @@ from typing import Any, cast
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from trl.models import unwrap_model_for_generation
 
 from rollout.engine import Engine, SamplingConfig
 from sparse_rl.models.base import base_of
 from trainer.grpo.panel import TOLERANCES, Tolerance, check_gap, check_sync
-from trainer.weights import give_weights
+from trainer.weights import give_weights, live_weights
 
 PROBE_PROMPTS, PROBE_TOKENS = 8, 32  # prompts of the data, and the tokens that are sampled after each
 SHORTEST = 8  # tokens of a prompt that are left where the cache holds few
@@ -28,12 +24,8 @@ class ProbedEngine:
     """An engine that samples with the trainer's weights: the live module's, or a copy that follows every update.
 
     sleep : give the memory of an engine that can back while it does not sample
-
-    Attributes
-    ----------
     limit : on the mean |d| of a batch and of a probe, set by the first probe; None before
-    synced : the step whose weights the engine has, where they are its own
-    probed : the step at which they were last probed
+    synced, probed : the steps whose weights the engine has, where they are its own, and at which they were last probed
     """
 
     def __init__(self, engine: Engine, trainer: Any, sleep: bool) -> None:
@@ -48,20 +40,12 @@ class ProbedEngine:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """The engine has the trainer's weights: the live ones, gathered under ZeRO-3, in the precision of training; or
-        its own, brought up to date where an update has been made since, and probed."""
+        """The engine has the trainer's weights: live, or its own, brought up to date where an update has been made."""
         trainer, step = self.trainer, self.trainer.state.global_step
         with ExitStack() as stack:
             with trainer.clock.timed("sync"):
                 if self.engine.shares_weights:
-                    live = unwrap_model_for_generation(
-                        trainer.model_wrapped,
-                        trainer.accelerator,
-                        gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
-                        gradient_checkpointing_kwargs=cast(dict | None, trainer.args.gradient_checkpointing_kwargs),
-                    )
-                    stack.enter_context(live)
-                    stack.enter_context(trainer.accelerator.autocast())
+                    stack.enter_context(live_weights(trainer, gather=trainer.args.ds3_gather_for_generation))
                     due = self.limit is None
                 else:
                     due = self.synced != step
@@ -74,8 +58,7 @@ class ProbedEngine:
             self.sleeper.sleep(DROPPED)
 
     def _wake_with_weights(self, due: bool) -> None:
-        """The trainer's weights, where they are `due`, or the engine has slept. Only then the engine takes the memory
-        of its cache, which is larger than what the hand-over needs."""
+        """The weights, where they are `due` or the engine has slept; then the memory of its cache, which is larger."""
         if self.sleeper is not None:
             self.sleeper.wake_up(["weights"])
         if due or self.sleeper is not None:
@@ -85,7 +68,8 @@ class ProbedEngine:
 
     def _probe(self) -> None:
         """Engine and trainer score what the engine writes after some prompts of the data, too short for an eviction.
-        The first probe fixes the limit on mean |d|, which every later one must keep."""
+        The first probe fixes the limit on mean |d|, which every later one must keep.
+        """
         trainer, args = self.trainer, self.trainer.args
         usual = TOLERANCES[torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32]
         told = Tolerance(self.guard.floor or usual.floor, self.guard.factor or usual.factor)
@@ -99,7 +83,7 @@ class ProbedEngine:
             for padded in (rows, [torch.ones_like(row) for row in rows])
         )
         with torch.no_grad():
-            out = trainer.forward_under(model, ids, mask, count, [r.trace for r in rollouts])
+            out, _ = trainer.replayed(model, ids, mask, count, [r.trace for r in rollouts])
         local = out.log_probs[:, -count:].float().cpu() - torch.tensor([r.model_logprobs for r in rollouts])
         gap = float(trainer.accelerator.gather(local.abs().mean().to(trainer.accelerator.device)).max())
         if self.probed != trainer.state.global_step:  # a resumed run probes again what a validation had probed
@@ -111,9 +95,9 @@ class ProbedEngine:
             self.limit = told.limit(gap)
 
     def _text(self) -> tuple[list[list[int]], int]:
-        """The probe's prompts, real ones, and how many tokens can be sampled after each before anything is evicted.
+        """The probe's prompts, and how many tokens can be sampled after each before anything is evicted.
 
-        A prompt that leaves no room for that is cut at its front, so that what follows is what follows it in training.
+        A prompt that leaves no room for that is cut at its front: what follows it is what follows it in training.
         """
         trainer, first = self.trainer, self.engine.policy.schedule.first
         rows = islice(trainer.train_dataset, PROBE_PROMPTS)
@@ -126,13 +110,3 @@ class ProbedEngine:
         """The guard: raise ReplayGapError where mean |d| of a batch, float [N], is beyond the limit."""
         if self.guard.enabled and self.limit is not None:
             check_gap(gap, self.limit)
-
-    # ---- resume ---------------------------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, for `load_state`."""
-        return {"gap_limit": self.limit, "probed": self.probed}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """The engine starts anew, so it must be given the weights again."""
-        self.limit, self.probed, self.synced = state["gap_limit"], state["probed"], None

@@ -17,9 +17,9 @@ KEPT = ("prompt", "completion", "advantages", "rewards", "extra")
 def show_advantages(logs: dict[str, Any], advantages: Sequence[float]) -> None:
     """Replace the advantages of the last rows, which TRL has written, by these, of all processes."""
     column = logs["advantages"]
-    for _ in range(min(len(advantages), len(column))):
-        column.pop()
-    column.extend(advantages)
+    before = list(column)[: -len(advantages)]
+    column.clear()
+    column.extend([*before, *advantages])
 
 
 def plain_values(column: str, values: Sequence[Any]) -> list[Any]:

@@ -12,7 +12,6 @@ decoding, has hard gates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from sparse_rl.methods.dms.policy import DMS
 from sparse_rl.methods.dms.view import GatedView
 from sparse_rl.models.base import base_of
 from trainer.batches import Batch
-from trainer.examples import Example
 from trainer.kvpop.trainer import KVpopTrainer
 
 
@@ -36,26 +34,21 @@ class GateTrainer(KVpopTrainer):
         done = min(1.0, self.state.global_step / max(1, self.args.kvpop.gates.anneal_steps))
         return 1 + (self.policy.config.compression - 1) * done
 
-    def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
-        policy, gates = self.policy.config, self.args.kvpop.gates
-        batch = Batch.make(examples, self.accelerator.device)
-        lengths, prompts = self._sizes(batch)
-        view = GatedView(
+    def _view(self, student: Any, batch: Batch) -> GatedView:
+        policy, (lengths, prompts) = self.policy.config, batch.sizes()
+        return GatedView(
             base_of(student).cache_scorers,
             policy,
             lengths,
             prompts=prompts if policy.prefill == "dense" else None,
-            temperature=gates.temperature if student.training else None,
+            temperature=self.args.kvpop.gates.temperature if student.training else None,
             kernel=self.args.attention_kernel,
         )
-        with self.accelerator.autocast():
-            hidden = self._hidden(student, batch, view)
-            loss, kl, ce, count = self._distilled(student, batch, hidden)
+
+    def _own_loss(self, view: GatedView, count: torch.Tensor) -> tuple[torch.Tensor, ...]:
         share = view.share()
         ratio = (1 - 1 / self.compression() - share).clamp(min=0) * count
-        retention = torch.stack(list(view.retained.values())).mean(0).sum()
-        measured = (ratio.detach(), share.detach() * count, retention, torch.tensor(float(len(lengths))))
-        return loss + gates.weight * ratio, kl, ce, *(x.to(count) for x in measured), count
+        return self.args.kvpop.gates.weight * ratio, ratio, share * count
 
     def _measured(self) -> dict[str, float]:
         """Also the share of open gates, and how far it is from its target."""

@@ -28,14 +28,11 @@ from sparse_rl.methods.kvpop.learned import LearnedPolicy
 from sparse_rl.methods.kvpop.policy import KVpop
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import SCORERS, attach_scorers
-from sparse_rl.policies.base import Policy
 from trainer.batches import Batch
 from trainer.examples import Example
 from trainer.kvpop.config import KVpopConfig
 from trainer.scored.loss import ScorerLoss
-from trainer.teacher.arguments import TaughtArguments
-from trainer.teacher.cache import TeacherCache
-from trainer.teacher.trainer import TaughtTrainer
+from trainer.teacher.trainer import TaughtArguments, TaughtTrainer
 
 
 @dataclass
@@ -49,79 +46,70 @@ class KVpopArguments(TaughtArguments):
 class KVpopTrainer(TaughtTrainer):
     """Retrofits a model with scorers, which are attached to it where it has none.
 
-    Parameters: TaughtTrainer's; policy : of the cache, with its scorer
+    Parameters: TaughtTrainer's (model, teacher, args, examples, validation); policy : of the cache, with its scorer
     """
 
     args: KVpopArguments
     policy: LearnedPolicy
+    scorer_loss: ScorerLoss  # none under dms
     summed: tuple[str, ...] = ("kl", "ce", "boundary", "held", "of", "retention", "sequences")
 
     def __init__(
         self,
         model: PreTrainedModel,
-        teacher: PreTrainedModel | TeacherCache,
+        teacher: Any,
         policy: LearnedPolicy,
         args: KVpopArguments,
-        examples: Sequence[Example],
-        validation: Sequence[Example] | None = None,
+        *data: Any,
         **kwargs: Any,
     ) -> None:
         self.policy = policy
         if not hasattr(model, SCORERS):
             set_seed(args.seed)
             attach_scorers(model, policy)
-        getattr(model, SCORERS).to(model.dtype)  # ZeRO-3 wants one dtype; they compute in float32 in any case
+        scorers = getattr(model, SCORERS).to(model.dtype)  # ZeRO-3 wants one dtype; they compute in float32 in any case
         if not args.kvpop.train_base:
             model.requires_grad_(False)
-            getattr(model, SCORERS).requires_grad_(True)
-        super().__init__(model, teacher, args, examples, validation, **kwargs)
+            scorers.requires_grad_(True)
+        super().__init__(model, teacher, args, *data, **kwargs)
         if isinstance(policy, KVpop):
             self.scorer_loss = ScorerLoss(policy.config, args.kvpop.target, args.kvpop.boundary)
-
-    # ---- the loss -------------------------------------------------------------------------------------------------
+        self.learned_policy, self.scorer_learning_rate = policy, args.kvpop.scorer_learning_rate
 
     def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
         batch = Batch.make(examples, self.accelerator.device)
-        lengths, prompts = self._sizes(batch)
-        scorers, kernel = base_of(student).cache_scorers, self.args.attention_kernel
-        learns = any(True for _ in scorers.parameters())
-        view = self.scorer_loss.view(
-            scorers, lengths, prompts, batch.ids.shape[1], kernel=kernel, learn=learns, measure=not student.training
-        )
+        view = self._view(student, batch)
         with self.accelerator.autocast():
-            hidden = self._hidden(student, batch, view)
+            try:
+                hidden = batch.hidden_under(student, view)
+            except NotFiniteError as error:
+                mend = "start again with a lower scorer_learning_rate, or learning_rate"
+                raise NotFiniteError(f"after step {self.state.global_step} {error}; {mend}") from error
             loss, kl, ce, count = self._distilled(student, batch, hidden)
-        losses = torch.stack(list(view.losses.values())) if learns else hidden.new_zeros(1, dtype=torch.float32)
+        own, *measured = self._own_loss(view, count)
+        retention = torch.stack(list(view.retained.values())).mean(0).sum()
+        measured += [retention, torch.tensor(float(len(batch.rows)))]
+        return loss + own, kl, ce, *(x.detach().to(count) for x in measured), count
+
+    def _view(self, student: Any, batch: Batch) -> Any:
+        """What the student attends by, in which its scorers decide."""
+        learns = any(True for _ in base_of(student).cache_scorers.parameters())
+        width, kernel = batch.ids.shape[1], self.args.attention_kernel
+        measure = not student.training
+        return self.scorer_loss.view(student, *batch.sizes(), width, kernel=kernel, learn=learns, measure=measure)
+
+    def _own_loss(self, view: Any, count: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The scorers' loss, times the tokens; and what is `summed` of it."""
+        losses = torch.stack(list(view.losses.values())) if view.losses else count.new_zeros(1)
         boundary = losses.mean() * count
         held, of = (sum((pair[i] for pair in view.recalls.values()), torch.zeros(())) for i in (0, 1))
-        retention = torch.stack(list(view.retained.values())).mean(0).sum()
-        sequences = torch.tensor(float(len(lengths)))
-        measured = (x.to(count) for x in (kl, ce, boundary.detach(), held, of, retention, sequences))
-        return loss + self.args.kvpop.boundary_weight * boundary, *measured, count
-
-    def _sizes(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [B]: the tokens of each row, and of its prompt."""
-        rows = [(row[0].length, len(row[0].prompt)) for row in batch.rows]
-        lengths, prompts = torch.tensor(rows, device=self.accelerator.device).T
-        return lengths, prompts
-
-    def _hidden(self, student: Any, batch: Batch, view: Any) -> torch.Tensor:
-        try:
-            return batch.hidden_under(student, view)
-        except NotFiniteError as error:
-            mend = "start again with a lower scorer_learning_rate, or learning_rate"
-            raise NotFiniteError(f"after step {self.state.global_step} {error}; {mend}") from error
+        return self.args.kvpop.boundary_weight * boundary, boundary, held, of
 
     def _measured(self) -> dict[str, float]:
         """Also the boundary loss, and how much of what the target would keep is kept."""
         sums = self._sums
         measured = {**super()._measured(), "boundary_loss": sums["boundary"] / sums["tokens"]}
         return measured | ({"recall": sums["held"] / sums["of"]} if sums["of"] else {})
-
-    # ---- two learning rates ---------------------------------------------------------------------------------------
-
-    def scorer_learning_rate(self) -> float:
-        return self.args.kvpop.scorer_learning_rate
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The model's rate as any training has it; the scorers' rises over the warm-up and falls along a cosine."""
@@ -135,9 +123,6 @@ class KVpopTrainer(TaughtTrainer):
             both = [cosine if group["scorer"] else own for group in optimizer.param_groups]
             self.lr_scheduler = LambdaLR(optimizer, both)
         return self.lr_scheduler
-
-    def learned_policy(self) -> Policy:
-        return self.policy
 
 
 def _warm_cosine(step: int, *, warmup: int, steps: int, low: float) -> float:

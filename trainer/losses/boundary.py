@@ -1,7 +1,4 @@
-"""KVpop's boundary loss: which tokens a cache would keep, learned where it decides.
-
-It knows scores and targets; the view (sparse_rl/attention) says when it is asked.
-"""
+"""KVpop's boundary loss: which tokens a cache would keep, learned where it decides."""
 
 from __future__ import annotations
 

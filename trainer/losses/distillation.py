@@ -17,7 +17,7 @@ backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +62,11 @@ class TopK:
         head : hidden states -> logits [n, V]; count : K
         """
         starts = range(0, len(hidden), chunk)
-        parts = [cls.of_logits(head(hidden[start : start + chunk]), count, temperature) for start in starts]
+        return cls.joined([cls.of_logits(head(hidden[start : start + chunk]), count, temperature) for start in starts])
+
+    @classmethod
+    def joined(cls, parts: Sequence[TopK]) -> TopK:
+        """Of the positions of these, one after another."""
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "logprobs", "tail")))
 
 
@@ -79,43 +83,29 @@ class DistillationLoss:
         teacher: Callable[[slice], torch.Tensor | TopK],
         targets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sums over N positions.
+        """Sums over N positions: (loss, divergence, cross-entropy), float32; gradients flow from the loss alone.
 
-        Parameters
-        ----------
         hidden : the student's last hidden states [N, H] at the positions that predict `targets` int64 [N]
         head : hidden states [n, H] -> logits [n, V]
         teacher : a slice of the positions -> the teacher's logits [n, V], or its top-k at `temperature`
-
-        Returns
-        -------
-        (loss, divergence, cross-entropy), float32 scalars; gradients flow from the loss alone.
         """
-        total = hidden.new_zeros(3, dtype=torch.float32)
-        for start in range(0, len(hidden), self.config.chunk):
-            part = slice(start, start + self.config.chunk)
-            total = total + checkpoint(
-                self._chunk, hidden[part], head, teacher, part, targets[part],
-                use_reentrant=False, preserve_rng_state=False,
-            )  # fmt: skip
-        kl, ce = total[1], total[2]
-        return total[0], kl.detach(), ce.detach()
+        config = self.config
 
-    def _chunk(
-        self,
-        hidden: torch.Tensor,
-        head: Callable[[torch.Tensor], torch.Tensor],
-        teacher: Callable[[slice], torch.Tensor | TopK],
-        part: slice,
-        targets: torch.Tensor,
-    ) -> torch.Tensor:
-        config, logits = self.config, head(hidden).float()
-        with torch.no_grad():
-            known = teacher(part)
-        kl = self.per_token(logits, known).sum()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and config.ce_weight > 0):
-            ce = F.cross_entropy(logits, targets, reduction="sum")
-        return torch.stack([config.kl_weight * config.temperature**2 * kl + config.ce_weight * ce, kl, ce])
+        def sums(part: slice, hidden: torch.Tensor) -> torch.Tensor:
+            logits = head(hidden).float()
+            with torch.no_grad():
+                known = teacher(part)
+            kl = self.per_token(logits, known).sum()
+            with torch.set_grad_enabled(torch.is_grad_enabled() and config.ce_weight > 0):
+                ce = F.cross_entropy(logits, targets[part], reduction="sum")
+            return torch.stack([config.kl_weight * config.temperature**2 * kl + config.ce_weight * ce, kl, ce])
+
+        total = hidden.new_zeros(3, dtype=torch.float32)
+        for start in range(0, len(hidden), config.chunk):
+            part = slice(start, start + config.chunk)
+            total = total + checkpoint(sums, part, hidden[part], use_reentrant=False, preserve_rng_state=False)
+        loss, kl, ce = total
+        return loss, kl.detach(), ce.detach()
 
     def per_token(self, logits: torch.Tensor, teacher: torch.Tensor | TopK) -> torch.Tensor:
         """The divergence of student logits [N, V] from the teacher's: float32 [N], without tau^2."""

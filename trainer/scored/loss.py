@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from sparse_rl.attention.config import TargetConfig
-from sparse_rl.attention.interface import NO_MASK
 from sparse_rl.attention.target import FutureTarget
 from sparse_rl.methods.config import KVpopPolicyConfig
 from sparse_rl.methods.kvpop.view import LearnedView
+from sparse_rl.models.base import base_of
 from sparse_rl.trace import NEVER, EvictionTrace, batch_traces
+from trainer.batches import Batch
+from trainer.examples import Example
 from trainer.losses.boundary import BoundaryLoss
 from trainer.losses.config import BoundaryConfig
 
@@ -26,28 +28,28 @@ class ScorerLoss:
 
     def view(
         self,
-        scorers: Sequence[Any],
+        student: Any,
         lengths: torch.Tensor,
         prompts: torch.Tensor,
         width: int,
         *,
         kernel: str,
-        recorded: torch.Tensor | None = None,
+        traces: Sequence[EvictionTrace] | None = None,
         learn: bool = True,
         measure: bool = True,
     ) -> LearnedView:
         """The view of one forward over B rows, in which the scorers' loss is computed.
 
-        scorers : of each layer
+        student : the model that carries the scorers
         lengths, prompts : int64 [B], tokens of each row, right-padded to `width`, and of its prompt
-        recorded : evict_at of an engine, int32 [L, B, Hkv, S]: what attention sees; None: what the scorers decide
+        traces : of each row, from an engine: what attention sees; None: what the scorers decide
         learn : whether the boundary loss is computed; measure : whether what the target would keep is compared
         """
         policy = self.policy
         decay: dict[str, Any] = {"decay_every": policy.decay_every}
         queries = self.boundary.draw(lengths, policy.sinks + policy.window + policy.k, width)
         return LearnedView(
-            scorers,
+            base_of(student).cache_scorers,
             policy,
             lengths,
             prompts=prompts if policy.prefill == "dense" else None,
@@ -55,7 +57,7 @@ class ScorerLoss:
             prepare=partial(self.boundary.pairs, queries=queries, window=policy.window, **decay) if learn else None,
             loss=partial(self.boundary, **decay) if learn else None,
             kernel=kernel,
-            recorded=recorded,
+            recorded=None if traces is None else batch_traces(traces, [0] * len(traces), width)["evict_at"],
         )
 
 
@@ -64,19 +66,16 @@ def decisions_agree(model: Any, policy: KVpopPolicyConfig, rollouts: Sequence[An
     """The share of evictions on which an engine and the model's own scorers agree, of all that either makes: 0 to 1.
     None where neither makes one.
 
-    An eviction is a layer, kv head and token with its evict_at. rollouts : of the engine; the scorers decide anew on
-    the same tokens
+    An eviction is a layer, kv head and token with its evict_at; the scorers decide anew on the rollouts' tokens.
     """
-    device = next(model.parameters()).device
     same = either = 0
     for rollout in rollouts:
-        tokens, prompt = [*rollout.prompt_ids, *rollout.completion_ids], len(rollout.prompt_ids)
-        lengths = torch.tensor([len(tokens)], device=device)
-        prompts = torch.tensor([prompt], device=device) if policy.prefill == "dense" else None
-        recorded = batch_traces([rollout.trace], [0], len(tokens))["evict_at"]
-        view = LearnedView(model.cache_scorers, policy, lengths, prompts=prompts, recorded=recorded)
-        ids = torch.tensor([tokens], device=device)
-        model.get_decoder()(input_ids=ids, attention_mask=NO_MASK.to(device), kv_view=view, use_cache=False)
+        batch = Batch.make([Example.from_rollout(rollout)], next(model.parameters()).device)
+        lengths, prompts = batch.sizes()
+        recorded = batch_traces([rollout.trace], [0], len(rollout.trace))["evict_at"]
+        dense = prompts if policy.prefill == "dense" else None
+        view = LearnedView(model.cache_scorers, policy, lengths, prompts=dense, recorded=recorded)
+        batch.hidden_under(model, view)
         ours = EvictionTrace.recorded(torch.cat([view.own[layer] for layer in sorted(view.own)])).evict_at
         theirs = rollout.trace.evict_at
         evicted = (ours < NEVER) | (theirs < NEVER)

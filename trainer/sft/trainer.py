@@ -38,22 +38,20 @@ def make_trainer(
 ) -> ResumableSFTTrainer:
     """TRL's trainer on prompt-completion rows; the loss is on the completion.
 
-    model : a directory or hub name, or the model itself
-    options : of TRL and transformers; lora : PEFT's configuration, or None
+    model : a directory or hub name, or the model itself; lora : PEFT's configuration, or None
+    options : of TRL and transformers
     problems : rows with prompt and answer, which `stop_at_accuracy` is measured on
     """
     check_options(options, "sft")
     if options.get("activation_offloading") and not torch.cuda.is_available():
         raise UserError("needs a GPU; remove it", "activation_offloading")
+    ours = {"completion_only_loss": config.completion_only_loss, "max_length": config.max_length}
     with refusals():
-        args = trl.SFTConfig(
-            **{"completion_only_loss": config.completion_only_loss, "max_length": config.max_length, **options}
-        )
-    columns = [name for name in data.column_names if name not in ("prompt", "completion")]
+        args = trl.SFTConfig(**{**ours, **options})
     trainer = ResumableSFTTrainer(
         model=model,
         args=args,
-        train_dataset=data.remove_columns(columns),
+        train_dataset=data.select_columns(["prompt", "completion"]),
         processing_class=tokenizer,
         peft_config=lora,
         callbacks=list(callbacks),
@@ -68,8 +66,8 @@ class StopAtAccuracy(TrainerCallback):
     """Stop once full-cache accuracy on `problems` reaches `target`, looked at `every` so many steps."""
 
     def __init__(self, target: float, every: int, trainer: ResumableSFTTrainer, tokenizer: Any, problems: Any) -> None:
-        self.target, self.every, self.trainer, self.tokenizer = target, every, trainer, tokenizer
-        self.problems = problems
+        self.target, self.every, self.problems = target, every, problems
+        self.trainer, self.tokenizer = trainer, tokenizer
         self.max_tokens = max(map(len, cast(Any, trainer.train_dataset)["input_ids"]))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -79,9 +77,8 @@ class StopAtAccuracy(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % self.every:
             return
-        engine = make_engine(
-            "hf", model=self.trainer.accelerator.unwrap_model(self.trainer.model), policy="full", max_batch=256
-        )
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        engine = make_engine("hf", model=model, policy="full", max_batch=256)
         prompts = [prompt_ids(p, self.tokenizer) for p in self.problems["prompt"]]
         with stage("evaluating"):
             rollouts = engine.generate(prompts, SamplingConfig(self.max_tokens, seed=args.seed))

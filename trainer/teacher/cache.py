@@ -31,7 +31,7 @@ from sparse_rl.files import MOST_TEXT, read_text, usual_permissions
 from sparse_rl.models.base import base_of
 from sparse_rl.progress import stage
 from trainer.batches import Batch
-from trainer.checkpoint import disk_is_full
+from trainer.checkpoint import disk_is_full, sha256
 from trainer.examples import Example
 from trainer.losses.distillation import TopK
 
@@ -84,11 +84,8 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
 class TeacherCache:
     """A teacher's log-probs that `sparse-rl teacher` has written to a folder.
 
-    Raises
-    ------
-    TeacherCacheError
-        No such cache, an unfinished one, other facts than `expected` (a mapping of TeacherFacts' fields), a shard that
-        is missing, truncated or altered (each by its name), a row that is not there.
+    Raises TeacherCacheError: no such cache, an unfinished one, other facts than `expected` (a mapping of TeacherFacts'
+    fields), a shard that is missing, truncated or altered (each by its name), a row that is not there.
     """
 
     def __init__(self, folder: str | Path, expected: dict[str, Any] | None = None) -> None:
@@ -100,11 +97,14 @@ class TeacherCache:
         for name, value in (expected or {}).items():
             if (written := getattr(self.facts, name)) != value:
                 raise TeacherCacheError(f"{self.folder} was written with {name} {written}, and {value} is asked for")
-        for name, shard in self.shards.items():
-            _check_size(self.folder / name, shard)
         self.places: dict[str, tuple[str, int, int]] = {}
         for name, shard in self.shards.items():
-            start = 0
+            file, start = self.folder / name, 0
+            if not file.is_file():
+                raise TeacherCacheError(f"{file} is missing; run sparse-rl teacher again")
+            if (size := file.stat().st_size) != shard.size:
+                wrong = f"{file} has {size} bytes instead of {shard.size}; delete it and write it again"
+                raise TeacherCacheError(wrong)
             for key, count in shard.rows:
                 self.places[key] = name, start, start + count
                 start += count
@@ -121,15 +121,14 @@ class TeacherCache:
             if place is None:
                 raise TeacherCacheError(f"{self.folder} does not know a row of the dataset; write it for this dataset")
             name, start, end = place
-            file = self._open(name)
-            parts.append([file.get_slice(part)[start:end] for part in ("ids", "logprobs", "tail")])
+            parts.append([self._open(name).get_slice(part)[start:end] for part in ("ids", "logprobs", "tail")])
         ids, logprobs, tail = (torch.cat(tensors).to(device) for tensors in zip(*parts, strict=True))
         return TopK(ids.long(), logprobs.float(), tail)
 
     def _open(self, name: str) -> Any:
         if name not in self.opened:
             file = self.folder / name
-            if _sha256(file) != self.shards[name].sha256:
+            if sha256(file) != self.shards[name].sha256:
                 raise TeacherCacheError(f"{file} was altered: its checksum is another; delete it and write it again")
             self.opened[name] = safe_open(file, "pt")
         return self.opened[name]
@@ -156,26 +155,26 @@ def write_teacher_cache(
     done: dict[str, _Shard] = {}
     if (folder / INDEX).exists():
         content = _read_index(folder)
-        if content["facts"] != facts:
-            raise TeacherCacheError(f"{folder} holds another teacher cache; {_differences(content['facts'], facts)}")
+        there, here = dataclasses.asdict(content["facts"]), dataclasses.asdict(facts)
+        if other := [f"{name} {there[name]} instead of {here[name]}" for name in here if there[name] != here[name]]:
+            raise TeacherCacheError(f"{folder} holds another teacher cache; {', '.join(other)}")
         done = content["shards"]
     shards: dict[str, _Shard] = {}
-    there = 0
+    whole = 0
     parts = [examples[start : start + rows_per_shard] for start in range(0, len(examples), rows_per_shard)]
     with stage("asking the teacher", total=len(examples), unit="sequence", shown=progress) as shown:
         for number, part in enumerate(parts):
             name = f"shard-{number:05d}.safetensors"
             keys = [(row_key(example), len(example.completion)) for example in part]
-            old = done.get(name)
-            if old is not None and old.rows == keys and _whole(folder / name, old):
-                shards[name], there = old, there + 1
+            if (folder / name).is_file() and done.get(name) == _shard(folder / name, keys):
+                shards[name], whole = done[name], whole + 1
             else:
                 tensors = _shard_tensors(teacher, part, facts, batch_size, chunk)
                 shards[name] = _write_shard(folder / name, tensors, keys)
                 _write_index(folder, facts, shards, complete=False)
             shown.advance(len(part))
     _write_index(folder, facts, shards, complete=True)
-    return there
+    return whole
 
 
 @torch.no_grad()
@@ -195,14 +194,9 @@ def _shard_tensors(
                 "in this dtype, are NaN or infinite; take a copy of it that is whole, or set another dtype. Shards "
                 "that were written before are whole"
             )
-    return {
-        "ids": torch.cat([part.ids for part in known]).int().cpu(),
-        "logprobs": torch.cat([part.logprobs for part in known]).to(getattr(torch, facts.dtype)).cpu(),
-        "tail": torch.cat([part.tail for part in known]).cpu(),
-    }
-
-
-# ---- files ----------------------------------------------------------------------------------------------------------
+    whole = TopK.joined(known)
+    logprobs = whole.logprobs.to(getattr(torch, facts.dtype))
+    return {"ids": whole.ids.int().cpu(), "logprobs": logprobs.cpu(), "tail": whole.tail.cpu()}
 
 
 def _write_shard(file: Path, tensors: dict[str, torch.Tensor], rows: list[tuple[str, int]]) -> _Shard:
@@ -216,20 +210,18 @@ def _write_shard(file: Path, tensors: dict[str, torch.Tensor], rows: list[tuple[
         if not full:
             raise
         raise OSError(ENOSPC, f"{file} was not written; sparse-rl teacher goes on there") from error
-    shard = _Shard(partial.stat().st_size, _sha256(partial), rows)
     os.replace(partial, file)
-    return shard
+    return _shard(file, rows)
+
+
+def _shard(file: Path, rows: list[tuple[str, int]]) -> _Shard:
+    return _Shard(file.stat().st_size, sha256(file), rows)
 
 
 def _write_index(folder: Path, facts: TeacherFacts, shards: dict[str, _Shard], complete: bool) -> None:
-    content = {
-        "format_version": FORMAT,
-        **dataclasses.asdict(facts),
-        "complete": complete,
-        "shards": {name: dataclasses.asdict(shard) for name, shard in shards.items()},
-    }
+    content = {"format_version": FORMAT, **dataclasses.asdict(facts), "complete": complete, "shards": shards}
     partial = folder / (INDEX + ".partial")
-    partial.write_text(json.dumps(content))
+    partial.write_text(json.dumps(content, default=dataclasses.asdict))
     os.replace(partial, folder / INDEX)
 
 
@@ -249,24 +241,3 @@ def _read_index(folder: Path) -> dict[str, Any]:
         raise TeacherCacheError(f"{folder} holds no teacher cache; write one with sparse-rl teacher") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TeacherCacheError(f"{folder / INDEX} cannot be read: {error}") from error
-
-
-def _check_size(file: Path, shard: _Shard) -> None:
-    if not file.is_file():
-        raise TeacherCacheError(f"{file} is missing; run sparse-rl teacher again")
-    if (size := file.stat().st_size) != shard.size:
-        raise TeacherCacheError(f"{file} has {size} bytes instead of {shard.size}; delete it and write it again")
-
-
-def _whole(file: Path, shard: _Shard) -> bool:
-    return file.is_file() and file.stat().st_size == shard.size and _sha256(file) == shard.sha256
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _differences(found: TeacherFacts, wanted: TeacherFacts) -> str:
-    pairs = ((f.name, getattr(found, f.name), getattr(wanted, f.name)) for f in dataclasses.fields(TeacherFacts))
-    return ", ".join(f"{name} {a} instead of {b}" for name, a, b in pairs if a != b)

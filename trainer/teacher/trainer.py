@@ -1,41 +1,51 @@
 """Training on what a dense teacher says of a text: what distillation and KVpop's retrofit share.
 
-The teacher attends to everything. It is a model in memory, or the cache that cache.py has written. Per update, over
-the N completion tokens of all processes,
+The teacher attends to everything. It is a model in memory, or what cache.py has written. Per update, over the N
+completion tokens of all processes,
 
     loss = 1/N sum of  kl_weight tau^2 KL(teacher || student) + ce_weight CE  (losses/distillation.py)
 
-What the student sees is for the subclasses to say, in `_losses`; and what is trained on, in `_prepared`.
+Subclasses say what the student sees, in `_losses`, and what is trained on, in `_prepared`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 from trl.models.utils import _ForwardRedirection, prepare_deepspeed
 
 from sparse_rl.attention.interface import adopt, refuse_reentrant_checkpointing
 from sparse_rl.models.base import base_of
-from trainer.arguments import check_adapters
+from trainer.arguments import ReplayedArguments, check_adapters
 from trainer.batches import Batch
 from trainer.examples import Example
+from trainer.losses.config import DistillationLossConfig
 from trainer.losses.distillation import DistillationLoss, TopK
 from trainer.resumable import Resumable
-from trainer.teacher.arguments import TaughtArguments
 from trainer.teacher.cache import TeacherCache
+from trainer.weights import partitioned
+
+
+@dataclass
+class TaughtArguments(ReplayedArguments, TrainingArguments):
+    """What every TaughtTrainer has. loss : what is minimised"""
+
+    loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
+
+    def __post_init__(self) -> None:
+        self.remove_unused_columns = False
+        super().__post_init__()
 
 
 class TaughtTrainer(Resumable):
-    """A student that learns from a teacher.
+    """A student, `model`, that learns from a teacher.
 
-    Parameters
-    ----------
-    model : the student
     teacher : a model with the student's vocabulary, or what one has written down; never trained
     examples, validation : the dataset, and the held-out one
     """
@@ -53,14 +63,8 @@ class TaughtTrainer(Resumable):
         **kwargs: Any,
     ) -> None:
         check_adapters(model)
-        super().__init__(
-            model=model,
-            args=args,
-            train_dataset=cast(Any, list(examples)),
-            eval_dataset=None if validation is None else cast(Any, list(validation)),
-            data_collator=cast(Any, list),
-            **kwargs,
-        )
+        data = {"train_dataset": list(examples), "eval_dataset": None if validation is None else list(validation)}
+        super().__init__(model=model, args=args, data_collator=list, **data, **kwargs)
         self.model_accepts_loss_kwargs = True  # our loss is already divided by all that one update counts
         adopt(base_of(self.model))
         refuse_reentrant_checkpointing(cast(Any, self.model))
@@ -70,25 +74,18 @@ class TaughtTrainer(Resumable):
         self._sums: dict[str, float] = defaultdict(float)  # over all processes, since the last log
         self._weight = 1.0  # of a batch in the sums; 0 where a process repeats one because the others have one more
 
-    def _prepare_teacher(self, teacher: PreTrainedModel) -> PreTrainedModel:
+    def _prepare_teacher(self, teacher: Any) -> Any:
         teacher.requires_grad_(False).eval()
-        plugin = self.accelerator.state.deepspeed_plugin
-        if plugin is not None and plugin.zero_stage == 3:
-            return cast(Any, prepare_deepspeed(cast(Any, teacher), self.accelerator))
-        return cast(Any, teacher.to(cast(Any, self.accelerator.device)))
+        ours = self.accelerator
+        return prepare_deepspeed(teacher, ours) if partitioned(ours) else teacher.to(ours.device)
 
     def models(self) -> dict[str, Any]:
         return super().models() | ({} if isinstance(self.teacher, TeacherCache) else {"the teacher": self.teacher})
 
-    # ---- what is trained on -----------------------------------------------------------------------------------------
-
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | None]:
-        """The micro-batches of one update, each a list of examples; and how many completion tokens all processes have.
-
-        One call of `_prepared` serves them all.
-        """
+        """The micro-batches of one update, lists of examples, and the completion tokens of all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return [], None
@@ -107,8 +104,6 @@ class TaughtTrainer(Resumable):
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # transformers' estimate wants a dict of tensors
-
-    # ---- the loss -------------------------------------------------------------------------------------------------
 
     def compute_loss(
         self,
@@ -131,29 +126,23 @@ class TaughtTrainer(Resumable):
         raise NotImplementedError
 
     def _distilled(self, student: Any, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Sums over the completion tokens, of the student's hidden states: the loss, divergence, cross-entropy, count.
-
-        Under autocast, where that is in use.
-        """
-        loss, head = self.loss, base_of(student).get_output_embeddings()
-        if isinstance(self.teacher, TeacherCache):
-            known = self.teacher.read(batch.examples, self.accelerator.device)
-            sums = loss(hidden, head, known.__getitem__, batch.targets)
-        else:
-            whole = cast(Any, self.accelerator.unwrap_model(self.teacher))
-            with torch.no_grad():  # through DeepSpeed's own forward, where it wraps the teacher
-                theirs = self._redirect(self.teacher, whole, lambda: batch.hidden(whole, replayed=False))
-            teach = whole.get_output_embeddings()
-            config = loss.config
-            if config.top_k is None:
-                sums = loss(hidden, head, lambda part: teach(theirs[part]), batch.targets)
-            else:
-                with torch.no_grad():
-                    known = TopK.of_hidden(theirs, teach, config.top_k, config.temperature, config.chunk)
-                sums = loss(hidden, head, known.__getitem__, batch.targets)
+        """Sums over the completion tokens, under autocast if in use: loss, divergence, cross-entropy, count."""
+        said = self._taught(batch)
+        sums = self.loss(hidden, base_of(student).get_output_embeddings(), said, batch.targets)
         return *sums, torch.tensor(float(len(batch.targets)), device=hidden.device)
 
-    # ---- what is logged -------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _taught(self, batch: Batch) -> Callable[[slice], torch.Tensor | TopK]:
+        """What the teacher says of a slice of the completion tokens."""
+        if isinstance(self.teacher, TeacherCache):
+            return self.teacher.read(batch.examples, self.accelerator.device).__getitem__
+        whole, config = cast(Any, self.accelerator.unwrap_model(self.teacher)), self.loss.config
+        head = whole.get_output_embeddings()
+        # through DeepSpeed's own forward, where it wraps the teacher
+        hidden = self._redirect(self.teacher, whole, lambda: batch.hidden(whole, replayed=False))
+        if config.top_k is None:
+            return lambda part: head(hidden[part])
+        return TopK.of_hidden(hidden, head, config.top_k, config.temperature, config.chunk).__getitem__
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self._sums["tokens"] and "loss" in logs:
@@ -170,17 +159,17 @@ class TaughtTrainer(Resumable):
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """KL to the teacher and cross-entropy per token, on the held-out examples, as the student is trained."""
         before, self._sums = self._sums, defaultdict(float)
-        model = cast(Any, self.model)
+        model, rows = cast(Any, self.model), cast(Any, self.eval_dataset)
         training = model.training
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            rows = cast(Any, self.eval_dataset)
-            loader = DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=list)
-            ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
-            batches = list(loader)
-            for i in range(-(-len(batches) // ranks)):  # a process without a batch repeats one, and does not count it
-                self._weight = float(i * ranks + rank < len(batches))
-                examples = self._prepared(batches[min(i * ranks + rank, len(batches) - 1)])
+            batches = list(DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=list))
+            ranks = self.accelerator.num_processes
+            for mine in range(self.accelerator.process_index, -(-len(batches) // ranks) * ranks, ranks):
+                self._weight = float(
+                    mine < len(batches)
+                )  # a process without a batch repeats one, and does not count it
+                examples = self._prepared(batches[min(mine, len(batches) - 1)])
                 self._count(examples)
                 self.compute_loss(self.model_wrapped, examples)
         model.train(training)
@@ -190,8 +179,6 @@ class TaughtTrainer(Resumable):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-    # ---- resume ---------------------------------------------------------------------------------------------------
 
     def extra_state(self) -> dict[str, Any]:
         return {**super().extra_state(), "sums": dict(self._sums)}

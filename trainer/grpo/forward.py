@@ -1,0 +1,62 @@
+"""The forward of policy and reference in GRPO: TRL's fused head, with each row under its trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from trl.models.utils import _ForwardRedirection
+
+from sparse_rl.attention.interface import NO_MASK
+from sparse_rl.attention.views.factory import make_view
+from sparse_rl.trace import EvictionTrace
+from trainer.grpo.arguments import SparseGRPOArguments
+from trainer.grpo.rows import Learned
+from trainer.scored.loss import ScorerLoss
+
+
+class ReplayedForward:
+    """Scores rows as TRL pads them: prompts on the left, completions on the right. The trace is a forward keyword."""
+
+    def __init__(self, accelerator: Any, args: SparseGRPOArguments, scorer_loss: ScorerLoss | None) -> None:
+        self.accelerator, self.args, self.scorer_loss = accelerator, args, scorer_loss
+        self.redirect = _ForwardRedirection()
+
+    def __call__(
+        self, model: Any, ids: torch.Tensor, mask: torch.Tensor, keep: int, traces: Sequence[EvictionTrace]
+    ) -> tuple[Any, Learned | None]:
+        """(log-probs and entropies float [B, S - 1] of the last `keep` tokens, what scorers learn from, if they do).
+
+        ids, mask : int64 [B, S]; traces : of each row
+        """
+        starts = mask.long().argmax(-1)[:, None]
+        columns = torch.arange(ids.shape[1], device=ids.device)
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, :-keep] = -100
+        if self.scorer_loss is None or not torch.is_grad_enabled():
+            kernel, through = self.args.attention_kernel, self.args.match_gradient == "through"
+            view = make_view(traces, starts.flatten().tolist(), ids.shape[1], ids.device, kernel, through)
+            return self._forward(model, ids, (columns - starts).clamp(min=0), labels, view), None
+        # Rows begin at column 0 where scorers learn: what stands before would enter their memory.
+        order, student = (columns + starts) % ids.shape[1], self.accelerator.unwrap_model(model)
+        lengths, prompts = mask.long().sum(1), mask[:, :-keep].long().sum(1)
+        learning = self.scorer_loss.view(
+            student, lengths, prompts, ids.shape[1], kernel=self.args.attention_kernel, traces=traces
+        )
+
+        def with_losses(*inputs: Any) -> tuple[Any, torch.Tensor]:
+            out = self._forward(student.forward, *inputs)
+            return out, torch.stack(list(learning.losses.values()))
+
+        # DDP and DeepSpeed follow what their forward returns: a loss that did not come out of it would have no part
+        inputs = ids.gather(1, order), columns.expand_as(ids), labels.gather(1, order), learning
+        out, losses = self.redirect(model, student, with_losses, *inputs)
+        back = (columns[:-1] - starts).clamp(min=0)
+        out.log_probs, out.entropy = out.log_probs.gather(1, back), out.entropy.gather(1, back)
+        return out, Learned(losses, learning.recalls)
+
+    def _forward(self, model: Any, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, view: Any) -> Any:
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": NO_MASK.to(ids.device)}
+        with self.accelerator.autocast():
+            return model(**inputs, kv_view=view, labels=labels, fused_lm_head=True)

@@ -1,0 +1,89 @@
+"""What is logged of rollouts and batches, over all processes, beside TRL's metrics; panel.py makes it of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from rollout.engine import Rollout
+from sparse_rl.attention.families import cache_shape
+from sparse_rl.models.base import base_of
+from trainer.grpo.panel import cache_sums, over_processes, policy_panel, replay_panel
+from trainer.grpo.rows import Learned
+
+
+class Measures:
+    """Measures for a trainer, in its present mode, and stops the run where its guard says so.
+
+    gaps : by mode the mismatch [2, N] of each batch since the last log: gap and ratio (panel.replay_panel)
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.gaps: dict[str, list[torch.Tensor]] = {"train": [], "eval": []}
+
+    def batch(self, batch: dict[str, Any], scored: torch.Tensor) -> None:
+        """Add a batch, which no update has followed since it was sampled, to the mismatch panel, and guard it.
+
+        scored : the trainer's log-probs, float [B, C]
+        """
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        real = batch["completion_mask"].bool()
+        gap = (scored - batch["model_per_token_logps"])[real]
+        ratio = (scored - batch["sampling_per_token_logps"])[real]
+        local = torch.stack([gap, ratio, torch.ones_like(gap)]).float()
+        gathered = accelerator.gather(accelerator.pad_across_processes(local, dim=1)[None])
+        gathered = gathered.transpose(0, 1).reshape(3, -1).cpu()
+        pair = gathered[:2, gathered[2] > 0]
+        self.gaps[trainer.mode].append(pair)
+        if trainer.args.sparse.train_attention == "replay":
+            trainer.probed_engine.check(pair[0])
+
+    def rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        """The cache panel: retention at the end, and the bytes that sequences hold at their peak, against full."""
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        layers, kv_heads, head_dim = cache_shape(base_of(accelerator.unwrap_model(trainer.model)).config)
+        per_entry = 2 * layers * kv_heads * head_dim * (2 if trainer.args.bf16 or trainer.args.fp16 else 4)
+        local = torch.tensor([cache_sums(rollouts, trainer.engine.policy)], device=accelerator.device)
+        retention, held, fed, count, tokens = accelerator.gather(local).double().sum(0).tolist()
+        self._note("cache/retention", retention / count)
+        self._note("cache/bytes_held", held * per_entry)
+        self._note("cache/bytes_full", fed * per_entry)
+        if trainer.mode == "train":
+            trainer.clock.tokens += int(tokens)
+        self.policy(max(rollouts, key=lambda r: len(r.trace)))
+
+    def policy(self, rollout: Rollout) -> None:
+        """What is to be known of some policies, of one sequence of each process (panel.policy_panel)."""
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        with accelerator.autocast():
+            panel = policy_panel(base_of(accelerator.unwrap_model(trainer.model)), trainer.engine.policy, rollout)
+        for name, value in over_processes(gather_object([panel])).items():
+            self._note(name, value)
+
+    def scorers(self, learned: Learned) -> None:
+        """The boundary loss, and how much of what the scorers' target would keep is kept."""
+        held, of = (sum(float(pair[i]) for pair in learned.recalls.values()) for i in (0, 1))
+        accelerator = self.trainer.accelerator
+        local = torch.tensor([[float(learned.losses.detach().mean()), held, of]], device=accelerator.device)
+        loss, held, of = accelerator.gather(local).mean(0).tolist()
+        self._note("boundary_loss", loss)
+        if of:  # else no process had anything to recall
+            self._note("cache/recall", held / of)
+
+    def _note(self, name: str, value: float) -> None:
+        self.trainer._metrics[self.trainer.mode][name].append(value)
+
+    def read(self) -> dict[str, float]:
+        """The mismatch panel since the last log, of the trainer's present mode."""
+        mode = self.trainer.mode
+        if not (gaps := self.gaps[mode]):
+            return {}
+        gap, ratio = torch.cat(gaps, dim=1)
+        gaps.clear()
+        prefix = "" if mode == "train" else "eval_"
+        panel = replay_panel(gap, ratio, self.trainer.args.sparse.importance_clip)
+        return {prefix + name: value for name, value in panel.items()}
