@@ -147,9 +147,9 @@ def state_of(
     if isinstance(policy, KVpop):
         kind, weights = ArrivalState, dict(sketch_scorer(policy.config.scorer, heads=HEADS, dim=dim).named_parameters())
         stored = {f"{i}.{name}": torch.randn(w.shape) for i in range(layers) for name, w in weights.items()}
-        monkeypatch.setattr("rollout.vllm.arrivals.stored_scorers", lambda model: stored)
+        monkeypatch.setattr(paged, "stored_scorers", lambda config: stored)
     config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=requests), model_config=SimpleNamespace(dtype=dtype, model="")
+        scheduler_config=SimpleNamespace(max_num_seqs=requests), model_config=SimpleNamespace(dtype=dtype)
     )
     state = kind(config, CacheConfig(policy, None, True), dict(zip(names, whole, strict=True)))
     table = torch.arange(1, blocks, dtype=torch.int32).view(requests, each)

@@ -25,7 +25,6 @@ from sparse_rl.errors import UserError
 from sparse_rl.methods.kvpop.policy import PRIORITY, KVpop
 from sparse_rl.methods.kvpop.scorers.base import Scorer
 from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
-from sparse_rl.models.directory import stored_scorers
 from sparse_rl.policies.entries import Chunk
 
 
@@ -110,7 +109,7 @@ class ArrivalState(CacheState):
         assert isinstance(policy, KVpop)
         layers, heads, dim = len(self.caches), len(self.heads), self.slab.keys.shape[-1]
         self.scorers = Scorers(policy, layers, heads, dim, self.device)
-        self.scorers.load(stored_scorers(vllm_config.model_config.model))
+        self.scorers.load(paged.stored_scorers(vllm_config))
         self.policy: KVpop = policy.with_scorers(self.scorers.of_layer)
         self.empty = {name: value.to(self.device) for name, value in policy.sequence_memory(heads, dim).items()}
         self.memory = {  # name -> [L, rows, Hkv, ...]

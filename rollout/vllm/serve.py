@@ -144,9 +144,7 @@ def serve(
     )
     shown = f"[{host}]" if ":" in host else host
     print(f"serving {model} on http://{shown}:{port}/v1\ncache: {policy!r}, {source}", flush=True)
-    sys.stderr.flush()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Python is not to meet it before it is up again
-    os.execv(sys.executable, [sys.executable, "-P", "-c", PROGRAM, *words, "--", *further])
+    _become([sys.executable, "-P", "-c", PROGRAM, *words, "--", *further])
 
 
 def choose_policy(model: str, cache: Mapping[str, Any]) -> tuple[Policy, str]:
@@ -191,6 +189,12 @@ def command_line(**options: Any) -> list[str]:
         else:
             words += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
     return words
+
+
+def _become(words: list[str]) -> NoReturn:
+    sys.stderr.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Python is not to meet it before it is up again
+    os.execv(words[0], words)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------

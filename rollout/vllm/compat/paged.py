@@ -65,6 +65,13 @@ def read_blocks(paged: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return runs.index_select(0, at.flatten()).view(rows, heads, dim, -1).transpose(-1, -2)
 
 
+def stored_scorers(vllm_config: Any) -> dict[str, torch.Tensor]:
+    """The scorers that the model's directory carries, by name."""
+    from sparse_rl.models import directory
+
+    return directory.stored_scorers(vllm_config.model_config.model)
+
+
 def own_heads(count: int) -> slice:
     """The kv heads of this tensor-parallel rank, which has `count`, among those of all ranks."""
     from vllm.distributed import get_tensor_model_parallel_rank
