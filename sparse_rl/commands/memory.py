@@ -10,7 +10,8 @@ from typing import Any
 
 from rollout.evaluation.contexts import label
 from sparse_rl.commands.machine import device_memory, show
-from sparse_rl.commands.sampling import cache_configs, engine_arguments
+from sparse_rl.commands.prepared import cache_configs
+from sparse_rl.commands.sampling import engine_arguments
 from sparse_rl.commands.sizes import (
     ITEMSIZE,
     activation_bytes,
@@ -44,7 +45,7 @@ from sparse_rl.models.known import load_shape
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.config import AMConfig, ClusteredConfig, DMSConfig, LayeredConfig, PolicyConfig
 from sparse_rl.policies.registry import make_policy
-from sparse_rl.recipe import Recipe, SweptRecipe, TaughtRecipe, TrainRecipe
+from sparse_rl.recipe import KVpopRecipe, Recipe, SFTRecipe, SweptRecipe, TaughtRecipe, TrainRecipe
 from trainer.config import LaunchConfig
 
 ASSUMED_PROMPT = 512  # tokens, where a recipe does not bound its prompts
@@ -107,9 +108,9 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     model = Model(config, count_parameters(skeleton), ITEMSIZE[recipe.dtype])
     cuda = device_memory() is not None if cuda is None else cuda
     engine = _engine_items(recipe, model, cuda)
-    if recipe.trained:
-        return _training_plan(recipe.as_training(), model, skeleton, engine, cuda)
-    return Plan(model.parameters, _evaluation_items(recipe.as_swept(), model, engine, cuda))
+    if isinstance(recipe, TrainRecipe):
+        return _training_plan(recipe, model, skeleton, engine, cuda)
+    return Plan(model.parameters, _evaluation_items(recipe.expect(SweptRecipe), model, engine, cuda))
 
 
 def _evaluation_items(recipe: SweptRecipe, model: Model, engine: list[Item], cuda: bool) -> list[Item]:
@@ -165,10 +166,9 @@ def _training_plan(recipe: TrainRecipe, model: Model, skeleton: Any, engine: lis
     training, launch, adapters = recipe.training, recipe.launch, recipe.lora is not None
     parameters = model.parameters
     trainable = lora_parameters(skeleton, recipe.lora) if recipe.lora is not None else parameters
-    learned = recipe.learned_cache()
-    if learned is not None:
-        scorers = _scorer_parameters(learned, model)
-        trainable, parameters = trainable * recipe.trains_model() + scorers, parameters + scorers
+    if isinstance(recipe, KVpopRecipe):
+        scorers = _scorer_parameters(recipe.cache, model)
+        trainable, parameters = trainable * recipe.kvpop.train_base + scorers, parameters + scorers
     stored = model.itemsize if launch.zero_stage or adapters else 4  # as trainer.arguments.weights_dtype has it
     state = training_state(parameters, trainable, itemsize=stored, adapters=adapters, launch=launch)
     kept = ("float32" if stored == 4 else recipe.dtype) + (f", ZeRO-{launch.zero_stage}" if launch.zero_stage else "")
@@ -181,17 +181,17 @@ def _training_plan(recipe: TrainRecipe, model: Model, skeleton: Any, engine: lis
     rows, length = training.per_device_train_batch_size, recipe.longest_row(prompt) or ASSUMED_LENGTH
     with_or_without = "with" if training.gradient_checkpointing else "without"
     held = activation_bytes(
-        model.config, rows * length, model.itemsize, training.gradient_checkpointing, recipe.keeps_logits()
+        model.config, rows * length, model.itemsize, training.gradient_checkpointing, isinstance(recipe, SFTRecipe)
     )
     note = f"estimate, {rows} x {length} tokens, {with_or_without} checkpointing"
     items.append(Item("activations", held, when="update", note=note))
-    if (taught := recipe.taught()) is not None:
-        items += _teacher_items(taught, replace(model, parameters=parameters))
-    if learned is not None:
-        items += _learned_items(recipe, model, learned, prompt, length, cuda)
+    if isinstance(recipe, TaughtRecipe):
+        items += _teacher_items(recipe, replace(model, parameters=parameters))
+    if isinstance(recipe, KVpopRecipe):
+        items += _learned_items(recipe, model, recipe.cache, prompt, length, cuda)
     copy = parameters * model.itemsize
     items += [Item(name, copy, note=note) for name, note in recipe.further_models(bool(engine))]
-    if recipe.engine_config() is not None:
+    if recipe.rollout is not None:
         items += _sampling_items(recipe, model, engine, prompt, length, cuda)
     return Plan(parameters, items)
 
@@ -204,7 +204,7 @@ def _sampling_items(
     if recipe.launch.zero_stage == 3 and not engine:
         note = "ZeRO-3 samples from whole weights"
         items.append(Item("gathered weights", model.bytes, when="sampling", note=note))
-    rollout, sequences = recipe.engine_config(), recipe.sequences_sampled()
+    rollout, sequences = recipe.rollout, recipe.sequences_sampled()
     assert rollout is not None
     at_once = min(rollout.max_batch, sequences)
     items += engine
@@ -262,10 +262,10 @@ def _replay_item(recipe: TrainRecipe, model: Model, cache: PolicyConfig, prompt:
     return _mask_item(recipe, model, cache, prompt, length, cuda)
 
 
-def _mask_item(recipe: TrainRecipe, model: Model, cache: PolicyConfig, prompt: int, length: int, cuda: bool) -> Item:
+def _mask_item(recipe: Any, model: Model, cache: PolicyConfig, prompt: int, length: int, cuda: bool) -> Item:
     """What replay attention holds besides q, k and v; a GPU's `auto` is taken to find FlexAttention exact."""
     layers, kv_heads, head_dim = model.cache_shape
-    rows, kernel = recipe.training.per_device_train_batch_size, recipe.attention_kernel() or ""
+    rows, kernel = recipe.training.per_device_train_batch_size, recipe.replay.attention_kernel
     wide = 8 if kernel == "dense" else attention_itemsize(recipe, cuda)
     held = 1 if recipe.training.gradient_checkpointing else layers
     if kernel.startswith("flex") or (kernel == "auto" and cuda):
@@ -292,7 +292,7 @@ def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
     from rollout.choice import choose_engine
     from rollout.vllm.beside import beside_cache
 
-    rollout = recipe.engine_config()
+    rollout = recipe.rollout
     if rollout is None or choose_engine(rollout, model.config, cache_configs(recipe), cuda)[0] == "hf":
         return []
     own = -(-model.bytes // rollout.tensor_parallel)

@@ -249,7 +249,7 @@ def mask_bytes(sequences: int, kv_heads: int, length: int, layers: int = 1) -> i
 
 def computes_exactly(recipe: Recipe, cuda: bool) -> bool:
     """Whether float32 attention is computed in float64, as it is on a CPU where a recipe says nothing else."""
-    rollout = recipe.engine_config()
+    rollout = recipe.rollout
     return recipe.dtype == "float32" and not cuda and (rollout is None or rollout.exact)
 
 
