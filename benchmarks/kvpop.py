@@ -45,11 +45,12 @@ from benchmarks.staged import StagedSeed
 from rollout import make_engine
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.oracle import oracle_trace
-from sparse_rl.commands.examples import load_texts
+from sparse_rl.commands.checks import prepare_training
+from sparse_rl.commands.examples import taught_examples
 from sparse_rl.commands.quickstart import AIM, Stages
 from sparse_rl.data.running_sum import save_untrained
 from sparse_rl.methods.config import KVpopPolicyConfig
-from sparse_rl.models.load import load_model, load_tokenizer
+from sparse_rl.models.load import load_model
 from sparse_rl.policies import make_policy
 from sparse_rl.policies.cache import cache_bytes, state_bytes
 from sparse_rl.recipe import load_recipe
@@ -200,7 +201,7 @@ class Seed(Taught):
         synthetic += f"seed: {self.seed + 3}, note_probability: {NOTES}}}"
         keys = [f"model={self.start}", "max_length=320", f"data.synthetic={synthetic}"]
         recipe = load_recipe("quickstart/kvpop", keys)
-        return load_texts(recipe, recipe.data, load_tokenizer(str(self.start)))
+        return taught_examples(prepare_training(recipe, here=False))[0]
 
     def train(self, arm: str, place: Path, cache: dict[str, Any]) -> Path:
         """The arm's model; where it is not trained, the one that was taught."""

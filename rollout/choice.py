@@ -44,31 +44,6 @@ def choose_engine(
     return "hf", "hf engine" + (f" ({refusal})" if refusal else "")
 
 
-def engine_options(
-    rollout: RolloutConfig, *, dtype: str, prompt_bounds: Iterable[int | None], max_completion_length: int
-) -> dict[str, Any]:
-    """What `make_engine` takes, besides model, policy and progress, once the engine is chosen.
-
-    prompt_bounds : the most tokens of a prompt, of each source of prompts; None: not known
-    """
-    if rollout.engine == "hf":
-        return {"dtype": dtype, "max_batch": rollout.max_batch}
-    bounds = list(prompt_bounds)
-    prompt = None if None in bounds else max(bound or 0 for bound in bounds)
-    return {
-        "dtype": dtype,
-        "max_batch": rollout.max_batch,
-        "max_prompt": prompt,
-        "max_model_len": rollout.max_model_len or (prompt and prompt + max_completion_length),
-        "kv_cache_gb": rollout.kv_cache_gb,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "tensor_parallel": rollout.tensor_parallel,
-        "sleep_mode": rollout.sleep,
-        "full_graphs": rollout.full_graphs,
-        "exact": rollout.exact,
-    }
-
-
 def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None) -> str | None:
     """Why vllm cannot sample here from a model of this configuration, under these policies; None where it can."""
     from sparse_rl.attention.families import cache_shape, family_only_hf

@@ -18,7 +18,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from sparse_rl.errors import UserError, did_you_mean, listed, nearest
 
@@ -72,11 +72,22 @@ class Source:
     overridden: frozenset[str] = frozenset()  # dotted keys given on the command line
     places: Mapping[str, str] = field(default_factory=dict)  # a key's name -> its dotted place, for suggestions
 
-    def error(self, path: str, message: str) -> UserError:
+    def error(self, path: str, message: str, hint: Any = None) -> UserError:
+        """hint : the type that the value at this place is none of"""
         given = any(path == key or path.startswith((f"{key}.", f"{key}[")) for key in self.overridden)
-        error = UserError(": ".join(filter(None, ("command line" if given else self.name, path, message))))
-        error.key, error.message = path, message
+        error = Misplaced(": ".join(filter(None, ("command line" if given else self.name, path, message))))
+        error.key, error.message, error.hint = path, message, hint
         return error
+
+    def mismatch(self, path: str, hint: Any, value: Any) -> UserError:
+        """The error for a value that is none of a type."""
+        return self.error(path, f"expected {describe(hint)}, got {show(value)}", hint)
+
+
+class Misplaced(UserError):
+    """A mistake at a place. hint : the type that the value there is none of; None: something else is wrong"""
+
+    hint: Any = None
 
 
 # ---- types -------------------------------------------------------------------------------------------------
@@ -114,17 +125,16 @@ def describe(hint: Any) -> str:
     return _NAMES.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = True, default: Any = None) -> Any:
+def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = True) -> Any:
     """`value` as type `hint`, or a UserError naming the key, the type expected and the value got.
 
-    default : where `value` describes a block, the block that the keys left out are taken from
     A whole number passes as a float, and (with `promote`) a single value as a list of one. A type that is none of the
     simple ones accepts everything: whoever owns it will check.
     """
     if why := _taken_by_none(value):
         raise source.error(path, why)
     origin, args = get_origin(hint), get_args(hint)
-    wrong = source.error(path, f"expected {describe(hint)}, got {show(value)}")
+    wrong = source.mismatch(path, hint, value)
     if origin is Annotated:
         try:
             value = coerce(value, args[0], path, source, promote=promote)
@@ -132,15 +142,14 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
             raise error if error.key != path else wrong from None
         for rule in args[1:]:
             if not rule.holds(value):
-                expected = describe(Annotated[args[0], rule])
-                raise source.error(path, f"expected {expected}, got {show(value)}")
+                raise source.mismatch(path, hint if rule is args[1] else Annotated[args[0], rule], value)
         return value
     if origin in (Union, types.UnionType):
         return _coerce_union(value, args, path, source, wrong)
     if origin is Literal:
         if not any(value == choice and type(value) is type(choice) for choice in args):
             close = f"; did you mean {near!r}?" if (near := nearest(value, map(str, args))) else ""
-            raise source.error(path, f"{wrong.message}{close}")
+            raise source.error(path, f"{wrong.message}{close}", hint)
         return value
     if isinstance(hint, type) and issubclass(hint, NamedConfiguration):
         return hint.from_block(value, path, source)
@@ -149,7 +158,7 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
             return value
         if not isinstance(value, dict):
             raise wrong
-        return build(hint, value, path, source, default=default)
+        return build(hint, value, path, source)
     if origin is list or hint is list:
         if not isinstance(value, list | tuple) and (value is None or not promote):
             raise wrong
@@ -188,7 +197,7 @@ def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source,
         except UserError as error:
             if error.key != path:  # the member fits, something in it does not
                 raise
-            if not error.message.startswith(f"expected {describe(member)}"):  # a bound of the member
+            if not isinstance(error, Misplaced) or error.hint != member:  # a bound of the member
                 wrong = error
     raise wrong
 
@@ -349,19 +358,11 @@ def unknown_key(key: Any, valid: Iterable[str], path: str, source: Source, also:
 
 
 def build(
-    cls: type[T],
-    mapping: Mapping[str, Any],
-    path: str,
-    source: Source,
-    *,
-    also: Iterable[str] = (),
-    default: T | None = None,
-    **given: Any,
+    cls: type[T], mapping: Mapping[str, Any], path: str, source: Source, *, also: Iterable[str] = (), **given: Any
 ) -> T:
     """An instance of a dataclass from a mapping; `given` sets fields that YAML cannot.
 
     also : keys that an error suggests, but does not list
-    default : an instance that the keys left out are taken from; None: the dataclass's own defaults
 
     Raises UserError for an unknown or missing key, a value of the wrong type, and whatever the dataclass's own
     `__post_init__` refuses (a UserError with a key relative to this block).
@@ -375,22 +376,19 @@ def build(
     own, held = own_fields(cls), flat_fields(cls)
     values: dict[str, Any] = {}
     for f in dataclasses.fields(cls):
-        usual = _default(f) if default is None else getattr(default, f.name, dataclasses.MISSING)
-        block = usual if dataclasses.is_dataclass(usual) else None
         if f.name in held:
             mine = {key: value for key, value in mapping.items() if key in yaml_fields(held[f.name])}
-            values[f.name] = build(held[f.name], mine, path, source, default=block)
+            values[f.name] = build(held[f.name], mine, path, source)
         elif f.name in own and f.name in mapping:
-            values[f.name] = coerce(mapping[f.name], own[f.name], f"{prefix}{f.name}", source, default=block)
-        elif f.name in own and usual is dataclasses.MISSING:
+            values[f.name] = coerce(mapping[f.name], own[f.name], f"{prefix}{f.name}", source)
+        elif f.name in own and default_of(f) is dataclasses.MISSING:
             raise source.error(f"{prefix}{f.name}", f"missing; give {describe(own[f.name])}")
     try:
-        if default is not None:
-            return dataclasses.replace(cast(Any, default), **values, **given)
         return cls(**values, **given)
     except UserError as error:
         raise source.error(f"{prefix}{error.key}" if error.key else path or "recipe", error.message) from None
 
 
-def _default(f: dataclasses.Field) -> Any:
+def default_of(f: dataclasses.Field) -> Any:
+    """The default of a field; dataclasses.MISSING: it is required."""
     return f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default

@@ -17,9 +17,10 @@ from rollout.config import ALONE
 from rollout.vllm.compat.refusals import refuse_engine
 from rollout.vllm.engine import VLLMEngine
 from sparse_rl.attention.families import FAMILIES
-from sparse_rl.commands.checks import check_training
+from sparse_rl.commands.checks import prepare_training
 from sparse_rl.commands.memory import plan
-from sparse_rl.commands.sampling import choose_recipe_engine, engine_arguments, engine_config_of
+from sparse_rl.commands.prepared import resolve
+from sparse_rl.commands.sampling import engine_arguments
 from sparse_rl.data.running_sum import build_model, save_untrained
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import PolicyConfig
@@ -115,15 +116,14 @@ def test_what_only_hf_holds_is_left_to_it(machine: Callable) -> None:
     assert str(caught.value) == f"rollout.engine: {why}; use the engine hf"
 
 
-def test_a_refusal_is_not_preceded_by_a_warning(machine: Callable, capsys: pytest.CaptureFixture) -> None:
-    """Of the same cache, which hf (the control) is warned of."""
+def test_a_refusal_is_not_preceded_by_a_warning(machine: Callable) -> None:
+    """Of the same cache, on which hf (the control) has a remark."""
     machine("cpu")
     vllm, hf = (evaluation(cache={"policy": "layered"}, rollout={"engine": engine}) for engine in ("vllm", "hf"))
     with pytest.raises(UserError, match=r"rollout\.engine: layered: vllm gives all layers"):
-        choose_recipe_engine(vllm, config(32))
-    assert not capsys.readouterr().err
-    choose_recipe_engine(hf, config(32))
-    assert "warning: layered: of the model's 2 layers" in capsys.readouterr().err
+        resolve(vllm, config(32))
+    (remark,) = resolve(hf, config(32)).remarks
+    assert remark.startswith("layered: of the model's 2 layers")
 
 
 def test_a_family_that_only_hf_holds_is_left_to_it(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,24 +149,22 @@ def test_a_live_module_is_sampled_from_by_hf(machine: Callable) -> None:
 
 def test_the_choice_is_made_once(machine: Callable) -> None:
     machine("cpu")
-    chosen, reason = choose_recipe_engine(grpo(), config(16))
-    assert reason == "hf engine (head size 16 is not supported by vllm on this platform)"
+    chosen = resolve(grpo(), config(16))
+    assert chosen.findings["rollouts"] == "hf engine (head size 16 is not supported by vllm on this platform)"
     machine(None)  # a later look at the machine changes nothing
-    assert choose_recipe_engine(chosen, config(32)) == (chosen, "hf engine")
-    assert engine_config_of(chosen).engine == "hf"
+    again = resolve(chosen.recipe, config(32))
+    assert again.recipe == chosen.recipe and again.findings["rollouts"] == "hf engine"
+    assert chosen.recipe.rollout.engine == "hf"
 
 
 @pytest.mark.parametrize(("queries", "warned"), [(9, True), (10, False)])
-def test_few_reference_queries_are_warned_of(
-    queries: int, warned: bool, machine: Callable, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_few_reference_queries_are_warned_of(queries: int, warned: bool, machine: Callable) -> None:
     """Two query heads to a kv head: each reference query is two equations, for 20 entries that are fitted."""
     machine(None)
     cache = {"policy": "am", "budget": 24, "window": 4, "period": 8, "reference_queries": queries}
-    choose_recipe_engine(grpo(cache=cache), config())
-    said = capsys.readouterr().err
-    assert ("am: 9 reference queries of 2 heads are 18 conditions for the 20 entries" in said) is warned
-    assert bool(said) is warned
+    said = resolve(grpo(cache=cache), config()).remarks
+    assert len(said) == warned
+    assert all("am: 9 reference queries of 2 heads are 18 conditions for the 20 entries" in remark for remark in said)
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -240,7 +238,7 @@ def test_a_dry_run_says_it_all(machine: Callable, tmp_path: Path, monkeypatch: A
 
     def found(size: int, **rollout: Any) -> str:
         recipe = grpo(model=str(tmp_path / str(size)), output_dir=str(tmp_path / "out"), rollout=rollout)
-        return dict(check_training(recipe))["rollouts"]
+        return prepare_training(recipe, here=False).findings["rollouts"]
 
     assert found(32) == found(32, engine="vllm") == "vllm engine"
     assert found(16) == "hf engine (head size 16 is not supported by vllm on this platform)"

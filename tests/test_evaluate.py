@@ -14,8 +14,8 @@ from rich.console import Console
 from rollout.evaluation.estimators import mean_and_error, pass_at_k
 from sparse_rl.analysis.evaluation import accuracy_table, cache_labels
 from sparse_rl.commands.eval import evaluate
+from sparse_rl.commands.prepared import prepare
 from sparse_rl.commands.rollout import sample
-from sparse_rl.commands.sampling import policies_of
 from sparse_rl.data.running_sum import build_model, save_untrained
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import save_policy
@@ -296,13 +296,13 @@ def test_the_accuracy_sees_what_a_reward_sees_in_training(recipe_of):
 
 def test_without_a_cache_the_directory_decides(recipe_of, tmp_path):
     recipe = recipe_of(rows_of(1))
-    assert [p.name for p in policies_of(recipe)] == ["full"]
+    assert [p.name for p in prepare(recipe).policies] == ["full"]
     save_untrained(tmp_path / "trained", 0)
     save_policy(tmp_path / "trained", make_policy("streaming", budget=20))
     recipe = recipe_of(rows_of(1), model=str(tmp_path / "trained"))
-    assert [fingerprint(p) for p in policies_of(recipe)] == [fingerprint(make_policy("streaming", budget=20))]
+    assert [fingerprint(p) for p in prepare(recipe).policies] == [fingerprint(make_policy("streaming", budget=20))]
     recipe = recipe_of(rows_of(1), model=str(tmp_path / "trained"), cache="full")
-    assert [p.name for p in policies_of(recipe)] == ["full"]
+    assert [p.name for p in prepare(recipe).policies] == ["full"]
 
 
 @pytest.mark.parametrize(

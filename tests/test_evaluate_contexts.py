@@ -64,7 +64,7 @@ def recipe_of(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Ca
             "accuracy": "mine.py:short", "samples": 1, "temperature": 0.0, "max_completion_length": 12,
             "rollout": {"engine": "hf"}, "prompt_cache": prompt_cache,
         }  # fmt: skip
-        return make_recipe({**mapping, **keys}).as_evaluation()
+        return make_recipe({**mapping, **keys}).expect(EvalRecipe)
 
     return make
 
@@ -260,7 +260,7 @@ def test_what_is_wrong_with_a_context_or_a_file_is_one_line(
     with pytest.raises(UserError, match=r"tasks\.one: problem 1 has 47 tokens, with 1000 of an answer more"):
         evaluate(recipe_of({}, max_completion_length=1000), progress=False)
     assert len(studies) == 1  # nothing was read before the file was, and before all were counted
-    recipe_of({"ratio": 0.5}).save_resolved(tmp_path / "e.yaml")
+    (tmp_path / "e.yaml").write_text(recipe_of({"ratio": 0.5}).as_yaml(), encoding="utf-8")
     assert main(["eval", "e.yaml", "prompt_cache=[{ratio: 2}]"]) == 2
     said = capsys.readouterr().err
     assert "error: command line: prompt_cache[0].ratio: expected a number" in said.splitlines()[-1]
@@ -274,7 +274,7 @@ def test_the_same_point_is_evaluated_once(recipe_of: Callable) -> None:
     points = recipe_of([{"ratio": [0.1, 0.1, 0.2]}, {"ratio": 0.2}, {"policy": "full", "ratio": [0.1, 0.2]}])
     assert [(one.policy, one.ratio) for one in points.prompt_caches()] == [("am", 0.1), ("am", 0.2), ("full", 0.1)]
     assert points.prompt_caches()[0] == replace(PromptCacheConfig(), first=0)
-    assert recipe_of(rollout={"engine": "auto"}).engine_config().engine == "auto"
+    assert recipe_of(rollout={"engine": "auto"}).rollout.engine == "auto"
 
 
 @pytest.mark.slow

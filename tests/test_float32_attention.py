@@ -11,7 +11,8 @@ from judging import gap
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention import compute_exactly, replay_logprobs
 from sparse_rl.attention.kernels.sdpa import computing_dtype
-from sparse_rl.commands.sampling import choose_recipe_engine
+from sparse_rl.commands.prepared import Prepared
+from sparse_rl.commands.sampling import engines
 from sparse_rl.recipe import load_recipe
 
 RECIPE = ("quickstart/grpo", ["model=m", "rollout.engine=hf"])
@@ -27,7 +28,8 @@ def test_a_recipe_says_so() -> None:
     """And the next recipe of the process anew."""
     one, half = torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)
     for exact, dtype in ((True, torch.float64), (False, torch.float32), (True, torch.float64)):
-        choose_recipe_engine(load_recipe(RECIPE[0], [*RECIPE[1], f"rollout.exact={exact}"]), None)
+        recipe = load_recipe(RECIPE[0], [*RECIPE[1], f"rollout.exact={exact}"])
+        engines(Prepared(recipe=recipe, config=None, live=torch.nn.Module()))
         assert computing_dtype(one, one) == dtype
         assert computing_dtype(half, half) == torch.bfloat16
 

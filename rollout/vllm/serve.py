@@ -174,7 +174,7 @@ def _choose_compaction(context: str | None, prompt_cache: Mapping[str, Any], pol
         raise UserError(
             f"behind a compacted context nothing is evicted; leave {policy.name} out: --cache policy=full", "--context"
         )
-    return build(PromptCacheConfig, dict(prompt_cache), "--prompt-cache", Source(), default=PromptCacheConfig(first=0))
+    return build(PromptCacheConfig, {"first": 0, **prompt_cache}, "--prompt-cache", Source())
 
 
 def command_line(**options: Any) -> list[str]:

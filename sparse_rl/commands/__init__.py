@@ -1,12 +1,12 @@
 """The front door: one file per command, and the only place that imports everything.
 
 main.py       the parser, and from words to the command that they name
-arguments.py  what several commands take: a recipe with its overrides, counts, amounts
-completion.py what a shell completes
+arguments.py  what several commands take: a recipe with its overrides, counts, amounts; what a shell completes
 console.py    what a command shows: quiet libraries, a line per training log, a line per error, the exit status
-checks.py     what can be checked of a training recipe before a model is loaded
-trainers.py   from a recipe to its trainer, a function per kind;  examples.py  the tokens that it trains on
-sampling.py   from a recipe to its engine and its prompts;  resume.py  which keys may differ in a resumed run
+prepared.py   a recipe resolved, once, before a model is loaded: what every command that runs one starts from
+checks.py     the same of a training, with its data, and all else that can be checked before
+trainers.py   from there to its trainer, a function per kind;  examples.py  the rows and tokens that it trains on
+sampling.py   from there to its engine and its prompts;  resume.py  which keys may differ in a resumed run
 memory.py     what a run will take;  sizes.py  the arithmetic;  machine.py  what this machine has
 
 To add a command: a file here with ABOUT, `add_arguments(parser)` and `run(options, session)`, which returns the exit

@@ -1,23 +1,30 @@
-"""What several commands take: a recipe with its overrides, whole numbers, amounts."""
+"""What several commands take: a recipe with its overrides, which the shell completes, whole numbers, amounts."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rollout.config import MOST_GIB
-from sparse_rl.commands.completion import complete_recipes
+import shtab
+
 from sparse_rl.commands.console import warn
 from sparse_rl.config import names_a_file, show
 from sparse_rl.errors import UserError, one_line
 from sparse_rl.metrics import METRICS_FILE
 from sparse_rl.models.directory import model_directory
 from sparse_rl.models.hub import check_available
-from sparse_rl.recipe import Recipe, load_recipe
+from sparse_rl.recipe import Recipe, list_recipes, load_recipe
+
+RECIPE = {"bash": "_sparse_rl_recipes", "zsh": "_sparse_rl_recipes"}  # functions of the shell, below
+PREAMBLE = {
+    "bash": '_sparse_rl_recipes() {{ compgen -W "{names}" -- "$1"; compgen -f -- "$1"; }}\n',
+    "zsh": "_sparse_rl_recipes() {{ compadd -- {names}; _files }}\n",
+}
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -41,12 +48,25 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+def add_completion(top: argparse.ArgumentParser) -> None:
+    """--print-completion SHELL"""
+    names = " ".join(list_recipes())
+    preamble = {shell: text.format(names=names) for shell, text in PREAMBLE.items()}
+    shtab.add_argument_to(
+        top,
+        "--print-completion",
+        help="print the completion for a shell; bash: eval it in ~/.bashrc",
+        preamble=preamble,
+    )
+
+
 def add_recipe(
     parser: argparse.ArgumentParser, about: str = "a YAML file or a name", *, optional: bool = False
 ) -> None:
     """RECIPE [KEY=VALUE ...]"""
     number = "?" if optional else None
-    complete_recipes(parser.add_argument("recipe", metavar="RECIPE", nargs=number, help=about))
+    recipe = parser.add_argument("recipe", metavar="RECIPE", nargs=number, help=about)
+    recipe.complete = RECIPE  # type: ignore[attr-defined]  # where shtab looks for what the shell offers
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[])
 
 
@@ -93,14 +113,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def gibibytes(text: str) -> float:
-    """A number > 0, of at most MOST_GIB."""
+def number(text: str, most: float = math.inf) -> float:
+    """A finite number > 0, of at most so much."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value <= MOST_GIB:
-        bound = "> 0" if value <= MOST_GIB else f"of at most {MOST_GIB:,}"
+    if not 0 < value <= most or value == math.inf:
+        bound = f"of at most {most:,}" if value > most else "> 0"
         raise argparse.ArgumentTypeError(f"expected a number {bound}, got {show(text)}")
     return value
 

@@ -3,115 +3,82 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
+from sparse_rl.commands.console import say
+from sparse_rl.commands.examples import with_data
+from sparse_rl.commands.prepared import Prepared, prepare
+from sparse_rl.commands.resume import checkpoint_to_resume
 from sparse_rl.errors import UserError, listed
-from sparse_rl.recipe import Recipe, TaughtRecipe, TrainRecipe
+from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
+from sparse_rl.models.directory import saved_policy
+from sparse_rl.models.load import load_config
+from sparse_rl.models.weights import check_weights
+from sparse_rl.recipe import KVpopRecipe, TaughtRecipe, TrainRecipe
+from sparse_rl.recipe.kinds.sampled import ReplayedRecipe
 from trainer.config import LoraConfig
 
+T = TypeVar("T", bound=TrainRecipe)
 NOT_CHECKED = (
     "the values of the weights; whether it fits (sparse-rl doctor RECIPE); rewards at work; which rows keep and the "
     "lengths leave; DeepSpeed and several processes; trainer options beyond their types"
 )
 
 
-def check_folder(training: TrainRecipe, resume: str | None) -> None:
-    """Raise UserError where the run may not have its output_dir. Needs no library that takes seconds to import."""
-    from trainer.lock import refuse_running
-    from trainer.resume import refuse_used
+def prepare_training(recipe: T, resume: str | None = None, here: bool = True) -> Prepared[T]:
+    """A training resolved (prepared.py), with its data, rewards and checkpoint; all is checked but the folder.
 
-    _refuse_unwritable(Path(training.output_dir))
-    if training.launch.machine_rank == 0:  # that writes; the others may come when it has begun
-        refuse_running(training.output_dir)
-    if resume is None:
-        refuse_used(training.output_dir)
+    here : it trains in this process: what was chosen is said, and its GPU is asked which attention kernels are exact
 
-
-def check_training(recipe: Recipe, resume: str | None = None) -> list[tuple[str, str]]:
-    """(what, finding) of everything checked besides the folder, in order. Raises UserError at the first thing that is
-    wrong.
+    Raises UserError at the first thing that is wrong.
     """
-    from sparse_rl.attention.families import cache_shape
-    from sparse_rl.commands.resume import checkpoint_to_resume
-    from sparse_rl.commands.sampling import choose_recipe_engine
-    from sparse_rl.models.directory import check_scorers, saved_policy
-    from sparse_rl.models.load import load_config, load_tokenizer
-    from sparse_rl.models.weights import check_weights, meta_model
-    from sparse_rl.policies.registry import make_policy
-
-    training = recipe.as_training()
-    findings = [("recipe", f"{training.kind}, into {training.output_dir}")]
-    for backend in training.training.report_to:
+    for backend in recipe.training.report_to:
         if importlib.util.find_spec(backend) is None:
             raise UserError(f"{backend} is not installed; pip install {backend}, or remove it here", "report_to")
-    config = load_config(training.model)
-    made = (check_weights if training.reads_weights() else meta_model)(config, training.model)
-    saved_policy(training.model)
-    layers, kv_heads, head_dim = cache_shape(config)
-    shape = f"{layers} layers, {kv_heads} kv heads of {head_dim}"
-    findings.append(("model", f"{training.model}: {config.model_type}, {shape}"))
-    for cache in training.caches():
-        policy = make_policy(cache or "full")
-        check_scorers(training.model, policy)
-        findings.append(("cache", repr(policy)))
-    if training.engine_config() is not None:
-        chosen, finding = choose_recipe_engine(training, config)
-        findings.append(("rollouts", finding))
-        training = chosen.as_training()
-    if training.attention_kernel() is not None:
-        training, finding = _attention_kernel(training)
-        findings.append(("attention kernel", finding))
-    if training.lora is not None:
-        findings.append(("lora", _adapters(made, training.lora)))
-    for key, rewards in training.rewards_by_key().items():
-        findings.append((key, _rewards(rewards, key)))
-    if (learned := training.learned_cache()) is not None:
-        findings += _learned(learned, config, training.dtype)
-    if (taught := training.taught()) is not None:
-        findings.append(("teacher", _teacher(taught, config)))
-    findings += _data(training, load_tokenizer(training.model))
+    prepared = prepare(recipe)
+    saved_policy(recipe.model)
+    recipe, config = prepared.recipe, prepared.config
+    findings = {"recipe": f"{recipe.kind}, into {recipe.output_dir}", **prepared.findings}
+    if here and "rollouts" in findings:
+        say("rollouts", findings["rollouts"])
+    if recipe.lora is not None:
+        findings["lora"] = _adapters(prepared.skeleton, recipe.lora)
+    if isinstance(recipe, KVpopRecipe):
+        findings |= _learned(recipe, prepared.shape)
+    if isinstance(recipe, TaughtRecipe):
+        findings["teacher"] = _teacher(recipe, config)
+    prepared = with_data(prepared)
+    if prepared.rewards[0]:
+        findings[recipe.named_rewards()[0]] = _rewards(*prepared.rewards)
+    findings["data"] = f"{len(prepared.rows)} rows, with {', '.join(prepared.rows.column_names)}"
+    findings["batch"] = recipe.describe_batches(len(prepared.rows))
+    if recipe.validation is not None:
+        findings["validation"] = f"{len(prepared.held_out)} problems every {recipe.validation.every} steps"
+    if isinstance(recipe, ReplayedRecipe):
+        recipe, findings["attention kernel"] = _choose_kernel(recipe, config, here)
+    checkpoint = None
     if resume is not None:
-        findings.append(("resume", str(checkpoint_to_resume(training, resume))))
-    return findings
+        checkpoint = checkpoint_to_resume(recipe, resume)
+        findings["resume"] = str(checkpoint)
+    return replace(prepared, recipe=recipe, findings=findings, checkpoint=checkpoint)
 
 
-def _refuse_unwritable(folder: Path) -> None:
-    """Raise UserError where a folder cannot be made, as far as can be seen without making it."""
-    there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "may not be written into" if there.is_dir() else "is no folder"
-        raise UserError(f"{folder} cannot be written: {there} {why}; name another", "output_dir")
+def _choose_kernel(recipe: Any, config: Any, here: bool) -> tuple[Any, str]:
+    """(the recipe, of a class under evictions, with its attention kernel chosen; why it is this one)"""
+    from sparse_rl.attention.choice import check_target, choose_kernel, will_check
 
-
-def _attention_kernel(recipe: TrainRecipe) -> tuple[TrainRecipe, str]:
-    """The recipe with its attention kernel chosen, and why it is this one."""
-    import torch
-
-    from sparse_rl.attention.choice import choose_kernel
-    from sparse_rl.models.load import load_config
-
-    wanted = recipe.attention_kernel()
-    assert wanted is not None
-    if torch.cuda.is_available():  # compiling and checking is for the processes that train, each on its GPU
+    wanted = recipe.replay.attention_kernel
+    if will_check(wanted) and not here:  # compiling and checking is for the processes that train, each on its GPU
         return recipe, f"{wanted}; flex is checked on the GPU, see sparse-rl doctor"
+    if will_check(wanted):
+        say("attention kernel", "FlexAttention is compiled and checked on this GPU, which takes a while")
     kernel, finding = choose_kernel(wanted, map(load_config, recipe.attending_models()), recipe.dtype)
+    if here:
+        say("attention kernel", finding)
+    if here and recipe.foresees() and will_check("auto"):
+        say("scorers' target", str(check_target(config, recipe.dtype)))
     return recipe.with_attention_kernel(kernel), finding
-
-
-def _data(recipe: TrainRecipe, tokenizer: Any) -> list[tuple[str, str]]:
-    from sparse_rl.commands.examples import training_data
-
-    data = training_data(recipe, recipe.data, tokenizer)
-    findings = [
-        ("data", f"{len(data)} rows, with {', '.join(data.column_names)}"),
-        ("batch", recipe.describe_batches(len(data))),
-    ]
-    if (validation := recipe.held_out()) is not None:
-        held_out = training_data(recipe, validation.limited_data(), tokenizer, "validation.data")
-        findings.append(("validation", f"{len(held_out)} problems every {validation.every} steps"))
-    return findings
 
 
 def _adapters(made: Any, lora: LoraConfig) -> str:
@@ -129,41 +96,31 @@ def _adapters(made: Any, lora: LoraConfig) -> str:
     return f"{lora_parameters(made, lora):,} parameters in {len(adapted)} layers"
 
 
-def _rewards(named: list[Any], key: str) -> str:
-    from rewards import make_rewards
-
-    try:
-        functions, weights = make_rewards(named)
-    except ValueError as error:
-        raise UserError(str(error), key) from error
+def _rewards(functions: list[Any], weights: list[float]) -> str:
     names = [getattr(function, "__name__", type(function).__name__) for function in functions]
     return ", ".join(f"{name} × {weight:g}" for name, weight in zip(names, weights, strict=True))
 
 
-def _learned(cache: Any, config: Any, dtype: str) -> list[tuple[str, str]]:
+def _learned(recipe: KVpopRecipe, shape: tuple[int, int, int]) -> dict[str, str]:
     """The cache that is learned, and the memory that the scorers' state takes from it."""
     import torch
 
-    from sparse_rl.attention.families import cache_shape
     from sparse_rl.methods.config import KVpopPolicyConfig
-    from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
     from sparse_rl.policies.registry import make_policy
 
-    _, heads, dim = cache_shape(config)
+    cache: Any = recipe.cache
+    _, heads, dim = shape
     scorer = sketch_scorer(cache.scorer, heads=heads, dim=dim)
     parameters = sum(weight.numel() for weight in scorer.parameters())
-    entry = 2 * heads * dim * torch.finfo(getattr(torch, dtype)).bits // 8
+    entry = 2 * heads * dim * torch.finfo(getattr(torch, recipe.dtype)).bits // 8
     state = -(-scorer.state_bytes() // entry)
     size = f"{parameters:,} parameters a layer"
     if state and isinstance(cache, KVpopPolicyConfig):
         size += f"; its state is as large as {state} entries, cache.state_entries is {cache.state_entries}"
-    return [("cache", repr(make_policy(cache))), ("scorer", size)]
+    return {"cache": repr(make_policy(cache)), "scorer": size}
 
 
 def _teacher(recipe: TaughtRecipe, config: Any) -> str:
-    from sparse_rl.models.load import load_config
-    from sparse_rl.models.weights import check_weights
-
     folder, teacher = recipe.taught_by.teacher_cache, recipe.taught_by.teacher
     if folder is not None:
         from trainer.teacher.cache import TeacherCache

@@ -16,11 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from errno import EFBIG
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparse_rl.config import show
 from sparse_rl.errors import NotFiniteError, NotWrittenError, StoppedError, UserError, without_room
 from sparse_rl.progress import screen, stage
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 OURS = ("sparse_rl", "rollout", "trainer", "rewards")
 STOPPED = "sparse-rl: stopped: "
@@ -122,6 +125,13 @@ def warn(warning: str) -> None:
     """One line about what is unwise; of a launch the first process says it."""
     if rank() == 0:
         print(f"sparse-rl: warning: {warning}", file=sys.stderr, flush=True)
+
+
+def print_table(table: Table, width: int = 200) -> None:
+    """Print a table, in a pipe in so many columns."""
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else width).print(table)
 
 
 # ---- training ------------------------------------------------------------------------------------------------------

@@ -6,21 +6,21 @@ import argparse
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.commands.arguments import add_recipe, read_recipe
-from sparse_rl.commands.console import Session
-from sparse_rl.recipe import Recipe, TrainRecipe
+from sparse_rl.commands.console import Session, print_table
+from sparse_rl.recipe import KVpopRecipe, Recipe, TrainRecipe
+from sparse_rl.recipe.kinds.sampled import ReplayedRecipe
 from sparse_rl.source import INSTALL_VLLM
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from sparse_rl.commands.memory import Plan
+    from sparse_rl.commands.prepared import Prepared
 
 ABOUT = "What this machine has and, with a recipe, whether it will fit."
 PACKAGES = ("transformers", "trl", "accelerate", "datasets", "deepspeed", "peft", "math-verify")
@@ -35,8 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
-    from rich.console import Console
-
     recipe = read_recipe(options, available=False) if options.recipe else None
     for what, finding in environment():
         print(f"{what:<13} {finding}")
@@ -53,7 +51,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
     if is_tabled(recipe.model):
         lines.append(f"{recipe.model} cannot be reached: its shape is from the table in sparse_rl/models/known.py")
     print()
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    print_table(table, 140)
     print("\n".join(lines))
     return 0
 
@@ -99,11 +97,10 @@ def memory_table(recipe: Recipe, made: Plan) -> Table:
     table.add_column("host", justify="right", no_wrap=True)
     table.add_column("when", no_wrap=True)
     table.add_column("", overflow="fold")
-    words = {"always": "always", "update": "update", "sampling": "sampling", "avoided": "not counted"}
     for item in made.items:
         sizes = [show(size) if size else "" for size in (item.device, item.host)]
-        dim = "dim" if item.when == "avoided" else None
-        table.add_row(item.name, *sizes, words[item.when], item.note, style=dim)
+        when, style = ("not counted", "dim") if item.when == "avoided" else (item.when, None)
+        table.add_row(item.name, *sizes, when, item.note, style=style)
     table.add_section()
     largest = "always + the larger of update and sampling; activations are an estimate"
     table.add_row("peak", show(made.device), show(made.host) if made.host else "", "", largest, style="bold")
@@ -114,27 +111,23 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     """The table and the verdicts for this machine."""
     import torch
 
-    from rollout.choice import choose_engine
     from sparse_rl.commands.machine import device_memory, host_memory
     from sparse_rl.commands.memory import ASSUMED_PROMPT, plan, verdicts
-    from sparse_rl.commands.sampling import cache_configs, check_lengths, remarks
+    from sparse_rl.commands.prepared import resolve
     from trainer.config import LaunchConfig
     from trainer.launch import crowded
 
     made = plan(recipe, config)
-    launch = recipe.as_training().launch if recipe.trained else LaunchConfig()
+    launch = recipe.launch if isinstance(recipe, TrainRecipe) else LaunchConfig()
     lines = verdicts(made, launch, device_memory(), host_memory())
-    if (rollout := recipe.engine_config()) is not None:
-        caches = cache_configs(recipe)
-        kind, finding = choose_engine(rollout, config, caches)
-        check_lengths(recipe.with_engine_config(replace(rollout, engine=kind)), config)
-        lines.append(f"rollouts: {finding}")
-        lines += remarks(caches, config)
+    prepared = resolve(recipe, config)
+    if recipe.rollout is not None:
+        lines += [f"rollouts: {prepared.findings['rollouts']}", *prepared.remarks]
     if recipe.prompt_caches():
         lines.append(CONTEXT_TIME)
-    if recipe.trained:
-        lines += _attention_kernels(recipe.as_training())
-    lines += _kernels(recipe, config)
+    if isinstance(recipe, ReplayedRecipe):
+        lines += _attention_kernels(recipe)
+    lines += _kernels(prepared)
     if torch.cuda.is_available() and (wrong := crowded(launch)):  # else it may be about another machine
         lines.append(f"launch.processes: {wrong}")
     sources = recipe.prompt_sources().items()
@@ -143,32 +136,28 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     return memory_table(recipe, made), lines
 
 
-def _attention_kernels(recipe: TrainRecipe) -> list[str]:
+def _attention_kernels(recipe: ReplayedRecipe) -> list[str]:
     """Which attention kernels are exact here, on a GPU, the scorers' target among them; else which one is taken."""
     import torch
 
     from sparse_rl.attention import choice
     from sparse_rl.models.known import load_shape
 
-    if (wanted := recipe.attention_kernel()) is None:
-        return []
     configs = map(load_shape, recipe.attending_models())
     if torch.cuda.is_available():
         findings = [str(parity) for parity in choice.check_kernels(choice.BEST_FIRST, configs, recipe.dtype)]
     else:
-        findings = [choice.choose_kernel(wanted, configs, recipe.dtype)[1]]
+        findings = [choice.choose_kernel(recipe.replay.attention_kernel, configs, recipe.dtype)[1]]
     lines = [f"attention kernel: {finding}" for finding in findings]
     if torch.cuda.is_available() and recipe.foresees():
         lines.append(f"scorers' target: {choice.check_target(load_shape(recipe.model), recipe.dtype)}")
     return lines
 
 
-def _kernels(recipe: Recipe, config: Any) -> list[str]:
+def _kernels(prepared: Prepared) -> list[str]:
     """Which form of their own kernels the caches of a recipe run in, on a GPU."""
     import torch
 
-    from sparse_rl.attention.families import cache_shape
-    from sparse_rl.commands.sampling import cache_configs
     from sparse_rl.kernels.redundancy import redundancy_choice
     from sparse_rl.kernels.topk import topk_choice
     from sparse_rl.methods.config import KVpopPolicyConfig, LayeredConfig
@@ -176,13 +165,13 @@ def _kernels(recipe: Recipe, config: Any) -> list[str]:
 
     if not torch.cuda.is_available():
         return []
-    caches = cache_configs(recipe)
-    if recipe.trained and (learned := recipe.as_training().learned_cache()) is not None:
-        caches.append(learned)
+    recipe, caches = prepared.recipe, [policy.config for policy in prepared.policies]
+    if isinstance(recipe, KVpopRecipe):
+        caches.append(recipe.cache)
     caches += [part.cache for cache in caches if isinstance(cache, LayeredConfig) for part in cache.ranges]
     lines = []
     if any(make_policy(cache).compares_keys for cache in caches):
-        lines.append(f"redundancy: {redundancy_choice(getattr(torch, recipe.dtype), cache_shape(config)[2])}")
+        lines.append(f"redundancy: {redundancy_choice(getattr(torch, recipe.dtype), prepared.shape[2])}")
     if any(isinstance(cache, KVpopPolicyConfig) for cache in caches):
         lines.append(f"running top-k: {topk_choice()}")
     return lines

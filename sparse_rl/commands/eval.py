@@ -11,7 +11,6 @@ import dataclasses
 import inspect
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.commands.arguments import add_overwrite, add_recipe, read_recipe, refuse_used
-from sparse_rl.commands.console import Session, quiet_loading, say
+from sparse_rl.commands.console import Session, print_table, quiet_loading, say
 from sparse_rl.errors import UserError, listed
 from sparse_rl.metrics import RECIPE_FILE
 from sparse_rl.progress import stage
@@ -41,17 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
-    from rich.console import Console
-
     from sparse_rl.analysis.evaluation import accuracy_table
 
-    recipe = read_recipe(options, load=load_evaluation).as_evaluation()
+    recipe = read_recipe(options, load=load_evaluation).expect(EvalRecipe)
     refuse_used(Path(recipe.output_dir), (RESULTS, COMPLETIONS), "output_dir", options.overwrite)
     session.folder = Path(recipe.output_dir)
     quiet_loading(session.verbose)
-    rows = evaluate(recipe, progress=recipe.rollout.progress)
-    wide = None if sys.stdout.isatty() else 200
-    Console(width=wide).print(accuracy_table(rows))
+    print_table(accuracy_table(evaluate(recipe, progress=recipe.rollout.progress)))
     print(Path(recipe.output_dir) / RESULTS)
     return 0
 
@@ -80,18 +75,14 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
         from rollout.evaluation.evaluate import Task
         from rollout.evaluation.evaluate import evaluate as evaluate_tasks
         from sparse_rl.commands import sampling
+        from sparse_rl.commands.prepared import prepare, rewards_of
         from sparse_rl.data.problems import load_data
-        from sparse_rl.models.load import load_config, load_tokenizer
-        from trainer.rundir import prepare
+        from trainer import rundir
 
-        policies = sampling.policies_of(recipe)
-        config = load_config(recipe.model)
-        chosen, finding = sampling.choose_recipe_engine(recipe, config if model is None else None)
-        room = sampling.prompt_room(recipe, config if model is None else model.config)
-        say("rollouts", finding)
-        recipe = chosen.as_evaluation()
-        tokenizer = load_tokenizer(recipe.model)
-        rewards = {key: _reward(spec, key) for key, spec in recipe.accuracies().items()}
+        prepared = prepare(recipe, model)
+        recipe, tokenizer = prepared.recipe, prepared.tokenizer
+        say("rollouts", prepared.findings["rollouts"])
+        rewards = {key: rewards_of([spec], key)[0][0] for key, spec in recipe.accuracies().items()}
         needed = {column for spec in recipe.accuracies().values() if (column := _needed_column(spec))}
         tasks: dict[str, Any] = {}
         for name, data in recipe.tasks.items():
@@ -102,7 +93,7 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
             score, *further = (partial(_score, reward, key, problems) for key, reward in rewards.items())
             scores = score, dict(zip(recipe.further_accuracy, further, strict=True))
             if recipe.prompt_cache is None:
-                prompts = sampling.prompt_tokens(problems, tokenizer, data, room, f"tasks.{name}")
+                prompts = sampling.prompt_tokens(problems, tokenizer, data, prepared.room, f"tasks.{name}")
                 tasks[name] = Task(prompts, *scores)
             else:
                 asked = sampling.context_questions(problems, tokenizer, data)
@@ -110,7 +101,7 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
         sampled = replace(
             recipe.sampling(recipe.samples), **recipe.forcing(partial(tokenizer.encode, add_special_tokens=False))
         )
-        folder = prepare(recipe.output_dir, recipe.as_yaml())
+        folder = rundir.prepare(recipe.output_dir, recipe.as_yaml())
     decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
     with (folder / COMPLETIONS).open("w") as log:
         told: dict[str, Any] = {
@@ -119,9 +110,10 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
             "progress": progress,
         }
         if caches := recipe.prompt_caches():
-            engines = sampling.context_engines(recipe, folder, model, progress)
+            engines = sampling.context_engines(prepared, folder, progress)
             return evaluate_contexts(tasks, caches, sampled, engines, decode, **told)
-        return evaluate_tasks(tasks, policies, sampled, sampling.engines(recipe, model, progress), decode, **told)
+        opened = sampling.engines(prepared, progress)
+        return evaluate_tasks(tasks, prepared.policies, sampled, opened, decode, **told)
 
 
 def write_results(file: Path, recipe: Recipe, rows: Sequence[EvalRow | PerplexityRow], **more: str) -> None:
@@ -139,15 +131,6 @@ def write_results(file: Path, recipe: Recipe, rows: Sequence[EvalRow | Perplexit
         "rows": [{**dataclasses.asdict(row), "budget": row.budget} for row in rows],
     }
     file.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _reward(spec: Any, key: str) -> Any:
-    from rewards import make_rewards
-
-    try:
-        return make_rewards([spec])[0][0]
-    except ValueError as error:
-        raise UserError(str(error), key) from error
 
 
 def _needed_column(spec: Any) -> str | None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from sparse_rl.commands.sampling import prompt_room
+from sparse_rl.commands.prepared import Prepared, rewards_of
 from sparse_rl.data.config import DataConfig
 from sparse_rl.data.problems import load_data
 from sparse_rl.data.tokens import check_room
-from sparse_rl.errors import UserError
-from sparse_rl.models.load import load_config
 from sparse_rl.recipe import DistillRecipe, KVpopRecipe, TaughtRecipe, TrainRecipe
 from trainer.examples import Example, accepted, completed_examples, prompt_examples, text_examples
 from trainer.once import once, once_on_disk
+
+T = TypeVar("T", bound=TrainRecipe)
+U = TypeVar("U", bound=TaughtRecipe)
 
 
 def recipe_data(
@@ -35,41 +37,47 @@ def recipe_data(
     return once_on_disk(f"{where} {require} {config} {room}", load)
 
 
-def training_data(recipe: TrainRecipe, config: DataConfig, tokenizer: Any, where: str = "data") -> Any:
-    """The rows of one of a recipe's datasets, with the columns that it needs."""
-    room = prompt_room(recipe, load_config(recipe.model)) if recipe.samples_behind_prompts() else None
-    return recipe_data(config, tokenizer, recipe.columns(), where, room)
+def with_data(prepared: Prepared[T]) -> Prepared[T]:
+    """The same with a training's rewards, and the rows of its dataset and of its validation's."""
+    key, named = prepared.recipe.named_rewards()
+    rewards = rewards_of(named, key) if named else prepared.rewards
+    rows = _rows(prepared, prepared.recipe.data, "data")
+    validation = prepared.recipe.validation
+    held_out = None if validation is None else _rows(prepared, validation.limited_data(), "validation.data")
+    return replace(prepared, rewards=rewards, rows=rows, held_out=held_out)
 
 
-def taught_examples(recipe: TaughtRecipe, tokenizer: Any) -> tuple[list[Example], list[Example] | None]:
+def _rows(prepared: Prepared[T], data: DataConfig, where: str) -> Any:
+    recipe = prepared.recipe
+    room = prepared.room if recipe.samples_behind_prompts() else None
+    return recipe_data(data, prepared.tokenizer, recipe.columns(), where, room)
+
+
+def taught_examples(prepared: Prepared[U]) -> tuple[list[Example], list[Example] | None]:
     """What a recipe with a teacher trains on, and what it holds out; None where it does not."""
+    recipe: Any = prepared.recipe
     load: Any = {DistillRecipe.kind: load_examples, KVpopRecipe.kind: load_texts}[recipe.kind]
-    examples = once(f"examples {recipe.data}", lambda: load(recipe, recipe.data, tokenizer))
+    examples = once(f"examples {recipe.data}", lambda: load(prepared, prepared.rows, recipe.data, "data"))
     if recipe.validation is None:
         return examples, None
     held_out = recipe.validation.limited_data()
-    return examples, once(f"held out {held_out}", lambda: load(recipe, held_out, tokenizer, "validation.data"))
+    given = prepared, prepared.held_out, held_out, "validation.data"
+    return examples, once(f"held out {held_out}", lambda: load(*given))
 
 
-def load_examples(recipe: DistillRecipe, config: DataConfig, tokenizer: Any, where: str = "data") -> list[Example]:
-    """The examples of a dataset that `keep` and the lengths leave."""
+def load_examples(prepared: Prepared[DistillRecipe], rows: Any, data: DataConfig, where: str) -> list[Example]:
+    """The examples of a dataset's rows that `keep` and the lengths leave."""
+    recipe, tokenizer = prepared.recipe, prepared.tokenizer
     distill = recipe.distill
-    data = training_data(recipe, config, tokenizer, where)
     if distill.completions == "student":
-        return prompt_examples(data, tokenizer, config.thinking)
+        return prompt_examples(rows, tokenizer, data.thinking)
     if distill.keep is not None:
-        from rewards import make_rewards
-
-        try:
-            (reward,), _ = make_rewards([distill.keep])
-        except ValueError as error:
-            raise UserError(str(error), "keep") from error
-        data = accepted(data, reward, distill.keep_from, where)
-    context = load_config(recipe.model).max_position_embeddings
+        rows = accepted(rows, prepared.rewards[0][0], distill.keep_from, where)
+    context = prepared.config.max_position_embeddings
     return completed_examples(
-        data,
+        rows,
         tokenizer,
-        config.thinking,
+        data.thinking,
         max_length=min(length for length in (distill.max_length, recipe.rollout.max_model_len, context) if length),
         max_completion_length=distill.max_completion_length,
         truncate=distill.overlong == "truncate",
@@ -77,9 +85,10 @@ def load_examples(recipe: DistillRecipe, config: DataConfig, tokenizer: Any, whe
     )
 
 
-def load_texts(recipe: KVpopRecipe, config: DataConfig, tokenizer: Any, where: str = "data") -> list[Example]:
+def load_texts(prepared: Prepared[KVpopRecipe], rows: Any, data: DataConfig, where: str) -> list[Example]:
     """Texts of up to max_length tokens, packed where the recipe says so."""
-    data = training_data(recipe, config, tokenizer, where)
-    kvpop = recipe.kvpop
-    longest = min(kvpop.max_length, load_config(recipe.model).max_position_embeddings)
-    return text_examples(data, tokenizer, config.thinking, max_length=longest, packing=kvpop.packing, where=where)
+    kvpop = prepared.recipe.kvpop
+    longest = min(kvpop.max_length, prepared.config.max_position_embeddings)
+    return text_examples(
+        rows, prepared.tokenizer, data.thinking, max_length=longest, packing=kvpop.packing, where=where
+    )

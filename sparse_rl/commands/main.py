@@ -21,27 +21,14 @@ from sparse_rl.commands import (
     train,
     verify,
 )
-from sparse_rl.commands.arguments import Parser
-from sparse_rl.commands.completion import add_completion
+from sparse_rl.commands.arguments import Parser, add_completion
 from sparse_rl.commands.console import Session, check_launch, configure, guarded
 from sparse_rl.errors import UserError
 from sparse_rl.progress import screen
 from sparse_rl.recipe import list_recipes
 
-COMMANDS = {
-    "train": train,
-    "teacher": teacher,
-    "rollout": rollout,
-    "eval": eval,
-    "perplexity": perplexity,
-    "serve": serve,
-    "inspect": inspect,
-    "verify": verify,
-    "plot": plot,
-    "doctor": doctor,
-    "keys": keys,
-    "quickstart": quickstart,
-}
+_MODULES = (train, teacher, rollout, eval, perplexity, serve, inspect, verify, plot, doctor, keys, quickstart)
+COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 
 def make_parser() -> Parser:

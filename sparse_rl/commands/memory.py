@@ -17,7 +17,8 @@ from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import Replayed
 from sparse_rl.attention.kernels.masked import mask_bytes
 from sparse_rl.commands.machine import device_memory, show
-from sparse_rl.commands.sampling import cache_configs, engine_arguments
+from sparse_rl.commands.prepared import cache_configs
+from sparse_rl.commands.sampling import engine_arguments
 from sparse_rl.data.config import DataConfig
 from sparse_rl.methods.config import PolicyConfig
 from sparse_rl.methods.kvpop.scorers.registry import sketch_scorer
@@ -26,7 +27,7 @@ from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes, state_bytes
 from sparse_rl.policies.registry import make_policy
-from sparse_rl.recipe import Recipe, SweptRecipe, TaughtRecipe, TrainRecipe
+from sparse_rl.recipe import KVpopRecipe, Recipe, SFTRecipe, SweptRecipe, TaughtRecipe, TrainRecipe
 from sparse_rl.trace.record import trace_bytes
 from trainer.config import LaunchConfig
 from trainer.memory import activation_bytes, count_parameters, lora_parameters, training_state
@@ -89,9 +90,9 @@ def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
     model = Model(config, count_parameters(skeleton), ITEMSIZE[recipe.dtype])
     cuda = device_memory() is not None if cuda is None else cuda
     engine = _engine_items(recipe, model, cuda)
-    if recipe.trained:
-        return _training_plan(recipe.as_training(), model, skeleton, engine, cuda)
-    return Plan(model.parameters, _evaluation_items(recipe.as_swept(), model, engine, cuda))
+    if isinstance(recipe, TrainRecipe):
+        return _training_plan(recipe, model, skeleton, engine, cuda)
+    return Plan(model.parameters, _evaluation_items(recipe.expect(SweptRecipe), model, engine, cuda))
 
 
 def _evaluation_items(recipe: SweptRecipe, model: Model, engine: list[Item], cuda: bool) -> list[Item]:
@@ -147,10 +148,9 @@ def _training_plan(recipe: TrainRecipe, model: Model, skeleton: Any, engine: lis
     training, launch, adapters = recipe.training, recipe.launch, recipe.lora is not None
     parameters = model.parameters
     trainable = lora_parameters(skeleton, recipe.lora) if recipe.lora is not None else parameters
-    learned = recipe.learned_cache()
-    if learned is not None:
-        scorers = _scorer_parameters(learned, model)
-        trainable, parameters = trainable * recipe.trains_model() + scorers, parameters + scorers
+    if isinstance(recipe, KVpopRecipe):
+        scorers = _scorer_parameters(recipe.cache, model)
+        trainable, parameters = trainable * recipe.kvpop.train_base + scorers, parameters + scorers
     stored = model.itemsize if launch.zero_stage or adapters else 4  # as trainer.arguments.weights_dtype has it
     state = training_state(parameters, trainable, itemsize=stored, adapters=adapters, launch=launch)
     kept = ("float32" if stored == 4 else recipe.dtype) + (f", ZeRO-{launch.zero_stage}" if launch.zero_stage else "")
@@ -163,18 +163,19 @@ def _training_plan(recipe: TrainRecipe, model: Model, skeleton: Any, engine: lis
     rows, length = training.per_device_train_batch_size, recipe.longest_row(prompt) or ASSUMED_LENGTH
     with_or_without = "with" if training.gradient_checkpointing else "without"
     held = activation_bytes(
-        model.config, rows * length, model.itemsize, training.gradient_checkpointing, recipe.keeps_logits()
+        model.config, rows * length, model.itemsize, training.gradient_checkpointing, isinstance(recipe, SFTRecipe)
     )
     note = f"estimate, {rows} x {length} tokens, {with_or_without} checkpointing"
     items.append(Item("activations", held, when="update", note=note))
-    if (taught := recipe.taught()) is not None:
-        items += _teacher_items(taught, replace(model, parameters=parameters))
-    if learned is not None:
+    if isinstance(recipe, TaughtRecipe):
+        items += _teacher_items(recipe, replace(model, parameters=parameters))
+    if isinstance(recipe, KVpopRecipe):
+        learned = recipe.cache
         held = learned.part(learned.learned_view_class).holds(learned, _replayed(recipe, model, prompt, length, cuda))
         items += [Item(name, size, when="update", note=note) for name, size, note in held]
     copy = parameters * model.itemsize
     items += [Item(name, copy, note=note) for name, note in recipe.further_models(bool(engine))]
-    if recipe.engine_config() is not None:
+    if recipe.rollout is not None:
         items += _sampling_items(recipe, model, engine, prompt, length, cuda)
     return Plan(parameters, items)
 
@@ -187,7 +188,7 @@ def _sampling_items(
     if recipe.launch.zero_stage == 3 and not engine:
         note = "ZeRO-3 samples from whole weights"
         items.append(Item("gathered weights", model.bytes, when="sampling", note=note))
-    rollout, sequences = recipe.engine_config(), recipe.sequences_sampled()
+    rollout, sequences = recipe.rollout, recipe.sequences_sampled()
     assert rollout is not None
     at_once = min(rollout.max_batch, sequences)
     items += engine
@@ -219,7 +220,7 @@ def _teacher_items(recipe: TaughtRecipe, model: Model) -> list[Item]:
     return [Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards"))]
 
 
-def _replayed(recipe: TrainRecipe, model: Model, prompt: int, length: int, cuda: bool) -> Replayed:
+def _replayed(recipe: Any, model: Model, prompt: int, length: int, cuda: bool) -> Replayed:
     layers, kv_heads, head_dim = model.cache_shape
     return Replayed(
         rows=recipe.training.per_device_train_batch_size,
@@ -229,7 +230,7 @@ def _replayed(recipe: TrainRecipe, model: Model, prompt: int, length: int, cuda:
         kv_heads=kv_heads,
         head_dim=head_dim,
         layers=1 if recipe.training.gradient_checkpointing else layers,
-        kernel=recipe.attention_kernel() or "",
+        kernel=recipe.replay.attention_kernel,
         itemsize=8 if computes_exactly(recipe, cuda) else model.itemsize,
         model_itemsize=model.itemsize,
         cuda=cuda,
@@ -246,7 +247,7 @@ def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
     """What vllm holds: its own weights, and a pool for keys and values. Nothing for hf, which has neither."""
     from rollout.choice import choose_engine
 
-    rollout = recipe.engine_config()
+    rollout = recipe.rollout
     if rollout is None or choose_engine(rollout, model.config, cache_configs(recipe), cuda)[0] == "hf":
         return []
     own = -(-model.bytes // rollout.tensor_parallel)
@@ -343,7 +344,7 @@ def transient_bytes(
 
 def computes_exactly(recipe: Recipe, cuda: bool) -> bool:
     """Whether float32 attention is computed in float64, as it is on a CPU where a recipe says nothing else."""
-    rollout = recipe.engine_config()
+    rollout = recipe.rollout
     return recipe.dtype == "float32" and not cuda and (rollout is None or rollout.exact)
 
 

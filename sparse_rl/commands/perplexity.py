@@ -6,13 +6,12 @@ Writes output_dir/perplexity.json (recipe, versions, rows).
 from __future__ import annotations
 
 import argparse
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparse_rl.commands.arguments import add_overwrite, add_recipe, read_recipe, refuse_used
-from sparse_rl.commands.console import Session, quiet_loading, say
+from sparse_rl.commands.console import Session, print_table, quiet_loading, say
 from sparse_rl.commands.eval import write_results
 from sparse_rl.progress import stage
 from sparse_rl.recipe import PerplexityRecipe
@@ -30,17 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
-    from rich.console import Console
-
     from sparse_rl.analysis.evaluation import perplexity_table
 
-    recipe = read_recipe(options).as_perplexity()
+    recipe = read_recipe(options).expect(PerplexityRecipe)
     refuse_used(Path(recipe.output_dir), (RESULTS,), "output_dir", options.overwrite)
     session.folder = Path(recipe.output_dir)
     quiet_loading(session.verbose)
-    rows = measure(recipe, progress=recipe.rollout.progress)
-    wide = None if sys.stdout.isatty() else 200
-    Console(width=wide).print(perplexity_table(rows))
+    print_table(perplexity_table(measure(recipe, progress=recipe.rollout.progress)))
     print(Path(recipe.output_dir) / RESULTS)
     return 0
 
@@ -53,17 +48,16 @@ def measure(recipe: PerplexityRecipe, progress: bool = True) -> list[PerplexityR
     with stage("loading", recipe.model, shown=progress):
         from rollout.evaluation.perplexity import measure_perplexity
         from sparse_rl.commands import sampling
+        from sparse_rl.commands.prepared import prepare
         from sparse_rl.data.text import read_pieces
-        from sparse_rl.models.load import load_config, load_tokenizer
-        from trainer.rundir import prepare
+        from trainer import rundir
 
-        policies, config = sampling.policies_of(recipe), load_config(recipe.model)
-        chosen, finding = sampling.choose_recipe_engine(recipe, config)
-        recipe, length = chosen.as_perplexity(), recipe.prompt_tokens + recipe.completion_tokens
-        pieces = read_pieces(recipe.text, load_tokenizer(recipe.model), length, recipe.pieces)
-    say("rollouts", finding)
+        prepared = prepare(recipe)
+        recipe, length = prepared.recipe, recipe.prompt_tokens + recipe.completion_tokens
+        pieces = read_pieces(recipe.text, prepared.tokenizer, length, recipe.pieces)
+    say("rollouts", prepared.findings["rollouts"])
     say("text", f"{len(pieces)} pieces of {recipe.prompt_tokens} + {recipe.completion_tokens} tokens")
-    folder = prepare(recipe.output_dir, recipe.as_yaml())
-    opened = sampling.engines(recipe, progress=progress)
+    folder = rundir.prepare(recipe.output_dir, recipe.as_yaml())
+    opened = sampling.engines(prepared, progress)
     on_row = partial(write_results, folder / RESULTS, recipe)
-    return measure_perplexity(pieces, recipe.prompt_tokens, policies, opened, on_row=on_row, progress=progress)
+    return measure_perplexity(pieces, recipe.prompt_tokens, prepared.policies, opened, on_row=on_row, progress=progress)

@@ -5,23 +5,18 @@ accuracy, or perplexity, against the budgets of an evaluation, or the ratios of 
 from __future__ import annotations
 
 import argparse
-import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rollout.origin import TRACES
 from sparse_rl.commands import eval, perplexity
 from sparse_rl.commands.arguments import file_path
-from sparse_rl.commands.console import Session
+from sparse_rl.commands.console import Session, print_table
 from sparse_rl.errors import UserError, nearest_few, one_line
 from sparse_rl.files import read_text
 from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, runs_below
 from sparse_rl.recipe.schema import parse_yaml
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 ABOUT = (
     "Learning and mismatch curves of runs, or any metric of theirs; the density of a trace, or its map of pages; "
@@ -100,7 +95,7 @@ def draw_runs(folders: Sequence[Path], out: Path | None, metric: str | None) -> 
         else:
             single += GAP
     if single:
-        show(steps_table(runs, single))
+        print_table(steps_table(runs, single))
     return 0
 
 
@@ -145,11 +140,4 @@ def draw_evaluation(file: Path, out: Path) -> None:
     if varied(sweep):
         print(plot_sweep(sweep, out))
     else:
-        show(points_table(sweep))
-
-
-def show(table: Table) -> None:
-    """Print a table; wide where no terminal says how wide."""
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+        print_table(points_table(sweep))

@@ -38,7 +38,7 @@ from sparse_rl.errors import StoppedError
 from sparse_rl.methods.config import EvictingConfig
 from sparse_rl.metrics import read_metrics
 from sparse_rl.progress import Stage, screen, stage
-from sparse_rl.recipe import load_recipe
+from sparse_rl.recipe import TrainRecipe, load_recipe
 
 ABOUT = "On a machine without a GPU: show that training under the recorded evictions pays."
 BUDGETS = (32, 36, 40, 44, 48, 56, 64)
@@ -47,12 +47,7 @@ LEAST = 0.18  # runs that start nearer to chance (0.10) often stay there
 METHODS = {"rl_sparse": "grpo", "rl_full": "grpo_full", "rl_mismatch": "grpo_mismatch"}  # name -> recipe, and folder
 SHIPPED = "quickstart/model"
 START = "sft"  # the row of results.json that says where RL began
-LABELS = {
-    START: "before RL",
-    "rl_sparse": "RL-Sparse",
-    "rl_full": "RL-Full",
-    "rl_mismatch": "RL, mismatched masks",
-}
+LABELS = {START: "before RL", "rl_sparse": "RL-Sparse", "rl_full": "RL-Full", "rl_mismatch": "RL, mismatched masks"}
 DRAWN_AS = {  # in the colours of sparse_rl/analysis/drawing.py
     START: "sft",
     "rl_sparse": "streaming",
@@ -152,7 +147,7 @@ class Quickstart:
 
     def train(self, label: str, folder: Path, recipe: str, seed: int, *more: str) -> None:
         overrides = [f"seed={seed}", f"output_dir={folder}", f"data.synthetic.seed={seed}", *more]
-        steps = load_recipe(f"quickstart/{recipe}").as_training().training.max_steps
+        steps = load_recipe(f"quickstart/{recipe}").expect(TrainRecipe).training.max_steps
         self.stages.run(label, folder, ["train", f"quickstart/{recipe}", *overrides], steps)
 
     def evaluate(self, label: str, folder: Path, seed: int, *more: str) -> list[dict[str, Any]]:
@@ -217,7 +212,7 @@ class Quickstart:
 
 def shipped_budget() -> int:
     """The budget of quickstart/grpo, which was calibrated on the shipped model as `from_scratch` does it."""
-    cache = load_recipe("quickstart/grpo").as_training().exported_cache()
+    cache = load_recipe("quickstart/grpo").caches()[0]
     assert isinstance(cache, EvictingConfig)
     return cache.budget
 

@@ -27,7 +27,7 @@ def checkpoint_to_resume(recipe: TrainRecipe, resume: str) -> Path:
     training = recipe.training
     if training.lr_scheduler_type in ENDLESS and (training.warmup_steps == 0 or training.warmup_steps >= 1):
         freely += LENGTH
-    if recipe.attention_kernel() == "auto":
+    if recipe.resolved().get("attention_kernel") == "auto":
         freely += ("attention_kernel",)  # not chosen yet: the processes that train will ask again
     may_change = MayChange(freely, MAY_CHANGE_BUT_FOR_ROUNDING)
     return checkpoint_of(recipe.output_dir, resume, recipe.resolved(), may_change)

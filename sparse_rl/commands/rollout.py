@@ -9,18 +9,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.config import SamplingConfig
 from rollout.origin import COMPLETIONS, ORIGIN, TRACES, Origin
 from sparse_rl.commands.arguments import add_overwrite, add_recipe, file_path, positive, read_recipe, refuse_used
 from sparse_rl.commands.console import Session, quiet_loading, say
 from sparse_rl.config import as_mapping
+from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
 from sparse_rl.progress import stage
-from sparse_rl.recipe import Recipe
+from sparse_rl.recipe import EvalRecipe, GRPORecipe, PerplexityRecipe, Recipe
 
 if TYPE_CHECKING:
     from rollout.engine import Rollout
     from rollout.evaluation.contexts import Questions
-    from sparse_rl.policies.base import Policy
+    from sparse_rl.commands.prepared import Prepared
 
 ABOUT = "Sample problems of a recipe and keep their completions and traces."
 FILES = (COMPLETIONS, TRACES, ORIGIN)
@@ -35,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, session: Session) -> int:
     recipe = read_recipe(options)
-    recipe.sampled_problems()  # refuses a kind that has none
+    sampled_problems(recipe)  # refuses a kind that has none
     folder = options.out or Path(recipe.output_dir) / "rollouts"
     refuse_used(folder, FILES, "--out", options.overwrite)
     session.folder = folder
@@ -51,56 +53,70 @@ def run(options: argparse.Namespace, session: Session) -> int:
     return 0
 
 
+def sampled_problems(recipe: Recipe) -> tuple[DataConfig, str, int]:
+    """(the dataset of a recipe, its key, samples of each problem). Raises UserError for a kind that samples none."""
+    if isinstance(recipe, GRPORecipe):
+        return recipe.data, "data", recipe.grpo.num_generations
+    if isinstance(recipe, EvalRecipe):
+        where, data = next(iter(recipe.prompt_sources().items()))
+        return data, where, recipe.samples
+    perplexity = isinstance(recipe, PerplexityRecipe)
+    wrong = "has no cache to sample under; use one of grpo or eval"
+    wrong = "samples nothing; use sparse-rl perplexity" if perplexity else wrong
+    raise UserError(f"a recipe of kind {recipe.kind} {wrong}", "kind")
+
+
 def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, Any]]:
     """Sample the recipe's first problems under its first cache, or behind their contexts under its first prompt cache,
     into `folder`; returns the `summary` of each rollout.
 
     Part by part, so that any number fits, into the files of rollout/files.py.
     """
+    data, where, samples = sampled_problems(recipe)
     with stage("loading", recipe.model):
         from rollout.evaluation.samples import summary
         from rollout.files import written_rollouts
         from sparse_rl.commands import sampling
+        from sparse_rl.commands.prepared import prepare
         from sparse_rl.data.problems import load_data
-        from sparse_rl.models.load import load_config, load_tokenizer, model_fingerprint
+        from sparse_rl.models.load import model_fingerprint
         from sparse_rl.policies.registry import fingerprint
 
-        asked = recipe.sampled_problems()
-        policy = sampling.policies_of(recipe)[0]
-        config, tokenizer = load_config(recipe.model), load_tokenizer(recipe.model)
-        recipe, finding = sampling.choose_recipe_engine(recipe, config)
-        room = sampling.prompt_room(recipe, config)
-        say("rollouts", finding)
-        source = load_data(asked.data, tokenizer, where=asked.where)
+        prepared = prepare(recipe)
+        recipe, config, tokenizer = prepared.recipe, prepared.config, prepared.tokenizer
+        policy, engine = prepared.policies[0], recipe.rollout
+        assert engine is not None
+        say("rollouts", prepared.findings["rollouts"])
+        source = load_data(data, tokenizer, where=where)
         source = source.select(range(min(problems, len(source))))
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{folder} cannot be written: {error}", "--out") from error
         made_by = {"model": model_fingerprint(config), "policy": fingerprint(policy)}
+        sampled = recipe.sampling(samples)
         if caches := recipe.prompt_caches():
             made_by["prompt_cache"] = json.dumps(as_mapping(caches[0]), sort_keys=True)
-            opened = _behind_contexts(recipe, sampling.context_questions(source, tokenizer, asked.data), folder)
+            opened = _behind_contexts(prepared, sampling.context_questions(source, tokenizer, data), sampled, folder)
         else:
-            opened = _plain(recipe, policy, sampling.prompt_tokens(source, tokenizer, asked.data, room, asked.where))
-    engine = sampling.engine_config_of(recipe)
+            opened = _plain(prepared, sampling.prompt_tokens(source, tokenizer, data, prepared.room, where), sampled)
     origin = Origin(
         model=str(Path(recipe.model).absolute()) if Path(recipe.model).is_dir() else recipe.model,
         vocabulary=config.vocab_size,
         engine=engine.engine,  # type: ignore[arg-type]  # chosen, no longer auto
         dtype=recipe.dtype,
         exact=engine.exact,
-        sampling=recipe.sampling(asked.samples),
+        sampling=sampled,
         evicts=policy.schedule.evicts or bool(caches),
         made_by=made_by,
     )
     summaries: list[dict[str, Any]] = []
-    sampled = stage("rollouts", total=len(source), unit="problem", shown=engine.progress)
-    with opened as parts, written_rollouts(folder, origin) as add, sampled as shown:
+    row = stage("rollouts", total=len(source), unit="problem", shown=engine.progress)
+    with opened as parts, written_rollouts(folder, origin) as add, row as shown:
         kept = [name for name in ("prompt", "answer") if name in source.column_names]
         for indices, part in parts:
             texts = tokenizer.batch_decode([r.completion_ids for r in part], skip_special_tokens=True)
-            rows = [{name: source[i][name] for name in kept} for i in indices for _ in range(asked.samples)]
+            rows = [{name: source[i][name] for name in kept} for i in indices for _ in range(samples)]
             found = list(map(summary, part))
             add(part, [{**row, "completion": t, **one} for row, t, one in zip(rows, texts, found, strict=True)])
             summaries += found
@@ -112,30 +128,31 @@ Parts = Iterator[tuple[list[int], list["Rollout"]]]  # places of problems, and t
 
 
 @contextmanager
-def _plain(recipe: Recipe, policy: Policy, prompts: list[list[int]]) -> Iterator[Parts]:
+def _plain(prepared: Prepared, prompts: list[list[int]], sampled: SamplingConfig) -> Iterator[Parts]:
     from rollout.evaluation.samples import sample_in_parts
     from sparse_rl.commands import sampling
 
-    asked = recipe.sampling(recipe.sampled_problems().samples)
-    with sampling.engines(recipe, progress=sampling.engine_config_of(recipe).progress)(policy) as engine:
-        yield ((places, rollouts) for places, rollouts, _ in sample_in_parts(engine, prompts, asked))
+    with sampling.engines(prepared, prepared.recipe.rollout.progress)(prepared.policies[0]) as engine:
+        yield ((places, rollouts) for places, rollouts, _ in sample_in_parts(engine, prompts, sampled))
 
 
 @contextmanager
-def _behind_contexts(recipe: Recipe, questions: Questions, folder: Path) -> Iterator[Parts]:
+def _behind_contexts(
+    prepared: Prepared, questions: Questions, sampled: SamplingConfig, folder: Path
+) -> Iterator[Parts]:
     """Under the recipe's first prompt cache."""
     from rollout.evaluation.samples import sample_in_parts
     from sparse_rl.commands import sampling
 
-    asked, first = recipe.sampling(recipe.sampled_problems().samples), recipe.prompt_caches()[:1]
-    engines = sampling.context_engines(recipe, folder, progress=sampling.engine_config_of(recipe).progress)
-    told = engines.opened({"": questions}, first, asked.max_tokens, lambda _, stage: say("rollouts", stage))
+    engines = sampling.context_engines(prepared, folder, prepared.recipe.rollout.progress)
+    first = prepared.recipe.prompt_caches()[:1]
+    told = engines.opened({"": questions}, first, sampled.max_tokens, lambda _, stage: say("rollouts", stage))
     with told as (engine, contexts_of):
 
         def parts() -> Parts:
             for one in contexts_of(""):
                 prompts = [questions.prompts[place].rest for place in one.problems]
-                for places, rollouts, _ in sample_in_parts(engine, prompts, asked, one.context):
+                for places, rollouts, _ in sample_in_parts(engine, prompts, sampled, one.context):
                     yield [one.problems[place] for place in places], rollouts
 
         yield parts()

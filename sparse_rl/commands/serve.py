@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+from functools import partial
 from typing import Any, NoReturn
 
-from sparse_rl.commands.arguments import file_name, gibibytes, positive
+from rollout.config import MOST_GIB
+from sparse_rl.commands.arguments import file_name, number, positive
 from sparse_rl.commands.console import Session, quiet_loading
 
 ABOUT = "Serve a model with vLLM (OpenAI API) under the cache policy that it carries."
@@ -59,7 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-batch", metavar="N", type=positive, default=64, help="sequences at a time")
     parser.add_argument("--max-model-len", metavar="N", type=positive, help="the longest prompt + completion")
-    parser.add_argument("--kv-cache-gb", metavar="GIB", type=gibibytes, help="default: most of the GPU; 1 on a CPU")
+    parser.add_argument(
+        "--kv-cache-gb", metavar="GIB", type=partial(number, most=MOST_GIB), help="default: most of the GPU; 1 on a CPU"
+    )
     parser.add_argument(
         "--full-graphs", action="store_true", help="decode steps as single CUDA graphs; never run on a GPU so far"
     )

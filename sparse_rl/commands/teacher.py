@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
-    recipe = read_recipe(options).as_taught()
+    recipe = read_recipe(options).expect(TaughtRecipe)
     quiet_loading(session.verbose)
     folder, rows, already = write_teacher(recipe)
     print(f"{folder}: {rows} sequences" + (f"; {already} shards were there already" if already else ""))
@@ -32,7 +32,8 @@ def write_teacher(recipe: TaughtRecipe) -> tuple[Path, int, int]:
     """
     import torch
 
-    from sparse_rl.commands.examples import taught_examples
+    from sparse_rl.commands.examples import taught_examples, with_data
+    from sparse_rl.commands.prepared import Prepared
     from sparse_rl.models.load import load_config, load_plain_model, load_tokenizer
     from sparse_rl.models.weights import check_weights
     from trainer.teacher.cache import TeacherFacts, weights_fingerprint, write_teacher_cache
@@ -45,7 +46,8 @@ def write_teacher(recipe: TaughtRecipe) -> tuple[Path, int, int]:
         Path(place).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{place} cannot be written: {error}", "teacher_cache") from error
-    examples, held_out = taught_examples(recipe, load_tokenizer(recipe.model))
+    found = Prepared(recipe=recipe, config=load_config(recipe.model), tokenizer=load_tokenizer(recipe.model))
+    examples, held_out = taught_examples(with_data(found))
     examples += held_out or []
     teacher = load_plain_model(recipe.teacher_model, recipe.dtype, "teacher")
     teacher = teacher.to("cuda" if torch.cuda.is_available() else "cpu")

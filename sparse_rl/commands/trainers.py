@@ -1,4 +1,4 @@
-"""From a recipe, whose engine and attention kernel are chosen, to its trainer: one function for each kind.
+"""From a recipe that is prepared to its trainer: one function for each kind.
 
 A component's configuration is handed on as the recipe holds it.
 """
@@ -13,13 +13,14 @@ from typing import Any
 
 from rollout.config import SAMPLE_LIVE
 from rollout.make import make_engine
-from sparse_rl.commands.examples import recipe_data, taught_examples, training_data
+from sparse_rl.commands.examples import recipe_data, taught_examples
+from sparse_rl.commands.prepared import Prepared
 from sparse_rl.commands.sampling import engine_arguments
 from sparse_rl.errors import UserError
 from sparse_rl.methods.dms.policy import DMS
 from sparse_rl.models.base import base_of
 from sparse_rl.models.directory import POLICY_FILE, SCORERS, saved_policy
-from sparse_rl.models.load import load_model, load_plain_model, load_tokenizer, untrained_model
+from sparse_rl.models.load import load_model, load_plain_model, untrained_model
 from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, SFTRecipe, TaughtRecipe, TrainRecipe
 from trainer import rundir
@@ -47,23 +48,14 @@ def _weights_dtype(recipe: TrainRecipe) -> str:
     return weights_dtype(recipe.dtype, recipe.launch, recipe.lora)
 
 
-def grpo(recipe: GRPORecipe, folder: Path) -> Any:
-    from rewards import make_rewards
+def grpo(prepared: Prepared[GRPORecipe], folder: Path) -> Any:
     from trainer.grpo.arguments import grpo_arguments
     from trainer.grpo.trainer import SparseGRPOTrainer
 
-    try:
-        functions, weights = make_rewards(recipe.rewards)
-    except ValueError as error:
-        raise UserError(str(error), "rewards") from error
-    tokenizer = load_tokenizer(recipe.model)
-    data = training_data(recipe, recipe.data, tokenizer)
-    recipe.check_prompts(len(data))
+    recipe, (functions, weights) = prepared.recipe, prepared.rewards
     options = training_arguments(recipe)
     validation = recipe.validation
-    held_out = None
     if validation is not None:
-        held_out = training_data(recipe, validation.limited_data(), tokenizer, "validation.data")
         groups = -(-recipe.training.per_device_train_batch_size // validation.samples)
         options |= {
             "eval_strategy": "steps",
@@ -73,8 +65,7 @@ def grpo(recipe: GRPORecipe, folder: Path) -> Any:
         }
     args = grpo_arguments(
         recipe.grpo,
-        attention_kernel=recipe.replay.attention_kernel,
-        match_gradient=recipe.replay.match_gradient,
+        **vars(recipe.replay),
         scorers=recipe.scorers,
         model_init_kwargs=model_options(_weights_dtype(recipe)),
         reward_weights=weights,
@@ -92,9 +83,9 @@ def grpo(recipe: GRPORecipe, folder: Path) -> Any:
         model=recipe.model,
         reward_funcs=functions,
         args=args,
-        train_dataset=data,
-        eval_dataset=held_out,
-        processing_class=tokenizer,
+        train_dataset=prepared.rows,
+        eval_dataset=prepared.held_out,
+        processing_class=prepared.tokenizer,
         peft_config=adapters(recipe.lora),
         callbacks=[rundir.RunLog(folder), completions],
         make_engine=engine_of,
@@ -105,12 +96,10 @@ def grpo(recipe: GRPORecipe, folder: Path) -> Any:
     return trainer
 
 
-def sft(recipe: SFTRecipe, folder: Path) -> Any:
+def sft(prepared: Prepared[SFTRecipe], folder: Path) -> Any:
     from trainer.sft.trainer import make_trainer
 
-    tokenizer = load_tokenizer(recipe.model)
-    data = training_data(recipe, recipe.data, tokenizer)
-    problems = None
+    recipe, tokenizer, problems = prepared.recipe, prepared.tokenizer, None
     if recipe.sft.stop_at_accuracy is not None:
         assert recipe.data.synthetic is not None
         fresh = dataclasses.replace(recipe.data.synthetic, split="calibration", size=CHECK_PROBLEMS)
@@ -121,23 +110,15 @@ def sft(recipe: SFTRecipe, folder: Path) -> Any:
         model = untrained_model(recipe.model, recipe.seed, _weights_dtype(recipe))
     else:
         model, options["model_init_kwargs"] = recipe.model, model_options(_weights_dtype(recipe))
-    return make_trainer(
-        model,
-        recipe.sft,
-        options,
-        tokenizer,
-        data,
-        adapters(recipe.lora),
-        [rundir.RunLog(folder)],
-        problems,
-    )
+    more = adapters(recipe.lora), [rundir.RunLog(folder)], problems
+    return make_trainer(model, recipe.sft, options, tokenizer, prepared.rows, *more)
 
 
-def distill(recipe: DistillRecipe, folder: Path) -> Any:
+def distill(prepared: Prepared[DistillRecipe], folder: Path) -> Any:
     from trainer.distill.trainer import DistillArguments, DistillTrainer
 
-    tokenizer = load_tokenizer(recipe.model)
-    examples, held_out = taught_examples(recipe, tokenizer)
+    recipe = prepared.recipe
+    examples, held_out = taught_examples(prepared)
     args = DistillArguments(
         **_taught_options(recipe, held_out), loss=recipe.loss, distill=recipe.distill, scorers=recipe.scorers
     )
@@ -161,16 +142,16 @@ def distill(recipe: DistillRecipe, folder: Path) -> Any:
         engine = make_engine(recipe.rollout.engine, model=starting, **given)
     return DistillTrainer(
         student, teacher, engine, args, examples, held_out, sleep=recipe.rollout.sleep,
-        processing_class=tokenizer, callbacks=[rundir.RunLog(folder)],
+        processing_class=prepared.tokenizer, callbacks=[rundir.RunLog(folder)],
     )  # fmt: skip
 
 
-def kvpop(recipe: KVpopRecipe, folder: Path) -> Any:
+def kvpop(prepared: Prepared[KVpopRecipe], folder: Path) -> Any:
     from trainer.kvpop.gates import GateTrainer
     from trainer.kvpop.trainer import KVpopArguments, KVpopTrainer
 
-    tokenizer = load_tokenizer(recipe.model)
-    examples, held_out = taught_examples(recipe, tokenizer)
+    recipe = prepared.recipe
+    examples, held_out = taught_examples(prepared)
     args = KVpopArguments(**_taught_options(recipe, held_out), loss=recipe.loss, kvpop=recipe.kvpop)
     student = load_model(recipe.model, _weights_dtype(recipe))
     policy: Any = make_policy(recipe.cache)
@@ -185,7 +166,7 @@ def kvpop(recipe: KVpopRecipe, folder: Path) -> Any:
     kind = GateTrainer if isinstance(policy, DMS) else KVpopTrainer
     return kind(
         student, teacher, policy, args, examples, held_out,
-        processing_class=tokenizer, callbacks=[rundir.RunLog(folder)],
+        processing_class=prepared.tokenizer, callbacks=[rundir.RunLog(folder)],
     )  # fmt: skip
 
 
@@ -205,8 +186,7 @@ def _taught_options(recipe: TaughtRecipe, held_out: Any) -> dict[str, Any]:
         options |= {"eval_strategy": "steps", "eval_steps": recipe.validation.every}
     return {
         **options,
-        "attention_kernel": recipe.replay.attention_kernel,
-        "match_gradient": recipe.replay.match_gradient,
+        **vars(recipe.replay),
         "per_device_eval_batch_size": recipe.training.per_device_train_batch_size,
     }
 
@@ -222,8 +202,4 @@ def _teacher(recipe: TaughtRecipe, student: Any, examples: Any) -> Any:
             wrong = f"{folder} does not know {unknown} sequences of this dataset; write it for this recipe"
             raise UserError(wrong, "teacher_cache")
         return cache
-    teacher = load_plain_model(recipe.teacher_model, recipe.dtype, "model" if recipe.own_teacher else "teacher")
-    if teacher.config.vocab_size != student.config.vocab_size:
-        sizes = f"{teacher.config.vocab_size} tokens, the student's {student.config.vocab_size}"
-        raise UserError(f"the vocabulary has {sizes}; it must be the same", "teacher")
-    return teacher
+    return load_plain_model(recipe.teacher_model, recipe.dtype, "model" if recipe.own_teacher else "teacher")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.origin import COMPLETIONS, Origin, read_origin
-from sparse_rl.commands.arguments import file_path
+from sparse_rl.commands.arguments import file_path, number
 from sparse_rl.commands.console import Session, quiet_loading, warn
-from sparse_rl.config import show
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import CONFIG_FILE, model_directory
 
@@ -26,19 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rollouts", metavar="ROLLOUTS", type=file_path, help="a folder that sparse-rl rollout wrote")
     parser.add_argument("model", metavar="MODEL", nargs="?", help="default: the one that has sampled them")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the sampler's")
-    parser.add_argument("--bound", metavar="NATS", type=nats, help="the largest gap of a token; default: by dtype")
+    parser.add_argument("--bound", metavar="NATS", type=number, help="the largest gap of a token; default: by dtype")
     parser.add_argument("--json", action="store_true", help="for machines")
-
-
-def nats(text: str) -> float:
-    """A finite number > 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number > 0, got {show(text)}")
-    return value
 
 
 def run(options: argparse.Namespace, session: Session) -> int:

@@ -68,8 +68,8 @@ class SchemaWriter:
     def swept(self, schema: Schema) -> Schema:
         """A recipe whose cache need not be whole where a sweep says the rest, which its types leave open.
 
-        SweptRecipe.caches says what is taken: in `cache` the keys of any policy, in `sweep.policy` those of the one
-        that is named; what a policy needs may stand in either. Without a sweep, `cache` is one whole policy.
+        SweptRecipe.read_points says what is taken: in `cache` the keys of any policy, in `sweep.policy` those of the
+        one that is named; what a policy needs may stand in either. Without a sweep, `cache` is one whole policy.
         """
         members = {name: self.member(config, whole=False) for name, config in PolicyConfig.members().items()}
         name = {"enum": list(members)}
@@ -101,18 +101,12 @@ class SchemaWriter:
     def property(self, key: Key) -> Schema:
         """A key: its type, its default, and what is said of it."""
         words = ": ".join(filter(None, [describe(key.hint), key.words]))
-        schema = {"description": words, **self.type(key.hint, key.default)}
+        schema = {"description": words, **self.type(key.hint)}
         if not key.required and not dataclasses.is_dataclass(key.default):
             schema["default"] = key.default
         elif isinstance(key.default, NamedConfiguration):
             schema["default"] = key.default.as_block()
         return schema
-
-    def block(self, cls: type, default: Any) -> Schema:
-        """A block that is a dataclass: the definition of that class, or of the one that the place has by default."""
-        held = cls if default is None else type(default)
-        assert default is None or default == held(), f"{held.__name__} here has defaults that its definition has not"
-        return self.refer(held.__name__, partial(self.mapping, held))
 
     def family(self, cls: type[NamedConfiguration]) -> Schema:
         """One of a family: by its name alone, where it needs no more, or as a mapping that says its name."""
@@ -131,25 +125,23 @@ class SchemaWriter:
 
     # ---- types -----------------------------------------------------------------------------------------------------
 
-    def type(self, hint: Any, default: Any = None, promote: bool = True) -> Schema:
+    def type(self, hint: Any, promote: bool = True) -> Schema:
         """What `coerce` (sparse_rl/config.py) takes for a type, but for the bounds of its rules.
 
-        default : where the type is a block, the instance that its defaults are taken from
         promote : whether a single value passes as a list of one
         """
         origin, args = get_origin(hint), get_args(hint)
-        block = default if dataclasses.is_dataclass(default) else None
         if origin is Annotated:
-            return self.type(args[0], promote=promote)
+            return self.type(args[0], promote)
         if origin in (Union, types.UnionType):
             alone = sum(member is not type(None) for member in args) == 1
-            return {"anyOf": [self.type(member, block, promote=alone) for member in args]}
+            return {"anyOf": [self.type(member, alone) for member in args]}
         if origin is Literal:
             return {"enum": list(args)}
         if isinstance(hint, type) and issubclass(hint, NamedConfiguration):
             return self.refer(hint.__name__, partial(self.family, hint))
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            return self.block(hint, block)
+            return self.refer(hint.__name__, partial(self.mapping, hint))
         if origin is list or hint is list:
             return _list_of(self.type(args[0]) if args else {}, promote)
         if origin is dict or hint is dict:

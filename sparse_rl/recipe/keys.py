@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from sparse_rl.config import NamedConfiguration, describe, flat_fields, own_fields
+from sparse_rl.config import NamedConfiguration, default_of, describe, flat_fields, own_fields
 
 REQUIRED = "required"
 _ENTRY = re.compile(r"(\w+(?:, \w+)*) : (.*)")
@@ -92,41 +93,24 @@ def _words(cls: type, key: str) -> str:
 # ---- keys --------------------------------------------------------------------------------------------------
 
 
-def own_keys(cls: type, default: Any = None) -> Iterator[Key]:
-    """The keys that a dataclass has itself, without what it holds flat.
-
-    default : an instance that the defaults are taken from; None: the dataclass's own
-    """
+def own_keys(cls: type) -> Iterator[Key]:
+    """The keys that a dataclass has itself, without what it holds flat."""
     hints = own_fields(cls)
     for f in dataclasses.fields(cls):
         if f.name in hints:
-            yield Key(f.name, hints[f.name], _default(f, default), _words(_speaker(cls, default), f.name))
+            yield Key(f.name, hints[f.name], default_of(f), _words(cls, f.name))
 
 
-def all_keys(cls: type, default: Any = None) -> Iterator[Key]:
+def all_keys(cls: type) -> Iterator[Key]:
     """The keys that stand beside each other in YAML: a dataclass's own, and those of what it holds flat."""
-    for holder, usual in holders(cls, default):
-        yield from own_keys(holder, usual)
+    return itertools.chain.from_iterable(map(own_keys, holders(cls)))
 
 
-def holders(cls: type, default: Any = None) -> Iterator[tuple[type, Any]]:
-    """A dataclass and those that it holds flat, each with the instance that its defaults are taken from, or None."""
-    yield cls, default
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    for name, held in flat_fields(cls).items():
-        value = _default(fields[name], default)
-        yield from holders(held, None if value is dataclasses.MISSING else value)
-
-
-def _default(f: dataclasses.Field, holder: Any) -> Any:
-    if holder is not None:
-        return getattr(holder, f.name)
-    return f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-
-
-def _speaker(cls: type, default: Any) -> type:
-    """The dataclass whose docstring and file count: that of the defaults."""
-    return cls if default is None else type(default)
+def holders(cls: type) -> Iterator[type]:
+    """A dataclass and those that it holds flat."""
+    yield cls
+    for held in flat_fields(cls).values():
+        yield from holders(held)
 
 
 # ---- as they are shown -------------------------------------------------------------------------------------
@@ -136,21 +120,17 @@ def list_sections(cls: type, prefix: str = "") -> list[Section]:
     """The keys of a dataclass: a section of its own, and one for each configuration that it holds flat."""
     places: dict[type, str] = {}
     return [
-        Section(
-            read_docstring(_speaker(holder, default))[0],
-            _file(_speaker(holder, default)),
-            list(_list_rows(holder, prefix, default, places)),
-        )
-        for holder, default in holders(cls)
+        Section(read_docstring(holder)[0], _file(holder), list(_list_rows(holder, prefix, places)))
+        for holder in holders(cls)
     ]
 
 
-def _list_rows(cls: type, prefix: str, default: Any, places: dict[type, str]) -> Iterator[Row]:
+def _list_rows(cls: type, prefix: str, places: dict[type, str]) -> Iterator[Row]:
     """A row for each key that a dataclass has itself, and for those of its blocks.
 
     places : where a block's keys have been listed before; there they are not listed again
     """
-    for key in own_keys(cls, default):
+    for key in own_keys(cls):
         name, value, words, kind = f"{prefix}{key.name}", key.default, key.words, describe(key.hint)
         block = _block(key.hint)
         if block is None:
@@ -163,9 +143,8 @@ def _list_rows(cls: type, prefix: str, default: Any, places: dict[type, str]) ->
             yield Row(inner, kind, _show(value), words)
             continue
         places[held] = inner
-        usual = value if dataclasses.is_dataclass(value) else None
         yield Row(inner, kind, _show(value), words or read_docstring(held)[0], _file(held))
-        yield from _list_rows(held, f"{inner}.", usual, places)
+        yield from _list_rows(held, f"{inner}.", places)
 
 
 def _block(hint: Any) -> tuple[type, bool] | None:

@@ -8,7 +8,6 @@ options of TRL's trainers (passed_through.py) are further flat keys. Nothing her
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.resources
 import re
@@ -26,20 +25,14 @@ from sparse_rl.recipe.refused import refusal
 from sparse_rl.recipe.schema import MOST_CHARACTERS, apply_overrides, parse_yaml
 
 
-def _shipped() -> dict[str, Any]:
+def _shipped() -> dict[str, Path]:
     """Name -> file, of every YAML file with a `kind` in the recipes package."""
-    found: dict[str, Any] = {}
-
-    def visit(folder: Any, prefix: str) -> None:
-        for item in folder.iterdir():
-            if item.is_dir():
-                visit(item, f"{prefix}{item.name}/")
-            elif item.name.endswith(".yaml") and re.search(r"^kind:", item.read_text(encoding="utf-8"), re.M):
-                found[prefix + item.name.removesuffix(".yaml")] = item
-
-    with contextlib.suppress(ModuleNotFoundError):  # the package alone ships none
-        visit(importlib.resources.files("recipes"), "")
-    return found
+    try:
+        folder = Path(str(importlib.resources.files("recipes")))
+    except ModuleNotFoundError:  # the package alone ships none
+        return {}
+    files = [file for file in folder.rglob("*.yaml") if re.search(r"^kind:", file.read_text("utf-8"), re.M)]
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
 
 
 def list_recipes() -> list[str]:

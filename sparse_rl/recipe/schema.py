@@ -20,13 +20,15 @@ _FLOAT = re.compile(
     r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
 )
 _INT = re.compile(r"[-+]?[0-9][0-9_]*$")
+_TAG = "tag:yaml.org,2002:"
+_TYPES = (None, *(f"{_TAG}{name}" for name in ("null", "bool", "float", "str", "seq", "map")))  # None: any other
 _SIGNED = list("-+.0123456789")
 MOST_CHARACTERS, MOST_VALUES, MOST_LEVELS, MOST_DIGITS = 100_000, 10_000, 32, 40
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {}  # none of PyYAML's own, and none of its types beyond JSON's; filled below
-    yaml_constructors = {}
+    yaml_implicit_resolvers = {}  # none of PyYAML's own, filled below; and none of its types beyond JSON's
+    yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in _TYPES}
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -90,24 +92,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_CONSTRUCTORS: Any = (
-    (None, _Loader.construct_undefined),
-    ("null", _Loader.construct_yaml_null),
-    ("bool", _Loader.construct_yaml_bool),
-    ("int", _Loader.construct_integer),
-    ("float", _Loader.construct_yaml_float),
-    ("str", _Loader.construct_yaml_str),
-    ("seq", _Loader.construct_yaml_seq),
-    ("map", _Loader.construct_yaml_map),
-)
-for _tag, _construct in _CONSTRUCTORS:
-    _Loader.add_constructor(_tag and f"tag:yaml.org,2002:{_tag}", _construct)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:[tT]rue|TRUE|[fF]alse|FALSE)$"), list("tTfF"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"<<$"), ["<"])
+_Loader.add_constructor(f"{_TAG}int", _Loader.construct_integer)
+_Loader.add_implicit_resolver(f"{_TAG}null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+_Loader.add_implicit_resolver(f"{_TAG}bool", re.compile(r"(?:[tT]rue|TRUE|[fF]alse|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(f"{_TAG}merge", re.compile(r"<<$"), ["<"])
 for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:int", _INT, _SIGNED)
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, _SIGNED)
+    _class.add_implicit_resolver(f"{_TAG}int", _INT, _SIGNED)
+    _class.add_implicit_resolver(f"{_TAG}float", _FLOAT, _SIGNED)
 
 
 def parse_yaml(text: str, name: str) -> Any:

@@ -5,45 +5,34 @@ python -m sparse_rl.recipe.trl_options > docs/trl_options.md
 
 from __future__ import annotations
 
+from sparse_rl.recipe.keys import REQUIRED, all_keys
+from sparse_rl.recipe.kinds import KINDS
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.refused import PREFIXES, REFUSED
 from trainer import options
 
 KIND = "grpo"
 
-# Keys of ours with TRL's names: how the default differs, ours before TRL's, where it does.
-KEYS: dict[str, tuple[object, object] | None] = {
-    "adam_beta1": None,
-    "adam_beta2": None,
-    "beta": None,
-    "epsilon": None,
-    "epsilon_high": None,
-    "gradient_accumulation_steps": None,
-    "gradient_checkpointing": None,
-    "learning_rate": None,
-    "logging_steps": (1, 10),
-    "loss_type": ("grpo", "dapo"),
-    "lr_scheduler_type": ("constant", "linear"),
-    "max_completion_length": (4096, 512),
-    "max_grad_norm": None,
-    "max_steps": None,
-    "num_generations": None,
-    "num_iterations": None,
-    "num_train_epochs": (1.0, 3.0),
-    "output_dir": ("required", None),
-    "per_device_train_batch_size": None,
-    "report_to": ([], "none"),
-    "run_name": None,
-    "save_steps": (100, 500),
-    "save_total_limit": (2, None),
-    "scale_rewards": None,
-    "seed": None,
-    "steps_per_generation": None,
-    "temperature": None,
-    "top_k": (None, 0),
-    "top_p": None,
-    "warmup_steps": None,
-    "weight_decay": None,
+# Keys of ours with TRL's names; and TRL's default, where ours differs.
+KEYS = (
+    *("adam_beta1", "adam_beta2", "beta", "epsilon", "epsilon_high", "gradient_accumulation_steps"),
+    *("gradient_checkpointing", "learning_rate", "logging_steps", "loss_type", "lr_scheduler_type"),
+    *("max_completion_length", "max_grad_norm", "max_steps", "num_generations", "num_iterations", "num_train_epochs"),
+    *("output_dir", "per_device_train_batch_size", "report_to", "run_name", "save_steps", "save_total_limit"),
+    *("scale_rewards", "seed", "steps_per_generation", "temperature", "top_k", "top_p", "warmup_steps"),
+    *("weight_decay",),
+)
+THEIRS: dict[str, object] = {
+    "logging_steps": 10,
+    "loss_type": "dapo",
+    "lr_scheduler_type": "linear",
+    "max_completion_length": 512,
+    "num_train_epochs": 3.0,
+    "output_dir": None,
+    "report_to": "none",
+    "save_steps": 500,
+    "save_total_limit": None,
+    "top_k": 0,
 }
 
 # Options that are taken, and do more, less or something else than in TRL: how, and the page that says more.
@@ -90,12 +79,17 @@ def page() -> str:
 
 def _taken(name: str) -> str:
     parts = []
-    if (differs := KEYS.get(name)) is not None:
-        parts.append(f"default `{_shown(differs[0])}` (TRL: `{_shown(differs[1])}`)")
+    if name in THEIRS:
+        parts.append(f"default `{_shown(default_of_ours(name))}` (TRL: `{_shown(THEIRS[name])}`)")
     if name in OURS:
         words, link = OURS[name]
         parts.append(f"[{words}]({link})")
     return "ours: " + "; ".join(parts) if parts else "same"
+
+
+def default_of_ours(name: str) -> object:
+    """The default of a key of ours."""
+    return next(REQUIRED if key.required else key.default for key in all_keys(KINDS[KIND]) if key.name == name)
 
 
 def _shown(value: object) -> str:

@@ -144,7 +144,7 @@ def test_errors_are_checked_before_processes_start(here, capsys, monkeypatch):
     config, words = started[0]
     assert config.processes == 2 and words == arguments
     monkeypatch.setenv("RANK", "0")  # a process of the launch trains itself
-    monkeypatch.setattr("sparse_rl.commands.train.train", lambda recipe, resume, show: "model")
+    monkeypatch.setattr("sparse_rl.commands.train.run_training", lambda prepared, show: "model")
     assert main(arguments) == 0 and len(started) == 1
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sparse_rl.data.running_sum import save_untrained
-from sparse_rl.recipe import EvalRecipe, list_recipes, load_recipe
+from sparse_rl.recipe import EvalRecipe, TrainRecipe, list_recipes, load_recipe
 
 HEAVY = ("torch", "transformers", "trl", "datasets", "numpy")
 ANSWER = """
@@ -51,7 +51,7 @@ def mistakes() -> list[tuple[list[str], str]]:
     made = []
     for number, name in enumerate(list_recipes()):
         recipe = load_recipe(name)
-        block = "launch" if recipe.trained else "rollout"
+        block = "launch" if isinstance(recipe, TrainRecipe) else "rollout"
         keys = [
             ("no_such_key=1", "no_such_key: unknown key"),
             (f"{block}.no_such_key=1", f"{block}.no_such_key: unknown key"),
@@ -68,7 +68,7 @@ def mistakes() -> list[tuple[list[str], str]]:
             values.append(("cache.policy=gvk", "unknown cache policy 'gvk'"))
             if not (isinstance(recipe, EvalRecipe) and recipe.sweep.budget):  # there the sweep's budgets count
                 values.append(("cache={policy: gkv, budget: 4, window: 4}", "budget: 4 must exceed window"))
-        command = "train" if recipe.trained else recipe.kind
+        command = "train" if isinstance(recipe, TrainRecipe) else recipe.kind
         for override, says in (keys[number % len(keys)], values[number % len(values)]):
             made.append(([command, name, override], says))
     return made

@@ -54,7 +54,7 @@ def book(here: Path, model: Path) -> Callable[..., PerplexityRecipe]:
             "prompt_tokens": 12, "completion_tokens": 20,
         }  # fmt: skip
         keys["rollout"] = {"engine": "hf", **keys.get("rollout", {})}
-        return make_recipe({**mapping, **keys}).as_perplexity()
+        return make_recipe({**mapping, **keys}).expect(PerplexityRecipe)
 
     return make
 

@@ -69,7 +69,7 @@ def test_runs_lie_where_their_recipes_are_called() -> None:
     for name in METHODS.values():
         recipe = load_recipe(f"quickstart/{name}")
         assert Path(recipe.output_dir).name == name and recipe.model == "quickstart/model"
-    assert shipped_budget() == load_recipe("quickstart/grpo_mismatch").as_training().exported_cache().budget == 40
+    assert shipped_budget() == load_recipe("quickstart/grpo_mismatch").cache.budget == 40
     assert list(LABELS) == [START, *METHODS]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import shlex
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +15,9 @@ import torch
 from sparse_rl import progress
 from sparse_rl.attention.parity import Parity
 from sparse_rl.commands.arguments import read_recipe
+from sparse_rl.commands.checks import prepare_training
 from sparse_rl.commands.main import main, parse
-from sparse_rl.commands.train import compile_attention, what_next, with_choices
+from sparse_rl.commands.train import compile_attention, what_next
 from sparse_rl.policies import make_policy
 from trainer.card import model_card
 
@@ -35,14 +38,14 @@ def test_what_auto_falls_back_to_is_said_with_the_reason(here, without_vllm, cap
     assert capsys.readouterr().out.splitlines()[0] == fallback
     assert main(["eval", "eval.yaml", *QUIET]) == 0
     assert capsys.readouterr().out.splitlines()[0] == fallback
-    with_choices(read_recipe(parse(["train", "grpo.yaml", *QUIET])))
+    prepare_training(read_recipe(parse(["train", "grpo.yaml", *QUIET])))
     assert capsys.readouterr().out.splitlines() == [fallback, f"attention kernel: gather ({NO_GPU})"]
 
 
 def test_of_several_processes_the_first_says_it(here, without_vllm, capsys, monkeypatch):
     recipe = read_recipe(parse(["train", "grpo.yaml", *QUIET]))
     monkeypatch.setenv("RANK", "1")
-    with_choices(recipe)
+    prepare_training(recipe)
     assert capsys.readouterr().out == ""
 
 
@@ -54,7 +57,7 @@ def test_what_takes_a_while_on_a_gpu_is_said_before(here, without_vllm, capsys, 
     monkeypatch.setattr(f"{choice}.check_target", lambda *_: Parity("flex", failure="no", seconds=7))
     recipe = read_recipe(parse(["train", "grpo.yaml", *QUIET]))
     monkeypatch.setattr(type(recipe), "foresees", lambda _: True)
-    chosen = with_choices(recipe)
+    chosen = prepare_training(recipe).recipe
     assert capsys.readouterr().out.splitlines()[1:] == [
         "attention kernel: FlexAttention is compiled and checked on this GPU, which takes a while",
         "attention kernel: flex_sorted is exact here (error / allowed: ); checked in 31 s",
@@ -74,6 +77,25 @@ def test_what_takes_a_while_on_a_gpu_is_said_before(here, without_vllm, capsys, 
     assert done == [("flex_sorted", "its configuration", rows, 1000, *place, {"target": True})]
     compile_attention(trainer, recipe.with_attention_kernel("sdpa"))
     assert len(done) == 1 and not capsys.readouterr().out
+
+
+def test_what_a_training_needs_is_found_once(here, without_vllm, monkeypatch):
+    """What it means on this machine, its data and its rewards."""
+    counted = Counter()
+
+    def count(place):
+        module, _, name = place.rpartition(".")
+        plain = getattr(importlib.import_module(module), name)
+        monkeypatch.setattr(place, lambda *given, **more: counted.update([name]) or plain(*given, **more))
+
+    for place in (
+        *("rollout.choice.choose_engine", "sparse_rl.attention.choice.choose_kernel", "rewards.make_rewards"),
+        *("sparse_rl.commands.prepared.load_tokenizer", "sparse_rl.commands.examples.load_data"),
+        "sparse_rl.commands.prepared.check_weights",
+    ):
+        count(place)
+    assert main(["train", "grpo.yaml", *QUIET]) == 0
+    assert len(counted) == 6 and set(counted.values()) == {1}
 
 
 class Touched(BaseException):
@@ -144,9 +166,9 @@ def test_a_run_with_held_out_problems_is_evaluated_by_its_name(here):
 def test_a_server_is_proposed_only_where_it_takes_the_cache(here, recipe, cache, serves):
     """At the end of a training, and in the model's card."""
     words = ["train", recipe, "output_dir=run", *([f"cache={cache}"] if cache else [])]
-    training = read_recipe(parse(words)).as_training()
+    training = read_recipe(parse(words))
     assert ["serve" in line.split() for line in what_next(training).splitlines()] == [False, *[True] * serves, False]
-    carried = training.exported_cache() or training.learned_cache()
+    carried = getattr(training, "cache", None)
     policy = None if carried is None else make_policy(carried)
     card = model_card(training.resolved(), policy, {}, steps=1, place="run/model")
     _, commands, *_ = card.split("```bash\n")

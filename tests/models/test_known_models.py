@@ -6,7 +6,7 @@ import pytest
 
 from sparse_rl.attention.families import check_replayable
 from sparse_rl.commands.main import main
-from sparse_rl.commands.sampling import check_lengths
+from sparse_rl.commands.prepared import check_lengths
 from sparse_rl.models import hub
 from sparse_rl.models.known import SHAPES, load_shape
 from sparse_rl.models.weights import meta_model

@@ -72,7 +72,7 @@ def test_a_definition_is_of_one_dataclass() -> None:
     found: set[type] = set(POLICIES.values()) | set(SCORERS.values())
     waiting = [*KINDS.values(), *found]
     while waiting:
-        for holder, _ in holders(waiting.pop()):
+        for holder in holders(waiting.pop()):
             held = [member for hint in own_fields(holder).values() for member in blocks(hint)]
             waiting += [each for each in held if each not in found]
             found |= {*held}
@@ -282,7 +282,7 @@ def hints() -> dict[str, Any]:
     waiting: list[Any] = [*KINDS.values(), *POLICIES.values(), *SCORERS.values()]
     seen: set[Any] = set()
     while waiting:
-        for holder, _ in holders(waiting.pop()):
+        for holder in holders(waiting.pop()):
             if holder in seen:
                 continue
             seen.add(holder)

@@ -10,12 +10,13 @@ import yaml
 
 from rollout.config import RolloutConfig
 from sparse_rl import recipe as recipes
-from sparse_rl.config import yaml_fields
+from sparse_rl.config import NamedConfiguration, yaml_fields
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
-from sparse_rl.methods.config import FullConfig, SnapKVConfig, StreamingConfig, TovaConfig
-from sparse_rl.recipe import KINDS, load_recipe, make_recipe
+from sparse_rl.methods.config import CONFIGS, FullConfig, SnapKVConfig, StreamingConfig, TovaConfig
+from sparse_rl.recipe import KINDS, TrainRecipe, load_recipe, make_recipe
 from sparse_rl.recipe import load as recipe_loading
+from sparse_rl.recipe.keys import all_keys
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.schema import dump_yaml, parse_yaml
 from trainer.config import LaunchConfig, LoraConfig, Scheduler
@@ -78,14 +79,14 @@ def test_kinds_and_defaults():
 def test_round_trip_through_a_file(kind, tmp_path):
     overrides = (
         ["seed=7"]
-        if not KINDS[kind].trained
+        if not issubclass(KINDS[kind], TrainRecipe)
         else ["seed=7", *(["lora.r=4"] if kind != "kvpop" else []), "run_name='1e-6'", "warmup_steps=0.1"]
     )
     options = {"optim": "sgd", "lr_scheduler_kwargs": {"fused": True, "eps": 1e-8}} if kind in PASSED_THROUGH else {}
     if options:
         overrides += ["optim=sgd", "lr_scheduler_kwargs={fused: true, eps: 1e-8}"]
     first = make(TEXTS[kind], overrides)
-    first.save_resolved(tmp_path / "resolved.yaml")
+    (tmp_path / "resolved.yaml").write_text(first.as_yaml(), encoding="utf-8")
     again = load_recipe(tmp_path / "resolved.yaml")
     assert again == first
     assert again.trainer_options == options
@@ -154,6 +155,15 @@ def test_overrides_that_are_none():
     assert "command line: seed=[1, line 1" in refused("seed=[1")
     assert refused("seed=x").startswith("command line: seed:")
     assert refused(text=GRPO + "seed: x").startswith("r.yaml: seed:")
+
+
+@pytest.mark.parametrize("cls", [*KINDS.values(), *CONFIGS.values()])
+def test_the_default_of_a_block_is_what_its_class_makes(cls):
+    """So a block that says some of its keys has the defaults of its class for the others, and is documented by it."""
+    for key in all_keys(cls):
+        if dataclasses.is_dataclass(key.default):
+            assert isinstance(key.default, key.hint) and key.default == type(key.default)()
+            assert type(key.default) is key.hint or issubclass(key.hint, NamedConfiguration)
 
 
 # ---- mistakes ----------------------------------------------------------------------------------------------

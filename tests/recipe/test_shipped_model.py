@@ -39,7 +39,7 @@ def test_it_is_found_by_its_name_wherever_the_program_runs(tmp_path: Path, monke
 
 def test_it_solves_the_task_and_its_recipes_budget_hurts_it() -> None:
     """So that there is something to learn: nearly right with a full cache, seldom under grpo's, but not by chance."""
-    cache = load_recipe("quickstart/grpo").as_training().exported_cache()
+    cache = load_recipe("quickstart/grpo").cache
     assert accuracy(str(SHIPPED), 64, policy="full") > 0.9
     assert 0.1 < accuracy(str(SHIPPED), 64, **cache.as_block()) < 0.5
 

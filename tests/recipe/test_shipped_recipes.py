@@ -28,13 +28,14 @@ from sparse_rl.recipe import (
     Recipe,
     SFTRecipe,
     TaughtRecipe,
+    TrainRecipe,
     list_recipes,
     load_recipe,
 )
 
 ROOT = Path(__file__).parents[2]
 NAMES = list_recipes()
-TRAINED = [name for name in NAMES if load_recipe(name).trained]
+TRAINED = [name for name in NAMES if isinstance(load_recipe(name), TrainRecipe)]
 EVALUATED = [name for name in NAMES if load_recipe(name).kind == "eval"]
 DATA = ROOT.parent / "shared/data"
 CHAT = (
@@ -117,9 +118,12 @@ def test_it_validates(name: str) -> None:
     recipe = load_recipe(name)
     text = (ROOT / "recipes" / f"{name}.yaml").read_text()
     assert recipe.warnings == [] and recipe.output_dir == f"runs/{name}"
-    assert text.startswith("# ") and f"sparse-rl {'train' if recipe.trained else recipe.kind} {name}" in text
+    assert (
+        text.startswith("# ")
+        and f"sparse-rl {'train' if isinstance(recipe, TrainRecipe) else recipe.kind} {name}" in text
+    )
     assert max(map(len, text.splitlines())) <= 120
-    if recipe.trained:
+    if isinstance(recipe, TrainRecipe):
         assert recipe.trainer_options == {}
 
 
@@ -224,7 +228,7 @@ def test_attention_matching_of_the_paper() -> None:
     assert (cache.budget, cache.period, cache.window) == (1024, 1024, 20)
     assert (recipe.samples, recipe.max_completion_length) == (4, 8192)
     for name in ("grpo", "grpo_am"):
-        cache = load_recipe(f"qwen2.5-1.5b/{name}").as_training().caches()[0]
+        cache = load_recipe(f"qwen2.5-1.5b/{name}").caches()[0]
         assert cache is not None and cache.schedule.peak == 160
     assert differing("qwen2.5-1.5b/grpo", "qwen2.5-1.5b/grpo_am") == {"cache"}
 
@@ -253,7 +257,7 @@ def test_one_shot_compaction_of_the_paper() -> None:
 
 def test_clustered_attention_in_training() -> None:
     assert differing("qwen2.5-1.5b/grpo", "qwen2.5-1.5b/grpo_clustered") == {"cache"}
-    cache = load_recipe("qwen2.5-1.5b/grpo_clustered").as_training().caches()[0]
+    cache = load_recipe("qwen2.5-1.5b/grpo_clustered").caches()[0]
     policy = make_policy(cache)
     assert policy.most_read(512, 512 + 1024 - 1) == 219  # as its comment says
 

@@ -10,7 +10,7 @@ from sparse_rl.recipe import GRPORecipe
 from sparse_rl.recipe.keys import all_keys
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 from sparse_rl.recipe.refused import refusal
-from sparse_rl.recipe.trl_options import KEYS, OURS, page
+from sparse_rl.recipe.trl_options import KEYS, OURS, THEIRS, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "trl_options.md"
 
@@ -31,11 +31,10 @@ def test_every_option_is_the_same_or_ours_or_refused() -> None:
 
     theirs = {field.name: default_of(field) for field in dataclasses.fields(GRPOConfig)}
     ours = {key.name: "required" if key.required else key.default for key in all_keys(GRPORecipe)}
-    assert KEYS.keys() == ours.keys() & theirs.keys()
-    differing = {name: (ours[name], theirs[name]) for name in KEYS if ours[name] != theirs[name]}
-    assert {name: pair for name, pair in KEYS.items() if pair} == differing
+    assert set(KEYS) == ours.keys() & theirs.keys()
+    assert {name: theirs[name] for name in KEYS if ours[name] != theirs[name]} == THEIRS
 
     for name in theirs:
         found = [name in KEYS, name in PASSED_THROUGH["grpo"], refusal(name, "grpo") is not None]
         assert found.count(True) == 1, name
-    assert OURS.keys() <= KEYS.keys() | PASSED_THROUGH["grpo"].keys()
+    assert OURS.keys() <= {*KEYS} | PASSED_THROUGH["grpo"].keys()

@@ -17,8 +17,9 @@ from trainer_runs import timeless
 from rollout import make_engine
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.views.dense import DenseView
+from sparse_rl.commands.checks import prepare_training
 from sparse_rl.commands.console import training_line
-from sparse_rl.commands.examples import load_examples
+from sparse_rl.commands.examples import taught_examples
 from sparse_rl.commands.train import train
 from sparse_rl.data import running_sum
 from sparse_rl.errors import UserError
@@ -33,6 +34,11 @@ from trainer.losses.distillation import DistillationLoss
 LENGTHS = ((5, 20), (12, 9), (3, 31), (20, 2), (1, 12))
 POLICY = {"policy": "gkv", "budget": 10, "window": 3, "period": 4}
 SETTINGS: dict[str, Any] = {"use_cpu": True, "report_to": [], "gradient_checkpointing": False, "disable_tqdm": True}
+
+
+def examples_of(recipe: Any) -> list[Any]:
+    """What a recipe trains on."""
+    return taught_examples(prepare_training(recipe))[0]
 
 
 @pytest.fixture
@@ -302,30 +308,27 @@ def test_rows_that_are_dropped(recipe: Callable) -> None:
 
     made = recipe()
     tokenizer = load_tokenizer(made.model)
-    rows = load_examples(made, made.data, tokenizer)
+    rows = examples_of(made)
     longest = max(len(row.completion) for row in rows)
     assert len(rows) == 24 and all(row.completion[-1] == tokenizer.eos_token_id for row in rows)
-    assert 0 < len(load_examples(recipe(max_completion_length=longest - 1, overlong="drop"), made.data, tokenizer)) < 24
-    assert len(load_examples(recipe(keep="boxed"), made.data, tokenizer)) == 24  # the synthetic answers are right
+    assert 0 < len(examples_of(recipe(max_completion_length=longest - 1, overlong="drop"))) < 24
+    assert len(examples_of(recipe(keep="boxed"))) == 24  # the synthetic answers are right
     with pytest.raises(UserError, match="no sequence is left"):
-        load_examples(recipe(max_completion_length=1, overlong="drop"), made.data, tokenizer)
+        examples_of(recipe(max_completion_length=1, overlong="drop"))
 
 
 def test_rows_that_are_cut_off(recipe: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each is the beginning of its whole sequence, as long as the limits let it; how many is said. None is lost but
     where the prompt leaves no room, and no other sequence is changed."""
-    from sparse_rl.models.load import load_tokenizer
-
     lines = [row for n in (3, 6) for row in running_sum.rows("train", 12, 1, True, running_sum.RunningSum(n=n))]
     (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     given = {"data": {"path": str(tmp_path / "said.jsonl")}, "max_steps": 1, "validation": None}
     made = recipe(**given)
-    tokenizer = load_tokenizer(made.model)
-    whole = load_examples(made, made.data, tokenizer)
+    whole = examples_of(made)
     longest = max(row.length for row in whole)
     for limits in ({"max_completion_length": 9}, {"max_length": longest - 1}, {"max_length": len(whole[-1].prompt)}):
         caplog.clear()
-        found = load_examples(recipe(**given, **limits), made.data, tokenizer)
+        found = examples_of(recipe(**given, **limits))
         most, completion = limits.get("max_length", 10**6), limits.get("max_completion_length", 10**6)
         fit = [row for row in whole if len(row.prompt) < most]
         cut = [row for row in fit if row.length > most or len(row.completion) > completion]
@@ -355,10 +358,10 @@ def test_only_accepted_answers_are_kept(recipe: Callable, tmp_path: Path) -> Non
         row["answer"] = row["answer"] if good else str((int(row["answer"]) + 1) % 10)
     (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     kept = recipe(data={"path": str(tmp_path / "said.jsonl")}, keep="boxed")
-    whole = load_examples(made, made.data, tokenizer)
-    assert load_examples(kept, kept.data, tokenizer) == [row for row, good in zip(whole, right, strict=True) if good]
+    whole = examples_of(made)
+    assert examples_of(kept) == [row for row, good in zip(whole, right, strict=True) if good]
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(recipe: Callable, tiny: Callable) -> None:
-    with pytest.raises(UserError, match=r"teacher: the vocabulary has 80 tokens"):
+    with pytest.raises(UserError, match=r"teacher: has 80 tokens, and the student 64"):
         train(recipe(teacher=tiny(vocab_size=80)))

@@ -170,10 +170,12 @@ def test_what_is_looked_at() -> None:
 
 def test_a_loss_between_two_logs_is_in_their_sum(tiny: Callable, tmp_path: Path) -> None:
     """transformers would leave it out (logging_nan_inf_filter), and log a mean that looks well."""
+    from sparse_rl.commands.checks import prepare_training
     from sparse_rl.commands.trainers import TRAINERS
 
     (folder := tmp_path / "run").mkdir()
-    trainer = TRAINERS["sft"](recipe_of("sft", folder, tiny("qwen3"), logging_steps=3, learning_rate=1e-9), folder)
+    recipe = recipe_of("sft", folder, tiny("qwen3"), logging_steps=3, learning_rate=1e-9)
+    trainer = TRAINERS["sft"](prepare_training(recipe), folder)
     plain, calls = trainer.compute_loss, []
 
     def compute_loss(*args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.views.dense import DenseView
-from sparse_rl.commands.examples import load_texts
+from sparse_rl.commands.checks import prepare_training
+from sparse_rl.commands.examples import taught_examples
 from sparse_rl.commands.train import train
 from sparse_rl.errors import UserError
 from sparse_rl.methods.kvpop.policy import KVpop
@@ -293,19 +294,20 @@ def test_scorers_are_trained_further_where_the_model_has_them(
 def test_texts_as_rows(recipe: Callable) -> None:
     from sparse_rl.models.load import load_tokenizer
 
+    def examples(made: Any) -> list[Any]:
+        return taught_examples(prepare_training(made))[0]
+
     made, packed = recipe(), recipe(packing=True, max_length=80)
-    tokenizer = load_tokenizer(made.model)
-    alone = load_texts(made, made.data, tokenizer)
+    tokenizer, alone = load_tokenizer(made.model), examples(made)
     assert len(alone) == 24 and all(row.completion[-1] == tokenizer.eos_token_id for row in alone)
     short = [row for row in alone if len(row.prompt) + len(row.completion) <= 80]
     assert 0 < len(short) < 24  # the longer ones are dropped
-    together = load_texts(packed, packed.data, tokenizer)
+    together = examples(packed)
     stream = [token for row in short for token in row.prompt + row.completion]
     assert [token for row in together for token in row.prompt + row.completion] == stream
     assert {len(row.prompt) + len(row.completion) for row in together[:-1]} == {80}
     with pytest.raises(UserError, match="no text of at most 5 tokens is left"):
-        small = recipe(max_length=5)
-        load_texts(small, small.data, tokenizer)
+        examples(recipe(max_length=5))
 
 
 @pytest.mark.parametrize(
@@ -376,7 +378,7 @@ def test_an_optimizer_that_transformers_knows(recipe: Callable) -> None:
     for name, kind in (("adafactor", "Adafactor"), ("sgd", "SGD"), ("adamw_torch", "AdamW")):
         made = recipe(optim=name, output_dir=recipe().output_dir + name, attention_kernel="sdpa")
         Path(made.output_dir).mkdir()
-        optimizer = make(made, Path(made.output_dir)).create_optimizer()
+        optimizer = make(prepare_training(made), Path(made.output_dir)).create_optimizer()
         assert type(optimizer).__name__ == kind
         assert {(group["scorer"], group["lr"]) for group in optimizer.param_groups} == {(False, 1e-3), (True, 1e-2)}
     for name in ("lomo", "galore_adamw_8bit_layerwise"):

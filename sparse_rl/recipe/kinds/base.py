@@ -1,16 +1,15 @@
 """What every kind of recipe has, and what it answers about itself.
 
-Commands ask a recipe such questions instead of which kind it is. Where a kind has no answer (an evaluation has no
-teacher), it refuses in one line, which the user reads.
+What kinds answer in different ways is a method here; what only one place asks, that place takes from the kind's class.
+A command that needs a recipe of one class has it by `expect`, which refuses the others in one line.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 
 from rollout.config import RolloutConfig, SamplingConfig
 from rollout.context.config import PromptCacheConfig
@@ -22,9 +21,7 @@ from sparse_rl.recipe.schema import dump_yaml, parse_yaml
 from trainer.config import LaunchConfig, LoraConfig, TrainingConfig
 
 NOT_YAML = {"yaml": False}
-
-
-GROUPS_OF_THEIR_OWN = ("lomo", "adalomo", "galore", "apollo")  # optimizers that transformers hands its own groups
+R = TypeVar("R", bound="Recipe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +40,6 @@ class ValidationConfig(Configuration):
         return dataclasses.replace(self.data, limit=self.problems)
 
 
-@dataclass(frozen=True)
-class SampledProblems:
-    """The problems that `sparse-rl rollout` samples from a recipe, each so many times; `where` is the key of `data`."""
-
-    data: DataConfig
-    where: str
-    samples: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Configuration):
     """What every kind of recipe has.
@@ -63,8 +51,9 @@ class Recipe(Configuration):
     """
 
     kind: ClassVar[str]
-    trained: ClassVar[bool] = False
+    wanting: ClassVar[str]  # what a recipe that is none of a class lacks, said by `expect`; {} is its kind
     completion_key: ClassVar[str] = "max_completion_length"  # bounds a completion
+    rollout = cast(RolloutConfig | None, None)  # the sampling engine: a key of the kinds that have one
     model: PathText
     output_dir: PathText
     seed: Seed = 42
@@ -82,35 +71,15 @@ class Recipe(Configuration):
         """The text of a recipe file that says the same, every key written out."""
         return dump_yaml(self.resolved())
 
-    def save_resolved(self, path: str | Path) -> None:
-        """Write `as_yaml` to a file, in UTF-8."""
-        Path(path).write_text(self.as_yaml(), encoding="utf-8")
-
     def with_models(self, directory_of: Callable[[str], str]) -> Self:
         """The same recipe with each model that it names replaced by what `directory_of` says of it."""
         return dataclasses.replace(self, model=directory_of(self.model))
 
-    # ---- what it is for -----------------------------------------------------------------------------------------
-
-    def as_training(self) -> TrainRecipe:
-        """Itself, where it is trained. Raises UserError otherwise."""
-        self._refuse(f"is not trained; use sparse-rl {self.kind}")
-
-    def as_taught(self) -> Any:
-        """Itself (a TaughtRecipe), where it has a teacher. Raises UserError otherwise."""
-        self._refuse("has no teacher; use one of distill or kvpop")
-
-    def as_evaluation(self) -> Any:
-        """Itself (an EvalRecipe), where it is an evaluation. Raises UserError otherwise."""
-        self._refuse("is not evaluated; it needs kind: eval")
-
-    def as_perplexity(self) -> Any:
-        """Itself (a PerplexityRecipe), where it has a text to decode. Raises UserError otherwise."""
-        self._refuse("has no text to decode; it needs kind: perplexity")
-
-    def as_swept(self) -> Any:
-        """Itself (a SweptRecipe), where it measures under a sweep of caches. Raises UserError otherwise."""
-        self._refuse("sweeps no caches; use one of eval or perplexity")
+    def expect(self, cls: type[R]) -> R:
+        """Itself, where it is a recipe of this class. Raises UserError otherwise."""
+        if not isinstance(self, cls):
+            raise UserError(f"a recipe of kind {self.kind} {cls.wanting.format(self.kind)}", "kind")
+        return self
 
     def evaluation(self, run: str) -> dict[str, Any] | None:
         """The mapping of a recipe of kind eval for the model that a training by this recipe has left in the directory
@@ -118,22 +87,20 @@ class Recipe(Configuration):
         """
         return None
 
-    def sampled_problems(self) -> SampledProblems:
-        """What `sparse-rl rollout` samples. Raises UserError where the kind has no cache to sample under."""
-        self._refuse("has no cache to sample under; use one of grpo or eval")
-
-    def _refuse(self, why: str) -> NoReturn:
-        raise UserError(f"a recipe of kind {self.kind} {why}", "kind")
-
     # ---- sampling -----------------------------------------------------------------------------------------------
 
-    def engine_config(self) -> RolloutConfig | None:
-        """The sampling engine; None where none is used."""
-        return None
+    def with_rollout(self, **changed: Any) -> Self:
+        """The same recipe with other settings of its engine."""
+        assert self.rollout is not None
+        key: dict[str, Any] = {"rollout": dataclasses.replace(self.rollout, **changed)}
+        return dataclasses.replace(self, **key)
 
-    def with_engine_config(self, rollout: RolloutConfig) -> Self:
-        """The same recipe with another engine."""
-        raise NotImplementedError
+    def check_model_len(self) -> None:
+        """Raise a UserError where the engine's longest sequence does not hold a prompt and a completion."""
+        need = max(bound or 1 for bound in self.prompt_bounds()) + self.sampling().max_tokens
+        if self.rollout is not None and (self.rollout.max_model_len or need) < need:
+            wrong = f"must hold a prompt and a completion, at least {need} tokens here; raise or remove it"
+            raise UserError(wrong, "rollout.max_model_len")
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
         """How its engine samples. samples : completions of each prompt"""
@@ -160,7 +127,8 @@ class Recipe(Configuration):
 class TrainRecipe(Recipe):
     """What every training has."""
 
-    trained: ClassVar[bool] = True
+    wanting: ClassVar[str] = "is not trained; use sparse-rl {}"
+    validation = cast(ValidationConfig | None, None)  # a key of the kinds that hold problems out
     data: DataConfig
     training: TrainingConfig = flat(TrainingConfig)
     lora: LoraConfig | None = None
@@ -177,12 +145,8 @@ class TrainRecipe(Recipe):
             wrong = "LoRA under ZeRO-3 takes reentrant checkpointing, which cannot be replayed; use stage 2 or lower"
             raise UserError(wrong, "launch.zero_stage")
 
-    def as_training(self) -> TrainRecipe:
-        return self
-
     def prompt_sources(self) -> dict[str, DataConfig]:
-        held_out = self.held_out()
-        return {"data": self.data, **({} if held_out is None else {"validation.data": held_out.data})}
+        return {"data": self.data} | ({} if self.validation is None else {"validation.data": self.validation.data})
 
     # ---- what it trains on --------------------------------------------------------------------------------------
 
@@ -190,71 +154,20 @@ class TrainRecipe(Recipe):
         """Whether completions are sampled behind the prompts of its dataset, as it trains."""
         return False
 
-    def held_out(self) -> ValidationConfig | None:
-        """What is measured on held-out problems."""
-        return None
-
     def columns(self) -> tuple[str, ...]:
         """The columns that its dataset must have."""
-        return ("prompt",)
+        return ("prompt", "completion")
 
-    def rewards_by_key(self) -> Mapping[str, list[Any]]:
-        """The rewards that it names, by the key that names them."""
-        return {}
-
-    def taught(self) -> Any:
-        """Itself (a TaughtRecipe), where a teacher is asked; else None."""
-        return None
-
-    def refuse_own_groups(self) -> None:
-        """Raise UserError for an optimizer under which model and scorers cannot have a learning rate each."""
-        if str(self.trainer_options.get("optim")).startswith(GROUPS_OF_THEIR_OWN):
-            raise UserError("it groups the weights itself, and model and scorers have a learning rate each", "optim")
-
-    def exported_cache(self) -> PolicyConfig | None:
-        """The cache policy that the trained model carries; None: none, or the trainer writes it."""
-        return None
-
-    # ---- attention under evictions ------------------------------------------------------------------------------
-
-    def attention_kernel(self) -> str | None:
-        """The attention kernel that is asked for; None where nothing is replayed."""
-        return None
-
-    def with_attention_kernel(self, kernel: str) -> Self:
-        """The same recipe with another attention kernel."""
-        raise NotImplementedError
-
-    def attending_models(self) -> list[str]:
-        """The models that attend by this kernel."""
-        return [self.model]
-
-    def learned_cache(self) -> PolicyConfig | None:
-        """The cache whose policy is learned in this training; None where none is."""
-        return None
-
-    def foresees(self) -> bool:
-        """Whether KVpop's scorers learn: for that their target is computed, the mass of future attention."""
-        return False
-
-    def trains_model(self) -> bool:
-        """Whether the model itself learns, and not only what is attached to it."""
-        return True
-
-    def reads_weights(self) -> bool:
-        """Whether it starts from the model's own weights."""
-        return True
+    def named_rewards(self) -> tuple[str, list[Any]]:
+        """(the key that names rewards, what it names)"""
+        return "rewards", []
 
     # ---- batches ------------------------------------------------------------------------------------------------
 
     def update_rows(self) -> int:
         """Rows of one update, over all processes."""
-        return self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps * self.processes
-
-    @property
-    def processes(self) -> int:
-        """The training processes, over all machines."""
-        return self.launch.processes
+        training = self.training
+        return training.per_device_train_batch_size * training.gradient_accumulation_steps * self.launch.processes
 
     def describe_batches(self, rows: int) -> str:
         """The arithmetic of batches in words, for a dataset of so many rows.
@@ -274,10 +187,6 @@ class TrainRecipe(Recipe):
     def longest_row(self, prompt: int) -> int | None:
         """Tokens of the longest row that is trained on, where a prompt has so many; None: no bound is known."""
         raise NotImplementedError
-
-    def keeps_logits(self) -> bool:
-        """Whether the logits of a whole row are alive in training."""
-        return False
 
     def keeps_traces(self) -> bool:
         """Whether recorded traces are kept for training."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -46,8 +45,8 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
             return ("prompt",)
         return ("prompt", "completion") if self.distill.keep is None else ("prompt", "completion", "answer")
 
-    def rewards_by_key(self) -> Mapping[str, list[Any]]:
-        return {} if self.distill.keep is None else {"keep": [self.distill.keep]}
+    def named_rewards(self) -> tuple[str, list[Any]]:
+        return "keep", [] if self.distill.keep is None else [self.distill.keep]
 
     def attending_models(self) -> list[str]:
         """With packing a teacher of its own attends by the kernel too: no sequence of a row sees another."""

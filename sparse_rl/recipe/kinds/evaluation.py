@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from rollout.config import SamplingConfig
 from rollout.context.config import PromptCacheConfig
-from sparse_rl.config import Configuration, Fraction, NonNegative, PositiveInt, Text
+from sparse_rl.config import Configuration, Fraction, NonNegative, NonNegativeInt, PositiveInt, Text
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import FullConfig, PolicyConfig
-from sparse_rl.recipe.kinds.base import SampledProblems
-from sparse_rl.recipe.kinds.caches import check_model_len
-from sparse_rl.recipe.kinds.prompt_caches import PromptCacheSweep, all_points
 from sparse_rl.recipe.kinds.swept import SweepConfig, SweptRecipe
 
 
@@ -29,6 +26,25 @@ class ForcedAnswerConfig(Configuration):
 
     text: Text
     tokens: PositiveInt = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptCacheSweep(PromptCacheConfig):
+    """How contexts are compacted once, before all their questions are asked.
+
+    ratio : of the tokens of the context's text that stay; each of several is evaluated
+    first, last : further tokens at the beginning and end of the context's text that stay as they are; what the chat
+        template puts in front of it always does
+    """
+
+    ratio: list[Fraction] = field(default_factory=lambda: [0.1])  # type: ignore[assignment]  # several of the one
+    first: NonNegativeInt = 0
+
+    def points(self) -> list[PromptCacheConfig]:
+        """The settings of each ratio; a policy that chooses nothing has none."""
+        ratios = self.ratio if self.chooses else self.ratio[:1]
+        same = {f.name: getattr(self, f.name) for f in fields(PromptCacheConfig) if f.name != "ratio"}
+        return [PromptCacheConfig(**same, ratio=ratio) for ratio in ratios]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +64,7 @@ class EvalRecipe(SweptRecipe):
     """
 
     kind: ClassVar[str] = "eval"
+    wanting: ClassVar[str] = "is not evaluated; it needs kind: eval"
     tasks: dict[str, DataConfig]
     samples: PositiveInt = 32
     temperature: NonNegative = 0.6
@@ -64,7 +81,7 @@ class EvalRecipe(SweptRecipe):
         if not self.tasks:
             raise UserError("name at least one, for example tasks: {aime24: {path: aime24.jsonl}}", "tasks")
         self._check_prompt_cache()
-        check_model_len(self.rollout, self.prompt_bounds(), self.max_completion_length)
+        self.check_model_len()
         if self.temperature == 0 and self.samples > 1:
             self.warnings.append(
                 f"temperature 0 gives {self.samples} equal samples per problem; samples: 1 says as much"
@@ -83,17 +100,15 @@ class EvalRecipe(SweptRecipe):
                 wrong = "prompt_cache compacts contexts; say which column holds them, as in columns: {context: article}"
                 raise UserError(wrong, f"tasks.{name}.columns")
 
-    def as_evaluation(self) -> EvalRecipe:
-        return self
-
     def evaluation(self, run: str) -> dict[str, Any]:
         return self.resolved()
 
     def prompt_caches(self) -> list[PromptCacheConfig]:
-        return all_points(self.prompt_cache or [])
+        points = [point for sweep in self.prompt_cache or [] for point in sweep.points()]
+        return [point for place, point in enumerate(points) if point not in points[:place]]
 
-    def caches(self) -> list[PolicyConfig | None]:
-        return super().caches() if self.prompt_cache is None else [FullConfig()]
+    def read_points(self) -> list[PolicyConfig | None]:
+        return super().read_points() if self.prompt_cache is None else [FullConfig()]
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
         return SamplingConfig(
@@ -123,7 +138,3 @@ class EvalRecipe(SweptRecipe):
         problems = [data.synthetic.size if data.synthetic else data.limit for data in self.tasks.values()]
         known = [count for count in problems if count is not None]
         return max(known) * self.samples if len(known) == len(problems) else None
-
-    def sampled_problems(self) -> SampledProblems:
-        where, data = next(iter(self.prompt_sources().items()))
-        return SampledProblems(data, where, self.samples)

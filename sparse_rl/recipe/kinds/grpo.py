@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,7 +9,6 @@ from rollout.config import SamplingConfig
 from sparse_rl.config import Text, as_mapping, flat
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import LearnedConfig
-from sparse_rl.recipe.kinds.base import SampledProblems
 from sparse_rl.recipe.kinds.sampled import SampledRecipe
 from trainer.grpo.config import SparseGRPOConfig
 
@@ -38,7 +36,7 @@ class GRPORecipe(SampledRecipe):
             batch = self.completions_per_generation
             raise UserError(
                 f"{self.grpo.num_generations} does not divide the global batch {batch} (per_device_train_batch_size "
-                f"{self.training.per_device_train_batch_size} × launch.processes {self.processes} × {name} "
+                f"{self.training.per_device_train_batch_size} × launch.processes {self.launch.processes} × {name} "
                 f"{self.steps_per_generation}); groups must be whole",
                 "num_generations",
             )
@@ -66,7 +64,7 @@ class GRPORecipe(SampledRecipe):
     @property
     def completions_per_generation(self) -> int:
         """Completions that are sampled at once, over all processes."""
-        return self.training.per_device_train_batch_size * self.processes * self.steps_per_generation
+        return self.training.per_device_train_batch_size * self.launch.processes * self.steps_per_generation
 
     def check_prompts(self, count: int) -> int:
         """The prompts of one generation. Raises UserError where the data hold fewer: TRL would train on nothing."""
@@ -82,8 +80,8 @@ class GRPORecipe(SampledRecipe):
     def samples_behind_prompts(self) -> bool:
         return True
 
-    def sampled_problems(self) -> SampledProblems:
-        return SampledProblems(self.data, "data", self.grpo.num_generations)
+    def columns(self) -> tuple[str, ...]:
+        return ("prompt",)
 
     def evaluation(self, run: str) -> dict[str, Any] | None:
         """Its held-out problems, sampled as in training, under the cache that the model carries; right is what its
@@ -113,8 +111,8 @@ class GRPORecipe(SampledRecipe):
             grpo.max_completion_length, grpo.temperature, grpo.top_p, grpo.top_k, n=samples, seed=self.seed
         )
 
-    def rewards_by_key(self) -> Mapping[str, list[Any]]:
-        return {"rewards": self.rewards}
+    def named_rewards(self) -> tuple[str, list[Any]]:
+        return "rewards", self.rewards
 
     def describe_batches(self, rows: int) -> str:
         prompts = self.check_prompts(rows)
@@ -124,7 +122,7 @@ class GRPORecipe(SampledRecipe):
         return f"{samples}, {self.update_rows()} completions a step, {steps} steps"
 
     def keeps_traces(self) -> bool:
-        return self.evicts() and self.grpo.train_attention == "replay"
+        return super().keeps_traces() and self.grpo.train_attention == "replay"
 
     def sequences_sampled(self) -> int:
         return self.training.per_device_train_batch_size * self.steps_per_generation

@@ -9,9 +9,7 @@ from sparse_rl.config import flat
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import KVpopPolicyConfig, PolicyConfig
 from sparse_rl.recipe.kinds.taught import TaughtRecipe
-from trainer.config import TrainingConfig
 from trainer.kvpop.config import KVpopConfig, KVpopLossConfig, KVpopTrainingConfig
-from trainer.losses.config import DistillationLossConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +21,8 @@ class KVpopRecipe(TaughtRecipe):
 
     kind: ClassVar[str] = "kvpop"
     cache: PolicyConfig
-    training: TrainingConfig = flat(KVpopTrainingConfig)
-    loss: DistillationLossConfig = flat(KVpopLossConfig)
+    training: KVpopTrainingConfig = flat(KVpopTrainingConfig)
+    loss: KVpopLossConfig = flat(KVpopLossConfig)
     kvpop: KVpopConfig = flat(KVpopConfig)
 
     def __post_init__(self) -> None:
@@ -42,14 +40,8 @@ class KVpopRecipe(TaughtRecipe):
                 f"rows of at most {self.kvpop.max_length} tokens never exceed the budget: nothing is evicted"
             )
 
-    def learned_cache(self) -> PolicyConfig | None:
-        return self.cache
-
     def foresees(self) -> bool:
         return isinstance(self.cache, KVpopPolicyConfig)
-
-    def trains_model(self) -> bool:
-        return self.kvpop.train_base
 
     def describe_batches(self, rows: int) -> str:
         if not self.kvpop.packing:

@@ -7,8 +7,6 @@ from typing import ClassVar
 
 from rollout.config import SamplingConfig
 from sparse_rl.config import PathText, PositiveInt
-from sparse_rl.recipe.kinds.base import SampledProblems
-from sparse_rl.recipe.kinds.caches import check_model_len
 from sparse_rl.recipe.kinds.swept import SweptRecipe
 
 
@@ -23,6 +21,7 @@ class PerplexityRecipe(SweptRecipe):
     """
 
     kind: ClassVar[str] = "perplexity"
+    wanting: ClassVar[str] = "has no text to decode; it needs kind: perplexity"
     completion_key: ClassVar[str] = "completion_tokens"
     text: PathText
     prompt_tokens: PositiveInt = 1024
@@ -31,13 +30,7 @@ class PerplexityRecipe(SweptRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_model_len(self.rollout, self.prompt_bounds(), self.completion_tokens)
-
-    def as_perplexity(self) -> PerplexityRecipe:
-        return self
-
-    def sampled_problems(self) -> SampledProblems:
-        self._refuse("samples nothing; use sparse-rl perplexity")
+        self.check_model_len()
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
         return SamplingConfig(self.completion_tokens, n=samples, seed=self.seed)

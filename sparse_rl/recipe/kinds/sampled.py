@@ -11,9 +11,10 @@ from sparse_rl.config import flat
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import KVpopPolicyConfig, LearnedConfig, PolicyConfig
 from sparse_rl.recipe.kinds.base import TrainRecipe, ValidationConfig
-from sparse_rl.recipe.kinds.caches import check_model_len
 from trainer.config import ReplayConfig
 from trainer.scored.config import ScorersConfig
+
+GROUPS_OF_THEIR_OWN = ("lomo", "adalomo", "galore", "apollo")  # optimizers that transformers hands its own groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +24,21 @@ class ReplayedRecipe(TrainRecipe):
     replay: ReplayConfig = flat(ReplayConfig)
     validation: ValidationConfig | None = None
 
-    def held_out(self) -> ValidationConfig | None:
-        return self.validation
+    def attending_models(self) -> list[str]:
+        """The models that attend by its kernel."""
+        return [self.model]
 
-    def attention_kernel(self) -> str | None:
-        return self.replay.attention_kernel
+    def foresees(self) -> bool:
+        """Whether KVpop's scorers learn: for that their target is computed, the mass of future attention."""
+        raise NotImplementedError
+
+    def refuse_own_groups(self) -> None:
+        """Raise UserError for an optimizer under which model and scorers cannot have a learning rate each."""
+        if str(self.trainer_options.get("optim")).startswith(GROUPS_OF_THEIR_OWN):
+            raise UserError("it groups the weights itself, and model and scorers have a learning rate each", "optim")
 
     def with_attention_kernel(self, kernel: str) -> Self:
+        """The same recipe with another attention kernel."""
         replay = dataclasses.replace(self.replay, attention_kernel=kernel)  # type: ignore[arg-type]  # a kernel's name
         return dataclasses.replace(self, replay=replay)
 
@@ -56,7 +65,7 @@ class SampledRecipe(ReplayedRecipe):
         if self.rollout.tensor_parallel > 1:
             wrong = "in training each process has an engine of its own; set it to 1, and use launch.processes"
             raise UserError(wrong, "rollout.tensor_parallel")
-        check_model_len(self.rollout, self.prompt_bounds(), self.sampling().max_tokens)
+        self.check_model_len()
 
     def _check_learned(self) -> None:
         """What a learned policy, and scorers that go on learning, ask of the rest."""
@@ -77,24 +86,11 @@ class SampledRecipe(ReplayedRecipe):
     def foresees(self) -> bool:
         return self.scorers is not None
 
-    def engine_config(self) -> RolloutConfig | None:
-        return self.rollout
-
-    def with_engine_config(self, rollout: RolloutConfig) -> Self:
-        return dataclasses.replace(self, rollout=rollout)
-
     def caches(self) -> list[PolicyConfig | None]:
         return [self.cache]
-
-    def exported_cache(self) -> PolicyConfig | None:
-        return self.cache
-
-    def evicts(self) -> bool:
-        """Whether its cache evicts at all."""
-        return self.cache.schedule.evicts
 
     def longest_row(self, prompt: int) -> int | None:
         return prompt + self.sampling().max_tokens
 
     def keeps_traces(self) -> bool:
-        return self.evicts()
+        return self.cache.schedule.evicts

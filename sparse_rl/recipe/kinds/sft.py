@@ -8,7 +8,6 @@ from typing import ClassVar
 from sparse_rl.config import flat
 from sparse_rl.errors import UserError
 from sparse_rl.recipe.kinds.base import TrainRecipe
-from trainer.config import TrainingConfig
 from trainer.sft.config import SFTConfig, SFTTrainingConfig
 
 
@@ -17,7 +16,7 @@ class SFTRecipe(TrainRecipe):
     """Supervised fine-tuning with a full cache: the start of the quickstart, of cold starts, and uptraining."""
 
     kind: ClassVar[str] = "sft"
-    training: TrainingConfig = flat(SFTTrainingConfig)
+    training: SFTTrainingConfig = flat(SFTTrainingConfig)
     sft: SFTConfig = flat(SFTConfig)
 
     def __post_init__(self) -> None:
@@ -30,14 +29,5 @@ class SFTRecipe(TrainRecipe):
         if self.sft.from_scratch and self.lora is not None:
             raise UserError("adapters on random weights learn nothing of use; remove from_scratch or lora", "lora")
 
-    def columns(self) -> tuple[str, ...]:
-        return ("prompt", "completion")
-
-    def reads_weights(self) -> bool:
-        return not self.sft.from_scratch
-
     def longest_row(self, prompt: int) -> int | None:
         return self.sft.max_length
-
-    def keeps_logits(self) -> bool:
-        return True

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
-from rollout.config import EvalRolloutConfig, RolloutConfig
+from rollout.config import EvalRolloutConfig
 from sparse_rl.config import Configuration, PositiveInt, Source, Text
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import CONFIGS, PolicyConfig, accepted_parameters
@@ -36,26 +35,23 @@ class SweptRecipe(Recipe):
     sweep: SweepConfig = field(default_factory=SweepConfig)
     rollout: EvalRolloutConfig = field(default_factory=EvalRolloutConfig)
 
+    points: list[PolicyConfig | None] = field(default_factory=list, init=False, compare=False)
+    """The cache of each point of the sweep."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.cache, str):
             object.__setattr__(self, "cache", {"policy": self.cache})
-        self.caches()
-
-    def as_swept(self) -> SweptRecipe:
-        return self
+        object.__setattr__(self, "points", self.read_points())
 
     def sequences(self) -> int | None:
         """The most sequences that the engine is given for one task under one cache; None: not known."""
         raise NotImplementedError
 
-    def engine_config(self) -> RolloutConfig | None:
-        return self.rollout
-
-    def with_engine_config(self, rollout: RolloutConfig) -> Self:
-        return dataclasses.replace(self, rollout=rollout)  # type: ignore[arg-type]  # changed from its own
-
     def caches(self) -> list[PolicyConfig | None]:
+        return self.points
+
+    def read_points(self) -> list[PolicyConfig | None]:
         """The cache of every point of the sweep; [None] leaves it to the model's directory.
 
         A parameter of the cache block goes to each swept policy that has it and does not say it itself; one that none

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from sparse_rl.config import flat
 from sparse_rl.errors import UserError
@@ -18,6 +18,7 @@ from trainer.teacher.config import TeacherConfig
 class TaughtRecipe(ReplayedRecipe):
     """Training on what a dense teacher says of a text."""
 
+    wanting: ClassVar[str] = "has no teacher; use one of distill or kvpop"
     taught_by: TeacherConfig = flat(TeacherConfig)
     loss: DistillationLossConfig = flat(DistillationLossConfig)
 
@@ -31,15 +32,6 @@ class TaughtRecipe(ReplayedRecipe):
         if teacher is None:
             return recipe
         return dataclasses.replace(recipe, taught_by=dataclasses.replace(self.taught_by, teacher=directory_of(teacher)))
-
-    def as_taught(self) -> TaughtRecipe:
-        return self
-
-    def taught(self) -> TaughtRecipe | None:
-        return self
-
-    def columns(self) -> tuple[str, ...]:
-        return ("prompt", "completion")
 
     @property
     def teacher_model(self) -> str:
