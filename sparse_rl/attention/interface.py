@@ -74,6 +74,7 @@ class TraceView(KVView, Protocol):
 
     replays : the trace sections that it replays; it refuses a batch with any other
     requires : those of them that it cannot do without
+    losses : where its method has a loss, by layer, once a forward is done: GRPO adds their mean to its own
     """
 
     replays: ClassVar[frozenset[str]]

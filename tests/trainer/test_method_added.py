@@ -93,6 +93,7 @@ def test_grpo_learns_under_it_with_its_loss(grpo: Callable, monkeypatch: pytest.
         trainer = grpo(name, policy=POLICY, max_steps=1, max_completion_length=24)
         (line,) = [line for line in trained(trainer) if "replay/gap_max" in line]
         assert line["replay/gap_max"] <= 1e-5
+        assert (line["method_loss"] > 0) == (name == "with")
         return trainer.model.parameters()
 
     with_loss = list(weights("with"))

@@ -26,7 +26,7 @@ class ReplayedForward:
     def __call__(
         self, model: Any, ids: torch.Tensor, mask: torch.Tensor, keep: int, traces: Sequence[EvictionTrace]
     ) -> tuple[Any, Learned | None]:
-        """(log-probs and entropies float [B, S - 1] of the last `keep` tokens, what scorers learn from, if they do).
+        """(log-probs and entropies float [B, S - 1] of the last `keep` tokens, what is learned beside them, if anything is).
 
         ids, mask : int64 [B, S]; traces : of each row
         """
@@ -34,27 +34,35 @@ class ReplayedForward:
         columns = torch.arange(ids.shape[1], device=ids.device)
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, :-keep] = -100
-        if self.scorer_loss is None or not torch.is_grad_enabled():
+        learns, positions = torch.is_grad_enabled(), (columns - starts).clamp(min=0)
+        student: Any = self.accelerator.unwrap_model(model)
+        if scorers_learn := learns and self.scorer_loss is not None:
+            # Rows begin at column 0: what stands before would enter the scorers' memory.
+            order, lengths, prompts = (
+                (columns + starts) % ids.shape[1],
+                mask.long().sum(1),
+                mask[:, :-keep].long().sum(1),
+            )
+            view: Any = self.scorer_loss.view(
+                student, lengths, prompts, ids.shape[1], kernel=self.args.attention_kernel, traces=traces
+            )
+            ids, positions, labels = ids.gather(1, order), columns.expand_as(ids), labels.gather(1, order)
+        else:
             kernel, through = self.args.attention_kernel, self.args.match_gradient == "through"
             view = make_view(traces, starts.flatten().tolist(), ids.shape[1], ids.device, kernel, through)
-            return self._forward(model, ids, (columns - starts).clamp(min=0), labels, view), None
-        # Rows begin at column 0 where scorers learn: what stands before would enter their memory.
-        order, student = (columns + starts) % ids.shape[1], self.accelerator.unwrap_model(model)
-        lengths, prompts = mask.long().sum(1), mask[:, :-keep].long().sum(1)
-        learning = self.scorer_loss.view(
-            student, lengths, prompts, ids.shape[1], kernel=self.args.attention_kernel, traces=traces
-        )
+        if not learns or not hasattr(view, "losses"):
+            return self._forward(model, ids, positions, labels, view), None
 
         def with_losses(*inputs: Any) -> tuple[Any, torch.Tensor]:
             out = self._forward(student.forward, *inputs)
-            return out, torch.stack(list(learning.losses.values()))
+            return out, torch.stack(list(view.losses.values()))
 
         # DDP and DeepSpeed follow what their forward returns: a loss that did not come out of it would have no part
-        inputs = ids.gather(1, order), columns.expand_as(ids), labels.gather(1, order), learning
-        out, losses = self.redirect(model, student, with_losses, *inputs)
-        back = (columns[:-1] - starts).clamp(min=0)
-        out.log_probs, out.entropy = out.log_probs.gather(1, back), out.entropy.gather(1, back)
-        return out, Learned(losses, learning.recalls)
+        out, losses = self.redirect(model, student, with_losses, ids, positions, labels, view)
+        if scorers_learn:
+            back = (columns[:-1] - starts).clamp(min=0)
+            out.log_probs, out.entropy = out.log_probs.gather(1, back), out.entropy.gather(1, back)
+        return out, Learned(losses, getattr(view, "recalls", {}))
 
     def _forward(self, model: Any, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, view: Any) -> Any:
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": NO_MASK.to(ids.device)}

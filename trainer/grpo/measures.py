@@ -64,13 +64,13 @@ class Measures:
         for name, value in over_processes(gather_object([panel])).items():
             self._note(name, value)
 
-    def scorers(self, learned: Learned) -> None:
-        """The boundary loss, and how much of what the scorers' target would keep is kept."""
+    def learned(self, learned: Learned) -> None:
+        """The boundary loss, or that of a method, and how much of what the scorers' target would keep is kept."""
         held, of = (sum(float(pair[i]) for pair in learned.recalls.values()) for i in (0, 1))
         accelerator = self.trainer.accelerator
         local = torch.tensor([[float(learned.losses.detach().mean()), held, of]], device=accelerator.device)
         loss, held, of = accelerator.gather(local).mean(0).tolist()
-        self._note("boundary_loss", loss)
+        self._note("method_loss" if self.trainer.args.scorers is None else "boundary_loss", loss)
         if of:  # else no process had anything to recall
             self._note("cache/recall", held / of)
 

@@ -15,7 +15,7 @@ from sparse_rl.trace import EvictionTrace
 
 
 class Learned(NamedTuple):
-    """What scorers learn from in a forward: each layer's boundary loss, float [L]; recalls : see LearnedView."""
+    """What is learned from a forward beside the tokens: each layer's loss, float [L]; recalls : see LearnedView."""
 
     losses: torch.Tensor
     recalls: dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -33,7 +33,7 @@ class Rows:
     rollouts : that have just been sampled; none in a loss
     rewards : of all ranks, float [rows, functions]
     logprobs : the trainer's, of the last forward: float [B, C], detached
-    learned : where scorers learn, from the last forward; TRL scores the rows of a loss in one
+    learned : where scorers or a method have a loss, from the last forward; TRL scores the rows of a loss in one
     """
 
     traces: Sequence[EvictionTrace]

@@ -162,16 +162,16 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         # off_policy_mask_threshold is about the sampler's policy, not about what top_p or top_k left of it
         loss = super()._compute_loss(model, {**inputs, "sampling_per_token_logps": inputs["model_per_token_logps"]})
         if rows.learned is not None:
-            loss = loss + self._scorers_learn(rows.learned)
+            loss = loss + self._own_loss(rows.learned)
         if "old_per_token_logps" not in inputs:  # then no update has been made since the rollout
             self.measures.batch(inputs, rows.logprobs)
         return loss
 
-    def _scorers_learn(self, learned: Learned) -> torch.Tensor:
-        """The boundary loss, weighted as TRL weighs its own."""
-        assert self.args.scorers is not None
-        self.measures.scorers(learned)
-        return self.args.scorers.weight * learned.losses.mean() / self.current_gradient_accumulation_steps
+    def _own_loss(self, learned: Learned) -> torch.Tensor:
+        """The boundary loss of scorers, or a method's own, weighted as TRL weighs its own."""
+        self.measures.learned(learned)
+        weight = 1.0 if self.args.scorers is None else self.args.scorers.weight
+        return weight * learned.losses.mean() / self.current_gradient_accumulation_steps
 
     def _get_per_token_logps_and_entropies(
         self,
