@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
+from torch import Tensor
 
 from rollout.config import SamplingConfig
 from sparse_rl.policies.base import Policy
@@ -62,7 +62,7 @@ class Prefilled(Protocol):
         """Copies of these rows, in this order, in a cache of their own; a row may be taken several times."""
         ...
 
-    def queries(self, layer: int) -> torch.Tensor:
+    def queries(self, layer: int) -> Tensor:
         """The last queries of each row, oldest first: [B, Hq, W, D], as many as the policy scores by.
 
         Raises UserError where it scores by none.
@@ -114,7 +114,7 @@ class Engine(Protocol):
         """The prompts' cache after their prefill, a row each. Raises UserError in an engine that cannot hand it out."""
         ...
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace weights of the engine's copy.
 
         weights : (name in a Hugging Face checkpoint, tensor [...] of the shape that the weight has)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rollout.config import SamplingConfig
@@ -56,13 +56,13 @@ class PrefilledPrompts:
     """
 
     cache: Cache
-    hidden: torch.Tensor
+    hidden: Tensor
 
     def fork(self, rows: Sequence[int]) -> PrefilledPrompts:
         index = torch.tensor(list(rows), device=self.hidden.device)
         return PrefilledPrompts(self.cache.fork(rows), self.hidden[index])
 
-    def queries(self, layer: int) -> torch.Tensor:
+    def queries(self, layer: int) -> Tensor:
         return self.cache.queries(layer)
 
 
@@ -241,7 +241,7 @@ class HFEngine:
                     shown.advance()
         return rollouts  # type: ignore[return-value]
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace weights by name; an unknown name or a wrong shape is an error."""
         own = dict(self.model.named_parameters(remove_duplicate=False))
         with torch.no_grad():
@@ -314,7 +314,7 @@ class HFEngine:
             positions = torch.tensor([[n - 1] for n in cache.seen], device=device)
             logits = self._logits(self._hidden(ids, positions, cache)[:, 0])
 
-    def _prefill_and_fork(self, prompts: list[list[int]], context: Context | None) -> tuple[Cache, torch.Tensor]:
+    def _prefill_and_fork(self, prompts: list[list[int]], context: Context | None) -> tuple[Cache, Tensor]:
         """The cache of these prompts, of which each distinct one is prefilled once, and their last logits [B, V]."""
         distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         prefilled = self.prefill(list(distinct), context)
@@ -323,14 +323,14 @@ class HFEngine:
             prefilled = prefilled.fork(rows)
         return prefilled.cache, self._logits(prefilled.hidden)
 
-    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
+    def _hidden(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """The decoder's last hidden states [B, T, hidden] of ids [B, T]."""
         decoder = self.model.get_decoder()
         with padded_layers(ids.numel(), ids.device):
             out = decoder(input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=cache, use_cache=False)
         return out.last_hidden_state
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _logits(self, hidden: Tensor) -> Tensor:
         """Logits [B, V] of one position per row; no others are computed."""
         with padded_layers(len(hidden), hidden.device):
             return self.model.get_output_embeddings()(hidden)

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 ROWS = 16
 ROW_WISE = (F.linear, F.silu)  # what a decoder computes of each row apart, and rounds by the number of rows
 
 
-def padded(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def padded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`function` of x [..., K], made of a multiple of ROWS rows where x is float32 on a CPU: [..., N].
 
     function : from [rows, K] to [rows, N], each row by itself

@@ -7,6 +7,7 @@ float64. So a sequence's tokens depend on nothing but its logits, its seed and i
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from rollout.config import SamplingConfig
 
@@ -38,11 +39,8 @@ class Uniforms:
 
 
 def sample(
-    logits: torch.Tensor,
-    sampling: SamplingConfig,
-    uniform: torch.Tensor | None,
-    forced: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: Tensor, sampling: SamplingConfig, uniform: Tensor | None, forced: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token for each of B rows.
 
     logits [B, V]; uniform float64 [B], None: the most likely token; forced int64 [B]: where it is not -1, take this
@@ -64,8 +62,8 @@ def sample(
 
 
 def drawn(
-    logprobs: torch.Tensor, processed: torch.Tensor, uniform: torch.Tensor | None, forced: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logprobs: Tensor, processed: Tensor, uniform: Tensor | None, forced: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """What `sample` returns, from the log-probs [B, V] before and after top-p and top-k."""
     if uniform is None:
         tokens = logprobs.argmax(-1)
@@ -79,7 +77,7 @@ def drawn(
     return tokens, processed.gather(-1, index)[:, 0], logprobs.gather(-1, index)[:, 0]
 
 
-def truncate(logprobs: torch.Tensor, top_p: float, top_k: int | None) -> torch.Tensor:
+def truncate(logprobs: Tensor, top_p: float, top_k: int | None) -> Tensor:
     """Renormalised log-probs [B, V] after top-k, then top-p (the smallest set with mass >= top_p); -inf outside.
 
     With top-k only the best tokens are ranked. Those behind them would add zeros, so that on a CPU every sum has the
@@ -97,7 +95,7 @@ def truncate(logprobs: torch.Tensor, top_p: float, top_k: int | None) -> torch.T
     return logprobs.masked_fill(outside, float("-inf")).log_softmax(-1)
 
 
-def ranking(logprobs: torch.Tensor, count: int) -> torch.Tensor:
+def ranking(logprobs: Tensor, count: int) -> Tensor:
     """The `count` best tokens of each row [B, V], int64 [B, count]: best first, and of equals the earlier first.
 
     The bits of a number that is not positive grow as it falls. With the token behind them no two keys are equal, so

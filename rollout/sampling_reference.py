@@ -6,17 +6,15 @@ How a token is drawn from a distribution is the same function; what is compared 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from rollout.config import SamplingConfig
 from rollout.sampling import drawn
 
 
 def sample_reference(
-    logits: torch.Tensor,
-    sampling: SamplingConfig,
-    uniform: torch.Tensor | None,
-    forced: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: Tensor, sampling: SamplingConfig, uniform: Tensor | None, forced: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """What `rollout.sampling.sample` computes, of the same arguments, plainly."""
     logprobs = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1)
     cut = uniform is not None and sampling.truncated_support
@@ -24,7 +22,7 @@ def sample_reference(
     return drawn(logprobs, processed, uniform, forced)
 
 
-def truncate_reference(logprobs: torch.Tensor, top_p: float, top_k: int | None) -> torch.Tensor:
+def truncate_reference(logprobs: Tensor, top_p: float, top_k: int | None) -> Tensor:
     """Renormalised log-probs [B, V] after top-k, then top-p (the smallest set with mass >= top_p); -inf outside."""
     ranked, order = logprobs.sort(dim=-1, descending=True, stable=True)
     outside = torch.zeros_like(ranked, dtype=torch.bool)

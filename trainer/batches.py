@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sparse_rl.attention.families import cache_shape
@@ -28,10 +29,10 @@ class Batch:
     through : see `make_view`
     """
 
-    ids: torch.Tensor
-    positions: torch.Tensor
-    where: tuple[torch.Tensor, torch.Tensor]
-    targets: torch.Tensor
+    ids: Tensor
+    positions: Tensor
+    where: tuple[Tensor, Tensor]
+    targets: Tensor
     rows: list[list[Example]]
     attention_kernel: str = "gather"
     through: bool = True
@@ -48,10 +49,10 @@ class Batch:
         """The batch of these examples on `device`, each a row, or with `packing` several to a row."""
         rows = _packed(examples) if packing else [[example] for example in examples]
 
-        def padded(of: Callable[[Example], torch.Tensor]) -> torch.Tensor:
+        def padded(of: Callable[[Example], Tensor]) -> Tensor:
             return pad_sequence([torch.cat([of(one) for one in row]) for row in rows], batch_first=True).to(device)
 
-        def predicts(one: Example) -> torch.Tensor:
+        def predicts(one: Example) -> Tensor:
             following = torch.arange(1, one.length + 1)
             return (following >= len(one.prompt)) & (following < one.length)
 
@@ -65,13 +66,13 @@ class Batch:
         """In the order of `targets`."""
         return [example for row in self.rows for example in row]
 
-    def sizes(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def sizes(self) -> tuple[Tensor, Tensor]:
         """Of rows that are not packed: the tokens of each, and of its prompt: int64 [B] each."""
         rows = [(example.length, len(example.prompt)) for (example,) in self.rows]
         lengths, prompts = torch.tensor(rows, device=self.ids.device).T
         return lengths, prompts
 
-    def hidden(self, model: Any, *, replayed: bool) -> torch.Tensor:
+    def hidden(self, model: Any, *, replayed: bool) -> Tensor:
         """A model's last hidden states [N, H] where it predicts the targets.
 
         replayed : under the traces; else each sequence sees all of itself
@@ -85,7 +86,7 @@ class Batch:
         view = make_view(packed, starts, self.ids.shape[1], self.ids.device, self.attention_kernel, self.through)
         return self.hidden_under(model, view)
 
-    def hidden_under(self, model: Any, view: KVView) -> torch.Tensor:
+    def hidden_under(self, model: Any, view: KVView) -> Tensor:
         """A model's last hidden states [N, H] where it predicts the targets, under any view of the rows."""
         inputs = {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": NO_MASK.to(self.ids.device)}
         out = base_of(model).get_decoder()(**inputs, kv_view=view, use_cache=False)

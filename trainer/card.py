@@ -33,7 +33,7 @@ def evaluation_of(task: str | None, model: str) -> str | None:
 
 def model_card(
     recipe: Mapping[str, Any], policy: Policy | None, versions: Mapping[str, str], *, steps: int, place: str | Path,
-    chat: bool = True, hub_name: str | None = None,
+    chat: bool = True, hub_name: str | None = None
 ) -> str:  # fmt: skip
     """Markdown, with the metadata that a hub reads in front.
 

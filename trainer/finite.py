@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 LOGGED = ("loss", "train_loss", "grad_norm")
 
@@ -21,7 +22,7 @@ def not_finite_metric(logs: Mapping[str, Any]) -> str | None:
 
 
 @torch.no_grad()
-def not_finite_weight(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+def not_finite_weight(weights: Iterable[tuple[str, Tensor]]) -> str | None:
     """The first weight whose norm, in float32, is no number: what is computed with it is none either.
 
     Under ZeRO-3 a process looks at its own part. All are reduced where they lie, and one list comes back.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast
+from torch import Tensor
 from trl.models import unwrap_model_for_generation
 
 from rollout.engine import Engine
@@ -26,7 +27,7 @@ def live_weights(trainer: Any, *, gather: bool = True) -> Iterator[None]:
         yield
 
 
-def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every weight, one at a time; a tied head comes once, under the embedding's name.
 
     Under ZeRO-3 each is gathered while it is yielded, which every process must take part in: exhaust it on all of them.
@@ -42,9 +43,9 @@ def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, torch.Ten
 
 def give_weights(engine: Engine, model: Any, accelerator: Any) -> None:
     """Bring an engine's copy up to date. Raises StoppedError where its scorers, if any, are not those it was given."""
-    scorers: dict[str, torch.Tensor] = {}
+    scorers: dict[str, Tensor] = {}
 
-    def noted() -> Iterator[tuple[str, torch.Tensor]]:
+    def noted() -> Iterator[tuple[str, Tensor]]:
         for name, weight in named_weights(model, accelerator):
             if SCORERS in name.split("."):
                 scorers[name] = weight.clone()
@@ -54,12 +55,12 @@ def give_weights(engine: Engine, model: Any, accelerator: Any) -> None:
     check_scorers_in(engine, scorers)
 
 
-def reference_state(model: Any, accelerator: Any) -> dict[str, torch.Tensor]:
+def reference_state(model: Any, accelerator: Any) -> dict[str, Tensor]:
     """Every weight by its name, on the CPU; nothing on any process but the first.
 
     Every process must take part, here and in `load_reference`: under ZeRO-3 each has a part.
     """
-    kept: dict[str, torch.Tensor] = {}
+    kept: dict[str, Tensor] = {}
     for name, weight in named_weights(model, accelerator):
         if accelerator.is_main_process:
             kept[name] = weight.to("cpu", copy=True)
@@ -67,7 +68,7 @@ def reference_state(model: Any, accelerator: Any) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def load_reference(model: Any, accelerator: Any, kept: dict[str, torch.Tensor]) -> None:
+def load_reference(model: Any, accelerator: Any, kept: dict[str, Tensor]) -> None:
     """Give every process what `reference_state` has kept on the first."""
     for name, weight in accelerator.unwrap_model(model).named_parameters():
         with gathered(weight, accelerator, writer=0):
@@ -93,7 +94,7 @@ def gathered(weight: torch.nn.Parameter, accelerator: Any, writer: int | None = 
 
 
 @torch.no_grad()
-def _merged(module: Any, name: str, weight: torch.nn.Parameter) -> torch.Tensor:
+def _merged(module: Any, name: str, weight: torch.nn.Parameter) -> Tensor:
     """The weight, with what the active LoRA adapters add to it."""
     if not name.endswith(".base_layer.weight"):
         return weight.detach()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
 from sparse_rl.errors import UserError
@@ -25,12 +26,12 @@ class LayerEntries:
     added to the logits; positions int64 [1, Hkv, N].
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    bias: torch.Tensor
-    positions: torch.Tensor
+    keys: Tensor
+    values: Tensor
+    bias: Tensor
+    positions: Tensor
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self) -> Iterator[Tensor]:
         return iter((self.keys, self.values, self.bias, self.positions))
 
 
@@ -86,7 +87,7 @@ class Context:
         section = {"compacted_at": torch.tensor([len(self.tokens)], dtype=torch.int32)}
         return EvictionTrace.recorded(gone, section if self.fitted else {})
 
-    def evict_at(self) -> torch.Tensor:
+    def evict_at(self) -> Tensor:
         """When each token of the context was evicted: int32 [L, Hkv, tokens], at the context's end, or NEVER."""
         count = len(self.tokens)
         gone = []
@@ -108,8 +109,8 @@ class ContextCache:
     def __init__(self, context: Context | None, captures: bool = False) -> None:
         self.context, self.captures = context, captures
         self.past = 0 if context is None else len(context.tokens)
-        self.own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys, values [B, Hkv, C, D]
-        self._queries: dict[int, list[torch.Tensor]] = {}
+        self.own: dict[int, tuple[Tensor, Tensor]] = {}  # keys, values [B, Hkv, C, D]
+        self._queries: dict[int, list[Tensor]] = {}
         self.scaling = 0.0  # the factor on q . k, once something was read
         self.lengths: list[int] = []  # own tokens of each row
 
@@ -150,7 +151,7 @@ class ContextCache:
         forked.select(rows)
         return forked
 
-    def captured(self, layer: int) -> torch.Tensor:
+    def captured(self, layer: int) -> Tensor:
         """The queries of one layer of all that was read, after RoPE: [B, Hq, T, D]. Only where it `captures`."""
         return torch.cat(self._queries[layer], dim=2)
 
@@ -158,7 +159,7 @@ class ContextCache:
         """Let the captured queries of one layer go."""
         self._queries.pop(layer, None)
 
-    def queries(self, layer: int) -> torch.Tensor:
+    def queries(self, layer: int) -> Tensor:
         """Raises UserError: the last queries [B, Hq, W, D], which an EvictingCache has, are not kept here."""
         raise UserError("behind a compacted context no queries are kept")
 
@@ -174,9 +175,7 @@ class ContextCache:
 
     # ---- the attention's side -------------------------------------------------------------------------------------
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Store what comes, and attend to the context's entries and to own tokens up to each query: [B, Hq, T, D].
 
         query : [B, Hq, T, D]; key, value : [B, Hkv, T, D]; queries and keys after RoPE; scaling : the factor on q . k
@@ -202,9 +201,7 @@ class ContextCache:
             outs.append(out.unflatten(2, mine.shape[2:4]))
         return torch.cat(outs, dim=3).flatten(1, 2)
 
-    def _store(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, at: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _store(self, layer: int, key: Tensor, value: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         """All that is held once key and value [B, Hkv, T, D] stand at slots `at` [B, T]."""
         keys, values = self.own.get(layer) or (key[:, :, :0], value[:, :, :0])
         missing = max(self._starts) + key.shape[2] - keys.shape[2]
@@ -217,7 +214,7 @@ class ContextCache:
         return keys, values
 
 
-def _mask(at: torch.Tensor, slots: torch.Tensor, past: LayerEntries | None, dtype: torch.dtype) -> torch.Tensor:
+def _mask(at: Tensor, slots: Tensor, past: LayerEntries | None, dtype: torch.dtype) -> Tensor:
     """What is added to the logits of own tokens at slots `at` [B, T], for a context's entries and for own slots:
     [B, 1 or Hkv, T, N + C].
     """

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rollout.vllm.compat import paged
 from rollout.vllm.compat.arguments import CacheConfig
@@ -39,12 +39,12 @@ class Singles:
     """
 
     tokens: Any
-    first: torch.Tensor
-    seen: torch.Tensor
-    block: torch.Tensor
-    place: torch.Tensor
-    dropped: torch.Tensor
-    came: torch.Tensor | None = None
+    first: Tensor
+    seen: Tensor
+    block: Tensor
+    place: Tensor
+    dropped: Tensor
+    came: Tensor | None = None
     leaving: Leaving | None = None
 
 
@@ -58,14 +58,14 @@ class Leaving:
     priority : float32 [L, R, Hkv], its own, layer by layer; rows : int64 [R], of the memory, known in the forward
     """
 
-    positions: torch.Tensor
-    block: torch.Tensor
-    place: torch.Tensor
-    competes: torch.Tensor
-    candidate: torch.Tensor
-    aged: torch.Tensor
-    priority: torch.Tensor
-    rows: torch.Tensor | None = None
+    positions: Tensor
+    block: Tensor
+    place: Tensor
+    competes: Tensor
+    candidate: Tensor
+    aged: Tensor
+    priority: Tensor
+    rows: Tensor | None = None
 
 
 class Scorers:
@@ -74,7 +74,7 @@ class Scorers:
     def __init__(self, policy: KVpop, layers: int, heads: int, dim: int, device: torch.device) -> None:
         config = policy.config.scorer
         self.heads, self.device = heads, device
-        self.log_decay: torch.Tensor
+        self.log_decay: Tensor
         self.all: Scorer = sketch_scorer(config, heads=layers * heads, dim=dim).to_empty(device=device)
         self.all.requires_grad_(False)
         self.of_layer = [sketch_scorer(config, heads=heads, dim=dim) for _ in range(layers)]
@@ -83,7 +83,7 @@ class Scorers:
                 mine = weight[layer * heads : (layer + 1) * heads]
                 setattr(scorer, name, nn.Parameter(mine, requires_grad=False))
 
-    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def load(self, weights: Mapping[str, Tensor]) -> None:
         """By the names of cache_scorer.safetensors: a layer's number, and the parameter's name. Heads come first.
 
         log_decay : [L, Hkv], from here on
@@ -95,7 +95,7 @@ class Scorers:
             weight.copy_(weights[name][paged.own_heads(self.heads)])
         self.log_decay = torch.stack([scorer.log_decay() for scorer in self.of_layer]).to(self.device)
 
-    def by_name(self) -> dict[str, torch.Tensor]:
+    def by_name(self) -> dict[str, Tensor]:
         """This rank's, by the names of cache_scorer.safetensors."""
         return {f"{i}.{name}": w for i, scorer in enumerate(self.of_layer) for name, w in scorer.named_parameters()}
 
@@ -103,7 +103,7 @@ class Scorers:
 class ArrivalState(CacheState):
     """All layers of one worker, under a policy that decides before a query attends."""
 
-    def __init__(self, vllm_config: Any, config: CacheConfig, kv_caches: dict[str, torch.Tensor]) -> None:
+    def __init__(self, vllm_config: Any, config: CacheConfig, kv_caches: dict[str, Tensor]) -> None:
         super().__init__(vllm_config, config, kv_caches)
         policy = config.policy
         assert isinstance(policy, KVpop)
@@ -128,12 +128,10 @@ class ArrivalState(CacheState):
 
     # ---- before the forward -----------------------------------------------------------------------------------------
 
-    def enter(self, block: torch.Tensor, place: torch.Tensor, logical: torch.Tensor) -> None:
+    def enter(self, block: Tensor, place: Tensor, logical: Tensor) -> None:
         """Nothing yet: slots differ between layers and heads, and `arrive` writes what enters them."""
 
-    def make_plan(
-        self, block_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, starts_cpu: torch.Tensor
-    ) -> Plan:
+    def make_plan(self, block_table: Tensor, seq_lens: Tensor, starts: Tensor, starts_cpu: Tensor) -> Plan:
         plan = super().make_plan(block_table, seq_lens, starts, starts_cpu)
         counts = starts_cpu.diff()
         many = (counts > 1).nonzero()[:, 0].tolist()
@@ -143,7 +141,7 @@ class ArrivalState(CacheState):
         self.singles = self._singles(plan, alone, starts) if len(alone) else None
         return plan
 
-    def _singles(self, plan: Plan, alone: torch.Tensor, starts: torch.Tensor) -> Singles:
+    def _singles(self, plan: Plan, alone: Tensor, starts: Tensor) -> Singles:
         every = len(alone) == len(plan.seen)
         rows: Any = slice(None) if every else alone.to(self.device)
         tokens: Any = slice(0, len(alone)) if every else starts[rows].long()
@@ -178,7 +176,7 @@ class ArrivalState(CacheState):
         if self.singles is not None and not self.parts:
             fixed.copy_fields(self.singles, len(self.singles.first))
 
-    def _at(self, blocks: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _at(self, blocks: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         """(block, place in it) of slots [L x R, Hkv] of requests whose blocks are [R, n]: [L, R, Hkv] each."""
         slot = slot.view(len(self.caches), len(blocks), -1)
         block = blocks.expand(len(slot), -1, -1).gather(2, slot // self.block_size)
@@ -186,7 +184,7 @@ class ArrivalState(CacheState):
 
     # ---- in the forward, before a layer attends ---------------------------------------------------------------------
 
-    def arrive(self, name: str, key: torch.Tensor, value: torch.Tensor) -> bool:
+    def arrive(self, name: str, key: Tensor, value: Tensor) -> bool:
         """A layer's new keys and values [T, Hkv, D]: all of it that is written to the cache is written here."""
         layer, singles = self.index[name], self.singles
         if singles is not None:
@@ -202,7 +200,7 @@ class ArrivalState(CacheState):
             self._take_in(layer, request, before, key[tokens], value[tokens])
         return True
 
-    def _decide(self, layer: int, singles: Singles, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _decide(self, layer: int, singles: Singles, key: Tensor, value: Tensor) -> None:
         """Score the token that leaves the window, now that the memory meets the layer's new one: who goes?"""
         leaving = singles.leaving
         assert leaving is not None
@@ -220,14 +218,14 @@ class ArrivalState(CacheState):
         for at, left in ((singles.block[layer], block), (singles.place[layer], place)):
             torch.where(goes, left, at, out=at)
 
-    def _take_in(self, layer: int, request: int, before: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _take_in(self, layer: int, request: int, before: int, key: Tensor, value: Tensor) -> None:
         """A chunk of a prompt [T, Hkv, D], which is held whole, in order of position, until its end."""
         plan, delay = self.plan, self.policy.delay
         assert plan is not None
         blocks, row = plan.blocks[request], self.row[plan.first[request]]
         memory = {name: m[layer, row][None] for name, m in self.memory.items()}
 
-        def where(positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def where(positions: Tensor) -> tuple[Tensor, ...]:
             return blocks[positions // self.block_size][:, None], self.heads, (positions % self.block_size)[:, None]
 
         back = where(torch.arange(before - delay, before, device=self.device).clamp(min=0))
@@ -266,7 +264,7 @@ class ArrivalState(CacheState):
         if self.record is not None:
             self.record.arrive(self.number[singles.first], now, singles.dropped)
 
-    def _settle(self, singles: Singles, leaving: Leaving, layers: torch.Tensor) -> None:
+    def _settle(self, singles: Singles, leaving: Leaving, layers: Tensor) -> None:
         """Write down the priorities of what has left the window, and where it was this that went."""
         goes = leaving.priority <= leaving.candidate
         singles.dropped = torch.where(goes, leaving.positions[:, None], singles.dropped)
@@ -274,7 +272,7 @@ class ArrivalState(CacheState):
         left, priorities = (layers, leaving.block, self.heads, leaving.place), self.state[PRIORITY]
         priorities[left] = torch.where((leaving.positions >= 0)[:, None], leaving.priority, priorities[left])
 
-    def _score(self, singles: Singles, now: torch.Tensor) -> torch.Tensor:
+    def _score(self, singles: Singles, now: Tensor) -> Tensor:
         """The priorities float32 [L, R, Hkv] of the tokens that have come."""
         assert singles.came is not None
         x = singles.came.transpose(0, 1).flatten(1, 2)[:, :, None]  # L x Hkv heads
@@ -286,7 +284,7 @@ class ArrivalState(CacheState):
         priority = self.policy.priority(scores, self.scorers.log_decay.flatten(), now[:, None])[:, :, 0]
         return priority.unflatten(1, (len(self.caches), -1)).transpose(0, 1)
 
-    def _fail(self, first: torch.Tensor, is_nan: torch.Tensor) -> None:
+    def _fail(self, first: Tensor, is_nan: Tensor) -> None:
         """Requests, by first block, int64 [R], of which a priority is NaN, bool [L, R, Hkv]."""
         rows = self.row[first]
         self.failed[rows] = self.failed[rows] | is_nan.any((0, -1))

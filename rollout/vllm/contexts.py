@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from rollout.context.cache import Context
@@ -43,7 +44,7 @@ class ContextState(CacheState):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.gone = torch.zeros_like(self.prompt_length)  # by first block
-        self.contexts: dict[str, list[tuple[torch.Tensor, ...]]] = {}  # by layer: keys, values, bias
+        self.contexts: dict[str, list[tuple[Tensor, ...]]] = {}  # by layer: keys, values, bias
 
     def hold(self, name: str, context: Context) -> None:
         """Keep a context's entries of this rank's heads, in host memory, under a name; what had it before is let go."""
@@ -76,9 +77,7 @@ class ContextState(CacheState):
             if self.folded:
                 self.folded[layer][where] = bias.clamp(min=UNSEEN).to(self.folded[layer].dtype)
 
-    def make_plan(
-        self, block_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, starts_cpu: torch.Tensor
-    ) -> Plan:
+    def make_plan(self, block_table: Tensor, seq_lens: Tensor, starts: Tensor, starts_cpu: Tensor) -> Plan:
         gone = self.gone[block_table[:, 0].long()].to(seq_lens.dtype)
         return super().make_plan(block_table, seq_lens - gone, starts, starts_cpu)
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rollout.config import SamplingConfig
@@ -303,7 +303,7 @@ class VLLMEngine:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights, by the names of the Hugging Face checkpoint.
 
         UserError for one left out, an unknown name or a wrong shape; some are then replaced, and some are not.
@@ -315,7 +315,7 @@ class VLLMEngine:
         with handed_over(checked) as (path, places):
             self._replace("receive_weights", path, places)
 
-    def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The same, held against the model: vLLM fuses weights, and would not miss one of those."""
         shapes, needed = self._expected
         missing = set(needed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from rollout.vllm.compat.paged import read_blocks
 from rollout.vllm.plan import NOBODYS
@@ -19,15 +20,15 @@ ELEMENTS = 2**18  # of keys, gathered at a time: 2 MiB in float64, so that they 
 
 
 def attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    blocks: torch.Tensor,
-    lengths: torch.Tensor,
-    starts: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    blocks: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
     scale: float,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    out: Tensor,
+    bias: Tensor | None = None,
 ) -> None:
     """Causal attention of a ragged batch of B requests, written into `out`.
 
@@ -63,7 +64,7 @@ def attend(
         out[first : first + count] = sdpa(part, key, value, scale, later, causal=whole)[0].transpose(0, 1)
 
 
-def _pieces(rows: torch.Tensor, lengths: torch.Tensor, elements: int) -> Iterator[torch.Tensor]:
+def _pieces(rows: Tensor, lengths: Tensor, elements: int) -> Iterator[Tensor]:
     """The rows, those of like lengths together, as many at a time as ELEMENTS allows."""
     rows = rows[lengths[rows].argsort(descending=True)]
     while len(rows):

@@ -8,8 +8,8 @@ With c = 1 / scale, a bias that is rounded to the cache's dtype is held as it is
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from rollout.choice import CPU_HEAD_SIZES
 from sparse_rl.errors import UserError
@@ -27,7 +27,7 @@ def wide_head(head_dim: int, on_cpu: bool) -> int:
     return wider[0]
 
 
-def widened(x: torch.Tensor, width: int, coordinate: float = 0.0) -> torch.Tensor:
+def widened(x: Tensor, width: int, coordinate: float = 0.0) -> Tensor:
     """Heads with further coordinates, [T, H, width]: `coordinate` right behind the model's own, then zeros.
 
     x : [T, H, D]

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 STEP = 64  # bytes; weights begin at multiples of it
 
 
 @contextmanager
-def handed_over(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, list[list]]]:
+def handed_over(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, list[list]]]:
     """What `received` takes, in any process of this user on this machine, until the end of the context.
 
     The weights are drawn from the iterable one at a time.
@@ -31,7 +32,7 @@ def handed_over(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[s
         yield f"/proc/{os.getpid()}/fd/{file.fileno()}", places
 
 
-def received(path: str, places: list[list]) -> Iterator[tuple[str, torch.Tensor]]:
+def received(path: str, places: list[list]) -> Iterator[tuple[str, Tensor]]:
     """(name, weight) of all that was handed over: views of that memory, not to be kept."""
     memory = torch.from_file(path, size=os.path.getsize(path), dtype=torch.uint8)
     for name, kind, shape, start in places:

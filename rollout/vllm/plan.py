@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 NOBODYS = 0  # vLLM's null block: no request ever has it, so what is written for padding goes there
 
@@ -20,11 +21,11 @@ class Group:
     rows : int64 [R], their rows of the query buffer; None of one that is not yet of a layer (`CacheState._in`)
     """
 
-    blocks: torch.Tensor
-    lengths: torch.Tensor
-    seen: torch.Tensor
+    blocks: Tensor
+    lengths: Tensor
+    seen: Tensor
     left: int = 0
-    rows: torch.Tensor | None = None
+    rows: Tensor | None = None
 
     def apart(self) -> list[Group]:
         """Each of its rows, padded as it is here."""
@@ -38,8 +39,8 @@ class Watch:
     """A group whose queries of this forward are observed: tokens (of the batch) and positions, int64 [R, T]."""
 
     group: Group
-    tokens: torch.Tensor
-    positions: torch.Tensor
+    tokens: Tensor
+    positions: Tensor
 
 
 @dataclass
@@ -56,17 +57,17 @@ class Plan:
     alone: those that bring one: observed after the forward, in all layers at once
     """
 
-    blocks: torch.Tensor
-    seen: torch.Tensor
-    lengths: torch.Tensor
-    slots: torch.Tensor
-    recent: tuple[Any, torch.Tensor, torch.Tensor] | None
+    blocks: Tensor
+    seen: Tensor
+    lengths: Tensor
+    slots: Tensor
+    recent: tuple[Any, Tensor, Tensor] | None
     watch: Watch | None = None
     alone: Group | None = None
-    slots_of_recent: torch.Tensor | None = None
+    slots_of_recent: Tensor | None = None
 
     @property
-    def first(self) -> torch.Tensor:
+    def first(self) -> Tensor:
         """The first block of each request: int64 [B]."""
         return self.blocks[:, 0]
 
@@ -79,9 +80,9 @@ class Fixed:
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self.memory: dict[str, torch.Tensor] = {}
+        self.memory: dict[str, Tensor] = {}
 
-    def copy(self, name: str, value: torch.Tensor, count: int) -> torch.Tensor:
+    def copy(self, name: str, value: Tensor, count: int) -> Tensor:
         """A copy of `value`, of one size for each of `count` requests, in the name's buffer, until its next copy."""
         if name not in self.memory:
             self.memory[name] = value.new_empty(value.numel() // count * self.rows)
@@ -91,13 +92,13 @@ class Fixed:
         """Put a `copy` in the place of each tensor of a dataclass, and of dataclasses in it."""
         for f in dataclasses.fields(record):
             value = getattr(record, f.name)
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 setattr(record, f.name, self.copy(f"{type(record).__name__}.{f.name}", value, count))
             elif dataclasses.is_dataclass(value):
                 self.copy_fields(value, count)
 
 
-def last_of_each(starts: torch.Tensor, window: int) -> torch.Tensor:
+def last_of_each(starts: Tensor, window: int) -> Tensor:
     """The last `window` tokens of each request of a batch: int64, from int [B + 1] in host memory."""
     count = starts.diff().clamp(max=window)
     tokens = torch.arange(int(count.sum()))

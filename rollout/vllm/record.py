@@ -11,6 +11,7 @@ from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sparse_rl.trace import NEVER
 
@@ -46,9 +47,9 @@ class RunRecord:
         self.preempted: set[str] = set()
         self.dropped: dict[str, list[Dropped]] = {}
         # of tokens that came: their requests' numbers, positions, and what went; on the device, and in host memory
-        self._arrived: list[tuple[torch.Tensor, ...]] = []
-        self._fetched: list[tuple[torch.Tensor, ...]] = []
-        self.drawn: list[tuple[list[str], list[int], torch.Tensor]] = []  # requests, steps, log-probs; see `draw`
+        self._arrived: list[tuple[Tensor, ...]] = []
+        self._fetched: list[tuple[Tensor, ...]] = []
+        self.drawn: list[tuple[list[str], list[int], Tensor]] = []  # requests, steps, log-probs; see `draw`
         self._logprobs: dict[str, dict[int, list[float]]] | None = None  # by request and step
 
     def begin(self, request_id: str) -> int:
@@ -58,7 +59,7 @@ class RunRecord:
             self.dropped.pop(request_id, None)
         return self.numbers.setdefault(request_id, len(self.numbers))
 
-    def draw(self, request_ids: list[str], places: Sequence[int], steps: list[int], logprobs: torch.Tensor) -> None:
+    def draw(self, request_ids: list[str], places: Sequence[int], steps: list[int], logprobs: Tensor) -> None:
         """One step's tokens were drawn: of request i the step-th, with float32 [B, 2] log-probs (see `Result`).
 
         Those of an unfinished prefill are void: their step is drawn again.
@@ -77,7 +78,7 @@ class RunRecord:
             by_token = mine.reshape(len(mine), heads, count).transpose(2, 0, 1)
             self.dropped.setdefault(request_id, []).append(Dropped(np.full(count, seen), by_token))
 
-    def arrive(self, numbers: torch.Tensor, now: torch.Tensor, dropped: torch.Tensor) -> None:
+    def arrive(self, numbers: Tensor, now: Tensor, dropped: Tensor) -> None:
         """Tokens came, each of another request. The device is waited for once in STEPS calls.
 
         numbers, now : int64 [R], of their requests, and their positions; dropped : int [L, R, Hkv] what went, -1: none
@@ -128,7 +129,7 @@ class RunRecord:
         return results
 
 
-def _by_step(drawn: list[tuple[list[str], list[int], torch.Tensor]]) -> dict[str, dict[int, list[float]]]:
+def _by_step(drawn: list[tuple[list[str], list[int], Tensor]]) -> dict[str, dict[int, list[float]]]:
     """Request -> step -> its log-probs; of a step that was drawn several times, the last."""
     found: dict[str, dict[int, list[float]]] = {}
     pairs = iter(torch.cat([logprobs for *_, logprobs in drawn]).tolist() if drawn else ())

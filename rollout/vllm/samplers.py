@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rollout.config import SamplingConfig
 from rollout.requests import forced_token
@@ -37,7 +37,7 @@ class SequenceSampler(nn.Module):
         self.sampling, self.record = sampling, record
         self.stream = cache(Uniforms)  # by seed
 
-    def forward(self, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, None]:
+    def forward(self, logits: Tensor, generators: Any, k: Any, p: Any) -> tuple[Tensor, None]:
         """Draw a token for each request, int64 [B], and record it with its log-probs; NOT_FINITE where those are not.
 
         logits : [B, V], as the model gave them: vLLM is told a temperature of 1
@@ -73,7 +73,7 @@ class SeededSampler(nn.Module):
         self.runner, self.plain = runner, plain
         self.seeded: dict[tuple[str, int], tuple[Uniforms, SamplingConfig]] = {}  # of the step before
 
-    def forward(self, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, Any]:
+    def forward(self, logits: Tensor, generators: Any, k: Any, p: Any) -> tuple[Tensor, Any]:
         """See vLLM's own. logits : [B, V], divided by the temperature, and changed by whatever else was asked for"""
         drawn = self._draw(logits)  # first: vLLM's own writes into the logits
         sampled, logprobs = self.plain(logits, generators, k, p)
@@ -81,7 +81,7 @@ class SeededSampler(nn.Module):
             sampled.index_copy_(0, rows, tokens.to(sampled.dtype))
         return sampled, logprobs
 
-    def _draw(self, logits: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _draw(self, logits: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Rows with a seed and their tokens, int64 each: those with the same top_p and top_k together."""
         seeded: dict[tuple[str, int], tuple[Uniforms, SamplingConfig]] = {}
         alike: dict[SamplingConfig, list[tuple[int, float]]] = {}
@@ -108,6 +108,6 @@ def _support(parameters: Any) -> SamplingConfig:
     return SamplingConfig(1, top_p=parameters.top_p, top_k=parameters.top_k if parameters.top_k > 0 else None)
 
 
-def _sent(numbers: list[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _sent(numbers: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on the device, which is not waited for: it copies them from pinned memory when it comes to it."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

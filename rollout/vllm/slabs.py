@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from sparse_rl.errors import UserError
 
@@ -22,7 +22,7 @@ class Arrangement:
     of_block: int
 
     @classmethod
-    def of(cls, views: Sequence[torch.Tensor]) -> Arrangement:
+    def of(cls, views: Sequence[Tensor]) -> Arrangement:
         """That of views [blocks, ...], one for each layer. Raises UserError where they do not lie so."""
         first, layers, blocks = views[0], len(views), views[0].shape[0]
         step = views[1].storage_offset() - first.storage_offset() if layers > 1 else blocks * first.stride(0)
@@ -37,13 +37,13 @@ class Arrangement:
                 return cls(1, layers)
         raise UserError("vLLM cannot evict: the caches of its layers do not lie at equal distances in one allocation")
 
-    def joined(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
+    def joined(self, views: Sequence[Tensor]) -> Tensor:
         """Views [blocks, ...] so arranged, as one [layers x blocks, ...]."""
         first = views[0]
         shape = (len(views) * first.shape[0], *first.shape[1:])
         return first.as_strided(shape, (first.stride(0) // self.of_block, *first.stride()[1:]), first.storage_offset())
 
-    def apart(self, joined: torch.Tensor, layers: int) -> torch.Tensor:
+    def apart(self, joined: Tensor, layers: int) -> Tensor:
         """[layers x blocks, ...], so arranged, as a view [layers, blocks, ...]."""
         if self.of_block == 1:
             return joined.unflatten(0, (layers, -1))
@@ -59,9 +59,9 @@ class Slab:
         (folded.py)
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    positions: torch.Tensor
-    state: dict[str, torch.Tensor]
-    queries: torch.Tensor | None
-    coordinate: torch.Tensor | None
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    state: dict[str, Tensor]
+    queries: Tensor | None
+    coordinate: Tensor | None

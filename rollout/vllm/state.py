@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rollout.vllm.compat import paged
 from rollout.vllm.compat.arguments import CacheConfig
@@ -33,13 +34,13 @@ UNKNOWN = 1 << 40  # the prompt length of no request: nothing of it is ever comp
 class CacheState:
     """The caches of all layers of one worker, what the policy remembers of them, and their compactions."""
 
-    def __init__(self, vllm_config: Any, config: CacheConfig, kv_caches: dict[str, torch.Tensor]) -> None:
+    def __init__(self, vllm_config: Any, config: CacheConfig, kv_caches: dict[str, Tensor]) -> None:
         self.config, self.policy = config, config.policy
         layers = paged.attention_layers(vllm_config, kv_caches)
         layer, count = next(iter(layers.values())), len(layers)
         self.index = {name: i for i, name in enumerate(layers)}
         self.caches = [paged.key_value_views(kv_caches[name], paged.keys_are_transposed()) for name in layers]
-        self.folded: list[torch.Tensor] = []  # by layer, the coordinate that holds biases, if any; see folded.py
+        self.folded: list[Tensor] = []  # by layer, the coordinate that holds biases, if any; see folded.py
         if config.folds:
             own = layer.head_size
             self.folded = [keys[..., own] for keys, _ in self.caches]
@@ -98,15 +99,13 @@ class CacheState:
             self.failed[rows] = False
             self.number[first] = self._sent(numbers)
 
-    def _sent(self, numbers: Sequence[Any]) -> torch.Tensor:
+    def _sent(self, numbers: Sequence[Any]) -> Tensor:
         """Whole numbers, as int64, to the device; nobody waits for them."""
         return torch.tensor(numbers, dtype=torch.long).to(self.device, non_blocking=True)
 
     # ---- before the forward -----------------------------------------------------------------------------------------
 
-    def make_plan(
-        self, block_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, starts_cpu: torch.Tensor
-    ) -> Plan:
+    def make_plan(self, block_table: Tensor, seq_lens: Tensor, starts: Tensor, starts_cpu: Tensor) -> Plan:
         """Physical places for a batch, from its logical ones; the new entries' positions and state are written.
 
         block_table int32 [B, max blocks]; seq_lens int32 [B], after this forward; starts int32 [B + 1], each request's
@@ -143,7 +142,7 @@ class CacheState:
             tokens, block, place = plan.recent
             plan.recent = tokens, fixed.copy("block", block, len(block)), fixed.copy("place", place, len(block))
 
-    def enter(self, block: torch.Tensor, place: torch.Tensor, logical: torch.Tensor) -> None:
+    def enter(self, block: Tensor, place: Tensor, logical: Tensor) -> None:
         """Write the position and the first state of new entries, in all layers and heads alike; int64 [T] each."""
         where = slice(None), block[:, None], self.heads, place[:, None]
         self.positions[where] = logical[:, None].int()
@@ -158,7 +157,7 @@ class CacheState:
         held = [self.policy.schedule.most_held(prompt, logical) for prompt in {*self.prompts.values()}]
         return min(logical, max(new, *held)) if held else logical  # of no request: a graph is made, for every batch
 
-    def _watch(self, plan: Plan, starts: torch.Tensor, starts_cpu: torch.Tensor) -> None:
+    def _watch(self, plan: Plan, starts: Tensor, starts_cpu: Tensor) -> None:
         """Plan to observe the requests that bring one token, and those that bring more; each group is padded alone."""
         counts = starts_cpu.diff()
         if int(counts.max()) <= 1:
@@ -166,7 +165,7 @@ class CacheState:
             return
         alone, many = (which.nonzero()[:, 0].to(self.device, non_blocking=True) for which in (counts == 1, counts > 1))
 
-        def group_of(rows: torch.Tensor) -> Group:
+        def group_of(rows: Tensor) -> Group:
             held = plan.lengths[rows]
             return self._group(plan.blocks[rows], held, plan.seen[rows], int(held.max()))
 
@@ -179,7 +178,7 @@ class CacheState:
         positions = torch.where(step < count, group.seen[:, None] - count + step, group.seen[:, None])
         plan.watch = Watch(group, tokens, positions)
 
-    def _most_held(self, held: torch.Tensor) -> int:
+    def _most_held(self, held: Tensor) -> int:
         """At least what any of these requests holds, int64 [R]; each brings one token. A device is not asked."""
         if held.device.type == "cpu":
             return int(held.max())
@@ -187,9 +186,7 @@ class CacheState:
         assert peak is not None
         return max([peak, *self.prompts.values()])
 
-    def _group(
-        self, blocks: torch.Tensor, lengths: torch.Tensor, seen: torch.Tensor, most: int, left: int = 0
-    ) -> Group:
+    def _group(self, blocks: Tensor, lengths: Tensor, seen: Tensor, most: int, left: int = 0) -> Group:
         """Requests with blocks int64 [R, max blocks], which hold int64 [R] entries, `most` at the most."""
         blocks = blocks[:, : -(-most // self.block_size)]
         start = torch.arange(0, blocks.shape[1] * self.block_size, self.block_size, device=self.device)
@@ -197,15 +194,15 @@ class CacheState:
 
     # ---- in the forward ---------------------------------------------------------------------------------------------
 
-    def arrive(self, name: str, key: torch.Tensor, value: torch.Tensor) -> bool:
+    def arrive(self, name: str, key: Tensor, value: Tensor) -> bool:
         """A layer's new keys and values [T, Hkv, D], before it attends; True: they are written to the cache here."""
         return False
 
-    def bias(self, name: str) -> torch.Tensor | None:
+    def bias(self, name: str) -> Tensor | None:
         """What a layer's attention adds to the logits: float32 [blocks, Hkv, block size]; None: nothing."""
         return None if self.policy.bias is None else self.state[self.policy.bias][self.index[name]]
 
-    def after_layer(self, name: str, query: torch.Tensor) -> None:
+    def after_layer(self, name: str, query: Tensor) -> None:
         """A layer has attended with queries [T, Hq, D]: remember the last ones, and let the policy see the others."""
         plan, layer = self.plan, self.index[name]
         assert plan is not None
@@ -237,7 +234,7 @@ class CacheState:
         self.policy.observe(layer, entries, entries.queries[:, :, -1:], group.seen[:, None] - 1)
         self._remember(group, entries.state)
 
-    def failed_rows(self, count: int) -> torch.Tensor:
+    def failed_rows(self, count: int) -> Tensor:
         """Of the first `count` requests of this step, those of whose entries a NaN would decide: bool [count]."""
         assert self.plan is not None
         return self.failed[self.row[self.plan.first[:count]]]
@@ -279,7 +276,7 @@ class CacheState:
                 torch.cat(dropped).cpu().numpy(),
             )
 
-    def _compact_alone(self, layer: int, one: Group) -> torch.Tensor:
+    def _compact_alone(self, layer: int, one: Group) -> Tensor:
         """Compact one request in one layer. If a NaN would decide, it keeps its entries: it has failed."""
         try:
             return self._compact_group(layer, one)
@@ -305,7 +302,7 @@ class CacheState:
         lengths, seen = group.lengths.repeat(len(layers)), group.seen.repeat(len(layers))
         return Group(blocks.flatten(0, 1), lengths, seen, group.left, rows.flatten())
 
-    def _compact_group(self, layer: int, group: Group) -> torch.Tensor:
+    def _compact_group(self, layer: int, group: Group) -> Tensor:
         """The positions dropped, row by row: int32 [the sum of Hkv x (length - left)]; none without a record."""
         slab, entries = self.slab, self._entries(group, self.policy.score_reads, recent=True)
         kept, left = self.policy.compact(layer, entries), group.left
@@ -330,17 +327,17 @@ class CacheState:
 
     # ---- paged access -----------------------------------------------------------------------------------------------
 
-    def _remember(self, group: Group, state: dict[str, torch.Tensor]) -> None:
+    def _remember(self, group: Group, state: dict[str, Tensor]) -> None:
         """Write a policy's memory back, name -> [R, Hkv, N]."""
         for name, value in state.items():
             self._write(self.slab.state[name], group, value)
 
-    def _write(self, beside: torch.Tensor, group: Group, value: torch.Tensor) -> None:
+    def _write(self, beside: Tensor, group: Group, value: Tensor) -> None:
         """[R, Hkv, N, ...] to the blocks of [blocks, Hkv, block size, ...]; of what is padding, to nobody's."""
         by_block = value.unflatten(2, (-1, self.block_size)).transpose(1, 2)
         beside[group.blocks.flatten()] = by_block.flatten(0, 1)
 
-    def _listed(self, blocks: torch.Tensor, mask: torch.Tensor, start: int) -> tuple[torch.Tensor, ...]:
+    def _listed(self, blocks: Tensor, mask: Tensor, start: int) -> tuple[Tensor, ...]:
         """Where bool [R, Hkv, K] is true, of the slots from `start`: (block, head, place), one after another."""
         row, head, slot = mask.nonzero(as_tuple=True)
         slot = slot + start

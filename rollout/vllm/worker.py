@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rollout.config import SamplingConfig
 from rollout.context import Context
@@ -72,9 +73,9 @@ class EngineWorker(Worker):
         """`replace_weights` from another process, with what `handed_over` gives."""
         self.replace_weights(received(path, places))
 
-    def replace_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def replace_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load weights by checkpoint name."""
-        scorers: dict[str, torch.Tensor] = {}
+        scorers: dict[str, Tensor] = {}
         with torch.no_grad():
             self.model_runner.model.load_weights(_without_scorers(weights, scorers))
             if scorers:
@@ -86,9 +87,7 @@ class EngineWorker(Worker):
         return {} if scorers is None else head_digests(scorers.by_name())
 
 
-def _without_scorers(
-    weights: Iterable[tuple[str, torch.Tensor]], scorers: dict[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _without_scorers(weights: Iterable[tuple[str, Tensor]], scorers: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The weights that vLLM's model has; those of our scorers go into `scorers` instead, by their stored names."""
     for name, tensor in weights:
         if name.startswith(f"{SCORERS}."):

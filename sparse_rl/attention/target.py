@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.future import attention_lse, future_attention_mass
@@ -24,14 +25,8 @@ class FutureTarget:
         self.config = config
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        scaling: float,
-        window: int,
-        ends: torch.Tensor,
-        evict_at: torch.Tensor,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, scaling: float, window: int, ends: Tensor, evict_at: Tensor
+    ) -> Tensor:
         """The target of one layer: float32 [B, Hkv, S].
 
         query : [B, Hq, S, D]; key : [B, Hkv, S, D]; after RoPE

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.kernels.ranked import ranked
@@ -91,7 +92,7 @@ class Policy:
         """So many tokens after an entry has come `take_in` and `before_attending` write its memory."""
         return 0
 
-    def sequence_memory(self, kv_heads: int, head_dim: int) -> dict[str, torch.Tensor]:
+    def sequence_memory(self, kv_heads: int, head_dim: int) -> dict[str, Tensor]:
         """The policy's memory of one sequence in one layer, as the sequence begins: name -> [Hkv, ...], on the CPU.
 
         An engine forks, selects and releases it with its sequence. Empty, unless a policy says otherwise.
@@ -108,14 +109,14 @@ class Policy:
 
     # ---- what ---------------------------------------------------------------------------------------------------
 
-    def take_in(self, layer: int, chunk: Chunk) -> dict[str, torch.Tensor]:
+    def take_in(self, layer: int, chunk: Chunk) -> dict[str, Tensor]:
         """Read a chunk of prompts, where `schedule.before_attending` is true, and update `chunk.memory` in place.
 
         Returns name -> float32 [R, Hkv, T], the memory of the entries at the chunk's positions less `delay`.
         """
         raise NotImplementedError
 
-    def masks(self, layer: int, state: dict[str, torch.Tensor], lengths: torch.Tensor) -> torch.Tensor | None:
+    def masks(self, layer: int, state: dict[str, Tensor], lengths: Tensor) -> Tensor | None:
         """evict_at within prompts, int32 [R, Hkv, S]; None, unless a policy says otherwise: they are prefilled densely.
 
         state : name -> float32 [R, Hkv, S], the memory of all entries of the prompts
@@ -123,7 +124,7 @@ class Policy:
         """
         return None
 
-    def before_attending(self, layer: int, entries: Entries, arriving: Arriving) -> torch.Tensor:
+    def before_attending(self, layer: int, entries: Entries, arriving: Arriving) -> Tensor:
         """Choose, as the query at q = entries.seen - 1 arrives and before it attends, what it still sees.
 
         Called for each query of decoding where `schedule.before_attending` is true. `entries` holds what the query
@@ -133,7 +134,7 @@ class Policy:
         """
         raise NotImplementedError
 
-    def observe(self, layer: int, entries: Entries, queries: torch.Tensor, query_positions: torch.Tensor) -> None:
+    def observe(self, layer: int, entries: Entries, queries: Tensor, query_positions: Tensor) -> None:
         """See the queries of a forward, and update `entries.state` in place. Called where `every_query` is true.
 
         queries : [R, Hq, T, D], after RoPE
@@ -141,7 +142,7 @@ class Policy:
         """
         raise NotImplementedError
 
-    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+    def score(self, layer: int, entries: Entries) -> Tensor:
         """The worth of each entry, float32 [R, Hkv, N]; higher is kept. Only competing entries are looked at.
 
         A policy with memory replaces `entries.state[name]`; what it leaves there stays with the survivors.
@@ -167,7 +168,7 @@ class Policy:
         stays = torch.arange(most, device=best.device) < entries.left_tensor()[:, None, None]
         return Kept(torch.zeros_like(competing).scatter_(-1, best, stays.expand_as(best)), entries.state)
 
-    def further(self, prompt: int, length: int) -> dict[str, torch.Tensor]:
+    def further(self, prompt: int, length: int) -> dict[str, Tensor]:
         """What a trace holds beside evict_at: section -> its tensor, such as refit_at int32 [C] (trace/sections.py).
 
         prompt : tokens of the prompt; length : of prompt and completion

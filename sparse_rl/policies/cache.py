@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
 import torch
+from torch import Tensor
 
 from sparse_rl.attention.interface import KVView
 from sparse_rl.policies.base import Policy
@@ -44,7 +45,7 @@ class Cache(KVView, Protocol):
         """A cache of its own with these rows, in this order; see `select`."""
         ...
 
-    def queries(self, layer: int) -> torch.Tensor:
+    def queries(self, layer: int) -> Tensor:
         """The last queries of each row, oldest first: [B, Hq, W, D], W = policy.last_queries."""
         ...
 

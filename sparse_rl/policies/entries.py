@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from sparse_rl.errors import StoppedError
 
 
-def one_rank(value: torch.Tensor) -> torch.Tensor:
+def one_rank(value: Tensor) -> Tensor:
     """The mean over the tensor-parallel ranks where there is one."""
     return value
 
@@ -33,38 +34,38 @@ class Entries:
     mean_over_ranks : the mean of a tensor over the tensor-parallel ranks, each of which holds Hkv of the layer's heads
     """
 
-    keys: torch.Tensor | None
-    values: torch.Tensor | None
-    positions: torch.Tensor
-    lengths: torch.Tensor
-    seen: torch.Tensor
-    queries: torch.Tensor | None
+    keys: Tensor | None
+    values: Tensor | None
+    positions: Tensor
+    lengths: Tensor
+    seen: Tensor
+    queries: Tensor | None
     scaling: float
-    state: dict[str, torch.Tensor]
+    state: dict[str, Tensor]
     left: Sequence[int] = ()
-    mean_over_ranks: Callable[[torch.Tensor], torch.Tensor] = one_rank
+    mean_over_ranks: Callable[[Tensor], Tensor] = one_rank
 
-    def valid(self) -> torch.Tensor:
+    def valid(self) -> Tensor:
         """Which slots hold an entry and are not padding: bool [R, 1, N]."""
         slots = torch.arange(self.positions.shape[2], device=self.positions.device)
         return (slots < self.lengths[:, None])[:, None]
 
-    def left_tensor(self) -> torch.Tensor:
+    def left_tensor(self) -> Tensor:
         """`left` as a tensor on the entries' device: int64 [R]."""
         return torch.tensor(self.left).to(self.positions.device, non_blocking=True)
 
-    def by_position(self) -> torch.Tensor:
+    def by_position(self) -> Tensor:
         """The slots in order of their entries' positions, padding last: int64 [R, Hkv, N]."""
         return self.positions.masked_fill(~self.valid(), torch.iinfo(torch.int64).max).argsort(-1)
 
-    def at(self, positions: torch.Tensor) -> torch.Tensor:
+    def at(self, positions: Tensor) -> Tensor:
         """The slots that hold these positions: int64 [R, Hkv]; 0 where a kv head holds its one no more.
 
         positions : int64 [R], one of each row
         """
         return ((self.positions == positions[:, None, None]) & self.valid()).int().argmax(-1)
 
-    def read(self, slots: torch.Tensor) -> torch.Tensor:
+    def read(self, slots: Tensor) -> Tensor:
         """Key and value of one entry of each kv head, one behind the other, [k; v]: [R, Hkv, 2 D].
 
         slots : int64 [R, Hkv]
@@ -73,7 +74,7 @@ class Entries:
         at = slots[..., None, None].expand(-1, -1, 1, self.keys.shape[-1])
         return torch.cat([self.keys.gather(2, at), self.values.gather(2, at)], dim=-1)[:, :, 0]
 
-    def competing(self, sinks: int, window: int) -> torch.Tensor:
+    def competing(self, sinks: int, window: int) -> Tensor:
         """Which entries may be dropped, as they are neither padding nor sinks nor in the window: bool [R, Hkv, N].
 
         sinks : the first tokens that stay; window : the latest of the tokens seen that stay
@@ -81,7 +82,7 @@ class Entries:
         older = self.positions < (self.seen - window)[:, None, None]
         return self.valid() & (self.positions >= sinks) & older
 
-    def attention(self, queries: torch.Tensor, query_positions: torch.Tensor, seen_by_all: int = 0) -> torch.Tensor:
+    def attention(self, queries: Tensor, query_positions: Tensor, seen_by_all: int = 0) -> Tensor:
         """The attention of queries over the entries held, softmax(`scaling` q K^T), causal: float32 [R, Hkv, G, T, N].
 
         queries : [R, Hq, T, D], after RoPE
@@ -101,7 +102,7 @@ class Entries:
         logits[..., rest].masked_fill_(hidden, float("-inf"))
         return logits.softmax(-1)
 
-    def window_attention(self, window: int) -> torch.Tensor:
+    def window_attention(self, window: int) -> Tensor:
         """The attention of the last `window` queries over the entries held: float32 [R, Hkv, G, window, N]."""
         assert self.queries is not None and self.queries.shape[2] >= window
         asked = self.seen[:, None] + torch.arange(-window, 0, device=self.seen.device)
@@ -119,10 +120,10 @@ class Arriving:
     memory : name -> [R, Hkv, ...], its memory of these sequences, which it updates in place
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    state: dict[str, torch.Tensor]
-    memory: dict[str, torch.Tensor]
+    keys: Tensor
+    values: Tensor
+    state: dict[str, Tensor]
+    memory: dict[str, Tensor]
 
 
 @dataclass
@@ -136,13 +137,13 @@ class Chunk:
     memory : as in Arriving
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    earlier_keys: torch.Tensor
-    earlier_values: torch.Tensor
-    start: torch.Tensor
-    lengths: torch.Tensor | None
-    memory: dict[str, torch.Tensor]
+    keys: Tensor
+    values: Tensor
+    earlier_keys: Tensor
+    earlier_values: Tensor
+    start: Tensor
+    lengths: Tensor | None
+    memory: dict[str, Tensor]
 
 
 @dataclass
@@ -155,11 +156,11 @@ class Kept:
     values : [R, Hkv, N, D], of what stays, from here on; None: as they were
     """
 
-    keep: torch.Tensor
-    state: dict[str, torch.Tensor]
-    values: torch.Tensor | None = None
+    keep: Tensor
+    state: dict[str, Tensor]
+    values: Tensor | None = None
 
-    def counts(self) -> torch.Tensor:
+    def counts(self) -> Tensor:
         """How many entries of each kv head stay: int64 [R, Hkv]."""
         return self.keep.sum(-1)
 
@@ -176,7 +177,7 @@ class Kept:
                 f"schedule says {entries.left[row]}; this engine holds as many in every head as the schedule says"
             )
 
-    def slots(self, most: int) -> torch.Tensor:
+    def slots(self, most: int) -> Tensor:
         """The slots of what stays, ascending: int64 [R, Hkv, most]; behind them, where fewer than `most` stay, 0."""
         rank = (self.keep.cumsum(-1) - 1).masked_fill_(~self.keep, most)  # what goes is written behind the others
         slot = torch.arange(self.keep.shape[-1], device=rank.device).expand_as(rank)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import torch
+from torch import Tensor
 
 from rollout.engine import Engine, SamplingConfig
 from sparse_rl.models.base import base_of
@@ -80,7 +81,7 @@ class DistillTrainer(TaughtTrainer):
                 rollouts = engine.generate(prompts, dataclasses.replace(self._sampling, seed=seed))
         return [Example.from_rollout(rollout) for rollout in rollouts]
 
-    def _count(self, examples: Sequence[Example]) -> torch.Tensor:
+    def _count(self, examples: Sequence[Example]) -> Tensor:
         """Also how much of the cache is kept."""
         tokens = sum(len(one.completion) for one in examples)
         retention = sum(one.trace.retention() for one in examples if one.trace is not None)
@@ -108,7 +109,7 @@ class DistillTrainer(TaughtTrainer):
                 self._synced = due
             yield self.engine
 
-    def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
+    def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[Tensor, ...]:
         args = self.args
         through = args.match_gradient == "through"
         batch = Batch.make(examples, self.accelerator.device, args.distill.packing, args.attention_kernel, through)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 
-def varied_groups(rewards: torch.Tensor, weights: torch.Tensor, size: int) -> torch.Tensor:
+def varied_groups(rewards: Tensor, weights: Tensor, size: int) -> Tensor:
     """Which groups of `size` rows have reward variance: bool [groups].
 
     rewards : float [rows, functions], of all ranks, NaN where a function gave none; weights : float [functions]
@@ -21,9 +22,7 @@ def varied_groups(rewards: torch.Tensor, weights: torch.Tensor, size: int) -> to
     return high > low
 
 
-def over_varied_groups(
-    advantages: torch.Tensor, varied: torch.Tensor, size: int, rank: int, drop: bool
-) -> torch.Tensor:
+def over_varied_groups(advantages: Tensor, varied: Tensor, size: int, rank: int, drop: bool) -> Tensor:
     """A rank's advantages [rows], exactly 0 in groups without variance.
 
     drop : leave these groups out of the loss's mean over rows as well
@@ -35,7 +34,7 @@ def over_varied_groups(
     return advantages / share if drop and share > 0 else advantages
 
 
-def without_truncated(advantages: torch.Tensor, finish_reasons: Sequence[str]) -> torch.Tensor:
+def without_truncated(advantages: Tensor, finish_reasons: Sequence[str]) -> Tensor:
     """Advantage 0 for outputs that hit the limit (G-KV); their reward has counted in the group's baseline."""
     truncated = torch.tensor([reason == "length" for reason in finish_reasons])
     return advantages.masked_fill(truncated.to(advantages.device), 0.0)

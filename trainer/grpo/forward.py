@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from trl.models.utils import _ForwardRedirection
 
 from sparse_rl.attention.interface import NO_MASK
@@ -24,9 +25,9 @@ class ReplayedForward:
         self.redirect = _ForwardRedirection()
 
     def __call__(
-        self, model: Any, ids: torch.Tensor, mask: torch.Tensor, keep: int, traces: Sequence[EvictionTrace]
+        self, model: Any, ids: Tensor, mask: Tensor, keep: int, traces: Sequence[EvictionTrace]
     ) -> tuple[Any, Learned | None]:
-        """(log-probs and entropies float [B, S - 1] of the last `keep` tokens, what is learned beside them, if anything is).
+        """(log-probs and entropies float [B, S - 1] of the last `keep` tokens, what is learned beside them, or None).
 
         ids, mask : int64 [B, S]; traces : of each row
         """
@@ -53,7 +54,7 @@ class ReplayedForward:
         if not learns or not hasattr(view, "losses"):
             return self._forward(model, ids, positions, labels, view), None
 
-        def with_losses(*inputs: Any) -> tuple[Any, torch.Tensor]:
+        def with_losses(*inputs: Any) -> tuple[Any, Tensor]:
             out = self._forward(student.forward, *inputs)
             return out, torch.stack(list(view.losses.values()))
 
@@ -64,7 +65,7 @@ class ReplayedForward:
             out.log_probs, out.entropy = out.log_probs.gather(1, back), out.entropy.gather(1, back)
         return out, Learned(losses, getattr(view, "recalls", {}))
 
-    def _forward(self, model: Any, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, view: Any) -> Any:
+    def _forward(self, model: Any, ids: Tensor, positions: Tensor, labels: Tensor, view: Any) -> Any:
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": NO_MASK.to(ids.device)}
         with self.accelerator.autocast():
             return model(**inputs, kv_view=view, labels=labels, fused_lm_head=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from rollout.engine import Rollout
 from sparse_rl.attention.families import cache_shape
@@ -23,9 +24,9 @@ class Measures:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.gaps: dict[str, list[torch.Tensor]] = {"train": [], "eval": []}
+        self.gaps: dict[str, list[Tensor]] = {"train": [], "eval": []}
 
-    def batch(self, batch: dict[str, Any], scored: torch.Tensor) -> None:
+    def batch(self, batch: dict[str, Any], scored: Tensor) -> None:
         """Add a batch, which no update has followed since it was sampled, to the mismatch panel, and guard it.
 
         scored : the trainer's log-probs, float [B, C]

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollout.engine import Rollout
@@ -60,7 +61,7 @@ class ReplayGapError(StoppedError):
     """The trainer does not see what the sampler saw."""
 
 
-def replay_panel(gap: torch.Tensor, ratio: torch.Tensor, clip: float) -> dict[str, float]:
+def replay_panel(gap: Tensor, ratio: Tensor, clip: float) -> dict[str, float]:
     """The panel of float tensors [N]: gap = d untruncated, ratio = d under the distribution that was sampled from."""
     if not gap.numel():
         return {}
@@ -149,7 +150,7 @@ def _check_finite(what: str, mean: float) -> None:
         )
 
 
-def check_gap(gap: torch.Tensor, limit: float) -> None:
+def check_gap(gap: Tensor, limit: float) -> None:
     """Raise ReplayGapError where mean |d| of float [N] is beyond `limit`, naming the likely causes, and NotFiniteError
     where it is no number.
     """

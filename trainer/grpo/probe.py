@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rollout.engine import Engine, SamplingConfig
@@ -106,7 +107,7 @@ class ProbedEngine:
         room = min(first(len(prompt)) - len(prompt) for prompt in prompts)
         return prompts, max(1, min(PROBE_TOKENS, trainer.max_completion_length, room))
 
-    def check(self, gap: torch.Tensor) -> None:
+    def check(self, gap: Tensor) -> None:
         """The guard: raise ReplayGapError where mean |d| of a batch, float [N], is beyond the limit."""
         if self.guard.enabled and self.limit is not None:
             check_gap(gap, self.limit)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from rollout.engine import Rollout
 from sparse_rl.trace import EvictionTrace
@@ -17,8 +18,8 @@ from sparse_rl.trace import EvictionTrace
 class Learned(NamedTuple):
     """What is learned from a forward beside the tokens: each layer's loss, float [L]; recalls : see LearnedView."""
 
-    losses: torch.Tensor
-    recalls: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    losses: Tensor
+    recalls: dict[int, tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -38,11 +39,11 @@ class Rows:
 
     traces: Sequence[EvictionTrace]
     rollouts: Sequence[Rollout] = ()
-    rewards: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    logprobs: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    rewards: Tensor = field(default_factory=lambda: torch.empty(0))
+    logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
     learned: Learned | None = None
 
-    def model_logprobs(self, width: int) -> torch.Tensor:
+    def model_logprobs(self, width: int) -> Tensor:
         """The rollouts' log-probs before top-p and top-k: float [B, width], 0 after the end of each."""
         return torch.tensor([r.model_logprobs + [0.0] * (width - len(r.model_logprobs)) for r in self.rollouts])
 

@@ -23,6 +23,7 @@ from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 from trl import GRPOTrainer
 
@@ -123,7 +124,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         self.measures.rollouts(rollouts)
         return [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         with self.clock.timed("rewards"):
             try:
                 self.rows.rewards = super()._calculate_rewards(*args, **kwargs)
@@ -157,7 +158,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             self.measures.batch(out, out["old_per_token_logps"])
         return out
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         rows = self.rows = Rows(inputs["traces"])
         # off_policy_mask_threshold is about the sampler's policy, not about what top_p or top_k left of it
         loss = super()._compute_loss(model, {**inputs, "sampling_per_token_logps": inputs["model_per_token_logps"]})
@@ -167,7 +168,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             self.measures.batch(inputs, rows.logprobs)
         return loss
 
-    def _own_loss(self, learned: Learned) -> torch.Tensor:
+    def _own_loss(self, learned: Learned) -> Tensor:
         """The boundary loss of scorers, or a method's own, weighted as TRL weighs its own."""
         self.measures.learned(learned)
         weight = 1.0 if self.args.scorers is None else self.args.scorers.weight
@@ -176,14 +177,14 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self,
         model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor,
         logits_to_keep: int,
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
         **multimodal: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    ) -> tuple[Tensor, Tensor | None, None]:
         """TRL's, for text: each row is scored under its trace."""
         if any(value is not None for value in multimodal.values()):
             raise UserError("images are not supported")

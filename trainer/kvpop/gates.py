@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from sparse_rl.methods.dms.policy import DMS
 from sparse_rl.methods.dms.view import GatedView
@@ -45,7 +45,7 @@ class GateTrainer(KVpopTrainer):
             kernel=self.args.attention_kernel,
         )
 
-    def _own_loss(self, view: GatedView, count: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _own_loss(self, view: GatedView, count: Tensor) -> tuple[Tensor, ...]:
         share = view.share()
         ratio = (1 - 1 / self.compression() - share).clamp(min=0) * count
         return self.args.kvpop.gates.weight * ratio, ratio, share * count

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, set_seed
 
@@ -76,7 +77,7 @@ class KVpopTrainer(TaughtTrainer):
             self.scorer_loss = ScorerLoss(policy.config, args.kvpop.target, args.kvpop.boundary)
         self.learned_policy, self.scorer_learning_rate = policy, args.kvpop.scorer_learning_rate
 
-    def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
+    def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[Tensor, ...]:
         batch = Batch.make(examples, self.accelerator.device)
         view = self._view(student, batch)
         with self.accelerator.autocast():
@@ -98,7 +99,7 @@ class KVpopTrainer(TaughtTrainer):
         measure = not student.training
         return self.scorer_loss.view(student, *batch.sizes(), width, kernel=kernel, learn=learns, measure=measure)
 
-    def _own_loss(self, view: Any, count: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _own_loss(self, view: Any, count: Tensor) -> tuple[Tensor, ...]:
         """The scorers' loss, times the tokens; and what is `summed` of it."""
         losses = torch.stack(list(view.losses.values())) if view.losses else count.new_zeros(1)
         boundary = losses.mean() * count

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from sparse_rl.methods.kvpop.view import LayerTarget
 from trainer.losses.config import BoundaryConfig
@@ -19,10 +20,10 @@ class Pairs:
     weight float [B, Hkv, N]: omega; 0 where there is no pair
     """
 
-    new: torch.Tensor
-    boundary: torch.Tensor
-    label: torch.Tensor
-    weight: torch.Tensor
+    new: Tensor
+    boundary: Tensor
+    label: Tensor
+    weight: Tensor
 
 
 class BoundaryLoss:
@@ -48,7 +49,7 @@ class BoundaryLoss:
     def __init__(self, config: BoundaryConfig) -> None:
         self.config = config
 
-    def draw(self, lengths: torch.Tensor, first: int, width: int) -> torch.Tensor:
+    def draw(self, lengths: Tensor, first: int, width: int) -> Tensor:
         """Queries from `first` up to each row's end: int64 [B, N]; -1 in rows that are too short.
 
         lengths : int64 [B]
@@ -65,9 +66,7 @@ class BoundaryLoss:
         return torch.where(count > 0, drawn + first, -1)
 
     @torch.no_grad()
-    def pairs(
-        self, target: LayerTarget, log_decay: torch.Tensor, queries: torch.Tensor, *, window: int, decay_every: int
-    ) -> Pairs:
+    def pairs(self, target: LayerTarget, log_decay: Tensor, queries: Tensor, *, window: int, decay_every: int) -> Pairs:
         """The pairs of one layer at sampled queries, with their labels and weights.
 
         target : the layer's target r*, and what a cache that goes by it would hold
@@ -94,9 +93,7 @@ class BoundaryLoss:
             weight = weight * (self.config.margin_floor + (1 - self.config.margin_floor) * sure)
         return Pairs(new, boundary, label, weight)
 
-    def __call__(
-        self, scores: torch.Tensor, log_decay: torch.Tensor, pairs: Pairs, *, decay_every: int
-    ) -> torch.Tensor:
+    def __call__(self, scores: Tensor, log_decay: Tensor, pairs: Pairs, *, decay_every: int) -> Tensor:
         """The loss L of one layer, a scalar: the mean over its pairs. Gradients reach the scores and gamma.
 
         scores : r, float32 [B, Hkv, S]; log_decay : float32 [Hkv]
@@ -106,9 +103,7 @@ class BoundaryLoss:
         return each.sum() / (pairs.weight > 0).sum().clamp(min=1)
 
 
-def _lead(
-    scores: torch.Tensor, log_decay: torch.Tensor, decay_every: int, new: torch.Tensor, boundary: torch.Tensor
-) -> torch.Tensor:
+def _lead(scores: Tensor, log_decay: Tensor, decay_every: int, new: Tensor, boundary: Tensor) -> Tensor:
     """r_new(q) - r_bnd(q), whatever q is: float32 [B, Hkv, N]."""
     younger = boundary // decay_every - new // decay_every  # <= 0
     return scores.gather(-1, new) - scores.gather(-1, boundary) + younger * log_decay[:, None]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from trainer.losses.config import DistillationLossConfig
@@ -34,15 +35,15 @@ class TopK:
     ids int [N, K]; logprobs float [N, K]; tail float [N], the log-mass of all other tokens (-inf for none)
     """
 
-    ids: torch.Tensor
-    logprobs: torch.Tensor
-    tail: torch.Tensor
+    ids: Tensor
+    logprobs: Tensor
+    tail: Tensor
 
     def __getitem__(self, part: slice) -> TopK:
         return TopK(self.ids[part], self.logprobs[part], self.tail[part])
 
     @classmethod
-    def of_logits(cls, logits: torch.Tensor, count: int, temperature: float) -> TopK:
+    def of_logits(cls, logits: Tensor, count: int, temperature: float) -> TopK:
         """The `count` most probable tokens of logits [N, V]."""
         logprobs = (logits.float() / temperature).log_softmax(-1)
         top = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
@@ -50,12 +51,7 @@ class TopK:
 
     @classmethod
     def of_hidden(
-        cls,
-        hidden: torch.Tensor,
-        head: Callable[[torch.Tensor], torch.Tensor],
-        count: int,
-        temperature: float,
-        chunk: int,
+        cls, hidden: Tensor, head: Callable[[Tensor], Tensor], count: int, temperature: float, chunk: int
     ) -> TopK:
         """What `of_logits` gives of hidden states [N, H], with the logits of no more than `chunk` positions alive.
 
@@ -78,11 +74,11 @@ class DistillationLoss:
 
     def __call__(
         self,
-        hidden: torch.Tensor,
-        head: Callable[[torch.Tensor], torch.Tensor],
-        teacher: Callable[[slice], torch.Tensor | TopK],
-        targets: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden: Tensor,
+        head: Callable[[Tensor], Tensor],
+        teacher: Callable[[slice], Tensor | TopK],
+        targets: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Sums over N positions: (loss, divergence, cross-entropy), float32; gradients flow from the loss alone.
 
         hidden : the student's last hidden states [N, H] at the positions that predict `targets` int64 [N]
@@ -91,7 +87,7 @@ class DistillationLoss:
         """
         config = self.config
 
-        def sums(part: slice, hidden: torch.Tensor) -> torch.Tensor:
+        def sums(part: slice, hidden: Tensor) -> Tensor:
             logits = head(hidden).float()
             with torch.no_grad():
                 known = teacher(part)
@@ -107,7 +103,7 @@ class DistillationLoss:
         loss, kl, ce = total
         return loss, kl.detach(), ce.detach()
 
-    def per_token(self, logits: torch.Tensor, teacher: torch.Tensor | TopK) -> torch.Tensor:
+    def per_token(self, logits: Tensor, teacher: Tensor | TopK) -> Tensor:
         """The divergence of student logits [N, V] from the teacher's: float32 [N], without tau^2."""
         student = (logits.float() / self.config.temperature).log_softmax(-1)
         if isinstance(teacher, TopK):
@@ -129,14 +125,14 @@ class DistillationLoss:
         return beta * _kl(known, mixture) + (1 - beta) * _kl(student, mixture)
 
 
-def _kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _kl(p: Tensor, q: Tensor) -> Tensor:
     """KL(p || q) of log-probs [N, K]; an outcome that p excludes adds nothing."""
     impossible = p == float("-inf")
     difference = (p - q).masked_fill(impossible, 0.0)
     return (p.exp() * difference).sum(-1)
 
 
-def _rest(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _rest(logprobs: Tensor, ids: Tensor) -> Tensor:
     """The log-mass [N] of the tokens that `ids` [N, K] leave out of logprobs [N, V]; -inf for none."""
     if ids.shape[-1] == logprobs.shape[-1]:
         return logprobs.new_full(logprobs.shape[:1], float("-inf"))

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.target import FutureTarget
@@ -29,8 +30,8 @@ class ScorerLoss:
     def view(
         self,
         student: Any,
-        lengths: torch.Tensor,
-        prompts: torch.Tensor,
+        lengths: Tensor,
+        prompts: Tensor,
         width: int,
         *,
         kernel: str,

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from sparse_rl.attention.interface import adopt
 from sparse_rl.errors import NotFiniteError, UserError
@@ -180,7 +181,7 @@ def write_teacher_cache(
 @torch.no_grad()
 def _shard_tensors(
     teacher: Any, examples: Sequence[Example], facts: TeacherFacts, batch_size: int, chunk: int
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """The tensors of a shard."""
     device = next(teacher.parameters()).device
     head = base_of(teacher).get_output_embeddings()
@@ -199,7 +200,7 @@ def _shard_tensors(
     return {"ids": whole.ids.int().cpu(), "logprobs": logprobs.cpu(), "tail": whole.tail.cpu()}
 
 
-def _write_shard(file: Path, tensors: dict[str, torch.Tensor], rows: list[tuple[str, int]]) -> _Shard:
+def _write_shard(file: Path, tensors: dict[str, Tensor], rows: list[tuple[str, int]]) -> _Shard:
     partial = file.with_name(file.name + ".partial")
     try:
         save_file(tensors, partial)

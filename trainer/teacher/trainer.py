@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainingArguments
 from trl.models.utils import _ForwardRedirection, prepare_deepspeed
@@ -84,7 +85,7 @@ class TaughtTrainer(Resumable):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list[Any], torch.Tensor | None]:
+    ) -> tuple[list[Any], Tensor | None]:
         """The micro-batches of one update, lists of examples, and the completion tokens of all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
@@ -97,7 +98,7 @@ class TaughtTrainer(Resumable):
         """What is trained on for these of the dataset."""
         return list(examples)
 
-    def _count(self, examples: Sequence[Example]) -> torch.Tensor:
+    def _count(self, examples: Sequence[Example]) -> Tensor:
         """The completion tokens of all processes."""
         local = torch.tensor([sum(len(one.completion) for one in examples)], device=self.accelerator.device)
         return self.accelerator.gather(local * int(self._weight)).sum()
@@ -106,11 +107,7 @@ class TaughtTrainer(Resumable):
         return 0  # transformers' estimate wants a dict of tensors
 
     def compute_loss(
-        self,
-        model: Any,
-        inputs: Any,
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Any:
         """The whole of it runs inside the wrapper's forward, where DeepSpeed and DDP expect the parameters' use."""
         student = self.accelerator.unwrap_model(model)
@@ -121,18 +118,18 @@ class TaughtTrainer(Resumable):
         total = sums[-1] if num_items_in_batch is None else num_items_in_batch
         return loss / total * self.accelerator.num_processes  # whose gradients are averaged
 
-    def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
+    def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[Tensor, ...]:
         """Sums over the completion tokens: the loss, what is `summed`, count."""
         raise NotImplementedError
 
-    def _distilled(self, student: Any, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _distilled(self, student: Any, batch: Batch, hidden: Tensor) -> tuple[Tensor, ...]:
         """Sums over the completion tokens, under autocast if in use: loss, divergence, cross-entropy, count."""
         said = self._taught(batch)
         sums = self.loss(hidden, base_of(student).get_output_embeddings(), said, batch.targets)
         return *sums, torch.tensor(float(len(batch.targets)), device=hidden.device)
 
     @torch.no_grad()
-    def _taught(self, batch: Batch) -> Callable[[slice], torch.Tensor | TopK]:
+    def _taught(self, batch: Batch) -> Callable[[slice], Tensor | TopK]:
         """What the teacher says of a slice of the completion tokens."""
         if isinstance(self.teacher, TeacherCache):
             return self.teacher.read(batch.examples, self.accelerator.device).__getitem__

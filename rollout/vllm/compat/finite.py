@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.compat.paged import live_state
@@ -58,7 +58,7 @@ def refuse_what_is_not_finite() -> None:
     Scheduler._update_request_with_output = update_or_fail  # type: ignore[method-assign]
 
 
-def not_finite(logits: torch.Tensor) -> torch.Tensor:
+def not_finite(logits: Tensor) -> Tensor:
     """Which rows of logits [B, V] give no log-probs, or have failed in the forward: bool [B].
 
     A maximum passes NaN on. +inf gives NaN, and so does a row of nothing but -inf; -inf among others is a probability

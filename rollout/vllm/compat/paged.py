@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rollout.vllm.compat.arguments import on_cpu
 
@@ -31,7 +32,7 @@ def keys_are_transposed() -> bool:
     return on_cpu()
 
 
-def key_value_views(cache: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def key_value_views(cache: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     """A layer's cache as keys and values [blocks, Hkv, block size, D]: views, to read and to write.
 
     The cache is [blocks, Hkv, block size, 2 D], in any order in memory. FlashAttention and Triton hold key and value of
@@ -48,7 +49,7 @@ def key_value_views(cache: torch.Tensor, transposed: bool) -> tuple[torch.Tensor
     return keys.unflatten(-1, (dim, size)).transpose(-1, -2), values.unflatten(-1, (size, dim))
 
 
-def read_blocks(paged: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def read_blocks(paged: Tensor, blocks: Tensor) -> Tensor:
     """[blocks, Hkv, block size, ...] at int64 [R, n] -> [R, Hkv, n * block size, ...], copied in whole runs of memory.
 
     paged : keys or values of `key_value_views`, or what stands beside them. Transposed keys stay transposed.
@@ -65,7 +66,7 @@ def read_blocks(paged: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return runs.index_select(0, at.flatten()).view(rows, heads, dim, -1).transpose(-1, -2)
 
 
-def stored_scorers(vllm_config: Any) -> dict[str, torch.Tensor]:
+def stored_scorers(vllm_config: Any) -> dict[str, Tensor]:
     """The scorers that the model's directory carries, by name."""
     from sparse_rl.models import directory
 
@@ -80,7 +81,7 @@ def own_heads(count: int) -> slice:
     return slice(first, first + count)
 
 
-def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
+def mean_over_ranks(value: Tensor) -> Tensor:
     """The mean over tensor-parallel ranks, which hold equally many heads each."""
     from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from rollout.products import padded
 from rollout.vllm.compat import processes
@@ -86,7 +86,7 @@ def run_uncompiled() -> None:
     sampler.batched_count_greater_than = getattr(compiled, "_torchdynamo_orig_callable", compiled)
 
 
-def _linear(layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """What vLLM calls for every Linear on a CPU."""
     return padded(lambda rows: layer.cpu_linear(rows, weight, bias), x)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from rollout.choice import CPU_HEAD_SIZES
 from rollout.vllm.compat.arguments import CONNECTORS, CacheConfig, cache_config, on_cpu
@@ -136,7 +136,7 @@ def refuse_spec(spec: Any) -> None:
         raise UserError("vLLM cannot evict from a quantized cache; set --kv-cache-dtype auto")
 
 
-def refuse_cache(kv_cache_config: Any, kv_caches: dict[str, torch.Tensor] | None = None) -> None:
+def refuse_cache(kv_cache_config: Any, kv_caches: dict[str, Tensor] | None = None) -> None:
     """Raises UserError for a cache that is not that of BoundedSpec layers alone, or whose blocks a kernel splits."""
     from rollout.vllm.spec import BoundedSpec
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from sparse_rl.attention.interface import check_sections
 from sparse_rl.attention.kernels.dense import dense_attention
@@ -29,9 +30,7 @@ class DenseView:
         self.times = trace.further["refit_at"].tolist() if "refit_at" in trace.further else []
         self.record = Record.read(trace.further["refit_with"]) if self.times else None
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `KVView.attend`."""
         if self.record is None:
             return dense_attention(query, key, value, self.masks[layer], scaling)
@@ -43,9 +42,7 @@ class DenseView:
             out.append(self._attend_head(self.evict_at[layer, head], queries, key[:, one], value[:, one], scaling))
         return torch.cat(out, dim=1)
 
-    def _attend_head(
-        self, evict_at: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def _attend_head(self, evict_at: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """query [1, G, S, D] over key, value [1, 1, S, D]."""
         assert self.record is not None
         length, record = key.shape[2], self.record

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from sparse_rl.attention.interface import Replayed, check_sections
 from sparse_rl.attention.kernels.flex import tiles_bytes
@@ -38,11 +39,7 @@ class ReplayView:
     requires: ClassVar = replays
 
     def __init__(
-        self,
-        batch: Mapping[str, torch.Tensor],
-        device: torch.device | str,
-        kernel: str = "gather",
-        through: bool = True,
+        self, batch: Mapping[str, Tensor], device: torch.device | str, kernel: str = "gather", through: bool = True
     ) -> None:
         check_sections(type(self), batch)
         evict_at = batch["evict_at"]
@@ -53,7 +50,7 @@ class ReplayView:
         # A layer where nothing was evicted needs no mask: causal is enough, of rows that begin at column 0.
         self.causal = (~((evict_at > 0) & (evict_at < width)).flatten(1).any(1)).tolist()
         self.starts = (evict_at[0, :, 0] == 0).long().cumprod(-1).sum(-1).tolist()
-        self._fetched: dict[int, torch.Tensor] = {}
+        self._fetched: dict[int, Tensor] = {}
         self._last = -1
         self._stream = _side_stream(self.device) if self.device.type == "cuda" else None
         self._arrived: dict[int, torch.cuda.Event] = {}
@@ -73,7 +70,7 @@ class ReplayView:
         note = f"replay attention, one layer at a time: 1 byte, and {wide} as SDPA converts it"
         return "mask of one layer", sdpa_mask_bytes(rows, kv_heads, length, wide), note
 
-    def layer(self, index: int) -> torch.Tensor:
+    def layer(self, index: int) -> Tensor:
         """One layer's evict_at on the device, int32 [B, Hkv, S]; the next in the running direction is fetched ahead."""
         step = -1 if index < self._last else 1
         wanted = [index] if index == self._last else [index, index + step]
@@ -87,7 +84,7 @@ class ReplayView:
             torch.cuda.current_stream(self.device).wait_event(self._arrived.pop(index))
         return self._fetched[index]
 
-    def _fetch(self, index: int) -> torch.Tensor:
+    def _fetch(self, index: int) -> Tensor:
         """On a stream beside the layers', where there is one: the copy takes no time of theirs."""
         if self._stream is None:
             return self.evict_at[index].to(self.device, copy=True)
@@ -97,23 +94,19 @@ class ReplayView:
         slice_.record_stream(torch.cuda.current_stream(self.device))
         return slice_
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `KVView.attend`."""
         if self.causal[layer]:
             return _causal(query, key, value, scaling, self.starts)
         return masked_attention(lambda: self.layer(layer), query, key, value, scaling, self.kernel)
 
 
-def _causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, starts: list[int]
-) -> torch.Tensor:
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, starts: list[int]) -> Tensor:
     """Rows that begin at `starts` see all of themselves; what stands before is moved behind, where nobody sees it."""
     if not any(starts):
         return sdpa(query, key, value, scaling, causal=True)
 
-    def moved(x: torch.Tensor, by: int) -> torch.Tensor:
+    def moved(x: Tensor, by: int) -> Tensor:
         return torch.stack([row.roll(by * start, 1) for row, start in zip(x, starts, strict=True)])
 
     return moved(sdpa(moved(query, -1), moved(key, -1), moved(value, -1), scaling, causal=True), 1)

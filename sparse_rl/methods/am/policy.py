@@ -13,6 +13,7 @@ makes them again, with gradients (sparse_rl/methods/am/view.py).
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.matching import Block, Fit, Record, match
@@ -87,7 +88,7 @@ class AM(Policy):
         fits = fit_bytes(fitted, kv_heads, queries, entries, self.config.refitted, head_dim)
         return {"fits": (fits, f"{fitted} at once, in float64")}
 
-    def further(self, prompt: int, length: int) -> dict[str, torch.Tensor]:
+    def further(self, prompt: int, length: int) -> dict[str, Tensor]:
         times, seen = [], self.schedule.first(prompt)
         while seen < length - 1:  # what comes later, no query sees
             times.append(seen)

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparse_rl.attention.interface import Replayed, check_sections
@@ -33,20 +34,20 @@ class Segment:
     first : int64 [R], the column of each row's first token
     """
 
-    rows: torch.Tensor
-    kept_rows: torch.Tensor
-    own: torch.Tensor
-    real: torch.Tensor
-    first: torch.Tensor
+    rows: Tensor
+    kept_rows: Tensor
+    own: Tensor
+    real: Tensor
+    first: Tensor
 
 
 @dataclass
 class Held:
     """What a compaction left: index int64 [R, H, K], ascending columns; bias float32 [R, H, K]; values [R, H, K, D]."""
 
-    index: torch.Tensor
-    bias: torch.Tensor
-    values: torch.Tensor
+    index: Tensor
+    bias: Tensor
+    values: Tensor
 
 
 class MatchedView:
@@ -66,11 +67,7 @@ class MatchedView:
     requires: ClassVar = replays
 
     def __init__(
-        self,
-        batch: Mapping[str, torch.Tensor],
-        device: torch.device | str,
-        kernel: str = "gather",
-        through: bool = True,
+        self, batch: Mapping[str, Tensor], device: torch.device | str, kernel: str = "gather", through: bool = True
     ) -> None:
         check_sections(type(self), batch)
         self.device, self.through = torch.device(device), through
@@ -89,7 +86,7 @@ class MatchedView:
         note = "estimate, of one layer and one segment at a time; the fits in float64"
         return "fits and masks", 3 * fits // 2 + masks, note  # a backward pass keeps more
 
-    def _segments(self, refit_at: torch.Tensor) -> list[Segment]:
+    def _segments(self, refit_at: Tensor) -> list[Segment]:
         """The plan of a forward, the same for every layer."""
         real = self.evict_at[0, :, 0] > 0  # a pad key is seen by nobody
         width = real.shape[1]
@@ -111,9 +108,7 @@ class MatchedView:
             before = rows
         return segments
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `KVView.attend`."""
         evict_at = self.evict_at[layer].to(self.device, non_blocking=True)
         out = torch.zeros_like(query, dtype=value.dtype).transpose(1, 2)  # [B, S, Hq, D]
@@ -131,10 +126,10 @@ class MatchedView:
         before: Segment,
         after: Segment,
         held: Held | None,
-        evict_at: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        evict_at: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         scaling: float,
     ) -> Held:
         """What the rows of `after` hold once they have been compacted at its start."""
@@ -179,30 +174,23 @@ class MatchedView:
         )
 
 
-def _tensors(held: Held | None) -> tuple[torch.Tensor, ...]:
+def _tensors(held: Held | None) -> tuple[Tensor, ...]:
     return () if held is None else (held.index, held.bias, held.values)
 
 
-def _saved(function: Any, *tensors: torch.Tensor) -> Any:
+def _saved(function: Any, *tensors: Tensor) -> Any:
     """The function of these tensors, of which the backward pass finds nothing but them, and makes the rest again."""
     if not torch.is_grad_enabled():
         return function(*tensors)
     return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
-def _columns(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def _columns(x: Tensor, columns: Tensor) -> Tensor:
     """x [R, H, S, D] at int64 [R, H, N]: [R, H, N, D]."""
     return x.gather(2, columns[..., None].expand(*columns.shape, x.shape[-1]))
 
 
-def _attend(
-    segment: Segment,
-    scaling: float,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *held: torch.Tensor,
-) -> torch.Tensor:
+def _attend(segment: Segment, scaling: float, query: Tensor, key: Tensor, value: Tensor, *held: Tensor) -> Tensor:
     """A segment's queries over what is held and, causally, its own tokens: [R, Hq, T, D]."""
     rows, own = segment.rows, segment.own
     heads, width = key.shape[1], own.shape[1]
@@ -225,21 +213,21 @@ def _attend(
     return sdpa(grouped, keys, values, scaling, mask).reshape(queries.shape)
 
 
-def _refit(block: Any, chosen: torch.Tensor, record: Record, *told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _refit(block: Any, chosen: Tensor, record: Record, *told: Tensor) -> tuple[Tensor, Tensor]:
     """Biases and values of what stays; see `sparse_rl.matching.refit`."""
     return refit(block(*told), chosen, record.fit)
 
 
 def _block(
-    rows: torch.Tensor,
-    index: torch.Tensor,
-    competing: torch.Tensor,
-    asked: torch.Tensor,
+    rows: Tensor,
+    index: Tensor,
+    competing: Tensor,
+    asked: Tensor,
     scaling: float,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *held: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *held: Tensor,
 ) -> Block:
     """What competes, int64 [R, H, N] columns, and what asks, [R, n]. held : biases and values of what was fitted."""
     heads, group = key.shape[1], query.shape[1] // key.shape[1]

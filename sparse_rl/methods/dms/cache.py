@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from sparse_rl.methods.dms.policy import DMS
 from sparse_rl.methods.eviction.cache import EvictingCache, Layer
@@ -40,9 +41,7 @@ class GatedCache(EvictingCache):
         """The most entries that any kv head of any layer and row holds now."""
         return max(int(layer.state[HELD].sum(-1).max()) for layer in self.layers.values())
 
-    def _prefill(
-        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def _prefill(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         out = super()._prefill(index, query, key, value, scaling)
         layer, ends = self.layers[index], self._held_tensor[:, None, None]
         gone = self.policy.gone_in_prompt(layer.state, layer.positions, ends)
@@ -64,7 +63,7 @@ class GatedCache(EvictingCache):
         )
         return out
 
-    def _arrive(self, index: int, layer: Layer, key: torch.Tensor, value: torch.Tensor, scaling: float) -> None:
+    def _arrive(self, index: int, layer: Layer, key: Tensor, value: Tensor, scaling: float) -> None:
         """A token [B, Hkv, D] comes to each row, and takes a free slot of each head, once what goes for it has gone."""
         now, active = self._seen_tensor - 1, self._active[:, None]
         count = layer.keys.shape[2]
@@ -85,5 +84,5 @@ class GatedCache(EvictingCache):
         slot = (layer.state[HELD] == 0).int().argmax(-1)
         self._write(layer, slot, key, value, {**state, HELD: torch.ones(shape, device=key.device)})
 
-    def _slots_seen(self, layer: Layer) -> tuple[int, torch.Tensor | None]:
+    def _slots_seen(self, layer: Layer) -> tuple[int, Tensor | None]:
         return layer.keys.shape[2], layer.state[HELD][:, :, None] > 0

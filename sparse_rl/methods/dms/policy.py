@@ -8,6 +8,7 @@ kv heads hold as many entries as their gates let them; how many they are on aver
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from sparse_rl.methods.config import DMSConfig
 from sparse_rl.methods.kvpop.learned import LearnedPolicy
@@ -23,32 +24,30 @@ class DMS(LearnedPolicy):
     config: DMSConfig
     entry_memory = {GOES: 0.0}
 
-    def goes(self, scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def goes(self, scores: Tensor, positions: Tensor) -> Tensor:
         """What leaves with the window, as a gate is open and it is no sink: float32 [R, Hkv, T], 1.0 or 0.0.
 
         scores : float32 [R, Hkv, T]; positions : int64 [R, T]
         """
         return ((scores + self.config.bias > 0) & (positions >= self.config.sinks)[:, None]).float()
 
-    def take_in(self, layer: int, chunk: Chunk) -> dict[str, torch.Tensor]:
+    def take_in(self, layer: int, chunk: Chunk) -> dict[str, Tensor]:
         return {GOES: self.goes(*self.scores_of(layer, chunk))}
 
-    def masks(self, layer: int, state: dict[str, torch.Tensor], lengths: torch.Tensor) -> torch.Tensor | None:
+    def masks(self, layer: int, state: dict[str, Tensor], lengths: Tensor) -> Tensor | None:
         if self.config.prefill == "dense":
             return None
         at = torch.arange(state[GOES].shape[-1], device=lengths.device) + self.config.window
         return torch.where((state[GOES] > 0) & (at < lengths[:, None, None]), at, NEVER).int().contiguous()
 
-    def gone_in_prompt(
-        self, state: dict[str, torch.Tensor], positions: torch.Tensor, ends: torch.Tensor
-    ) -> torch.Tensor:
+    def gone_in_prompt(self, state: dict[str, Tensor], positions: Tensor, ends: Tensor) -> Tensor:
         """Which entries have gone at the end of their prompts: bool [R, Hkv, N].
 
         positions : int64 [R, Hkv, N]; ends : int64 [R, 1, 1], tokens of each prompt
         """
         return (state[GOES] > 0) & (positions + self.config.window < ends)
 
-    def before_attending(self, layer: int, entries: Entries, arriving: Arriving) -> torch.Tensor:
+    def before_attending(self, layer: int, entries: Entries, arriving: Arriving) -> Tensor:
         now = (entries.seen - 1)[:, None]
         x = torch.cat([arriving.keys, arriving.values], dim=-1)[:, :, None]
         scores = self.scorers[layer].follow(arriving.memory, x, x, now)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparse_rl.attention.interface import Replayed
@@ -48,21 +49,21 @@ class GatedView:
 
     def __init__(
         self,
-        scorers: Sequence[Callable[..., tuple[torch.Tensor, torch.Tensor]]],
+        scorers: Sequence[Callable[..., tuple[Tensor, Tensor]]],
         policy: DMSConfig,
-        lengths: torch.Tensor,
+        lengths: Tensor,
         *,
-        prompts: torch.Tensor | None = None,
+        prompts: Tensor | None = None,
         temperature: float | None = None,
         kernel: str = "gather",
     ) -> None:
         self.scorers, self.policy, self.lengths = scorers, policy, lengths
         self.prompts = torch.zeros_like(lengths) if prompts is None else prompts
         self.temperature, self.kernel = temperature, kernel
-        self.open: dict[int, torch.Tensor] = {}
+        self.open: dict[int, Tensor] = {}
         self.gates = 0
-        self.retained: dict[int, torch.Tensor] = {}
-        self._noise: dict[int, torch.Tensor] = {}
+        self.retained: dict[int, Tensor] = {}
+        self._noise: dict[int, Tensor] = {}
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
@@ -70,9 +71,7 @@ class GatedView:
         held = gates_bytes(replayed.rows, replayed.heads, replayed.kv_heads, replayed.length, replayed.itemsize)
         return [("gates", held, "estimate, soft biases of a chunk of one layer's queries")]
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `KVView.attend`."""
         scores, log_decay = self.scorers[layer](key, value, self.policy.window)
         logits = scores + self.policy.bias + 0.0 * log_decay[:, None]  # a decay has no part in it, but a gradient
@@ -96,19 +95,13 @@ class GatedView:
         return self._soft_attention(query, key, value, stays, goes_at, scaling)
 
     def _soft_attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        stays: torch.Tensor,
-        goes_at: torch.Tensor,
-        scaling: float,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, stays: Tensor, goes_at: Tensor, scaling: float
+    ) -> Tensor:
         """Attention under log(1 - alpha), of some queries at a time: their biases are made again in the backward pass.
 
         stays : [B, Hkv, S]; goes_at : [B, S]
         """
-        wide, parts = computing_dtype(query, value), list[torch.Tensor]()
+        wide, parts = computing_dtype(query, value), list[Tensor]()
         grouped = query.to(wide).unflatten(1, (key.shape[1], -1))  # [B, Hkv, G, S, D]
         told = (key.to(wide), value.to(wide), stays)
         for queries in grouped.split(CHUNK, dim=3):
@@ -119,16 +112,16 @@ class GatedView:
                 parts.append(work(queries, *told))
         return torch.cat(parts, dim=3).flatten(1, 2).to(value.dtype)
 
-    def evict_at(self, logits: torch.Tensor, may_go: torch.Tensor, goes_at: torch.Tensor) -> torch.Tensor:
+    def evict_at(self, logits: Tensor, may_go: Tensor, goes_at: Tensor) -> Tensor:
         """What hard gates drop, int32 [B, Hkv, S]."""
         return torch.where((logits > 0) & may_go[:, None], goes_at[:, None], NEVER).int()
 
-    def share(self) -> torch.Tensor:
+    def share(self) -> Tensor:
         """The mean of alpha over all gates of all layers, once the forward is done."""
         return torch.stack(list(self.open.values())).sum() / max(1, self.gates * len(self.open))
 
     @torch.no_grad()
-    def _logistic(self, layer: int, like: torch.Tensor) -> torch.Tensor:
+    def _logistic(self, layer: int, like: Tensor) -> Tensor:
         """The noise of a layer, the same where that is recomputed."""
         if layer not in self._noise:
             uniform = torch.rand(like.shape).clamp(1e-6, 1 - 1e-6).to(like)
@@ -139,13 +132,13 @@ class GatedView:
 def _softly(
     first: int,
     scaling: float,
-    goes_at: torch.Tensor,
-    lengths: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    stays: torch.Tensor,
-) -> torch.Tensor:
+    goes_at: Tensor,
+    lengths: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    stays: Tensor,
+) -> Tensor:
     """Queries `first` to last [B, Hkv, G, C, D] over all tokens up to the last of them: [B, Hkv, G, C, D].
 
     goes_at : [B, S], the first query at which a token's gate counts; stays : log(1 - alpha) [B, Hkv, S]

@@ -16,6 +16,7 @@ from typing import Self
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from sparse_rl.attention.kernels.masked import masked_attention
 from sparse_rl.attention.kernels.sdpa import sdpa
@@ -36,19 +37,19 @@ class Layer:
     memory name -> [B, Hkv, ...], the policy's of each sequence.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    positions: torch.Tensor
-    queries: torch.Tensor | None
-    evict_at: torch.Tensor
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
-    memory: dict[str, torch.Tensor] = field(default_factory=dict)
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    queries: Tensor | None
+    evict_at: Tensor
+    state: dict[str, Tensor] = field(default_factory=dict)
+    memory: dict[str, Tensor] = field(default_factory=dict)
 
-    def slotted(self) -> dict[str, torch.Tensor]:
+    def slotted(self) -> dict[str, Tensor]:
         """The buffers with slots, by name."""
         return {"keys": self.keys, "values": self.values, "positions": self.positions, **self.state}
 
-    def replace(self, buffers: dict[str, torch.Tensor]) -> None:
+    def replace(self, buffers: dict[str, Tensor]) -> None:
         """Put other buffers in the place of those of `slotted`, by the same names."""
         self.keys, self.values, self.positions = buffers["keys"], buffers["values"], buffers["positions"]
         self.state = {name: buffers[name] for name in self.state}
@@ -123,7 +124,7 @@ class EvictingCache:
         forked.select(rows)
         return forked
 
-    def queries(self, layer: int) -> torch.Tensor:
+    def queries(self, layer: int) -> Tensor:
         queries = self.layers[layer].queries
         if queries is None:
             raise UserError(f"{self.policy.name} scores by no queries, so none are kept")
@@ -132,13 +133,13 @@ class EvictingCache:
     def trace(self, row: int, length: int) -> EvictionTrace:
         return EvictionTrace.recorded(self.evict_at(row, length), self.further(row, length))
 
-    def evict_at(self, row: int, length: int) -> torch.Tensor:
+    def evict_at(self, row: int, length: int) -> Tensor:
         """The record of one row: int32 [L, Hkv, length]."""
         record = torch.stack([self.layers[i].evict_at[row] for i in sorted(self.layers)])
         missing = length - record.shape[-1]
         return F.pad(record, (0, missing), value=NEVER) if missing > 0 else record[..., :length]
 
-    def further(self, row: int, length: int) -> dict[str, torch.Tensor]:
+    def further(self, row: int, length: int) -> dict[str, Tensor]:
         """The sections that the record of one row has beside evict_at."""
         return self.policy.further(self.prompt_lengths[row], length)
 
@@ -153,17 +154,13 @@ class EvictingCache:
 
     # ---- the attention's side ---------------------------------------------------------------------------------------
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `KVView.attend`."""
         if layer not in self.layers:
             return self._prefill(layer, query, key, value, scaling)
         return self._decode(layer, query, key, value, scaling)
 
-    def _prefill(
-        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def _prefill(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         batch, kv_heads, width, _ = key.shape
         positions = torch.arange(width, device=key.device).repeat(batch, kv_heads, 1)
         evict_at = torch.full((batch, kv_heads, width), NEVER, dtype=torch.int32, device=key.device)
@@ -171,7 +168,7 @@ class EvictingCache:
             name: torch.full((batch, kv_heads, width), start, dtype=torch.float32, device=key.device)
             for name, start in self.policy.entry_memory.items()
         }
-        memory: dict[str, torch.Tensor] = {}
+        memory: dict[str, Tensor] = {}
         masked = None
         if self.policy.schedule.before_attending:
             memory = self._empty_memory(key)
@@ -197,14 +194,12 @@ class EvictingCache:
         self.layers[index] = layer
         return out
 
-    def _empty_memory(self, key: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _empty_memory(self, key: Tensor) -> dict[str, Tensor]:
         """The policy's memory of sequences that begin."""
         empty = self.policy.sequence_memory(key.shape[1], key.shape[3])
         return {name: value.to(key.device).repeat(len(key), *[1] * value.ndim) for name, value in empty.items()}
 
-    def _take_in(
-        self, index: int, key: torch.Tensor, value: torch.Tensor, memory: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def _take_in(self, index: int, key: Tensor, value: Tensor, memory: dict[str, Tensor]) -> dict[str, Tensor]:
         """Let the policy read whole prompts, and say what it remembers of their entries: name -> [B, Hkv, S]."""
         delay = self.policy.delay
         nothing = key.new_zeros(*key.shape[:2], delay, key.shape[3])
@@ -212,7 +207,7 @@ class EvictingCache:
         found = self.policy.take_in(index, Chunk(key, value, nothing, nothing, start, self._seen_tensor, memory))
         return {name: F.pad(one[..., delay:], (0, min(delay, key.shape[2]))) for name, one in found.items()}
 
-    def _last_queries(self, query: torch.Tensor) -> torch.Tensor | None:
+    def _last_queries(self, query: Tensor) -> Tensor | None:
         """The last W queries of each prompt, position p in slot p % W: [B, Hq, W, D]."""
         window = self.policy.last_queries
         if not window:
@@ -223,9 +218,7 @@ class EvictingCache:
         index = positions[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
         return query.gather(2, index)
 
-    def _decode(
-        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def _decode(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         layer = self.layers[index]
         batch, kv_heads, _, dim = key.shape
         rows = torch.arange(batch, device=key.device)
@@ -257,11 +250,11 @@ class EvictingCache:
             self._compact(index, layer, due, held, scaling)
         return out
 
-    def _slots_seen(self, layer: Layer) -> tuple[int, torch.Tensor | None]:
+    def _slots_seen(self, layer: Layer) -> tuple[int, Tensor | None]:
         """How many slots queries attend to, and which of them are held, bool [B, 1 or Hkv, 1, N]; None: all."""
         return max(self._held), self._mask
 
-    def _arrive(self, index: int, layer: Layer, key: torch.Tensor, value: torch.Tensor, scaling: float) -> None:
+    def _arrive(self, index: int, layer: Layer, key: Tensor, value: Tensor, scaling: float) -> None:
         """A token [B, Hkv, D] comes to each row, and takes the slot of the one that goes for it, if one does."""
         held, now = min(int(self._slots.max()), self.capacity), self._seen_tensor - 1
         entries = self._entries(layer, slice(None), held, scaling, ("keys", "values"), lengths=self._slots)
@@ -282,9 +275,7 @@ class EvictingCache:
         slot = torch.where(spare > 0, goes.int().argmax(-1), free)
         self._write(layer, slot, key, value, state)
 
-    def _write(
-        self, layer: Layer, slot: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: dict[str, torch.Tensor]
-    ) -> None:
+    def _write(self, layer: Layer, slot: Tensor, key: Tensor, value: Tensor, state: dict[str, Tensor]) -> None:
         """Put the tokens that have come [B, Hkv, D], and their memory, into slots int64 [B, Hkv] of active rows."""
         batch, heads = slot.shape
         where = torch.arange(batch, device=slot.device)[:, None], torch.arange(heads, device=slot.device), slot
@@ -301,12 +292,12 @@ class EvictingCache:
     def _entries(
         self,
         layer: Layer,
-        rows: slice | torch.Tensor,
+        rows: slice | Tensor,
         held: int,
         scaling: float,
         reads: tuple[str, ...],
         left: Sequence[int] = (),
-        lengths: torch.Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> Entries:
         """What these rows hold, as a policy that reads so much sees it; a slice gives views, an index tensor copies.
 
@@ -358,12 +349,12 @@ class EvictingCache:
             layer.replace(grown)
 
 
-def _oldest_first(queries: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+def _oldest_first(queries: Tensor, seen: Tensor) -> Tensor:
     """Queries [B, Hq, W, D] of rows that have seen int64 [B] tokens, in order of position instead of position % W."""
     order = (seen[:, None] + torch.arange(queries.shape[2], device=seen.device)) % queries.shape[2]
     return queries.gather(2, order[:, None, :, None].expand_as(queries))
 
 
-def at_slots(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def at_slots(x: Tensor, slots: Tensor) -> Tensor:
     """What stands in slots of keys or values x [B, Hkv, C, D]: [B, Hkv, N, D]. slots : int64 [B, Hkv, N]"""
     return x.gather(2, slots[..., None].expand(*slots.shape, x.shape[-1]))

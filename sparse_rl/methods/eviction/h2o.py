@@ -7,7 +7,7 @@ grouped queries it is summed over the query heads of the group. Half of the budg
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from sparse_rl.methods.config import H2OConfig
 from sparse_rl.policies.base import Policy
@@ -24,12 +24,12 @@ class H2O(Policy):
     every_query = True
     score_reads = ()
 
-    def observe(self, layer: int, entries: Entries, queries: torch.Tensor, query_positions: torch.Tensor) -> None:
+    def observe(self, layer: int, entries: Entries, queries: Tensor, query_positions: Tensor) -> None:
         for start in range(0, queries.shape[2], CHUNK):
             positions = query_positions[:, start : start + CHUNK]
             attention = entries.attention(queries[:, :, start : start + CHUNK], positions)
             real = (positions < entries.seen[:, None])[:, None, None, :, None]
             entries.state["mass"] += attention.masked_fill(~real, 0.0).sum(dim=(2, 3))
 
-    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+    def score(self, layer: int, entries: Entries) -> Tensor:
         return entries.state["mass"]

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from sparse_rl.kernels import mean_similarity
 from sparse_rl.methods.config import (
@@ -53,15 +54,15 @@ class ScoredWindow(Policy):
     def last_queries(self) -> int:
         return self.config.window
 
-    def window_scores(self, entries: Entries) -> torch.Tensor:
+    def window_scores(self, entries: Entries) -> Tensor:
         """max_g A, the largest attention of each query of the window over its group: float32 [R, Hkv, W, N]."""
         return entries.window_attention(self.config.window).amax(dim=2)
 
-    def local_score(self, entries: Entries) -> torch.Tensor:
+    def local_score(self, entries: Entries) -> Tensor:
         """S, the mean of `window_scores` over the window (G-KV eqs. 1-2): float32 [R, Hkv, N]."""
         return self.window_scores(entries).mean(dim=2)
 
-    def _max_pool(self, scores: torch.Tensor, entries: Entries, kernel: int) -> torch.Tensor:
+    def _max_pool(self, scores: Tensor, entries: Entries, kernel: int) -> Tensor:
         """Maximum over `kernel` neighbouring entries, of those that compete: [R, Hkv, N]."""
         order = entries.by_position()
         competing = entries.competing(self.config.sinks, self.config.window)
@@ -75,7 +76,7 @@ class SnapKV(ScoredWindow):
 
     config: SnapKVConfig
 
-    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+    def score(self, layer: int, entries: Entries) -> Tensor:
         return self._max_pool(self.local_score(entries), entries, self.config.pooling)
 
 
@@ -84,7 +85,7 @@ class MorphKV(ScoredWindow):
 
     config: MorphKVConfig
 
-    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+    def score(self, layer: int, entries: Entries) -> Tensor:
         return self.local_score(entries)
 
 
@@ -94,7 +95,7 @@ class RKV(ScoredWindow):
     config: RKVConfig
     compares_keys = True
 
-    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+    def score(self, layer: int, entries: Entries) -> Tensor:
         importance = self._max_pool(self.local_score(entries), entries, self.config.pooling)
         return self.config.lam * importance - (1 - self.config.lam) * redundancy(entries)
 
@@ -109,7 +110,7 @@ class GKV(ScoredWindow):
     def compares_keys(self) -> bool:
         return self.config.redundancy
 
-    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+    def score(self, layer: int, entries: Entries) -> Tensor:
         competing = entries.competing(self.config.sinks, self.config.window)
         local = _over_max(self.local_score(entries), competing)
         history = entries.state["history"]
@@ -133,18 +134,18 @@ class CAKE(ScoredWindow):
 
     config: CAKEConfig
 
-    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+    def score(self, layer: int, entries: Entries) -> Tensor:
         scores = self.window_scores(entries)
         return scores.mean(dim=2) + self.config.gamma * scores.var(dim=2, correction=0)
 
 
-def _over_max(scores: torch.Tensor, competing: torch.Tensor) -> torch.Tensor:
+def _over_max(scores: Tensor, competing: Tensor) -> Tensor:
     """scores / max over the competing entries, per head; 0 where all of them are 0."""
     top = scores.masked_fill(~competing, 0.0).amax(-1, keepdim=True)
     return scores / top.clamp(min=torch.finfo(scores.dtype).tiny)
 
 
-def redundancy(entries: Entries) -> torch.Tensor:
+def redundancy(entries: Entries) -> Tensor:
     """R: how much each entry repeats others, float32 [R, Hkv, N] (R-KV §3.2)."""
     assert entries.keys is not None
     return mean_similarity(entries.keys, entries.positions, entries.lengths).softmax(-1)

@@ -6,7 +6,7 @@ leave of the budget. (Their rolling cache re-numbers positions; here positions s
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from sparse_rl.methods.config import StreamingConfig
 from sparse_rl.policies.base import Policy
@@ -19,5 +19,5 @@ class Streaming(Policy):
     config: StreamingConfig
     score_reads = ()
 
-    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+    def score(self, layer: int, entries: Entries) -> Tensor:
         return entries.positions.float()

@@ -7,7 +7,7 @@ The newest token competes like any other (window = 0).
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from sparse_rl.methods.config import TovaConfig
 from sparse_rl.policies.base import Policy
@@ -23,7 +23,7 @@ class Tova(Policy):
     def last_queries(self) -> int:
         return 1
 
-    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+    def score(self, layer: int, entries: Entries) -> Tensor:
         if not bool(((entries.positions == entries.positions[:, :1]) | ~entries.valid()).all()):
             raise AssertionError("tova: the kv heads of a layer must hold the same tokens")
         mean = entries.mean_over_ranks(entries.window_attention(1).mean(dim=(1, 2, 3)))  # [R, N]

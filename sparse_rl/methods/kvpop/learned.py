@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import LearnedConfig
@@ -60,10 +61,10 @@ class LearnedPolicy(Policy):
         """Whether a token is scored as it leaves the window, and not as it comes."""
         return getattr(self.config.scorer, "readout", "immediate") == "delayed"
 
-    def sequence_memory(self, kv_heads: int, head_dim: int) -> dict[str, torch.Tensor]:
+    def sequence_memory(self, kv_heads: int, head_dim: int) -> dict[str, Tensor]:
         return sketch_scorer(self.config.scorer, heads=kv_heads, dim=head_dim).memory()
 
-    def scores_of(self, layer: int, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+    def scores_of(self, layer: int, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Scores float32 [R, Hkv, T] of tokens at the chunk's positions less `delay`; and those, int64 [R, T] >= 0."""
         count = chunk.keys.shape[2]
         x = torch.cat([chunk.keys, chunk.values], dim=-1)

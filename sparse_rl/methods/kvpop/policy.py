@@ -12,6 +12,7 @@ Training decides with `sparse_rl.kernels.running_topk`, all queries at once; dec
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.kernels import running_topk
@@ -28,30 +29,30 @@ class KVpop(LearnedPolicy):
     config: KVpopPolicyConfig
     entry_memory = {PRIORITY: 0.0}
 
-    def priority(self, scores: torch.Tensor, log_decay: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def priority(self, scores: Tensor, log_decay: Tensor, positions: Tensor) -> Tensor:
         """r_t - floor(t / n) log gamma of scores [R, Hkv, T] of tokens at int64 [R, T], as running_topk computes it."""
         return scores - self.aged(log_decay[:, None], positions[:, None])
 
-    def aged(self, log_decay: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def aged(self, log_decay: Tensor, positions: Tensor) -> Tensor:
         """floor(t / n) log gamma, of what broadcasts."""
         return log_decay * (positions // self.config.decay_every)
 
-    def take_in(self, layer: int, chunk: Chunk) -> dict[str, torch.Tensor]:
+    def take_in(self, layer: int, chunk: Chunk) -> dict[str, Tensor]:
         scores, positions = self.scores_of(layer, chunk)
         return {PRIORITY: self.priority(scores, self.scorers[layer].log_decay().to(scores), positions)}
 
     # ---- what goes ------------------------------------------------------------------------------------------------
 
-    def masks(self, layer: int, state: dict[str, torch.Tensor], lengths: torch.Tensor) -> torch.Tensor | None:
+    def masks(self, layer: int, state: dict[str, Tensor], lengths: Tensor) -> Tensor | None:
         config = self.config
         if config.prefill == "dense":
             return None
         return running_topk(state[PRIORITY], config.sinks, window=config.window, k=config.k, lengths=lengths).evict_at
 
-    def score(self, layer: int, entries: Entries) -> torch.Tensor:
+    def score(self, layer: int, entries: Entries) -> Tensor:
         return entries.state[PRIORITY]
 
-    def before_attending(self, layer: int, entries: Entries, arriving: Arriving) -> torch.Tensor:
+    def before_attending(self, layer: int, entries: Entries, arriving: Arriving) -> Tensor:
         scorer, now = self.scorers[layer], entries.seen - 1
         x = torch.cat([arriving.keys, arriving.values], dim=-1)[:, :, None]
         if self.delay:
@@ -77,7 +78,7 @@ class KVpop(LearnedPolicy):
         slots = torch.arange(entries.positions.shape[-1], device=freed.device)
         return entries.valid() & ~(full & (slots == freed[..., None]))
 
-    def worst(self, entries: Entries, but: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def worst(self, entries: Entries, but: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """(slot, priority, whether one is NaN), each [R, Hkv], of the worst that competes as query seen - 1 arrives.
 
         but : leave out so many of the tokens that have left the window last

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparse_rl.attention.future import future_bytes
 from sparse_rl.attention.interface import Replayed
@@ -22,7 +23,7 @@ from sparse_rl.kernels import RunningTopK, recall, running_topk
 from sparse_rl.methods.config import KVpopPolicyConfig
 
 
-def share_held(held: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def share_held(held: Tensor, lengths: Tensor) -> Tensor:
     """Of the tokens before each row's last, which no sampler feeds, the share that is held: float [B], mean over heads.
 
     held : float [B, Hkv, S], how far each token is seen by the last query that is fed; lengths : int64 [B]
@@ -36,7 +37,7 @@ def share_held(held: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 class LayerTarget:
     """A layer's target: scores float32 [B, Hkv, S], and the tokens that the best by them would keep."""
 
-    scores: torch.Tensor
+    scores: Tensor
     best: RunningTopK
 
 
@@ -44,7 +45,7 @@ class LayerTarget:
 class _Decided:
     """evict_at int32 [B, Hkv, S]; known: what the loss takes from the target."""
 
-    evict_at: torch.Tensor
+    evict_at: Tensor
     evicts: bool
     known: Any
 
@@ -76,24 +77,24 @@ class LearnedView:
 
     def __init__(
         self,
-        scorers: Sequence[Callable[..., tuple[torch.Tensor, torch.Tensor]]],
+        scorers: Sequence[Callable[..., tuple[Tensor, Tensor]]],
         policy: KVpopPolicyConfig,
-        lengths: torch.Tensor,
+        lengths: Tensor,
         *,
-        prompts: torch.Tensor | None = None,
+        prompts: Tensor | None = None,
         target: FutureTarget | None = None,
-        prepare: Callable[[LayerTarget, torch.Tensor], Any] | None = None,
-        loss: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor] | None = None,
+        prepare: Callable[[LayerTarget, Tensor], Any] | None = None,
+        loss: Callable[[Tensor, Tensor, Any], Tensor] | None = None,
         kernel: str = "gather",
-        recorded: torch.Tensor | None = None,
+        recorded: Tensor | None = None,
     ) -> None:
         self.recorded = recorded
-        self.own: dict[int, torch.Tensor] = {}
+        self.own: dict[int, Tensor] = {}
         self.scorers, self.policy, self.lengths, self.prompts = scorers, policy, lengths, prompts
         self.target, self.prepare, self.loss, self.kernel = target, prepare, loss, kernel
-        self.losses: dict[int, torch.Tensor] = {}
-        self.recalls: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.retained: dict[int, torch.Tensor] = {}
+        self.losses: dict[int, Tensor] = {}
+        self.recalls: dict[int, tuple[Tensor, Tensor]] = {}
+        self.retained: dict[int, Tensor] = {}
         self._decided: dict[int, _Decided] = {}
 
     @classmethod
@@ -103,9 +104,7 @@ class LearnedView:
         held = future_bytes(*sizes, replayed.model_itemsize, replayed.cuda)
         return [ReplayView.holds(config, replayed), ("future attention", held, "the scorers' target, of one layer")]
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `KVView.attend`."""
         scores, log_decay = self.scorers[layer](key, value, self.policy.window)
         if layer not in self._decided:
@@ -118,7 +117,7 @@ class LearnedView:
             return sdpa(query, key, value, scaling, causal=True)
         return masked_attention(lambda: decided.evict_at, query, key, value, scaling, self.kernel)
 
-    def running_topk(self, scores: torch.Tensor, log_decay: torch.Tensor) -> RunningTopK:
+    def running_topk(self, scores: Tensor, log_decay: Tensor) -> RunningTopK:
         """Under the policy, of scores [B, Hkv, S]."""
         policy = self.policy
         return running_topk(
@@ -133,13 +132,7 @@ class LearnedView:
 
     @torch.no_grad()
     def _decide(
-        self,
-        layer: int,
-        scores: torch.Tensor,
-        log_decay: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        scaling: float,
+        self, layer: int, scores: Tensor, log_decay: Tensor, query: Tensor, key: Tensor, scaling: float
     ) -> _Decided:
         policy, lengths = self.policy, self.lengths
         ours = self.running_topk(scores, log_decay)

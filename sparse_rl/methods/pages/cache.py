@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from sparse_rl.attention.kernels.sdpa import computing_dtype
 from sparse_rl.errors import UserError
@@ -70,7 +71,7 @@ class PagedCache(EvictingCache):
             if missing > 0:
                 layer.memory[OPENED] = F.pad(layer.memory[OPENED], (0, 0, 0, missing), value=-1)
 
-    def further(self, row: int, length: int) -> dict[str, torch.Tensor]:
+    def further(self, row: int, length: int) -> dict[str, Tensor]:
         """The sections paged_with, closed_at, opened, and pi where summaries are no plain means."""
         layers = [self.layers[i] for i in sorted(self.layers)]
         opened = torch.stack([layer.memory[OPENED][row] for layer in layers]).cpu()
@@ -83,9 +84,7 @@ class PagedCache(EvictingCache):
             found["pi"] = F.pad(weights, (0, max(length - weights.shape[-1], 0)))[..., :length].contiguous()
         return found
 
-    def _prefill(
-        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def _prefill(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         out = super()._prefill(index, query, key, value, scaling)
         layer = self.layers[index]
         batch, heads, _, dim = key.shape
@@ -101,9 +100,7 @@ class PagedCache(EvictingCache):
             layer.state[RECEIVED] = _prompt_attention(query.to(wide), key.to(wide), scaling, self._seen_tensor)
         return out
 
-    def _decode(
-        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def _decode(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         layer, pages = self.layers[index], self.pages
         batch, heads, _, dim = key.shape
         rows, now = torch.arange(batch, device=key.device), self._seen_tensor - 1
@@ -172,7 +169,7 @@ class PagedCache(EvictingCache):
             layer.state[WEIGHTS].scatter_reduce_(-1, slots, weights.flatten(2).masked_fill(~gone, 0.0), reduce="amax")
 
 
-def _weighed(read: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+def _weighed(read: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Attention over several parts, each its logits [..., T, N] and values [..., N, D]: [..., T, D]; and the weights of
     the first part, [..., T, N].
     """
@@ -181,7 +178,7 @@ def _weighed(read: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tenso
     return sum(parts[1:], parts[0]), shares[0]
 
 
-def _prompt_attention(query: torch.Tensor, key: torch.Tensor, scaling: float, lengths: torch.Tensor) -> torch.Tensor:
+def _prompt_attention(query: Tensor, key: Tensor, scaling: float, lengths: Tensor) -> Tensor:
     """What the queries of prompts of int64 [B] tokens, [B, Hq, S, D], give each token, the mean over a group's query
     heads: [B, Hkv, S].
     """

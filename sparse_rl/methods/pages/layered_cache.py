@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from sparse_rl.methods.eviction.cache import EvictingCache
 from sparse_rl.methods.pages.layered import Layered
@@ -58,13 +59,13 @@ class LayeredCache:
         forked.parts = [(layers, cache.fork(rows)) for layers, cache in self.parts]
         return forked
 
-    def queries(self, layer: int) -> torch.Tensor:
+    def queries(self, layer: int) -> Tensor:
         return self._of(layer).queries(layer)
 
     def trace(self, row: int, length: int) -> EvictionTrace:
         """With the pages' sections, which hold nothing for the other layers, and the layers that they speak of."""
         evict_at = torch.cat([cache.evict_at(row, length) for _, cache in self.parts])
-        sections: dict[str, torch.Tensor] = {}
+        sections: dict[str, Tensor] = {}
         paged: list[int] = []
         for layers, cache in self.parts:
             own = cache.further(row, length)
@@ -82,9 +83,7 @@ class LayeredCache:
     def allocated_bytes(self) -> int:
         return sum(cache.allocated_bytes() for _, cache in self.parts)
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `KVView.attend`."""
         return self._of(layer).attend(layer, query, key, value, scaling)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from sparse_rl.attention.interface import KVView, Replayed, check_sections
 from sparse_rl.attention.views.replay import ReplayView
@@ -27,11 +28,7 @@ class LayeredView:
     requires: ClassVar = PagedView.requires | {"paged_layers"}
 
     def __init__(
-        self,
-        batch: Mapping[str, torch.Tensor],
-        device: torch.device | str,
-        kernel: str = "gather",
-        through: bool = True,
+        self, batch: Mapping[str, Tensor], device: torch.device | str, kernel: str = "gather", through: bool = True
     ) -> None:
         check_sections(type(self), batch)
         layers = range(len(batch["evict_at"]))
@@ -53,9 +50,7 @@ class LayeredView:
         parts = [part.cache for part in config.ranges]
         return max((part.part(part.view_class).holds(part, replayed) for part in parts), key=lambda held: held[1])
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `KVView.attend`."""
         view, place = self.of_layer[layer]
         return view.attend(place, query, key, value, scaling)

@@ -11,6 +11,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparse_rl.kernels.ranked import ranked
 
@@ -54,12 +55,12 @@ class Pages:
         )
 
     @classmethod
-    def read(cls, settings: torch.Tensor) -> Pages:
+    def read(cls, settings: Tensor) -> Pages:
         """The paging that a trace was sampled under. settings : the section paged_with, int32 [8]"""
         size, window, sinks, most, *flags = settings.tolist()
         return cls(size, window, sinks, most, *map(bool, flags))
 
-    def settings(self) -> torch.Tensor:
+    def settings(self) -> Tensor:
         """The section paged_with: int32 [8]."""
         return torch.tensor(astuple(self), dtype=torch.int32)
 
@@ -76,7 +77,7 @@ class Pages:
         behind = query - self.window - self.sinks
         return (query >= prompt) * (behind > 0) * behind // self.size
 
-    def closing(self, prompt: int, length: int) -> torch.Tensor:
+    def closing(self, prompt: int, length: int) -> Tensor:
         """The section closed_at: int32 [P], the first query that sees each page as a summary, of those that close.
 
         prompt : tokens of the prompt; length : S, those of the whole sequence, whose last is no query
@@ -84,7 +85,7 @@ class Pages:
         numbers = torch.arange(int(self.closed(prompt, length - 2)))
         return (self.sinks + (numbers + 1) * self.size + self.window).clamp(min=prompt).to(torch.int32)
 
-    def tokens(self, pages: torch.Tensor) -> torch.Tensor:
+    def tokens(self, pages: Tensor) -> Tensor:
         """The positions of the tokens of pages: int64 [..., n]. pages : their numbers, int64 [...]"""
         return self.sinks + pages[..., None] * self.size + torch.arange(self.size, device=pages.device)
 
@@ -93,9 +94,7 @@ class Pages:
         return [int(self.closed(prompt, query)) for prompt, query in zip(prompts, queries, strict=True)]
 
 
-def summarise(
-    keys: torch.Tensor, values: torch.Tensor, pages: Pages, weights: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def summarise(keys: Tensor, values: Tensor, pages: Pages, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The summaries of pages, k_p = sum_t pi_t k_t and v_p likewise: (keys, values) [..., D], in their own dtype.
 
     keys, values : of the tokens of each page, [..., n, D], keys after RoPE
@@ -105,7 +104,7 @@ def summarise(
     Without `Pages.valued` the values are zero.
     """
 
-    def mean(x: torch.Tensor) -> torch.Tensor:
+    def mean(x: Tensor) -> Tensor:
         wide = x.double()
         made = wide.mean(-2) if weights is None else (wide * weights.double()[..., None]).sum(-2)
         return made.to(x.dtype)
@@ -114,7 +113,7 @@ def summarise(
     return key, value if pages.valued else torch.zeros_like(value)
 
 
-def attention_weights(received: torch.Tensor) -> torch.Tensor:
+def attention_weights(received: Tensor) -> Tensor:
     """How much of a summary each token is by the attention that it got, pi = softmax(w) over a page: float32 [..., n].
 
     received : w, the attention that the page's tokens have got as it closes, [..., n]
@@ -122,7 +121,7 @@ def attention_weights(received: torch.Tensor) -> torch.Tensor:
     return received.softmax(-1).float()
 
 
-def random_weights(layer: int, heads: int, numbers: torch.Tensor, size: int) -> torch.Tensor:
+def random_weights(layer: int, heads: int, numbers: Tensor, size: int) -> Tensor:
     """pi = 1 for one token of each page, 0 for the others: float32 [heads, M, size].
 
     numbers : int64 [M], the pages; the tokens depend on layer, head and page alone
@@ -136,12 +135,8 @@ def random_weights(layer: int, heads: int, numbers: torch.Tensor, size: int) -> 
 
 
 def choose(
-    logits: torch.Tensor,
-    raw: int,
-    most: int,
-    threshold: float | None = None,
-    allowed: torch.Tensor | None = None,
-) -> torch.Tensor:
+    logits: Tensor, raw: int, most: int, threshold: float | None = None, allowed: Tensor | None = None
+) -> Tensor:
     """The pages to open: int64 [B, Hkv, K], -1 where there are fewer.
 
     logits : [B, Hkv, G, raw + M] of the cover, raw entries first, then M summaries; -inf: not seen

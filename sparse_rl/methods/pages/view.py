@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparse_rl.attention.interface import Replayed, check_sections
@@ -36,7 +37,7 @@ class Chunk:
 
     first: int
     last: int
-    low: torch.Tensor
+    low: Tensor
     tail: int
     closed: int
 
@@ -60,11 +61,7 @@ class PagedView:
     requires: ClassVar = replays - {"pi"}
 
     def __init__(
-        self,
-        batch: Mapping[str, torch.Tensor],
-        device: torch.device | str,
-        kernel: str = "gather",
-        through: bool = True,
+        self, batch: Mapping[str, Tensor], device: torch.device | str, kernel: str = "gather", through: bool = True
     ) -> None:
         check_sections(type(self), batch)
         self.device, self.dense = torch.device(device), kernel == "dense"
@@ -90,9 +87,7 @@ class PagedView:
         size = pages_bytes(*sizes, config) * replayed.itemsize
         return "pages of one layer", size, "estimate, of one chunk of queries at a time"
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `KVView.attend`."""
         opened = self.opened[layer].to(self.device, non_blocking=True).long()
         heads, dim = key.shape[1], key.shape[3]
@@ -120,7 +115,7 @@ class PagedView:
                 parts.append(work(part, *told))
         return torch.cat(parts, dim=3).flatten(1, 2).to(dtype)
 
-    def _chunks(self, until: torch.Tensor, behind: torch.Tensor) -> Iterator[Chunk]:
+    def _chunks(self, until: Tensor, behind: Tensor) -> Iterator[Chunk]:
         """The plan of every layer, made in host memory. behind : bool [B, S], columns behind the sinks"""
         width = until.shape[1]
         for first in range(0, width, CHUNK):
@@ -135,13 +130,13 @@ class PagedView:
         self,
         chunk: Chunk,
         scaling: float,
-        opened: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        page_keys: torch.Tensor,
-        page_values: torch.Tensor,
-    ) -> torch.Tensor:
+        opened: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        page_keys: Tensor,
+        page_values: Tensor,
+    ) -> Tensor:
         """A chunk's queries [B, Hkv, G, C, D] over what they read: [B, Hkv, G, C, D]."""
         pages, heads = self.pages, key.shape[1]
         now = torch.arange(chunk.first, chunk.last, device=self.device)
@@ -163,7 +158,7 @@ class PagedView:
         inside = (self.start[:, None, None, None, None] + pages.tokens(asked.clamp(min=0))).flatten(2)
         inside_open = (asked >= 0).repeat_interleave(pages.size, dim=-1)
 
-        def read(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        def read(x: Tensor, at: Tensor) -> Tensor:
             return x.gather(2, at[..., None].expand(*at.shape, x.shape[-1]))
 
         shape = (now.numel(), inside_open.shape[-1])
@@ -192,14 +187,14 @@ class PagedView:
 
     def _masked(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        page_keys: torch.Tensor,
-        page_values: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        page_keys: Tensor,
+        page_values: Tensor,
         scaling: float,
-        opened: torch.Tensor,
-    ) -> torch.Tensor:
+        opened: Tensor,
+    ) -> Tensor:
         """The reference: one call over all tokens and all summaries."""
         batch, heads, width, dim = key.shape
         now = torch.arange(width, device=self.device)
