@@ -69,23 +69,45 @@ class Replayed:
     cuda: bool
 
 
-class TraceView(KVView, Protocol):
-    """A view of recorded traces, which `make_view` can choose.
+class TraceView:
+    """A `kv_view` for training, of the recorded traces of B padded sequences; `make_view` chooses one.
 
-    replays : the trace sections that it replays; it refuses a batch with any other
+    Parameters
+    ----------
+    batch : from `batch_traces`, the sections by name; in host memory
+    device : where the model runs
+    kernel : one of ATTENTION_KERNELS
+    through : whether gradients flow through what is made again to what it was made of
+
+    replays : the trace sections that a class replays; it refuses a batch with any other
     requires : those of them that it cannot do without
     losses : where its method has a loss, by layer, once a forward is done: GRPO adds their mean to its own
+
+    Raises TraceError where the batch has another section, or lacks one.
     """
 
     replays: ClassVar[frozenset[str]]
     requires: ClassVar[frozenset[str]]
 
-    def __init__(self, batch: Mapping[str, Tensor], device: torch.device | str, kernel: str, through: bool) -> None: ...
+    def __init__(
+        self, batch: Mapping[str, Tensor], device: torch.device | str, kernel: str = "gather", through: bool = True
+    ) -> None:
+        check_sections(type(self), batch)
+        self.device, self.kernel, self.through = torch.device(device), kernel, through
+        self.prepare(batch)
+
+    def prepare(self, batch: Mapping[str, Tensor]) -> None:
+        """Make what all layers share."""
+        raise NotImplementedError
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """See `KVView.attend`."""
+        raise NotImplementedError
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> tuple[str, int, str]:
         """What replay under a policy's settings holds besides q, k and v: what, bytes, and a note."""
-        ...
+        raise NotImplementedError
 
 
 def check_sections(view: Any, sections: Iterable[str]) -> None:

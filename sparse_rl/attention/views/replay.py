@@ -15,35 +15,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparse_rl.attention.interface import Replayed, check_sections
+from sparse_rl.attention.interface import Replayed, TraceView
 from sparse_rl.attention.kernels.flex import tiles_bytes
 from sparse_rl.attention.kernels.gather import gathered_bytes
 from sparse_rl.attention.kernels.masked import masked_attention, sdpa_mask_bytes
 from sparse_rl.attention.kernels.sdpa import sdpa
 
 
-class ReplayView:
-    """A `kv_view` for training: B padded sequences and their evictions.
-
-    Parameters
-    ----------
-    batch : from `batch_traces`; of it evict_at, int32 [L, B, Hkv, S] in host memory, and nothing else
-    device : where the model runs
-    kernel : one of ATTENTION_KERNELS
-    through : has no meaning here: nothing is made again
-
-    Raises TraceError where the batch has another section.
-    """
+class ReplayView(TraceView):
+    """The view of evictions: of evict_at, int32 [L, B, Hkv, S], alone. Nothing is made again."""
 
     replays: ClassVar = frozenset({"evict_at"})
     requires: ClassVar = replays
 
-    def __init__(
-        self, batch: Mapping[str, Tensor], device: torch.device | str, kernel: str = "gather", through: bool = True
-    ) -> None:
-        check_sections(type(self), batch)
+    def prepare(self, batch: Mapping[str, Tensor]) -> None:
         evict_at = batch["evict_at"]
-        self.device, self.kernel = torch.device(device), kernel
         pinned = self.device.type == "cuda" and not evict_at.is_pinned()
         self.evict_at = evict_at.pin_memory() if pinned else evict_at
         width = evict_at.shape[-1]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sparse_rl.attention.interface import Replayed, check_sections
+from sparse_rl.attention.interface import Replayed, TraceView
 from sparse_rl.attention.kernels.sdpa import sdpa
 from sparse_rl.matching import Block, Record, refit, residuals
 from sparse_rl.matching.block import fit_bytes
@@ -50,27 +50,17 @@ class Held:
     values: Tensor
 
 
-class MatchedView:
-    """A `kv_view` for training: B padded sequences, what was evicted, and when the rest was refitted.
+class MatchedView(TraceView):
+    """The view of what was evicted, and when the rest was refitted.
 
-    Parameters
-    ----------
-    batch : from `batch_traces`; evict_at int32 [L, B, Hkv, S], refit_at int32 [B, C], refit_with float64 [K]
-    device : where the model runs
-    kernel : has no choice here
-    through : whether gradients flow through biases and values to what they were made of; else they are constants
-
-    Raises TraceError where the batch has other sections, or cannot be replayed.
+    evict_at int32 [L, B, Hkv, S], refit_at int32 [B, C], refit_with float64 [K]. There is no choice of kernels; where
+    not `through`, biases and values are constants.
     """
 
     replays: ClassVar = frozenset({"evict_at", "refit_at", "refit_with"})
     requires: ClassVar = replays
 
-    def __init__(
-        self, batch: Mapping[str, Tensor], device: torch.device | str, kernel: str = "gather", through: bool = True
-    ) -> None:
-        check_sections(type(self), batch)
-        self.device, self.through = torch.device(device), through
+    def prepare(self, batch: Mapping[str, Tensor]) -> None:
         self.evict_at = batch["evict_at"]
         self.residuals: list[tuple[float, float, float]] | None = None  # of mass, of output, largest |bias|, if asked
         self.record = Record.read(batch["refit_with"])

@@ -5,43 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from sparse_rl.attention.interface import KVView, Replayed, check_sections
+from sparse_rl.attention.interface import KVView, Replayed, TraceView
 from sparse_rl.attention.views.replay import ReplayView
 from sparse_rl.methods.pages.view import PagedView
 
 
-class LayeredView:
-    """A `kv_view` for training: the layers that paged_layers names are replayed as pages, the others as evictions.
-
-    Parameters
-    ----------
-    batch : from `batch_traces`; of the layers that paged_layers, int32 [N], does not name `opened` and `pi` say nothing
-    device, kernel, through : as in PagedView, and in ReplayView
-
-    Raises TraceError where the batch has another section.
+class LayeredView(TraceView):
+    """The layers that paged_layers, int32 [N], names are replayed as pages, the others as evictions; of these `opened`
+    and `pi` say nothing.
     """
 
     replays: ClassVar = PagedView.replays | {"paged_layers"}
     requires: ClassVar = PagedView.requires | {"paged_layers"}
 
-    def __init__(
-        self, batch: Mapping[str, Tensor], device: torch.device | str, kernel: str = "gather", through: bool = True
-    ) -> None:
-        check_sections(type(self), batch)
-        layers = range(len(batch["evict_at"]))
+    def prepare(self, batch: Mapping[str, Tensor]) -> None:
+        layers, how = range(len(batch["evict_at"])), (self.device, self.kernel, self.through)
         paged = batch["paged_layers"].tolist()
         evicting = [layer for layer in layers if layer not in paged]
         self.of_layer: dict[int, tuple[KVView, int]] = {}  # the view, and which of its layers
         if paged:
             of_layers = {name: values[paged] for name, values in batch.items() if name in ("evict_at", "opened", "pi")}
             of_all = {name: batch[name] for name in ("closed_at", "paged_with")}
-            view = PagedView(of_layers | of_all, device, kernel, through)
+            view = PagedView(of_layers | of_all, *how)
             self.of_layer |= {layer: (view, place) for place, layer in enumerate(paged)}
         if evicting:
-            view_of_evictions = ReplayView({"evict_at": batch["evict_at"][evicting]}, device, kernel, through)
+            view_of_evictions = ReplayView({"evict_at": batch["evict_at"][evicting]}, *how)
             self.of_layer |= {layer: (view_of_evictions, place) for place, layer in enumerate(evicting)}
 
     @classmethod

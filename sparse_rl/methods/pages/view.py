@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sparse_rl.attention.interface import Replayed, check_sections
+from sparse_rl.attention.interface import Replayed, TraceView
 from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
 from sparse_rl.methods.pages.pages import Pages, summarise
 from sparse_rl.trace import NEVER, TraceError
@@ -42,29 +42,18 @@ class Chunk:
     closed: int
 
 
-class PagedView:
-    """A `kv_view` for training: B padded sequences, when their pages closed, and which of them each query opened.
+class PagedView(TraceView):
+    """The view of when pages closed, and which of them each query opened; summaries always have gradients.
 
-    Parameters
-    ----------
-    batch : from `batch_traces`; evict_at int32 [L, B, Hkv, S], of which only the padding counts, opened int16
-        [L, B, Hkv, S, K], closed_at int32 [B, P], paged_with int32 [8], and pi float32 [L, B, Hkv, S] where a summary
-        is not the mean of its page
-    device : where the model runs
-    kernel : dense, for the reference; any other stands for the gathered path
-    through : has no meaning here: summaries always have gradients
-
-    Raises TraceError where the batch has another section, or lacks one; and for a softmax that is not replayed.
+    Of evict_at int32 [L, B, Hkv, S] only the padding counts; opened int16 [L, B, Hkv, S, K], closed_at int32 [B, P],
+    paged_with int32 [8], and pi float32 [L, B, Hkv, S] where a summary is not the mean of its page. The kernel dense is
+    the reference; any other stands for the gathered path. Raises TraceError for a softmax that is not replayed, too.
     """
 
     replays: ClassVar = frozenset({"evict_at", "opened", "closed_at", "paged_with", "pi"})
     requires: ClassVar = replays - {"pi"}
 
-    def __init__(
-        self, batch: Mapping[str, Tensor], device: torch.device | str, kernel: str = "gather", through: bool = True
-    ) -> None:
-        check_sections(type(self), batch)
-        self.device, self.dense = torch.device(device), kernel == "dense"
+    def prepare(self, batch: Mapping[str, Tensor]) -> None:
         self.opened, self.pages, self.pi = batch["opened"], Pages.read(batch["paged_with"]), batch.get("pi")
         if not self.pages.joint:
             raise TraceError("these sequences were sampled under softmax: nested, which is not replayed; use joint")
@@ -99,7 +88,7 @@ class PagedView:
             columns = self.columns.flatten(1)[:, None].expand(-1, heads, -1)
             weights = pi.gather(2, columns).unflatten(2, self.columns.shape[1:])
         summaries = summarise(inside[0], inside[1], self.pages, weights)
-        if self.dense:
+        if self.kernel == "dense":
             return self._masked(query, key, value, *summaries, scaling, opened)
         dtype = value.dtype
         wide = computing_dtype(query, value)

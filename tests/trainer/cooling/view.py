@@ -7,24 +7,21 @@ from typing import Any, ClassVar
 
 import torch
 
-from sparse_rl.attention.interface import Replayed, check_sections
+from sparse_rl.attention.interface import Replayed, TraceView
 from sparse_rl.attention.views.replay import ReplayView
 
 WEIGHT = 0.5
 
 
-class CoolingView:
+class CoolingView(TraceView):
     replays: ClassVar = frozenset({"evict_at", "cooled_at", "cooled_by"})
     requires: ClassVar = replays
 
-    def __init__(
-        self, batch: Mapping[str, torch.Tensor], device: Any, kernel: str = "gather", through: bool = True
-    ) -> None:
-        check_sections(type(self), batch)
-        self.evictions = ReplayView({"evict_at": batch["evict_at"]}, device, kernel, through)
+    def prepare(self, batch: Mapping[str, torch.Tensor]) -> None:
+        self.evictions = ReplayView({"evict_at": batch["evict_at"]}, self.device, self.kernel, self.through)
         queries = torch.arange(batch["evict_at"].shape[-1], dtype=torch.int32)
         counts = torch.searchsorted(batch["cooled_at"], queries.repeat(len(batch["cooled_at"]), 1), right=True)
-        self.factors = (batch["cooled_by"][0] ** counts.double()).to(device)[:, None, :, None]
+        self.factors = (batch["cooled_by"][0] ** counts.double()).to(self.device)[:, None, :, None]
         self.losses: dict[int, torch.Tensor] = {}
 
     def attend(
