@@ -95,7 +95,9 @@ def _make_reward(spec: str | Mapping[str, Any]) -> tuple[Reward, str, float]:
             target = target(**params)
         except ValueError as error:
             raise ValueError(f"reward {name!r}: {error}") from error
-        except (Exception, SystemExit) as error:  # of a class of the user's
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of a class of the user's
             raise ValueError(f"reward {name!r} cannot be made: {type(error).__name__}: {error}") from error
     elif params:  # a partial, because TRL looks through it: for the name, and for whether it is async
         inner, target = target, functools.partial(target, **params)
@@ -112,7 +114,9 @@ def _find(name: str) -> Any:
         )
     try:
         target = own_reward(name)
-    except (Exception, SystemExit) as error:  # the user's module may raise anything as it is imported
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's module may raise anything as it is imported, or call sys.exit
         raise ValueError(f"reward {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(target):
         raise ValueError(f"reward {name!r} is not callable but {type(target).__name__}")

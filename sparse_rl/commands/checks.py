@@ -40,8 +40,6 @@ def prepare_training(recipe: T, resume: str | None = None, here: bool = True) ->
     saved_policy(recipe.model)
     recipe, config = prepared.recipe, prepared.config
     findings = {"recipe": f"{recipe.kind}, into {recipe.output_dir}", **prepared.findings}
-    if here and "rollouts" in findings:
-        say("rollouts", findings["rollouts"])
     if recipe.lora is not None:
         findings["lora"] = _adapters(prepared.skeleton, recipe.lora)
     if isinstance(recipe, KVpopRecipe):
@@ -56,29 +54,32 @@ def prepare_training(recipe: T, resume: str | None = None, here: bool = True) ->
     if recipe.validation is not None:
         findings["validation"] = f"{len(prepared.held_out)} problems every {recipe.validation.every} steps"
     if isinstance(recipe, ReplayedRecipe):
-        recipe, findings["attention kernel"] = _choose_kernel(recipe, config, here)
+        recipe, chosen = _choose_kernel(recipe, config, here)
+        findings |= chosen
     checkpoint = None
     if resume is not None:
         checkpoint = checkpoint_to_resume(recipe, resume)
         findings["resume"] = str(checkpoint)
+    for what in ("rollouts", "attention kernel", "scorers' target"):
+        if here and what in findings:
+            say(what, findings[what])
     return replace(prepared, recipe=recipe, findings=findings, checkpoint=checkpoint)
 
 
-def _choose_kernel(recipe: Any, config: Any, here: bool) -> tuple[Any, str]:
+def _choose_kernel(recipe: Any, config: Any, here: bool) -> tuple[Any, dict[str, str]]:
     """(the recipe, of a class under evictions, with its attention kernel chosen; why it is this one)"""
     from sparse_rl.attention.choice import check_target, choose_kernel, will_check
 
     wanted = recipe.replay.attention_kernel
     if will_check(wanted) and not here:  # compiling and checking is for the processes that train, each on its GPU
-        return recipe, f"{wanted}; flex is checked on the GPU, see sparse-rl doctor"
+        return recipe, {"attention kernel": f"{wanted}; flex is checked on the GPU, see sparse-rl doctor"}
     if will_check(wanted):
         say("attention kernel", "FlexAttention is compiled and checked on this GPU, which takes a while")
     kernel, finding = choose_kernel(wanted, map(load_config, recipe.attending_models()), recipe.dtype)
-    if here:
-        say("attention kernel", finding)
+    findings = {"attention kernel": finding}
     if here and recipe.foresees() and will_check("auto"):
-        say("scorers' target", str(check_target(config, recipe.dtype)))
-    return recipe.with_attention_kernel(kernel), finding
+        findings["scorers' target"] = str(check_target(config, recipe.dtype))
+    return recipe.with_attention_kernel(kernel), findings
 
 
 def _adapters(made: Any, lora: LoraConfig) -> str:

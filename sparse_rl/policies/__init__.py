@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from sparse_rl.lazy import public_names
 
 if TYPE_CHECKING:
-    from sparse_rl.methods.config import PolicyConfig
     from sparse_rl.policies.base import Policy
+    from sparse_rl.policies.config import PolicyConfig
     from sparse_rl.policies.entries import Arriving, Chunk, Entries, Kept
     from sparse_rl.policies.registry import fingerprint, make_policy
     from sparse_rl.policies.schedule import Schedule

@@ -16,7 +16,7 @@ from sparse_rl.analysis import accuracy, curves, drawing, opened, traces
 from sparse_rl.commands import quickstart
 from sparse_rl.commands.main import main
 from sparse_rl.commands.plot import others, run_method
-from sparse_rl.policies.registry import POLICIES
+from sparse_rl.methods.config import CONFIGS
 from sparse_rl.trace import NEVER, EvictionTrace, save_traces
 
 
@@ -102,7 +102,7 @@ def test_the_quickstart_draws_a_method_in_one_colour(tmp_path: Path, figures: li
 
 
 def test_every_method_has_a_colour_of_its_own() -> None:
-    methods = {*POLICIES, *get_args(get_type_hints(PromptCacheConfig)["policy"])}
+    methods = {*CONFIGS, *get_args(get_type_hints(PromptCacheConfig)["policy"])}
     methods |= {*quickstart.DRAWN_AS.values()}
     assert {"streaming", "evict", "none", "mismatched"} <= methods == {*drawing.COLOURS}
     assert len(set(drawing.COLOURS.values())) == len(drawing.COLOURS)
