@@ -14,7 +14,7 @@ ATTENTION_KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig(Configuration):
-    """What KVpop's scorers are to foresee (views/learned.py): log(floor + mass of future attention).
+    """What KVpop's scorers are to foresee (target.py): log(floor + mass of future attention).
 
     normaliser : of the attention: over what the student's query sees (sparse), or over all before it (dense)
     group : of the query heads of a kv head, the largest logarithm, or the logarithm of their mean
