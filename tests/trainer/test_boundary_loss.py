@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from sparse_rl.kernels import running_topk
+from sparse_rl.methods.kvpop.config import BoundaryConfig
+from sparse_rl.methods.kvpop.loss import BoundaryLoss
 from sparse_rl.methods.kvpop.view import LayerTarget
-from trainer.losses.boundary import BoundaryLoss
-from trainer.losses.config import BoundaryConfig
 
 B, H, S, SINKS, WINDOW, K = 3, 2, 60, 2, 5, 7
 LENGTHS = torch.tensor([60, 31, 10])

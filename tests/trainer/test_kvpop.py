@@ -24,6 +24,7 @@ from sparse_rl.commands.checks import prepare_training
 from sparse_rl.commands.examples import taught_examples
 from sparse_rl.commands.train import train
 from sparse_rl.errors import UserError
+from sparse_rl.methods.kvpop.config import BoundaryConfig
 from sparse_rl.methods.kvpop.policy import KVpop
 from sparse_rl.methods.kvpop.view import LearnedView
 from sparse_rl.metrics import read_metrics
@@ -35,7 +36,7 @@ from sparse_rl.trace import EvictionTrace
 from trainer.examples import Example
 from trainer.kvpop.config import KVpopConfig
 from trainer.kvpop.trainer import KVpopArguments, KVpopTrainer, _warm_cosine
-from trainer.losses.config import BoundaryConfig, DistillationLossConfig
+from trainer.losses.config import DistillationLossConfig
 
 LENGTHS = ((5, 40), (12, 9), (3, 61), (20, 22))
 CACHE = {"policy": "kvpop", "budget": 14, "sinks": 2, "window": 4}

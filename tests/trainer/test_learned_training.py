@@ -19,11 +19,11 @@ from rollout import SamplingConfig, make_engine
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.commands.train import train
 from sparse_rl.errors import StoppedError, UserError
+from sparse_rl.methods.kvpop.config import BoundaryConfig
 from sparse_rl.metrics import read_metrics
 from sparse_rl.models.directory import save_policy, write_scorers
 from sparse_rl.models.load import load_model
 from sparse_rl.recipe import make_recipe
-from trainer.losses.config import BoundaryConfig
 from trainer.scored.config import ScorersConfig
 from trainer.scored.loss import decisions_agree
 

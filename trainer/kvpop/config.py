@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.config import BelowOne, Configuration, NonNegative, NonNegativeInt, Positive, PositiveInt
 from sparse_rl.errors import UserError
+from sparse_rl.methods.kvpop.config import BoundaryConfig
 from trainer.config import TrainingConfig
-from trainer.losses.config import BoundaryConfig, DistillationLossConfig
+from trainer.losses.config import DistillationLossConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ The student runs under the mask that its own scorers induce, over the whole text
 the k tokens that rank best; within a prompt all, where `cache.prefill` is dense. Per micro-batch of N completion tokens
 
     loss = 1/N sum over tokens of (kl_weight tau^2 KL(teacher || student) + ce_weight CE)
-           + boundary_weight * mean over layers of the boundary loss (trainer/losses/boundary.py)
+           + boundary_weight * mean over layers of the boundary loss (sparse_rl/methods/kvpop/loss.py)
 
 The scorers see keys and values without their gradient, and a mask has none: so the model learns from KL and CE alone,
 and scorers and gamma from the boundary loss alone. The teacher is dense. Two learning rates: the model's is that

@@ -1,1 +1,1 @@
-"""What is minimised: config.py (no torch); distillation.py, against a teacher; boundary.py, against the future."""
+"""What is minimised against a teacher: config.py (no torch); distillation.py."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from sparse_rl.config import AtLeastOne, Configuration, NonNegative, Positive, PositiveInt, Probability
+from sparse_rl.config import Configuration, NonNegative, Positive, PositiveInt, Probability
 from sparse_rl.errors import UserError
 
 
@@ -38,24 +38,3 @@ class DistillationLossConfig(Configuration):
             raise UserError("must be between 0 and 1; the ends are forward and reverse", "jsd_beta")
         if self.renormalise and self.top_k is None:
             raise UserError("is about the teacher's top k; name top_k", "renormalise")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BoundaryConfig(Configuration):
-    """The scorers' loss (trainer/losses/boundary.py).
-
-    temperature : tau
-    margin, margin_floor, margin_temperature : weigh pairs by the target's margin; omega_min and tau_omega
-    balance_min, balance_max : c_min and c_max: the weights of kept and dropped pairs, 1 / (2 their share), stay between
-    queries : drawn per row; None: all
-    late : the share of them that is drawn with a bias towards the row's end
-    """
-
-    temperature: Positive = 1.0
-    margin: bool = True
-    margin_floor: Probability = 0.1
-    margin_temperature: Positive = 1.0
-    balance_min: Probability = 0.0
-    balance_max: AtLeastOne = 10.0
-    queries: PositiveInt | None = 1024
-    late: Probability = 0.5

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.config import Configuration, Positive
-from trainer.losses.config import BoundaryConfig
+from sparse_rl.methods.kvpop.config import BoundaryConfig
 
 
 @dataclass(frozen=True, kw_only=True)

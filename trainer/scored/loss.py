@@ -12,13 +12,13 @@ from torch import Tensor
 from sparse_rl.attention.config import TargetConfig
 from sparse_rl.attention.target import FutureTarget
 from sparse_rl.methods.config import KVpopPolicyConfig
+from sparse_rl.methods.kvpop.config import BoundaryConfig
+from sparse_rl.methods.kvpop.loss import BoundaryLoss
 from sparse_rl.methods.kvpop.view import LearnedView
 from sparse_rl.models.base import base_of
 from sparse_rl.trace import NEVER, EvictionTrace, batch_traces
 from trainer.batches import Batch
 from trainer.examples import Example
-from trainer.losses.boundary import BoundaryLoss
-from trainer.losses.config import BoundaryConfig
 
 
 class ScorerLoss:

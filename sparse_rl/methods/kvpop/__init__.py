@@ -2,7 +2,7 @@
 
 config.py     the settings;  policy.py  the policy;  learned.py  what it shares with DMS
 scorers/      from a layer's keys and values, which tokens will matter
-view.py       attention in training, under the mask that scorers induce
+view.py       attention in training, under the mask that scorers induce;  loss.py  their boundary loss
 
-The retrofit, and its loss, are in trainer/kvpop and trainer/losses.
+The retrofit is trainer/kvpop; beside GRPO and distillation scorers learn by trainer/scored.
 """

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_rl.methods.kvpop.config import BoundaryConfig
 from sparse_rl.methods.kvpop.view import LayerTarget
-from trainer.losses.config import BoundaryConfig
 
 
 @dataclass(frozen=True)
