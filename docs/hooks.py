@@ -94,7 +94,7 @@ def _api_pages():
     packages = [loader.modules_collection[package] for package in PACKAGES]
     while packages:
         package = packages.pop(0)
-        packages += [module for module in package.modules.values() if module.is_subpackage]
+        packages += [m for m in package.modules.values() if m.is_subpackage or m.path == "sparse_rl.methods.config"]
         if package.exports:
             names = sorted(str(name) for name in package.exports)
             for name in names:
