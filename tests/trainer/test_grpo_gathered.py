@@ -53,7 +53,7 @@ def of_process(rank: int, port: int, folder: str) -> None:
         _metrics={"train": metrics},
     )
     trainer.measures = Measures(trainer)
-    loss = SparseGRPOTrainer._scorers_learn(trainer, learned)
+    loss = SparseGRPOTrainer._own_loss(trainer, learned)
     assert float(loss) == 2.0 * (2 + rank)  # its own: gradients are averaged where they are reduced
     measures.base_of = measures.policy_panel = cast(Any, lambda *_: {"cache/decisions_agree": 1.0 - rank})
     trainer.measures.policy(cast(Any, None))
