@@ -105,8 +105,8 @@ class TraceView:
         raise NotImplementedError
 
     @classmethod
-    def holds(cls, config: Any, replayed: Replayed) -> tuple[str, int, str]:
-        """What replay under a policy's settings holds besides q, k and v: what, bytes, and a note."""
+    def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
+        """What replay under a policy's settings holds besides q, k and v: of each thing its name, bytes, and a note."""
         raise NotImplementedError
 
 

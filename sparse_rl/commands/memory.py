@@ -7,7 +7,7 @@ moment; here it is added up.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from rollout.context.memory import compaction_bytes, context_bytes, reading_bytes, reference_queries
 from rollout.evaluation.contexts import label
@@ -170,9 +170,7 @@ def _training_plan(recipe: TrainRecipe, model: Model, skeleton: Any, engine: lis
     if isinstance(recipe, TaughtRecipe):
         items += _teacher_items(recipe, replace(model, parameters=parameters))
     if isinstance(recipe, KVpopRecipe):
-        learned = recipe.cache
-        held = learned.part(learned.learned_view_class).holds(learned, _replayed(recipe, model, prompt, length, cuda))
-        items += [Item(name, size, when="update", note=note) for name, size, note in held]
+        items += _held(recipe.cache, "learned_view", _replayed(recipe, model, prompt, length, cuda))
     copy = parameters * model.itemsize
     items += [Item(name, copy, note=note) for name, note in recipe.further_models(bool(engine))]
     if recipe.rollout is not None:
@@ -203,8 +201,7 @@ def _sampling_items(
         items.append(Item("traces", host=traces, note=f"{sequences} sequences of {length} tokens"))
         replayed = _replayed(recipe, model, prompt, length, cuda)
         for cache in cache_configs(recipe):
-            name, size, note = cache.part(cache.view_class).holds(cache, replayed)
-            items.append(Item(name, size, when="update", note=note))
+            items += _held(cache, "view", replayed)
         note = "what the traces replace; not allocated"
         items.append(Item("dense masks instead", host=dense, when="avoided", note=note))
     return items
@@ -218,6 +215,11 @@ def _teacher_items(recipe: TaughtRecipe, model: Model) -> list[Item]:
     parameters = model.parameters if own else count_parameters(meta_model(load_shape(recipe.teacher_model)))
     held = parameters * model.itemsize // (1 if whole else recipe.launch.processes)
     return [Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards"))]
+
+
+def _held(cache: PolicyConfig, view: Literal["view", "learned_view"], replayed: Replayed) -> list[Item]:
+    """What a view of the cache's method holds in training."""
+    return [Item(name, size, when="update", note=note) for name, size, note in cache.part(view).holds(cache, replayed)]
 
 
 def _replayed(recipe: Any, model: Model, prompt: int, length: int, cuda: bool) -> Replayed:

@@ -60,7 +60,7 @@ class Cache(KVView, Protocol):
 
 def make_cache(policy: Policy) -> Any:
     """The empty `Cache` of a policy that is bound to a model."""
-    return policy.config.part(policy.config.cache_class)(policy)
+    return policy.config.part("cache")(policy)
 
 
 def cache_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from sparse_rl.config import NamedConfiguration, as_mapping, yaml_fields
 from sparse_rl.errors import UserError
@@ -33,9 +33,9 @@ class PolicyConfig(NamedConfiguration):
     sections: ClassVar[str | None] = None  # a module whose SECTIONS declares what is recorded beside evict_at
 
     @classmethod
-    def part(cls, named: str) -> Any:
+    def part(cls, kind: Literal["policy", "cache", "view", "learned_view"]) -> Any:
         """The class that `policy_class`, `cache_class`, `view_class` or `learned_view_class` names."""
-        module, name = named.split(":")
+        module, name = getattr(cls, f"{kind}_class").split(":")
         return getattr(importlib.import_module(module), name)
 
     @classmethod

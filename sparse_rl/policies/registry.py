@@ -26,7 +26,7 @@ def make_policy(policy: str | Policy | PolicyConfig | Mapping[str, Any], /, **pa
     if not isinstance(policy, PolicyConfig):
         block = policy if isinstance(policy, Mapping) else {"policy": policy}
         policy = PolicyConfig.from_block({"policy": "full", **block, **parameters})
-    made: Policy = policy.part(policy.policy_class)(policy)
+    made: Policy = policy.part("policy")(policy)
     return made
 
 

@@ -13,7 +13,7 @@ from sparse_rl.trace import EvictionTrace, TraceError, batch_traces
 
 def views() -> list[type[TraceView]]:
     """The views of all methods, each once."""
-    return list(dict.fromkeys(config.part(config.view_class) for config in CONFIGS.values()))
+    return list(dict.fromkeys(config.part("view") for config in CONFIGS.values()))
 
 
 def make_view(

@@ -42,19 +42,19 @@ class ReplayView(TraceView):
         self._arrived: dict[int, torch.cuda.Event] = {}
 
     @classmethod
-    def holds(cls, config: Any, replayed: Replayed) -> tuple[str, int, str]:
+    def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
         """On a GPU `auto` is taken to find FlexAttention exact."""
         rows, kv_heads, length, kernel = replayed.rows, replayed.kv_heads, replayed.length, replayed.kernel
         wide = 8 if kernel == "dense" else replayed.itemsize
         if kernel.startswith("flex") or (kernel == "auto" and replayed.cuda):
             held = "one layer at a time" if replayed.layers == 1 else "of every layer: no checkpointing"
-            return "tiles", replayed.layers * tiles_bytes(rows, kv_heads, length), f"FlexAttention, {held}"
+            return [("tiles", replayed.layers * tiles_bytes(rows, kv_heads, length), f"FlexAttention, {held}")]
         if kernel in ("auto", "gather"):
             seen, prompt = config.schedule.most_decoding(replayed.prompt, length), min(replayed.prompt, length)
             size = gathered_bytes(rows * kv_heads, prompt, length, seen, replayed.head_dim, wide, replayed.layers)
-            return "gathered keys", size, "replay attention: keys, values and masks, at most"
+            return [("gathered keys", size, "replay attention: keys, values and masks, at most")]
         note = f"replay attention, one layer at a time: 1 byte, and {wide} as SDPA converts it"
-        return "mask of one layer", sdpa_mask_bytes(rows, kv_heads, length, wide), note
+        return [("mask of one layer", sdpa_mask_bytes(rows, kv_heads, length, wide), note)]
 
     def layer(self, index: int) -> Tensor:
         """One layer's evict_at on the device, int32 [B, Hkv, S]; the next in the running direction is fetched ahead."""

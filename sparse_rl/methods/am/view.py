@@ -67,14 +67,14 @@ class MatchedView(TraceView):
         self.segments = self._segments(batch["refit_at"])
 
     @classmethod
-    def holds(cls, config: Any, replayed: Replayed) -> tuple[str, int, str]:
+    def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
         rows, kv_heads = replayed.rows, replayed.kv_heads
         entries = config.schedule.most_held(replayed.prompt, replayed.length)
         queries = config.conditions(replayed.heads // kv_heads)
         fits = fit_bytes(rows, kv_heads, queries, entries, config.refitted, replayed.head_dim)
         masks = rows * kv_heads * (entries - config.budget) * entries * (4 + replayed.itemsize)
         note = "estimate, of one layer and one segment at a time; the fits in float64"
-        return "fits and masks", 3 * fits // 2 + masks, note  # a backward pass keeps more
+        return [("fits and masks", 3 * fits // 2 + masks, note)]  # a backward pass keeps more
 
     def _segments(self, refit_at: Tensor) -> list[Segment]:
         """The plan of a forward, the same for every layer."""

@@ -102,7 +102,7 @@ class LearnedView:
         """What the replay of its own decisions holds, and the scorers' target."""
         sizes = replayed.rows, replayed.heads, replayed.head_dim, replayed.length
         held = future_bytes(*sizes, replayed.model_itemsize, replayed.cuda)
-        return [ReplayView.holds(config, replayed), ("future attention", held, "the scorers' target, of one layer")]
+        return [*ReplayView.holds(config, replayed), ("future attention", held, "the scorers' target, of one layer")]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `KVView.attend`."""

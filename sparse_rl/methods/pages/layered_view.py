@@ -35,10 +35,10 @@ class LayeredView(TraceView):
             self.of_layer |= {layer: (view_of_evictions, place) for place, layer in enumerate(evicting)}
 
     @classmethod
-    def holds(cls, config: Any, replayed: Replayed) -> tuple[str, int, str]:
+    def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
         """Of the layers, one at a time, the one that holds most."""
-        parts = [part.cache for part in config.ranges]
-        return max((part.part(part.view_class).holds(part, replayed) for part in parts), key=lambda held: held[1])
+        held = (part.cache.part("view").holds(part.cache, replayed) for part in config.ranges)
+        return max(held, key=lambda things: sum(size for _, size, _ in things))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `KVView.attend`."""

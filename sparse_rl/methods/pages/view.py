@@ -71,10 +71,10 @@ class PagedView(TraceView):
         self.until, self.page_of = until.to(self.device), page_of.to(self.device)
 
     @classmethod
-    def holds(cls, config: Any, replayed: Replayed) -> tuple[str, int, str]:
+    def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
         sizes = replayed.rows, replayed.heads, replayed.kv_heads, replayed.head_dim, replayed.length
         size = pages_bytes(*sizes, config) * replayed.itemsize
-        return "pages of one layer", size, "estimate, of one chunk of queries at a time"
+        return [("pages of one layer", size, "estimate, of one chunk of queries at a time")]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `KVView.attend`."""

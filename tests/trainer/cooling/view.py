@@ -32,6 +32,5 @@ class CoolingView(TraceView):
         return out
 
     @classmethod
-    def holds(cls, config: Any, replayed: Replayed) -> tuple[str, int, str]:
-        _, size, note = ReplayView.holds(config, replayed)
-        return "cooled queries", size + 8 * replayed.rows * replayed.length, note
+    def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
+        return [*ReplayView.holds(config, replayed), ("cooled queries", 8 * replayed.rows * replayed.length, "factors")]
