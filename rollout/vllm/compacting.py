@@ -1,11 +1,13 @@
-"""What a compaction in vLLM takes for a moment, in bytes; without vLLM."""
+"""How much is compacted at once in vLLM, and the bytes that this takes for a moment; without vLLM."""
 
 from __future__ import annotations
 
-from rollout.vllm.state import AT_ONCE, MOST
 from sparse_rl.kernels.redundancy import redundancy_bytes
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import ITEMSIZE
+
+AT_ONCE = {"cuda": 2**27, "cpu": 2**17}  # elements of keys of several layers; on a CPU they are to stay in its cache
+MOST = 2**27  # of the requests of one layer that are compacted at once
 
 
 def folded_rows(entries: int, requests: int, shape: tuple[int, int, int], device: str) -> int:

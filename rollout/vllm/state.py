@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout.vllm import compacting
 from rollout.vllm.compat import paged
 from rollout.vllm.compat.arguments import CacheConfig
 from rollout.vllm.messages import Begun, Due
@@ -26,8 +27,6 @@ from rollout.vllm.slabs import Arrangement, Slab
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.policies.entries import Entries
 
-AT_ONCE = {"cuda": 2**27, "cpu": 2**17}  # elements of keys of several layers; on a CPU they are to stay in its cache
-MOST = 2**27  # of the requests of one layer that are compacted at once
 UNKNOWN = 1 << 40  # the prompt length of no request: nothing of it is ever compacted
 
 
@@ -251,7 +250,7 @@ class CacheState:
         _, heads, _, dim = self.slab.keys.shape
         for group in ([d for d in due if d.held == peak], [d for d in due if d.held != peak]):
             while group:
-                count = max(1, MOST // (heads * dim * max(d.held for d in group)))
+                count = max(1, compacting.MOST // (heads * dim * max(d.held for d in group)))
                 self._compact(group[:count])
                 group = group[count:]
 
@@ -289,7 +288,7 @@ class CacheState:
     def _at_once(self, group: Group) -> Iterator[tuple[range, Group]]:
         """The group in all layers, some at a time: which, and it in those."""
         count, (_, heads, size, dim) = len(self.caches), self.slab.keys.shape
-        most = max(1, AT_ONCE[self.device.type] // (group.blocks.numel() * heads * size * dim))
+        most = max(1, compacting.AT_ONCE[self.device.type] // (group.blocks.numel() * heads * size * dim))
         for start in range(0, count, most):
             layers = range(start, min(start + most, count))
             yield layers, self._in(layers, group)

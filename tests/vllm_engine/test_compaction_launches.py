@@ -33,10 +33,10 @@ def test_a_compaction_of_all_layers_is_a_few_launches(
 ) -> None:
     """28 layers, whatever the requests; as it was by layer, a compaction of G-KV took 4,264 operators and 283 waits."""
     pytest.importorskip("vllm")
-    from rollout.vllm import state as states
+    from rollout.vllm import compacting
     from rollout.vllm.messages import Due
 
-    monkeypatch.setitem(states.AT_ONCE, DEVICE.type, states.AT_ONCE["cuda"])
+    monkeypatch.setitem(compacting.AT_ONCE, DEVICE.type, compacting.AT_ONCE["cuda"])
     monkeypatch.setitem(redundancy.AT_ONCE, DEVICE.type, redundancy.AT_ONCE["cuda"])
     settings = {"budget": 128, "window": 16, "period": 1 if policy["policy"] in ("h2o", "tova") else 128, **policy}
     made = policy_of(settings.pop("policy"), **settings)

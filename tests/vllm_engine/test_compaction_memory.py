@@ -47,14 +47,14 @@ class Spread(Policy):
 
 def check_counted(made: Policy, slack: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers at once, and two at a time."""
-    from rollout.vllm import state as states
+    from rollout.vllm import compacting
     from rollout.vllm.messages import Due
 
     peak, left = made.schedule.peak, made.schedule.left(0, 0)
     assert peak is not None
     starts, lengths = torch.arange(REQUESTS + 1, dtype=torch.int32), torch.full((REQUESTS,), peak, dtype=torch.int32)
     for at_once in (LAYERS, 2):
-        monkeypatch.setitem(states.AT_ONCE, "cpu", at_once * REQUESTS * HEADS * peak * DIM)
+        monkeypatch.setitem(compacting.AT_ONCE, "cpu", at_once * REQUESTS * HEADS * peak * DIM)
         state, table = state_of(
             made, REQUESTS, True, monkeypatch, shape=(LAYERS, DIM), dtype=dtype, device=torch.device("cpu")
         )
@@ -91,16 +91,16 @@ def test_requests_are_compacted_in_parts_that_fit(
     policy_of: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many are due: what stays is what stays of each alone, and no more is taken than for one part."""
-    from rollout.vllm import state as states
+    from rollout.vllm import compacting
     from rollout.vllm.messages import Due
 
     made = policy_of("gkv", budget=96, period=64, window=16, redundancy=False)
     peak, left = made.schedule.peak, made.schedule.left(0, 0)
     assert peak is not None
     kept, taken = [], []
-    for most in (states.MOST, 2 * HEADS * peak * DIM):
+    for most in (compacting.MOST, 2 * HEADS * peak * DIM):
         torch.manual_seed(0)
-        monkeypatch.setattr(states, "MOST", most)
+        monkeypatch.setattr(compacting, "MOST", most)
         state, table = state_of(made, 5, True, monkeypatch, shape=(2, DIM), device=torch.device("cpu"))
         starts = torch.arange(6, dtype=torch.int32)
         state.make_plan(table, torch.full((5,), peak, dtype=torch.int32), starts, starts)

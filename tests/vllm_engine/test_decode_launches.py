@@ -34,9 +34,9 @@ def test_a_decode_step_is_a_few_launches_and_waits_for_nothing(
 ) -> None:
     """Whatever the requests; layer by layer, H2O's observation took 28 operators and 2 waits in each."""
     pytest.importorskip("vllm")
-    from rollout.vllm import state as states
+    from rollout.vllm import compacting
 
-    monkeypatch.setitem(states.AT_ONCE, DEVICE.type, states.AT_ONCE["cuda"])
+    monkeypatch.setitem(compacting.AT_ONCE, DEVICE.type, compacting.AT_ONCE["cuda"])
     made = policy_of(policy["policy"], budget=128, **{name: p for name, p in policy.items() if name != "policy"})
     for requests in (1, 8):
         with Counted() as counted, torch.no_grad():
