@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from planned import plan
 
 from rollout import ENGINES, RolloutConfig, choice, default_engine, make_engine
 from rollout.choice import CPU_HEAD_SIZES, choose_engine
@@ -18,7 +19,6 @@ from rollout.vllm.compat.refusals import refuse_engine
 from rollout.vllm.engine import VLLMEngine
 from sparse_rl.attention.families import FAMILIES
 from sparse_rl.commands.checks import prepare_training
-from sparse_rl.commands.memory import plan
 from sparse_rl.commands.prepared import resolve
 from sparse_rl.commands.sampling import engine_arguments
 from sparse_rl.data.running_sum import build_model, save_untrained
@@ -305,7 +305,7 @@ def test_memory_counts_the_engines_own_weights(machine: Callable) -> None:
     assert "gathered weights" not in items(launch={"zero_stage": 3})
     hf = items(rollout={"engine": "hf"}, launch={"zero_stage": 3})
     assert not any(name.startswith("vllm") for name in hf) and "gathered weights" in hf
-    spread = items(evaluation, rollout={"tensor_parallel": 2})
+    spread = items(evaluation, rollout={"tensor_parallel": 2}, max_completion_length=100)
     assert spread["vllm: weights"].device == 2 * 102_848 and "weights" not in spread
 
 

@@ -117,10 +117,10 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     from trainer.config import LaunchConfig
     from trainer.launch import crowded
 
-    made = plan(recipe, config)
+    prepared = resolve(recipe, config)
+    made = plan(prepared)
     launch = recipe.launch if isinstance(recipe, TrainRecipe) else LaunchConfig()
     lines = verdicts(made, launch, device_memory(), host_memory())
-    prepared = resolve(recipe, config)
     if recipe.rollout is not None:
         lines += [f"rollouts: {prepared.findings['rollouts']}", *prepared.remarks]
     if recipe.prompt_caches():

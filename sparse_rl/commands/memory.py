@@ -13,11 +13,10 @@ from rollout.context.memory import compaction_bytes, context_bytes, reading_byte
 from rollout.evaluation.contexts import label
 from rollout.vllm.beside import beside_cache, held_head, pool_bytes
 from rollout.vllm.compacting import folded_bytes, folded_rows
-from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import Replayed
 from sparse_rl.attention.kernels.masked import mask_bytes
 from sparse_rl.commands.machine import device_memory, show
-from sparse_rl.commands.prepared import cache_configs
+from sparse_rl.commands.prepared import Prepared
 from sparse_rl.commands.sampling import engine_arguments
 from sparse_rl.data.config import DataConfig
 from sparse_rl.methods.config import PolicyConfig
@@ -26,7 +25,6 @@ from sparse_rl.models.known import load_shape
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes, state_bytes
-from sparse_rl.policies.registry import make_policy
 from sparse_rl.recipe import KVpopRecipe, Recipe, SFTRecipe, SweptRecipe, TaughtRecipe, TrainRecipe
 from sparse_rl.trace.record import trace_bytes
 from trainer.config import LaunchConfig
@@ -66,256 +64,235 @@ class Plan:
         return sum(item.host for item in self.items if item.when != "avoided")
 
 
-@dataclass(frozen=True)
-class Model:
-    """What is known of the recipe's model: its configuration, parameters, and the bytes of a number in the forward."""
-
-    config: Any
-    parameters: int
-    itemsize: int
-
-    @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        """(layers, kv heads, head dim)"""
-        return cache_shape(self.config)
-
-    @property
-    def bytes(self) -> int:
-        return self.parameters * self.itemsize
-
-
-def plan(recipe: Recipe, config: Any, cuda: bool | None = None) -> Plan:
-    """The memory of a recipe whose model has this configuration. `cuda`: runs on a GPU; None: as this machine has."""
-    skeleton = meta_model(config)
-    model = Model(config, count_parameters(skeleton), ITEMSIZE[recipe.dtype])
+def plan(prepared: Prepared, cuda: bool | None = None) -> Plan:
+    """The memory of a recipe that is resolved. `cuda`: runs on a GPU; None: as this machine has."""
     cuda = device_memory() is not None if cuda is None else cuda
-    engine = _engine_items(recipe, model, cuda)
-    if isinstance(recipe, TrainRecipe):
-        return _training_plan(recipe, model, skeleton, engine, cuda)
-    return Plan(model.parameters, _evaluation_items(recipe.expect(SweptRecipe), model, engine, cuda))
+    return (_Training if isinstance(prepared.recipe, TrainRecipe) else _Evaluation)(prepared, cuda).plan()
 
 
-def _evaluation_items(recipe: SweptRecipe, model: Model, engine: list[Item], cuda: bool) -> list[Item]:
-    """The points of a sweep run one after another: the largest is counted, the others are shown."""
-    weights = [Item("weights", model.bytes, note=recipe.dtype)]
-    items = engine or weights
-    prompts = [prompt_tokens(data) for data in recipe.prompt_sources().values()] or recipe.prompt_bounds()
-    prompt = max(tokens or ASSUMED_PROMPT for tokens in prompts)
-    at_once = min(recipe.rollout.max_batch, recipe.sequences() or recipe.rollout.max_batch)
-    if recipe.prompt_caches():
-        later = [replace(item, when="avoided", note="loaded once all contexts are compacted") for item in engine]
-        return weights + _context_items(recipe, model, prompt, at_once) + later
-    caches = cache_configs(recipe)
-    points = [_cache_items(recipe, model, cache, prompt, at_once, bool(engine), cuda) for cache in caches]
-    largest = max(points, key=lambda point: sum(item.device for item in point))
-    for point in points:
-        items += point if point is largest else [replace(item, when="avoided") for item in point]
-    return items
+class _Process:
+    """One process: its model, its engine and the caches of that."""
+
+    def __init__(self, prepared: Prepared, cuda: bool) -> None:
+        self.recipe, self.config, self.shape = prepared.recipe, prepared.config, prepared.shape
+        self.policies, self.cuda = prepared.policies, cuda
+        self.heads, self.itemsize = self.config.num_attention_heads, ITEMSIZE[self.recipe.dtype]
+        self.skeleton = meta_model(self.config)
+        self.parameters = count_parameters(self.skeleton)
+        self.weights = self.parameters * self.itemsize
+        self.exact = computes_exactly(self.recipe, cuda)
+        rollout = self.recipe.rollout
+        self.vllm = rollout is not None and rollout.engine == "vllm"
+
+    def engine_items(self) -> list[Item]:
+        """What vllm holds: its own weights, and a pool for keys and values. Nothing for hf, which has neither."""
+        if not self.vllm:
+            return []
+        recipe, rollout = self.recipe, self.recipe.rollout
+        own = -(-self.weights // rollout.tensor_parallel)
+        when, note = "sampling" if rollout.sleep else "always", f"{recipe.dtype}, its own copy"
+        kept = own if rollout.sleep and recipe.kind == "distill" else 0  # grpo replaces them after each sleep
+        size: dict[str, Any] = {
+            "itemsize": self.itemsize,
+            "max_batch": rollout.max_batch,
+            "tensor_parallel": rollout.tensor_parallel,
+        }
+        stand_beside = (beside_cache(policy, self.config, **size) for policy in self.policies)
+        beside = max(stand_beside, key=lambda beside: beside.requests)
+        if rollout.kv_cache_gb is not None or not self.cuda:
+            given = rollout.kv_cache_gb or 1  # as the engine has it
+            pool, source = int(given * 2**30), f"kv_cache_gb {given:g}"
+        else:
+            total, source = device_memory() or 0, f"gpu_memory_utilization {rollout.gpu_memory_utilization:g}"
+            pool = max(int(beside.share(rollout.gpu_memory_utilization, total) * total) - own, 0) if total else 0
+        arguments = engine_arguments(recipe)
+        need = max(pool_bytes(policy, arguments, self.config, self.cuda) for policy in self.policies)
+        if need < pool:
+            pool, source = need, f"all that {rollout.max_batch} sequences can fill; {source} would be {show(pool)}"
+        held = int(pool * beside.per_byte) + beside.requests
+        note_beside = "positions and the policy's memory, last queries; also in its sleep"
+        return [
+            Item("vllm: weights", own, kept, when=when, note=note),
+            Item("vllm: KV pool", pool, when=when, note=source),
+            Item("vllm: beside the pool", held, note=note_beside),
+            Item("vllm: sampler", beside.sampler, when="sampling", note=f"{rollout.max_batch} tokens drawn in float64"),
+        ]
+
+    def cache_items(self, policy: Policy, prompt: int, at_once: int, some: int | None = None) -> list[Item]:
+        """The cache of `at_once` sequences; that of vllm is part of its pool, and only shown. some: layers of a part"""
+        layers, kv_heads, head_dim = self.shape
+        parts = policy.by_layers(layers)
+        if parts != [(policy, layers)]:
+            return [item for part, n in parts if n for item in self.cache_items(part, prompt, at_once, n)]
+        layers, total = some or layers, prompt + self.recipe.sampling().max_tokens
+        shape, fed = (layers, kv_heads, head_dim), max(total - 1, prompt)  # the last token is not
+        entries = policy.schedule.most_held(prompt, fed)
+        wide = held_head(policy, head_dim, self.exact, self.cuda) if self.vllm else head_dim
+        one = cache_bytes(entries + policy.summaries(entries), layers, kv_heads, wide, self.itemsize)
+        full = cache_bytes(total - 1, *shape, self.itemsize)
+        state = state_bytes(policy, entries, *shape)
+        state += query_bytes(policy, layers, self.heads, head_dim, self.itemsize)
+        name = " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
+        name += f" in {some} layers" if some else ""
+        note = f"{name}: {entries} entries, {show(one)} a sequence; full {show(full)}"
+        note += f"; heads of {wide}, with room for biases" if wide > head_dim else ""
+        when = "avoided" if self.vllm else "sampling"
+        items = [Item(f"KV cache of {at_once}", at_once * (one + state), when=when, note=note)]
+        if policy.schedule.first(prompt) <= fed or policy.every_query:
+            device, group = "cuda" if self.cuda else "cpu", self.heads // kv_heads
+            found = transient_bytes(policy, at_once, entries, shape, group, self.recipe.dtype, device, self.vllm)
+            items += [Item(n, size, when="sampling", note=f"{name}: {how}") for n, (size, how) in found.items() if size]
+        return items
 
 
-def _context_items(recipe: SweptRecipe, model: Model, tokens: int, at_once: int) -> list[Item]:
-    """Contexts that are compacted one after another, and what is asked behind them: the largest of all compactions, and
-    of what is done to a context in turn.
-    """
-    shape, heads, configs = model.cache_shape, model.config.num_attention_heads, recipe.prompt_caches()
-    (_, kv_heads, head_dim), group = shape, heads // model.cache_shape[1]
-    one = cache_bytes(1, *shape, model.itemsize) // 2  # of a query in all layers and kv heads
-    asked = [reference_queries(config, tokens, group) for config in configs]
-    drawn = max(min(count, config.most_queries) for count, config in zip(asked, configs, strict=True))
-    counts = {label(config): config.first + config.last + config.kept(tokens) for config in configs}
-    most, own = max(counts.values()), ASSUMED_PROMPT + recipe.sampling().max_tokens
-    left = ", ".join(f"{name} {show(context_bytes(count, *shape, model.itemsize))}" for name, count in counts.items())
-    reading = reading_bytes(tokens, heads) + max(asked) * one
-    fits = max(compaction_bytes(config, tokens, group, kv_heads, head_dim) for config in configs)
-    answers = at_once * cache_bytes(own, *shape, model.itemsize)
-    answers += at_once * cache_bytes(most + own, 1, kv_heads, head_dim, model.itemsize)
-    note = f"estimate: a piece's masks; {max(asked)} queries of each kv head, before some are drawn"
-    turns = [Item("reading", reading, when="avoided", note=note)]
-    note = "of one layer and part, in float64; of many queries one kv head after another"
-    turns.append(Item("compaction", fits, when="avoided", note=note))
-    note = f"questions of {ASSUMED_PROMPT} tokens and their answers; one layer's joined to the context's"
-    turns.append(Item(f"KV cache of {at_once}", answers, when="avoided", note=note))
-    largest = max(turns, key=lambda item: item.device)
-    return [
-        Item("context", context_bytes(tokens, *shape, model.itemsize), when="sampling", note=f"{tokens} tokens, whole"),
-        Item("reference queries", drawn * one, when="sampling", note=f"{drawn} of each kv head"),
-        Item("compacted context", context_bytes(most, *shape, model.itemsize), when="sampling", note=left),
-        *(replace(item, when="sampling") if item is largest else item for item in turns),
-    ]
+class _Evaluation(_Process):
+    """An evaluation, or another sampling without training."""
+
+    def plan(self) -> Plan:
+        """The points of a sweep run one after another: the largest is counted, the others are shown."""
+        recipe, engine = self.recipe.expect(SweptRecipe), self.engine_items()
+        weights = [Item("weights", self.weights, note=recipe.dtype)]
+        prompts = [prompt_tokens(data) for data in recipe.prompt_sources().values()] or recipe.prompt_bounds()
+        prompt = max(tokens or ASSUMED_PROMPT for tokens in prompts)
+        at_once = min(recipe.rollout.max_batch, recipe.sequences() or recipe.rollout.max_batch)
+        if recipe.prompt_caches():
+            later = [replace(item, when="avoided", note="loaded once all contexts are compacted") for item in engine]
+            return Plan(self.parameters, weights + self.context_items(prompt, at_once) + later)
+        items = engine or weights
+        points = [self.cache_items(policy, prompt, at_once) for policy in self.policies]
+        largest = max(points, key=lambda point: sum(item.device for item in point))
+        for point in points:
+            items += point if point is largest else [replace(item, when="avoided") for item in point]
+        return Plan(self.parameters, items)
+
+    def context_items(self, tokens: int, at_once: int) -> list[Item]:
+        """Contexts that are compacted one after another, and what is asked behind them: the largest of all compactions,
+        and of what is done to a context in turn.
+        """
+        shape, configs = self.shape, self.recipe.prompt_caches()
+        (_, kv_heads, head_dim), group = shape, self.heads // shape[1]
+        one = cache_bytes(1, *shape, self.itemsize) // 2  # of a query in all layers and kv heads
+        asked = [reference_queries(config, tokens, group) for config in configs]
+        drawn = max(min(count, config.most_queries) for count, config in zip(asked, configs, strict=True))
+        counts = {label(config): config.first + config.last + config.kept(tokens) for config in configs}
+        most, own = max(counts.values()), ASSUMED_PROMPT + self.recipe.sampling().max_tokens
+        left = (f"{name} {show(context_bytes(count, *shape, self.itemsize))}" for name, count in counts.items())
+        answers = at_once * cache_bytes(own, *shape, self.itemsize)
+        answers += at_once * cache_bytes(most + own, 1, kv_heads, head_dim, self.itemsize)
+        turns = [
+            Item(
+                "reading",
+                reading_bytes(tokens, self.heads) + max(asked) * one,
+                when="avoided",
+                note=f"estimate: a piece's masks; {max(asked)} queries of each kv head, before some are drawn",
+            ),
+            Item(
+                "compaction",
+                max(compaction_bytes(config, tokens, group, kv_heads, head_dim) for config in configs),
+                when="avoided",
+                note="of one layer and part, in float64; of many queries one kv head after another",
+            ),
+            Item(
+                f"KV cache of {at_once}",
+                answers,
+                when="avoided",
+                note=f"questions of {ASSUMED_PROMPT} tokens and their answers; one layer's joined to the context's",
+            ),
+        ]
+        largest = max(turns, key=lambda item: item.device)
+        whole, compacted = (context_bytes(count, *shape, self.itemsize) for count in (tokens, most))
+        return [
+            Item("context", whole, when="sampling", note=f"{tokens} tokens, whole"),
+            Item("reference queries", drawn * one, when="sampling", note=f"{drawn} of each kv head"),
+            Item("compacted context", compacted, when="sampling", note=", ".join(left)),
+            *(replace(item, when="sampling") if item is largest else item for item in turns),
+        ]
 
 
-def _training_plan(recipe: TrainRecipe, model: Model, skeleton: Any, engine: list[Item], cuda: bool) -> Plan:
-    training, launch, adapters = recipe.training, recipe.launch, recipe.lora is not None
-    parameters = model.parameters
-    trainable = lora_parameters(skeleton, recipe.lora) if recipe.lora is not None else parameters
-    if isinstance(recipe, KVpopRecipe):
-        scorers = _scorer_parameters(recipe.cache, model)
-        trainable, parameters = trainable * recipe.kvpop.train_base + scorers, parameters + scorers
-    stored = model.itemsize if launch.zero_stage or adapters else 4  # as trainer.arguments.weights_dtype has it
-    state = training_state(parameters, trainable, itemsize=stored, adapters=adapters, launch=launch)
-    kept = ("float32" if stored == 4 else recipe.dtype) + (f", ZeRO-{launch.zero_stage}" if launch.zero_stage else "")
-    notes = {"weights": kept, "optimizer": "AdamW" + (", offloaded" if launch.offload else "")}
-    items = [Item(name, device, host, note=notes.get(name, "")) for name, (device, host) in state.items()]
-    if stored > model.itemsize:
-        copies = parameters * model.itemsize
-        items.append(Item("weights under autocast", copies, when="update", note=f"their {recipe.dtype} copies"))
-    prompt = prompt_tokens(recipe.data)
-    rows, length = training.per_device_train_batch_size, recipe.longest_row(prompt) or ASSUMED_LENGTH
-    with_or_without = "with" if training.gradient_checkpointing else "without"
-    held = activation_bytes(
-        model.config, rows * length, model.itemsize, training.gradient_checkpointing, isinstance(recipe, SFTRecipe)
-    )
-    note = f"estimate, {rows} x {length} tokens, {with_or_without} checkpointing"
-    items.append(Item("activations", held, when="update", note=note))
-    if isinstance(recipe, TaughtRecipe):
-        items += _teacher_items(recipe, replace(model, parameters=parameters))
-    if isinstance(recipe, KVpopRecipe):
-        items += _held(recipe.cache, "learned_view", _replayed(recipe, model, prompt, length, cuda))
-    copy = parameters * model.itemsize
-    items += [Item(name, copy, note=note) for name, note in recipe.further_models(bool(engine))]
-    if recipe.rollout is not None:
-        items += _sampling_items(recipe, model, engine, prompt, length, cuda)
-    return Plan(parameters, items)
+class _Training(_Process):
+    """A training, and the engine that it samples from."""
 
+    def plan(self) -> Plan:
+        recipe: Any = self.recipe
+        engine = self.engine_items()
+        training, launch, adapters = recipe.training, recipe.launch, recipe.lora is not None
+        self.prompt = prompt_tokens(recipe.data)
+        self.length = recipe.longest_row(self.prompt) or ASSUMED_LENGTH
+        parameters = self.parameters
+        trainable = lora_parameters(self.skeleton, recipe.lora) if adapters else parameters
+        if isinstance(recipe, KVpopRecipe):
+            cache: Any = recipe.cache
+            layers, heads, dim = self.shape
+            scorers = layers * count_parameters(sketch_scorer(cache.scorer, heads=heads, dim=dim))
+            trainable, parameters = trainable * recipe.kvpop.train_base + scorers, parameters + scorers
+        copy = parameters * self.itemsize
+        stored = self.itemsize if launch.zero_stage or adapters else 4  # as trainer.arguments.weights_dtype has it
+        state = training_state(parameters, trainable, itemsize=stored, adapters=adapters, launch=launch)
+        dtype = "float32" if stored == 4 else recipe.dtype
+        notes = {
+            "weights": dtype + (f", ZeRO-{launch.zero_stage}" if launch.zero_stage else ""),
+            "optimizer": "AdamW" + (", offloaded" if launch.offload else ""),
+        }
+        items = [Item(name, device, host, note=notes.get(name, "")) for name, (device, host) in state.items()]
+        if stored > self.itemsize:
+            items.append(Item("weights under autocast", copy, when="update", note=f"their {recipe.dtype} copies"))
+        rows, checkpointing = training.per_device_train_batch_size, training.gradient_checkpointing
+        logits = isinstance(recipe, SFTRecipe)
+        held = activation_bytes(self.config, rows * self.length, self.itemsize, checkpointing, logits)
+        note = f"estimate, {rows} x {self.length} tokens, {'with' if checkpointing else 'without'} checkpointing"
+        items.append(Item("activations", held, when="update", note=note))
+        if isinstance(recipe, TaughtRecipe) and recipe.taught_by.teacher_cache is None:
+            items.append(self.teacher(recipe, copy))
+        if isinstance(recipe, KVpopRecipe):
+            items += self.view_items(cache, "learned_view")
+        items += [Item(name, copy, note=note) for name, note in recipe.further_models(bool(engine))]
+        if recipe.rollout is not None:
+            items += self.sampling_items(engine)
+        return Plan(parameters, items)
 
-def _sampling_items(
-    recipe: TrainRecipe, model: Model, engine: list[Item], prompt: int, length: int, cuda: bool
-) -> list[Item]:
-    """The engine's caches, and the traces that training replays."""
-    items: list[Item] = []
-    if recipe.launch.zero_stage == 3 and not engine:
-        note = "ZeRO-3 samples from whole weights"
-        items.append(Item("gathered weights", model.bytes, when="sampling", note=note))
-    rollout, sequences = recipe.rollout, recipe.sequences_sampled()
-    assert rollout is not None
-    at_once = min(rollout.max_batch, sequences)
-    items += engine
-    for cache in cache_configs(recipe):
-        items += _cache_items(recipe, model, cache, prompt, at_once, bool(engine), cuda)
-    if recipe.keeps_traces():
-        layers, kv_heads, _ = model.cache_shape
-        traces, dense = (
-            trace_bytes(layers, kv_heads, length, sequences, max(c.recorded for c in cache_configs(recipe))),
-            mask_bytes(sequences, kv_heads, length, layers),
+    def teacher(self, recipe: TaughtRecipe, copy: int) -> Item:
+        """A teacher in memory. copy : bytes of a copy of the model"""
+        whole, held = recipe.launch.zero_stage < 3, copy
+        if recipe.taught_by.teacher is not None:
+            held = count_parameters(meta_model(load_shape(recipe.teacher_model))) * self.itemsize
+        held //= 1 if whole else recipe.launch.processes
+        return Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards"))
+
+    def sampling_items(self, engine: list[Item]) -> list[Item]:
+        """The engine, its cache, and the traces that training replays."""
+        recipe, items, sequences = self.recipe, list(engine), self.recipe.sequences_sampled()
+        (policy,), (layers, kv_heads, _) = self.policies, self.shape
+        if recipe.launch.zero_stage == 3 and not engine:
+            note = "ZeRO-3 samples from whole weights"
+            items.append(Item("gathered weights", self.weights, when="sampling", note=note))
+        items += self.cache_items(policy, self.prompt, min(recipe.rollout.max_batch, sequences))
+        if recipe.keeps_traces():
+            traces = trace_bytes(layers, kv_heads, self.length, sequences, policy.config.recorded)
+            dense = mask_bytes(sequences, kv_heads, self.length, layers)
+            items.append(Item("traces", host=traces, note=f"{sequences} sequences of {self.length} tokens"))
+            items += self.view_items(policy.config, "view")
+            note = "what the traces replace; not allocated"
+            items.append(Item("dense masks instead", host=dense, when="avoided", note=note))
+        return items
+
+    def view_items(self, cache: PolicyConfig, view: Literal["view", "learned_view"]) -> list[Item]:
+        """What a view of the cache's method holds in training."""
+        layers, kv_heads, head_dim = self.shape
+        replayed = Replayed(
+            rows=self.recipe.training.per_device_train_batch_size,
+            prompt=self.prompt,
+            length=self.length,
+            heads=self.heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            layers=1 if self.recipe.training.gradient_checkpointing else layers,
+            kernel=self.recipe.replay.attention_kernel,
+            itemsize=8 if self.exact else self.itemsize,
+            model_itemsize=self.itemsize,
+            cuda=self.cuda,
         )
-        items.append(Item("traces", host=traces, note=f"{sequences} sequences of {length} tokens"))
-        replayed = _replayed(recipe, model, prompt, length, cuda)
-        for cache in cache_configs(recipe):
-            items += _held(cache, "view", replayed)
-        note = "what the traces replace; not allocated"
-        items.append(Item("dense masks instead", host=dense, when="avoided", note=note))
-    return items
-
-
-def _teacher_items(recipe: TaughtRecipe, model: Model) -> list[Item]:
-    """A teacher in memory; nothing for one that has been written down."""
-    if recipe.taught_by.teacher_cache is not None:
-        return []
-    own, whole = recipe.taught_by.teacher is None, recipe.launch.zero_stage < 3
-    parameters = model.parameters if own else count_parameters(meta_model(load_shape(recipe.teacher_model)))
-    held = parameters * model.itemsize // (1 if whole else recipe.launch.processes)
-    return [Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards"))]
-
-
-def _held(cache: PolicyConfig, view: Literal["view", "learned_view"], replayed: Replayed) -> list[Item]:
-    """What a view of the cache's method holds in training."""
-    return [Item(name, size, when="update", note=note) for name, size, note in cache.part(view).holds(cache, replayed)]
-
-
-def _replayed(recipe: Any, model: Model, prompt: int, length: int, cuda: bool) -> Replayed:
-    layers, kv_heads, head_dim = model.cache_shape
-    return Replayed(
-        rows=recipe.training.per_device_train_batch_size,
-        prompt=prompt,
-        length=length,
-        heads=model.config.num_attention_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        layers=1 if recipe.training.gradient_checkpointing else layers,
-        kernel=recipe.replay.attention_kernel,
-        itemsize=8 if computes_exactly(recipe, cuda) else model.itemsize,
-        model_itemsize=model.itemsize,
-        cuda=cuda,
-    )
-
-
-def _scorer_parameters(cache: Any, model: Model) -> int:
-    layers, heads, dim = model.cache_shape
-    scorer = sketch_scorer(cache.scorer, heads=heads, dim=dim)
-    return layers * sum(weight.numel() for weight in scorer.parameters())
-
-
-def _engine_items(recipe: Recipe, model: Model, cuda: bool) -> list[Item]:
-    """What vllm holds: its own weights, and a pool for keys and values. Nothing for hf, which has neither."""
-    from rollout.choice import choose_engine
-
-    rollout = recipe.rollout
-    if rollout is None or choose_engine(rollout, model.config, cache_configs(recipe), cuda)[0] == "hf":
-        return []
-    own = -(-model.bytes // rollout.tensor_parallel)
-    when, note = "sampling" if rollout.sleep else "always", f"{recipe.dtype}, its own copy"
-    kept = own if rollout.sleep and recipe.kind == "distill" else 0  # grpo replaces them after each sleep
-    size: dict[str, Any] = {
-        "itemsize": model.itemsize,
-        "max_batch": rollout.max_batch,
-        "tensor_parallel": rollout.tensor_parallel,
-    }
-    policies = [make_policy(cache) for cache in cache_configs(recipe)]
-    beside = max((beside_cache(policy, model.config, **size) for policy in policies), key=lambda b: b.requests)
-    if rollout.kv_cache_gb is not None or not cuda:
-        given = rollout.kv_cache_gb or 1  # as the engine has it
-        pool, source = int(given * 2**30), f"kv_cache_gb {given:g}"
-    else:
-        total, source = device_memory() or 0, f"gpu_memory_utilization {rollout.gpu_memory_utilization:g}"
-        pool = max(int(beside.share(rollout.gpu_memory_utilization, total) * total) - own, 0) if total else 0
-    if (need := max(pool_bytes(policy, engine_arguments(recipe), model.config, cuda) for policy in policies)) < pool:
-        pool, source = need, f"all that {rollout.max_batch} sequences can fill; {source} would be {show(pool)}"
-    held = int(pool * beside.per_byte) + beside.requests
-    return [
-        Item("vllm: weights", own, kept, when=when, note=note),
-        Item("vllm: KV pool", pool, when=when, note=source),
-        Item("vllm: beside the pool", held, note="positions and the policy's memory, last queries; also in its sleep"),
-        Item("vllm: sampler", beside.sampler, when="sampling", note=f"{rollout.max_batch} tokens drawn in float64"),
-    ]
-
-
-def _cache_items(
-    recipe: Recipe,
-    model: Model,
-    cache: PolicyConfig,
-    prompt: int,
-    at_once: int,
-    pooled: bool,
-    cuda: bool,
-    some: int | None = None,
-) -> list[Item]:
-    """The cache of one point; `pooled`: it is part of the engine's pool, and only shown; some: of so many layers."""
-    layers, kv_heads, head_dim = model.cache_shape
-    policy = make_policy(cache)
-    parts = policy.by_layers(layers)
-    if parts != [(policy, layers)]:
-        asked = (prompt, at_once, pooled, cuda)
-        return [item for part, n in parts if n for item in _cache_items(recipe, model, part.config, *asked, some=n)]
-    layers = some or layers
-    shape, total = (layers, kv_heads, head_dim), prompt + recipe.sampling().max_tokens
-    fed = max(total - 1, prompt)  # the last token is not
-    entries = policy.schedule.most_held(prompt, fed)
-    wide = held_head(policy, head_dim, computes_exactly(recipe, cuda), cuda) if pooled else head_dim
-    one = cache_bytes(entries + policy.summaries(entries), layers, kv_heads, wide, model.itemsize)
-    full = cache_bytes(total - 1, *shape, model.itemsize)
-    heads = model.config.num_attention_heads
-    state = state_bytes(policy, entries, *shape) + query_bytes(policy, layers, heads, head_dim, model.itemsize)
-    name = " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
-    name += f" in {some} layers" if some else ""
-    note = f"{name}: {entries} entries, {show(one)} a sequence; full {show(full)}"
-    note += f"; heads of {wide}, with room for biases" if wide > head_dim else ""
-    when = "avoided" if pooled else "sampling"
-    items = [Item(f"KV cache of {at_once}", at_once * (one + state), when=when, note=note)]
-    if policy.schedule.first(prompt) <= fed or policy.every_query:
-        device = "cuda" if cuda else "cpu"
-        found = transient_bytes(policy, at_once, entries, shape, heads // kv_heads, recipe.dtype, device, pooled)
-        items += [Item(n, size, when="sampling", note=f"{name}: {how}") for n, (size, how) in found.items() if size]
-    return items
+        held = cache.part(view).holds(cache, replayed)
+        return [Item(name, size, when="update", note=note) for name, size, note in held]
 
 
 def transient_bytes(

@@ -88,8 +88,10 @@ def prepare(recipe: R, live: Any = None) -> Prepared[R]:
     return replace(prepared, skeleton=skeleton, tokenizer=load_tokenizer(recipe.model))
 
 
-def resolve(recipe: R, config: Any, live: Any = None) -> Prepared[R]:
+def resolve(recipe: R, config: Any, live: Any = None, cuda: bool | None = None) -> Prepared[R]:
     """What a recipe means on this machine, for a model of this configuration, of which no file is read but its policy.
+
+    cuda : whether it runs on a GPU; None: as this machine has
 
     Raises UserError where its engine cannot be had, and as `check_lengths` does.
     """
@@ -101,7 +103,7 @@ def resolve(recipe: R, config: Any, live: Any = None) -> Prepared[R]:
         findings["cache"] = ", ".join(map(repr, policies))
     if recipe.rollout is not None:
         engine, findings["rollouts"] = choice.choose_engine(
-            recipe.rollout, None if live is not None else config, caches
+            recipe.rollout, None if live is not None else config, caches, cuda
         )
         recipe = recipe.with_rollout(engine=engine)
         if live is None:

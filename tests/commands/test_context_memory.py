@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from planned import plan
 from test_memory import Peak
 
 from rollout.context import PromptCacheConfig
@@ -15,7 +16,6 @@ from rollout.context.memory import compaction_bytes, context_bytes, reference_qu
 from rollout.hf import HFEngine
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.commands.main import main
-from sparse_rl.commands.memory import plan
 from sparse_rl.policies import make_policy
 from sparse_rl.recipe import make_recipe
 

@@ -7,6 +7,7 @@ import torch
 from peaks import Peak
 from peft import LoraConfig as PeftLora
 from peft import get_peft_model
+from planned import plan
 
 from rollout import SamplingConfig, make_engine
 from rollout.hf import HFEngine
@@ -18,7 +19,7 @@ from sparse_rl.attention.kernels.gather import HELD, gathered_bytes, held_bytes,
 from sparse_rl.attention.kernels.masked import mask_bytes, sdpa_mask_bytes, visible_mask
 from sparse_rl.commands import memory
 from sparse_rl.commands.machine import show
-from sparse_rl.commands.memory import plan, verdict, verdicts
+from sparse_rl.commands.memory import verdict, verdicts
 from sparse_rl.data.running_sum import build_model
 from sparse_rl.kernels.choice import Choice
 from sparse_rl.kernels.redundancy import redundancy_bytes
@@ -246,7 +247,7 @@ def test_last_queries_are_counted(new_model):
 
 def test_a_plan_widens_heads_for_biases(monkeypatch):
     """Where vLLM's own kernels attend; with the trainer's arithmetic there are none to widen."""
-    monkeypatch.setattr("rollout.choice.choose_engine", lambda *_: ("vllm", ""))
+    monkeypatch.setattr("sparse_rl.commands.prepared.choice.choose_engine", lambda *_: ("vllm", ""))
     am = {"policy": "am", "budget": 32, "period": 32}
     config = tiny_config(num_attention_heads=4, head_dim=128)
     notes = {}
@@ -264,10 +265,10 @@ def test_a_plan_widens_heads_for_biases(monkeypatch):
 def test_a_plan_counts_what_stands_beside_the_cache_of_vllm(monkeypatch):
     """For a GPU of 80 GB: weights, cache and what stands beside it fill the share, and no more."""
     monkeypatch.setattr(memory, "device_memory", lambda: 80 * 10**9)
-    monkeypatch.setattr("rollout.choice.choose_engine", lambda *_: ("vllm", ""))
+    monkeypatch.setattr("sparse_rl.commands.prepared.choice.choose_engine", lambda *_: ("vllm", ""))
     gkv = {"policy": "gkv", "budget": 4096, "window": 16, "period": 128}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128}
-    config = tiny_config(vocab_size=150_000, num_hidden_layers=8, **heads)
+    config = tiny_config(vocab_size=150_000, num_hidden_layers=8, max_position_embeddings=8192, **heads)
     for cache, size in (({"policy": "full"}, 64), (gkv, 64), (gkv, 256)):
         rollout = {"engine": "vllm", "gpu_memory_utilization": 0.3, "max_batch": size, "max_model_len": 8192}
         items = plan(make_recipe({**GRPO, "cache": cache, "rollout": rollout}), config, cuda=True).items
@@ -284,12 +285,12 @@ def test_a_plan_counts_what_stands_beside_the_cache_of_vllm(monkeypatch):
 def test_a_pool_is_no_larger_than_all_sequences_can_fill(monkeypatch, cuda, block, rest):
     """What they fill, in blocks; and at most the share of a GPU, or 1 GiB on a CPU."""
     monkeypatch.setattr(memory, "device_memory", lambda: 80 * 10**9)
-    monkeypatch.setattr("rollout.choice.choose_engine", lambda *_: ("vllm", ""))
+    monkeypatch.setattr("sparse_rl.commands.prepared.choice.choose_engine", lambda *_: ("vllm", ""))
     cache = {"policy": "streaming", "budget": 100, "period": 10}  # 110 tokens: 7 blocks of 16, or 4 of 32
     for most in (2, 1_000_000):
         rollout = {"engine": "vllm", "max_batch": most, "max_model_len": 8192}
         recipe = {**GRPO, "data": {**GRPO["data"], "max_prompt_tokens": 50}, "cache": cache, "rollout": rollout}
-        items = plan(make_recipe(recipe), tiny_config(), cuda=cuda).items
+        items = plan(make_recipe(recipe), tiny_config(max_position_embeddings=8192), cuda=cuda).items
         pool = next(item for item in items if item.name == "vllm: KV pool")
         need = cache_bytes((most * -(-110 // block) + 1) * block, *cache_shape(tiny_config()), 4)
         assert pool.device == need if most == 2 else 0.5 * rest < pool.device <= rest < need
@@ -298,7 +299,7 @@ def test_a_pool_is_no_larger_than_all_sequences_can_fill(monkeypatch, cuda, bloc
 
 def test_weights_that_a_sleep_keeps_are_in_host_memory(monkeypatch):
     """In distillation; grpo gives the engine new ones."""
-    monkeypatch.setattr("rollout.choice.choose_engine", lambda *_: ("vllm", ""))
+    monkeypatch.setattr("sparse_rl.commands.prepared.choice.choose_engine", lambda *_: ("vllm", ""))
     config, distilled = tiny_config(), {key: value for key, value in GRPO.items() if key != "rewards"}
     distilled |= {"kind": "distill", "data": {"path": "said.jsonl"}}
     for recipe, sleep, kept in ((GRPO, True, False), (distilled, True, True), (distilled, False, False)):
@@ -311,7 +312,7 @@ def test_a_compaction_is_counted_where_vllm_samples(monkeypatch):
     """What it reads and scores; what fits and similarities take is counted beside it, in either engine."""
     h2o, am = {"policy": "h2o", "budget": 32}, {"policy": "am", "budget": 32, "period": 32}
     for engine in ("hf", "vllm"):
-        monkeypatch.setattr("rollout.choice.choose_engine", lambda *_, engine=engine: (engine, ""))
+        monkeypatch.setattr("sparse_rl.commands.prepared.choice.choose_engine", lambda *_, engine=engine: (engine, ""))
         held = {}
         for name, cache in (("full", {"policy": "full"}), ("h2o", h2o), ("am", am), ("streaming", GRPO["cache"])):
             task = {**GRPO, "cache": cache, "rollout": {"engine": engine}}

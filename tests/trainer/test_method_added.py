@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from cooling.config import CoolingConfig
+from planned import plan
 from trainer_runs import trained
 
 from rollout import Rollout, SamplingConfig, make_engine
 from sparse_rl.attention import replay_logprobs
-from sparse_rl.commands.memory import plan
 from sparse_rl.methods.config import CONFIGS
 from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import EvictionTrace, TraceError, load_traces, save_traces
