@@ -5,7 +5,7 @@ from __future__ import annotations
 from sparse_rl.methods.config import CONFIGS, accepted_parameters
 
 LEARNED = ["kvpop", "dms"]  # by scorers, which a model must have: tests/rollout/test_learned_decoding.py, test_gated.py
-PAGED = ["clustered", "layered"]  # tests/pages
+PAGED = ["clustered", "layered"]  # tests/methods/pages
 SAMPLED = [name for name in CONFIGS if name not in (*LEARNED, *PAGED)]
 ON_VLLM = [name for name in SAMPLED if name != "lined"]  # which holds ever more entries
 BOUNDED = [name for name in SAMPLED if "budget" in accepted_parameters(name)]
