@@ -63,8 +63,8 @@ def evictions(kind: str, length: int, budget: int, heads: int, device: str) -> t
     scores = torch.randn(1, heads, length, generator=torch.Generator().manual_seed(0))
     if kind == "recency":
         scores = scores + torch.arange(length) / budget
-    found = running_topk(scores.to(device), SINKS, window=WINDOW, k=budget - SINKS - WINDOW)
-    return found.evict_at[0]
+    topk = running_topk(scores.to(device), SINKS, window=WINDOW, k=budget - SINKS - WINDOW)
+    return topk.evict_at[0]
 
 
 def tiles_row(kind: str, length: int, budget: int, device: str) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def building(device: str, runs: int) -> dict[str, Any]:
 
 def timed(work: Callable[[], Any], runs: int, device: str) -> float:
     """The median of milliseconds, after one run to warm up."""
-    found = []
+    timings = []
     for _ in range(runs + 1):
         if device == "cuda":
             torch.cuda.synchronize()
@@ -114,8 +114,8 @@ def timed(work: Callable[[], Any], runs: int, device: str) -> float:
         work()
         if device == "cuda":
             torch.cuda.synchronize()
-        found.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(found[1:])
+        timings.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(timings[1:])
 
 
 def speed(length: int, budget: int, device: str, runs: int) -> dict[str, Any]:
@@ -167,23 +167,23 @@ def speed(length: int, budget: int, device: str, runs: int) -> dict[str, Any]:
         kinds["natural, create_block_mask"] = with_torch_mask
     if trains and length <= 16384:  # S x S masks; on a CPU it computes in float64
         kinds["SDPA, masks"] = lambda q, k, v: masked_attention(lambda: evict_at, q, k, v, dim**-0.5)
-    found: dict[str, Any] = {"S": length, "B": budget}
+    timing: dict[str, Any] = {"S": length, "B": budget}
     with torch.set_grad_enabled(trains):
-        found |= {kind: timed(run(attend), runs, device) for kind, attend in kinds.items()}
+        timing |= {kind: timed(run(attend), runs, device) for kind, attend in kinds.items()}
     if trains:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run(kinds["sorted"])()
-        found["peak bytes of sorted"] = torch.cuda.max_memory_allocated() - before
+        timing["peak bytes of sorted"] = torch.cuda.max_memory_allocated() - before
     causal, ideal = visible_share(everything[0]), visible_share(evict_at[0])
-    found["saving realised"] = (1 - found["sorted"] / found["causal flex"]) / (1 - ideal / causal)
-    return found
+    timing["saving realised"] = (1 - timing["sorted"] / timing["causal flex"]) / (1 - ideal / causal)
+    return timing
 
 
 def parity_row(length: int, heads: int, kv_heads: int, kernel: str) -> dict[str, Any]:
-    found = check_parity(kernel, "cuda", torch.bfloat16, heads=heads, kv_heads=kv_heads, head_dim=128, length=length)
-    return {"S": length, "heads": heads, "kv_heads": kv_heads, "kernel": kernel, "failure": found.failure,
-            "errors": found.errors}  # fmt: skip
+    parity = check_parity(kernel, "cuda", torch.bfloat16, heads=heads, kv_heads=kv_heads, head_dim=128, length=length)
+    return {"S": length, "heads": heads, "kv_heads": kv_heads, "kernel": kernel, "failure": parity.failure,
+            "errors": parity.errors}  # fmt: skip
 
 
 def target(device: str, runs: int) -> dict[str, Any]:
@@ -191,14 +191,14 @@ def target(device: str, runs: int) -> dict[str, Any]:
     length, budget, (heads, kv_heads, dim) = TARGET
     evict_at = evictions("uniform", length, budget, kv_heads, device)[None]
     place = torch.arange(length, dtype=torch.int32, device=device)[None]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "S": length, "B": budget, "heads": heads, "kv_heads": kv_heads, "head_dim": dim,
         "tiles of the mass": float(tile_tests(place + WINDOW, torch.full_like(place, length))[0].float().mean()),
         "tiles of the log-sum-exp": make_tiles(evict_at[0], length, segment_of(length)).visited,
     }  # fmt: skip
     if device == "cpu":
-        return found
-    found["parity"] = str(check_target(torch.device("cuda", 0), torch.bfloat16, TARGET[2], length))
+        return result
+    result["parity"] = str(check_target(torch.device("cuda", 0), torch.bfloat16, TARGET[2], length))
     query, key = (torch.randn(1, h, length, dim, device=device, dtype=torch.bfloat16) for h in (heads, kv_heads))
     scaling = dim**-0.5
     for kernel in ("torch", "flex"):
@@ -208,8 +208,8 @@ def target(device: str, runs: int) -> dict[str, Any]:
             options: dict[str, Any] = {"log_sum_exp": lse, "group": "max", "floor": 1e-6, "kernel": kernel}
             future_attention_mass(query, key, window=WINDOW, scaling=scaling, **options)
 
-        found[kernel] = timed(work, runs, device)
-    return found
+        result[kernel] = timed(work, runs, device)
+    return result
 
 
 def main() -> None:
@@ -273,8 +273,8 @@ def show(content: dict[str, Any], console: Console) -> None:
         table.add_row(str(row["S"]), str(row["B"]), *cells, f"{row['saving realised']:.0%}")
     console.print(table)
     for row in content["parity"]:
-        told = row["failure"] or ", ".join(f"{k} {a:.1e} / {b:.1e}" for k, (a, b) in row["errors"].items())
-        console.print(f"parity {row['kernel']}, S {row['S']}, {row['heads']}/{row['kv_heads']} heads: {told}")
+        outcome = row["failure"] or ", ".join(f"{k} {a:.1e} / {b:.1e}" for k, (a, b) in row["errors"].items())
+        console.print(f"parity {row['kernel']}, S {row['S']}, {row['heads']}/{row['kv_heads']} heads: {outcome}")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ AGAINST_WINDOW: dict[str, tuple[str, str | None]] = {
 
 @dataclass(frozen=True)
 class Question:
-    """What is run for a question.
+    """The runs that answer a question.
 
     runs : row -> its cache, and what it changes in the recipe, NO_RL: nothing is trained
     peak : entries of a kv head, of every cache at its peak
@@ -259,29 +259,30 @@ def table(question: str, rows: Rows) -> Table:
     ):
         made.add_column(name, justify="right")
     for run in (name for name in asked.runs if (name, seeds[0]) in named):
-        mine = [named[run, seed] for seed in seeds if (run, seed) in named]
-        each = [
-            " → ".join(f"{row[at]:.3f}" for at in ("accuracy_before", "accuracy_after") if at in row) for row in mine
+        of_seeds = [named[run, seed] for seed in seeds if (run, seed) in named]
+        before_after = [
+            " → ".join(f"{row[at]:.3f}" for at in ("accuracy_before", "accuracy_after") if at in row)
+            for row in of_seeds
         ]
         cells = [""] * 5
-        if all("accuracy_after" in row for row in mine):
-            after = [row["accuracy_after"] for row in mine]
-            control = [named.get((asked.control, row["seed"])) for row in mine]
+        if all("accuracy_after" in row for row in of_seeds):
+            after = [row["accuracy_after"] for row in of_seeds]
+            control = [named.get((asked.control, row["seed"])) for row in of_seeds]
             pairs = zip(after, control, strict=True)
             over = [value - other["accuracy_after"] for value, other in pairs if other and run != asked.control]
             cells = [
                 "{:.3f} ± {:.3f}".format(*over_seeds(after)),
                 "{:+.3f} ± {:.3f}".format(*over_seeds(over)) if over else "",
-                "{:+.3f} ± {:.3f}".format(*over_seeds([row["reward_last"] - row["reward_first"] for row in mine])),
-                f"{max(row['gap_max'] for row in mine):.1e}",
-                f"{min(agree):.4f}" if all(agree := [row["decisions_agree"] for row in mine]) else "",
+                "{:+.3f} ± {:.3f}".format(*over_seeds([row["reward_last"] - row["reward_first"] for row in of_seeds])),
+                f"{max(row['gap_max'] for row in of_seeds):.1e}",
+                f"{min(agree):.4f}" if all(agree := [row["decisions_agree"] for row in of_seeds]) else "",
             ]
         made.add_row(
             run,
-            *each,
-            *[""] * (len(seeds) - len(mine)),
+            *before_after,
+            *[""] * (len(seeds) - len(of_seeds)),
             *cells,
-            *(f"{row['read_before']:.1f}" for row in mine[:1] if "read_before" in row),
+            *(f"{row['read_before']:.1f}" for row in of_seeds[:1] if "read_before" in row),
         )
     return made
 

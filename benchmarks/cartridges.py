@@ -150,7 +150,7 @@ class Trial:
     def trained(
         self, start: Context, seconds: float, rate: float, steps: Sequence[int]
     ) -> Iterator[tuple[int, float, float]]:
-        """(steps, KL, seconds) from a start that took so many seconds."""
+        """(steps, KL, seconds) from a start that took `seconds`."""
         prefix = Prefix(start, FIRST + LAST)
         for step, more in train(self.judge.model, prefix, self.texts, self.full, rate, steps, BATCH):
             with torch.no_grad():
@@ -209,8 +209,8 @@ def show(rows: list[dict[str, Any]], contexts: int) -> None:
         table.add_column(name, justify="left" if name == "method" else "right")
     for row in rows:
         cells = (row[str(kept)] for kept in KEPT)
-        said = (f"{cell['kl']:.4f} ± {cell['error']:.4f}, {cell['seconds']:.2f} s" for cell in cells)
-        table.add_row(row["method"], str(row["steps"]), *said)
+        texts = (f"{cell['kl']:.4f} ± {cell['error']:.4f}, {cell['seconds']:.2f} s" for cell in cells)
+        table.add_row(row["method"], str(row["steps"]), *texts)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
@@ -228,11 +228,11 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     others = tried(Judge(engine, tokenizer, TRIED_CONTEXTS, options.seed + 100), options.seed + 2000)
     rates = {row["start"]: row["rate"] for row in sorted(others, key=lambda row: -row["kl"])}  # the least is last
-    judge, found = Judge(engine, tokenizer, options.contexts, options.seed), Found()
+    judge, losses = Judge(engine, tokenizer, options.contexts, options.seed), Found()
     for number in range(options.contexts):  # what is known is written after each
-        measure(Trial(judge, number, options.seed + 1000 + number), rates, found)
+        measure(Trial(judge, number, options.seed + 1000 + number), rates, losses)
         if number:
-            rows = summary(found)
+            rows = summary(losses)
             show(rows, number + 1)
             write(options.out, contexts=number + 1, seed=options.seed, tried=others, rates=rates, rows=rows)
 

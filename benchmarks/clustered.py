@@ -2,7 +2,7 @@
 
 training    forward and backward of one attention layer over one sequence: the path that gathers what was read, the
             masked reference, and plain causal attention over everything
-decoding    one step of one layer after so many tokens: a query that reads pages, and one that reads everything
+decoding    one step of one layer after a prompt of that length: a query that reads pages, and one that reads everything
 breakdown   where such a step spends its time (figure 3 of the paper): planning which tokens and summaries are read,
             closing pages (every 16th step), choosing pages, gathering keys and values, the softmax and the weighted
             sum, and the rest, which is the logits
@@ -84,7 +84,7 @@ def training_row(length: int, runs: int) -> dict[str, Any]:
 
 
 def stepping(cache: EvictingCache, length: int) -> Callable[[], None]:
-    """What takes the next step, after a prompt of so many tokens and two steps."""
+    """Return a function that takes the next step, after a prompt of `length` tokens and two steps."""
     generator = torch.Generator().manual_seed(0)
 
     def new(count: int) -> list[torch.Tensor]:
@@ -114,7 +114,7 @@ def decoding_row(length: int, runs: int) -> dict[str, Any]:
 
 def breakdown_row(length: int, runs: int) -> dict[str, Any]:
     """Seconds of a step and of its parts, of the fastest run."""
-    found: list[dict[str, float]] = []
+    rows: list[dict[str, float]] = []
     for _ in range(runs):
         spent = dict.fromkeys(("step", *PARTS), 0.0)
         with ExitStack() as patched:
@@ -124,8 +124,8 @@ def breakdown_row(length: int, runs: int) -> dict[str, Any]:
             step = stepping(PagedCache(make_policy(CACHE)), length)
             spent |= dict.fromkeys(PARTS, 0.0)
             spent["step"] = seconds(lambda step=step: [step() for _ in range(STEPS)], 1)
-        found.append({name: value / STEPS for name, value in spent.items()})
-    best = min(found, key=lambda spent: spent["step"])
+        rows.append({name: value / STEPS for name, value in spent.items()})
+    best = min(rows, key=lambda spent: spent["step"])
     return {"tokens": length, **best, "logits": 2 * best["step"] - sum(best.values())}
 
 

@@ -79,33 +79,33 @@ def decoded(model: str, cache: Mapping[str, Any], texts: torch.Tensor) -> torch.
     texts : int64 [B, LENGTH + 1]
     """
     engine = HFEngine(model, make_policy(cache), device=texts.device)
-    held, found = engine.prefill(texts[:, :PROMPT].tolist()).cache, []
+    held, logprobs = engine.prefill(texts[:, :PROMPT].tolist()).cache, []
     for query in range(PROMPT, LENGTH):
         held.begin_decode([True] * len(texts), texts.device)
         position = torch.full((len(texts), 1), query, device=texts.device)
         hidden = engine._hidden(texts[:, query : query + 1], position, held)
         if query >= FROM:
-            found.append(engine._logits(hidden[:, 0]).log_softmax(-1))
-    return torch.stack(found, dim=1)
+            logprobs.append(engine._logits(hidden[:, 0]).log_softmax(-1))
+    return torch.stack(logprobs, dim=1)
 
 
 def own_texts(model: str, seed: int, device: str) -> torch.Tensor:
-    """What the model says from its first token on, with a full cache: int64 [TEXTS, LENGTH + 1]."""
+    """Texts that the model samples with a full cache: int64 [TEXTS, LENGTH + 1]."""
     engine = HFEngine(model, make_policy(FULL), device=device)
     start = engine.model.config.bos_token_id
     sampling = SamplingConfig(max_tokens=LENGTH, n=TEXTS, seed=seed, ignore_eos=True)
-    told = engine.generate([[start]], sampling)
-    return torch.tensor([[start, *rollout.completion_ids] for rollout in told], device=device)
+    rollouts = engine.generate([[start]], sampling)
+    return torch.tensor([[start, *rollout.completion_ids] for rollout in rollouts], device=device)
 
 
 def measured(model: str, texts: torch.Tensor) -> list[dict[str, Any]]:
     full, rows, by_text = decoded(model, FULL, texts), [], []
     follows = texts[:, FROM + 1 :, None]
     for name, cache in {"full": FULL, **caches()}.items():
-        found = decoded(model, cache, texts)
-        kl = (full.exp() * (full - found)).sum(-1).mean(1).double()  # [B]
+        logprobs = decoded(model, cache, texts)
+        kl = (full.exp() * (full - logprobs)).sum(-1).mean(1).double()  # [B]
         by_text.append(kl)
-        nll = (full - found).gather(-1, follows).mean().item()
+        nll = (full - logprobs).gather(-1, follows).mean().item()
         read, held = (count.mean().item() for count in read_and_held(cache, PROMPT, torch.arange(FROM, LENGTH)))
         row = {"cache": name, "read": read, "held": held, "kl": kl.mean().item(), "kl_error": error(kl), "nll": nll}
         rows.append({**row, "block": cache})

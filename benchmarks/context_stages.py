@@ -1,4 +1,4 @@
-"""What it costs to compact a long context once: CPU seconds of this process on one thread, of one layer that has the
+"""The cost of compacting a long context once: CPU seconds of this process on one thread, of one layer that has the
 shape of Qwen2.5-0.5B's and random weights; and, by arithmetic alone, what an H200 would take for all 24.
 
 stages      the prefill; the reference queries, for which the context is read once more behind itself; the compaction
@@ -62,12 +62,12 @@ def stage_row(engine: Any, tokens: int) -> dict[str, Any]:
         reads.append(time.process_time() - start)
 
     studied = study(text, configured("attention"), read, lambda whole: [], lambda stage: None)
-    found = dict(zip(("prefill", "queries"), reads, strict=True))
+    stages = dict(zip(("prefill", "queries"), reads, strict=True))
     for select, count in QUERIES.items():
         fewer = Studied(studied.whole, [q[:, :, :count] for q in studied.queries], studied.scaling, Stages())
-        found[select] = seconds(lambda fewer=fewer, select=select: fewer.compacted(configured(select)), 1)
+        stages[select] = seconds(lambda fewer=fewer, select=select: fewer.compacted(configured(select)), 1)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return {"tokens": tokens, **found, "peak GiB": peak}
+    return {"tokens": tokens, **stages, "peak GiB": peak}
 
 
 def made_up(tokens: int) -> Studied:
@@ -90,8 +90,8 @@ def compaction_row(select: str, tokens: int, ratio: float, runs: int) -> dict[st
     studied, config = made_up(tokens), configured(select, ratio)
     studied.queries = [q[:, :, : QUERIES[select]] for q in studied.queries]
     left = config.kept(tokens)
-    found = seconds(lambda: studied.compacted(config), runs)
-    return {"select": select, "T": tokens, "t": left, "seconds": found, "ns / (T t)": found / tokens / left * 1e9}
+    stages = seconds(lambda: studied.compacted(config), runs)
+    return {"select": select, "T": tokens, "t": left, "seconds": stages, "ns / (T t)": stages / tokens / left * 1e9}
 
 
 def exponents(rows: Rows) -> dict[str, float]:

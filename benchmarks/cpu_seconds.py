@@ -1,4 +1,4 @@
-"""What the benchmarks that count CPU seconds share: the clock and the table."""
+"""The clock and the table that the benchmarks in CPU seconds share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.results import Rows
 
 def seconds(work: Callable[[], Any], runs: int) -> float:
     """CPU seconds of this process, the least of some runs: other work on the machine counts little."""
-    found = []
+    times = []
     for _ in range(runs):
         start = time.process_time()
         work()
-        found.append(time.process_time() - start)
-    return min(found)
+        times.append(time.process_time() - start)
+    return min(times)
 
 
 def show(title: str, rows: Rows, keys: int) -> None:

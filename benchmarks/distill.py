@@ -1,4 +1,4 @@
-"""What a distillation step costs: with a teacher in memory, over the whole vocabulary or its top k, and with its cache.
+"""The cost of a distillation step: with a teacher in memory, over the vocabulary or its top k, and with its cache.
 
 The limit is arithmetic: a teacher of t times the student's parameters costs t forwards, where the student costs one and
 its backward two; reading k log-probs a token costs next to nothing. The evictions are simulated once, before the clock.
@@ -78,7 +78,7 @@ def main() -> None:
                 if run:  # the first is a warm-up
                     seconds[name].append(time.perf_counter() - start)
     base = seconds["teacher"]
-    found = [
+    timed_rows = [
         {
             "teacher": name,
             "seconds": statistics.median(times),
@@ -88,12 +88,12 @@ def main() -> None:
         for name, times in seconds.items()
     ]
     shape = {"vocabulary": VOCAB, "rows": ROWS, "tokens": LENGTH, "student": body(student), "teacher": body(teacher)}
-    write(options.out, shape=shape, rows=found)
+    write(options.out, shape=shape, rows=timed_rows)
     times = body(teacher) / body(student)
     table = Table(title=f"Loss and gradients of {ROWS} x {LENGTH} tokens, a teacher of {times:.1f} x the student")
     for column in ("teacher", "seconds", "times faster"):
         table.add_column(column, justify="left" if column == "teacher" else "right")
-    for row in found:
+    for row in timed_rows:
         table.add_row(row["teacher"], f"{row['seconds']:.2f}", f"{row['ratio']:.2f}")
     Console().print(table)
 

@@ -1,4 +1,4 @@
-"""What eviction costs the reference engine: tokens/s with a full cache and under eviction, and compaction's share.
+"""The cost of eviction in the reference engine: tokens/s with a full cache and under eviction, and compaction's share.
 
 The limit: a decode step reads every key and value that is held, so eviction reads less; what it adds is the policy's
 score and one gather per compaction, every `period` tokens. Runs are interleaved and medians are reported, because the

@@ -1,4 +1,4 @@
-"""What the benchmarks that compare caches by reads share: how many entries a query of decoding reads and holds."""
+"""Number of entries that a decoding query reads and holds, for the benchmarks that compare caches by reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_and_held(cache: Mapping[str, Any], prompt: int, queries: torch.Tensor) 
     if cache["policy"] == "layered":
         parts = [(part["layers"], read_and_held(part["cache"], prompt, queries)) for part in cache["parts"]]
         layers = sum(share for share, _ in parts)
-        read, held = (sum(share * found[i] for share, found in parts) / layers for i in (0, 1))
+        read, held = (sum(share * counts[i] for share, counts in parts) / layers for i in (0, 1))
         return read, held
     policy = make_policy(cache)
     if isinstance(policy, Clustered):

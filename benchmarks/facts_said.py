@@ -16,7 +16,7 @@ def facts_said(prompts: Sequence[str], completions: Sequence[str], **columns: An
 
 def _share(prompt: Sequence[str], completion: Sequence[str]) -> float:
     facts = dict(word.split("=") for word in prompt if "=" in word)
-    words, said = [prompt[-1], *completion], dict[str, str]()
+    words, statements = [prompt[-1], *completion], dict[str, str]()
     for question, answer in zip(words[::2], words[1::2], strict=False):
-        said.setdefault(question.removesuffix("?"), answer)
-    return sum(said.get(name) == digit for name, digit in facts.items()) / len(facts)
+        statements.setdefault(question.removesuffix("?"), answer)
+    return sum(statements.get(name) == digit for name, digit in facts.items()) / len(facts)

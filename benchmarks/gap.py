@@ -70,8 +70,8 @@ def measure(path: str, dtype: str, exact: bool) -> list[dict[str, Any]]:
             traces = [EvictionTrace(e, r.trace.further, validate=False) for e, r in zip(moved, rollouts, strict=True)]
             changed = [replace(r, trace=trace) for r, trace in zip(rollouts, traces, strict=True)]
             with torch.no_grad():
-                found = (torch.cat(replay_logprobs(model, changed)) - sampled).abs().double()
-            return {"largest": float(found.max()), "mean": float(found.mean())}
+                gaps = (torch.cat(replay_logprobs(model, changed)) - sampled).abs().double()
+            return {"largest": float(gaps.max()), "mean": float(gaps.mean())}
 
         row = {"model": Path(path).parent.name if quickstart else Path(path).name, "dtype": dtype, "exact": exact}
         row |= {"cache": cache, "tokens": len(sampled), **gap(0)}

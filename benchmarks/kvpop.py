@@ -114,35 +114,35 @@ def divergences(model: Path, cache: dict[str, Any], teacher: Any, rows: Sequence
     """KL(teacher || student) per token of each row's completion, under what decoding it under the cache evicts."""
     student = load_model(model)
     engine = make_engine("hf", model=student, policy=cache, max_batch=64, progress=False)
-    found = torch.zeros(len(rows), dtype=torch.float64)
+    sums = torch.zeros(len(rows), dtype=torch.float64)
     for start in range(0, len(rows), 64):
         part = rows[start : start + 64]
         rollouts = engine.simulate([row.prompt for row in part], [row.completion for row in part])
         batch = Batch.make([Example.from_rollout(rollout) for rollout in rollouts], torch.device("cpu"))
-        said, heard = batch.hidden(teacher, replayed=False), batch.hidden(student, replayed=True)
-        each = DistillationLoss(DistillationLossConfig()).per_token(
-            student.get_output_embeddings()(heard), teacher.get_output_embeddings()(said)
+        teacher_hidden, student_hidden = batch.hidden(teacher, replayed=False), batch.hidden(student, replayed=True)
+        token_losses = DistillationLoss(DistillationLossConfig()).per_token(
+            student.get_output_embeddings()(student_hidden), teacher.get_output_embeddings()(teacher_hidden)
         )
         row = start + batch.where[0]
-        found.index_add_(0, row, each.double() / torch.bincount(row, minlength=len(rows))[row])
-    return found.tolist()
+        sums.index_add_(0, row, token_losses.double() / torch.bincount(row, minlength=len(rows))[row])
+    return sums.tolist()
 
 
 def by_notes(lines: Rows) -> dict[str, tuple[int, int]]:
     """Of the completions with few, some and many notes: right ones, and all."""
-    found = dict.fromkeys(NOTES_IN_TEXT, (0, 0))
+    counts = dict.fromkeys(NOTES_IN_TEXT, (0, 0))
     for line in lines:
         notes = line["completion"].count("[")
         label = next(label for label, most in NOTES_IN_TEXT.items() if notes <= most)
-        right, asked = found[label]
-        found[label] = (right + bool(line["correct"]), asked + 1)
-    return found
+        right, asked = counts[label]
+        counts[label] = (right + bool(line["correct"]), asked + 1)
+    return counts
 
 
 @torch.no_grad()
 def oracle_divergences(teacher: Any, cache: dict[str, Any], rows: Sequence[Example]) -> list[float]:
     """KL(teacher || teacher under the best evictions) per token of each row's completion, at the cache's sizes."""
-    policy, found = make_policy(cache).config, []
+    policy, results = make_policy(cache).config, []
     assert isinstance(policy, KVpopPolicyConfig)
     for row in rows:
         trace = oracle_trace(teacher, [*row.prompt, *row.completion], len(row.prompt), policy)
@@ -150,8 +150,8 @@ def oracle_divergences(teacher: Any, cache: dict[str, Any], rows: Sequence[Examp
         full, evicted = (
             teacher.get_output_embeddings()(batch.hidden(teacher, replayed=replayed)) for replayed in (False, True)
         )
-        found.append(DistillationLoss(DistillationLossConfig()).per_token(evicted, full).mean().item())
-    return found
+        results.append(DistillationLoss(DistillationLossConfig()).per_token(evicted, full).mean().item())
+    return results
 
 
 class Taught(StagedSeed):
@@ -229,7 +229,7 @@ class Seed(Taught):
         smaller = next((budget for budget in BUDGETS if AIM[0] <= accuracy[budget] <= AIM[1]), None)
         if smaller is None:
             return [{"seed": self.seed, "size": "", "arm": "", "passed_over": accuracy}]
-        rows, teacher, found = self.held_out(), load_model(self.start), []
+        rows, teacher, losses = self.held_out(), load_model(self.start), []
         length, shape = statistics.mean(row.length for row in rows), cache_shape(teacher.config)
         for size, budget in (("smaller", smaller), ("larger", round(1.25 * smaller)))[: self.options.budgets]:
             each_cache = caches(budget, length, shape)
@@ -249,7 +249,7 @@ class Seed(Taught):
                     with self.stages.slots:
                         (place / "kl.json").write_text(json.dumps(divergences(model, cache, teacher, rows)))
                 memory = state_bytes(make_policy(cache), 0, *shape)
-                found.append(
+                losses.append(
                     {
                         "seed": self.seed,
                         "size": size,
@@ -266,33 +266,33 @@ class Seed(Taught):
                         "oracle_kl": statistics.mean(json.loads(oracle.read_text())),
                     }
                 )
-        return found
+        return losses
 
 
 def summarized(rows: Rows) -> Rows:
     """Per size and arm: each seed, means over seeds with their errors, and differences to each baseline."""
     at = {key(row): row for row in rows}
-    found = []
+    groups = []
     for size, arm in dict.fromkeys((row["size"], row["arm"]) for row in rows):
-        mine = [row for row in rows if (row["size"], row["arm"]) == (size, arm)]
-        one: dict[str, Any] = {"size": size, "arm": arm, "seeds": [row["seed"] for row in mine]}
+        arm_rows = [row for row in rows if (row["size"], row["arm"]) == (size, arm)]
+        one: dict[str, Any] = {"size": size, "arm": arm, "seeds": [row["seed"] for row in arm_rows]}
         for what in ("accuracy", "kl"):
-            values = [row[what] for row in mine]
+            values = [row[what] for row in arm_rows]
             one[what] = {"mean": over_seeds(values), "per_seed": values}
             for baseline in BASELINES:
-                theirs = [at.get((row["seed"], size, baseline)) for row in mine]
+                theirs = [at.get((row["seed"], size, baseline)) for row in arm_rows]
                 if arm != baseline and all(theirs):
                     pairs = zip(values, theirs, strict=True)
                     one[what][f"over {baseline}"] = over_seeds([value - other[what] for value, other in pairs if other])
         one["accuracy_by_notes"] = {
-            label: sum(row["by_notes"][label][0] for row in mine) / asked
+            label: sum(row["by_notes"][label][0] for row in arm_rows) / asked
             for label in NOTES_IN_TEXT
-            if (asked := sum(row["by_notes"][label][1] for row in mine))
+            if (asked := sum(row["by_notes"][label][1] for row in arm_rows))
         }
         for name in ("peak_entries", "mean_peak_entries", "state_bytes", "tokens"):
-            one[name] = [row[name] for row in mine]
-        found.append(one)
-    return found
+            one[name] = [row[name] for row in arm_rows]
+        groups.append(one)
+    return groups
 
 
 def tables(summary: Sequence[dict[str, Any]]) -> list[Table]:
@@ -300,8 +300,8 @@ def tables(summary: Sequence[dict[str, Any]]) -> list[Table]:
         return "" if pair is None else f"{pair[0]:+.{digits}f} ± {pair[1]:.{digits}f}"
 
     def of_each(values: dict[str, Any], digits: int) -> str:
-        each = " ".join(f"{value:.{digits}f}" for value in values["per_seed"])
-        return f"{values['mean'][0]:.{digits}f} ± {values['mean'][1]:.{digits}f} ({each})"
+        per_seed = " ".join(f"{value:.{digits}f}" for value in values["per_seed"])
+        return f"{values['mean'][0]:.{digits}f} ± {values['mean'][1]:.{digits}f} ({per_seed})"
 
     made = []
     for size in dict.fromkeys(one["size"] for one in summary):
@@ -345,20 +345,20 @@ def main() -> None:
     torch.set_num_threads(1)
     stages = Stages(options.slots)
     with ThreadPoolExecutor(max(1, len(options.seeds))) as pool:
-        found = [
+        unsorted = [
             row for rows in pool.map(lambda seed: Seed(seed, stages, options).run(), options.seeds) for row in rows
         ]
-    found = sorted(with_rows_before(options.out, settings, found, key), key=in_order)
-    rows = [row for row in found if "passed_over" not in row]
+    sorted_rows = sorted(with_rows_before(options.out, settings, unsorted, key), key=in_order)
+    rows = [row for row in sorted_rows if "passed_over" not in row]
     summary = summarized(rows)
     if options.seeds:
-        write(options.out, settings=settings, summary=summary, rows=found)
+        write(options.out, settings=settings, summary=summary, rows=sorted_rows)
     show(tables(summary), options.markdown)
     for size in dict.fromkeys(row["size"] for row in rows):
-        each = {row["seed"]: row["oracle_kl"] for row in rows if row["size"] == size}
-        named = ", ".join(f"seed {seed}: {kl:.4f}" for seed, kl in sorted(each.items()))
+        oracle_kl = {row["seed"]: row["oracle_kl"] for row in rows if row["size"] == size}
+        named = ", ".join(f"seed {seed}: {kl:.4f}" for seed, kl in sorted(oracle_kl.items()))
         print(f"KL of the taught model under the best evictions, the {size} budget: {named}")
-    for row in (row for row in found if "passed_over" in row):
+    for row in (row for row in sorted_rows if "passed_over" in row):
         accuracy = ", ".join(f"{budget}: {value:.2f}" for budget, value in row["passed_over"].items())
         print(f"seed {row['seed']} passed over: no budget leaves 0.25 to 0.5 accuracy ({accuracy})")
 

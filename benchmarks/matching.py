@@ -1,4 +1,4 @@
-"""What Attention Matching costs: CPU seconds of this process, on one thread, the least of some runs.
+"""The cost of Attention Matching: CPU seconds of this process, on one thread, the minimum of several runs.
 
 layer       forward and backward of one attention layer over a whole sequence: compactions made again, segment by
             segment, with gradients and as constants; beside it the same evictions replayed without biases and fits,
@@ -67,8 +67,8 @@ def layer_row(length: int, budget: int, period: int, runs: int) -> dict[str, Any
         tensors = [x.clone().requires_grad_() for x in given]
         view.attend(0, *tensors, DIM**-0.5).sum().backward()
 
-    found = {name: seconds(lambda view=view: train(view), runs) for name, view in views.items()}
-    return {"S": length, "budget": budget, "period": period, **found}
+    timings = {name: seconds(lambda view=view: train(view), runs) for name, view in views.items()}
+    return {"S": length, "budget": budget, "period": period, **timings}
 
 
 def entries(policy: Policy, held: int) -> Entries:
@@ -93,8 +93,8 @@ def compaction_row(budget: int, period: int, runs: int) -> dict[str, Any]:
     if budget < 1024:  # minutes
         policies["am, omp, 128"] = make_policy("am", **shared, reference_queries=128, select="omp")
     given = {name: entries(policy, budget + period) for name, policy in policies.items()}
-    found = {n: seconds(lambda n=n: policies[n].compact(0, given[n]), runs) for n in policies}
-    return {"budget": budget, "period": period, **found}
+    timings = {n: seconds(lambda n=n: policies[n].compact(0, given[n]), runs) for n in policies}
+    return {"budget": budget, "period": period, **timings}
 
 
 def paper_pursuit(phi: torch.Tensor, count: int) -> list[int]:

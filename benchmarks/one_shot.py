@@ -1,6 +1,6 @@
 """One-shot compaction of a context: KL to the full cache on continuations, by method and by the entries that are left.
 
-A model tells stories: of each, so many tokens are a context, of which the first token and the last four stay as they
+A model tells stories. CONTEXT tokens of each are a context, of which the first token and the last four stay as they
 are, and what it goes on with is judged under every compacted context: KL(full cache || compacted) per token, in nats.
 
 Where a method keeps a longer end than the others, that counts as what is left, and of less it has no result.
@@ -120,7 +120,7 @@ def configured(kept: int, settings: dict[str, Any]) -> PromptCacheConfig:
 
 
 def chosen(kept: int, settings: dict[str, Any]) -> int:
-    """How many of the entries left a method chooses."""
+    """Number of the kept entries that a method chooses itself."""
     return kept - (settings.get("last", LAST) - LAST)
 
 
@@ -146,11 +146,11 @@ def main() -> None:
         if name in BUDGETED:
             calibration = Judge(engine, judge.tokenizer, options.calibration, options.seed + 100)
             shares = calibration.shares(settings, budgets.BASE)
-        found = {str(k): judge.kl(k, settings, shares) for k in KEPT if chosen(k, settings) > 0}
-        rows.append({"method": name, "kl": found, "seconds": time.process_time() - start})
+        kls = {str(k): judge.kl(k, settings, shares) for k in KEPT if chosen(k, settings) > 0}
+        rows.append({"method": name, "kl": kls, "seconds": time.process_time() - start})
         print(f"{name}: {rows[-1]['seconds']:.0f} s", flush=True)
-    known = json.loads(options.out.read_text())["rows"] if options.only and options.out.is_file() else []
-    rows = [row for row in known if row["method"] not in {new["method"] for new in rows}] + rows
+    stored = json.loads(options.out.read_text())["rows"] if options.only and options.out.is_file() else []
+    rows = [row for row in stored if row["method"] not in {new["method"] for new in rows}] + rows
     rows.sort(key=lambda row: list(METHODS).index(row["method"]))
     console = Console(width=None if sys.stdout.isatty() else 160)
     for table in tables(rows):
@@ -160,9 +160,9 @@ def main() -> None:
 
 def tables(rows: Rows) -> list[Table]:
     """KL of each method; and of each that fits how far it is from the best way to evict, context by context."""
-    found = Table(title=f"KL to the full cache, ± standard error; entries left of {CONTEXT - FIRST - LAST}")
+    printed = Table(title=f"KL to the full cache, ± standard error; entries left of {CONTEXT - FIRST - LAST}")
     against = Table(title="KL over that of the best eviction without head budgets, and the difference ± standard error")
-    for table in (found, against):
+    for table in (printed, against):
         for name in ("method", *map(str, KEPT), "seconds"):
             table.add_column(name, justify="left" if name == "method" else "right")
     evictions = [row for row in rows if row["method"].startswith("evict") and row["method"] not in BUDGETED]
@@ -170,15 +170,15 @@ def tables(rows: Rows) -> list[Table]:
         cells = [
             "{:.4f} ± {:.4f}".format(*over_seeds(row["kl"][k])) if (k := str(n)) in row["kl"] else "" for n in KEPT
         ]
-        found.add_row(row["method"], *cells, f"{row['seconds']:.0f}")
+        printed.add_row(row["method"], *cells, f"{row['seconds']:.0f}")
         if row["method"].startswith("am") and evictions:
             cells = []
             for size in map(str, KEPT):
                 best = min((e["kl"][size] for e in evictions if size in e["kl"]), key=sum)
-                less = [mine - theirs for mine, theirs in zip(row["kl"][size], best, strict=True)]
+                less = [own - theirs for own, theirs in zip(row["kl"][size], best, strict=True)]
                 cells.append("{:.2f}, {:+.4f} ± {:.4f}".format(sum(row["kl"][size]) / sum(best), *over_seeds(less)))
             against.add_row(row["method"], *cells, "")
-    return [found, against]
+    return [printed, against]
 
 
 if __name__ == "__main__":

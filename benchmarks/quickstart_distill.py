@@ -81,8 +81,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/quickstart_distill.json"))
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    known = json.loads((options.quickstart / "results.json").read_text())["rows"]
-    budgets = {row["seed"]: row["budget"] for row in known}
+    stored = json.loads((options.quickstart / "results.json").read_text())["rows"]
+    budgets = {row["seed"]: row["budget"] for row in stored}
     stages = Stages(options.slots)
     with ThreadPoolExecutor(len(budgets)) as pool:
         jobs = [
@@ -92,10 +92,10 @@ def main() -> None:
         rows = [job.result() for job in jobs]
     for row in rows:
         for ours, name in (("before", "sft"), ("grpo", "rl_sparse")):
-            (found,) = (r for r in known if (r["name"], r["seed"]) == (name, row["seed"]))
+            (match,) = (r for r in stored if (r["name"], r["seed"]) == (name, row["seed"]))
             row[ours] = {
-                "accuracy": found["accuracy_evicted"], "standard_error": found["standard_error_evicted"],
-                "problems": found["n"],
+                "accuracy": match["accuracy_evicted"], "standard_error": match["standard_error_evicted"],
+                "problems": match["n"],
             }  # fmt: skip
     write(options.out, steps=STEPS, early=FIRST, rows=rows)
 

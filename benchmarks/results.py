@@ -26,7 +26,7 @@ MEASURED = ("sparse_rl", "rollout", "trainer", "rewards", "recipes", "benchmarks
 
 
 def write(out: Path, **found: Any) -> None:
-    """What was found, and `measured`: how. Makes the folder."""
+    """Write the results, and under `measured` how they were measured. Makes the folder."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"measured": measured(), **found}, indent=2) + "\n")
 

@@ -80,9 +80,9 @@ class Judge:
 
     def __init__(self, engine: Any, tokenizer: Any, task: Retrieval, documents: int, split: str) -> None:
         self.engine = engine
-        found = rows(split, documents, 0, True, task)
+        examples = rows(split, documents, 0, True, task)
         self.documents, self.questions, self.answers = [], [], []
-        for row in found:
+        for row in examples:
             document, first = row["prompt"].split(f" {ASKED} ")
             asked = tokenizer.encode(first + row["completion"])
             self.documents.append(tokenizer.encode(document))
@@ -139,7 +139,7 @@ def judged(model: str, task: Retrieval, options: argparse.Namespace) -> dict[str
     tokenizer = load_tokenizer(model_directory(model))
     judge = Judge(engine, tokenizer, task, options.documents, "evaluation")
     calibration = Judge(engine, tokenizer, task, options.calibration, "calibration")
-    found = {}
+    accuracies = {}
     for name, settings in METHODS.items():
         if options.only not in name:
             continue
@@ -147,17 +147,17 @@ def judged(model: str, task: Retrieval, options: argparse.Namespace) -> dict[str
         shares = calibration.shares(configured(10, settings, task)) if name in BUDGETED else None
         chooses = configured(10, settings, task).chooses
         times = options.times if chooses else options.times[:1]
-        values = [judge.accuracy(configured(each, settings, task), shares) for each in times]
-        found[name] = values if chooses else values * len(options.times)
-        said = " ".join(f"{value:.3f}" for value in found[name])
-        print(f"{model}: {name}: {said}  ({time.process_time() - start:.0f} CPU seconds)", flush=True)
-    return found
+        values = [judge.accuracy(configured(ratio, settings, task), shares) for ratio in times]
+        accuracies[name] = values if chooses else values * len(options.times)
+        texts = " ".join(f"{value:.3f}" for value in accuracies[name])
+        print(f"{model}: {name}: {texts}  ({time.process_time() - start:.0f} CPU seconds)", flush=True)
+    return accuracies
 
 
 def show(accuracies: dict[str, list[list[float]]], times: Sequence[int]) -> None:
     """accuracies : method -> of each model, at each of `times`."""
     table = Table(title="share of questions answered; mean over models (least to most)")
-    for name in ("method", *(f"{each} times" for each in times)):
+    for name in ("method", *(f"{ratio} times" for ratio in times)):
         table.add_column(name, justify="left" if name == "method" else "right")
     for name, values in accuracies.items():
         columns = zip(*values, strict=True)
@@ -184,7 +184,7 @@ def draw(accuracies: dict[str, list[list[float]]], times: Sequence[int], out: Pa
             axes.axhline(level, color=colour, linewidth=1, linestyle=":")
             ends.append((times[-1], level, name, colour))
     axes.set_xscale("log")
-    axes.set_xticks(times, [f"{each}×" for each in times])
+    axes.set_xticks(times, [f"{ratio}×" for ratio in times])
     axes.minorticks_off()
     axes.set_ylim(0, 1.02)
     label_ends(axes, ends)
@@ -207,13 +207,15 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, default=Path("docs/retrieval.png"))
     options = parser.parse_args()
     task = Retrieval(options.facts, options.restated, options.filler)
-    found = [judged(model, task, options) for model in options.models]
-    known = json.loads(options.out.read_text()) if options.only or not found else {"accuracies": {}}
-    times = options.times if found else known["times"]
-    merged = known["accuracies"] | {name: [one[name] for one in found] for name in (found[0] if found else ())}
+    judged_models = [judged(model, task, options) for model in options.models]
+    stored = json.loads(options.out.read_text()) if options.only or not judged_models else {"accuracies": {}}
+    times = options.times if judged_models else stored["times"]
+    merged = stored["accuracies"] | {
+        name: [one[name] for one in judged_models] for name in (judged_models[0] if judged_models else ())
+    }
     accuracies = {name: merged[name] for name in METHODS if name in merged}
     show(accuracies, times)
-    if found:
+    if judged_models:
         settings = {"documents": options.documents, "facts": task.facts, "restated": task.restated}
         write(options.out, **settings, filler=task.filler, times=times, accuracies=accuracies)
     draw(accuracies, times, options.figure)

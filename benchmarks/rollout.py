@@ -1,4 +1,4 @@
-"""What eviction gives the vLLM engine: tokens/s, peak blocks, requests in flight, preemptions, compaction.
+"""The gain of eviction in the vLLM engine: tokens/s, peak blocks, requests in flight, preemptions, compaction.
 
 Three questions. At equal KV memory: a pool that holds 4 whole sequences, and 32 requests; eviction lets them all run at
 once. At equal batch: a pool for everyone; eviction reads less, and pays for compaction. The limit on a CPU with a tiny

@@ -41,7 +41,7 @@ CHUNK = 512
 def timed(work: Callable[[], Any], runs: int) -> float:
     """The median of milliseconds, after one run to warm up: of the clock on a GPU, on a CPU of its own time."""
     cuda = torch.cuda.is_available()
-    clock, found = time.perf_counter if cuda else time.process_time, []
+    clock, times = time.perf_counter if cuda else time.process_time, []
     for _ in range(runs + 1):
         if cuda:
             torch.cuda.synchronize()
@@ -49,8 +49,8 @@ def timed(work: Callable[[], Any], runs: int) -> float:
         work()
         if cuda:
             torch.cuda.synchronize()
-        found.append((clock() - start) * 1e3)
-    return statistics.median(found[1:])
+        times.append((clock() - start) * 1e3)
+    return statistics.median(times[1:])
 
 
 def by_scan(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -69,8 +69,8 @@ def in_two_levels(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor
     total = ends[:, -1:]
     target = uniform[:, None] * total
     chunk = (torch.searchsorted(ends, target, right=True) - 1).clamp(max=mass.shape[1] - 1)
-    mine = mass[torch.arange(rows, device=mass.device), chunk[:, 0]]
-    inside = torch.cat([ends.gather(-1, chunk), mine], -1).cumsum_(-1)
+    held_mass = mass[torch.arange(rows, device=mass.device), chunk[:, 0]]
+    inside = torch.cat([ends.gather(-1, chunk), held_mass], -1).cumsum_(-1)
     place = (torch.searchsorted(inside, target, right=True) - 1).clamp(max=CHUNK - 1)
     below, above = inside.gather(-1, place), inside.gather(-1, place + 1)
     doubt = (size + 16) * 2.0**-51 * total  # of two sums, and of what is looked for in them
@@ -123,19 +123,19 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sampler.json"))
     options = parser.parse_args()
-    found = [measure(rows, size, options.runs) for rows, size in SIZES]
+    results = [measure(rows, size, options.runs) for rows, size in SIZES]
     cuts = {str(deviation): cut_elsewhere(deviation) for deviation in (2, 3, 5)}
-    write(options.out, sizes=found, cut_elsewhere_of_192=cuts)
+    write(options.out, sizes=results, cut_elsewhere_of_192=cuts)
     table = Table(title=f"One token per row, milliseconds ({torch.get_num_threads()} threads)")
     for column in ("B x V", "setting", "reference", "sampler", "times faster"):
         table.add_column(column, justify="right")
-    for each in found:
-        size = f"{each['B']} x {each['V']}"
-        for row in each["settings"]:
-            told = ", ".join(f"{key} {row[key]}" for key in ("top_k", "top_p") if key in row) or "whole distribution"
+    for result in results:
+        size = f"{result['B']} x {result['V']}"
+        for row in result["settings"]:
+            filters = ", ".join(f"{key} {row[key]}" for key in ("top_k", "top_p") if key in row) or "whole distribution"
             numbers = row["reference"], row["sampler"], row["reference"] / row["sampler"]
-            table.add_row(size, told, *(f"{number:.3g}" for number in numbers))
-        scan, levels = each["cdf"]["scan"], each["cdf"]["two levels"]
+            table.add_row(size, filters, *(f"{number:.3g}" for number in numbers))
+        scan, levels = result["cdf"]["scan"], result["cdf"]["two levels"]
         table.add_row(size, "its CDF: scan, two levels", f"{scan:.3g}", f"{levels:.3g}", f"{scan / levels:.3g}")
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)

@@ -59,7 +59,7 @@ extern "C" void fenwick(const int32_t* ranks, int32_t* cutoff, int64_t rows, int
 
 def python_fenwick(ranks: list[list[int]], k: int) -> list[list[int]]:
     """The rank of the k-th best of each prefix, -1 before there are k."""
-    found = []
+    cutoffs = []
     for row in ranks:
         width = len(row)
         tree, cutoff, top = [0] * (width + 1), [-1] * width, 1 << (width.bit_length() - 1)
@@ -77,8 +77,8 @@ def python_fenwick(ranks: list[list[int]], k: int) -> list[list[int]]:
                     left -= tree[place]
                 step //= 2
             cutoff[t] = place
-        found.append(cutoff)
-    return found
+        cutoffs.append(cutoff)
+    return cutoffs
 
 
 def compile_fenwick(folder: Path) -> Any:
@@ -101,7 +101,7 @@ def triton_fenwick() -> Callable[[torch.Tensor, int], torch.Tensor]:
 
 def timed(work: Callable[[], Any], runs: int) -> float:
     """The median of milliseconds, after one run to warm up."""
-    found = []
+    timings = []
     for _ in range(runs + 1):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -109,8 +109,8 @@ def timed(work: Callable[[], Any], runs: int) -> float:
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        found.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(found[1:])
+        timings.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(timings[1:])
 
 
 def measure(length: int, heads: int, native: Any, runs: int) -> dict[str, Any]:
@@ -119,9 +119,9 @@ def measure(length: int, heads: int, native: Any, runs: int) -> dict[str, Any]:
     k = min(2016, length // 4)
     scores = torch.randn(1, heads, length, generator=torch.Generator().manual_seed(0)).to(device)
     given: dict[str, Any] = {"window": WINDOW, "k": k}
-    found: dict[str, Any] = {"S": length, "heads": heads, "k": k}
+    result: dict[str, Any] = {"S": length, "heads": heads, "k": k}
     wanted = running_topk(scores, SINKS, kernel="torch", **given).cutoff_rank[0, :, SINKS + WINDOW :]
-    found["torch"] = timed(lambda: running_topk(scores, SINKS, kernel="torch", **given), runs)
+    result["torch"] = timed(lambda: running_topk(scores, SINKS, kernel="torch", **given), runs)
     order = scores[0, :, SINKS : length - WINDOW].sort(dim=-1, descending=True, stable=True).indices
     ranks = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=device).expand_as(order))
     width = ranks.shape[1]
@@ -129,22 +129,22 @@ def measure(length: int, heads: int, native: Any, runs: int) -> dict[str, Any]:
     if length * heads <= PYTHON_TOKENS:
         lists = host.tolist()
         assert torch.equal(torch.tensor(python_fenwick(lists, k)), wanted.long().cpu())
-        found["python Fenwick"] = timed(lambda: python_fenwick(lists, k), 1)
+        result["python Fenwick"] = timed(lambda: python_fenwick(lists, k), 1)
     if native is not None:
         cutoff = torch.full((heads, width), -1, dtype=torch.int32)
         pointers = [ctypes.c_void_p(x.data_ptr()) for x in (host, cutoff)]
         sizes = [ctypes.c_int64(x) for x in (heads, width, k)]
-        found["C++ Fenwick"] = timed(lambda: native(*pointers, *sizes), runs)
+        result["C++ Fenwick"] = timed(lambda: native(*pointers, *sizes), runs)
         assert torch.equal(cutoff, wanted.cpu())
     if device == "cuda":
         assert torch.equal(
             running_topk(scores, SINKS, kernel="triton", **given).cutoff_rank[0, :, SINKS + WINDOW :], wanted
         )
-        found["triton"] = timed(lambda: running_topk(scores, SINKS, kernel="triton", **given), runs)
+        result["triton"] = timed(lambda: running_topk(scores, SINKS, kernel="triton", **given), runs)
         fenwick = triton_fenwick()
         assert torch.equal(fenwick(ranks, k), wanted)
-        found["triton Fenwick"] = timed(lambda: fenwick(ranks, k), runs)
-    return found
+        result["triton Fenwick"] = timed(lambda: fenwick(ranks, k), runs)
+    return result
 
 
 def main() -> None:

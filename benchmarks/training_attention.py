@@ -1,4 +1,4 @@
-"""What attention under evictions costs in training on a CPU: CPU seconds, forward and backward, on one thread.
+"""The cost of attention under evictions in training on a CPU: CPU seconds, forward and backward, on one thread.
 
 Of one layer, and of a model of four with everything else that it has; 8 query / 2 kv heads of 32, one sequence, under
 the running best by uniform scores. Beside PyTorch's causal SDPA in float32:
@@ -39,8 +39,8 @@ OURS = {"masks": ("sdpa", True), "gather": ("gather", True), "float32": ("gather
 
 def trace(layers: int, length: int, budget: int) -> EvictionTrace:
     scores = torch.randn(layers, KV_HEADS, length, generator=torch.Generator().manual_seed(0))
-    found = running_topk(scores, SINKS, window=WINDOW, k=budget - SINKS - WINDOW).evict_at
-    return EvictionTrace(found.masked_fill(found >= length - 1, NEVER))
+    evict_at = running_topk(scores, SINKS, window=WINDOW, k=budget - SINKS - WINDOW).evict_at
+    return EvictionTrace(evict_at.masked_fill(evict_at >= length - 1, NEVER))
 
 
 def one_layer(length: int, budget: int) -> dict[str, Callable[[], Any]]:
@@ -89,19 +89,19 @@ def a_model(length: int, budget: int) -> dict[str, Callable[[], Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--sizes", type=int, default=len(SIZES), help="the first so many")
+    parser.add_argument("--sizes", type=int, default=len(SIZES), help="number of sizes, from the smallest")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/training_attention.json"))
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    found: dict[str, list[dict[str, Any]]] = {}
+    timings: dict[str, list[dict[str, Any]]] = {}
     for title, works_of in (("one layer", one_layer), ("a model of four layers", a_model)):
-        rows = found[title] = []
+        rows = timings[title] = []
         for length, budget in SIZES[: options.sizes]:
             works = works_of(length, budget)
             rows.append({"tokens": length, "budget": budget, **{n: seconds(w, options.runs) for n, w in works.items()}})
         show(f"CPU seconds of {title}, forward and backward (times causal SDPA)", rows, 2)
     compute_exactly(True)
-    write(options.out, **found)
+    write(options.out, **timings)
 
 
 if __name__ == "__main__":
