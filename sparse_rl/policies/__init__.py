@@ -1,14 +1,14 @@
-"""What all cache policies share; each method has a folder of its own in sparse_rl/methods.
+"""Code that all cache policies share; each method has its own folder in sparse_rl/methods.
 
     policy = make_policy("gkv", budget=512, window=16, period=128)
 
-schedule.py   when a cache is compacted and how many entries it holds, for everyone who asks
-config.py     what the settings of all policies have; both of these without torch
-base.py       the contract with an engine;  entries.py  what a policy is given, and returns
-cache.py      what a cache of the hf engine is, and its bytes
-registry.py   how a policy is made
+schedule.py   when a cache is compacted and how many entries it holds; needs no torch
+config.py     the settings that all policies have; needs no torch
+base.py       the contract between a policy and an engine;  entries.py  a policy's inputs and outputs
+cache.py      the interface of the hf engine's caches, and their sizes in bytes
+registry.py   make_policy, and the fingerprint of a policy
 
-docs/extending.md says how to add one, and which tests then cover it.
+docs/extending.md describes how to add a policy, and which tests then cover it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The contract between a cache policy and an engine.
 
 A policy is pure tensor code over R sequences and all kv heads of one layer. It never sees prompts, tokens, models or
-engines, and it keeps nothing between calls: what it wants to remember about an entry it leaves in `Entries.state`,
-which the engine moves along with the entry. When a compaction runs and how many entries it leaves is the schedule's
-business (schedule.py). What a compaction drops after query q, the engine records with evict_at = q + 1.
+engines, and it keeps nothing between calls: its memory of an entry is in `Entries.state`, which the engine moves along
+with the entry. The schedule (schedule.py) decides when a compaction runs and how many entries it leaves. If a
+compaction drops an entry after query q, the engine records evict_at = q + 1 for it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from sparse_rl.policies.schedule import Schedule
 
 
 class Policy:
-    """A cache policy: keep the sinks, the window, and the best-scored of the rest, `Entries.left` per kv head in all.
+    """A cache policy: keep the sinks, the window, and the best-scored other entries, `Entries.left` per kv head in all.
 
-    A new policy is a subclass that writes `score`; docs/extending.md says what else, and what its tests are.
+    A new policy is a subclass that implements `score`; docs/extending.md lists the other steps and the tests.
 
-    `observe` and `compact` do not ask which layer they work on: `layer` there only names the place in an error, and
-    several layers may be stacked along R in one call. `take_in` and `before_attending`, which may go by parameters of
-    each layer (`layered_parameters`), are called layer by layer.
+    `observe` and `compact` do not depend on the layer: their argument `layer` only names the layer in error messages,
+    and several layers may be stacked along R in one call. `take_in` and `before_attending` may use parameters of each
+    layer (`layered_parameters`) and are called layer by layer.
 
-    config : its settings, a `sparse_rl.methods.config.PolicyConfig`
+    config : the policy's settings, a `sparse_rl.methods.config.PolicyConfig`
     """
 
-    config: Any  # a subclass says which
-    entry_memory: ClassVar[dict[str, float]] = {}  # memory per entry: name -> value of a new entry
-    bias: ClassVar[str | None] = None  # the one of `entry_memory` that attention adds to the logits
-    every_query: ClassVar[bool] = False  # True: `observe` is called after every forward, prefill and decode
-    score_reads: ClassVar[tuple[str, ...]] = ("keys",)  # of "keys" and "values", what `score` looks at
-    observe_reads: ClassVar[tuple[str, ...]] = ("keys",)  # and what `observe` does
+    config: Any  # a subclass narrows the type
+    entry_memory: ClassVar[dict[str, float]] = {}  # memory per entry: name -> initial value
+    bias: ClassVar[str | None] = None  # the name in `entry_memory` whose values attention adds to the logits
+    every_query: ClassVar[bool] = False  # True: `observe` is called after every forward pass of prefill and decoding
+    score_reads: ClassVar[tuple[str, ...]] = ("keys",)  # the tensors that `score` reads: "keys", "values"
+    observe_reads: ClassVar[tuple[str, ...]] = ("keys",)  # the tensors that `observe` reads
     layered_parameters: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
@@ -51,35 +51,36 @@ class Policy:
 
     @property
     def last_queries(self) -> int:
-        """How many of the last queries `score` needs in `Entries.queries`."""
+        """Number of last queries that `score` needs in `Entries.queries`."""
         return 0
 
     def most_read(self, prompt: int, fed: int) -> int:
-        """The most entries of a kv head that a query of decoding reads until `fed` tokens have been fed.
+        """Maximum number of entries of a kv head that a decoding query reads until `fed` tokens have been fed.
 
-        prompt : its length in tokens, which count among those fed
+        prompt : length of the prompt in tokens, included in `fed`
         """
         return self.schedule.most_decoding(prompt, fed)
 
     @property
     def compares_keys(self) -> bool:
-        """Whether a compaction compares every two keys (R-KV's redundancy)."""
+        """True if a compaction compares every pair of keys (R-KV's redundancy)."""
         return False
 
     def by_layers(self, layers: int) -> list[tuple[Policy, int]]:
-        """The policies of a model's layers, in order, each with how many of `layers` it has."""
+        """The policies of a model's layers, in order, each with its number of layers; these sum to `layers`."""
         return [(self, layers)]
 
     def summaries(self, entries: int) -> int:
-        """Keys and values that a kv head holds beside those of its entries."""
+        """Number of summaries that a kv head with this many entries holds besides them, a key and a value each."""
         return 0
 
     def compaction_bytes(
         self, rows: int, entries: int, kv_heads: int, head_dim: int, group: int, device: str, dtype: str
     ) -> dict[str, tuple[int, str]]:
-        """What `compact` takes for a moment beside what it reads: a name -> bytes, and how many rows these are of.
+        """Temporary memory that `compact` needs besides its inputs: name -> (bytes, a note on how they are used).
 
-        rows : compacted at once, of one layer or several; group : query heads of a kv head; dtype : of the cache
+        rows : rows compacted at once, from one layer or several; group : query heads per kv head
+        dtype : dtype of the cache
         """
         if not self.compares_keys:
             return {}
@@ -89,70 +90,69 @@ class Policy:
 
     @property
     def delay(self) -> int:
-        """So many tokens after an entry has come `take_in` and `before_attending` write its memory."""
+        """Number of tokens between an entry's arrival and the writing of its memory (`take_in`, `before_attending`)."""
         return 0
 
     def sequence_memory(self, kv_heads: int, head_dim: int) -> dict[str, Tensor]:
-        """The policy's memory of one sequence in one layer, as the sequence begins: name -> [Hkv, ...], on the CPU.
+        """The policy's memory of one sequence in one layer, at the sequence's start: name -> [Hkv, ...], on the CPU.
 
-        An engine forks, selects and releases it with its sequence. Empty, unless a policy says otherwise.
+        An engine forks, selects and releases it together with its sequence. Empty by default.
         """
         return {}
 
     def bound_to(self, model: Any) -> Policy:
-        """The policy with what it takes from a model: its scorers, or how many layers it has. Engines sample under no
-        other one.
+        """Return the policy with the data that it takes from a model: its scorers, or its number of layers.
 
-        Raises UserError where the model has not what it needs.
+        Engines sample only under a bound policy. Raises UserError if the model lacks something that the policy needs.
         """
         return self
 
-    # ---- what ---------------------------------------------------------------------------------------------------
+    # ---- decisions ----------------------------------------------------------------------------------------------
 
     def take_in(self, layer: int, chunk: Chunk) -> dict[str, Tensor]:
-        """Read a chunk of prompts, where `schedule.before_attending` is true, and update `chunk.memory` in place.
+        """Read a chunk of prompts, and update `chunk.memory` in place. Called if `schedule.before_attending` is true.
 
-        Returns name -> float32 [R, Hkv, T], the memory of the entries at the chunk's positions less `delay`.
+        Returns name -> float32 [R, Hkv, T], the memory of the entries at the chunk's positions minus `delay`.
         """
         raise NotImplementedError
 
     def masks(self, layer: int, state: dict[str, Tensor], lengths: Tensor) -> Tensor | None:
-        """evict_at within prompts, int32 [R, Hkv, S]; None, unless a policy says otherwise: they are prefilled densely.
+        """evict_at within prompts, int32 [R, Hkv, S]. None, the default, means that prompts are prefilled densely.
 
         state : name -> float32 [R, Hkv, S], the memory of all entries of the prompts
-        lengths : int64 [R], tokens of each prompt
+        lengths : int64 [R], number of tokens of each prompt
         """
         return None
 
     def before_attending(self, layer: int, entries: Entries, arriving: Arriving) -> Tensor:
-        """Choose, as the query at q = entries.seen - 1 arrives and before it attends, what it still sees.
+        """Choose the entries that the arriving query at q = entries.seen - 1 still sees, before it attends.
 
-        Called for each query of decoding where `schedule.before_attending` is true. `entries` holds what the query
-        before saw; the policy may write to their memory. Returns bool [R, Hkv, N], true for what stays. What is dropped
-        gets evict_at = q, and gives its slot to the arriving token. After a dense prefill `compact` runs at the
-        end of a prompt that is longer than the budget.
+        Called for each decoding query if `schedule.before_attending` is true. `entries` holds the entries that the
+        previous query saw; the policy may write to their memory. Returns bool [R, Hkv, N], True for entries that stay.
+        A dropped entry gets evict_at = q, and its slot goes to the arriving token. After a dense prefill, `compact`
+        runs at the end of a prompt that is longer than the budget.
         """
         raise NotImplementedError
 
     def observe(self, layer: int, entries: Entries, queries: Tensor, query_positions: Tensor) -> None:
-        """See the queries of a forward, and update `entries.state` in place. Called where `every_query` is true.
+        """Process the queries of a forward pass, and update `entries.state` in place. Called if `every_query` is true.
 
         queries : [R, Hq, T, D], after RoPE
-        query_positions : int64 [R, T]; one that is >= `entries.seen` is padding
+        query_positions : int64 [R, T]; positions >= `entries.seen` are padding
         """
         raise NotImplementedError
 
     def score(self, layer: int, entries: Entries) -> Tensor:
-        """The worth of each entry, float32 [R, Hkv, N]; higher is kept. Only competing entries are looked at.
+        """The score of each entry, float32 [R, Hkv, N]; higher is kept. Only competing entries' scores count.
 
-        A policy with memory replaces `entries.state[name]`; what it leaves there stays with the survivors.
+        A policy with memory replaces `entries.state[name]`; the kept entries carry the new values along.
         """
         raise NotImplementedError
 
     def compact(self, layer: int, entries: Entries) -> Kept:
-        """Choose what stays: sinks, window, and those of the best `score`, `entries.left` in every kv head.
+        """Choose the entries that stay: sinks, window, and the best by `score`, `entries.left` in every kv head.
 
-        Of equal scores the earlier position stays. Raises NotFiniteError where a competing entry's score is NaN.
+        Among equal scores the earlier position stays. Raises NotFiniteError if a competing entry's score is NaN.
         """
         scores = self.score(layer, entries).float()
         competing = entries.competing(self.config.sinks, self.config.window)
@@ -164,21 +164,21 @@ class Policy:
         rank = ranked(scores, entries.positions).masked_fill_(~competing, bounds.max)
         rank.masked_fill_(~entries.valid(), bounds.min)
         most, least = max(entries.left), min(entries.left)
-        best = rank.topk(most, sorted=least < most).indices  # sorted where some rows leave fewer than the others
+        best = rank.topk(most, sorted=least < most).indices  # sorted only if rows leave different counts
         stays = torch.arange(most, device=best.device) < entries.left_tensor()[:, None, None]
         return Kept(torch.zeros_like(competing).scatter_(-1, best, stays.expand_as(best)), entries.state)
 
     def further(self, prompt: int, length: int) -> dict[str, Tensor]:
-        """What a trace holds beside evict_at: section -> its tensor, such as refit_at int32 [C] (trace/sections.py).
+        """The sections of a trace besides evict_at: name -> tensor, such as refit_at int32 [C] (trace/sections.py).
 
-        prompt : tokens of the prompt; length : of prompt and completion
+        prompt : number of tokens of the prompt; length : number of tokens of prompt and completion
         """
         return {}
 
     # ---- identity -------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Any]:
-        """What the settings hold, as plain values: make_policy(name, **parameters) is the same policy."""
+        """The settings as plain values: make_policy(name, **parameters) makes the same policy."""
         return self.config.parameters()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a cache of the hf engine is, how a policy's is made, and what one takes, in bytes."""
+"""The interface of the hf engine's caches, the construction of a policy's cache, and sizes in bytes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Cache(KVView, Protocol):
     """The caches of all layers for B sequences, as the hf engine drives them.
 
-    `begin_prefill` and one forward over the right-padded prompts come first; then, per token, `begin_decode` and one
-    forward.
+    The engine first calls `begin_prefill` and runs one forward pass over the right-padded prompts; then, per token, it
+    calls `begin_decode` and runs one forward pass.
 
-    seen : the tokens that each row has seen
-    past : tokens that all rows have in common before position 0 of what is fed
-    piece : tokens of a long prompt that one forward reads; None: all
+    seen : number of tokens that each row has seen
+    past : number of tokens that all rows share, and that precede position 0 of the tokens that are fed
+    piece : maximum number of tokens of a long prompt per forward pass; None means no limit
     """
 
     past: int
@@ -33,16 +33,16 @@ class Cache(KVView, Protocol):
     def seen(self) -> list[int]: ...
 
     def begin_prefill(self, prompt_lengths: Sequence[int], device: torch.device) -> None:
-        """The next forward brings whole prompts [B, max P], right-padded; or one piece of them."""
+        """Prepare for a forward pass over whole prompts [B, max P], right-padded, or over one piece of them."""
 
     def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
-        """The next forward brings one token per row; rows that are not active are frozen, for good."""
+        """Prepare for a forward pass over one token per row; rows that are not active are frozen permanently."""
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; a row may be taken several times (one prompt, many samples)."""
+        """Keep these rows, in this order; a row may be repeated (one prompt, many samples)."""
 
     def fork(self, rows: Sequence[int]) -> Self:
-        """A cache of its own with these rows, in this order; see `select`."""
+        """Return a separate cache with these rows, in this order; see `select`."""
         ...
 
     def queries(self, layer: int) -> Tensor:
@@ -50,33 +50,33 @@ class Cache(KVView, Protocol):
         ...
 
     def trace(self, row: int, length: int) -> EvictionTrace:
-        """What one row, of `length` tokens, has recorded."""
+        """The recorded trace of one row, a sequence of `length` tokens."""
         ...
 
     def allocated_bytes(self) -> int:
-        """Bytes of keys and values that are really allocated, all layers."""
+        """Bytes allocated for keys and values, all layers together."""
         ...
 
 
 def make_cache(policy: Policy) -> Any:
-    """The empty `Cache` of a policy that is bound to a model."""
+    """Make an empty `Cache` for a policy that is bound to a model."""
     return policy.config.part("cache")(policy)
 
 
 def cache_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Keys and values of one sequence that holds `entries` per kv head."""
+    """Bytes of the keys and values of one sequence with `entries` entries per kv head."""
     return 2 * layers * kv_heads * head_dim * entries * itemsize
 
 
 def state_bytes(policy: Policy, entries: int, layers: int, kv_heads: int, head_dim: int) -> int:
-    """What a policy and its cache remember of one sequence beside keys and values.
+    """Bytes that a policy and its cache store for one sequence besides keys and values.
 
-    Of each entry an int64 position and float32 scores, and what the policy remembers of the sequence itself.
+    They are an int64 position and float32 scores for each entry, and the policy's memory of the sequence itself.
     """
-    own = sum(value.nbytes for value in policy.sequence_memory(kv_heads, head_dim).values())
-    return layers * (kv_heads * entries * (8 + 4 * len(policy.entry_memory)) + own)
+    sequence_memory_bytes = sum(value.nbytes for value in policy.sequence_memory(kv_heads, head_dim).values())
+    return layers * (kv_heads * entries * (8 + 4 * len(policy.entry_memory)) + sequence_memory_bytes)
 
 
 def query_bytes(policy: Policy, layers: int, heads: int, head_dim: int, itemsize: int) -> int:
-    """The last queries of one sequence, of all `heads` query heads, that a policy scores or fits by."""
+    """Bytes of the last queries of one sequence, over all `heads` query heads, that a policy scores or fits by."""
     return layers * policy.last_queries * heads * head_dim * itemsize

@@ -1,4 +1,4 @@
-"""What the settings of every cache policy have, and the parts of its method that they name."""
+"""The settings that every cache policy has, and the names of the classes that implement its method."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from sparse_rl.policies.schedule import NeverEvicts, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig(NamedConfiguration):
-    """What the settings of all cache policies have: the policy's name, its schedule, and the parts of its method.
+    """The settings that all cache policies have: the policy's name, its schedule, and the parts of its method.
 
-    A part is named as "module:class", and imported when it is asked for (`part`), so that settings need no torch.
+    A part is named as "module:class", and imported only when `part` is called, so that settings need no torch.
 
-    `PolicyConfig.from_block({"policy": name, ...})` makes those of any policy. Raises UserError for an unknown name or
-    parameter, a missing budget, and a value that breaks a parameter's rule.
+    `PolicyConfig.from_block({"policy": name, ...})` makes the settings of any policy. Raises UserError for an unknown
+    name or parameter, a missing budget, and a value that breaks a parameter's rule.
     """
 
     family: ClassVar[str] = "cache policy"
     name_key: ClassVar[str] = "policy"
-    packs: ClassVar[bool] = True  # whether several sequences can be replayed in one row
-    in_parts: ClassVar[bool] = True  # whether some layers can have it, and others another one
-    policy_class: ClassVar[str]  # a sparse_rl.policies.base.Policy
+    packs: ClassVar[bool] = True  # True: several sequences can be replayed in one row
+    in_parts: ClassVar[bool] = True  # True: the policy can be used for only some of the layers
+    policy_class: ClassVar[str]  # a subclass of sparse_rl.policies.base.Policy
     cache_class: ClassVar[str] = "sparse_rl.methods.eviction.cache:EvictingCache"  # a sparse_rl.policies.cache.Cache
-    view_class: ClassVar[str] = "sparse_rl.attention.views.replay:ReplayView"  # replays its traces, a TraceView
-    learned_view_class: ClassVar[str]  # what a retrofit attends by, where the policy is learned
-    sections: ClassVar[str | None] = None  # a module whose SECTIONS declares what is recorded beside evict_at
+    view_class: ClassVar[str] = "sparse_rl.attention.views.replay:ReplayView"  # the TraceView that replays its traces
+    learned_view_class: ClassVar[str]  # the view of a retrofit; only learned policies have one
+    sections: ClassVar[str | None] = None  # a module whose SECTIONS declares the trace sections besides evict_at
 
     @classmethod
     def part(cls, kind: Literal["policy", "cache", "view", "learned_view"]) -> Any:
@@ -52,34 +52,34 @@ class PolicyConfig(NamedConfiguration):
 
     @property
     def schedule(self) -> Schedule:
-        """When the policy compacts, and how many entries that leaves."""
+        """The schedule: when the policy compacts, and how many entries a compaction leaves."""
         raise NotImplementedError
 
     @property
     def only_hf(self) -> str | None:
-        """Why no engine but hf samples under it, in a few words; None where all do."""
+        """The reason why only the hf engine samples under the policy, in a few words; None if all engines do."""
         return None
 
     @property
     def recorded(self) -> int:
-        """Bytes that a trace holds per layer, kv head and token."""
+        """Size of a trace in bytes per layer, kv head and token."""
         return 4
 
     def check_trainable(self) -> None:
-        """Raise UserError, with the setting as its key, where no trainer can follow what is sampled under it."""
+        """Raise UserError, with the setting as its key, if rollouts under the policy cannot be replayed in training."""
 
     def remark(self, group: int, layers: int) -> str | None:
-        """What a user should hear of it, for a model with `group` query heads to a kv head; None: nothing."""
+        """A remark for the user about these settings on a model with `group` query heads per kv head, or None."""
         return None
 
     def parameters(self) -> dict[str, Any]:
-        """Plain values: those of `as_block` without the policy's name."""
+        """Plain values: `as_block` without the policy's name."""
         return as_mapping(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FullConfig(PolicyConfig):
-    """Nothing is evicted. It has no parameters."""
+    """Nothing is evicted. The policy has no parameters."""
 
     name: ClassVar[str] = "full"
     policy_class: ClassVar[str] = "sparse_rl.methods.eviction.full:Full"

@@ -1,4 +1,4 @@
-"""What a policy is given, and what it returns: the entries of a cache, tokens that arrive, and what stays."""
+"""Inputs and outputs of a policy: the entries of a cache, arriving tokens, and the entries that stay."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from sparse_rl.errors import StoppedError
 
 
 def one_rank(value: Tensor) -> Tensor:
-    """The mean over the tensor-parallel ranks where there is one."""
+    """The mean over the tensor-parallel ranks if there is only one rank: the value itself."""
     return value
 
 
 @dataclass
 class Entries:
-    """What one layer's cache holds for R sequences, right-padded to N entries, in any order.
+    """The entries of one layer's cache for R sequences, right-padded to N entries, in any order.
 
-    What lies in the padding is of no meaning: `valid` says what is real. Several layers may be stacked along R.
+    The contents of the padding are meaningless; `valid` marks the real entries. Several layers may be stacked along R.
 
-    keys, values : [R, Hkv, N, D], keys after RoPE; None where `Policy.score_reads` (in `observe`, `observe_reads`) does
+    keys, values : [R, Hkv, N, D], keys after RoPE; None if `Policy.score_reads` (in `observe`, `observe_reads`) does
         not name them
     positions : int64 [R, Hkv, N], logical: the place of each entry's token in prompt and completion
-    lengths : int64 [R], entries held; those behind are padding
-    seen : int64 [R], tokens seen so far, so the last query stood at seen - 1
-    queries : [R, Hq, W, D], the last W queries after RoPE, oldest first (W = policy.last_queries); None where W is 0
+    lengths : int64 [R], number of entries held; the slots after them are padding
+    seen : int64 [R], number of tokens seen so far; the last query is at position seen - 1
+    queries : [R, Hq, W, D], the last W queries after RoPE, oldest first (W = policy.last_queries); None if W is 0
     scaling : the factor on q . k, usually D ** -0.5
     state : name -> float32 [R, Hkv, N], the policy's memory per entry
-    left : in a compaction, how many entries of each row and kv head it leaves (ints: no one waits for a device)
-    mean_over_ranks : the mean of a tensor over the tensor-parallel ranks, each of which holds Hkv of the layer's heads
+    left : number of entries that a compaction leaves in each kv head, per row (ints, so that reading them needs no
+        synchronization with a device)
+    mean_over_ranks : function that averages a tensor over the tensor-parallel ranks, each of which holds Hkv of the
+        layer's kv heads
     """
 
     keys: Tensor | None
@@ -46,7 +48,7 @@ class Entries:
     mean_over_ranks: Callable[[Tensor], Tensor] = one_rank
 
     def valid(self) -> Tensor:
-        """Which slots hold an entry and are not padding: bool [R, 1, N]."""
+        """True for slots that hold an entry, False for padding: bool [R, 1, N]."""
         slots = torch.arange(self.positions.shape[2], device=self.positions.device)
         return (slots < self.lengths[:, None])[:, None]
 
@@ -59,14 +61,14 @@ class Entries:
         return self.positions.masked_fill(~self.valid(), torch.iinfo(torch.int64).max).argsort(-1)
 
     def at(self, positions: Tensor) -> Tensor:
-        """The slots that hold these positions: int64 [R, Hkv]; 0 where a kv head holds its one no more.
+        """The slots that hold these positions: int64 [R, Hkv]; 0 if a kv head no longer holds the row's position.
 
-        positions : int64 [R], one of each row
+        positions : int64 [R], one for each row
         """
         return ((self.positions == positions[:, None, None]) & self.valid()).int().argmax(-1)
 
     def read(self, slots: Tensor) -> Tensor:
-        """Key and value of one entry of each kv head, one behind the other, [k; v]: [R, Hkv, 2 D].
+        """Key and value of one entry of each kv head, concatenated to [k; v]: [R, Hkv, 2 D].
 
         slots : int64 [R, Hkv]
         """
@@ -75,9 +77,9 @@ class Entries:
         return torch.cat([self.keys.gather(2, at), self.values.gather(2, at)], dim=-1)[:, :, 0]
 
     def competing(self, sinks: int, window: int) -> Tensor:
-        """Which entries may be dropped, as they are neither padding nor sinks nor in the window: bool [R, Hkv, N].
+        """True for entries that may be dropped, because they are not padding, sinks or window: bool [R, Hkv, N].
 
-        sinks : the first tokens that stay; window : the latest of the tokens seen that stay
+        sinks : number of first tokens that always stay; window : number of most recent tokens that always stay
         """
         older = self.positions < (self.seen - window)[:, None, None]
         return self.valid() & (self.positions >= sinks) & older
@@ -87,9 +89,9 @@ class Entries:
 
         queries : [R, Hq, T, D], after RoPE
         query_positions : int64 [R, T]
-        seen_by_all : so many first entries are real and no later than any query; they need no mask
+        seen_by_all : number of first entries that are real and no later than any query, and so need no mask
 
-        Padding, and what is later than the query, gets 0.
+        Padding, and entries later than the query, get 0.
         """
         assert self.keys is not None
         rows, q_heads, count, dim = queries.shape
@@ -105,19 +107,21 @@ class Entries:
     def window_attention(self, window: int) -> Tensor:
         """The attention of the last `window` queries over the entries held: float32 [R, Hkv, G, window, N]."""
         assert self.queries is not None and self.queries.shape[2] >= window
-        asked = self.seen[:, None] + torch.arange(-window, 0, device=self.seen.device)
-        needs_mask = ~self.valid() | (self.positions >= asked[:, :1, None])  # the window's own entries and padding
-        seen_by_all = int(needs_mask.flatten(0, 1).any(0).int().argmax())  # the first of them
-        return self.attention(self.queries[:, :, -window:], asked, seen_by_all)
+        query_positions = self.seen[:, None] + torch.arange(-window, 0, device=self.seen.device)
+        needs_mask = ~self.valid() | (
+            self.positions >= query_positions[:, :1, None]
+        )  # the window's own entries and padding
+        seen_by_all = int(needs_mask.flatten(0, 1).any(0).int().argmax())  # the first entry that needs a mask
+        return self.attention(self.queries[:, :, -window:], query_positions, seen_by_all)
 
 
 @dataclass
 class Arriving:
-    """One token to each row, as its query arrives at position `Entries.seen` - 1; it is not among the entries yet.
+    """One arriving token per row, at position `Entries.seen` - 1; it is not among the entries yet.
 
     keys, values : [R, Hkv, D], keys after RoPE
-    state : name -> float32 [R, Hkv], the policy's memory of these entries; it may write there
-    memory : name -> [R, Hkv, ...], its memory of these sequences, which it updates in place
+    state : name -> float32 [R, Hkv], the policy's memory of the new entries; the policy may write to it
+    memory : name -> [R, Hkv, ...], the policy's memory of these sequences, which it updates in place
     """
 
     keys: Tensor
@@ -128,12 +132,13 @@ class Arriving:
 
 @dataclass
 class Chunk:
-    """T tokens of R prompts, which are read in one or several such chunks.
+    """T tokens of R prompts; a prompt is read in one chunk or in several.
 
     keys, values : [R, Hkv, T, D], keys after RoPE
-    earlier_keys, earlier_values : [R, Hkv, `Policy.delay`, D], the tokens before them; of no meaning before position 0
-    start : int64 [R], the position of the first
-    lengths : int64 [R], the tokens of each row, the rest is padding; None: all T
+    earlier_keys, earlier_values : [R, Hkv, `Policy.delay`, D], of the tokens before the chunk; meaningless before
+        position 0
+    start : int64 [R], position of the first token
+    lengths : int64 [R], number of tokens of each row, the rest is padding; None means all T
     memory : as in Arriving
     """
 
@@ -148,12 +153,12 @@ class Chunk:
 
 @dataclass
 class Kept:
-    """The outcome of a compaction: which entries stay, and what is remembered of them.
+    """The outcome of a compaction: the entries that stay, and the policy's memory of them.
 
-    keep : bool [R, Hkv, N], true for what stays; `Entries.left` says how many should. A policy may leave another
-            count in each kv head; an engine that cannot hold such a cache says so (`check_counts`).
-    state : name -> float32 [R, Hkv, N], the policy's memory from here on
-    values : [R, Hkv, N, D], of what stays, from here on; None: as they were
+    keep : bool [R, Hkv, N], True for entries that stay; `Entries.left` is their expected number. A policy may leave
+            another number in each kv head; an engine that cannot hold such a cache raises an error (`check_counts`).
+    state : name -> float32 [R, Hkv, N], the policy's memory after the compaction
+    values : [R, Hkv, N, D], the values of the kept entries after the compaction; None means unchanged
     """
 
     keep: Tensor
@@ -161,24 +166,24 @@ class Kept:
     values: Tensor | None = None
 
     def counts(self) -> Tensor:
-        """How many entries of each kv head stay: int64 [R, Hkv]."""
+        """Number of entries of each kv head that stay: int64 [R, Hkv]."""
         return self.keep.sum(-1)
 
     def check_counts(self, entries: Entries, policy: str) -> None:
-        """For engines that hold `Entries.left` entries in every kv head of a row: raise StoppedError where they differ.
+        """Raise StoppedError if a kv head does not keep `Entries.left` entries; for engines that hold no other number.
 
-        policy : its name, for the error
+        policy : name of the policy, for the error
         """
         left = entries.left_tensor()[:, None]
         if bool((counts := self.counts()).ne(left).any()):
             row = int(counts.ne(left).any(1).nonzero()[0, 0])
             raise StoppedError(
-                f"{policy}: a compaction left {counts[row].tolist()} entries in the kv heads of a sequence, and the "
-                f"schedule says {entries.left[row]}; this engine holds as many in every head as the schedule says"
+                f"{policy}: a compaction left {counts[row].tolist()} entries in the kv heads of a sequence, but the "
+                f"schedule says {entries.left[row]}; this engine needs exactly that number in every kv head"
             )
 
     def slots(self, most: int) -> Tensor:
-        """The slots of what stays, ascending: int64 [R, Hkv, most]; behind them, where fewer than `most` stay, 0."""
-        rank = (self.keep.cumsum(-1) - 1).masked_fill_(~self.keep, most)  # what goes is written behind the others
+        """Slots of the entries that stay, ascending: int64 [R, Hkv, most]; padded with 0 if fewer than `most` stay."""
+        rank = (self.keep.cumsum(-1) - 1).masked_fill_(~self.keep, most)  # dropped entries go behind the others
         slot = torch.arange(self.keep.shape[-1], device=rank.device).expand_as(rank)
         return rank.new_zeros(*rank.shape[:2], most + 1).scatter_(-1, rank, slot)[..., :most]

@@ -1,4 +1,4 @@
-"""How a cache policy is made, and told apart."""
+"""Construction of a cache policy from a description, and its fingerprint."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sparse_rl.policies.base import Policy
 
 
 def make_policy(policy: str | Policy | PolicyConfig | Mapping[str, Any], /, **parameters: Any) -> Policy:
-    """A cache policy, made of a description; a policy is returned as it is.
+    """Make a cache policy from a description; a policy object is returned unchanged.
 
-    policy : a name, a mapping {"policy": name, its parameters} (without a name it is a full cache), or the settings
-    parameters : further parameters of a name or a mapping, which count before those of the mapping
+    policy : a name, a mapping {"policy": name, its parameters} (a full cache if it has no name), or the settings
+    parameters : further parameters for a name or a mapping; they override the parameters in the mapping
 
     Raises
     ------
@@ -26,10 +26,10 @@ def make_policy(policy: str | Policy | PolicyConfig | Mapping[str, Any], /, **pa
     if not isinstance(policy, PolicyConfig):
         block = policy if isinstance(policy, Mapping) else {"policy": policy}
         policy = PolicyConfig.from_block({"policy": "full", **block, **parameters})
-    made: Policy = policy.part("policy")(policy)
-    return made
+    instance: Policy = policy.part("policy")(policy)
+    return instance
 
 
 def fingerprint(policy: Policy) -> str:
-    """The policy as one canonical JSON line, for trace files and checkpoints."""
+    """Return the policy as one canonical JSON line, for trace files and checkpoints."""
     return json.dumps(policy.config.as_block(), sort_keys=True)

@@ -1,13 +1,14 @@
-"""When a cache is compacted, and how many entries it holds: pure functions of counts, the same for every layer.
+"""Schedules: when a cache is compacted, and how many entries it holds, as pure functions of token counts.
 
-`prompt` is the length of the prompt, `seen` (or `fed`) the tokens of prompt and completion that the cache has seen.
-All of them take ints, or int64 tensors of one shape, and so are written without branches; without torch too.
+`prompt` is the length of the prompt; `seen` (or `fed`) is the number of prompt and completion tokens that the cache has
+seen. All methods but `next_due` take ints or int64 tensors of one shape, and therefore do not branch on counts. The
+module does not import torch.
 
-Cadence: a compaction runs right after a query has attended, when the cache holds `period` entries more than
-a compaction leaves, or at the end of a prefill that is at least that long. A prompt is held whole until its prefill
-ends. Everything is counted per sequence, so that a trace never depends on the batch.
+A compaction runs right after a query has attended, when the cache holds `period` entries more than a compaction leaves,
+or at the end of a prefill that is at least that long. A prompt is held whole until its prefill ends. All layers have
+the same counts. Everything is counted per sequence, so that a trace never depends on the batch.
 
-This module knows neither scores nor tensors' contents: WHICH entries stay is the policy's choice (base.py).
+This module uses neither scores nor the contents of tensors: the policy chooses WHICH entries stay (base.py).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ NEVER = 1 << 30  # more tokens than any sequence has
 class Schedule:
     """A compaction leaves `budget` entries, and the next one runs `period` tokens later.
 
-    For a budget that grows, override `left`, and `first` with it (this one holds for a constant budget alone);
-    everything else follows from these two.
+    For a budget that grows, override `left`, and also `first`, which is written here for a constant budget; everything
+    else follows from these two.
 
     budget : entries per kv head that a compaction leaves
     period : tokens between two compactions
@@ -34,58 +35,59 @@ class Schedule:
     period: int = 1
 
     evicts: ClassVar[bool] = True
-    before_attending: ClassVar[bool] = False  # True: an entry goes before each query of decoding attends
-    counts_vary: ClassVar[bool] = False  # True: kv heads hold different numbers of entries; counts here are bounds
+    before_attending: ClassVar[bool] = False  # True: an entry is dropped before each decoding query attends
+    counts_vary: ClassVar[bool] = False  # True: kv heads hold different numbers of entries; the counts are upper bounds
 
     def left(self, prompt: Any, seen: Any) -> Any:
-        """Entries per kv head that a compaction leaves after `seen` tokens. It never falls as `seen` grows."""
+        """Entries per kv head that a compaction leaves after `seen` tokens; never decreases as `seen` grows."""
         return self.budget
 
     def first(self, prompt: Any) -> Any:
-        """The tokens seen at the first compaction: the least n >= prompt that is at least left(prompt, n) + period."""
+        """Tokens seen at the first compaction: the smallest n >= prompt with n >= left(prompt, n) + period."""
         return _larger(prompt, self.left(prompt, prompt) + self.period)
 
     @property
     def peak(self) -> int | None:
-        """The most entries that decoding ever holds, however long a sequence is; None where they grow with it."""
+        """Maximum number of entries held in decoding at any sequence length; None if it grows with the length."""
         constant = type(self).left is Schedule.left
         return self.left(0, 0) + self.period if constant else None
 
     def due(self, prompt: Any, seen: Any) -> Any:
-        """Whether a compaction runs once `seen` tokens have been seen."""
+        """True if a compaction runs once `seen` tokens have been seen."""
         over = seen - self.first(prompt)
         return (over >= 0) & (over % self.period == 0)
 
     def next_due(self, prompt: int, seen: int) -> int:
-        """The least count of tokens after `seen` at which a compaction runs."""
+        """The smallest token count greater than `seen` at which a compaction runs."""
         over = seen - self.first(prompt)
         return seen + (self.period - over % self.period if over >= 0 else -over)
 
     def held(self, prompt: Any, seen: Any) -> Any:
-        """Entries held once `seen` tokens have been seen and a compaction, if one is due, has run."""
+        """Entries held after `seen` tokens, and after the compaction that is due then, if any."""
         over = seen - self.first(prompt)
         since = over % self.period  # tokens since the last compaction
         return seen + (over >= 0) * (self.left(prompt, seen - since) + since - seen)
 
     def attended(self, prompt: Any, seen: Any) -> Any:
-        """Entries that the last of `seen` tokens attends to, itself included: those held before a compaction runs."""
+        """Entries that the last of `seen` tokens attends to, itself included: the number before a compaction runs."""
         return self.held(prompt, seen - 1) + 1
 
     def most_decoding(self, prompt: Any, fed: Any) -> Any:
-        """No query of decoding attends to more entries until `fed` tokens have been fed."""
+        """Maximum number of entries that a decoding query attends to until `fed` tokens have been fed."""
         return _smaller(fed, self.left(prompt, fed) + self.period)
 
     def most_held(self, prompt: Any, fed: Any) -> Any:
-        """No more entries are held until `fed` tokens have been fed, the prompt's while it is prefilled among them."""
+        """Maximum number of entries held until `fed` tokens have been fed, the prefill of the prompt included."""
         return _smaller(fed, _larger(prompt, self.most_decoding(prompt, fed)))
 
 
 @dataclass(frozen=True)
 class KeepsAFraction(Schedule):
-    """A compaction leaves `budget` entries, and one for every `compression` tokens.
+    """A compaction leaves `budget` entries, and one more for every `compression` tokens.
 
     compression : >= 2
-    of_prompt : counts all tokens of the prompt; else those seen behind the `budget`, so that what is left grows
+    of_prompt : True counts all tokens of the prompt; False counts the tokens seen beyond `budget`, so that the number
+        of entries left grows
     """
 
     compression: int = 2
@@ -98,14 +100,14 @@ class KeepsAFraction(Schedule):
     def first(self, prompt: Any) -> Any:
         if self.of_prompt:
             return _larger(prompt, self.left(prompt, 0) + self.period)
-        # of m tokens behind the budget m - m // compression have to be `period`
+        # budget + m, with the smallest m for which m - m // compression >= period
         least = self.budget + (self.compression * self.period - 1) // (self.compression - 1)
         return _larger(prompt, prompt * 0 + least)
 
 
 @dataclass(frozen=True)
 class NeverEvicts(Schedule):
-    """A full cache: the first compaction never comes."""
+    """A full cache: no compaction ever runs."""
 
     budget: int = NEVER
     evicts: ClassVar[bool] = False
@@ -119,9 +121,9 @@ class NeverEvicts(Schedule):
 
 @dataclass(frozen=True)
 class EvictsBeforeAttending(Schedule):
-    """In decoding an entry goes as each query arrives, and before it attends: a kv head never holds more than `budget`.
+    """In decoding, an entry is dropped before each query attends, so that a kv head never holds more than `budget`.
 
-    A compaction runs but once, at the end of a longer prompt.
+    The only compaction runs at the end of a prompt that is longer than `budget`.
     """
 
     before_attending: ClassVar[bool] = True
@@ -148,9 +150,9 @@ class EvictsBeforeAttending(Schedule):
 
 @dataclass(frozen=True)
 class NothingCompacts(NeverEvicts):
-    """No compaction ever runs, but something is no longer read, from `begins` tokens on where the prompt is shorter.
+    """No compaction ever runs, but queries after the prompt may stop reading entries once `begins` tokens are seen.
 
-    begins : the tokens seen when that can happen first
+    begins : number of tokens seen at which an entry can first be left unread
     """
 
     evicts: ClassVar[bool] = True
@@ -178,7 +180,7 @@ class NothingCompacts(NeverEvicts):
 
 @dataclass(frozen=True)
 class ReadsPages(NothingCompacts):
-    """Everything is held; tokens of closed pages are read as summaries, from the first query after the prompt on."""
+    """All entries are held; from the first query after the prompt on, closed pages are read as summaries."""
 
     def first(self, prompt: Any) -> Any:
         return _larger(prompt + 1, prompt * 0 + self.begins)
@@ -186,15 +188,15 @@ class ReadsPages(NothingCompacts):
 
 @dataclass(frozen=True)
 class PerLayer(NothingCompacts):
-    """Each layer is compacted by a schedule of its own; this one only counts: the mean over layers, rounded up.
+    """Each layer is compacted by its own schedule; this schedule only gives counts: means over layers, rounded up.
 
-    parts : (layers, their schedule)
+    parts : (number of layers, their schedule) of each range of layers
     """
 
     parts: tuple[tuple[int, Schedule], ...] = ()
 
     def first(self, prompt: Any) -> Any:
-        """The tokens seen at the first compaction of any layer."""
+        """Tokens seen at the first compaction of any layer."""
         first, *others = (schedule.first(prompt) for _, schedule in self.parts)
         for other in others:
             first = _smaller(first, other)
@@ -213,7 +215,7 @@ class PerLayer(NothingCompacts):
 
 @dataclass(frozen=True)
 class GatesDecide(NothingCompacts):
-    """Entries go before queries attend, how many is not known: kv heads hold different numbers. Counts are bounds."""
+    """Gates decide how many entries are dropped before queries attend, per kv head; the counts are upper bounds."""
 
     before_attending: ClassVar[bool] = True
     counts_vary: ClassVar[bool] = True

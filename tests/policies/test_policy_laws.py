@@ -232,7 +232,7 @@ def test_counts_that_differ_between_heads_are_refused_in_one_line() -> None:
     batch = ragged_batch(0, [5, 9], [20, 20])
     feed(Given(torch.arange(40.0), budget=8, period=2), batch)
     wrong = (
-        r"^given: a compaction left \[8, 7\] entries in the kv heads of a sequence, and the schedule says 8; [^\n]*$"
+        r"^given: a compaction left \[8, 7\] entries in the kv heads of a sequence, but the schedule says 8; [^\n]*$"
     )
     with pytest.raises(StoppedError, match=wrong):
         feed(Lopsided(torch.arange(40.0), budget=8, period=2), batch)
