@@ -1,10 +1,11 @@
-"""A learned policy that decides before a layer attends, on the paged cache: one token comes, and one goes, per kv head.
+"""The paged cache under a learned policy that decides before a layer attends: per kv head, each new token evicts one.
 
-What can be known before the forward is found there, for all layers at once (L is folded into the rows): the worst of
-the entries that compete, and the slot of the token that leaves the window. Where a token is scored as it comes, that is
-the whole decision. A delayed score needs the layer's own new key: in the layer remain the scorer's step, one comparison
-and the write of K and V to a slot of each head, before attention is computed. Scores of tokens that have come are
-computed after the forward, of all layers at once (L is folded into the heads).
+Everything that does not depend on the new keys is computed before the forward pass, for all layers at once (L is folded
+into the rows): the worst of the competing entries, and the slot of the token that leaves the window. If a token is
+scored on arrival, that is the whole decision. A delayed score needs the layer's own new key: the layer then runs the
+scorer's step and one comparison, and writes K and V to one slot of each head, before it computes attention. Scores of
+tokens that are scored on arrival are computed after the forward pass, for all layers at once (L is folded into the
+heads).
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from sparse_rl.policies.entries import Chunk
 
 @dataclass
 class Singles:
-    """R requests that bring one token each.
+    """R requests that add one token each.
 
-    tokens : of the batch, a slice or int64 [R]; first, seen int64 [R]
-    block, place : int64 [L, R, Hkv], where it goes; dropped : int64 [L, R, Hkv], the position that goes, -1: none
-    came : the new keys and values [L, R, Hkv, 2 D], where they are scored as they come
-    leaving : where scores are delayed, of what leaves the window
+    tokens : indices of their tokens in the batch, a slice or int64 [R]
+    first, seen : first block of each request, and tokens seen by it, int64 [R]
+    block, place : int64 [L, R, Hkv], slot that the new token is written to
+    dropped : int64 [L, R, Hkv], position of the evicted token; -1 means none
+    came : new keys and values [L, R, Hkv, 2 D], if tokens are scored on arrival
+    leaving : tokens that leave the window, if scores are delayed
     """
 
     tokens: Any
@@ -50,12 +53,15 @@ class Singles:
 
 @dataclass
 class Leaving:
-    """The token that leaves the window of each of R requests, which is scored as the new one meets the memory.
+    """For each of R requests, the token that leaves the window. It is scored when the new token enters the memory.
 
-    positions int64 [R], < 0: none; block, place : int64 [L, R, Hkv], where it is
-    competes : bool [R], it may go; candidate : float32 [L, R, Hkv], the priority of what goes unless it does, NaN where
-        it may not; aged : float32 [L, R, Hkv], what its score is less than that of a token 0
-    priority : float32 [L, R, Hkv], its own, layer by layer; rows : int64 [R], of the memory, known in the forward
+    positions : int64 [R]; a negative position means that no token leaves
+    block, place : int64 [L, R, Hkv], slot of the leaving token
+    competes : bool [R], True if the leaving token may be evicted
+    candidate : float32 [L, R, Hkv], priority of the entry that is evicted otherwise; NaN if `competes` is False
+    aged : float32 [L, R, Hkv], decay term that is subtracted from the leaving token's score to give its priority
+    priority : float32 [L, R, Hkv], priority of the leaving token, filled in layer by layer
+    rows : int64 [R], rows of the scorers' memory, set in the forward pass
     """
 
     positions: Tensor
@@ -69,7 +75,7 @@ class Leaving:
 
 
 class Scorers:
-    """Those of all layers and of this rank's kv heads: by layer, and as one of L x Hkv heads, in the same memory."""
+    """Scorers of all layers, for this rank's kv heads: one per layer, and one for all L x Hkv heads, sharing memory."""
 
     def __init__(self, policy: KVpop, layers: int, heads: int, dim: int, device: torch.device) -> None:
         config = policy.config.scorer
@@ -80,23 +86,26 @@ class Scorers:
         self.of_layer = [sketch_scorer(config, heads=heads, dim=dim) for _ in range(layers)]
         for layer, scorer in enumerate(self.of_layer):
             for name, weight in self.all.named_parameters():
-                mine = weight[layer * heads : (layer + 1) * heads]
-                setattr(scorer, name, nn.Parameter(mine, requires_grad=False))
+                layer_weight = weight[layer * heads : (layer + 1) * heads]
+                setattr(scorer, name, nn.Parameter(layer_weight, requires_grad=False))
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """By the names of cache_scorer.safetensors: a layer's number, and the parameter's name. Heads come first.
+        """Load weights by their names in cache_scorer.safetensors: layer number, parameter name. Dimension 0 is heads.
 
-        log_decay : [L, Hkv], from here on
+        Also sets log_decay : [L, Hkv].
         """
-        own = self.by_name()
-        if own.keys() != weights.keys():
-            raise UserError(f"the engine has other scorers: {', '.join(sorted(own.keys() ^ weights.keys())[:3])}")
-        for name, weight in own.items():
+        parameters = self.by_name()
+        if parameters.keys() != weights.keys():
+            raise UserError(
+                "the engine's scorers have other parameters than the given weights: "
+                f"{', '.join(sorted(parameters.keys() ^ weights.keys())[:3])}"
+            )
+        for name, weight in parameters.items():
             weight.copy_(weights[name][paged.own_heads(self.heads)])
         self.log_decay = torch.stack([scorer.log_decay() for scorer in self.of_layer]).to(self.device)
 
     def by_name(self) -> dict[str, Tensor]:
-        """This rank's, by the names of cache_scorer.safetensors."""
+        """Return this rank's parameters by their names in cache_scorer.safetensors."""
         return {f"{i}.{name}": w for i, scorer in enumerate(self.of_layer) for name, w in scorer.named_parameters()}
 
 
@@ -118,46 +127,48 @@ class ArrivalState(CacheState):
         self.singles: Singles | None = None
         self.parts: list[
             tuple[int, slice, int]
-        ] = []  # of prompts: request, its tokens in the batch, so many are cached
+        ] = []  # chunks of prompts: request, its tokens in the batch, number of its tokens cached before
 
     def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
         super().begin(ended, begun)
-        rows = self._sent([self.row_of[each.block] for each in begun])
+        rows = self._sent([self.row_of[newcomer.block] for newcomer in begun])
         for name, value in self.memory.items():
             value[:, rows] = self.empty[name]
 
     # ---- before the forward -----------------------------------------------------------------------------------------
 
     def enter(self, block: Tensor, place: Tensor, logical: Tensor) -> None:
-        """Nothing yet: slots differ between layers and heads, and `arrive` writes what enters them."""
+        """Do nothing: slots differ between layers and heads, so `arrive` and `after_forward` write the new entries."""
 
     def make_plan(self, block_table: Tensor, seq_lens: Tensor, starts: Tensor, starts_cpu: Tensor) -> Plan:
         plan = super().make_plan(block_table, seq_lens, starts, starts_cpu)
         counts = starts_cpu.diff()
-        many = (counts > 1).nonzero()[:, 0].tolist()
-        lengths = plan.lengths.tolist() if many else []  # a prompt is held whole while it is read
-        self.parts = [(r, slice(int(starts_cpu[r]), int(starts_cpu[r + 1])), lengths[r] - int(counts[r])) for r in many]
-        alone = (counts == 1).nonzero()[:, 0]
-        self.singles = self._singles(plan, alone, starts) if len(alone) else None
+        chunks = (counts > 1).nonzero()[:, 0].tolist()
+        lengths = plan.lengths.tolist() if chunks else []  # a prompt is held whole while it is prefilled
+        self.parts = [
+            (r, slice(int(starts_cpu[r]), int(starts_cpu[r + 1])), lengths[r] - int(counts[r])) for r in chunks
+        ]
+        single = (counts == 1).nonzero()[:, 0]
+        self.singles = self._singles(plan, single, starts) if len(single) else None
         return plan
 
-    def _singles(self, plan: Plan, alone: Tensor, starts: Tensor) -> Singles:
-        every = len(alone) == len(plan.seen)
-        rows: Any = slice(None) if every else alone.to(self.device)
-        tokens: Any = slice(0, len(alone)) if every else starts[rows].long()
+    def _singles(self, plan: Plan, single: Tensor, starts: Tensor) -> Singles:
+        all_single = len(single) == len(plan.seen)
+        rows: Any = slice(None) if all_single else single.to(self.device)
+        tokens: Any = slice(0, len(single)) if all_single else starts[rows].long()
         first, seen = plan.first[rows], plan.seen[rows]
         prompt, schedule = self.prompt_length[first], self.policy.schedule
         held = schedule.held(prompt, seen - 1)
         full = (seen > prompt) & (held >= schedule.budget)
         blocks = plan.blocks[rows][:, : -(-(self._most_held(held) + 1) // self.block_size)]
-        layers, heads, count = len(self.caches), len(self.heads), len(alone)
+        layers, heads, count = len(self.caches), len(self.heads), len(single)
         entries = self._entries(self._in(range(layers), Group(blocks, held, seen)), reads=())
         slot, candidate, is_nan = self.policy.worst(entries, but=1 if self.policy.delay else 0)
-        goes = full.repeat(layers)[:, None]
-        self._fail(first, (is_nan & goes).view(layers, count, heads))
+        evicted = full.repeat(layers)[:, None]
+        self._fail(first, (is_nan & evicted).view(layers, count, heads))
         dropped = entries.positions.gather(-1, slot[..., None])[..., 0]
-        block, place = self._at(blocks, torch.where(goes, slot, entries.lengths[:, None]))
-        dropped = torch.where(goes, dropped, -1).view(layers, count, heads)
+        block, place = self._at(blocks, torch.where(evicted, slot, entries.lengths[:, None]))
+        dropped = torch.where(evicted, dropped, -1).view(layers, count, heads)
         singles = Singles(tokens, first, seen, block, place, dropped)
         if not self.policy.delay:
             keys = self.slab.keys
@@ -167,8 +178,8 @@ class ArrivalState(CacheState):
         competes = (positions >= self.policy.config.sinks) & full
         candidate = candidate.view(layers, count, heads).masked_fill(~competes[:, None], torch.nan)
         aged = self.policy.aged(self.scorers.log_decay[:, None], positions.clamp(min=0)[:, None])
-        left = self._at(blocks, entries.at(positions.repeat(layers)))
-        singles.leaving = Leaving(positions, *left, competes, candidate, aged, torch.empty_like(candidate))
+        leaving_slot = self._at(blocks, entries.at(positions.repeat(layers)))
+        singles.leaving = Leaving(positions, *leaving_slot, competes, candidate, aged, torch.empty_like(candidate))
         return singles
 
     def stay(self, plan: Plan, fixed: Fixed) -> None:
@@ -177,7 +188,7 @@ class ArrivalState(CacheState):
             fixed.copy_fields(self.singles, len(self.singles.first))
 
     def _at(self, blocks: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """(block, place in it) of slots [L x R, Hkv] of requests whose blocks are [R, n]: [L, R, Hkv] each."""
+        """(block, place in the block), [L, R, Hkv] each, of slots [L x R, Hkv] of requests with blocks [R, n]."""
         slot = slot.view(len(self.caches), len(blocks), -1)
         block = blocks.expand(len(slot), -1, -1).gather(2, slot // self.block_size)
         return block, slot % self.block_size
@@ -185,7 +196,7 @@ class ArrivalState(CacheState):
     # ---- in the forward, before a layer attends ---------------------------------------------------------------------
 
     def arrive(self, name: str, key: Tensor, value: Tensor) -> bool:
-        """A layer's new keys and values [T, Hkv, D]: all of it that is written to the cache is written here."""
+        """Write a layer's new keys and values [T, Hkv, D] to the cache. Returns True: vLLM need not write them."""
         layer, singles = self.index[name], self.singles
         if singles is not None:
             new = key[singles.tokens], value[singles.tokens]
@@ -194,32 +205,35 @@ class ArrivalState(CacheState):
             else:
                 torch.cat(new, dim=-1, out=singles.came[layer])
             where = singles.block[layer], self.heads, singles.place[layer]
-            for cache, one in zip(self.caches[layer], new, strict=True):
-                cache[where] = one
-        for request, tokens, before in self.parts:
-            self._take_in(layer, request, before, key[tokens], value[tokens])
+            for cache, entry in zip(self.caches[layer], new, strict=True):
+                cache[where] = entry
+        for request, tokens, cached in self.parts:
+            self._take_in(layer, request, cached, key[tokens], value[tokens])
         return True
 
     def _decide(self, layer: int, singles: Singles, key: Tensor, value: Tensor) -> None:
-        """Score the token that leaves the window, now that the memory meets the layer's new one: who goes?"""
+        """Score the token that leaves the window, now that the layer's new token is known, and choose what to evict."""
         leaving = singles.leaving
         assert leaving is not None
         if leaving.rows is None:
             leaving.rows = self.row[singles.first]
         block, place = leaving.block[layer], leaving.place[layer]
-        asked = torch.cat([cache[block, self.heads, place] for cache in self.caches[layer]], dim=-1)[:, :, None]
+        leaving_entry = torch.cat([cache[block, self.heads, place] for cache in self.caches[layer]], dim=-1)[:, :, None]
         memory = {name: value[layer, leaving.rows] for name, value in self.memory.items()}
         x, positions = torch.cat([key, value], dim=-1)[:, :, None], leaving.positions[:, None]
-        scores = self.scorers.of_layer[layer].follow(memory, x, asked, positions)[:, :, 0]
+        scores = self.scorers.of_layer[layer].follow(memory, x, leaving_entry, positions)[:, :, 0]
         for name, after in memory.items():
             self.memory[name][layer, leaving.rows] = after
         priority = torch.sub(scores, leaving.aged[layer], out=leaving.priority[layer])
-        goes = priority <= leaving.candidate[layer]  # of equal ones the latest goes, and this is the latest
-        for at, left in ((singles.block[layer], block), (singles.place[layer], place)):
-            torch.where(goes, left, at, out=at)
+        evicted = priority <= leaving.candidate[layer]  # among equal priorities the latest token goes: the leaving one
+        for target, leaving_slot in ((singles.block[layer], block), (singles.place[layer], place)):
+            torch.where(evicted, leaving_slot, target, out=target)
 
-    def _take_in(self, layer: int, request: int, before: int, key: Tensor, value: Tensor) -> None:
-        """A chunk of a prompt [T, Hkv, D], which is held whole, in order of position, until its end."""
+    def _take_in(self, layer: int, request: int, cached: int, key: Tensor, value: Tensor) -> None:
+        """Write a chunk of a prompt [T, Hkv, D]. A prompt is held whole, in order of position, until its prefill ends.
+
+        cached : number of the prompt's tokens that precede the chunk
+        """
         plan, delay = self.plan, self.policy.delay
         assert plan is not None
         blocks, row = plan.blocks[request], self.row[plan.first[request]]
@@ -228,27 +242,27 @@ class ArrivalState(CacheState):
         def where(positions: Tensor) -> tuple[Tensor, ...]:
             return blocks[positions // self.block_size][:, None], self.heads, (positions % self.block_size)[:, None]
 
-        back = where(torch.arange(before - delay, before, device=self.device).clamp(min=0))
-        earlier = (cache[back] for cache in self.caches[layer])
-        k, v, earlier_k, earlier_v = (one.transpose(0, 1)[None] for one in (key, value, *earlier))
-        start = torch.tensor([before], device=self.device)
-        found = self.policy.take_in(layer, Chunk(k, v, earlier_k, earlier_v, start, None, memory))
+        delayed = where(torch.arange(cached - delay, cached, device=self.device).clamp(min=0))
+        earlier = (cache[delayed] for cache in self.caches[layer])
+        k, v, earlier_k, earlier_v = (entry.transpose(0, 1)[None] for entry in (key, value, *earlier))
+        start = torch.tensor([cached], device=self.device)
+        states = self.policy.take_in(layer, Chunk(k, v, earlier_k, earlier_v, start, None, memory))
         for name, after in memory.items():
             self.memory[name][layer, row] = after[0]
-        positions = torch.arange(before, before + len(key), device=self.device)
+        positions = torch.arange(cached, cached + len(key), device=self.device)
         now = where(positions)
-        for cache, one in zip(self.caches[layer], (key, value), strict=True):
-            cache[now] = one
+        for cache, entry in zip(self.caches[layer], (key, value), strict=True):
+            cache[now] = entry
         self.positions[layer][now] = positions.int()[:, None]
         scored = positions - delay
         real = scored >= 0
-        for name, state in found.items():
+        for name, state in states.items():
             self.state[name][layer][where(scored[real])] = state[0].transpose(0, 1)[real]
 
     # ---- after the forward ------------------------------------------------------------------------------------------
 
     def after_forward(self) -> None:
-        """Positions, and the scores of tokens that are scored as they come; and write down what was dropped."""
+        """Write positions and priorities, and record the dropped tokens."""
         singles, self.singles, self.parts = self.singles, None, []
         if singles is None:
             return
@@ -265,15 +279,17 @@ class ArrivalState(CacheState):
             self.record.arrive(self.number[singles.first], now, singles.dropped)
 
     def _settle(self, singles: Singles, leaving: Leaving, layers: Tensor) -> None:
-        """Write down the priorities of what has left the window, and where it was this that went."""
-        goes = leaving.priority <= leaving.candidate
-        singles.dropped = torch.where(goes, leaving.positions[:, None], singles.dropped)
+        """Write the priorities of the tokens that left the window, and note those that were evicted themselves."""
+        evicted = leaving.priority <= leaving.candidate
+        singles.dropped = torch.where(evicted, leaving.positions[:, None], singles.dropped)
         self._fail(singles.first, leaving.priority.isnan() & leaving.competes[:, None])
-        left, priorities = (layers, leaving.block, self.heads, leaving.place), self.state[PRIORITY]
-        priorities[left] = torch.where((leaving.positions >= 0)[:, None], leaving.priority, priorities[left])
+        leaving_slot, priorities = (layers, leaving.block, self.heads, leaving.place), self.state[PRIORITY]
+        priorities[leaving_slot] = torch.where(
+            (leaving.positions >= 0)[:, None], leaving.priority, priorities[leaving_slot]
+        )
 
     def _score(self, singles: Singles, now: Tensor) -> Tensor:
-        """The priorities float32 [L, R, Hkv] of the tokens that have come."""
+        """Return the priorities of the new tokens, float32 [L, R, Hkv]."""
         assert singles.came is not None
         x = singles.came.transpose(0, 1).flatten(1, 2)[:, :, None]  # L x Hkv heads
         rows = self.row[singles.first]
@@ -285,6 +301,10 @@ class ArrivalState(CacheState):
         return priority.unflatten(1, (len(self.caches), -1)).transpose(0, 1)
 
     def _fail(self, first: Tensor, is_nan: Tensor) -> None:
-        """Requests, by first block, int64 [R], of which a priority is NaN, bool [L, R, Hkv]."""
+        """Mark requests as failed if one of their priorities is NaN.
+
+        first : int64 [R], first blocks of the requests
+        is_nan : bool [L, R, Hkv]
+        """
         rows = self.row[first]
         self.failed[rows] = self.failed[rows] | is_nan.any((0, -1))

@@ -1,8 +1,9 @@
-"""What eviction changes in an attention backend: physical lengths and slots go in, the queries come out.
+"""Changes that eviction needs in an attention backend: it receives physical lengths and slots, and returns the queries.
 
 `EvictingBuilder` and `EvictingImpl` are mixed into the two parts of a stock backend, `EvictingNames` into the backend:
-in backend_cpu.py, and in backend_cuda.py for FlashAttention and Triton. RoPE positions stay logical. In float32 on a
-CPU attention is computed as the trainer does (exact.py), where asked to. Without a policy the rest is stock.
+in backend_cpu.py, and in backend_cuda.py for FlashAttention and Triton. RoPE positions stay logical. With the option
+`exact`, float32 attention on a CPU is computed as in the trainer (exact.py). Without a policy, everything else is stock
+vLLM.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from sparse_rl.policies.schedule import NEVER
 
 
 class EvictingBuilder:
-    """Mixed into a metadata builder: physical lengths and slots instead of logical ones.
+    """Mixin for a metadata builder: replaces logical lengths and slots by physical ones.
 
-    They are written to memory that stays where it is: a CUDA graph of a whole decode step reads them there.
+    They are written to memory with a fixed address, because a CUDA graph of a whole decode step reads them there.
     """
 
-    supports_update_block_table = False  # it would put logical slots into metadata of ours
+    supports_update_block_table = False  # an update would put logical slots into our metadata
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -41,7 +42,7 @@ class EvictingBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """For whole forwards: else Python runs in every layer."""
+        """Allow CUDA graphs of whole forward passes only with `full_graphs`; otherwise Python runs in every layer."""
         config = arguments.cache_config(vllm_config)
         whole = config is not None and config.full_graphs
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if whole else AttentionCGSupport.NEVER
@@ -53,13 +54,13 @@ class EvictingBuilder:
         common = common_attn_metadata
         seen, starts = common.seq_lens, [common.query_start_loc, common.query_start_loc_cpu]
         rows = len(seen)
-        if int(starts[1][-1]) < rows:  # a graph's padding: as requests with one token, in the block that is nobody's
-            starts = [torch.arange(rows + 1, dtype=torch.int32, device=each.device) for each in starts]
+        if int(starts[1][-1]) < rows:  # padding of a graph: treated as requests with one token, in the null block
+            starts = [torch.arange(rows + 1, dtype=torch.int32, device=start.device) for start in starts]
             seen = seen.clamp(min=1)
         plan = state.make_plan(common.block_table_tensor, seen, *starts)
         state.stay(plan, self.fixed)
         lengths = self.fixed.copy("lengths", plan.lengths.int(), rows)
-        slots = self.slots[: len(common.slot_mapping)].copy_(common.slot_mapping)  # may be padded behind
+        slots = self.slots[: len(common.slot_mapping)].copy_(common.slot_mapping)  # may be padded at the end
         slots[: len(plan.slots)] = plan.slots
         longest = state.longest(common.max_seq_len, common.max_query_len)
         physical = common.replace(seq_lens=lengths, slot_mapping=slots, max_seq_len=longest)
@@ -70,12 +71,12 @@ class EvictingBuilder:
 
 
 class EvictingImpl:
-    """Mixed into an implementation: writes at physical slots, and hands the queries out."""
+    """Mixin for an attention implementation: writes to physical slots, and passes the queries to the cache state."""
 
     config: arguments.CacheConfig | None = None  # of the engine whose model was built last in this process
-    longest = NEVER  # tokens of its sequences
+    longest = NEVER  # maximum number of tokens in a sequence of that engine
     head_size: int
-    wide = 0  # the head size of the cache, where biases are folded into it
+    wide = 0  # the head size of the cache if biases are folded into it, else 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,11 +88,11 @@ class EvictingImpl:
         if config is not None and config.physical:
             refusals.refuse_unsupported(vllm_config, config.full_graphs)
             if config.folds:
-                # the stock implementations part keys from values by their own head size
+                # the stock implementations use their head size to separate keys from values
                 self.head_size = self.wide = folded.wide_head(self.head_size, arguments.on_cpu())
 
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
-        # The slots that vLLM hands over come from the forward context and are logical; those of the metadata are ours.
+        # vLLM passes the slots of the forward context, which are logical. The metadata holds our physical slots.
         metadata: Any = get_forward_context().attn_metadata
         state = paged.live_state()
         if state is not None and metadata is not None:
@@ -99,7 +100,7 @@ class EvictingImpl:
                 return
             slot_mapping = metadata[layer.layer_name].slot_mapping
         if self.wide:
-            key, value = (folded.widened(one, self.wide) for one in (key, value))
+            key, value = (folded.widened(heads, self.wide) for heads in (key, value))
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
 
     def forward(
@@ -125,9 +126,9 @@ class EvictingImpl:
             attend(q, keys, values, m.block_table, m.seq_lens, m.query_start_loc, scale, out, bias)
         elif self.wide:
             coordinates = zip((query, key, value), (1 / scale, 0.0, 0.0), strict=True)
-            heads = [folded.widened(one, self.wide, coordinate) for one, coordinate in coordinates]
-            out = stock(layer, *heads, kv_cache, m, torch.zeros_like(heads[0]), *args, **kwargs)
-            output.view(query.shape).copy_(out.view(heads[0].shape)[..., : query.shape[-1]])
+            wide_heads = [folded.widened(heads, self.wide, coordinate) for heads, coordinate in coordinates]
+            out = stock(layer, *wide_heads, kv_cache, m, torch.zeros_like(wide_heads[0]), *args, **kwargs)
+            output.view(query.shape).copy_(out.view(wide_heads[0].shape)[..., : query.shape[-1]])
         else:
             output = stock(layer, query, key, value, kv_cache, m, output, *args, **kwargs)
         if state is not None:
@@ -136,7 +137,7 @@ class EvictingImpl:
 
 
 class EvictingNames:
-    """Mixed into a backend: it names a builder and an implementation of ours, and gives layers their specification."""
+    """Mixin for a backend: names our builder and implementation, and gives each layer its cache specification."""
 
     builder: ClassVar[type]
     impl: ClassVar[type]
@@ -151,7 +152,7 @@ class EvictingNames:
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """A layer's cache spec under the policy of the engine that is being built."""
+        """Return a layer's cache specification under the policy of the engine that is being built."""
         config = EvictingImpl.config
         if config is None:
             return spec

@@ -14,20 +14,20 @@ from rollout.vllm.backend import EvictingBuilder, EvictingImpl, EvictingNames
 
 
 class EvictingCPUBuilder(EvictingBuilder, CPUAttentionMetadataBuilder):
-    """vLLM's metadata on CPUs, of the physical lengths, and never for AMX."""
+    """Builder of vLLM's metadata on CPUs, with physical lengths, and never for AMX."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.isa == "amx":  # its packing of keys is not one that we can read
+        if self.isa == "amx":  # we cannot read its packed layout of keys
             self.isa = "vec"
             self._set_isa_to_layers(self.layer_names)
 
 
 class EvictingCPUImpl(EvictingImpl, CPUAttentionBackendImpl):
-    """Attention over what is held, on CPUs."""
+    """Attention over the held entries, on CPUs."""
 
 
 class EvictingCPUBackend(EvictingNames, CPUAttentionBackend):
-    """vLLM's backend on CPUs with our builder, implementation and cache specification."""
+    """vLLM's CPU backend with our builder, implementation and cache specification."""
 
     builder, impl = EvictingCPUBuilder, EvictingCPUImpl

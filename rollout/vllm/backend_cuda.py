@@ -1,7 +1,7 @@
-"""The evicting backends on NVIDIA GPUs: vLLM's FlashAttention, or its Triton kernels where that does not run.
+"""The evicting backends on NVIDIA GPUs: vLLM's FlashAttention, or its Triton kernels if FlashAttention cannot run.
 
-`EvictingBackend` is registered as CUSTOM and only chooses. The backends keep the stock names, by which vLLM tells
-kernels apart. Written from vLLM 0.31's source: none of it has been run.
+`EvictingBackend` is registered as CUSTOM and only chooses between the two. Both keep their stock names, because vLLM
+distinguishes kernels by name. This file was written from vLLM 0.31's source: none of it has been run.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rollout.vllm.backend import EvictingBuilder, EvictingImpl, EvictingNames
 
 
 class EvictingFlashBuilder(EvictingBuilder, FlashAttentionMetadataBuilder):
-    """The metadata of FlashAttention, of the physical lengths."""
+    """Builder of FlashAttention's metadata, with physical lengths."""
 
 
 class EvictingFlashImpl(EvictingImpl, FlashAttentionImpl):
-    """FlashAttention over what is held."""
+    """FlashAttention over the held entries."""
 
 
 class EvictingFlashBackend(EvictingNames, FlashAttentionBackend):
@@ -43,24 +43,24 @@ class EvictingFlashBackend(EvictingNames, FlashAttentionBackend):
 
 
 class EvictingTritonBuilder(EvictingBuilder, TritonAttentionMetadataBuilder):
-    """The metadata of vLLM's Triton kernels, of the physical lengths."""
+    """Builder of the metadata of vLLM's Triton kernels, with physical lengths."""
 
 
 class EvictingTritonImpl(EvictingImpl, TritonAttentionImpl):
-    """The Triton kernels of vLLM, over what is held."""
+    """vLLM's Triton kernels over the held entries."""
 
 
 class EvictingTritonBackend(EvictingNames, TritonAttentionBackend):
-    """The Triton kernels of vLLM, with our builder, implementation and cache specification."""
+    """vLLM's Triton kernels, with our builder, implementation and cache specification."""
 
     builder, impl = EvictingTritonBuilder, EvictingTritonImpl
 
 
 class EvictingBackend(AttentionBackend):
-    """The first of these backends that takes a layer's configuration.
+    """Chooses the first of these backends that accepts a layer's configuration.
 
-    vLLM asks a selected backend whether it takes the configuration, and then, at once, for its name: that of the chosen
-    one is given, and it alone is used.
+    vLLM asks a selected backend whether it accepts the configuration, and directly afterwards for its name. We return
+    the name of the chosen backend, so vLLM uses only that one.
     """
 
     chosen: ClassVar[type[AttentionBackend]]

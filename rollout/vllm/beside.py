@@ -1,8 +1,8 @@
-"""What a worker holds beside its weights, its cache and vLLM's own forward, in bytes; without torch and vLLM.
+"""Bytes that a worker holds in addition to weights, cache and vLLM's own forward pass. Needs neither torch nor vLLM.
 
-vLLM measures its own forward and sampler, and gives what is left of its share of a GPU to the cache. What stands beside
-the cache (state.py) and the sampler in float64 (rollout/sampling.py) come on top. So they are taken off the share
-before vLLM is told of it.
+vLLM measures its own forward pass and sampler, and gives the rest of its share of a GPU to the cache. It does not count
+the buffers of state.py and the float64 sampler of rollout/sampling.py. So their bytes are subtracted from the share
+before it is passed to vLLM.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from sparse_rl.errors import UserError
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import ITEMSIZE, cache_bytes
 
-BLOCK = {"cuda": 16, "cpu": 32}  # tokens, of vllm's cache
-LOGIT = 2 * 4 + 8  # while a token is drawn: a log-prob before and after top-k in float32, and a number in float64
+BLOCK = {"cuda": 16, "cpu": 32}  # tokens in a block of vLLM's cache
+LOGIT = 2 * 4 + 8  # bytes per logit in sampling: float32 log-probs before and after top-k, and a float64 number
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What one worker holds of a GPU's memory beside vLLM's cache.
+    """GPU memory that one worker holds in addition to vLLM's cache.
 
-    per_byte : of each byte of the cache: the positions of its entries, and the policy's memory
-    requests : bytes of the last queries of all requests, and of what the policy remembers of them
-    sampler : bytes while the next tokens of all requests are drawn
+    per_byte : bytes per byte of the cache, for the positions of its entries and the policy's state of each entry
+    requests : bytes for the last queries of all requests, and for the policy's state of each request
+    sampler : bytes while the next tokens of all requests are sampled
     """
 
     per_byte: float
@@ -34,39 +34,40 @@ class Beside:
     sampler: int
 
     def share(self, share: float, total: int) -> float:
-        """The share of a GPU of `total` bytes that vLLM may plan with, for all of it to fit into `share`."""
-        left = (share - (self.requests + self.sampler) / total) / (1 + self.per_byte)
-        if left <= 0:
+        """Share of a GPU with `total` bytes that vLLM may plan with, if everything is to fit into `share`."""
+        vllm_share = (share - (self.requests + self.sampler) / total) / (1 + self.per_byte)
+        if vllm_share <= 0:
             need = (self.requests + self.sampler) / 2**30
             raise UserError(
-                f"{share:g} of {total / 2**30:.0f} GiB is less than what max_batch sequences take beside the cache, "
-                f"{need:.1f} GiB; raise it, or lower max_batch",
+                f"{share:g} of {total / 2**30:.0f} GiB is too little: max_batch sequences need {need:.1f} GiB in "
+                "addition to the cache; raise it, or lower max_batch",
                 "gpu_memory_utilization",
             )
-        return left
+        return vllm_share
 
 
 def beside_cache(policy: Policy, config: Any, *, itemsize: int, max_batch: int, tensor_parallel: int = 1) -> Beside:
-    """What stands beside the cache of each worker.
+    """Memory that each worker holds in addition to its cache.
 
-    config : the model's; itemsize : bytes of a number in the cache
+    config : configuration of the model
+    itemsize : bytes of a number in the cache
     """
     layers, kv_heads, head_dim = cache_shape(config)
     per_entry = 4 * (1 + len(policy.entry_memory)) if policy.schedule.evicts or policy.bias is not None else 0
-    own = policy.sequence_memory(kv_heads // tensor_parallel, head_dim).values()
-    remembered = policy.last_queries or int(policy.every_query)  # queries of each request
-    queries = remembered * (config.num_attention_heads // tensor_parallel) * head_dim * itemsize
+    memory = policy.sequence_memory(kv_heads // tensor_parallel, head_dim).values()
+    stored = policy.last_queries or int(policy.every_query)  # queries of each request
+    queries = stored * (config.num_attention_heads // tensor_parallel) * head_dim * itemsize
     return Beside(
         per_byte=per_entry / (2 * head_dim * itemsize),
-        requests=layers * (max_batch + 1) * (queries + sum(value.nbytes for value in own)),  # a row is nobody's
+        requests=layers * (max_batch + 1) * (queries + sum(value.nbytes for value in memory)),  # 1: row for padding
         sampler=LOGIT * max_batch * config.vocab_size,
     )
 
 
 def held_head(policy: Policy, head_dim: int, exact: bool, cuda: bool) -> int:
-    """The head size of vllm's cache: wider than the model's where a bias is stored in the heads (folded.py).
+    """Head size of vLLM's cache: wider than the model's if a bias is stored in the heads (folded.py).
 
-    exact : whether attention is computed in float64
+    exact : True if attention is computed in float64
     """
     if policy.bias is None or exact:
         return head_dim
@@ -74,9 +75,10 @@ def held_head(policy: Policy, head_dim: int, exact: bool, cuda: bool) -> int:
 
 
 def pool_bytes(policy: Policy, given: dict[str, Any], config: Any, cuda: bool) -> int:
-    """The cache of one worker of vllm that all sequences can fill, each at its longest; one block is vLLM's own.
+    """Bytes of cache that all sequences fill in one vLLM worker, each at its longest, and one block for vLLM itself.
 
-    given : what `make_engine` is given; config : the model's
+    given : options of `make_engine`
+    config : configuration of the model
     """
     layers, kv_heads, head_dim = cache_shape(config)
     longest = given["max_model_len"] or config.max_position_embeddings

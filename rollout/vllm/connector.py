@@ -1,7 +1,7 @@
-"""What scheduler and workers are told with every step, over vLLM's KV connector interface. No cache is transferred.
+"""Messages from scheduler to workers in every step, over vLLM's KV connector interface. No cache is transferred.
 
-To the workers: which requests begin, which end, and which are due to compact after this forward. What they drop they
-keep to themselves, until the engine asks for it (record.py).
+The workers learn which requests begin, which end, and which are due to compact after this forward pass. They keep the
+record of dropped entries until the engine asks for it (record.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparse_rl.errors import UserError
 
 
 class EvictionConnector(KVConnectorBase_V1):
-    """One object on the scheduler's side, one on each worker's."""
+    """Connector with one instance in the scheduler, and one in each worker."""
 
     kind: ClassVar[type[CacheState]] = CacheState
 
@@ -48,13 +48,13 @@ class EvictionConnector(KVConnectorBase_V1):
         self.state = kind(self._vllm_config, self.config, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Called in every step before the forward: before attention metadata is built (V1 runner) or after it (V2)."""
+        """Begin a step. Called before the forward pass; the V1 runner builds metadata after this call, V2 before it."""
         assert isinstance(kv_connector_metadata, Step)
         self.step = kv_connector_metadata
         self.state.begin(self.step.ended, self.step.begun)
 
     def wait_for_save(self) -> None:
-        """Called after the forward of every step."""
+        """Compact the requests that are due. vLLM calls this after the forward pass of every step."""
         self.state.after_forward()
         if self.step.due:
             self.state.compact(self.step.due)
@@ -73,22 +73,22 @@ class EvictionConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Unless whole steps were asked for."""
+        """True unless the engine was started with `full_graphs`."""
         return not extra_config.get(arguments.KEY, {}).get("full_graphs", False)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """A request was admitted; after a preemption, again, and all that it had sampled is prefilled densely."""
+        """Note that a request was admitted. After a preemption, all its tokens are prefilled again, densely."""
         owned = blocks.get_block_ids()[0]
         begun = Begun(request.request_id, owned[0], request.num_tokens, self.behind(request, owned))
-        self._end(request.request_id)  # preempted in this very step
+        self._end(request.request_id)  # it may have been preempted in this same step
         self.running[request.request_id] = begun
         self.step.begun.append(begun)
 
     def behind(self, request: Any, blocks: list[int]) -> Behind | None:
-        """The context that a request goes on from, which was given these blocks; see contexts.py."""
+        """Return the context that a request continues, if any. `blocks` are the request's blocks; see contexts.py."""
         return None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
@@ -102,8 +102,8 @@ class EvictionConnector(KVConnectorBase_V1):
         for request_id, computed in before.items():
             begun, seen = self.running[request_id], computed + count[request_id]
             if self.schedule.due(begun.prompt, seen):
-                held, left = self.schedule.attended(begun.prompt, seen), self.schedule.left(begun.prompt, seen)
-                self.step.due.append(Due(request_id, begun.block, seen, held, left))
+                held, kept = self.schedule.attended(begun.prompt, seen), self.schedule.left(begun.prompt, seen)
+                self.step.due.append(Due(request_id, begun.block, seen, held, kept))
         step, self.step = self.step, Step()
         return step
 
