@@ -1,18 +1,18 @@
-"""trainer: training under recorded evictions. Values in: it knows no recipe (sparse_rl/commands/trainers.py does).
+"""Training under recorded evictions. This package knows no recipes; sparse_rl/commands/trainers.py reads them.
 
 grpo/         RL-Sparse: TRL's GRPOTrainer with our rollouts and replayed traces
-distill/      a teacher's answers under the student's evictions;  kvpop/  a retrofit with learned evictions;
-              teacher/  what both share: the teacher, in memory or written down, and the trainer that listens to it
+distill/      distillation from a teacher under the student's evictions;  kvpop/  a retrofit with learned evictions;
+              teacher/  shared by both: the teacher (in memory or cached on disk) and the base trainer
 sft/          supervised fine-tuning with a full cache
-losses/       what is minimised against a teacher, and against the future (boundary.py)
-examples.py   the token sequences that a dataset gives;  batches.py  the rows of a forward that they become
-arguments.py  what TRL and transformers are given;  options.py  what of theirs is refused
-config.py     what every training is told
-resumable.py  what makes any of them resume exactly;  checkpoint.py  a checkpoint on disk, whole or not there
-rundir.py     what a run leaves;  resume.py  which checkpoint is resumed, and which folders are used
-weights.py    a trainer's weights as an engine has them;  scored/  a learned policy's scorers beside another training
-launch.py, deepspeed.py  N processes and ZeRO;  export.py  the model that a run ends with
+losses/       the distillation loss
+examples.py   the token sequences of a dataset;  batches.py  these sequences as the rows of a forward pass
+arguments.py  the arguments of TRL and transformers;  options.py  their options that are refused
+config.py     the settings that all trainings share
+resumable.py  exact resuming, for every trainer;  checkpoint.py  checkpoints on disk, complete or absent
+rundir.py     the files of a run directory;  resume.py  the choice of the checkpoint to resume, and checks of folders
+weights.py    a trainer's weights as an engine expects them;  scored/  training the scorers of a learned policy
+launch.py, deepspeed.py  several processes, and ZeRO;  export.py  the final model of a run
 
-Each folder has config.py, what it is told (no torch), trainer.py, and what that is made of. What is overridden or read
-of TRL and transformers is in docs/internals.md.
+Each folder has its settings in config.py (no torch), and its trainer in trainer.py with the modules that it uses.
+docs/internals.md lists everything of TRL and transformers that is overridden or read.
 """

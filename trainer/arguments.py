@@ -1,4 +1,4 @@
-"""What TRL and transformers are given: their arguments made from our configurations, and their refusals as ours."""
+"""The arguments of TRL and transformers, made from our configurations; their errors about options become UserError."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ CHECKPOINTING = ("use_reentrant", "preserve_rng_state", "determinism_check", "ea
 
 @contextmanager
 def refusals(*further: type[Exception]) -> Iterator[None]:
-    """The errors with which a constructor of TRL, transformers or PEFT refuses its options, as a UserError.
+    """Turn the errors with which a constructor of TRL, transformers or PEFT refuses its options into a UserError.
 
-    Their messages name the option. Only around such constructors: elsewhere a ValueError of theirs is a fault.
+    Their messages name the option. Use this only around such constructors: anywhere else a ValueError is a bug.
 
-    further : errors with which this constructor refuses beside ValueError and NotImplementedError
+    further : exceptions that also mean a refusal, besides ValueError and NotImplementedError
     """
     try:
         yield
@@ -40,10 +40,10 @@ def refusals(*further: type[Exception]) -> Iterator[None]:
 def training_options(
     training: TrainingConfig, launch: LaunchConfig, *, output_dir: str, seed: int, dtype: str, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What transformers' TrainingArguments, and those of TRL, all take; with DeepSpeed set up where `launch` asks.
+    """Return the options that transformers' and TRL's training arguments share. Sets up DeepSpeed if `launch` says so.
 
-    dtype : of the computation
-    more : further options by their own names, above all else
+    dtype : dtype of the computation
+    more : further options by their own names; they override all others
     """
     deepspeed = deepspeed_config(launch)
     if deepspeed is not None:
@@ -60,23 +60,26 @@ def training_options(
         "use_cpu": not torch.cuda.is_available(),
         "deepspeed": deepspeed,
         "disable_tqdm": False,
-        "hub_strategy": "end",  # what is pushed is the final model: trainer/export.py
+        "hub_strategy": "end",  # only the final model is pushed: trainer/export.py
         **more,
     }
 
 
 def weights_dtype(dtype: str, launch: LaunchConfig, lora: LoraConfig | None) -> str:
-    """Full training without DeepSpeed keeps float32 weights under autocast: AdamW on bfloat16 ones loses updates."""
+    """Return the dtype of the weights: float32 under autocast for full training without DeepSpeed, else `dtype`.
+
+    AdamW on bfloat16 weights would lose small updates.
+    """
     return dtype if launch.zero_stage or lora is not None else "float32"
 
 
 def model_options(dtype: str) -> dict[str, Any]:
-    """What TRL loads the model with, in its `model_init_kwargs`."""
+    """Return the `model_init_kwargs` with which TRL loads the model."""
     return {"dtype": dtype, "device_map": None, "use_safetensors": True}
 
 
 def adapters(lora: LoraConfig | None) -> Any:
-    """PEFT's configuration; None where there are no adapters."""
+    """Return PEFT's configuration, or None without adapters."""
     if lora is None:
         return None
     import peft
@@ -88,23 +91,26 @@ def adapters(lora: LoraConfig | None) -> Any:
 
 
 def check_adapters(model: Any, config: Any = None) -> None:
-    """Raise UserError for adapters, of PEFT's, under which evictions cannot be replayed.
+    """Raise UserError for PEFT adapters with which evictions cannot be replayed.
 
-    model : which may carry some already; config : of those that it is to be given, or None
+    model : the model, which may already have adapters
+    config : PEFT's configuration of the adapters to add; None means to check those of the model
     """
-    for one in getattr(model, "peft_config", {}).values() if config is None else [config]:
-        if getattr(one, "peft_type", None) != "LORA":
-            kind = type(one).__name__
-            raise UserError(f"of PEFT's adapters only LoRA's can be trained under evictions, got {kind}", "peft_config")
-        if one.lora_dropout:
-            raise UserError("a dropped weight cannot be replayed; set it to 0", "peft_config.lora_dropout")
+    for adapter in getattr(model, "peft_config", {}).values() if config is None else [config]:
+        if getattr(adapter, "peft_type", None) != "LORA":
+            kind = type(adapter).__name__
+            raise UserError(f"only LoRA adapters can be trained under evictions, got {kind}", "peft_config")
+        if adapter.lora_dropout:
+            raise UserError("adapter dropout cannot be replayed; set it to 0", "peft_config.lora_dropout")
 
 
 @dataclass
 class ReplayedArguments:
-    """Before transformers' TrainingArguments, or TRL's: `class Mine(ReplayedArguments, TrainingArguments)`, a dataclass
-    that adds our configurations as fields. kind : of recipe, whose options it takes.
+    """Mixin that precedes transformers' or TRL's arguments: `class Mine(ReplayedArguments, TrainingArguments)`.
 
+    The subclass is a dataclass that adds our configurations as fields.
+
+    kind : recipe kind whose options are allowed
     attention_kernel : one of ATTENTION_KERNELS
     match_gradient : through or constant; see trainer.config.ReplayConfig
     """
@@ -114,28 +120,28 @@ class ReplayedArguments:
     match_gradient: str = "through"
 
     def __post_init__(self) -> None:
-        usual = {
+        defaults = {
             f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             for f in dataclasses.fields(self)
         }
-        check_options({k: v for k, default in usual.items() if (v := getattr(self, k)) != default}, self.kind)
+        check_options({k: v for k, default in defaults.items() if (v := getattr(self, k)) != default}, self.kind)
         if self.attention_kernel not in ATTENTION_KERNELS:
-            close = did_you_mean(self.attention_kernel, ATTENTION_KERNELS)
-            wrong = f"must be one of {ATTENTION_KERNELS}, got {self.attention_kernel!r}{close}"
+            suggestion = did_you_mean(self.attention_kernel, ATTENTION_KERNELS)
+            wrong = f"must be one of {ATTENTION_KERNELS}, got {self.attention_kernel!r}{suggestion}"
             raise UserError(wrong, "attention_kernel")
         with refusals():
-            super().__post_init__()  # type: ignore[misc]  # that of the class it stands before
-        ours: Any = self
-        checkpointing = ours.gradient_checkpointing_kwargs
+            super().__post_init__()  # type: ignore[misc]  # of TrainingArguments, the next class in the MRO
+        args: Any = self
+        checkpointing = args.gradient_checkpointing_kwargs
         if isinstance(checkpointing, dict):
             if checkpointing.get("use_reentrant", False) is not False:
-                raise UserError("reentrant gradient checkpointing is not supported; leave use_reentrant out")
+                raise UserError("reentrant gradient checkpointing is not supported; remove use_reentrant")
             if unknown := [name for name in checkpointing if name not in CHECKPOINTING]:
-                wrong = f"{unknown[0]!r} is none of {', '.join(CHECKPOINTING)}"
+                wrong = f"must be among {', '.join(CHECKPOINTING)}, got {unknown[0]!r}"
                 raise UserError(wrong, "gradient_checkpointing_kwargs")
-            ours.gradient_checkpointing_kwargs = {"use_reentrant": False, **checkpointing}  # else torch's default: True
+            args.gradient_checkpointing_kwargs = {"use_reentrant": False, **checkpointing}  # torch's default is True
 
     def to_dict(self) -> dict[str, Any]:
-        """As transformers has it for its logs: plain values."""
+        """Return the arguments as plain values, which transformers logs."""
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         return {k: dataclasses.asdict(cast(Any, v)) if dataclasses.is_dataclass(v) else v for k, v in values.items()}

@@ -1,4 +1,4 @@
-"""Sequences as the rows of a forward: padded or packed, under their traces and without."""
+"""Sequences as the rows of a forward pass: padded or packed, with or without their eviction traces."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from trainer.examples import Example
 
 @dataclass
 class Batch:
-    """Sequences as right-padded rows, several to a row where they are packed.
+    """Sequences as right-padded rows, with several sequences in a row if they are packed.
 
-    ids, positions : int64 [B, S], positions anew for each sequence
-    where : (row, column) int64 [N] each, of the positions that predict the completion tokens `targets` int64 [N]
-    rows : the sequences of each row
+    ids, positions : int64 [B, S]; positions start at 0 in each sequence
+    where : (row, column), int64 [N] each: the positions that predict the completion tokens
+    targets : completion tokens, int64 [N]
+    rows : sequences of each row
     attention_kernel : one of ATTENTION_KERNELS
     through : see `make_view`
     """
@@ -46,36 +47,38 @@ class Batch:
         attention_kernel: str = "gather",
         through: bool = True,
     ) -> Batch:
-        """The batch of these examples on `device`, each a row, or with `packing` several to a row."""
+        """Return the batch of these examples on `device`: one example per row, or several with `packing`."""
         rows = _packed(examples) if packing else [[example] for example in examples]
 
         def padded(of: Callable[[Example], Tensor]) -> Tensor:
-            return pad_sequence([torch.cat([of(one) for one in row]) for row in rows], batch_first=True).to(device)
+            return pad_sequence([torch.cat([of(sequence) for sequence in row]) for row in rows], batch_first=True).to(
+                device
+            )
 
-        def predicts(one: Example) -> Tensor:
-            following = torch.arange(1, one.length + 1)
-            return (following >= len(one.prompt)) & (following < one.length)
+        def predicts(sequence: Example) -> Tensor:
+            following = torch.arange(1, sequence.length + 1)
+            return (following >= len(sequence.prompt)) & (following < sequence.length)
 
-        ids = padded(lambda one: torch.tensor([*one.prompt, *one.completion]))
-        positions = padded(lambda one: torch.arange(one.length))
+        ids = padded(lambda sequence: torch.tensor([*sequence.prompt, *sequence.completion]))
+        positions = padded(lambda sequence: torch.arange(sequence.length))
         row, column = padded(predicts).nonzero(as_tuple=True)
         return cls(ids, positions, (row, column), ids[row, column + 1], rows, attention_kernel, through)
 
     @property
     def examples(self) -> list[Example]:
-        """In the order of `targets`."""
+        """The examples in the order of `targets`."""
         return [example for row in self.rows for example in row]
 
     def sizes(self) -> tuple[Tensor, Tensor]:
-        """Of rows that are not packed: the tokens of each, and of its prompt: int64 [B] each."""
+        """Return (tokens of each row, tokens of its prompt), int64 [B] each. The rows must not be packed."""
         rows = [(example.length, len(example.prompt)) for (example,) in self.rows]
         lengths, prompts = torch.tensor(rows, device=self.ids.device).T
         return lengths, prompts
 
     def hidden(self, model: Any, *, replayed: bool) -> Tensor:
-        """A model's last hidden states [N, H] where it predicts the targets.
+        """Return a model's last hidden states [N, H] at the positions that predict the targets.
 
-        replayed : under the traces; else each sequence sees all of itself
+        replayed : True replays the traces; False gives each sequence a full cache
         """
         if replayed:
             traces = [[trace_of(example) for example in row] for row in self.rows]
@@ -87,24 +90,24 @@ class Batch:
         return self.hidden_under(model, view)
 
     def hidden_under(self, model: Any, view: KVView) -> Tensor:
-        """A model's last hidden states [N, H] where it predicts the targets, under any view of the rows."""
+        """Return a model's last hidden states [N, H] at the positions that predict the targets, under any view."""
         inputs = {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": NO_MASK.to(self.ids.device)}
         out = base_of(model).get_decoder()(**inputs, kv_view=view, use_cache=False)
         return out.last_hidden_state[self.where]
 
 
 def trace_of(example: Example) -> EvictionTrace:
-    """The evictions of an example that an engine has sampled or simulated."""
-    assert example.trace is not None, "no engine has seen this example: there is nothing to replay"
+    """Return the trace of an example that an engine has sampled or simulated."""
+    assert example.trace is not None, "the example has no trace to replay: no engine has sampled or simulated it"
     return example.trace
 
 
 def _packed(examples: Sequence[Example]) -> list[list[Example]]:
-    """Rows as long as the longest sequence, each filled first-fit, the longest first."""
+    """Return rows as long as the longest sequence. Sequences go in first-fit, the longest first."""
     width = max(example.length for example in examples)
     rows: list[list[Example]] = []
     free: list[int] = []
-    for example in sorted(examples, key=lambda one: -one.length):
+    for example in sorted(examples, key=lambda sequence: -sequence.length):
         row = next((i for i, space in enumerate(free) if space >= example.length), len(rows))
         if row == len(rows):
             rows.append([])

@@ -1,4 +1,4 @@
-"""The model card of a trained model: the README.md of its directory, which a hub shows."""
+"""The model card of a trained model: the README.md of its directory, which the Hugging Face Hub displays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from sparse_rl.policies.base import Policy
 from sparse_rl.source import how_to_install
 
-LONG = 100_000  # tokens: of a sequence in which a policy shows whether less is read than is held
+LONG = 100_000  # tokens; at this length, a policy whose queries read fewer entries than the cache holds shows it
 KINDS = {
     "grpo": "GRPO",
     "distill": "distillation",
@@ -21,13 +21,16 @@ KINDS = {
 }
 
 
-# Task of the training data (None: one of the user's own) -> how a model of it is evaluated, and a prompt.
+# Task of the training data (None means the user's own data) -> arguments of its evaluation, and an example prompt.
 EVALUATIONS = {None: "eval/math500 model={}", "running_sum": "quickstart/eval model={} cache=null"}
 PROMPTS = {None: "What is 12 * 34?", "running_sum": "Qa1b4c0d2e0f3g3h3?", "retrieval": "known: ba=7 of du=2 asked: du?"}
 
 
 def evaluation_of(task: str | None, model: str) -> str | None:
-    """The arguments of `sparse-rl eval` for a model (quoted) that was trained on this synthetic task; None: unknown."""
+    """Return the arguments of `sparse-rl eval` for a model trained on this synthetic task, or None if it is unknown.
+
+    model : quoted name or directory
+    """
     return EVALUATIONS[task].format(model) if task in EVALUATIONS else None
 
 
@@ -35,11 +38,13 @@ def model_card(
     recipe: Mapping[str, Any], policy: Policy | None, versions: Mapping[str, str], *, steps: int, place: str | Path,
     chat: bool = True, hub_name: str | None = None
 ) -> str:  # fmt: skip
-    """Markdown, with the metadata that a hub reads in front.
+    """Return the card as Markdown, preceded by the metadata that the Hub reads.
 
-    recipe : the resolved recipe; policy : what the directory carries; None: a full cache
-    place : the directory; chat : whether its tokenizer has a chat template
-    hub_name : its name on a hub, where it is pushed
+    recipe : the resolved recipe
+    policy : cache policy saved in the directory; None means a full cache
+    place : the directory
+    chat : True if its tokenizer has a chat template
+    hub_name : repository name on the Hub; None if the model is not pushed
     """
     base, kind = recipe["model"], recipe["kind"]
     about, tags = ABOUT_FULL, ["sparse-rl", kind]
@@ -56,8 +61,8 @@ def model_card(
         "Cache policy": "none: a full cache" if policy is None else f"`{policy!r}`",
     }
     if policy is not None and (peak := policy.schedule.peak) is not None:
-        budget, held = policy.config.as_block()["budget"], policy.schedule.budget
-        state = f", {budget - held} of them taken by the state of the scorers" if budget > held else ""
+        budget, scored_budget = policy.config.as_block()["budget"], policy.schedule.budget
+        state = f", {budget - scored_budget} of them used by the scorers' state" if budget > scored_budget else ""
         table["Budget"] = f"{budget} entries per kv head{state}; at most {peak} are held while tokens are generated"
     table["Versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
     task = (recipe["data"].get("synthetic") or {}).get("task")
@@ -66,8 +71,8 @@ def model_card(
     commands = [] if hub_name is None else [f"hf download {hub_name} --local-dir {local}"]
     only_hf = policy is not None and policy.config.only_hf
     commands += [] if only_hf else [f"sparse-rl serve {local}  # vLLM's OpenAI server"]
-    judged = evaluation_of(task, local)
-    commands += [f"sparse-rl eval {judged}  # accuracy"] if judged else []
+    evaluation = evaluation_of(task, local)
+    commands += [f"sparse-rl eval {evaluation}  # accuracy"] if evaluation else []
     return CARD.format(
         metadata=yaml.safe_dump(metadata, sort_keys=False).strip(),
         name=Path(place).resolve().parent.name if hub_name is None else directory,
@@ -79,21 +84,21 @@ def model_card(
         here=" (run them in this directory)" if directory == "." else "",
         prompt=PROMPTS.get(task, PROMPTS[None]),
         chat="" if chat or only_hf else ABOUT_PROMPTS,
-        carries="No cache policy comes with it" if policy is None else "The policy comes with it (`cache_policy.json`)",
+        carries="It has no cache policy" if policy is None else "It includes the cache policy (`cache_policy.json`)",
         recipe=yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True).strip(),
     )
 
 
 ABOUT_SMALL = """
-It was trained to reason under a small KV cache. While it generates, entries of the cache are evicted by the policy
-below; used with a full cache it is an ordinary model of its family."""
+It was trained to reason under a small KV cache. While it generates, the policy below evicts cache entries. With a full
+cache it is an ordinary model of its family."""
 ABOUT_READ = """
-It was trained to reason while each token reads a part of the KV cache, as the policy below says; used with a full cache
-it is an ordinary model of its family."""
+It was trained to reason while each token reads only a part of the KV cache, chosen by the policy below. With a full
+cache it is an ordinary model of its family."""
 ABOUT_FULL = """
 It was trained with a full KV cache."""
 ABOUT_PROMPTS = """
-The model has no chat template: a server answers at `/v1/completions`, and a chat request gets status 400."""
+The model has no chat template: a server answers `/v1/completions` only, and a chat request gets status 400."""
 CARD = """---
 {metadata}
 ---
@@ -109,7 +114,7 @@ A model trained by sparse-rl ({install}).
 
 ## Use
 
-{carries}; each command takes it from there{here}.{chat}
+The commands below load the directory of this model{here}. {carries}.{chat}
 
 ```bash
 {commands}

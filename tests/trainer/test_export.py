@@ -153,7 +153,7 @@ def test_a_card_says_how_the_model_is_asked() -> None:
     for chat in (True, False):
         for place in ("runs/a model", "/a/b/model"):
             says[chat, place] = model_card(recipe.resolved(), policy, {}, steps=7, place=place, chat=chat)
-    without = "has no chat template: a server answers at `/v1/completions`, and a chat request gets status 400"
+    without = "has no chat template: a server answers `/v1/completions` only, and a chat request gets status 400"
     assert all((without in text) is not chat for (chat, _), text in says.items())
     for (_, place), text in says.items():
         away = place.startswith("/")

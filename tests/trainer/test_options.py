@@ -92,7 +92,7 @@ def test_gradient_checkpointing(kind: str, tmp_path: Path) -> None:
         made = arguments(kind, tmp_path, gradient_checkpointing_kwargs=kept)
         assert made.gradient_checkpointing_kwargs == {"use_reentrant": False, **kept}
     for wrong, says in (
-        ({"every_n_layers": 2}, "gradient_checkpointing_kwargs: 'every_n_layers' is none of"),
+        ({"every_n_layers": 2}, "gradient_checkpointing_kwargs: must be among .*, got 'every_n_layers'"),
         ({"use_reentrant": None}, "reentrant gradient checkpointing is not supported"),
         ({"use_reentrant": True}, "reentrant gradient checkpointing is not supported"),
         ('{"use_reentrant": true}', "reentrant gradient checkpointing is not supported"),
@@ -109,10 +109,10 @@ def test_gradient_checkpointing(kind: str, tmp_path: Path) -> None:
         ({"rollout_func": print}, "rollout_func: a trace covers one completion"),
         ({"args": trl.GRPOConfig("o", **CPU)}, r"args: must be made by grpo_arguments .*, got GRPOConfig"),
         ({"args": None}, "args: must be made by grpo_arguments .*, got NoneType"),
-        ({"peft_config": PREFIX}, "peft_config: of PEFT's adapters only LoRA's .*, got PrefixTuningConfig"),
-        ({"peft_config": PROMPT}, "peft_config: of PEFT's adapters only LoRA's .*, got PromptTuningConfig"),
-        ({"peft_config": peft.IA3Config()}, "peft_config: of PEFT's adapters only LoRA's .*, got IA3Config"),
-        ({"peft_config": peft.LoraConfig(lora_dropout=0.1)}, "peft_config.lora_dropout: a dropped weight"),
+        ({"peft_config": PREFIX}, "peft_config: only LoRA adapters .*, got PrefixTuningConfig"),
+        ({"peft_config": PROMPT}, "peft_config: only LoRA adapters .*, got PromptTuningConfig"),
+        ({"peft_config": peft.IA3Config()}, "peft_config: only LoRA adapters .*, got IA3Config"),
+        ({"peft_config": peft.LoraConfig(lora_dropout=0.1)}, "peft_config.lora_dropout: adapter dropout"),
     ],
 )
 def test_what_the_trainer_is_not_given(given: dict[str, Any], says: str, grpo: Callable) -> None:

@@ -192,7 +192,7 @@ def test_a_full_disk_ends_the_run_in_one_line(kind: str, runs: Runs) -> None:
     expected, name = runs.left_alone(kind), f"{kind}-limited"
     status, said = runs(kind, name, full_after=4, largest_file=60_000)
     assert status == 1 and "Traceback" not in said
-    line = f"checkpoint-4 could not be written: .*File too large.*; in {name} checkpoint-3 is whole, --resume continues"
+    line = f"checkpoint-4 could not be written: .*File too large.*; in {name} checkpoint-3 is complete, --resume continues"
     assert re.fullmatch(f"sparse-rl: stopped: {line} from it", only_line(said))
     assert [path.name for path in checkpoints(runs.folder / name)] == ["checkpoint-2", "checkpoint-3"]
     assert not (runs.folder / name / "_partial").exists()
@@ -228,7 +228,7 @@ def test_a_disk_that_is_really_full(small_disk: Callable, runs: Runs) -> None:
     status, said = runs("sft", str(disk / "run"))
     assert status == 1
     line = "sparse-rl: stopped: checkpoint-3 could not be written: the disk is full; in "
-    assert only_line(said) == f"{line}{disk}/run checkpoint-2 is whole, --resume continues from it"
+    assert only_line(said) == f"{line}{disk}/run checkpoint-2 is complete, --resume continues from it"
     subprocess.run(["mount", "-o", f"remount,size={9 * size}", str(disk)], check=True)
     assert runs("sft", str(disk / "run"), "--resume")[0] == 0 and runs.end(str(disk / "run")) == expected
 

@@ -193,7 +193,7 @@ def test_a_disk_that_is_full_for_one_rank(stage: int, full: str, command: Callab
     lines = [line for line in done.stderr.splitlines() if line.startswith("sparse-rl:")]
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("sparse-rl: stopped: checkpoint-5 could not be written: ")
-    assert lines[0].endswith("in run checkpoint-4 is whole, --resume continues from it")
+    assert lines[0].endswith("in run checkpoint-4 is complete, --resume continues from it")
     done = command("grpo", "run", *words, "--resume", processes=2, FULL_AFTER="100", FULL=full)
     assert done.returncode == 0, done.stderr[-3000:]
     assert [line["step"] for line in end(tmp_path / "run")[2]] == [2, 4, 6, 8]

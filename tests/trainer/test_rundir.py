@@ -230,7 +230,7 @@ def test_a_manifest_that_is_deep_or_not_text(tmp_path: Path) -> None:
     for _ in range(400):
         deep = {"a": deep}
     crafted(place, {**read_manifest(checkpoint(tmp_path, 8)), "recipe": deep})
-    assert damage(place) == "manifest.json is nested more than 20 deep"
+    assert damage(place) == "manifest.json is nested more than 20 levels deep"
 
 
 def test_a_file_that_a_library_would_load_is_not_smuggled_in(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_file_that_a_library_would_load_is_not_smuggled_in(tmp_path: Path) -> 
     (place / "notes.txt").write_text("a user's own")
     assert damage(place) is None
     (place / "scaler.pt").write_bytes(b"x")
-    assert damage(place) == "scaler.pt is not of it: manifest.json does not name it"
+    assert damage(place) == "scaler.pt does not belong to it: manifest.json does not list it"
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
