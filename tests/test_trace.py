@@ -134,7 +134,7 @@ def test_layers_are_sliced_without_a_copy() -> None:
         (torch.full((2, 2, 4), 3, dtype=torch.int32), r"evict_at\[0, 0, 3\] = 3: a token is evicted after its own"),
         (
             torch.full((0, 2, 4), NEVER, dtype=torch.int32),
-            r"evict_at \[0, 2, 4\] is empty: a trace has a layer, a kv",
+            r"evict_at \[0, 2, 4\] is empty: a trace has at least one layer, kv",
         ),
         (torch.full((2, 0, 4), NEVER, dtype=torch.int32), r"evict_at \[2, 0, 4\] is empty"),
         (torch.full((2, 2, 0), NEVER, dtype=torch.int32), r"evict_at \[2, 2, 0\] is empty"),
@@ -253,9 +253,9 @@ def test_a_row_that_does_not_fit_is_refused() -> None:
     rows = [random_trace(0), random_trace(1)]
     batch_traces(rows, [0, 1], 10)
     for starts, width in (([0, 2], 10), ([0, -1], 10), ([0, 0], 8)):
-        with pytest.raises(TraceError, match=r"row \d: 9 tokens from column -?\d do not fit \d+ columns"):
+        with pytest.raises(TraceError, match=r"row \d: 9 tokens from column -?\d do not fit into \d+ columns"):
             batch_traces(rows, starts, width)
-    with pytest.raises(TraceError, match="trace 1 has 3 layers x 2 kv heads, trace 0 2 x 2"):
+    with pytest.raises(TraceError, match="trace 1 has 3 layers x 2 kv heads, but trace 0 has 2 x 2"):
         batch_traces([random_trace(0), random_trace(1, layers=3)], [0, 0], 9)
     with pytest.raises(ValueError, match="zip"):
         batch_traces(rows, [0], 9)
@@ -305,7 +305,7 @@ def test_one_trace_there_and_back(tmp_path: Path) -> None:
     save_traces(path, [trace, trace])
     with pytest.raises(TraceError, match=r"one\.safetensors holds 2 traces; read it with load_traces"):
         EvictionTrace.load(path)
-    with pytest.raises(TraceError, match=r"empty\.safetensors: no trace to save"):
+    with pytest.raises(TraceError, match=r"empty\.safetensors: there is no trace to save"):
         save_traces(tmp_path / "empty.safetensors", [])
     assert not (tmp_path / "empty.safetensors").exists()
 
@@ -353,23 +353,23 @@ def say(**metadata: str) -> Callable[[dict[str, torch.Tensor], dict[str, str]], 
 FULL = torch.full((2, 2, 10), NEVER, dtype=torch.int32)
 
 DAMAGE = {
-    "another version": (say(format_version="1"), "has format version '1', this reads 2"),
+    "another version": (say(format_version="1"), "has format version '1'; the supported versions: 2"),
     "no version": (lambda _, m: m.pop("format_version"), "has format version None"),
     "another format": (say(format="weights"), r"is not a trace file \(format 'weights', expected 'sparse_rl.trace'\)"),
     "no format": (lambda _, m: m.clear(), r"is not a trace file \(format None"),
-    "unknown section": (put("bias", torch.zeros(3)), "holds an unknown section 'bias'; this reads evict_at"),
+    "unknown section": (put("bias", torch.zeros(3)), "has an unknown section 'bias'; known sections: evict_at"),
     "no lengths": (lambda s, _: s.pop("evict_at.lengths"), r"holds no evict_at\.lengths"),
     "no evict_at": (lambda s, _: s.pop("evict_at"), "holds no evict_at$"),
     "nothing": (lambda s, _: s.clear(), "holds no evict_at$"),
     "int64": (put("evict_at", FULL.long()), "must be int32"),
     "float": (put("evict_at", FULL.float()), "must be int32"),
-    "rank 2": (put("evict_at", FULL[0].clone()), r"evict_at \[2, 10\] does not hold sequences of 10 tokens in all"),
-    "too short": (put("evict_at", FULL[..., :9].clone()), r"\[2, 2, 9\] does not hold sequences of 10 tokens in all"),
-    "lengths too long": (put("evict_at.lengths", torch.tensor([4, 7])), "does not hold sequences of 11 tokens in all"),
+    "rank 2": (put("evict_at", FULL[0].clone()), r"evict_at \[2, 10\] does not hold sequences of 10 tokens in total"),
+    "too short": (put("evict_at", FULL[..., :9].clone()), r"\[2, 2, 9\] does not hold sequences of 10 tokens in total"),
+    "lengths too long": (put("evict_at.lengths", torch.tensor([4, 7])), "does not hold sequences of 11 tokens in total"),
     "too early": (put("evict_at", FULL.masked_fill(FULL > 0, 2)), r"evict_at\[0, 0, 2\] = 2: a token is evicted"),
     "too late": (
         put("evict_at", FULL - 1),
-        rf"evict_at\[0, 0, 0\] = {NEVER - 1}: the last query is at 2; a token that no query misses",
+        rf"evict_at\[0, 0, 0\] = {NEVER - 1}: the last query is at 2; a token that is never evicted",
     ),
     "no layer": (put("evict_at", FULL[:0].clone()), r"evict_at \[0, 2, 4\] is empty"),
     "no kv head": (put("evict_at", FULL[:, :0].clone()), r"evict_at \[2, 0, 4\] is empty"),

@@ -334,9 +334,9 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Sections], Any], str]] = {
     "pi of zeros": (lambda sections: sections["pi"].zero_(), "sums to 0, not 1"),
     "pi twice as large": (lambda sections: sections["pi"][..., 1:3].fill_(1.0), "sums to 2, not 1"),
     "another window": (planted("paged_with", 1, 1), "is wrong: pages of 2 tokens behind 1 sinks close 1 tokens"),
-    "no paged_with": (lambda sections: sections.pop("paged_with"), "needs paged_with, too"),
-    "no opened": (lambda sections: sections.pop("opened"), "needs opened, too"),
-    "no closed_at": (lambda sections: sections.pop("closed_at"), "needs closed_at, too"),
+    "no paged_with": (lambda sections: sections.pop("paged_with"), "also needs paged_with"),
+    "no opened": (lambda sections: sections.pop("opened"), "also needs opened"),
+    "no closed_at": (lambda sections: sections.pop("closed_at"), "also needs closed_at"),
 }
 
 
@@ -446,5 +446,5 @@ def test_files_of_the_version_before_are_read_or_refused(tmp_path: Path, monkeyp
         load_traces(path)
     monkeypatch.setattr("sparse_rl.trace.files.FORMAT_VERSION", 4)
     write_sections(path, [plain], None)
-    with pytest.raises(TraceError, match="has format version '4', this reads 2 and 3"):
+    with pytest.raises(TraceError, match="has format version '4'; the supported versions: 2 and 3"):
         load_traces(path)

@@ -52,7 +52,7 @@ def test_any_flipped_bit_is_seen(every: int, tmp_path: Path) -> None:
         path.write_bytes(flipped(whole, bit))
         assert says(path, rows, MADE_BY), f"bit {bit} of {8 * len(whole)}"
     path.write_bytes(flipped(whole, 8 * len(whole) - 8))  # a value, which the hash alone protects
-    with pytest.raises(TraceError, match=r"is damaged: its content has another sha256 than was written"):
+    with pytest.raises(TraceError, match=r"is damaged: its content does not match the stored sha256"):
         load_traces(path)
 
 

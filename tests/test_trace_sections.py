@@ -71,7 +71,7 @@ def test_checkpoints_there_and_back(traces: list[EvictionTrace], tmp_path: Path)
     torch.save([trace.to_state() for trace in traces], tmp_path / "state.pt")
     states = torch.load(tmp_path / "state.pt", weights_only=True)
     assert all(equal(EvictionTrace.from_state(s), trace) for s, trace in zip(states, traces, strict=True))
-    with pytest.raises(TraceError, match=r"a trace without evict_at: it has visits$"):
+    with pytest.raises(TraceError, match=r"a trace needs the section evict_at; it has visits$"):
         EvictionTrace.from_state({"visits": torch.zeros(1, dtype=torch.int32)})
 
 
@@ -108,8 +108,8 @@ def test_a_full_cache_has_evict_at_alone(traces: list[EvictionTrace]) -> None:
         ({"visits": torch.zeros(3)}, r"visits must be int32 \[visit\], got torch.float32 \[3\]"),
         ({"visits": torch.zeros(2, 3, dtype=torch.int32)}, r"visits must be int32 \[visit\], got torch.int32 \[2, 3\]"),
         ({"visits": torch.tensor([-1], dtype=torch.int32)}, "visits must be positions"),
-        ({"gains": torch.zeros(1, 3)}, "gains has 3 layers, where the trace has 2"),
-        ({"visits": torch.zeros(1, dtype=torch.int32), "gains": torch.zeros(2, 2)}, "gains has 2 visits, where the"),
+        ({"gains": torch.zeros(1, 3)}, "gains has 3 layers, but the trace has 2"),
+        ({"visits": torch.zeros(1, dtype=torch.int32), "gains": torch.zeros(2, 2)}, "gains has 2 visits, but the"),
     ],
 )
 def test_a_wrong_section_is_refused(sections: dict, says: str, with_visits: Callable) -> None:
@@ -120,10 +120,10 @@ def test_a_wrong_section_is_refused(sections: dict, says: str, with_visits: Call
 
 def test_traces_with_other_sections_do_not_go_together(traces: list[EvictionTrace], tmp_path: Path) -> None:
     mixed = [traces[0], EvictionTrace(traces[1].evict_at)]
-    says = "trace 1 has the sections evict_at, trace 0 evict_at, visits, gains"
+    says = "trace 1 has the sections evict_at, but trace 0 has evict_at, visits, gains"
     with pytest.raises(TraceError, match=says):
         batch_traces(mixed, [0, 0], 6)
-    with pytest.raises(TraceError, match=r"^trace 1 has the sections evict_at, visits, gains, trace 0 evict_at$"):
+    with pytest.raises(TraceError, match=r"^trace 1 has the sections evict_at, visits, gains, but trace 0 has evict_at$"):
         batch_traces(mixed[::-1], [0, 0], 6)
     with pytest.raises(TraceError, match=says):
         pack_traces(mixed)
@@ -138,7 +138,7 @@ def test_a_file_with_an_unknown_section_is_refused(
     path = tmp_path / "t.safetensors"
     save_traces(path, traces)
     monkeypatch.delitem(SECTIONS, "gains")
-    with pytest.raises(TraceError, match=r"t\.safetensors holds an unknown section 'gains'; this reads evict_at"):
+    with pytest.raises(TraceError, match=r"t\.safetensors has an unknown section 'gains'; known sections: evict_at"):
         load_traces(path)
 
 
@@ -147,9 +147,9 @@ def test_a_file_with_an_unknown_section_is_refused(
     [
         (lambda t: t.pop("visits.lengths"), r"holds no visits\.lengths"),
         (lambda t: t.pop("visits"), "holds no visits$"),
-        (lambda t: t.update({"visits.lengths": torch.tensor([2, 3])}), "visits is of 2 sequences, evict_at of 3"),
+        (lambda t: t.update({"visits.lengths": torch.tensor([2, 3])}), "visits has 2 sequences, but evict_at has 3"),
         (lambda t: t.update({"visits.lengths": torch.tensor([2, 0, 4])}), r"visits \[5\] does not hold sequences of 6"),
-        (lambda t: t.update({"gains.lengths": torch.tensor([1, 1, 3])}), "gains has 1 visits, where the trace has 2"),
+        (lambda t: t.update({"gains.lengths": torch.tensor([1, 1, 3])}), "gains has 1 visits, but the trace has 2"),
     ],
 )
 def test_a_damaged_section_is_refused_with_its_path(

@@ -1,11 +1,11 @@
-"""The record of what a sampler did to the cache of each sequence, and all that happens to it on the way to a forward.
+"""Traces: the record of a sampler's cache decisions for each sequence, and how traces are checked, batched and stored.
 
 record.py     EvictionTrace: evict_at and further sections; several traces as one batch, one packed sequence, one file
-sections.py   the kinds of section, each declared once, by the method that records it or here
-checks.py     the values that no sampler can have recorded
-files.py      the format of their files;  sealed.py  files of tensors and texts with a hash of all of it
+sections.py   the kinds of section, each declared once: here, or by the method that records it
+checks.py     checks that reject values that no sampler can have recorded
+files.py      the format of trace files;  sealed.py  files of tensors and texts with a hash of their whole content
 
-It knows tensors and files; it knows neither policies nor engines nor attention.
+This package handles tensors and files only; it does not depend on policies, engines or attention.
 """
 
 from sparse_rl.trace.checks import NEVER

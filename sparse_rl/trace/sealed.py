@@ -1,7 +1,7 @@
-"""Sealed files: tensors and some texts in one safetensors file, with a hash of all of it.
+"""Sealed files: tensors and texts in one safetensors file, with a hash of the whole content.
 
-A file is read whole or refused: a changed bit is another hash. The hash finds damage; it is no signature. The metadata
-of a file are format, format_version, texts of its own, and the hash.
+A file is either read as a whole or rejected, since any changed bit changes the hash. The hash detects damage; it is not
+a signature. The metadata of a file are format, format_version, texts that depend on the format, and the hash.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ HASH = "sha256"
 
 
 def content_hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """sha256 of what a file holds: of each tensor its name, dtype, shape and bytes, and all metadata but the hash."""
+    """sha256 of a file's content: the name, dtype, shape and bytes of each tensor, and all metadata except the hash."""
     names = sorted(tensors)
-    said = {key: metadata[key] for key in sorted(metadata) if key != HASH}
+    texts = {key: metadata[key] for key in sorted(metadata) if key != HASH}
     kinds = [(name, str(tensors[name].dtype), list(tensors[name].shape)) for name in names]
-    digest = hashlib.sha256(json.dumps([said, kinds]).encode())
+    digest = hashlib.sha256(json.dumps([texts, kinds]).encode())
     for name in names:
         digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def write_sealed(path: str | Path, tensors: Mapping[str, Tensor], **metadata: str) -> None:
-    """Write contiguous tensors on the CPU, none of which shares memory. metadata : format, format_version, and more"""
+    """Write contiguous CPU tensors that share no memory. metadata : format, format_version, and further texts"""
     save_file(dict(tensors), str(path), metadata={**metadata, HASH: content_hash(tensors, metadata)})
     usual_permissions(path)
 
@@ -43,34 +43,38 @@ def write_sealed(path: str | Path, tensors: Mapping[str, Tensor], **metadata: st
 def read_sealed(
     path: str | Path, what: str, format: str, versions: Sequence[str], mend: str
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the metadata of a file, as they were written.
+    """Read the tensors and the metadata of a file, as they were written.
 
-    what : a file of this format, for errors; versions : those that are read; mend : what to do with a damaged file
+    what : name of the format in error messages, such as "a trace file"
+    versions : the format versions that can be read
+    mend : the verb for how to make such a file again, for error messages, such as "sample"
 
-    Raises UserError: no file, none of this format, truncated or changed, or of another version.
+    Raises UserError if the file does not exist, has another format or version, or is truncated or changed.
     """
     try:
         with safe_open(str(path), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
-        found = content_hash(tensors, metadata)
+        actual_hash = content_hash(tensors, metadata)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except Exception as error:  # damage can make safetensors and torch raise anything
-        why = shown(error)
-        raise UserError(f"{path} cannot be read (truncated, or not a safetensors file): {why}") from error
-    if (other := metadata.get("format")) != format:
-        raise UserError(f"{path} is not {what} (format {shown(other)}, expected {format!r})")
+        reason = shown(error)
+        raise UserError(f"{path} cannot be read (truncated, or not a safetensors file): {reason}") from error
+    if (actual_format := metadata.get("format")) != format:
+        raise UserError(f"{path} is not {what} (format {shown(actual_format)}, expected {format!r})")
     if (version := metadata.get("format_version")) not in versions:
-        raise UserError(f"{path} has format version {shown(version)}, this reads {' and '.join(versions)}")
+        raise UserError(f"{path} has format version {shown(version)}; the supported versions: {' and '.join(versions)}")
     if HASH not in metadata:
         raise UserError(f"{path} has no {HASH}: an earlier version wrote it, and damage would not show; {mend} anew")
-    if metadata[HASH] != found:
-        raise UserError(f"{path} is damaged: its content has another {HASH} than was written; copy or {mend} anew")
+    if metadata[HASH] != actual_hash:
+        raise UserError(
+            f"{path} is damaged: its content does not match the stored {HASH}; copy it again or {mend} anew"
+        )
     return tensors, metadata
 
 
 def shown(value: Any) -> str:
-    """What a file says, in an error: as Python writes it, and no more than a line of it."""
+    """The repr of a value from a file, for an error message, cut to 200 characters."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

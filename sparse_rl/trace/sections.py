@@ -1,13 +1,13 @@
-"""The kinds of section that a trace may hold: what each is made of, and how it is batched and packed.
+"""Declarations of the sections that a trace may hold: their dtype and axes, and how they are batched and packed.
 
-A trace is `evict_at` and whatever further decisions its sampler made, a tensor each. All that handles traces (files,
-batches, packing, checkpoints) asks the declarations and knows no section by name; a view says which sections it
-replays. A section without a declaration, or that a view cannot replay, is refused: a trace replayed without one of its
-sections is silently another attention.
+A trace holds `evict_at` and the sampler's further decisions, one tensor each. The code that handles traces (files,
+batches, packing, checkpoints) uses these declarations and knows no section by name; a view lists the sections that it
+replays. A section that is not declared, or that a view cannot replay, is an error: a trace that is replayed without one
+of its sections would silently give another attention.
 
-What must be known to read a section (which layers it speaks of, say) is a section beside it, named in `needs`. The
-values that a section cannot have are in checks.py. A method declares its own in SECTIONS of a module that its settings
-name.
+Settings that are needed to read a section (the layers that it covers, for example) are a section of their own, named in
+`needs`. checks.py rejects impossible values. A method declares its sections in SECTIONS, in the module that its
+configuration names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sparse_rl.trace.checks import NEVER, Sections
 
 
 class TraceError(UserError):
-    """A trace or trace file that breaks the contract: what is wrong, and where."""
+    """An invalid trace or trace file; the message says what is wrong, and where."""
 
 
 Check = Callable[[Tensor, Sections, "int | None"], "str | None"]
@@ -37,23 +37,23 @@ Pack = Callable[[Sequence[Tensor], Sequence[int], Sequence[int]], Tensor]
 def _no_packing(documents: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int]) -> Tensor:
     if len(documents) == 1:
         return documents[0]
-    raise TraceError("sequences whose entries were refitted or paged cannot be packed into one row; use packing: false")
+    raise TraceError("sequences with refitted or paged entries cannot be packed into one row; set packing: false")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """One kind of section; `values` below is its tensor in one trace.
 
-    name : in memory and in files
-    dtype, axes : of values; sizes of axes of one name agree throughout a trace
-    joined : the one of `axes` along which the values of several traces are joined; the others' sizes are the same in
-        all traces that go together
-    needs : names of sections that must stand beside it
-    check : (values, all sections, tokens of the prompt or None) -> what is wrong with the values, in words; None where
-        nothing is. Sections are checked in the order of `declared`, and a check may rely on those before it
-    batch : (values of each row, the column in which each row starts, columns) -> one tensor for all rows
-    pack : (values of each document, the position at which each starts, and ends) -> the values of their sequence; by
-        default several documents are refused
+    name : its name in memory and in files
+    dtype, axes : dtype and axis names of values; axes of the same name have the same size throughout a trace
+    joined : the one of `axes` along which the values of several traces are joined; the sizes of the other axes must be
+        the same in all these traces
+    needs : names of sections that a trace with this section must have, too
+    check : (values, all sections, number of prompt tokens or None) -> a description of the mistake in the values, or
+        None. Sections are checked in the order of `declared`, so a check may rely on the checks before it
+    batch : (values of each row, the column at which each row starts, number of columns) -> one tensor for all rows
+    pack : (values of each document, start position of each, end position of each) -> the values of the packed sequence;
+        by default, several documents are an error
     """
 
     name: str
@@ -67,25 +67,25 @@ class Section:
 
     @property
     def joined_axis(self) -> int:
-        """The place of `joined` among `axes`, from 0."""
+        """Index of `joined` in `axes`, from 0."""
         return self.axes.index(self.joined)
 
 
 # ---- evict_at: int32 [L, Hkv, S], the first query position that no longer attends to a token -----------------------
 
 
-def _moved(values: Tensor, start: int) -> Tensor:
-    """The values of a sequence whose first token stands at `start`."""
+def _shifted(values: Tensor, start: int) -> Tensor:
+    """The values of a sequence whose first token is at position `start`; NEVER stays NEVER."""
     return torch.where(values < NEVER, values + start, NEVER).to(values.dtype)
 
 
 def _batch_evict_at(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
-    """int32 [L, B, Hkv, width]; pad keys 0: nobody sees them."""
-    return by_layer([_moved(values, start) for values, start in zip(rows, starts, strict=True)], starts, width, 0)
+    """evict_at of a batch, int32 [L, B, Hkv, width]; padding gets 0, so that no query sees it."""
+    return by_layer([_shifted(values, start) for values, start in zip(rows, starts, strict=True)], starts, width, 0)
 
 
 def by_layer(rows: Sequence[Tensor], starts: Sequence[int], width: int, empty: float) -> Tensor:
-    """Values [L, Hkv, S, ...] of each row, at its columns: [L, B, Hkv, width, ...], `empty` elsewhere.
+    """Put the values [L, Hkv, S, ...] of each row at its columns: [L, B, Hkv, width, ...], `empty` elsewhere.
 
     Layers come first, so that one layer's slice is contiguous.
     """
@@ -97,9 +97,9 @@ def by_layer(rows: Sequence[Tensor], starts: Sequence[int], width: int, empty: f
 
 
 def _pack_evict_at(documents: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int]) -> Tensor:
-    """A document's end caps its values, so that the next document does not see it."""
+    """Cap each document's values at its end, so that the next document does not see it."""
     places = zip(documents, starts, ends, strict=True)
-    return torch.cat([_moved(values, start).clamp(max=end) for values, start, end in places], dim=-1).to(torch.int32)
+    return torch.cat([_shifted(values, start).clamp(max=end) for values, start, end in places], dim=-1).to(torch.int32)
 
 
 EVICT_AT = Section(
@@ -112,41 +112,41 @@ EVICT_AT = Section(
     pack=_pack_evict_at,
 )
 
-# ---- what the further sections share --------------------------------------------------------------------------------
+# ---- helpers to declare further sections ----------------------------------------------------------------------------
 
 
 def batch_times(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
-    """int32 [B, most], right-padded with NEVER, of positions, which move with their row."""
+    """Batch positions: int32 [B, longest row], shifted by the start of their row, right-padded with NEVER."""
     batch = torch.full((len(rows), max(len(values) for values in rows)), NEVER, dtype=torch.int32)
     for row, (values, start) in enumerate(zip(rows, starts, strict=True)):
         batch[row, : len(values)] = values + start
     return batch
 
 
-def _the_same(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
-    """The one that all rows have."""
+def _shared_settings(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> Tensor:
+    """Return the settings that all rows share. Raises TraceError if rows differ."""
     if any(not torch.equal(values, rows[0]) for values in rows):
         raise TraceError("settings differ between the traces of a batch: they were sampled under different policies")
     return rows[0]
 
 
 def numbers(
-    name: str, dtype: torch.dtype, axis: str, check: Check, batch: Batch = _the_same, needs: tuple[str, ...] = ()
+    name: str, dtype: torch.dtype, axis: str, check: Check, batch: Batch = _shared_settings, needs: tuple[str, ...] = ()
 ) -> Section:
-    """A section of one axis: settings, which all traces of a batch have alike, or times, as many as a sequence has."""
+    """Declare a section of one axis: settings, equal in all traces of a batch, or times, any number per sequence."""
     return Section(name=name, dtype=dtype, axes=(axis,), joined=axis, check=check, batch=batch, needs=needs)
 
 
 SECTIONS: dict[str, Section] = {
     "evict_at": EVICT_AT,
-    # where a context ended whose entries were fitted to queries that are not recorded
+    # the end of a compacted context, whose entries were fitted to queries that are not recorded
     "compacted_at": numbers("compacted_at", torch.int32, "context_end", checks.check_compacted_at),
 }
-"""The sections that are no method's own, by name; evict_at is the first, and the only one that every trace has."""
+"""The sections that belong to no method, by name; evict_at is the first, and the only one that every trace has."""
 
 
 def declared() -> dict[str, Section]:
-    """The sections that a trace may have, by name: SECTIONS, and those of all registered methods."""
+    """The sections that a trace may have, by name: SECTIONS and the sections of all registered methods."""
     modules = dict.fromkeys(config.sections for config in CONFIGS.values() if config.sections is not None)
-    own = [section for module in modules for section in import_module(module).SECTIONS]
-    return SECTIONS | {section.name: section for section in own}
+    of_methods = [section for module in modules for section in import_module(module).SECTIONS]
+    return SECTIONS | {section.name: section for section in of_methods}

@@ -81,7 +81,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             {"format": "sparse_rl.trace"},
             "is not a compacted context (format 'sparse_rl.trace', expected 'sparse_rl.context')",
         ),
-        ({"format_version": "2"}, "has format version '2', this reads 1"),
+        ({"format_version": "2"}, "has format version '2'; the supported versions: 1"),
         ({"fitted": "false"}, "is damaged"),
         ({"sha256": "0"}, "is damaged"),
     ):

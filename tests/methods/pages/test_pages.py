@@ -453,7 +453,7 @@ def test_the_record_is_kept_and_refused_where_it_cannot_be_replayed(sampled: Cal
     for changed, says in (
         ({"opened": torch.full_like(opened, 9999)}, r"opened\[0, 0, 0\] has page 9999, where 0 pages have closed"),
         ({"opened": opened.long()}, "opened must be int16"),
-        ({"opened": opened[:, :, 1:]}, "tokens, where the trace has"),
+        ({"opened": opened[:, :, 1:]}, "tokens, but the trace has"),
         ({"paged_with": paged_with * 0}, "is not how tokens can be paged"),
     ):
         with pytest.raises(TraceError, match=says):
