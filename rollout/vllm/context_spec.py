@@ -1,4 +1,4 @@
-"""The scheduler's side of contexts.py: what a sequence behind a compacted context holds, and which blocks."""
+"""The scheduler's side of contexts.py: entries and blocks of a sequence that continues a compacted context."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from rollout.vllm.messages import Behind
 from rollout.vllm.spec import BoundedManager, BoundedSpec
 
-ASKED: dict[str, Behind] = {}  # by request, until its blocks go; in the scheduler's process, which has one engine
+ASKED: dict[str, Behind] = {}  # by request, until its blocks are freed; the scheduler's process has only one engine
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextSpec(BoundedSpec):
-    """A layer's cache behind contexts; most : entries that a sequence may come to hold, None: as many as tokens"""
+    """Specification of a layer's cache in an engine that continues contexts.
+
+    most : maximum number of entries of a sequence; None means one entry per token
+    """
 
     most: int | None = None
 
@@ -26,24 +29,24 @@ class ContextSpec(BoundedSpec):
 
 
 class ContextManager(BoundedManager):
-    """That of ContextSpec layers."""
+    """Allocates and frees the blocks of ContextSpec layers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.full: dict[str, list[KVCacheBlock]] = {}  # by context, the blocks that it fills
-        self.users: Counter[str] = Counter()  # by context, the requests that have them
+        self.full: dict[str, list[KVCacheBlock]] = {}  # by context, the blocks that it fills completely
+        self.users: Counter[str] = Counter()  # by context, the number of requests that share these blocks
 
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
     ) -> int:
-        behind, own = ASKED.get(request_id), self.req_to_blocks.get(request_id, ())
-        at_hand = own or (() if behind is None else self.full.get(behind.name, ()))
-        return max(0, self.blocks_of(num_tokens - _gone(request_id)) - len(at_hand))
+        behind, owned = ASKED.get(request_id), self.req_to_blocks.get(request_id, ())
+        allocated = owned or (() if behind is None else self.full.get(behind.name, ()))
+        return max(0, self.blocks_of(num_tokens - _missing_slots(request_id)) - len(allocated))
 
     def allocate_external_computed_blocks(
         self, request_id: str, num_local_computed_tokens: int, num_external_computed_tokens: int
     ) -> None:
-        """The context's: those that are there already, and new ones for the rest."""
+        """Give a request the blocks of its context: the shared ones that exist already, and new ones for the rest."""
         behind, blocks = ASKED[request_id], self.req_to_blocks[request_id]
         shared = self.full.get(behind.name, [])
         self.block_pool.touch(shared)
@@ -53,10 +56,13 @@ class ContextManager(BoundedManager):
         self.users[behind.name] += 1
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
-        return super().allocate_new_blocks(request_id, num_tokens - _gone(request_id), num_tokens_main_model)
+        return super().allocate_new_blocks(request_id, num_tokens - _missing_slots(request_id), num_tokens_main_model)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Blocks count their users themselves; here it is forgotten where they are once the last one ends."""
+        """Return a request's blocks, and forget a context's shared blocks once its last request has ended.
+
+        vLLM's blocks count their references themselves.
+        """
         blocks, behind = super().pop_blocks_for_free(request_id), ASKED.pop(request_id, None)
         if blocks and behind is not None:
             self.users[behind.name] -= 1
@@ -65,6 +71,7 @@ class ContextManager(BoundedManager):
         return blocks
 
 
-def _gone(request_id: str) -> int:
+def _missing_slots(request_id: str) -> int:
+    """Number of slots that a request uses less than it has tokens."""
     behind = ASKED.get(request_id)
     return 0 if behind is None else behind.gone

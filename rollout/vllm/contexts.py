@@ -1,13 +1,13 @@
-"""Requests that go on from a compacted context (rollout/context): nothing is evicted behind it.
+"""Requests that continue a compacted context (rollout/context). Their own tokens, after the context, are never evicted.
 
-To vLLM the context's tokens were computed by somebody else, as a KV connector's are: a request has its whole prompt,
-and its logical positions. In the cache it has the context's entries, with their biases, and behind them its own
-tokens: `gone` entries fewer than tokens. Requests behind one context share the blocks that it fills; what it leaves in
-its last block each of them has for itself.
+For vLLM, the context's tokens are tokens that a KV connector has loaded: a request has its whole prompt and its logical
+positions. In the cache it has the context's entries, with their biases, followed by its own tokens: `gone` entries
+fewer than tokens. Requests that continue the same context share the blocks that it fills completely. Each of them has
+its own copy of the context's last, partly filled block.
 
-asked for   by the engine, which names the context in a request's extra_args; in a server by the prompt's first tokens
+choice      the engine names the context in a request's extra_args; a server compares the first tokens of the prompt
 worker      `ContextState` keeps the entries of each context, and writes them when a request begins
-scheduler   `ContextConnector` says which context, `ContextManager` (context_spec.py) allocates
+scheduler   `ContextConnector` determines the context, `ContextManager` (context_spec.py) allocates its blocks
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from rollout.vllm.plan import Plan
 from rollout.vllm.state import CacheState
 from sparse_rl.methods.am.policy import BIAS
 
-UNSEEN = -3e4  # instead of a bias of -inf, where it is a coordinate of a key: a kernel may make NaN of -inf there
+UNSEEN = -3e4  # replaces a bias of -inf that is stored as a coordinate of a key: kernels may turn -inf into NaN there
 
 
 # ---- the worker's side ----------------------------------------------------------------------------------------------
 
 
 class ContextState(CacheState):
-    """All layers of one worker, and the contexts that requests may go on from."""
+    """The caches of all layers of one worker, and the contexts that requests may continue."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -47,53 +47,53 @@ class ContextState(CacheState):
         self.contexts: dict[str, list[tuple[Tensor, ...]]] = {}  # by layer: keys, values, bias
 
     def hold(self, name: str, context: Context) -> None:
-        """Keep a context's entries of this rank's heads, in host memory, under a name; what had it before is let go."""
-        mine = paged.own_heads(len(self.heads))
+        """Keep a context's entries of this rank's heads in host memory. Replaces the context of that name, if any."""
+        rank_heads = paged.own_heads(len(self.heads))
         self.contexts[name] = []
         for layer in context.layers:
-            missing = context.entries - layer.keys.shape[2]  # all layers have the same blocks; nobody sees what pads
-            keys, values = (F.pad(x[0, mine].cpu(), (0, 0, 0, missing)) for x in (layer.keys, layer.values))
-            bias = F.pad(layer.bias[0, mine].cpu(), (0, missing), value=float("-inf"))
+            missing = context.entries - layer.keys.shape[2]  # all layers have the same blocks; a bias hides the padding
+            keys, values = (F.pad(x[0, rank_heads].cpu(), (0, 0, 0, missing)) for x in (layer.keys, layer.values))
+            bias = F.pad(layer.bias[0, rank_heads].cpu(), (0, missing), value=float("-inf"))
             self.contexts[name].append((keys.transpose(0, 1), values.transpose(0, 1), bias.T))
 
     def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
-        for each in begun:
-            self.gone[each.block] = 0 if each.behind is None else each.behind.gone
-            if each.behind is not None:
-                self._fill(each.behind)
+        for newcomer in begun:
+            self.gone[newcomer.block] = 0 if newcomer.behind is None else newcomer.behind.gone
+            if newcomer.behind is not None:
+                self._fill(newcomer.behind)
 
     def _fill(self, behind: Behind) -> None:
         start = behind.shared * self.block_size
-        blocks = torch.tensor(behind.blocks, dtype=torch.long, device=self.device)  # none, where all are shared
+        blocks = torch.tensor(behind.blocks, dtype=torch.long, device=self.device)  # empty if all are shared
         for layer, entries in enumerate(self.contexts[behind.name]):
             for cache in self.caches[layer]:
-                cache[blocks] = 0  # `CleanSpec`: the last one has room behind the entries
-            *given, bias = (x[start:].to(self.device) for x in entries)
+                cache[blocks] = 0  # see `CleanSpec`: the last block is longer than its entries
+            *keys_values, bias = (x[start:].to(self.device) for x in entries)
             slots = torch.arange(len(bias), device=self.device)
             where = blocks[slots // self.block_size][:, None], self.heads, (slots % self.block_size)[:, None]
-            for cache, new in zip(self.caches[layer], given, strict=True):
+            for cache, new in zip(self.caches[layer], keys_values, strict=True):
                 cache[where] = new.to(cache.dtype)
             self.state[BIAS][layer][where] = bias
             if self.folded:
                 self.folded[layer][where] = bias.clamp(min=UNSEEN).to(self.folded[layer].dtype)
 
     def make_plan(self, block_table: Tensor, seq_lens: Tensor, starts: Tensor, starts_cpu: Tensor) -> Plan:
-        gone = self.gone[block_table[:, 0].long()].to(seq_lens.dtype)
-        return super().make_plan(block_table, seq_lens - gone, starts, starts_cpu)
+        missing_slots = self.gone[block_table[:, 0].long()].to(seq_lens.dtype)
+        return super().make_plan(block_table, seq_lens - missing_slots, starts, starts_cpu)
 
 
-# ---- the scheduler's side, and what passes between the two -----------------------------------------------------------
+# ---- the scheduler's side, and the messages between the two ----------------------------------------------------------
 
 
 class ContextConnector(EvictionConnector):
-    """What scheduler and workers are told with every step. A context's tokens count as loaded from elsewhere."""
+    """Connector that also tells the workers each request's context. Its tokens count as loaded from elsewhere."""
 
     kind = ContextState
     state: ContextState
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self.served: list[tuple[list[int], Behind]] = []  # of a server: what prompts may begin with
+        self.served: list[tuple[list[int], Behind]] = []  # in a server: contexts that prompts may begin with
         if role == KVConnectorRole.SCHEDULER:
             for path in self.config.contexts or ():
                 context = load_context(path)
@@ -112,10 +112,13 @@ class ContextConnector(EvictionConnector):
         return behind.tokens, False
 
     def _behind(self, request: Any) -> Behind | None:
-        """None too for a request that wants its whole prompt computed (prompt_logprobs), or by an adapter."""
+        """Return the context that a request continues, or None.
+
+        It is also None for a request with an adapter, or whose whole prompt must be computed (prompt_logprobs).
+        """
         if request.skip_reading_prefix_cache or request.lora_request is not None:
             return None
-        if not self.served:  # of an engine; a server's clients could name what they like
+        if not self.served:  # an engine; a server ignores the name, because its clients could write any
             named = (request.sampling_params.extra_args or {}).get(KEY, {}).get("context")
             return None if named is None else Behind(*named)
         prompt = request.prompt_token_ids or ()

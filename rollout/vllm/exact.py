@@ -1,8 +1,8 @@
-"""Attention over the paged cache in float32 on a CPU: by the very call that the trainer and the reference engine make.
+"""Attention over the paged cache in float32 on a CPU, by the same function as in the trainer and the reference engine.
 
-vLLM's CPU kernel is exact to about 1e-7 per layer, but a trained model amplifies that to more than 1e-5 in log-probs,
-where `sparse_rl.attention.kernels.sdpa` (float64 inside) makes attention all but free of rounding: what is left, within
-1e-5, comes from matrix products. Other dtypes take vLLM's kernel: their own rounding is far coarser.
+vLLM's CPU kernel is exact to about 1e-7 per layer, but a trained model amplifies that to more than 1e-5 in log-probs.
+`sparse_rl.attention.kernels.sdpa` computes in float64, which makes attention nearly free of rounding: the remaining
+difference, within 1e-5, comes from matrix products. Other dtypes use vLLM's kernel: their own rounding is far coarser.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollout.vllm.compat.paged import read_blocks
 from rollout.vllm.plan import NOBODYS
 from sparse_rl.attention.kernels.sdpa import sdpa
 
-ELEMENTS = 2**18  # of keys, gathered at a time: 2 MiB in float64, so that they stay in a core's cache
+ELEMENTS = 2**18  # key elements gathered at a time: 2 MiB in float64, which fit into a core's cache
 
 
 def attend(
@@ -30,11 +30,11 @@ def attend(
     out: Tensor,
     bias: Tensor | None = None,
 ) -> None:
-    """Causal attention of a ragged batch of B requests, written into `out`.
+    """Compute causal attention of a ragged batch of B requests, and write it to `out`.
 
     query, out [T, Hq, D]; keys, values [blocks, Hkv, block size, D]; blocks int [B, max blocks]; lengths int [B],
-    entries held; starts int [B + 1], each request's first query. A request's last query stands at its last entry.
-    bias : float32 [blocks, Hkv, block size], added to the logits, but of requests that bring all that they hold
+    entries held; starts int [B + 1], each request's first query. A request's last query belongs to its last entry.
+    bias : float32 [blocks, Hkv, block size], added to the logits, except for requests whose entries are all new
     """
     counts = starts[1:] - starts[:-1]
     single = (counts == 1).nonzero()[:, 0]
@@ -43,18 +43,18 @@ def attend(
         held = lengths[rows]
         longest = int(held.max())
         table, place = blocks[rows, : -(-longest // size)].long(), starts[rows].long()
-        # behind a request's own blocks stand those of others, whose NaN a weight of zero would not keep out
+        # the table also lists blocks after a request's own; NaN in these would pass through a weight of zero
         table.masked_fill_(torch.arange(0, longest, size) >= held[:, None], NOBODYS)
         key, value = (read_blocks(paged, table)[:, :, :longest] for paged in (keys, values))
         mask = (torch.arange(longest) < held[:, None])[:, None, None]
         if bias is not None:
             mask = read_blocks(bias, table)[:, :, None, :longest].masked_fill(~mask, float("-inf"))
-        grouped = query[place].unflatten(1, (heads, -1))  # the G query heads of a group, as G queries of one head
+        grouped = query[place].unflatten(1, (heads, -1))  # the G query heads of a kv head, as G queries of one head
         out[place] = sdpa(grouped, key, value, scale, mask).flatten(1, 2)
     for row in (counts > 1).nonzero()[:, 0].tolist():
         first, count, length = int(starts[row]), int(counts[row]), int(lengths[row])
         table = blocks[row : row + 1, : -(-length // size)].long()
-        # contiguous: for keys as they lie, [D, N], torch leaves its fused kernel and makes [T, N]
+        # contiguous, because with keys stored as [D, N] torch does not use its fused kernel and allocates [T, N]
         key, value = (read_blocks(paged, table)[:, :, :length].contiguous() for paged in (keys, values))
         part, whole = query[first : first + count].transpose(0, 1)[None], count == length
         later = None if whole else torch.arange(length) <= torch.arange(length - count, length)[:, None]
@@ -65,7 +65,7 @@ def attend(
 
 
 def _pieces(rows: Tensor, lengths: Tensor, elements: int) -> Iterator[Tensor]:
-    """The rows, those of like lengths together, as many at a time as ELEMENTS allows."""
+    """Yield the rows in pieces that ELEMENTS allows, with rows of similar length in the same piece."""
     rows = rows[lengths[rows].argsort(descending=True)]
     while len(rows):
         count = max(1, ELEMENTS // (elements * int(lengths[rows[0]])))

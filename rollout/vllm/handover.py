@@ -1,7 +1,7 @@
-"""Weights for an engine that runs in processes of its own.
+"""Weights for an engine that runs in separate processes.
 
-The sender writes them to a file in memory that has no name; the engine's processes map it. The memory is free again
-when the sender closes the file or ends, however it ends. Unlike /dev/shm, of 64 MB in a container, it has no size.
+The sender writes them to an unnamed file in memory, and the engine's processes map it. The memory is freed when the
+sender closes the file or ends for any reason. Unlike /dev/shm, which has 64 MB in a container, its size is not limited.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-STEP = 64  # bytes; weights begin at multiples of it
+STEP = 64  # bytes; each weight begins at a multiple of it
 
 
 @contextmanager
 def handed_over(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, list[list]]]:
-    """What `received` takes, in any process of this user on this machine, until the end of the context.
+    """Yield the arguments of `received`, valid in any process of this user on this machine until the context ends.
 
-    The weights are drawn from the iterable one at a time.
+    The weights are taken from the iterable one at a time.
     """
     with open(os.memfd_create("weights"), "wb") as file:
         places = []
@@ -33,7 +33,7 @@ def handed_over(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, li
 
 
 def received(path: str, places: list[list]) -> Iterator[tuple[str, Tensor]]:
-    """(name, weight) of all that was handed over: views of that memory, not to be kept."""
+    """Yield (name, weight) of all weights handed over. They are views of the shared memory and must not be kept."""
     memory = torch.from_file(path, size=os.path.getsize(path), dtype=torch.uint8)
     for name, kind, shape, start in places:
         dtype = getattr(torch, kind)

@@ -1,7 +1,7 @@
-"""What vLLM's scheduler tells its workers with every step: `Step`, as the metadata of vLLM's KV connector.
+"""Messages from vLLM's scheduler to its workers in every step: `Step`, the metadata of vLLM's KV connector.
 
-Nothing of ours goes back from a worker to the scheduler: it knows by counting what a compaction leaves. What a worker
-tells our engine, once a run is over, is `Result` (record.py).
+We send nothing back from a worker to the scheduler, which computes by itself the number of entries that a compaction
+leaves. After a run, a worker sends `Result` (record.py) to our engine.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 @dataclass
 class Behind:
-    """The compacted context that a request goes on from, and what of it is to be written.
+    """The compacted context that a request continues, and the blocks of it that the worker must write.
 
-    tokens : of the context; entries : of each kv head that are left of them
-    shared : how many blocks were taken over from other requests, set when blocks are allocated; blocks : the others
+    tokens : number of tokens of the context
+    entries : number of entries per kv head that its compaction left
+    shared : number of blocks shared with earlier requests, set when blocks are allocated
+    blocks : the context's other blocks
     """
 
     name: str
@@ -28,16 +30,17 @@ class Behind:
 
     @property
     def gone(self) -> int:
-        """By how many slots fewer than its tokens the context takes: positions run ahead of slots by as many."""
+        """Number of slots that the context takes less than it has tokens: the offset of positions from slots."""
         return self.tokens - self.entries
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A request that was admitted, or, after a preemption, admitted again: all its tokens are prefilled densely.
+    """A request that was admitted, for the first time or after a preemption: all its tokens are prefilled densely.
 
-    block : its first, by which workers know it from here on; prompt: so many tokens are prefilled
-    behind : but those of a context (contexts.py)
+    block : its first block, by which workers identify it from now on
+    prompt : number of tokens to prefill, those of its context included
+    behind : compacted context, if any, whose tokens need no forward pass (contexts.py)
     """
 
     request_id: str
@@ -48,7 +51,13 @@ class Begun:
 
 @dataclass(frozen=True)
 class Due:
-    """A request that compacts after this forward: its first block, tokens seen, entries held, and left by that."""
+    """A request that is compacted after this forward pass.
+
+    block : its first block
+    seen : tokens seen
+    held : entries per kv head before the compaction
+    left : entries per kv head after it
+    """
 
     request_id: str
     block: int
@@ -59,9 +68,11 @@ class Due:
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """What the worker needs to know of one step.
+    """The messages of one step to the workers.
 
     ended : first blocks of requests that no longer run; read before `begun`, which may reuse a block
+    begun : requests that were admitted
+    due : requests that are compacted after the forward pass
     """
 
     ended: list[int] = field(default_factory=list)
