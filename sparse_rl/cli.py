@@ -1,4 +1,4 @@
-"""The door: `sparse-rl` and `python -m sparse_rl.cli`. Behind it are the commands, sparse_rl/commands/."""
+"""Entry point of `sparse-rl` and `python -m sparse_rl.cli`. The commands are in sparse_rl/commands/."""
 
 import os
 import sys
@@ -9,10 +9,10 @@ SOURCES = Path(__file__).resolve().parents[1]  # the folder that holds our packa
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command and return its exit status."""
     try:
         leave_out_working_directory()
-    except OSError as error:  # it was deleted, or may not be looked at
+    except OSError as error:  # the directory was deleted, or is not readable
         reason = error.strerror or str(error)
         print(f"sparse-rl: error: the working directory cannot be used ({reason}); change to another", file=sys.stderr)
         return 2
@@ -22,17 +22,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def leave_out_working_directory() -> None:
-    """Import nothing from the working directory, where a folder `rewards/` or a file `trainer.py` is the user's.
+    """Keep imports from finding the user's own files, such as `rewards/` or `trainer.py`, in the working directory.
 
-    `python -m` looks there first, and so does an empty entry of PYTHONPATH. Where an entry names it, it comes last.
+    `python -m` and empty entries of PYTHONPATH put the working directory first on sys.path. If an entry of PYTHONPATH
+    names the directory, it is moved to the end; otherwise it is removed.
     """
     here = Path.cwd()
-    named = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    if here == SOURCES:  # our own, perhaps not installed: the processes that a command starts must find them too
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(here), *named])
+    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if here == SOURCES:  # perhaps not installed, but child processes must find it too
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(here), *entries])
         return
-    asked_for = here in (Path(entry).resolve() for entry in named)
-    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here] + [str(here)] * asked_for
+    is_named = here in (Path(entry).resolve() for entry in entries)
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here] + [str(here)] * is_named
 
 
 if __name__ == "__main__":

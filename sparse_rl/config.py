@@ -1,11 +1,11 @@
-"""What every configuration is made of: frozen dataclasses whose annotations say which values are valid.
+"""Base of every configuration: frozen dataclasses whose annotations define the valid values.
 
-Each component declares its settings once, in a dataclass of its own beside it, without torch: a recipe nests that
-dataclass, and the component is given it as it is. `Annotated[int, Rule(...)]` adds a condition to a type.
+Each component declares its settings once, in its own dataclass beside it, without importing torch. A recipe nests that
+dataclass and passes it to the component unchanged. `Annotated[int, Rule(...)]` adds a condition to a type.
 
-    Configuration        holds every value against its annotation as it is made, in YAML and in Python alike
-    NamedConfiguration   one of a family, chosen by a name in its block: {policy: gkv, budget: 512}
-    build                makes one of a mapping, with one-line errors that say where the wrong value stands
+    Configuration        checks every value against its annotation when it is created, from YAML or from Python
+    NamedConfiguration   a member of a family, chosen by a name in its block: {policy: gkv, budget: 512}
+    build                creates a configuration from a mapping, with one-line errors that name the key of a wrong value
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ T = TypeVar("T")
 class Rule:
     """A condition on a value, for `Annotated[type, Rule(...)]`; `says` completes the sentence "expected ...".
 
-    Of several the first describes the type. The others are bounds that few meet; who does is told that one alone.
+    If a type has several rules, the first one is part of its description. The others are bounds that are rarely
+    violated; an error mentions such a bound only if the value violates it.
     """
 
     says: str
@@ -37,25 +38,25 @@ class Rule:
 
 
 def at_most(most: float) -> Rule:
-    """The rule that a number is no larger."""
+    """Return the rule that a number is at most `most`."""
     return Rule(f"of at most {most:,}", lambda v: v <= most)
 
 
 def names_a_file(text: str) -> bool:
-    """Whether a file may have this path, as far as its length and its characters go."""
+    """True if the length and the characters of the text are valid for a file path."""
     if NO_TEXT.search(text):
         return False
     return len(text.encode()) <= 3000 and all(len(part.encode()) <= 255 for part in text.split("/"))
 
 
-NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, and halves of a surrogate pair, which UTF-8 does not have
+NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, and surrogates, which UTF-8 cannot encode
 _COUNT = at_most(2**31 - 1)
 _FLOAT32 = Rule("between 1e-30 and 1e30, or 0", lambda v: v == 0 or 1e-30 <= v <= 1e30)
 Text = Annotated[str, Rule("that is not empty", lambda v: v.strip() != "")]
 PathText = Annotated[Text, Rule("with names of at most 255 bytes, 3000 in all", names_a_file)]
 PositiveInt = Annotated[int, Rule(">= 1", lambda v: v >= 1), _COUNT]
 NonNegativeInt = Annotated[int, Rule(">= 0", lambda v: v >= 0), _COUNT]
-Seed = Annotated[int, Rule(">= 0", lambda v: v >= 0), at_most(2**32 - 1)]  # NumPy takes no other
+Seed = Annotated[int, Rule(">= 0", lambda v: v >= 0), at_most(2**32 - 1)]  # NumPy accepts no other seeds
 Positive = Annotated[float, Rule("> 0", lambda v: v > 0), _FLOAT32]
 NonNegative = Annotated[float, Rule(">= 0", lambda v: v >= 0), _FLOAT32]
 AtLeastOne = Annotated[float, Rule(">= 1", lambda v: v >= 1), _FLOAT32]
@@ -66,53 +67,59 @@ BelowOne = Annotated[float, Rule(">= 0 and < 1", lambda v: 0 <= v < 1)]
 
 @dataclass(frozen=True)
 class Source:
-    """Where values came from, so that an error can say so; nothing, for what is made in Python."""
+    """Origin of a configuration's values, for error messages. Empty for values that are set in Python."""
 
     name: str = ""
     overridden: frozenset[str] = frozenset()  # dotted keys given on the command line
-    places: Mapping[str, str] = field(default_factory=dict)  # a key's name -> its dotted place, for suggestions
+    places: Mapping[str, str] = field(default_factory=dict)  # key -> dotted key where it belongs, for suggestions
 
     def error(self, path: str, message: str, hint: Any = None) -> UserError:
-        """hint : the type that the value at this place is none of"""
-        given = any(path == key or path.startswith((f"{key}.", f"{key}[")) for key in self.overridden)
-        error = Misplaced(": ".join(filter(None, ("command line" if given else self.name, path, message))))
+        """Return the error for the value at `path`.
+
+        hint : the type that the value should have had; None if the type is not the problem
+        """
+        is_overridden = any(path == key or path.startswith((f"{key}.", f"{key}[")) for key in self.overridden)
+        error = Misplaced(": ".join(filter(None, ("command line" if is_overridden else self.name, path, message))))
         error.key, error.message, error.hint = path, message, hint
         return error
 
     def mismatch(self, path: str, hint: Any, value: Any) -> UserError:
-        """The error for a value that is none of a type."""
+        """Return the error for a value that does not have the type `hint`."""
         return self.error(path, f"expected {describe(hint)}, got {show(value)}", hint)
 
 
 class Misplaced(UserError):
-    """A mistake at a place. hint : the type that the value there is none of; None: something else is wrong"""
+    """A mistake at a known key.
+
+    hint : the type that the value should have had; None if the type is not the problem
+    """
 
     hint: Any = None
 
 
 # ---- types -------------------------------------------------------------------------------------------------
 
-MOST_SHOWN = 12  # choices that an error message lists
-LARGEST = 2.0**128  # no number of float32 is as large, in size
+MOST_SHOWN = 12  # maximum number of choices that an error message lists
+LARGEST = 2.0**128  # larger in magnitude than any finite float32
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
 def show(value: Any) -> str:
-    """A value as an error message quotes it."""
+    """Format a value for an error message."""
     text = repr(value)
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return "null" if value is None else f"{str(value).lower()} (a boolean)" if isinstance(value, bool) else text
 
 
 def describe(hint: Any) -> str:
-    """A type in the words of an error message."""
+    """Describe a type in the words of an error message."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return "anything"
     if origin is Annotated:
         return f"{describe(args[0])} {args[1].says}"
     if origin in (Union, types.UnionType):
-        # sorted: of two unions of the same types Python may give either for both
+        # sorted: Python may return one union for another with the same types in a different order
         return " or ".join(sorted({describe(member) for member in args}, key=lambda text: (text == "null", text)))
     if origin is Literal:
         return "one of " + ", ".join([*map(str, args[:MOST_SHOWN]), *(["..."] if len(args) > MOST_SHOWN else [])])
@@ -126,30 +133,30 @@ def describe(hint: Any) -> str:
 
 
 def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = True) -> Any:
-    """`value` as type `hint`, or a UserError naming the key, the type expected and the value got.
+    """Return `value` as type `hint`. Raises UserError with the key, the expected type and the actual value.
 
-    A whole number passes as a float, and (with `promote`) a single value as a list of one. A type that is none of the
-    simple ones accepts everything: whoever owns it will check.
+    A whole number is accepted as a float and, with `promote`, a single value as a list with one item. A type that is
+    not handled here accepts every value.
     """
-    if why := _taken_by_none(value):
+    if why := _why_invalid(value):
         raise source.error(path, why)
     origin, args = get_origin(hint), get_args(hint)
-    wrong = source.mismatch(path, hint, value)
+    mismatch = source.mismatch(path, hint, value)
     if origin is Annotated:
         try:
             value = coerce(value, args[0], path, source, promote=promote)
         except UserError as error:
-            raise error if error.key != path else wrong from None
+            raise error if error.key != path else mismatch from None
         for rule in args[1:]:
             if not rule.holds(value):
                 raise source.mismatch(path, hint if rule is args[1] else Annotated[args[0], rule], value)
         return value
     if origin in (Union, types.UnionType):
-        return _coerce_union(value, args, path, source, wrong)
+        return _coerce_union(value, args, path, source, mismatch)
     if origin is Literal:
         if not any(value == choice and type(value) is type(choice) for choice in args):
             close = f"; did you mean {near!r}?" if (near := nearest(value, map(str, args))) else ""
-            raise source.error(path, f"{wrong.message}{close}", hint)
+            raise source.error(path, f"{mismatch.message}{close}", hint)
         return value
     if isinstance(hint, type) and issubclass(hint, NamedConfiguration):
         return hint.from_block(value, path, source)
@@ -157,31 +164,31 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
         if isinstance(value, hint):
             return value
         if not isinstance(value, dict):
-            raise wrong
+            raise mismatch
         return build(hint, value, path, source)
     if origin is list or hint is list:
         if not isinstance(value, list | tuple) and (value is None or not promote):
-            raise wrong
+            raise mismatch
         if not isinstance(value, list | tuple):
             return [coerce(value, args[0] if args else Any, path, source)]
         return [coerce(item, args[0] if args else Any, f"{path}[{i}]", source) for i, item in enumerate(value)]
     if origin is dict or hint is dict:
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise wrong
+            raise mismatch
         return {key: coerce(item, args[1] if args else Any, f"{path}.{key}", source) for key, item in value.items()}
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
             raise source.error(path, f"expected a finite number, got {value}")
         return float(value)
     if hint in _NAMES and type(value) is not hint:
-        raise wrong
+        raise mismatch
     return value
 
 
-def _taken_by_none(value: Any) -> str | None:
-    """Why a value is none for any setting; None where it may be one."""
+def _why_invalid(value: Any) -> str | None:
+    """Reason why a value is invalid for every setting; None if it is not."""
     if isinstance(value, str) and (wrong := NO_TEXT.search(value)):
-        return f"holds a character that no file takes, {wrong[0]!r}; remove it"
+        return f"contains a character that no file can hold, {wrong[0]!r}; remove it"
     if isinstance(value, int | float) and LARGEST <= abs(value) < math.inf:
         return f"expected a number below {LARGEST:g} in size, got {show(value)}"
     return None
@@ -195,9 +202,9 @@ def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source,
         try:
             return coerce(value, member, path, source, promote=len(rest) == 1)
         except UserError as error:
-            if error.key != path:  # the member fits, something in it does not
+            if error.key != path:  # the value matches this member, but a value nested in it is wrong
                 raise
-            if not isinstance(error, Misplaced) or error.hint != member:  # a bound of the member
+            if not isinstance(error, Misplaced) or error.hint != member:  # the value violates a bound of this member
                 wrong = error
     raise wrong
 
@@ -207,14 +214,15 @@ def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source,
 
 @dataclass(frozen=True)
 class Configuration:
-    """A component's settings: a frozen dataclass, made only where each value is as its annotation says.
+    """Settings of a component: a frozen dataclass that checks each value against its annotation.
 
-    A subclass that checks one value against another calls `super().__post_init__()` first.
+    A subclass that compares values with each other calls `super().__post_init__()` first.
     """
 
     def __post_init__(self) -> None:
-        """Raises UserError, with the field as its key. A value is kept as YAML would give it (a whole number as a
-        float, a mapping as the configuration that it describes).
+        """Check and convert each field as if it came from YAML: a whole number to float, a mapping to a configuration.
+
+        Raises UserError with the field as its key.
         """
         cls: Any = type(self)
         for f in dataclasses.fields(self):
@@ -227,24 +235,24 @@ class Configuration:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedConfiguration(Configuration):
-    """One of a family of configurations, which a block chooses by name: {policy: gkv, budget: 512}, or the name alone.
+    """A member of a family of configurations, chosen by name: {policy: gkv, budget: 512}, or just the name.
 
-    The family is a direct subclass, which says what its members are called in errors ("cache policy"), under which key
-    a block has the name ("policy"), and what members there are.
+    A family is a direct subclass. It defines the word for its members in errors (`family`, "cache policy"), the key
+    that holds the name in a block (`name_key`, "policy"), and its members.
     """
 
     family: ClassVar[str]
     name_key: ClassVar[str]
-    name: ClassVar[str]  # of a member
+    name: ClassVar[str]  # set by each member
 
     @classmethod
     def members(cls) -> Mapping[str, type[Any]]:
-        """The classes of the family, by name."""
+        """Classes of the family, by name."""
         raise NotImplementedError
 
     @classmethod
     def chosen(cls, block: Mapping[str, Any]) -> type[Any]:
-        """The member that a block names. Raises UserError where there is none, or one without the block's keys."""
+        """Return the class that a block names. Raises UserError if it is unknown or lacks one of the block's keys."""
         members = cls.members()
         if cls.name_key not in block:
             raise UserError(f"missing; name a {cls.family}, one of {', '.join(members)}", cls.name_key)
@@ -262,47 +270,47 @@ class NamedConfiguration(Configuration):
 
     @classmethod
     def from_block(cls, block: Any, path: str = "", source: Source | None = None) -> Self:
-        """The configuration that a block describes; one is returned as it is.
+        """Return the configuration that a block describes. A block that already is a configuration is returned as is.
 
-        path, source : where the block stands; by default nowhere, and its name comes first in errors
+        path, source : position of the block, for errors; without a source, errors start with the member's name
 
-        Raises UserError, in one line: no name or an unknown one, an unknown parameter (with the nearest valid one), a
+        Raises UserError in one line for a missing or unknown name, an unknown parameter (with the nearest valid one), a
         missing parameter, or a value out of range.
         """
         if isinstance(block, cls):
             return block
-        here = source or Source()
+        where = source or Source()
         if not isinstance(block, str | Mapping):
             wrong = f"a {cls.family} is a name or {{{cls.name_key}: ..., its parameters}}, got {show(block)}"
-            raise here.error(path, wrong)
+            raise where.error(path, wrong)
         block = {cls.name_key: block} if isinstance(block, str) else block
         try:
             member = cls.chosen(block)
         except UserError as error:
-            raise here.error(".".join(filter(None, (path, error.key))), error.message) from None
+            raise where.error(".".join(filter(None, (path, error.key))), error.message) from None
         parameters = {key: value for key, value in block.items() if key != cls.name_key}
         return build(member, parameters, path, source or Source(member.name))
 
     def as_block(self) -> dict[str, Any]:
-        """Plain values: from_block(block) == self."""
+        """Return the configuration as a block of plain values; from_block(block) == self."""
         return {self.name_key: self.name, **as_mapping(self)}
 
 
 def flat(default_factory: Any = dataclasses.MISSING) -> Any:
-    """A field that holds a component's configuration, whose keys stand in YAML beside those of the dataclass itself.
+    """Declare a field for a component's configuration whose keys appear in YAML beside the dataclass's own keys.
 
-    default_factory : makes the configuration that the keys left out are taken from; without it some are required
+    default_factory : creates the configuration that supplies the defaults; omitted if some of its keys are required
     """
     return field(default_factory=default_factory, metadata={"flat": True})
 
 
 def flat_fields(cls: type) -> dict[str, type]:
-    """Name -> dataclass of the `flat` fields of a dataclass."""
+    """Return the `flat` fields of a dataclass: name -> the dataclass that the field holds."""
     return {f.name: _hints(cls)[f.name] for f in dataclasses.fields(cls) if f.metadata.get("flat")}
 
 
 def own_fields(cls: type) -> dict[str, Any]:
-    """Key -> type of what YAML may set in a dataclass, without what its `flat` fields hold."""
+    """Return the keys that YAML may set in a dataclass, without those of its `flat` fields: key -> type."""
     settable = (f for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True))
     return {f.name: _hints(cls)[f.name] for f in settable if not f.metadata.get("flat")}
 
@@ -313,17 +321,17 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def yaml_fields(cls: type) -> dict[str, Any]:
-    """Key -> type of what YAML may set in a dataclass, and in the configurations that it holds flat."""
-    found = own_fields(cls)
-    for name, held in flat_fields(cls).items():
-        inner = yaml_fields(held)
-        assert not found.keys() & inner.keys(), f"{cls.__name__}.{name} says again {found.keys() & inner.keys()}"
-        found |= inner
-    return found
+    """Return the keys that YAML may set in a dataclass, including those of its `flat` fields: key -> type."""
+    hints = own_fields(cls)
+    for name, flat_class in flat_fields(cls).items():
+        inner = yaml_fields(flat_class)
+        assert not hints.keys() & inner.keys(), f"{cls.__name__}.{name} repeats the keys {hints.keys() & inner.keys()}"
+        hints |= inner
+    return hints
 
 
 def as_mapping(configuration: Any) -> dict[str, Any]:
-    """The values of a dataclass as YAML would give them: plain data, those of `flat` fields beside the others."""
+    """Return a dataclass as the plain data of its YAML, with the keys of `flat` fields beside the others."""
     values: dict[str, Any] = {}
     for f in dataclasses.fields(configuration):
         value = getattr(configuration, f.name)
@@ -345,7 +353,7 @@ def _plain(value: Any) -> Any:
 
 
 def unknown_key(key: Any, valid: Iterable[str], path: str, source: Source, also: Iterable[str] = ()) -> UserError:
-    """The error for a key that is none of `valid` (nor of `also`, which are suggested but not listed)."""
+    """Return the error for an unknown key. It lists names of `valid` and may suggest names of `valid` and `also`."""
     valid = list(valid)
     if key in source.places:
         place = source.places[key]
@@ -360,12 +368,12 @@ def unknown_key(key: Any, valid: Iterable[str], path: str, source: Source, also:
 def build(
     cls: type[T], mapping: Mapping[str, Any], path: str, source: Source, *, also: Iterable[str] = (), **given: Any
 ) -> T:
-    """An instance of a dataclass from a mapping; `given` sets fields that YAML cannot.
+    """Create an instance of a dataclass from a mapping; `given` sets fields that YAML cannot set.
 
-    also : keys that an error suggests, but does not list
+    also : further keys that an error may suggest, but does not list
 
-    Raises UserError for an unknown or missing key, a value of the wrong type, and whatever the dataclass's own
-    `__post_init__` refuses (a UserError with a key relative to this block).
+    Raises UserError for an unknown or missing key, a value of the wrong type, and any UserError of the dataclass's own
+    `__post_init__` (whose key is relative to this block).
     """
     assert dataclasses.is_dataclass(cls)
     prefix = f"{path}." if path else ""
@@ -373,16 +381,16 @@ def build(
     for key in mapping:
         if key not in hints:
             raise unknown_key(key, hints, f"{prefix}{key}", source, also)
-    own, held = own_fields(cls), flat_fields(cls)
+    own_hints, flat_dataclasses = own_fields(cls), flat_fields(cls)
     values: dict[str, Any] = {}
     for f in dataclasses.fields(cls):
-        if f.name in held:
-            mine = {key: value for key, value in mapping.items() if key in yaml_fields(held[f.name])}
-            values[f.name] = build(held[f.name], mine, path, source)
-        elif f.name in own and f.name in mapping:
-            values[f.name] = coerce(mapping[f.name], own[f.name], f"{prefix}{f.name}", source)
-        elif f.name in own and default_of(f) is dataclasses.MISSING:
-            raise source.error(f"{prefix}{f.name}", f"missing; give {describe(own[f.name])}")
+        if f.name in flat_dataclasses:
+            own_values = {key: value for key, value in mapping.items() if key in yaml_fields(flat_dataclasses[f.name])}
+            values[f.name] = build(flat_dataclasses[f.name], own_values, path, source)
+        elif f.name in own_hints and f.name in mapping:
+            values[f.name] = coerce(mapping[f.name], own_hints[f.name], f"{prefix}{f.name}", source)
+        elif f.name in own_hints and default_of(f) is dataclasses.MISSING:
+            raise source.error(f"{prefix}{f.name}", f"missing; give {describe(own_hints[f.name])}")
     try:
         return cls(**values, **given)
     except UserError as error:
@@ -390,5 +398,5 @@ def build(
 
 
 def default_of(f: dataclasses.Field) -> Any:
-    """The default of a field; dataclasses.MISSING: it is required."""
+    """Return the default of a field, or dataclasses.MISSING if the field is required."""
     return f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default

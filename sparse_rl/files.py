@@ -1,4 +1,4 @@
-"""Files: what a user names is read up to a bound; what a library makes for its owner alone is made like any other."""
+"""File helpers: read the files that a user names up to a size limit, and reset permissions that a library narrowed."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from pathlib import Path
 
 from sparse_rl.errors import UserError
 
-MOST_JSON = 128 * 2**20  # bytes of settings, indices, tokenizers: the largest known, a tokenizer's, has 35 million
-MOST_TEXT = 2**30  # bytes of a text, or of results
+MOST_JSON = 128 * 2**20  # bytes of a settings, index or tokenizer file; the largest known has 35 million (a tokenizer)
+MOST_TEXT = 2**30  # bytes of a text or results file
 
 
 def check_readable(file: str | Path, most: int = MOST_JSON) -> None:
-    """Raise UserError for what has no end (a device, a pipe), and for a file of more than `most` bytes; OSError as
-    `stat` does.
+    """Raise UserError for a device or a pipe, which may be endless, and for a file of more than `most` bytes.
+
+    Raises OSError as `os.stat` does, and IsADirectoryError for a directory.
     """
-    found = os.stat(file)
-    if stat.S_ISDIR(found.st_mode):
+    status = os.stat(file)
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
-    if not stat.S_ISREG(found.st_mode):
-        raise UserError("it is no regular file")
-    if found.st_size > most:
-        raise UserError(f"it has {found.st_size:,} bytes, and at most {most:,} are read")
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError("it is not a regular file")
+    if status.st_size > most:
+        raise UserError(f"it has {status.st_size:,} bytes, and at most {most:,} are read")
 
 
 def read_text(file: str | Path, most: int = MOST_JSON) -> str:
-    """The text of a regular file of at most `most` bytes, in UTF-8, with every end of a line as \\n.
+    """Return the UTF-8 text of a regular file of at most `most` bytes, with every line ending as \\n.
 
     Raises OSError, UnicodeDecodeError, UserError.
     """
@@ -38,7 +39,7 @@ def read_text(file: str | Path, most: int = MOST_JSON) -> str:
 
 
 def usual_permissions(file: str | Path) -> None:
-    """Give a file what the user's umask leaves of rw-rw-rw-."""
+    """Set a file's permissions to rw-rw-rw- minus the user's umask."""
     umask = os.umask(0o077)
     os.umask(umask)
     os.chmod(file, 0o666 & ~umask)

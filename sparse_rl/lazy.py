@@ -1,7 +1,7 @@
-"""Packages whose public names are imported when they are first asked for.
+"""Lazy packages: their public names are imported on first access.
 
-A package's `__init__` runs before any of its modules: were it to import torch, not even the package's configuration
-could be read without it. So it imports the names that it offers for type checkers alone, `if TYPE_CHECKING:`, and says
+A package's `__init__` runs before any of its modules. If it imported torch, even the package's configuration could not
+be read without torch. So it imports its public names only for type checkers, under `if TYPE_CHECKING:`, and defines
 
     __getattr__ = public_names(__name__)
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 
 def public_names(package: str) -> Callable[[str], Any]:
-    """A package's `__getattr__` (PEP 562): the names that its `__init__` imports for type checkers."""
+    """Return a package's `__getattr__` (PEP 562) for the names that its `__init__` imports for type checkers."""
 
     @cache
     def homes() -> dict[str, str | None]:

@@ -1,11 +1,11 @@
-"""What is under way: on a terminal one row for each stage, below all that is printed; elsewhere now and then a line.
+"""Progress display: on a terminal one row per running stage, below all other output; elsewhere an occasional line.
 
     with stage("training", total=40, unit="step") as row:
         row.advance()
         row.tell("reward 0.250")
 
-This file owns the terminal while a row is there: whatever anybody prints then goes above the rows, line by line. Of a
-launch the first process shows its rows. What is printed before, between and after them is nobody's business here.
+While rows are shown, this module controls the terminal: all printed output appears above the rows, line by line. In a
+launch of several processes only the first one shows rows. Without rows, output is not touched.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column
 from rich.text import Text
 
-FIRST_SIGN = 20.0  # seconds without a terminal until a line says that the command lives; then twice as many, and so on
-WIDE, NARROW = 80, 60  # columns of a terminal: from here on a bar is long; below, there is no room for any
-LONGEST = 40  # characters of what is loaded, checked or saved
+FIRST_SIGN = 20.0  # without a terminal: seconds until the first sign of life; each further interval is twice as long
+WIDE, NARROW = 80, 60  # terminal columns: from WIDE on the bar is long, below NARROW there is none
+LONGEST = 40  # maximum characters of the name of the thing that is loaded, checked or saved
 
 
 class Stage:
-    """A stage that is under way.
+    """A running stage.
 
-    what : is said where there is no number of things to do
+    what : object of the stage, such as the file being loaded; used if there is no `total`
     """
 
     def __init__(self, name: str, what: str, total: int | None, unit: str, done: int) -> None:
@@ -42,25 +42,25 @@ class Stage:
         self.advanced = self.start
 
     def advance(self, by: int = 1) -> None:
-        """So many more are done; fewer, where by is negative."""
+        """Add `by` finished units; `by` may be negative."""
         if by:
             self.done, self.advanced = self.done + by, time.monotonic()
 
     def tell(self, told: str) -> None:
-        """What stands at the end of the row: a loss, a reward."""
+        """Set the text at the end of the row, such as a loss or a reward."""
         self.told = told
 
     def clock(self) -> str:
-        """The time that is left, once something is done; else the time that has gone by."""
-        now, did = time.monotonic(), self.done - self.first
-        if self.total is None or did <= 0 or self.done >= self.total:
+        """Return the estimated remaining time once units have finished; before that, the elapsed time."""
+        now, units = time.monotonic(), self.done - self.first
+        if self.total is None or units <= 0 or self.done >= self.total:
             return _clock(now - self.start)
-        each = (self.advanced - self.start) / did
-        return f"{_clock(max(0.0, each * (self.total - self.done) - (now - self.advanced)))} left"
+        seconds_per_unit = (self.advanced - self.start) / units
+        return f"{_clock(max(0.0, seconds_per_unit * (self.total - self.done) - (now - self.advanced)))} left"
 
     @property
     def label(self) -> str:
-        what = self.what if len(self.what) <= LONGEST else f"...{self.what[3 - LONGEST :]}"  # a path: its end
+        what = self.what if len(self.what) <= LONGEST else f"...{self.what[3 - LONGEST :]}"  # keeps the end of a path
         return f"{self.name} {what}".rstrip()
 
     @property
@@ -68,19 +68,19 @@ class Stage:
         return "" if self.total is None else f"{self.done}/{self.total} {self.unit}{'s' * (self.total != 1)}"
 
     def sign(self) -> str:
-        """What a line says of it where no rows are shown."""
+        """Return the stage's text for a line of output when no rows are shown."""
         return self.name if self.total is None else f"in {self.unit} {min(self.done + 1, self.total)}/{self.total}"
 
 
 class Screen:
     """The rows of this process.
 
-    console : that they are drawn on; by default stdout, where it is a terminal when the first row comes
+    console : console to draw on; by default stdout, if it is a terminal when the first row appears
     """
 
     def __init__(self, console: Console | None = None) -> None:
         self.given = console
-        self.rows: dict[Stage, Any] = {}  # row -> rich's number of it, where it is drawn
+        self.rows: dict[Stage, Any] = {}  # row -> rich's task ID; None if the row is not drawn
         self.drawn: Progress | None = None
         self.lock = threading.RLock()
         self.over = threading.Event()
@@ -89,7 +89,7 @@ class Screen:
 
     @contextmanager
     def command(self) -> Iterator[None]:
-        """A command runs in this block: its seconds are counted from now, over all its stages."""
+        """Mark that a command runs in this block: elapsed seconds count from now, across all its stages."""
         self._begin()
         self.in_command = True
         try:
@@ -102,12 +102,12 @@ class Screen:
         self.next_sign = self.start + FIRST_SIGN
 
     def heard(self) -> None:
-        """The command speaks for itself from now on, and needs no signs of life."""
+        """Stop the signs of life, because the command prints output of its own from now on."""
         self.next_sign = float("inf")
 
     @contextmanager
     def show(self, row: Stage) -> Iterator[Stage]:
-        """The row is there in this block."""
+        """Show the row during this block."""
         with self.lock:
             if not self.rows:
                 self._open()
@@ -142,18 +142,18 @@ class Screen:
         if self.drawn is None:
             return
         for name, stream in zip(("stdout", "stderr"), self.before, strict=True):
-            mine = getattr(sys, name)
-            if isinstance(mine, Above):
-                mine.end()
+            current = getattr(sys, name)
+            if isinstance(current, Above):
+                current.end()
                 setattr(sys, name, stream)
         self.drawn.stop()
         self.drawn = None
 
     def _live(self, over: threading.Event) -> None:
-        """A line 20 s, 60 s, 140 s, ... after the start."""
+        """Print a line 20 s, 60 s, 140 s, ... after the start."""
         while not over.wait(max(0.0, min(self.next_sign - time.monotonic(), FIRST_SIGN))):
             now = time.monotonic()
-            with self.lock, suppress(OSError):  # nobody may read what is written
+            with self.lock, suppress(OSError):  # stdout may be a closed pipe
                 if now >= self.next_sign and self.rows:
                     print(f"{next(iter(self.rows)).sign()}, {now - self.start:.0f} s after the start", flush=True)
                     self.wait *= 2
@@ -161,9 +161,10 @@ class Screen:
 
 
 class Above:
-    """A stream whose lines go above a screen's rows, whenever there are any: a library may keep this stream for good.
+    """A stream that prints lines above a screen's rows, and passes them through when there are no rows.
 
-    Of a line that was overwritten, as bars do, its last state is shown.
+    A library may keep a reference to this stream forever. If a line is overwritten by carriage returns, as progress
+    bars do, only its last state is shown.
     """
 
     def __init__(self, screen: Screen, stream: TextIO) -> None:
@@ -183,7 +184,7 @@ class Above:
         return len(text)
 
     def end(self) -> None:
-        """Nothing follows: show what has no end of line."""
+        """Print the pending text, which has no newline yet."""
         if self.waiting.strip():
             self._print(self.waiting)
         self.waiting = ""
@@ -199,12 +200,12 @@ class Above:
 
 
 def _last_state(line: str) -> str:
-    """What is left of a line that was begun anew."""
+    """Return the text after the last carriage return that does not end the line."""
     return line[max(0, line.rfind("\r", 0, len(line.rstrip("\r")))) :]
 
 
 class Quiet(Console):
-    """A console that never hides the cursor: a process that is killed could not show it again."""
+    """A console that never hides the cursor, because a killed process could not show it again."""
 
     def show_cursor(self, show: bool = True) -> bool:
         return False
@@ -217,18 +218,18 @@ def _clock(seconds: float) -> str:
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    return stream is not None and stream.isatty()  # None: the process was started without it
+    return stream is not None and stream.isatty()  # None if the process was started without the stream
 
 
 def _terminal() -> Console | None:
-    """Stdout, where it is a terminal that can overwrite a line."""
+    """Return a console on stdout if stdout is a terminal that can overwrite a line."""
     if not _is_terminal(sys.stdout) or os.environ.get("TERM", "") in ("", "dumb", "unknown"):
         return None
     return Quiet(file=sys.stdout, force_terminal=True, soft_wrap=True, highlight=False, markup=False)
 
 
 class Part(ProgressColumn):
-    """A part of a row, as a terminal of this encoding can show it."""
+    """A part of a row, limited to the characters of the terminal's encoding."""
 
     def __init__(self, part: Callable[[Stage], str], encoding: str, column: Column) -> None:
         super().__init__(column)
@@ -239,7 +240,7 @@ class Part(ProgressColumn):
 
 
 class Bar(BarColumn):
-    """How much of a stage is done; one without an end goes to and fro."""
+    """The progress bar of a stage; without a total it moves back and forth."""
 
     def render(self, task: Task) -> ProgressBar:
         task.completed = task.fields["row"].done
@@ -247,7 +248,7 @@ class Bar(BarColumn):
 
 
 def _progress(console: Console) -> Progress:
-    """Draws rows, each a task of rich's, four times a second."""
+    """Return rich's progress display, which draws each row as a task, four times a second."""
 
     def text(part: Callable[[Stage], str], **column: Any) -> ProgressColumn:
         return Part(part, console.encoding, Column(no_wrap=True, **column))
@@ -275,11 +276,11 @@ screen = Screen()
 def stage(
     name: str, what: str = "", *, total: int | None = None, unit: str = "", done: int = 0, shown: bool = True
 ) -> Iterator[Stage]:
-    """A stage, from here to the end of the block.
+    """Show a stage until the end of the block.
 
-    name : loading, sampling, training, ...; what : of what, where there is no `total`
-    total, unit : how many of what there are to do, the unit in the singular; done : how many are done already
-    shown : False, and in every process of a launch but the first, for a row that nobody sees
+    name : loading, sampling, training, ...; what : object of the stage, if there is no `total`
+    total, unit : number of units to do, and the unit's name in the singular; done : units that are already done
+    shown : False hides the row; in a launch, every process but the first hides it anyway
     """
     row = Stage(name, what, total, unit, done)
     visible = shown and os.environ.get("RANK", "0") == "0"

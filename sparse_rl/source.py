@@ -1,11 +1,11 @@
-"""Where sparse-rl and the vLLM that it supports are installed from. No package index has sparse-rl."""
+"""Install sources of sparse-rl and of the supported vLLM version. sparse-rl is not on any package index."""
 
-URL = ""  # of its repository, as pip takes it: "git+https://..."; empty: it is not published, a checkout is needed
+URL = ""  # the repository's URL for pip, "git+https://..."; empty means unpublished: installing needs a checkout
 VLLM = "0.31.*"
 INSTALL_VLLM = f'pip install "vllm=={VLLM}"'
 
 
 def how_to_install(extra: str = "") -> str:
-    """In Markdown, the command that installs sparse-rl, with what one of its extras brings."""
+    """Return, in Markdown, the command that installs sparse-rl, optionally with one of its extras."""
     extras = f"[{extra}]" if extra else ""
     return f'`pip install "sparse-rl{extras} @ {URL}"`' if URL else f'`pip install ".{extras}"` in a checkout of it'

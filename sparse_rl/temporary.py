@@ -1,7 +1,8 @@
-"""Temporary files: one folder for a command and the processes that it starts, in the directory for temporary files.
+"""Temporary files: one folder per command, shared with the processes it starts, in the system's temporary directory.
 
-The folder goes when the command ends. A killed command cannot remove its own, so the next start removes it. Each
-process that uses a folder holds a lock there, which the kernel drops with the process: an unlocked folder is unused.
+The folder is removed when the command ends. A killed command cannot remove its folder, so the next command does. Each
+process that uses a folder holds a lock in it. The kernel releases the lock when the process ends, so an unlocked
+folder is unused.
 """
 
 from __future__ import annotations
@@ -16,36 +17,36 @@ from functools import cache
 from pathlib import Path
 
 PREFIX, LOCK = "sparse-rl-", "in-use"
-FOLDER = "SPARSE_RL_TEMPORARY_FOLDER"  # in the environment, for the processes that a command starts
+FOLDER = "SPARSE_RL_TEMPORARY_FOLDER"  # environment variable, read by the processes that a command starts
 
 
 @cache
 def temporary_folder() -> str:
-    """The folder of this process, or of the command that has started it; what killed commands left is removed."""
+    """Return the folder of this process, or of the command that started it. Removes the folders of killed commands."""
     inherited = os.environ.get(FOLDER)
-    if inherited is not None and _held(Path(inherited) / LOCK):
+    if inherited is not None and _take_lock(Path(inherited) / LOCK):
         return inherited
-    _sweep()
+    _remove_unused_folders()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    new = folder / f"{LOCK}.new"
-    new.write_text(str(os.getpid()))
-    _held(new)
-    new.rename(folder / LOCK)  # only now: who sweeps looks for this name
+    new_lock = folder / f"{LOCK}.new"
+    new_lock.write_text(str(os.getpid()))
+    _take_lock(new_lock)
+    new_lock.rename(folder / LOCK)  # renamed only after locking: _remove_unused_folders looks for this name
     os.environ[FOLDER] = str(folder)
     atexit.register(remove_temporary_folder)
     return str(folder)
 
 
 def remove_temporary_folder() -> None:
-    """Remove the folder that this process has made, perhaps before it became another program."""
+    """Remove the folder that this process created, even if the process has since replaced itself by exec."""
     folder = Path(os.environ.get(FOLDER, ""))
     with contextlib.suppress(OSError):
         if (folder / LOCK).read_text() == str(os.getpid()):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _held(lock: Path) -> bool:
-    """Share a lock until this process ends, also where it becomes another program; whether that succeeds."""
+def _take_lock(lock: Path) -> bool:
+    """Hold a shared lock until this process ends, also across exec. Returns True on success."""
     try:
         descriptor = os.open(lock, os.O_RDWR)
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -55,9 +56,9 @@ def _held(lock: Path) -> bool:
     return True
 
 
-def _sweep() -> None:
+def _remove_unused_folders() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, in use, or on a file system without locks
+        with contextlib.suppress(OSError):  # owned by another user, in use, or on a file system without locks
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
             with (folder / LOCK).open("r+") as lock:

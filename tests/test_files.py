@@ -26,12 +26,12 @@ QUICKSTART = Path(__file__).parents[1] / "recipes/quickstart/model"
 
 def device(file: Path, most: int) -> str:
     file.symlink_to("/dev/zero")
-    return "no regular file"
+    return "not a regular file"
 
 
 def pipe(file: Path, most: int) -> str:
     os.mkfifo(file)
-    return "no regular file"
+    return "not a regular file"
 
 
 def too_large(file: Path, most: int) -> str:
@@ -84,7 +84,7 @@ def test_readers(read: Callable, most: int, made: Callable, tmp_path: Path) -> N
 def test_data(made: Callable, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     made(file, 0)
-    with pytest.raises(UserError, match="no regular file"):
+    with pytest.raises(UserError, match="not a regular file"):
         load_data(DataConfig(path=str(file)), None)
 
 

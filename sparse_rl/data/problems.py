@@ -138,7 +138,7 @@ def _read(config: DataConfig) -> datasets.Dataset:
 
     path = Path(config.path).expanduser()
     if not path.is_file():
-        wrong = "no regular file" if path.exists() else "no such file"
+        wrong = "not a regular file" if path.exists() else "no such file"
         raise UserError(f"{wrong}: {config.path}", "path")
     if path.stat().st_size == 0:
         raise UserError(f"{config.path} is empty", "path")

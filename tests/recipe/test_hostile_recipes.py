@@ -185,8 +185,8 @@ def test_a_wrong_value_is_not_repeated(size: int) -> None:
         ("sft", "lora.target_modules='['", "lora.target_modules: is no regular expression"),
         ("sft", "output_dir=" + "a" * 256, "output_dir: expected text with names of at most 255 bytes"),
         ("sft", "model=" + "a" * 256, "model: expected text with names of at most 255 bytes"),
-        ("sft", 'output_dir="a\\0b"', "output_dir: holds a character that no file takes"),
-        ("sft", 'output_dir="\\ud800"', "output_dir: holds a character that no file takes"),
+        ("sft", 'output_dir="a\\0b"', "output_dir: contains a character that no file can hold"),
+        ("sft", 'output_dir="\\ud800"', "output_dir: contains a character that no file can hold"),
         ("sft", "learning_rate=1" + "0" * 39, "learning_rate: expected a number below"),
     ],
 )
