@@ -1,6 +1,6 @@
-"""Which engine samples, where a configuration leaves it open: what `auto` means on this machine and for this model.
+"""Chooses the sampling engine when the configuration says `auto`, for this machine and this model.
 
-It knows configurations of a rollout and of a model, never recipes; torch and vLLM are not imported here.
+This module reads configurations of rollouts and models, never recipes. It imports neither vLLM nor, at its top, torch.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from sparse_rl.errors import UserError
 from sparse_rl.methods.config import PolicyConfig
 from sparse_rl.source import INSTALL_VLLM
 
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLLM's CPU attention takes
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes that vLLM's CPU attention supports
 
 
 def default_engine() -> EngineName:
-    """What `auto` stands for, unless the model or the machine speaks against it: vllm where it is installed."""
+    """Engine that `auto` stands for unless the model or the machine rules it out: vllm if it is installed, else hf."""
     return "hf" if importlib.util.find_spec("vllm") is None else "vllm"
 
 
 def choose_engine(
     rollout: RolloutConfig, config: Any, caches: Iterable[PolicyConfig], cuda: bool | None = None
 ) -> tuple[EngineName, str]:
-    """Choose the engine that samples: (its name for `make_engine`, why it is this one, in words).
+    """Choose the sampling engine. Returns (its name for `make_engine`, the reason for the choice, in words).
 
-    config : of the model; None where a live module is to be sampled from
-    caches : the policies to be sampled under
-    cuda : whether it runs on a GPU; None: as this machine has
+    config : configuration of the model; None means that the engine samples from a live module
+    caches : policies under which the engine will sample
+    cuda : True if the engine runs on a GPU; None means that this machine is checked for one
 
-    Raises UserError where vllm is asked for and cannot be had, or what only vllm can do is asked of hf.
+    Raises UserError if the configuration demands vllm and vllm cannot sample here, or if it sets an option that only
+    vllm has and the engine is hf.
     """
     refusal = None if rollout.engine == "hf" else _vllm_refusal(config, caches, cuda)
     if rollout.engine == "vllm" and refusal:
@@ -40,16 +41,16 @@ def choose_engine(
     if rollout.engine != "hf" and not refusal:
         return "vllm", "vllm engine"
     if rollout.tensor_parallel > 1:
-        raise UserError("only the vllm engine is spread over GPUs; set it to 1", "rollout.tensor_parallel")
+        raise UserError("only the vllm engine can use several GPUs; set it to 1", "rollout.tensor_parallel")
     return "hf", "hf engine" + (f" ({refusal})" if refusal else "")
 
 
 def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None) -> str | None:
-    """Why vllm cannot sample here from a model of this configuration, under these policies; None where it can."""
+    """Reason why vllm cannot sample here from this model under these policies; None if it can."""
     from sparse_rl.attention.families import cache_shape, family_only_hf
 
     if config is None:
-        return "vllm keeps its own weights, and a live module was given"
+        return "vllm keeps its own copy of the weights and cannot sample from a live module"
     if default_engine() != "vllm":
         return f"vllm is not installed: {INSTALL_VLLM}"
     if cuda is None:
@@ -67,7 +68,7 @@ def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None
 
 
 def _is_cpu_build() -> bool:
-    """Whether the vllm that is installed runs on CPUs (and then only there)."""
+    """True if the installed vllm is a CPU build, which runs only on CPUs."""
     try:
         return "cpu" in version("vllm")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""How to sample, and on which engine: the two configurations of this package. They are read without torch."""
+"""Configurations of sampling and of the sampling engine. They are read without importing torch."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from sparse_rl.config import Configuration, Fraction, NonNegative, NonNegativeIn
 
 EngineName = Literal["hf", "vllm"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
-"""The names of the engines; `auto`, which recipes know too, stands for one of them."""
-MOST_GIB = 1_000_000  # of a cache
-ALONE = 0.9  # of a GPU's memory, for an engine that shares it with no training
+"""Names of the engines. In recipes, `auto` stands for one of them."""
+MOST_GIB = 1_000_000  # upper limit of kv_cache_gb
+ALONE = 0.9  # share of a GPU's memory for an engine that does not share the GPU with training
 SAMPLE_LIVE: tuple[EngineName, ...] = ("hf",)  # engines that can sample from a live module; the others load weights
 
 
 @dataclass(frozen=True)
 class SamplingConfig(Configuration):
-    """How to sample.
+    """Settings of sampling.
 
-    Sampling is seeded per (seed, prompt, sample index): the place in the batch, the batch's size and its order change
-    nothing.
+    Sampling is seeded by (seed, prompt, sample index). So a completion does not depend on its place in the batch, nor
+    on the size or the order of the batch.
 
-    max_tokens : of a completion, at most
-    temperature : 0 is greedy; log-probs are then those at temperature 1
-    top_p : the smallest set of tokens with at least this probability is sampled from; 1: all
-    top_k : the so many most likely tokens are sampled from; None: all
-    n : completions of each prompt
-    seed : None draws a fresh one
-    stop_token_ids : tokens that end a completion, of which they are a part; None: the model's end-of-sequence tokens
-    ignore_eos : with stop_token_ids None, nothing ends a completion but max_tokens
-    forced : tokens that every completion takes from step `forced_from` on, whatever the model says
-    forced_from : so many tokens of a completion come before the forced ones
+    max_tokens : maximum number of tokens in a completion
+    temperature : 0 is greedy; the log-probs are then those at temperature 1
+    top_p : sampling is restricted to the smallest set of tokens with at least this total probability; 1 means all
+    top_k : sampling is restricted to the top_k most likely tokens; None means all
+    n : completions per prompt
+    seed : random seed; None draws a fresh one
+    stop_token_ids : tokens that end a completion, and are included in it; None means the model's end-of-sequence tokens
+    ignore_eos : if stop_token_ids is None, only max_tokens ends a completion
+    forced : tokens that every completion gets from step `forced_from` on, whatever the model predicts
+    forced_from : number of completion tokens before the forced ones
 
-    Raises UserError where a value breaks its rule.
+    Raises UserError if a value is not allowed.
     """
 
     max_tokens: PositiveInt
@@ -50,29 +50,30 @@ class SamplingConfig(Configuration):
 
     @property
     def truncated_support(self) -> bool:
-        """Whether top-p or top-k cuts the distribution, so that `logprobs` differ from the model's own."""
+        """True if top-p or top-k cuts the distribution, so that `logprobs` differ from `model_logprobs`."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Configuration):
-    """The sampling engine. The keys from kv_cache_gb to full_graphs are for vllm alone.
+    """The sampling engine. The keys from kv_cache_gb to full_graphs apply only to vllm.
 
-    engine : hf, the reference engine; vllm, fast, with its own copy of the weights; auto, which is vllm where it is
-        installed and takes the model, else hf
-    max_batch : sequences sampled at a time
+    engine : hf is the reference engine; vllm is fast and keeps its own copy of the weights; auto is vllm if it is
+        installed and supports the model, else hf
+    max_batch : maximum number of sequences that are sampled at the same time
     progress : show a progress bar
-    kv_cache_gb : GiB for keys and values, at most: no more is taken than max_batch sequences can fill; None: what
-        gpu_memory_utilization leaves, or 1 on a CPU
-    gpu_memory_utilization : the engine's share of the GPU's memory, its weights included
-    tensor_parallel : GPUs that one engine is spread over; not in training
-    max_model_len : the longest prompt + completion; None: max_prompt_tokens + max_completion_length, or the model's own
-    sleep : in training, give the engine's GPU memory back while the weights are updated
-    full_graphs : on a GPU, under an evicting policy, run a decode step as one CUDA graph instead of one per layer;
-        written without a GPU and never run on one
-    exact : on a CPU, compute float32 attention in float64, in the engine and in the trainer: hf and vllm then sample
-        the same tokens, but for ties. false: compute it in float32 (vllm by its own kernels), which is faster; the
-        log-probs of engine and trainer then differ by about 1e-5
+    kv_cache_gb : maximum GiB for keys and values (never more than max_batch sequences can fill); None means the memory
+        that gpu_memory_utilization leaves, or 1 on a CPU
+    gpu_memory_utilization : the engine's share of the GPU's memory, including its weights
+    tensor_parallel : number of GPUs that one engine is spread over; not available in training
+    max_model_len : maximum length of prompt + completion; None means max_prompt_tokens + max_completion_length, or the
+        model's own limit
+    sleep : in training, release the engine's GPU memory while the weights are updated
+    full_graphs : on a GPU, under an evicting policy, run a decode step as one CUDA graph instead of one graph per
+        layer; written without a GPU and never run on one
+    exact : on a CPU, compute float32 attention in float64, in the engine and in the trainer; hf and vllm then sample
+        the same tokens, except at ties. false computes it in float32 (in vllm with its own kernels), which is faster;
+        the log-probs of engine and trainer then differ by about 1e-5
     """
 
     engine: Literal["auto", EngineName] = "auto"
@@ -89,8 +90,8 @@ class RolloutConfig(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRolloutConfig(RolloutConfig):
-    """The sampling engine, which has the GPU to itself, as in `sparse-rl serve`. The keys from kv_cache_gb to
-    full_graphs are for vllm alone.
+    """The sampling engine, which does not share the GPU with training, as in `sparse-rl serve`. The keys from
+    kv_cache_gb to full_graphs apply only to vllm.
     """
 
     gpu_memory_utilization: Fraction = ALONE

@@ -1,6 +1,6 @@
-"""What an engine is: prompts in, sampled completions with their log-probs and eviction traces out.
+"""Interface of an engine: it takes prompts and returns sampled completions with log-probs and eviction traces.
 
-This file knows neither torch modules nor policies' insides; hf.py is the specification of how it is done.
+This file depends neither on torch modules nor on the internals of policies. hf.py is the reference implementation.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from rollout.context import Context
     from rollout.requests import Request
 
-# Sequences that are decoded at least, padding among them: attention over fewer rounds otherwise on a CPU (products.py).
+# Minimum number of sequences in a decoded batch, padding included: on a CPU, attention over fewer sequences rounds
+# differently (products.py).
 LEAST_ROWS = 4
 
 
 def sampling_stage(requests: Sequence[Request], shown: bool) -> AbstractContextManager[Stage]:
-    """The stage in which an engine samples these, or decodes what they are told to be."""
+    """Progress stage in which an engine samples these requests, or decodes their given completions."""
     name = "decoding" if requests and requests[0].forced is not None else "sampling"
     return stage(name, total=len(requests), unit="sequence", shown=shown)
 
@@ -36,12 +37,12 @@ class Rollout:
     """One sampled sequence.
 
     prompt_ids, completion_ids : token ids
-    logprobs : one per completion token, of the distribution that was sampled from (temperature, top-p, top-k)
-    model_logprobs : the same before top-p and top-k; this is what replay is compared with
-    trace : len(trace) = prompt + completion
+    logprobs : log-prob of each completion token under the sampling distribution (after temperature, top-p, top-k)
+    model_logprobs : the same before top-p and top-k; replay is compared with these
+    trace : eviction trace; len(trace) = prompt + completion
     finish_reason : "stop" (a stop token ends the completion) or "length" (truncated)
 
-    Raises TraceError where a trace of this prompt cannot have been recorded (`EvictionTrace.check`).
+    Raises TraceError if the trace cannot have been recorded with this prompt (`EvictionTrace.check`).
     """
 
     prompt_ids: list[int]
@@ -56,16 +57,16 @@ class Rollout:
 
 
 class Prefilled(Protocol):
-    """Prompts in an engine's cache, one row each, after what the policy drops at a prefill's end."""
+    """Prompts in an engine's cache, one row each, after the evictions at the end of prefill."""
 
     def fork(self, rows: Sequence[int]) -> Prefilled:
-        """Copies of these rows, in this order, in a cache of their own; a row may be taken several times."""
+        """Copy these rows, in this order, into a new cache. A row may occur several times."""
         ...
 
     def queries(self, layer: int) -> Tensor:
-        """The last queries of each row, oldest first: [B, Hq, W, D], as many as the policy scores by.
+        """Last queries of each row, oldest first: [B, Hq, W, D], where W is the number that the policy scores with.
 
-        Raises UserError where it scores by none.
+        Raises UserError if the policy does not score with queries.
         """
         ...
 
@@ -73,9 +74,9 @@ class Prefilled(Protocol):
 class Engine(Protocol):
     """Samples with eviction active and records every eviction.
 
-    policy : the cache policy that it samples under, bound to the model
-    max_batch : sequences sampled at a time
-    shares_weights : whether it samples from the caller's live module, so that nothing needs to be synchronised
+    policy : cache policy under which the engine samples, bound to the model
+    max_batch : maximum number of sequences that are sampled at the same time
+    shares_weights : True if the engine samples from the caller's live module, so no weights need synchronising
     """
 
     policy: Policy
@@ -85,13 +86,13 @@ class Engine(Protocol):
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
     ) -> list[Rollout]:
-        """Sample `sampling.n` completions of each prompt: len(prompts) * n rollouts, prompt-major.
+        """Sample `sampling.n` completions of each prompt. Returns len(prompts) * n rollouts, prompt-major.
 
         prompts : token ids
-        context : compacted, by `HFEngine.compact`; the prompts stand behind it, and rollouts have its tokens in front
-            of their prompts. Behind it nothing is evicted.
+        context : a context compacted by `HFEngine.compact`, which the prompts follow; the rollouts' prompts begin with
+            its tokens. Nothing is evicted after it.
 
-        Raises UserError on an empty prompt, and NotFiniteError in the step in which a log-prob is not finite.
+        Raises UserError on an empty prompt, and NotFiniteError at the first step whose log-prob is not finite.
         """
         ...
 
@@ -102,31 +103,31 @@ class Engine(Protocol):
         temperature: float = 1.0,
         context: Context | None = None,
     ) -> list[Rollout]:
-        """What `generate` would have recorded, had it sampled these completions: their log-probs and evictions.
+        """Record the log-probs and evictions that `generate` would have recorded, had it sampled these completions.
 
-        One rollout per prompt, by the very computation of decoding. `logprobs` are those at `temperature`.
+        Returns one rollout per prompt, computed exactly as in decoding. `logprobs` are those at `temperature`.
 
         Raises UserError on an empty prompt or completion, and NotFiniteError as `generate` does.
         """
         ...
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
-        """The prompts' cache after their prefill, a row each. Raises UserError in an engine that cannot hand it out."""
+        """Prefill the prompts and return their cache, one row each. Raises UserError if the engine cannot return it."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace weights of the engine's copy.
+        """Replace weights in the engine's copy.
 
-        weights : (name in a Hugging Face checkpoint, tensor [...] of the shape that the weight has)
+        weights : (name in a Hugging Face checkpoint, tensor [...] of the weight's shape)
 
-        Raises UserError for a name or a shape that the engine's model has not.
+        Raises UserError if the engine's model has no weight of that name and shape.
         """
         ...
 
     def scorer_digests(self) -> dict[str, list[str]]:
-        """Digests of the scorers that it samples by (see scorers/base.py of kvpop), by stored names; {}: none."""
+        """Digests of the scorers that the engine samples with, by stored name (kvpop/scorers/base.py); {} if none."""
         ...
 
     def close(self) -> None:
-        """Let the model, its cache and its processes go; the engine is of no use after that."""
+        """Release the model, its cache and its processes. The engine cannot be used afterwards."""
         ...

@@ -1,11 +1,11 @@
-"""Rollouts as files: a folder that holds what was sampled, and all that is needed to replay it.
+"""Rollouts as files: a folder that holds sampled rollouts, with everything needed to replay them.
 
-    rollouts.json              how they were sampled (origin.py)
-    completions.jsonl          a line each: prompt_ids, completion_ids, logprobs, finish_reason, and model_logprobs
-                               where top-p or top-k cut the distribution (else these are the same); and more, as told
-    traces-00000.safetensors   the traces of the first lines, and so on; none where nothing can be evicted
+    rollouts.json              record of how they were sampled (origin.py)
+    completions.jsonl          one line per rollout: prompt_ids, completion_ids, logprobs, finish_reason, model_logprobs
+                               if top-p or top-k cut the distribution (else they equal logprobs), and the caller's keys
+    traces-00000.safetensors   the traces of the first lines, and so on; absent if nothing can be evicted
 
-Log-probs are float32, written so that they are read to the last bit.
+Log-probs are float32, written with enough digits to be read back bit for bit.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from rollout.requests import token_ids
 from sparse_rl.errors import UserError, unread
 from sparse_rl.trace import EvictionTrace, load_traces, save_traces
 
-PART = 64  # lines that are read at a time where there are no files of traces
+PART = 64  # number of lines read at a time when there are no trace files
 
 
 @dataclass(frozen=True)
 class Part:
     """Some rollouts of a folder.
 
-    file : of their traces; of their lines, where there are none
-    line : of completions.jsonl, counted from 1, that has the first of them
+    file : the file of their traces, or completions.jsonl if there are no trace files
+    line : line of the first rollout in completions.jsonl, counted from 1
     """
 
     file: Path
@@ -47,8 +47,8 @@ Add = Callable[[Sequence[Rollout], Sequence[Mapping[str, Any]]], None]
 
 @contextmanager
 def written_rollouts(folder: Path, origin: Origin) -> Iterator[Add]:
-    """A folder's files, those of an earlier call replaced: a function of the rollouts of a part, and of what else the
-    line of each says.
+    """Write the files of a folder, replacing those of an earlier call. Yields a function that adds one part: it takes
+    the part's rollouts and, for each, further keys for its line.
     """
     for old in folder.glob(TRACES):
         old.unlink()
@@ -62,8 +62,8 @@ def written_rollouts(folder: Path, origin: Origin) -> Iterator[Add]:
                 file = folder / TRACES.replace("*", f"{parts:05d}")
                 save_traces(file, [r.trace for r in rollouts], origin.made_by)
                 parts += 1
-            for rollout, more in zip(rollouts, further, strict=True):
-                log.write(json.dumps({**more, **_as_line(rollout, origin.sampling)}) + "\n")
+            for rollout, extra in zip(rollouts, further, strict=True):
+                log.write(json.dumps({**extra, **_as_line(rollout, origin.sampling)}) + "\n")
             log.flush()
 
         yield add
@@ -82,23 +82,23 @@ def _as_line(rollout: Rollout, sampling: SamplingConfig) -> dict[str, Any]:
 
 
 def _in_float32(number: float) -> float:
-    """A number of float32 in the fewest digits that always tell it from all others: 9."""
+    """Round a float32 number to 9 digits, the fewest that always identify it."""
     return float(f"{number:.9g}")
 
 
 @dataclass(frozen=True)
 class RolloutFiles:
-    """The rollouts of a folder. origin : as `read_origin` reads it there"""
+    """The rollouts of a folder. origin : result of `read_origin` for this folder"""
 
     folder: Path
     origin: Origin
 
     def parts(self, layers: int, kv_heads: int) -> Iterator[Part]:
-        """All rollouts, in the order of their lines, a file of traces at a time.
+        """Yield all rollouts in the order of their lines, one trace file at a time.
 
-        layers, kv_heads : of the model, for the traces of a full cache, which has no files of them
+        layers, kv_heads : numbers of the model, to build the traces of a full cache, which has no trace files
 
-        Raises UserError for a line that is none of a rollout, and for traces that are not of the lines.
+        Raises UserError if a line is not a valid rollout, or if the traces do not belong to the lines.
         """
         files = sorted(self.folder.glob(TRACES))
         if self.origin.evicts and not files:
@@ -108,20 +108,20 @@ class RolloutFiles:
             lines = enumerate(log, start=1)
             for file in files if self.origin.evicts else ():
                 traces = load_traces(file, self.origin.made_by)
-                found = list(islice(lines, len(traces)))
-                if len(found) < len(traces):
-                    wrong = f"holds {len(traces)} traces, and {COMPLETIONS} only {len(found)} further lines"
-                    raise UserError(f"{file} {wrong}: they are not of one call; sample anew")
-                pairs = zip(found, traces, strict=True)
+                loaded = list(islice(lines, len(traces)))
+                if len(loaded) < len(traces):
+                    wrong = f"holds {len(traces)} traces, but {COMPLETIONS} has only {len(loaded)} lines left"
+                    raise UserError(f"{file} {wrong}: they were not written by one call; sample anew")
+                pairs = zip(loaded, traces, strict=True)
                 yield Part(file, count + 1, [self._rollout(*line, trace, file) for line, trace in pairs])
                 count += len(traces)
-            while not self.origin.evicts and (found := list(islice(lines, PART))):
-                rollouts = [self._rollout(*line, (layers, kv_heads), self.folder / COMPLETIONS) for line in found]
+            while not self.origin.evicts and (loaded := list(islice(lines, PART))):
+                rollouts = [self._rollout(*line, (layers, kv_heads), self.folder / COMPLETIONS) for line in loaded]
                 yield Part(self.folder / COMPLETIONS, count + 1, rollouts)
-                count += len(found)
+                count += len(loaded)
             if next(lines, None) is not None:
-                wrong = f"{COMPLETIONS} has lines behind the {count} of which there are traces"
-                raise UserError(f"{self.folder}: {wrong}; copy the traces that are missing, or sample anew")
+                wrong = f"{COMPLETIONS} has more lines than the {count} traces"
+                raise UserError(f"{self.folder}: {wrong}; copy the missing trace files, or sample anew")
         if not count:
             raise UserError(f"{self.folder / COMPLETIONS} is empty; sample anew")
 
@@ -135,7 +135,7 @@ class RolloutFiles:
             raise UserError(f"{file} cannot be read: {unread(error)}") from error
 
     def _rollout(self, number: int, text: str, trace: EvictionTrace | tuple[int, int], file: Path) -> Rollout:
-        """The rollout of a line. trace : or of a full cache the model's layers and kv heads; file : that holds it"""
+        """Rollout of a line. trace : its trace, or (layers, kv heads) under a full cache; file : the trace file"""
         try:
             rollout = self._parsed(text, trace)
         except (ValueError, RecursionError) as error:
@@ -143,8 +143,8 @@ class RolloutFiles:
             raise UserError(f"{self.folder / COMPLETIONS}, line {number}: {what}") from None
         tokens = len(rollout.prompt_ids) + len(rollout.completion_ids)
         if len(rollout.trace) != tokens:
-            line = f"line {number} of {COMPLETIONS} has {tokens}"
-            raise UserError(f"{file} holds a trace of {len(rollout.trace)} tokens, and {line}: it is not its trace")
+            line = f"line {number} of {COMPLETIONS} has {tokens}: they do not belong together"
+            raise UserError(f"{file} holds a trace of {len(rollout.trace)} tokens, but {line}")
         return rollout
 
     def _parsed(self, text: str, trace: EvictionTrace | tuple[int, int]) -> Rollout:
@@ -171,11 +171,11 @@ def _ids(line: Mapping[str, Any], name: str, vocabulary: int) -> list[int]:
 
 
 def _logprobs(line: Mapping[str, Any], name: str, tokens: int) -> list[float]:
-    found = line.get(name)
-    if not isinstance(found, list):
-        raise UserError(f"it has no list {name}: the log-probs of the sampled tokens are not there; sample anew")
-    if any(type(one) not in (float, int) or not -math.inf < one <= 0 for one in found):
-        raise UserError(f"{name} has a value that is no log-prob, a finite number <= 0")
-    if len(found) != tokens:
-        raise UserError(f"it has {len(found)} {name}, and {tokens} completion_ids")
-    return found
+    loaded = line.get(name)
+    if not isinstance(loaded, list):
+        raise UserError(f"it has no list {name}: the log-probs of the sampled tokens are missing; sample anew")
+    if any(type(one) not in (float, int) or not -math.inf < one <= 0 for one in loaded):
+        raise UserError(f"{name} has a value that is not a log-prob, which is a finite number <= 0")
+    if len(loaded) != tokens:
+        raise UserError(f"it has {len(loaded)} {name}, but {tokens} completion_ids")
+    return loaded

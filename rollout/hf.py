@@ -1,10 +1,10 @@
-"""The reference engine: plain transformers forwards over physical caches that shrink. It is the specification.
+"""The reference engine, which other engines must match: plain transformers forward passes over caches that shrink.
 
-Batched over ragged prompts; a prompt that is sampled n times is prefilled once. Rows that have finished are frozen, and
-leave the batch once they are half of it. Everything is counted per sequence, so the same prompts alone, batched or in
-another order give the same tokens and traces.
+Prompts of different lengths are batched; a prompt that is sampled n times is prefilled once. Finished rows are frozen,
+and leave the batch once they make up half of it. All counts are per sequence, so the same prompts give the same tokens
+and traces if they are sampled alone, in a batch or in another order.
 
-It knows nothing about text, rewards or training.
+The engine does not handle text, rewards or training.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from sparse_rl.trace import EvictionTrace
 class PrefilledPrompts:
     """Prompts in the cache of this engine; see `Prefilled` in engine.py.
 
+    cache : the cache, one row per prompt
     hidden : [B, hidden size], the decoder's last hidden state at each prompt's last token
     """
 
@@ -68,7 +69,7 @@ class PrefilledPrompts:
 
 @dataclass
 class Row:
-    """One sequence of a batch while it is sampled."""
+    """One sequence of a batch during sampling."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
@@ -82,12 +83,12 @@ class HFEngine:
 
     Parameters
     ----------
-    model : a directory, or a live module (which is then sampled from as it is: no copy, no stale weights)
-    policy : what the cache keeps
-    dtype : of the weights when `model` is a directory
-    device : where to load it; ignored for a live module
-    max_batch : sequences sampled at a time
-    progress : show a progress bar
+    model : a directory, or a live module, from which the engine samples directly (no copy, no stale weights)
+    policy : cache policy
+    dtype : dtype of the weights if `model` is a directory
+    device : device on which to load the model; ignored for a live module
+    max_batch : maximum number of sequences that are sampled at the same time
+    progress : True to show a progress bar
     """
 
     def __init__(
@@ -115,12 +116,12 @@ class HFEngine:
         self.policy = policy.bound_to(self.model)
         self.max_batch = max_batch
         self.progress = progress
-        self.peak_cache_bytes = 0  # of the last generate, keys and values
+        self.peak_cache_bytes = 0  # most bytes of keys and values during the last run
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
     ) -> list[Rollout]:
-        """See `Engine.generate`. Behind a context nothing is evicted, whatever the policy."""
+        """See `Engine.generate`. After a context nothing is evicted, whatever the policy."""
         return self._run(requests_to_sample(prompts, sampling, self.model.config.vocab_size, context), sampling)
 
     def simulate(
@@ -143,15 +144,15 @@ class HFEngine:
         counts: Sequence[Sequence[int]] | None = None,
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> Context:
-        """Prefill a context once, and compact it: what `generate` and `simulate` go on from, any number of times.
+        """Prefill a context and compact it. `generate` and `simulate` can continue the result any number of times.
 
-        study_prompts : what asks about the context, for reference queries of the kind self_study
-        counts : how many entries of each layer's kv heads stay (budgets.py); None: as `config` says
-        on_stage : is told what begins, in words
+        study_prompts : prompts about the context, for reference queries of the kind self_study
+        counts : number of entries that each kv head of each layer keeps (budgets.py); None means as in `config`
+        on_stage : called with the name of each stage when it begins
 
-        Raises UserError as `study` does, and for head budgets of another model.
+        Raises UserError in the same cases as `study`, and if the head budgets are of another model.
         """
-        if counts is None:  # here already: a wrong file of budgets is refused before a long prefill
+        if counts is None:  # done first, so that a wrong file of budgets is rejected before a long prefill
             shape = self.model.config.num_hidden_layers, self.model.config.num_key_value_heads
             counts = planned(config, len(tokens), *shape)
         studied = self.study(tokens, config, study_prompts, on_stage)
@@ -165,19 +166,21 @@ class HFEngine:
         study_prompts: Sequence[Sequence[int]] = (),
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> Studied:
-        """A context prefilled, with its reference queries; study_prompts, on_stage : as in `compact`.
+        """Prefill a context and compute its reference queries.
 
-        Raises UserError for a context that is shorter than what stays as it is, and for self_study without prompts.
+        study_prompts, on_stage : as in `compact`
+
+        Raises UserError if the context is no longer than `first` + `last`, and for self_study without prompts.
         """
         (tokens,) = token_ids([tokens], self.model.config.vocab_size)
-        asked = token_ids(study_prompts, self.model.config.vocab_size)
+        study_ids = token_ids(study_prompts, self.model.config.vocab_size)
         sampling = SamplingConfig(config.study_tokens, n=config.study_samples, seed=config.seed)
 
         def read(texts: Sequence[Sequence[int]], cache: ContextCache) -> None:
             self._read(token_ids(texts, self.model.config.vocab_size), cache)
 
         def write(whole: Context) -> list[tuple[list[int], list[int]]]:
-            answers = self.generate(asked, sampling, whole) if asked else []
+            answers = self.generate(study_ids, sampling, whole) if study_ids else []
             return [(r.prompt_ids[len(tokens) :], r.completion_ids) for r in answers]
 
         with self._sampling():
@@ -185,7 +188,7 @@ class HFEngine:
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        """The module as it is sampled from; it may be one that is being trained."""
+        """Put the module in evaluation mode without gradients, and restore its mode afterwards (it may be training)."""
         training = self.model.training
         self.model.eval()
         try:
@@ -195,31 +198,31 @@ class HFEngine:
             self.model.train(training)
 
     def prefill(self, prompts: Sequence[Sequence[int]], context: Context | None = None) -> PrefilledPrompts:
-        """See `Engine.prefill`. The prompts are one batch, however many they are; context : as in `generate`."""
+        """See `Engine.prefill`. All prompts form one batch, whatever their number. context : as in `generate`"""
         prompts = token_ids(prompts, self.model.config.vocab_size)
         return self._read(prompts, make_cache(self.policy) if context is None else ContextCache(context))
 
     def _read(self, prompts: list[list[int]], cache: Cache) -> PrefilledPrompts:
-        """Forwards of the prompts; behind a context, or for one, of a piece of them at a time."""
+        """Run the prompts through the model, in pieces of `cache.piece` tokens if the cache sets a piece length."""
         device = next(self.model.parameters()).device
         lengths = [len(p) for p in prompts]
         whole = max(LEAST_ROWS, *lengths)
         piece = cache.piece or whole
-        width = max(whole, (whole - 1) // piece * piece + LEAST_ROWS)  # the last piece has as many
-        # padded with a prompt's own tokens: what is NaN of another, such as token 0, stays out of it
+        width = max(whole, (whole - 1) // piece * piece + LEAST_ROWS)  # the last piece too has LEAST_ROWS
+        # Padded with the prompt's last token: another token, such as token 0, may have a NaN embedding.
         ids = torch.tensor([[*prompt, *prompt[-1:] * (width - len(prompt))] for prompt in prompts])
         last = torch.tensor(lengths, device=device) - 1
-        found = torch.empty(0)
+        last_hidden = torch.empty(0)
         for start in range(0, width, piece):
-            mine = ids[:, start : start + piece].to(device)
+            piece_ids = ids[:, start : start + piece].to(device)
             cache.begin_prefill([min(max(n - start, 0), piece) for n in lengths], device)
-            places = torch.arange(start, start + mine.shape[1], device=device)[None] + cache.past
+            places = torch.arange(start, start + piece_ids.shape[1], device=device)[None] + cache.past
             with self._sampling():
-                hidden = self._hidden(mine, places, cache)
-            at = (last - start).clamp(0, mine.shape[1] - 1)
-            here = hidden[torch.arange(len(prompts), device=device), at]
-            found = torch.where((last >= start)[:, None], here, found) if start else here
-        return PrefilledPrompts(cache, found)
+                hidden = self._hidden(piece_ids, places, cache)
+            offsets = (last - start).clamp(0, piece_ids.shape[1] - 1)
+            hidden_at_end = hidden[torch.arange(len(prompts), device=device), offsets]
+            last_hidden = torch.where((last >= start)[:, None], hidden_at_end, last_hidden) if start else hidden_at_end
+        return PrefilledPrompts(cache, last_hidden)
 
     def _run(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
         if requests and requests[0].context is not None:
@@ -242,15 +245,17 @@ class HFEngine:
         return rollouts  # type: ignore[return-value]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace weights by name; an unknown name or a wrong shape is an error."""
-        own = dict(self.model.named_parameters(remove_duplicate=False))
+        """See `Engine.load_weights`."""
+        own_weights = dict(self.model.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for name, tensor in weights:
-                if name not in own:
+                if name not in own_weights:
                     raise UserError(f"the engine's model has no weight {name!r}")
-                if own[name].shape != tensor.shape:
-                    raise UserError(f"weight {name!r} is {list(own[name].shape)}, got {list(tensor.shape)}")
-                own[name].copy_(tensor)
+                if own_weights[name].shape != tensor.shape:
+                    raise UserError(
+                        f"weight {name!r} has shape {list(own_weights[name].shape)}, got {list(tensor.shape)}"
+                    )
+                own_weights[name].copy_(tensor)
 
     def scorer_digests(self) -> dict[str, list[str]]:
         """See `Engine.scorer_digests`."""
@@ -258,7 +263,7 @@ class HFEngine:
         return {} if scorers is None else head_digests(dict(scorers.named_parameters()))
 
     def close(self) -> None:
-        """Let the model go."""
+        """Release the model."""
         del self.model
 
     # ---- one wave: at most max_batch sequences, from prefill to the last token --------------------------------------
@@ -286,7 +291,7 @@ class HFEngine:
             for i, row in enumerate(rows):
                 if row.finish_reason is not None:
                     continue
-                # `logprobs` is -inf where a forced token is outside top-p or top-k
+                # `logprobs` is -inf if a forced token is outside top-p or top-k
                 if not math.isfinite(model_logprobs[i]):
                     where, dtype = divmod(row.request.place, sampling.n), str(logits.dtype).removeprefix("torch.")
                     raise NotFiniteLogprobError(*where, len(row.tokens), dtype)
@@ -315,7 +320,7 @@ class HFEngine:
             logits = self._logits(self._hidden(ids, positions, cache)[:, 0])
 
     def _prefill_and_fork(self, prompts: list[list[int]], context: Context | None) -> tuple[Cache, Tensor]:
-        """The cache of these prompts, of which each distinct one is prefilled once, and their last logits [B, V]."""
+        """Prefill each distinct prompt once. Returns the cache, one row per prompt, and the last logits [B, V]."""
         distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         prefilled = self.prefill(list(distinct), context)
         rows = [distinct[tuple(prompt)] for prompt in prompts]
@@ -331,6 +336,6 @@ class HFEngine:
         return out.last_hidden_state
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Logits [B, V] of one position per row; no others are computed."""
+        """Logits [B, V] of one position per row."""
         with padded_layers(len(hidden), hidden.device):
             return self.model.get_output_embeddings()(hidden)

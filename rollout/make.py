@@ -1,4 +1,4 @@
-"""make_engine: an engine by its name, a model and a policy. The engines' libraries are imported only when asked for."""
+"""make_engine: creates an engine from its name, a model and a policy. Imports only the chosen engine's libraries."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from sparse_rl.source import INSTALL_VLLM
 def make_engine(
     kind: str, *, model: Any, policy: Policy | PolicyConfig | Mapping[str, Any] | str | None = None, **options: Any
 ) -> Engine:
-    """An engine by name.
+    """Create an engine from its name.
 
     Parameters
     ----------
-    kind : "hf" or "vllm"; `default_engine()` is the one to take where there is no reason for the other
-    model : the directory of a model or of a run, or for hf also a live module
-    policy : a policy, its configuration, a mapping {"policy": name, parameters...} or a name; None takes the one that
-        the model's directory carries (cache_policy.json), else a full cache
-    options : dtype="float32", max_batch, progress, and what else the engine takes (see HFEngine, VLLMEngine)
+    kind : "hf" or "vllm"; use `default_engine()` if there is no reason to prefer one
+    model : directory of a model or of a run; for hf also a live module
+    policy : a policy, its configuration, a mapping {"policy": name, parameters...} or a name; None means the policy
+        stored in the model's directory (cache_policy.json), or a full cache if there is none
+    options : dtype="float32", max_batch, progress, and other parameters of the engine (see HFEngine, VLLMEngine)
 
     Raises
     ------
     UserError
-        Unknown engine, policy or parameter; an engine that is not installed or does not take the model.
+        If the engine, the policy or a parameter is unknown, or the engine is not installed or cannot use the model.
     """
     if kind not in ENGINES:
         raise UserError(f"unknown engine {kind!r}; known: {', '.join(ENGINES)}")
     if kind not in SAMPLE_LIVE and not isinstance(model, (str, Path)):
-        raise UserError(f"engine {kind!r} keeps its own weights: give it a model's directory, or use the engine hf")
+        raise UserError(f"engine {kind!r} keeps its own weights: pass the directory of a model, or use the engine hf")
     if isinstance(model, (str, Path)):
         model = model_directory(str(model))
     engine = engine_class(kind)
@@ -54,7 +54,7 @@ def make_engine(
 
 
 def engine_class(kind: str) -> Any:
-    """The class of one of ENGINES, with its libraries imported."""
+    """Import and return the class of an engine named in ENGINES."""
     if kind == "hf":
         from rollout.hf import HFEngine
 

@@ -1,4 +1,4 @@
-"""How the rollouts of a folder were sampled, and the names of its files (files.py). It is read without torch."""
+"""Record of how the rollouts of a folder were sampled, and the names of its files (files.py). Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Origin(Configuration):
-    """How the rollouts of a folder were sampled.
+    """Record of how the rollouts of a folder were sampled.
 
-    model : its directory or hub name, and the size of its vocabulary
+    model : directory or hub name of the model
+    vocabulary : size of its vocabulary
     engine, dtype, exact : as in a recipe
-    evicts : whether there are files of traces
-    made_by : what the traces say made them (`model`, `policy`, ...), by name
+    sampling : settings of sampling
+    evicts : true if entries can be evicted, so that there are trace files
+    made_by : fingerprint in the traces, by name (`model`, `policy`, ...)
     """
 
     model: Text
@@ -38,12 +40,12 @@ class Origin(Configuration):
 
 def write_origin(folder: Path, origin: Origin) -> None:
     """Write rollouts.json."""
-    said = {"format_version": FORMAT_VERSION, **as_mapping(origin)}
-    (folder / ORIGIN).write_text(json.dumps(said, indent=2) + "\n")
+    record = {"format_version": FORMAT_VERSION, **as_mapping(origin)}
+    (folder / ORIGIN).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def read_origin(folder: Path) -> Origin:
-    """How the rollouts of a folder were sampled. Raises UserError where it holds none that say so."""
+    """Read rollouts.json of a folder. Raises UserError if it is missing or cannot be read."""
     file = folder / ORIGIN
     if not folder.is_dir():
         wrong = f"is a file; name its folder, {folder.parent}" if folder.exists() else "does not exist"
@@ -53,11 +55,11 @@ def read_origin(folder: Path) -> Origin:
         mend = f"name {inner}" if (inner / ORIGIN).is_file() else "sparse-rl rollout RECIPE --out DIR writes some"
         raise UserError(f"{folder} holds no rollouts with their log-probs: there is no {ORIGIN}; {mend}")
     try:
-        said = json.loads(read_text(file))
+        record = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
         why = unread(error) if isinstance(error, OSError | ValueError) else "nested too deeply"
         raise UserError(f"{file} cannot be read: {why}") from error
-    version = said.pop("format_version", None) if isinstance(said, dict) else None
+    version = record.pop("format_version", None) if isinstance(record, dict) else None
     if version != FORMAT_VERSION:
         raise UserError(f"{file} has format version {show(version)}, this reads {FORMAT_VERSION}; sample anew")
-    return build(Origin, said, "", Source(str(file)))
+    return build(Origin, record, "", Source(str(file)))

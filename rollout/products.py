@@ -1,10 +1,10 @@
-"""Layers whose rounding does not depend on how many rows they have: on a CPU, in float32.
+"""Layers whose rounding does not depend on the number of rows: on a CPU, in float32.
 
-A CPU library sums a product over few rows in another order than one over many. "Few" depends on the processor and the
-inner size: under 4 rows on some, under 8 to 16 on others where the inner size is 172 or more. And an activation takes
-another path for the last few numbers. An engine decodes few rows, a trainer reads many, and a trained model amplifies
-the difference. So engines pad what they compute with rows of zeros, to a multiple of ROWS. A trainer need not: only a
-sequence's last token, which no query sees, stands at the end of its batch.
+A CPU library sums a matrix product over few rows in a different order than one over many. "Few" depends on the
+processor and the inner size: below 4 rows on some processors, below 8 to 16 on others if the inner size is 172 or more.
+Activations also take a different code path for the last few numbers. An engine decodes few rows, a trainer reads many,
+and a trained model amplifies the difference. So engines pad their inputs with rows of zeros, to a multiple of ROWS. A
+trainer does not need to: only a sequence's last token, which no query sees, stands at the end of its batch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 ROWS = 16
-ROW_WISE = (F.linear, F.silu)  # what a decoder computes of each row apart, and rounds by the number of rows
+ROW_WISE = (F.linear, F.silu)  # a decoder's row-wise functions whose rounding depends on the number of rows
 
 
 def padded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`function` of x [..., K], made of a multiple of ROWS rows where x is float32 on a CPU: [..., N].
+    """Apply `function` to x [..., K], padded to a multiple of ROWS rows if x is float32 on a CPU. Returns [..., N].
 
-    function : from [rows, K] to [rows, N], each row by itself
+    function : a row-wise function from [rows, K] to [rows, N]
     """
     rows = x.shape[:-1].numel()
     if x.dtype != torch.float32 or x.device.type != "cpu" or not rows % ROWS:
@@ -35,7 +35,7 @@ def padded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def padded_layers(rows: int, device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which Linear modules and activations over `rows` rows are `padded`."""
+    """Context manager in which Linear modules and activations over `rows` rows are `padded`."""
     return _PaddedLayers() if rows % ROWS and device.type == "cpu" else nullcontext()
 
 

@@ -1,6 +1,6 @@
-"""What every engine does alike before it samples: which sequences are asked for, with which seeds and stop tokens.
+"""Steps common to all engines before they sample: the requested sequences, their seeds and their stop tokens.
 
-It knows neither models nor caches.
+This module depends neither on models nor on caches.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence that is asked for.
+    """One requested sequence.
 
-    place : in the list of rollouts that the engine returns
-    seed : of its uniform numbers
-    forced : the completion, where it is not sampled but simulated
-    context : that the prompt stands behind
+    place : index in the list of rollouts that the engine returns
+    prompt : token ids of the prompt, without the context
+    max_tokens : maximum length of the completion
+    seed : seed of its uniform numbers
+    forced : the given completion if the sequence is simulated; None if it is sampled
+    context : compacted context that the prompt follows; None if there is none
     """
 
     place: int
@@ -46,9 +48,9 @@ class Request:
 def requests_to_sample(
     prompts: Sequence[Sequence[int]], sampling: SamplingConfig, vocabulary: int, context: Context | None = None
 ) -> list[Request]:
-    """The requests of `Engine.generate`, prompt-major. A prompt that comes twice is sampled anew.
+    """Requests of `Engine.generate`, prompt-major. A prompt that occurs twice gets different seeds each time.
 
-    vocabulary : its size
+    vocabulary : size of the vocabulary
     """
     seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
     times: Counter[tuple[int, ...]] = Counter()
@@ -56,8 +58,8 @@ def requests_to_sample(
     for prompt in token_ids(prompts, vocabulary):
         key = tuple(prompt)
         for _ in range(sampling.n):
-            own = sequence_seed(seed, key, times[key])
-            requests.append(Request(len(requests), list(prompt), sampling.max_tokens, own, context=context))
+            request_seed = sequence_seed(seed, key, times[key])
+            requests.append(Request(len(requests), list(prompt), sampling.max_tokens, request_seed, context=context))
             times[key] += 1
     return requests
 
@@ -69,9 +71,9 @@ def requests_to_simulate(
     vocabulary: int,
     context: Context | None = None,
 ) -> tuple[list[Request], SamplingConfig]:
-    """The requests of `Engine.simulate`, and how they are "sampled": to the last token of the longest."""
+    """Requests of `Engine.simulate`, and sampling settings that run to the last token of the longest completion."""
     if len(prompts) != len(completions):
-        raise UserError(f"{len(prompts)} prompts and {len(completions)} completions; there must be one for each")
+        raise UserError(f"{len(prompts)} prompts but {len(completions)} completions; give one for each prompt")
     forced = token_ids(completions, vocabulary, "completion")
     requests = [
         Request(i, prompt, len(completion), forced=completion, context=context)
@@ -82,8 +84,8 @@ def requests_to_simulate(
 
 
 def token_ids(texts: Sequence[Sequence[int]], vocabulary: int, what: str = "prompt") -> list[list[int]]:
-    """The texts as plain lists of token ids. Raises UserError for what is empty, or not of the vocabulary."""
-    found = []
+    """Convert texts to plain lists of token ids. Raises UserError for an empty text or an id outside the vocabulary."""
+    id_lists = []
     for i, text in enumerate(texts):
         try:
             ids = [index(token) for token in text]
@@ -93,14 +95,15 @@ def token_ids(texts: Sequence[Sequence[int]], vocabulary: int, what: str = "prom
             raise UserError(f"{what} {i} is empty; it needs at least one token")
         if wrong := [token for token in ids if not 0 <= token < vocabulary][:1]:
             raise UserError(f"{what} {i} has token {wrong[0]}; the model knows 0 to {vocabulary - 1}")
-        found.append(ids)
-    return found
+        id_lists.append(ids)
+    return id_lists
 
 
 def forced_token(step: int, completion: Sequence[int] | None, sampling: SamplingConfig) -> int:
-    """What a sequence takes at a step, whatever the model says; -1: it is drawn.
+    """Token that a sequence must take at a step, whatever the model predicts; -1 if the token is sampled.
 
-    completion : where it is simulated; behind its end a sequence only fills its batch, and takes any token
+    completion : the given completion if the sequence is simulated; after its end the sequence only fills the batch, and
+        its token does not matter
     """
     if completion is not None:
         return completion[step] if step < len(completion) else 0
@@ -111,33 +114,35 @@ def forced_token(step: int, completion: Sequence[int] | None, sampling: Sampling
 class NotFiniteLogprobError(NotFiniteError):
     """The log-prob of a token is NaN or infinite.
 
-    prompt, sample : of the sequence; step : of its completion; dtype : that the model computes in, by name
+    prompt, sample : index of the prompt, and of the sample of this prompt
+    step : index of the token in the completion
+    dtype : name of the dtype that the model computes in
     """
 
     def __init__(self, prompt: int, sample: int, step: int, dtype: str) -> None:
-        overflow = ". float16 overflows where bfloat16 and float32 do not" if dtype == "float16" else ""
+        overflow = ". float16 overflows at values that bfloat16 and float32 can hold" if dtype == "float16" else ""
         super().__init__(
             f"prompt {prompt}, sample {sample}: the log-probability of token {step} of the completion is not finite, "
-            f"as the model's weights, or its activations in {dtype}, are NaN or infinite; take an earlier checkpoint "
-            f"or a copy of the weights that is whole, or set another dtype{overflow}"
+            f"because the model's weights, or its activations in {dtype}, are NaN or infinite; use an earlier "
+            f"checkpoint or an undamaged copy of the weights, or set another dtype{overflow}"
         )
         self.prompt, self.sample, self.step, self.dtype = prompt, sample, step, dtype
 
     def of_prompt(self, prompt: int) -> NotFiniteLogprobError:
-        """The same, where the prompt has another number for whoever asked."""
+        """Return a copy of this error with another prompt index, as the caller counts prompts."""
         return NotFiniteLogprobError(prompt, self.sample, self.step, self.dtype)
 
 
 def sequence_seed(seed: int, prompt: Sequence[int], sample: int) -> int:
-    """The seed of one sequence: of (seed, prompt, sample index), not of its place in a batch."""
+    """Seed of one sequence, computed from (seed, prompt, sample index) and not from its place in a batch."""
     digest = hashlib.blake2b(f"{seed}|{sample}|{','.join(map(str, prompt))}".encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def stop_tokens(sampling: SamplingConfig, generation_config: Any, config: Any) -> list[int]:
-    """The tokens that end a completion: those asked for, or the end-of-sequence tokens that the model names.
+    """Tokens that end a completion: `sampling.stop_token_ids`, or else the model's end-of-sequence tokens.
 
-    generation_config : of the model, which goes before its `config`; None where it has none
+    generation_config : the model's generation config, preferred to its `config`; None if it has none
     """
     if sampling.stop_token_ids is not None:
         return list(sampling.stop_token_ids)

@@ -1,7 +1,7 @@
-"""Sampling: from logits to tokens and log-probs, reproducible per sequence.
+"""Sampling: turns logits into tokens and log-probs, reproducibly per sequence.
 
 Each sequence draws one uniform number per step from its own generator and inverts the CDF in vocabulary order, in
-float64. So a sequence's tokens depend on nothing but its logits, its seed and its own length.
+float64. So a sequence's tokens depend only on its logits, its seed and its own length.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor
 from rollout.config import SamplingConfig
 
 BLOCK = 512  # uniforms drawn at a time
-AT_ONCE = 2**18  # logits that a CPU takes at a time: 2 MiB in float64, so that they stay in a core's cache
-LANES = 64  # no CPU adds more numbers side by side
+AT_ONCE = 2**18  # logits that a CPU processes at a time: 2 MiB in float64, so that they stay in a core's cache
+LANES = 64  # upper bound on the numbers that a CPU adds in parallel
 
 
 class Uniforms:
@@ -28,7 +28,7 @@ class Uniforms:
         self.number, self.block = -1, [0.0]
 
     def at(self, step: int) -> float:
-        """The number of a step. Any step may be asked for again; for one of an earlier block all is drawn anew."""
+        """Uniform number of a step. Steps may repeat; a step of an earlier block restarts the generator."""
         number, place = divmod(step, BLOCK)
         if number < self.number:
             self._begin()
@@ -43,15 +43,18 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token for each of B rows.
 
-    logits [B, V]; uniform float64 [B], None: the most likely token; forced int64 [B]: where it is not -1, take this
-    token instead. Returns tokens int64 [B], their log-probs float32 [B] under the distribution sampled from, and those
-    before top-p and top-k. Never waits for the device.
+    logits : [B, V]
+    uniform : float64 [B]; None means that each row takes its most likely token
+    forced : int64 [B]; an entry other than -1 replaces the drawn token
+
+    Returns tokens int64 [B], their log-probs float32 [B] under the sampling distribution, and their log-probs before
+    top-p and top-k. Never waits for the device.
     """
     rows = max(1, AT_ONCE // logits.shape[-1]) if logits.is_cpu else len(logits)
     if len(logits) > rows:
         parts = []
         for i in range(0, len(logits), rows):
-            u, f = (None if each is None else each[i : i + rows] for each in (uniform, forced))
+            u, f = (None if column is None else column[i : i + rows] for column in (uniform, forced))
             parts.append(sample(logits[i : i + rows], sampling, u, f))
         return tuple(map(torch.cat, zip(*parts, strict=True)))  # type: ignore[return-value]
     scaled = sampling.temperature not in (0, 1)
@@ -64,7 +67,7 @@ def sample(
 def drawn(
     logprobs: Tensor, processed: Tensor, uniform: Tensor | None, forced: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `sample` returns, from the log-probs [B, V] before and after top-p and top-k."""
+    """Draw tokens and return the result of `sample`, given the log-probs [B, V] before and after top-p and top-k."""
     if uniform is None:
         tokens = logprobs.argmax(-1)
     else:
@@ -80,8 +83,8 @@ def drawn(
 def truncate(logprobs: Tensor, top_p: float, top_k: int | None) -> Tensor:
     """Renormalised log-probs [B, V] after top-k, then top-p (the smallest set with mass >= top_p); -inf outside.
 
-    With top-k only the best tokens are ranked. Those behind them would add zeros, so that on a CPU every sum has the
-    same bits as over the whole vocabulary, if only it adds up as many numbers side by side: LANES.
+    With top-k, only the best tokens are ranked. The others would only add zeros to the sums, so on a CPU every sum has
+    the same bits as over the whole vocabulary, provided that at least LANES tokens are ranked.
     """
     size = logprobs.shape[-1]
     order = ranking(logprobs, size if top_k is None else min(size, max(top_k, LANES)))
@@ -96,13 +99,14 @@ def truncate(logprobs: Tensor, top_p: float, top_k: int | None) -> Tensor:
 
 
 def ranking(logprobs: Tensor, count: int) -> Tensor:
-    """The `count` best tokens of each row [B, V], int64 [B, count]: best first, and of equals the earlier first.
+    """Indices of the `count` best tokens of each row [B, V]: int64 [B, count], best first; of equals, the first index.
 
-    The bits of a number that is not positive grow as it falls. With the token behind them no two keys are equal, so
-    that any selection gives this order: NumPy's, which is far faster on a CPU than PyTorch's stable sort, or top-k.
+    The bit pattern of a non-positive float grows as the number falls. A sort key is these bits followed by the token
+    index, so no two keys are equal and every selection algorithm gives this order. On a CPU, NumPy's is far faster
+    than PyTorch's stable sort or top-k.
     """
     size = logprobs.shape[-1]
-    if count == size and not logprobs.is_cpu:  # a GPU sorts by bytes, of which a key has twice as many
+    if count == size and not logprobs.is_cpu:  # a GPU sorts byte by byte, and the keys have twice as many bytes
         return logprobs.sort(dim=-1, descending=True, stable=True).indices
     keys = logprobs.view(torch.int32).long().bitwise_and_(0x7FFFFFFF)
     keys.bitwise_left_shift_(32).add_(torch.arange(size, device=logprobs.device))

@@ -1,6 +1,6 @@
-"""The plain sampler: what `rollout.sampling.sample` must equal, bit for bit on a CPU. It sorts the whole vocabulary.
+"""The plain sampler, which `rollout.sampling.sample` must equal, on a CPU bit for bit. It sorts the whole vocabulary.
 
-How a token is drawn from a distribution is the same function; what is compared is the way to that distribution.
+Both samplers draw tokens with the same function; they differ in how they compute the distribution.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollout.sampling import drawn
 def sample_reference(
     logits: Tensor, sampling: SamplingConfig, uniform: Tensor | None, forced: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `rollout.sampling.sample` computes, of the same arguments, plainly."""
+    """Compute the result of `rollout.sampling.sample` from the same arguments, in the plain way."""
     logprobs = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1)
     cut = uniform is not None and sampling.truncated_support
     processed = truncate_reference(logprobs, sampling.top_p, sampling.top_k) if cut else logprobs

@@ -1,6 +1,6 @@
-"""Whether rollouts on disk obey the law: replayed under its trace, each sampled token has the log-prob that it had.
+"""Checks the invariant on rollouts on disk: under replay, each sampled token has the log-prob that the sampler gave it.
 
-Compared are `model_logprobs`, those before top-p and top-k, at the temperature of sampling.
+The replay is compared with `model_logprobs`, which are before top-p and top-k, at the temperature of sampling.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from sparse_rl.errors import NotFiniteError, UserError
 from sparse_rl.models.load import model_fingerprint
 
 BOUNDS = {"float32": 1e-5, "float16": 0.1, "bfloat16": 0.6}
-"""The largest gap of a right replay, by dtype (docs/numerics.md says what was measured)."""
-INEXACT = 1e-4  # in float32, where attention is not computed in float64
-LOGITS = 2**28  # of one forward
-ROWS = 8  # of one forward, at most
+"""Largest gap of a correct replay, by dtype (measurements: docs/numerics.md)."""
+INEXACT = 1e-4  # largest gap in float32 when attention is not computed in float64
+LOGITS = 2**28  # maximum number of logits in one forward pass
+ROWS = 8  # maximum number of rows in one forward pass
 
 
 @dataclass
 class Gap:
-    """|log-prob replayed - log-prob sampled| over tokens, in nats.
+    """Statistics of |replayed log-prob - sampled log-prob| over tokens, in nats.
 
-    rollouts, tokens : so many were compared
-    beyond : tokens whose gap is above the bound
-    largest, total : the largest gap, and the sum of all
-    line, token : where the largest is: in completions.jsonl, from 1, and in its completion, from 0
+    rollouts, tokens : numbers of compared rollouts and tokens
+    beyond : number of tokens whose gap exceeds the bound
+    largest, total : largest gap, and sum of all gaps
+    line, token : place of the largest gap: line of completions.jsonl, from 1, and token of its completion, from 0
     """
 
     rollouts: int = 0
@@ -46,11 +46,11 @@ class Gap:
 
     @property
     def mean(self) -> float:
-        """Over all tokens."""
+        """Mean gap over all tokens."""
         return self.total / self.tokens
 
     def add(self, other: Gap) -> None:
-        """Count what another has counted."""
+        """Add the statistics of another Gap to this one."""
         if other.largest > self.largest:
             self.largest, self.line, self.token = other.largest, other.line, other.token
         self.rollouts += other.rollouts
@@ -59,41 +59,41 @@ class Gap:
         self.total += other.total
 
     def as_numbers(self) -> dict[str, float]:
-        """For machines."""
+        """Statistics by name, for JSON."""
         names = ("rollouts", "tokens", "largest", "mean", "beyond", "line", "token")
         return {name: getattr(self, name) for name in names}
 
 
 def default_bound(origin: Origin, dtype: str, device: str) -> float:
-    """The largest gap that passes: of the coarser of the sampler's dtype and `dtype`, in which it is replayed."""
+    """Largest gap that passes: the bound of the coarser of the sampler's dtype and the replay's `dtype`."""
     bound = max(BOUNDS[origin.dtype], BOUNDS[dtype])
     return bound if origin.exact and device == "cpu" else max(bound, INEXACT)
 
 
 def check_model(origin: Origin, config: Any, model: str) -> bool:
-    """Whether the configuration of a model is the sampler's in all that it says.
+    """True if a model's configuration has the same fingerprint as the sampler's.
 
-    model : how to name it
+    model : the model's name, for messages
 
-    Raises UserError where it is of another family, shape or vocabulary, so that nothing could be replayed.
+    Raises UserError if the model differs in family, shape or vocabulary, so that replay is impossible.
     """
     ours, theirs = model_fingerprint(config), origin.made_by.get("model", "")
     shape, sampled = ours.rpartition("-")[0], theirs.rpartition("-")[0]
     if shape != sampled:
-        raise UserError(f"{model} is {shape}, and {sampled} has sampled these rollouts; name that model", "MODEL")
+        raise UserError(f"{model} is {shape}, but these rollouts were sampled by {sampled}; name that model", "MODEL")
     if config.vocab_size != origin.vocabulary:
-        wrong = f"{model} knows {config.vocab_size} tokens, and what has sampled these rollouts {origin.vocabulary}"
+        wrong = f"{model} knows {config.vocab_size} tokens, but these rollouts were sampled with {origin.vocabulary}"
         raise UserError(f"{wrong}; name that model", "MODEL")
     return ours == theirs
 
 
 def verify(model: Any, files: RolloutFiles, bound: float) -> Iterator[tuple[Path, Gap]]:
-    """The gap of each file of traces, in their order; under a full cache of completions.jsonl, some lines at a time.
+    """Yield the gap of each trace file, in order; under a full cache, of completions.jsonl, some lines at a time.
 
-    model : adopted, in evaluation mode
+    model : an adopted model in evaluation mode
 
-    Raises UserError where files are not as `RolloutFiles.parts` needs them, or no view replays a trace; NotFiniteError
-    where the model gives NaN.
+    Raises UserError if the files are not valid (see `RolloutFiles.parts`) or no view can replay a trace, and
+    NotFiniteError if the model gives NaN.
     """
     compute_exactly(files.origin.exact)
     for part in files.parts(*cache_shape(model.config)[:2]):
@@ -101,7 +101,7 @@ def verify(model: Any, files: RolloutFiles, bound: float) -> Iterator[tuple[Path
 
 
 def _gap(model: Any, part: Part, origin: Origin, bound: float) -> Gap:
-    found = Gap()
+    sums = Gap()
     longest = max(len(r.trace) for r in part.rollouts)
     rows = min(max(LOGITS // (longest * model.config.vocab_size), 1), ROWS)
     with torch.no_grad():
@@ -111,7 +111,7 @@ def _gap(model: Any, part: Part, origin: Origin, bound: float) -> Gap:
         largest, token = gaps.max(0)
         if not math.isfinite(largest):
             place = f"line {line} of {COMPLETIONS}, token {int(token)} of its completion"
-            raise NotFiniteError(f"replayed, the log-prob of {place} is not a finite number: the model gives NaN")
+            raise NotFiniteError(f"in replay, the log-prob of {place} is not a finite number: the model gives NaN")
         beyond, total = int((gaps > bound).sum()), float(gaps.sum())
-        found.add(Gap(1, len(gaps), beyond, float(largest), total, line, int(token)))
-    return found
+        sums.add(Gap(1, len(gaps), beyond, float(largest), total, line, int(token)))
+    return sums

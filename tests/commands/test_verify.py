@@ -318,11 +318,11 @@ def test_another_model_is_refused(rollouts: Run, refused: Callable, here: Path) 
     config = json.loads((here / "deep" / "config.json").read_text())
     config |= {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
     (here / "deep" / "config.json").write_text(json.dumps(config))
-    assert "deep is qwen3-L3-H2-D32, and qwen3-L2-H2-D32 has sampled" in refused(folder, "deep")
+    assert "deep is qwen3-L3-H2-D32, but these rollouts were sampled by qwen3-L2-H2-D32" in refused(folder, "deep")
     change_origin(folder, lambda origin: origin.update(vocabulary=50))
-    assert "knows 64 tokens, and what has sampled these rollouts 50" in refused(folder)
+    assert "knows 64 tokens, but these rollouts were sampled with 50" in refused(folder)
     change_origin(folder, lambda origin: origin.update(vocabulary=64, model="/nowhere/model"))
-    assert "/nowhere/model, which has sampled these rollouts, is not here; name the model" in refused(folder)
+    assert "/nowhere/model, the model that sampled these rollouts, does not exist; name the model" in refused(folder)
     assert main(["verify", str(folder), "quickstart/model"]) == 0
 
 
@@ -334,7 +334,7 @@ def test_a_model_of_another_configuration_is_named(rollouts: Run, here: Path, ca
     config["rms_norm_eps"] = 1e-2
     (here / "turned" / "config.json").write_text(json.dumps(config))
     assert main(["verify", str(folder), "turned"]) == 1
-    assert "warning: config.json of turned is not in all that of the model" in capfd.readouterr().err
+    assert "warning: config.json of turned differs from that of the model" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -342,17 +342,17 @@ def test_a_model_of_another_configuration_is_named(rollouts: Run, here: Path, ca
     [
         (lambda line: line.pop("logprobs"), "line 2: it has no list logprobs: the log-probs of the sampled tokens"),
         (lambda line: line["logprobs"].pop(), "line 2: it has "),
-        (lambda line: line["logprobs"].__setitem__(0, 0.5), "line 2: logprobs has a value that is no log-prob"),
+        (lambda line: line["logprobs"].__setitem__(0, 0.5), "line 2: logprobs has a value that is not a log-prob"),
         (
             lambda line: line["logprobs"].__setitem__(0, float("nan")),
-            "line 2: logprobs has a value that is no log-prob",
+            "line 2: logprobs has a value that is not a log-prob",
         ),
         (lambda line: line.pop("prompt_ids"), "line 2: it has no list prompt_ids"),
         (
             lambda line: line["completion_ids"].__setitem__(0, 64),
             "line 2: completion_ids has token 64; the model knows",
         ),
-        (lambda line: line["prompt_ids"].append(3), "it is not its trace"),
+        (lambda line: line["prompt_ids"].append(3), "they do not belong together"),
     ],
 )
 def test_a_damaged_line_is_refused(change: Callable, says: str, rollouts: Run, refused: Callable) -> None:
@@ -373,19 +373,19 @@ def test_traces_that_are_not_of_the_lines_are_refused(rollouts: Run, refused: Ca
     first, second, third = sorted(folder.glob("traces-*"))
     kept = third.read_bytes()
     third.unlink()
-    assert "has lines behind the 8 of which there are traces" in refused(folder)
+    assert "has more lines than the 8 traces" in refused(folder)
     third.write_bytes(kept)
     (folder / "completions.jsonl").write_text("".join(lines.splitlines(keepends=True)[:10]))
-    assert "holds 4 traces, and completions.jsonl only 2 further lines" in refused(folder)
+    assert "holds 4 traces, but completions.jsonl has only 2 lines left" in refused(folder)
     (folder / "completions.jsonl").write_text(lines + "{\n")
-    assert "has lines behind the 12" in refused(folder)
+    assert "has more lines than the 12" in refused(folder)
     (folder / "completions.jsonl").write_text("{\n" + lines)
     assert "completions.jsonl, line 1: it is not JSON" in refused(folder)
     (folder / "completions.jsonl").write_bytes(b"\xff" + lines.encode())
     assert "completions.jsonl cannot be read" in refused(folder)
     (folder / "completions.jsonl").write_text(lines)
     shutil.copy(second, first)
-    assert "it is not its trace" in refused(folder)
+    assert "they do not belong together" in refused(folder)
     save_traces(first, load_traces(first), {**read_fingerprint(first), "policy": "another"})
     assert "was recorded with policy 'another'" in refused(folder)
     first.write_bytes(first.read_bytes()[:-1])
