@@ -1,9 +1,9 @@
-"""The settings of every cache policy, each one dataclass; to be read without torch.
+"""The settings of every cache policy, one dataclass each; importing them needs no torch.
 
     config = PolicyConfig.from_block({"policy": "gkv", "budget": 512, "alpha": 0.7})
     config.schedule.peak            # entries; see schedule.py
 
-Here, and here alone, a parameter has its default and the rule that its value must keep.
+These dataclasses are the only place that defines a parameter's default and the rule that its value must satisfy.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ CONFIGS: dict[str, type[PolicyConfig]] = {
     "gkv": GKVConfig,
     "cake": CAKEConfig,
     "am": AMConfig,
-    "kvpop": KVpopPolicyConfig,  # this and the next are retrofitted to a model (trainer/kvpop/)
+    "kvpop": KVpopPolicyConfig,  # kvpop and dms are retrofitted to a model (trainer/kvpop/)
     "dms": DMSConfig,
     "clustered": ClusteredConfig,
     "layered": LayeredConfig,
 }
-"""The settings of each cache policy, by the name that recipes give it: one line registers a method."""
+"""The settings class of each cache policy, by its name in recipes; one line here registers a method."""
 
 
 def accepted_parameters(policy: str) -> list[str]:
-    """The names of the parameters that a policy of this name takes. Raises KeyError where there is no such policy."""
+    """Return the names of the parameters of the policy with this name. Raises KeyError if there is no such policy."""
     return list(yaml_fields(CONFIGS[policy]))

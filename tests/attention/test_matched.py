@@ -277,13 +277,13 @@ def test_records_that_do_not_fit_are_refused(sampled: Callable, tmp_path) -> Non
     def made(**further: torch.Tensor) -> EvictionTrace:
         return EvictionTrace(trace.evict_at, {**trace.further, **further})
 
-    with pytest.raises(TraceError, match=r"where refit_at .* has no compaction"):
+    with pytest.raises(TraceError, match=r"but refit_at .* has no compaction"):
         made(refit_at=at[1:])
     with pytest.raises(TraceError, match="is not ascending from 1"):
         made(refit_at=at.flip(0))
     with pytest.raises(TraceError, match="is not ascending from 1"):
         made(refit_at=torch.cat([at, torch.tensor([10**6], dtype=torch.int32)]))
-    with pytest.raises(TraceError, match="has a number that no fit is made with"):
+    with pytest.raises(TraceError, match="is not a valid list of fit settings"):
         made(refit_with=settings[:3])
     with pytest.raises(TraceError, match="settings differ between the traces"):
         (altered,) = other_settings([rollouts[3]], ridge=0.5)

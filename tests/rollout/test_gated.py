@@ -203,7 +203,7 @@ def test_soft_gates_are_made_for_some_queries_at_a_time(monkeypatch: pytest.Monk
 
 
 def test_what_is_refused(model_of: Callable) -> None:
-    with pytest.raises(UserError, match="scorer: a gate is known as its token comes"):
+    with pytest.raises(UserError, match="scorer: a gate must decide when its token arrives"):
         make_policy("dms", scorer="mlstm")
     with pytest.raises(UserError, match="the model has no scorers, by which dms decides"):
         make_engine("hf", model=model_of("qwen3"), policy=gated("mlp"))

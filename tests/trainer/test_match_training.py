@@ -94,13 +94,13 @@ def test_a_run_under_pages(kind: str, cache: dict[str, Any], recipe: Callable, t
 
 
 def test_what_is_refused(recipe: Callable) -> None:
-    with pytest.raises(UserError, match=r"cache.fit: the paper's own solvers cannot be followed in training"):
+    with pytest.raises(UserError, match=r"cache.fit: the paper's own solvers cannot be replayed in training"):
         recipe("grpo", cache={**CACHE, "fit": "paper"})
     with pytest.raises(UserError, match=r"packing: sequences under am cannot be packed"):
         recipe("distill", packing=True)
     with pytest.raises(UserError, match=r"packing: sequences under clustered cannot be packed"):
         recipe("distill", packing=True, cache=PAGED)
-    with pytest.raises(UserError, match=r"reference_queries: 19: the first compaction has no more queries than .* 18"):
+    with pytest.raises(UserError, match=r"reference_queries: 19: the first compaction has only .* 18 queries"):
         recipe("grpo", cache={**CACHE, "reference_queries": 19})
     with pytest.raises(UserError, match="match_gradient"):
         recipe("grpo", match_gradient="straight")

@@ -153,7 +153,7 @@ def test_what_stands_beside_the_cache_is_counted(learned: Callable, open_engine:
 def test_what_is_refused(learned: Callable, directory_of: Callable, open_engine: Callable) -> None:
     with pytest.raises(UserError, match="vllm does not mask prompts"):
         open_engine(learned_policy("mlp", B, prefill="masked"), learned("mlp"))
-    with pytest.raises(UserError, match="dms: vllm holds as many entries in every kv head; or use the hf engine"):
+    with pytest.raises(UserError, match="dms: vllm holds the same number of entries in every kv head; or use the hf engine"):
         open_engine({"policy": "dms", "scorer": "mlp"}, learned("mlp"))
     with pytest.raises(UserError, match="has no scorers, by which kvpop decides"):
         open_engine(learned_policy("mlp", B), directory_of("qwen3"))

@@ -1,4 +1,4 @@
-"""Attention Matching while a sequence is sampled: what stays carries what went (sparse_rl/matching).
+"""Attention Matching during sampling: kept entries stand in for the evicted ones (sparse_rl/matching).
 
-config.py    the settings;  policy.py  the policy;  view.py  its replay
+config.py    the settings;  policy.py  the policy;  view.py  its replay;  sections.py  its records in a trace
 """

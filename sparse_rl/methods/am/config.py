@@ -13,15 +13,16 @@ from sparse_rl.policies.config import PolicyConfig
 
 @dataclass(frozen=True, kw_only=True)
 class AMConfig(EvictingConfig):
-    """Attention Matching: what stays gets biases and values that stand for what went.
+    """Attention Matching: kept entries get biases and new values, so that they stand in for the evicted ones.
 
-    period : as for the others; None: the budget
-    reference_queries : of how many of the last tokens the queries say what must be kept; None: 128, where the first
-        compaction has as many
-    select : attention, the keys that receive most of it; omp, orthogonal matching pursuit of the attention mass
-    aggregate : how the attention of all reference queries to a key becomes one number: root mean square, mean or max
-    ridge : of the values' fit, which shrinks towards what they were; in units of the attention's mean square
-    fit : ridge; or paper, the paper's own solvers, for comparison: no trainer can follow them
+    period : number of entries that are added between two compactions; None means the budget
+    reference_queries : number of last tokens whose queries choose and fit the entries; None means 128, or budget +
+        period if that is less
+    select : attention keeps the keys that receive the most attention; omp chooses keys by orthogonal matching pursuit
+        of the attention mass
+    aggregate : reduction of the attention of all reference queries to a key: root mean square, mean or max
+    ridge : ridge of the fit of values, which shrinks towards the old values; in units of the attention's mean square
+    fit : ridge; or paper, the paper's own solvers, for comparison only, because training cannot replay them
     """
 
     name: ClassVar[str] = "am"
@@ -42,30 +43,34 @@ class AMConfig(EvictingConfig):
         PolicyConfig.__post_init__(self)
         if self.period is None:
             object.__setattr__(self, "period", self.budget)
-        most = self.schedule.first(0)  # tokens seen at the first compaction, at least
+        first = self.schedule.first(0)  # minimum number of tokens seen at the first compaction
         if self.reference_queries is None:
-            object.__setattr__(self, "reference_queries", min(128, most))
+            object.__setattr__(self, "reference_queries", min(128, first))
         super().__post_init__()
-        if self.reference_queries > most:
-            wrong = f"{self.reference_queries}: the first compaction has no more queries than budget + period, {most}"
-            raise UserError(wrong, "reference_queries")
+        if self.reference_queries > first:
+            message = (
+                f"{self.reference_queries}: the first compaction has only budget + period = {first} queries; lower it"
+            )
+            raise UserError(message, "reference_queries")
 
     @property
     def refitted(self) -> int:
-        """The entries of a kv head that a compaction leaves and fits; sinks and window stay as they are."""
+        """Number of entries of a kv head that a compaction keeps and fits; sinks and window are kept unchanged."""
         return self.budget - self.sinks - self.window
 
     def check_trainable(self) -> None:
         if self.fit == "paper":
-            raise UserError("the paper's own solvers cannot be followed in training; use ridge", "fit")
+            raise UserError("the paper's own solvers cannot be replayed in training; use ridge", "fit")
 
     def conditions(self, group: int) -> int:
-        """The reference queries of a kv head, to which a group of query heads belongs."""
+        """Number of reference queries of a kv head, over its group of query heads."""
         assert self.reference_queries is not None
         return self.reference_queries * group
 
     def remark(self, group: int, layers: int) -> str | None:
         if (queries := self.conditions(group)) >= self.refitted:
             return None
-        few = f"{self.reference_queries} reference queries of {group} heads are {queries} conditions"
-        return f"{few} for the {self.refitted} entries that are fitted; raise reference_queries, or lower the budget"
+        shortage = f"{self.reference_queries} reference queries of {group} heads are {queries} conditions"
+        return (
+            f"{shortage} for the {self.refitted} entries that are fitted; raise reference_queries, or lower the budget"
+        )

@@ -1,11 +1,12 @@
-"""Replay of Attention Matching: between two compactions all queries see the same entries, which are remade, not stored.
+"""Replay of Attention Matching: between two compactions all queries see the same entries, recomputed, not stored.
 
-Recorded are the times of the compactions and what stayed. So a sequence is a row of *segments*. In each, one dense call
-attends to what the compaction before left, with its biases, and causally to the segment's own tokens. Between two
-segments biases and values are made again by the function that the sampler used (sparse_rl/matching), with gradients:
-through them a token learns to be represented well after it has gone. No S x S mask is made.
+The trace records the times of the compactions and the entries that stayed. They divide a sequence into *segments*. In
+each segment, one dense call attends to the entries that the previous compaction left, with their biases, and causally
+to the segment's own tokens. Between two segments, biases and values are computed again by the sampler's function
+(sparse_rl/matching), with gradients: through them, the model learns to represent a token well after its eviction. No
+S x S mask is made.
 
-Rows are ragged, and each has its own compactions; the c-th ones of all rows that have so many are one call.
+Rows are ragged, and each has its own compactions; the c-th compactions of all rows that have one are done in one call.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from sparse_rl.matching.block import fit_bytes
 
 @dataclass
 class Segment:
-    """What lies between two compactions, of the R rows that have so many.
+    """The tokens between two compactions, for the R rows that have this segment.
 
-    rows : int64 [R]; kept_rows : which of the rows of the segment before they are, int64 [R]
-    own : int64 [R, T], the segment's columns, right-padded; real bool [R, T]: no padding
-    first : int64 [R], the column of each row's first token
+    rows : int64 [R], indices of the rows; kept_rows : int64 [R], their indices among the rows of the previous segment
+    own : int64 [R, T], the segment's columns, right-padded; real : bool [R, T], False for padding
+    first : int64 [R], column of each row's first token
     """
 
     rows: Tensor
@@ -43,7 +44,10 @@ class Segment:
 
 @dataclass
 class Held:
-    """What a compaction left: index int64 [R, H, K], ascending columns; bias float32 [R, H, K]; values [R, H, K, D]."""
+    """The entries that a compaction left.
+
+    index : int64 [R, H, K], their columns, ascending; bias : float32 [R, H, K]; values : [R, H, K, D]
+    """
 
     index: Tensor
     bias: Tensor
@@ -51,10 +55,10 @@ class Held:
 
 
 class MatchedView(TraceView):
-    """The view of what was evicted, and when the rest was refitted.
+    """The view of traces with evictions and refits.
 
-    evict_at int32 [L, B, Hkv, S], refit_at int32 [B, C], refit_with float64 [K]. There is no choice of kernels; where
-    not `through`, biases and values are constants.
+    It reads evict_at int32 [L, B, Hkv, S], refit_at int32 [B, C], refit_with float64 [K]. `kernel` is ignored; if
+    `through` is False, biases and values are constants.
     """
 
     replays: ClassVar = frozenset({"evict_at", "refit_at", "refit_with"})
@@ -62,7 +66,9 @@ class MatchedView(TraceView):
 
     def prepare(self, batch: Mapping[str, Tensor]) -> None:
         self.evict_at = batch["evict_at"]
-        self.residuals: list[tuple[float, float, float]] | None = None  # of mass, of output, largest |bias|, if asked
+        self.residuals: list[tuple[float, float, float]] | None = (
+            None  # if requested: of mass, of output, largest |bias|
+        )
         self.record = Record.read(batch["refit_with"])
         self.segments = self._segments(batch["refit_at"])
 
@@ -74,11 +80,11 @@ class MatchedView(TraceView):
         fits = fit_bytes(rows, kv_heads, queries, entries, config.refitted, replayed.head_dim)
         masks = rows * kv_heads * (entries - config.budget) * entries * (4 + replayed.itemsize)
         note = "estimate, of one layer and one segment at a time; the fits in float64"
-        return [("fits and masks", 3 * fits // 2 + masks, note)]  # a backward pass keeps more
+        return [("fits and masks", 3 * fits // 2 + masks, note)]  # the backward pass needs more memory
 
     def _segments(self, refit_at: Tensor) -> list[Segment]:
-        """The plan of a forward, the same for every layer."""
-        real = self.evict_at[0, :, 0] > 0  # a pad key is seen by nobody
+        """Plan the segments of a forward pass; they are the same for every layer."""
+        real = self.evict_at[0, :, 0] > 0  # no query sees a pad key
         width = real.shape[1]
         start = real.int().argmax(1)
         end = start + real.sum(1)
@@ -106,9 +112,9 @@ class MatchedView(TraceView):
         for place, segment in enumerate(self.segments):
             if place:
                 held = self._compacted(self.segments[place - 1], segment, held, evict_at, query, key, value, scaling)
-            said = _saved(partial(_attend, segment, scaling), query, key, value, *_tensors(held))
+            attended = _saved(partial(_attend, segment, scaling), query, key, value, *_tensors(held))
             where = segment.real.nonzero(as_tuple=True)
-            out = out.index_put((segment.rows[where[0]], segment.own[where]), said.transpose(1, 2)[where])
+            out = out.index_put((segment.rows[where[0]], segment.own[where]), attended.transpose(1, 2)[where])
         return out.transpose(1, 2)
 
     def _compacted(
@@ -122,17 +128,19 @@ class MatchedView(TraceView):
         value: Tensor,
         scaling: float,
     ) -> Held:
-        """What the rows of `after` hold once they have been compacted at its start."""
+        """The entries that the rows of `after` hold after the compaction at its start."""
         record, heads = self.record, key.shape[1]
-        rows, mine = after.rows, after.kept_rows
+        rows, kept_rows = after.rows, after.kept_rows
         now = after.own[:, :1]
         sinks = after.first[:, None] + torch.arange(record.sinks, device=self.device)
         window = now + torch.arange(-record.window, 0, device=self.device)
         if held is None:
-            raw = before.own[mine, record.sinks :]
-        else:  # behind what was fitted then: its window, and what has come since
-            raw = torch.cat([held.index[mine, 0, held.index.shape[2] - record.window :], before.own[mine]], dim=1)
-            held = Held(*(part[mine] for part in _tensors(held)))
+            raw = before.own[kept_rows, record.sinks :]
+        else:  # after the entries fitted last time: the window then, and the tokens since
+            raw = torch.cat(
+                [held.index[kept_rows, 0, held.index.shape[2] - record.window :], before.own[kept_rows]], dim=1
+            )
+            held = Held(*(part[kept_rows] for part in _tensors(held)))
         competes = raw < now - record.window
         raw = raw[:, : int(competes.sum(1).max())]
         competing = competes[:, None, : raw.shape[1]].expand(-1, heads, -1)
@@ -144,22 +152,22 @@ class MatchedView(TraceView):
             competing = torch.cat([torch.ones_like(held.index, dtype=torch.bool), competing], dim=2)
         stays = (evict_at[rows].gather(2, index) > now[:, None]) & competing
         chosen = stays.int().argsort(dim=-1, descending=True, stable=True)[..., : record.refitted]
-        asked = now + torch.arange(-record.reference_queries, 0, device=self.device)
-        block = partial(_block, rows, index, competing, asked, scaling)
-        remake, told = partial(_refit, block, chosen, record), (query, key, value, *_tensors(held)[1:])
+        query_columns = now + torch.arange(-record.reference_queries, 0, device=self.device)
+        block = partial(_block, rows, index, competing, query_columns, scaling)
+        remake, tensors = partial(_refit, block, chosen, record), (query, key, value, *_tensors(held)[1:])
         if self.through:
-            bias, values = _saved(remake, *told)
+            bias, values = _saved(remake, *tensors)
         else:
             with torch.no_grad():
-                bias, values = remake(*told)
+                bias, values = remake(*tensors)
         if self.residuals is not None:
-            self.residuals.append((*residuals(block(*told), chosen, bias, values), float(bias.abs().max())))
+            self.residuals.append((*residuals(block(*tensors), chosen, bias, values), float(bias.abs().max())))
         around = [columns[:, None].expand(-1, heads, -1) for columns in (sinks, window)]
         as_they_were = [_columns(value[rows], columns) for columns in around]
-        nothing = [bias.new_zeros(columns.shape) for columns in around]
+        no_bias = [bias.new_zeros(columns.shape) for columns in around]
         return Held(
             torch.cat([around[0], index.gather(2, chosen), around[1]], dim=2),
-            torch.cat([nothing[0], bias, nothing[1]], dim=2),
+            torch.cat([no_bias[0], bias, no_bias[1]], dim=2),
             torch.cat([as_they_were[0], values, as_they_were[1]], dim=2),
         )
 
@@ -169,19 +177,19 @@ def _tensors(held: Held | None) -> tuple[Tensor, ...]:
 
 
 def _saved(function: Any, *tensors: Tensor) -> Any:
-    """The function of these tensors, of which the backward pass finds nothing but them, and makes the rest again."""
+    """Call the function on these tensors; only they are saved, and the backward pass recomputes everything else."""
     if not torch.is_grad_enabled():
         return function(*tensors)
     return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
 def _columns(x: Tensor, columns: Tensor) -> Tensor:
-    """x [R, H, S, D] at int64 [R, H, N]: [R, H, N, D]."""
+    """Gather x [R, H, S, D] at columns int64 [R, H, N]: [R, H, N, D]."""
     return x.gather(2, columns[..., None].expand(*columns.shape, x.shape[-1]))
 
 
 def _attend(segment: Segment, scaling: float, query: Tensor, key: Tensor, value: Tensor, *held: Tensor) -> Tensor:
-    """A segment's queries over what is held and, causally, its own tokens: [R, Hq, T, D]."""
+    """Attend from a segment's queries to the entries held and, causally, to its own tokens: [R, Hq, T, D]."""
     rows, own = segment.rows, segment.own
     heads, width = key.shape[1], own.shape[1]
     query, key, value = query[rows], key[rows], value[rows]
@@ -198,31 +206,36 @@ def _attend(segment: Segment, scaling: float, query: Tensor, key: Tensor, value:
         [bias[:, :, None].expand(-1, -1, width, -1), later.expand(*bias.shape[:2], -1, -1)], dim=-1
     ).flatten(0, 1)[:, None]
     group = queries.shape[1] // heads
-    grouped = queries.reshape(-1, group, width, queries.shape[-1])  # kv heads beside rows: a mask serves its group
+    grouped = queries.reshape(-1, group, width, queries.shape[-1])  # kv heads join the rows: a group shares a mask
     keys, values = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (keys, values))
     return sdpa(grouped, keys, values, scaling, mask).reshape(queries.shape)
 
 
-def _refit(block: Any, chosen: Tensor, record: Record, *told: Tensor) -> tuple[Tensor, Tensor]:
-    """Biases and values of what stays; see `sparse_rl.matching.refit`."""
-    return refit(block(*told), chosen, record.fit)
+def _refit(block: Any, chosen: Tensor, record: Record, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """Biases and values of the kept entries; see `sparse_rl.matching.refit`."""
+    return refit(block(*tensors), chosen, record.fit)
 
 
 def _block(
     rows: Tensor,
     index: Tensor,
     competing: Tensor,
-    asked: Tensor,
+    query_columns: Tensor,
     scaling: float,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *held: Tensor,
 ) -> Block:
-    """What competes, int64 [R, H, N] columns, and what asks, [R, n]. held : biases and values of what was fitted."""
+    """The block of entries and reference queries of a compaction.
+
+    index : int64 [R, H, N], columns of the entries; competing : bool [R, H, N]
+    query_columns : int64 [R, n], columns of the reference queries
+    held : biases and values of the entries that were fitted before
+    """
     heads, group = key.shape[1], query.shape[1] // key.shape[1]
     query, key, value = query[rows], key[rows], value[rows]
-    queries = _columns(query, asked[:, None].expand(-1, query.shape[1], -1))
+    queries = _columns(query, query_columns[:, None].expand(-1, query.shape[1], -1))
     values = _columns(value, index)
     bias = torch.zeros(index.shape, device=index.device)
     if held:
@@ -235,7 +248,7 @@ def _block(
     return Block(
         keys=_columns(key, index),
         values=values,
-        queries=queries.reshape(len(rows), heads, group * asked.shape[1], -1),
+        queries=queries.reshape(len(rows), heads, group * query_columns.shape[1], -1),
         bias=bias,
         competing=competing,
         scaling=scaling,

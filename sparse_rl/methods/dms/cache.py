@@ -1,7 +1,7 @@
-"""GatedCache: physical caches whose kv heads hold different numbers of entries, as DMS's gates leave them.
+"""GatedCache: physical caches whose kv heads hold different numbers of entries, as DMS's gates decide.
 
-A new token takes any slot of its head that is free, and a mask says which are held. A layer's buffers are as long as
-its longest head ever needed.
+A new token takes any free slot of its head, and a mask marks the slots in use. A layer's buffers are as long as its
+longest head ever needed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from sparse_rl.methods.eviction.cache import EvictingCache, Layer
 from sparse_rl.policies.entries import Arriving
 from sparse_rl.trace import NEVER
 
-HELD = "held"  # beside the policy's memory of an entry: 1.0 where the slot is taken
+HELD = "held"  # stored with the policy's memory of an entry: 1.0 if the slot is in use
 GROW = 16  # slots added at a time
 
 
 class GatedCache(EvictingCache):
     """The caches of DMS, whose kv heads hold different numbers of entries.
 
-    Counts per row (`lengths`, `_held`) are bounds: the tokens seen.
+    Counts per row (`lengths`, `_held`) are upper bounds: the number of tokens seen.
     """
 
     policy: DMS
@@ -38,20 +38,20 @@ class GatedCache(EvictingCache):
 
     @property
     def longest_head(self) -> int:
-        """The most entries that any kv head of any layer and row holds now."""
+        """Maximum number of entries that any kv head of any layer and row holds now."""
         return max(int(layer.state[HELD].sum(-1).max()) for layer in self.layers.values())
 
     def _prefill(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         out = super()._prefill(index, query, key, value, scaling)
         layer, ends = self.layers[index], self._held_tensor[:, None, None]
-        gone = self.policy.gone_in_prompt(layer.state, layer.positions, ends)
+        evicted = self.policy.gone_in_prompt(layer.state, layer.positions, ends)
         real = layer.positions < ends
-        at = torch.where(gone & real, ends, NEVER).to(torch.int32)
+        at = torch.where(evicted & real, ends, NEVER).to(torch.int32)
         width = at.shape[-1]
         layer.evict_at[..., :width] = torch.minimum(layer.evict_at[..., :width], at)
-        held = real & ~gone
+        held = real & ~evicted
         count = int(held.sum(-1).max())
-        order = (~held).to(torch.uint8).argsort(dim=-1, stable=True)[..., :count]  # what is held comes first
+        order = (~held).to(torch.uint8).argsort(dim=-1, stable=True)[..., :count]  # held entries come first
         layer.state[HELD] = held.float()
         layer.replace(
             {
@@ -64,7 +64,7 @@ class GatedCache(EvictingCache):
         return out
 
     def _arrive(self, index: int, layer: Layer, key: Tensor, value: Tensor, scaling: float) -> None:
-        """A token [B, Hkv, D] comes to each row, and takes a free slot of each head, once what goes for it has gone."""
+        """Drop the entries that are due, then put each row's new token [B, Hkv, D] into a free slot of each head."""
         now, active = self._seen_tensor - 1, self._active[:, None]
         count = layer.keys.shape[2]
         entries = self._entries(layer, slice(None), count, scaling, ("keys", "values"))
@@ -72,10 +72,10 @@ class GatedCache(EvictingCache):
         state = {name: torch.full(shape, start, device=key.device) for name, start in self.policy.entry_memory.items()}
         stays = self.policy.before_attending(index, entries, Arriving(key, value, state, layer.memory))
         held = layer.state[HELD] > 0
-        goes = held & ~stays & active[..., None]
-        at = torch.where(goes, now[:, None, None], NEVER).to(torch.int32)
-        layer.evict_at.scatter_reduce_(-1, layer.positions, at, reduce="amin")
-        held &= ~goes
+        dropped = held & ~stays & active[..., None]
+        dropped_at = torch.where(dropped, now[:, None, None], NEVER).to(torch.int32)
+        layer.evict_at.scatter_reduce_(-1, layer.positions, dropped_at, reduce="amin")
+        held &= ~dropped
         layer.state[HELD] = held.float()
         if bool(held.all(-1).any()):  # a head has no free slot
             layer.replace(

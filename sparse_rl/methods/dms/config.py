@@ -13,10 +13,10 @@ from sparse_rl.policies.schedule import GatesDecide, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class DMSConfig(LearnedConfig):
-    """DMS: a gate says of each token, as it comes, whether it goes when it leaves the window.
+    """DMS: a gate decides, when a token arrives, whether the token is dropped when it leaves the window.
 
-    compression : tokens for each entry, which the gates are trained to on average over layers and kv heads
-    bias : added to a gate's score; a gate starts there, nearly closed (ours, the papers do not say)
+    compression : tokens per entry held, averaged over layers and kv heads; the target in training the gates
+    bias : added to a gate's score; gates start at this value, nearly closed (our choice, the papers do not say)
     """
 
     name: ClassVar[str] = "dms"
@@ -30,7 +30,7 @@ class DMSConfig(LearnedConfig):
         super().__post_init__()
         if self.scorer.name == "recency" or getattr(self.scorer, "readout", "immediate") == "delayed":
             raise UserError(
-                "a gate is known as its token comes: linear, mlp, or mlstm with readout immediate", "scorer"
+                "a gate must decide when its token arrives: use linear, mlp, or mlstm with readout immediate", "scorer"
             )
 
     @property
@@ -39,4 +39,4 @@ class DMSConfig(LearnedConfig):
 
     @property
     def only_hf(self) -> str | None:
-        return "vllm holds as many entries in every kv head"
+        return "vllm holds the same number of entries in every kv head"

@@ -1,8 +1,8 @@
-"""DMS (dynamic memory sparsification), KVpop's baseline: a gate says of each token, as it comes, whether it goes.
+"""DMS (dynamic memory sparsification), KVpop's baseline: a gate decides for each arriving token if it will be dropped.
 
-A token t whose gate is open, score + bias > 0, leaves as query t + w arrives, before that attends: evict_at = t + w. So
-kv heads hold as many entries as their gates let them; how many they are on average is what training aims at
-(`compression`), and only there.
+A token t with an open gate, score + bias > 0, is dropped when query t + w arrives, before the query attends:
+evict_at = t + w. So each kv head holds the number of entries that its gates allow. Only training controls the average
+number (`compression`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from sparse_rl.methods.kvpop.learned import LearnedPolicy
 from sparse_rl.policies.entries import Arriving, Chunk, Entries
 from sparse_rl.trace import NEVER
 
-GOES = "goes"  # 1.0 where the gate is open
+GOES = "goes"  # 1.0 if the gate is open
 
 
 class DMS(LearnedPolicy):
-    """kv heads hold different numbers of entries; see the module."""
+    """DMS: kv heads hold different numbers of entries; see the module docstring."""
 
     config: DMSConfig
     entry_memory = {GOES: 0.0}
 
     def goes(self, scores: Tensor, positions: Tensor) -> Tensor:
-        """What leaves with the window, as a gate is open and it is no sink: float32 [R, Hkv, T], 1.0 or 0.0.
+        """1.0 for tokens to drop when they leave the window (open gate, no sink), else 0.0: float32 [R, Hkv, T].
 
         scores : float32 [R, Hkv, T]; positions : int64 [R, T]
         """
@@ -41,9 +41,9 @@ class DMS(LearnedPolicy):
         return torch.where((state[GOES] > 0) & (at < lengths[:, None, None]), at, NEVER).int().contiguous()
 
     def gone_in_prompt(self, state: dict[str, Tensor], positions: Tensor, ends: Tensor) -> Tensor:
-        """Which entries have gone at the end of their prompts: bool [R, Hkv, N].
+        """True for entries that have been dropped by the end of their prompts: bool [R, Hkv, N].
 
-        positions : int64 [R, Hkv, N]; ends : int64 [R, 1, 1], tokens of each prompt
+        positions : int64 [R, Hkv, N]; ends : int64 [R, 1, 1], number of tokens of each prompt
         """
         return (state[GOES] > 0) & (positions + self.config.window < ends)
 

@@ -1,10 +1,11 @@
-"""Attention under DMS's gates, in training: a gate is soft there, and takes weight from its token instead of the token.
+"""Attention under DMS's gates, in training: gates are soft and reduce the weight of a token instead of dropping it.
 
     alpha_t = sigmoid((score_t + bias + g) / tau),  g = logistic noise: the Gumbel-sigmoid
-    attention of query q to token t gets + log(1 - alpha_t) where q - t >= w (and, of a dense prompt, q is behind it)
+    logit of query q and token t: + log(1 - alpha_t) if q - t >= w (and, under dense prefill, q is after the prompt)
 
-The biases of one layer would be [B, Hkv, S, S]: they are made for CHUNK queries at a time, and again in the backward
-pass. Without gradients the gates are hard, as in decoding: a token whose score + bias > 0 is not seen from t + w on.
+The biases of one layer would be [B, Hkv, S, S], so they are computed for CHUNK queries at a time, and again in the
+backward pass. Without a temperature the gates are hard, as in decoding: a token t with score + bias > 0 is not seen
+from query t + w on.
 """
 
 from __future__ import annotations
@@ -25,26 +26,29 @@ from sparse_rl.methods.config import DMSConfig
 from sparse_rl.methods.kvpop.view import share_held
 from sparse_rl.trace import NEVER
 
-CHUNK = 256  # queries whose biases are made at a time
+CHUNK = 256  # queries whose biases are computed at a time
 
 
 class GatedView:
-    """A `kv_view` for one forward, and its backward, of B right-padded rows.
+    """A `kv_view` for one forward pass, and its backward pass, over B right-padded rows.
 
     Parameters
     ----------
-    scorers : of each layer, (keys, values, window) -> (scores float32 [B, Hkv, S], log gamma [Hkv])
-    policy : sinks, window and bias
-    lengths, prompts : int64 [B]; prompts of so many tokens see the whole of themselves; None: the gates count at once
-    temperature : tau; None: hard gates
-    kernel : one of ATTENTION_KERNELS, of hard gates
+    scorers : one per layer, (keys, values, window) -> (scores float32 [B, Hkv, S], log gamma [Hkv])
+    policy : settings, of which sinks, window and bias are used
+    lengths : int64 [B], number of tokens of each row
+    prompts : int64 [B], number of tokens of each prompt, which sees all of itself; None means that gates apply from the
+        start
+    temperature : tau; None means hard gates
+    kernel : one of ATTENTION_KERNELS, for hard gates
 
     Attributes
     ----------
-    open : by layer, the sum of alpha over all real tokens and heads, with its graph; of hard gates, how many are open
-    gates : how many gates a layer has
-    retained : by layer, of each row the share of its tokens that is held at the end: float [B]. A gate that is soft,
-        and whose token is due by then, counts with 1 - alpha
+    open : by layer, the sum of alpha over all real tokens and heads, with its graph; for hard gates, the number of open
+        gates
+    gates : number of gates of a layer
+    retained : by layer, float [B], the share of each row's tokens that is held at the end. The token of a soft gate
+        counts as 1 - alpha if it is due to be dropped by then
     """
 
     def __init__(
@@ -67,24 +71,26 @@ class GatedView:
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
-        """What the soft gates hold."""
+        """Memory that the soft gates hold."""
         held = gates_bytes(replayed.rows, replayed.heads, replayed.kv_heads, replayed.length, replayed.itemsize)
         return [("gates", held, "estimate, soft biases of a chunk of one layer's queries")]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `KVView.attend`."""
         scores, log_decay = self.scorers[layer](key, value, self.policy.window)
-        logits = scores + self.policy.bias + 0.0 * log_decay[:, None]  # a decay has no part in it, but a gradient
+        logits = scores + self.policy.bias + 0.0 * log_decay[:, None]  # the decay has no effect, but gets a gradient
         places = torch.arange(key.shape[2], device=key.device)
         may_go = (places >= self.policy.sinks) & (places < self.lengths[:, None])  # [B, S]
         real = (places < self.lengths[:, None])[:, None].expand_as(logits)
         self.gates = int(real.sum())
-        goes_at = torch.maximum(places + self.policy.window, self.prompts[:, None])  # the first query that misses it
+        goes_at = torch.maximum(
+            places + self.policy.window, self.prompts[:, None]
+        )  # the first query that no longer sees the token
         if self.temperature is None:
             evict_at = self.evict_at(logits, may_go, goes_at)
             self.open.setdefault(layer, ((logits > 0) & may_go[:, None]).sum().float())
             self.retained[layer] = share_held((evict_at >= self.lengths[:, None, None] - 1).float(), self.lengths)
-            evict_at = evict_at.masked_fill(~real, 0)  # nobody sees padding
+            evict_at = evict_at.masked_fill(~real, 0)  # no query sees padding
             return masked_attention(lambda: evict_at, query, key, value, scaling, self.kernel)
         soft = (logits + self._logistic(layer, logits)) / self.temperature
         alpha = torch.where(may_go[:, None], soft.sigmoid(), 0.0)
@@ -97,39 +103,39 @@ class GatedView:
     def _soft_attention(
         self, query: Tensor, key: Tensor, value: Tensor, stays: Tensor, goes_at: Tensor, scaling: float
     ) -> Tensor:
-        """Attention under log(1 - alpha), of some queries at a time: their biases are made again in the backward pass.
+        """Attention under log(1 - alpha), in chunks of queries; the backward pass computes their biases again.
 
         stays : [B, Hkv, S]; goes_at : [B, S]
         """
         wide, parts = computing_dtype(query, value), list[Tensor]()
         grouped = query.to(wide).unflatten(1, (key.shape[1], -1))  # [B, Hkv, G, S, D]
-        told = (key.to(wide), value.to(wide), stays)
+        tensors = (key.to(wide), value.to(wide), stays)
         for queries in grouped.split(CHUNK, dim=3):
-            work = partial(_softly, len(parts) * CHUNK, scaling, goes_at, self.lengths)
+            work = partial(_attend_softly, len(parts) * CHUNK, scaling, goes_at, self.lengths)
             if torch.is_grad_enabled():
-                parts.append(checkpoint(work, queries, *told, use_reentrant=False, preserve_rng_state=False))
+                parts.append(checkpoint(work, queries, *tensors, use_reentrant=False, preserve_rng_state=False))
             else:
-                parts.append(work(queries, *told))
+                parts.append(work(queries, *tensors))
         return torch.cat(parts, dim=3).flatten(1, 2).to(value.dtype)
 
     def evict_at(self, logits: Tensor, may_go: Tensor, goes_at: Tensor) -> Tensor:
-        """What hard gates drop, int32 [B, Hkv, S]."""
+        """evict_at under hard gates: int32 [B, Hkv, S]."""
         return torch.where((logits > 0) & may_go[:, None], goes_at[:, None], NEVER).int()
 
     def share(self) -> Tensor:
-        """The mean of alpha over all gates of all layers, once the forward is done."""
+        """Mean of alpha over all gates of all layers, after the forward pass."""
         return torch.stack(list(self.open.values())).sum() / max(1, self.gates * len(self.open))
 
     @torch.no_grad()
     def _logistic(self, layer: int, like: Tensor) -> Tensor:
-        """The noise of a layer, the same where that is recomputed."""
+        """The noise of a layer, the same when the layer is recomputed."""
         if layer not in self._noise:
             uniform = torch.rand(like.shape).clamp(1e-6, 1 - 1e-6).to(like)
             self._noise[layer] = uniform.log() - (-uniform).log1p()
         return self._noise[layer]
 
 
-def _softly(
+def _attend_softly(
     first: int,
     scaling: float,
     goes_at: Tensor,
@@ -139,9 +145,10 @@ def _softly(
     value: Tensor,
     stays: Tensor,
 ) -> Tensor:
-    """Queries `first` to last [B, Hkv, G, C, D] over all tokens up to the last of them: [B, Hkv, G, C, D].
+    """Attend from C queries, the first at `first`, to all tokens up to the last of them: [B, Hkv, G, C, D].
 
-    goes_at : [B, S], the first query at which a token's gate counts; stays : log(1 - alpha) [B, Hkv, S]
+    query : [B, Hkv, G, C, D]; goes_at : [B, S], the first query at which a token's gate applies
+    stays : log(1 - alpha) [B, Hkv, S]
     """
     last = first + query.shape[3]
     tokens = torch.arange(last, device=query.device)
@@ -156,8 +163,8 @@ def _softly(
 
 
 def gates_bytes(sequences: int, heads: int, kv_heads: int, length: int, itemsize: int) -> int:
-    """What DMS's soft gates hold of one layer's chunk of queries: a bias in float32 and in the attention's dtype, and
-    three arrays of logits for the backward pass.
+    """Bytes that DMS's soft gates hold for one chunk of a layer's queries: a bias in float32 and in the attention's
+    dtype, and three arrays of logits for the backward pass.
     """
     pairs = sequences * min(CHUNK, length) * length
     return pairs * (kv_heads * (4 + itemsize) + 3 * heads * itemsize)
