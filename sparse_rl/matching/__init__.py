@@ -1,14 +1,14 @@
-"""Attention Matching (AM, "Fast KV compaction via attention matching"): fewer entries that say what more of them said.
+"""Attention Matching (AM, "Fast KV compaction via attention matching"): fit a few entries to the output of a block.
 
-A compaction keeps some of a block's keys, gives each a bias, so that the attention mass is right, and refits their
-values, so that the output is right. Pure tensor code over rows and kv heads: engines and the trainer call the same
-functions, engines without gradients, the trainer with them.
+A compaction keeps some of a block's keys, gives each key a bias to match the block's attention mass, and refits the
+values to match the block's output. This is pure tensor code over rows and kv heads. Engines and the trainer call the
+same functions; only the trainer needs gradients.
 
-select.py      which keys: by the attention that they receive, or orthogonal matching pursuit of the mass
-fit.py         their biases and values
-block.py       a compaction: `match` chooses and fits, `refit` fits what was chosen
-record.py      what a trace says of compactions
-reference.py   the same, one head and one entry at a time: plain, slow, and what the others are compared with
+select.py      choice of the keys: by the attention that they receive, or by orthogonal matching pursuit of the mass
+fit.py         fit of the biases and values
+block.py       a compaction: `match` chooses entries and fits them, `refit` fits given entries
+record.py      a trace's record of compactions
+reference.py   the same computations for one head and one entry at a time: plain and slow, to compare with
 """
 
 from sparse_rl.matching.block import Block, Fit, match, refit, residuals

@@ -1,4 +1,4 @@
-"""A compaction of one block of entries: which stay, and what biases and values they have from here on."""
+"""The compaction of one block: choose the entries that stay, and fit their new biases and values."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from sparse_rl.errors import NotFiniteError
 from sparse_rl.matching.fit import features, fit_values, fit_weights, paper_values, paper_weights, pursuit_weights
 from sparse_rl.matching.select import PURSUIT_BOUND, attention_score, pursued
 
-BOUND = 3.0  # of log w in one compaction where keys are chosen by attention; earlier biases are added to it
+BOUND = 3.0  # limit of |log w| in one compaction, if keys are chosen by attention; earlier biases are added to log w
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How a block is fitted.
+    """Settings of a fit.
 
-    select : attention, the keys that receive most of it; omp, orthogonal matching pursuit of the mass
-    aggregate : of the attention of the reference queries: rms, mean or max
-    ridge : of the values, > 0; see `fit_values`
-    paper : the paper's own solvers, which no trainer can follow
+    select : attention, the keys that receive the most attention; omp, orthogonal matching pursuit of the mass
+    aggregate : how attention is aggregated over the reference queries: rms, mean or max
+    ridge : ridge of the value fit, > 0; see `fit_values`
+    paper : True uses the paper's own solvers, whose results a trainer cannot reproduce
     """
 
     select: Literal["attention", "omp"] = "attention"
@@ -34,12 +34,12 @@ class Fit:
 
 @dataclass(frozen=True)
 class Block:
-    """N entries of R rows and H kv heads, and n reference queries; of the entries the competing ones are the block.
+    """N entries of R rows and H kv heads, and n reference queries. The block consists of the competing entries.
 
     keys, values : [R, H, N, D], keys after RoPE
-    queries : [R, H, n, D], of all query heads of a group, after RoPE
-    bias : float32 [R, H, N], of earlier compactions; it is added to the logits
-    competing : bool [R, 1 or H, N]; what does not compete stays as it is, and has no part in the fit
+    queries : [R, H, n, D], reference queries of all query heads of a group, after RoPE
+    bias : float32 [R, H, N], from earlier compactions; added to the logits
+    competing : bool [R, 1 or H, N]; an entry that does not compete stays unchanged and has no part in the fit
     scaling : the factor on q . k
     """
 
@@ -51,27 +51,28 @@ class Block:
     scaling: float
 
     def parts(self, at_once: int) -> Iterator[Block]:
-        """The block, cut into parts of at most `at_once` rows."""
+        """Cut the block into parts of at most `at_once` rows."""
         for start in range(0, len(self.keys), at_once):
             rows = slice(start, start + at_once)
             of_rows = (self.keys[rows], self.values[rows], self.queries[rows], self.bias[rows], self.competing[rows])
             yield Block(*of_rows, self.scaling)
 
     def logits(self) -> Tensor:
-        """`scaling` q . k + bias: float64 [R, H, n, N], -inf where an entry does not compete."""
+        """`scaling` q . k + bias: float64 [R, H, n, N], -inf for entries that do not compete."""
         logits = self.queries.double() @ self.keys.double().mT * self.scaling + self.bias.double()[:, :, None]
         return logits.masked_fill(~self.competing[:, :, None], float("-inf"))
 
 
 def match(block: Block, count: int, fit: Fit) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose what stays of a block, and fit it (AM section 3): (index, biases, values).
+    """Choose the entries of a block that stay, and fit them (AM section 3): (index, biases, values).
 
-    The index is int64 [R, H, count], ascending, the biases are float32 [R, H, count], the values [R, H, count, D] in
-    their own dtype. No gradients are needed to follow it: `refit` makes biases and values again.
+    The index is int64 [R, H, count], ascending; the biases are float32 [R, H, count]; the values are [R, H, count, D]
+    in the dtype of the block's values. This needs no gradients: a trainer computes biases and values with `refit`.
 
-    count : t, the entries that stay; at least as many of each row compete. Of equal scores the earlier entry stays
+    count : t, the number of entries that stay; at least t entries of each row must compete. If scores are equal, the
+        earlier entry stays
 
-    Raises NotFiniteError where keys, values or queries are not finite.
+    Raises NotFiniteError if keys, values or queries are not finite.
     """
     logits = block.logits()
     score = attention_score(logits, fit.aggregate)
@@ -92,28 +93,29 @@ def match(block: Block, count: int, fit: Fit) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def residuals(block: Block, index: Tensor, bias: Tensor, values: Tensor) -> tuple[float, float]:
-    """How far what stays is from the whole block: the error of the mass, and that of the output.
+    """Errors of a fit against the whole block: (mass error, output error).
 
-    The mean |log(mass / mass of the block)| over the reference queries of all rows and heads, and, with norms over all
-    of them, |output - output of the block| / |output of the block|.
+    The mass error is the mean |log(mass / mass of the block)| over the reference queries of all rows and heads. The
+    output error is |output - output of the block| / |output of the block|, with norms over all these queries.
 
-    index, bias, values : of what stays, [R, H, t], [R, H, t] and [R, H, t, D], as `match` gives them
+    index, bias, values : the fitted entries, [R, H, t], [R, H, t] and [R, H, t, D], as `match` returns them
     """
     logits = block.logits()
     deep = index[..., None].expand(*index.shape, block.values.shape[-1])
-    own = block.queries.double() @ block.keys.gather(2, deep).double().mT * block.scaling + bias.double()[:, :, None]
-    said, wanted = own.softmax(-1) @ values.double(), logits.softmax(-1) @ block.values.double()
-    mass = (own.logsumexp(-1) - logits.logsumexp(-1)).abs().mean()
-    return float(mass), float((said - wanted).norm() / wanted.norm())
+    fitted = block.queries.double() @ block.keys.gather(2, deep).double().mT * block.scaling + bias.double()[:, :, None]
+    output, wanted = fitted.softmax(-1) @ values.double(), logits.softmax(-1) @ block.values.double()
+    mass = (fitted.logsumexp(-1) - logits.logsumexp(-1)).abs().mean()
+    return float(mass), float((output - wanted).norm() / wanted.norm())
 
 
 def refit(block: Block, index: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
-    """Biases float32 [R, H, t] and values [R, H, t, D] of given entries, with gradients: what a trainer makes again.
+    """Fit given entries: (biases float32 [R, H, t], values [R, H, t, D]), with gradients, which the trainer needs.
 
     index : int64 [R, H, t], the entries that stay
 
-    First w = argmin |phi w - mass|^2 within bounds, and the bias grows by log w; then the values, a ridge regression of
-    the block's outputs on the attention under the new biases (fit.py). The bias is rounded to the values' dtype before.
+    First, w = argmin |phi w - mass|^2 within bounds, and log w is added to the bias, which is rounded to the dtype of
+    the values. Then the values follow by a ridge regression of the block's outputs on the attention under the new
+    biases (fit.py).
     """
     logits = block.logits()
     phi, mass = features(logits)
@@ -135,10 +137,11 @@ def refit(block: Block, index: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
 
 
 def fit_bytes(rows: int, kv_heads: int, queries: int, entries: int, kept: int, head_dim: int) -> int:
-    """The transient of Attention Matching's fits: of `rows` rows that are fitted at once, in one layer.
+    """Bytes of temporary memory that Attention Matching takes to fit `rows` rows at once, in one layer.
 
-    queries : reference queries of a kv head; entries : that a block has; kept : that are fitted
+    queries : number of reference queries of a kv head; entries : number of entries in a block; kept : number of fitted
+    entries
 
-    In float64 five arrays like the logits, three of kept x kept, and the block's keys, values and queries.
+    In float64: five arrays of the size of the logits, three of kept x kept, and the block's keys, values and queries.
     """
     return 8 * rows * kv_heads * (5 * queries * entries + 3 * kept**2 + head_dim * (4 * entries + 2 * queries))

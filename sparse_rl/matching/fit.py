@@ -1,11 +1,11 @@
 """The fits of a compaction (AM section 3, appendices A.2 and C.2), differentiable and well posed.
 
-Of one kv head: n reference queries, a block of N entries with logits s + b (scaling and earlier biases in them), of
-which t are kept, the set S. All functions take any leading axes, and compute in the dtype they are given: float64.
+A kv head has n reference queries and a block of N entries with logits s + b (scaling and earlier biases included). The
+set S of t entries is kept. All functions take any leading axes, and compute in the dtype of their input: float64.
 
-The departures from the paper are the ridges and the steps of the weights. The paper's own solvers are in
-`paper_weights` and `paper_values`: they turn a rounding of 1e-6 in the queries into 0.3 nats, so that no trainer can
-follow a sampler that uses them.
+The differences from the paper are the ridges, and the descent that finds the weights. The paper's own solvers are in
+`paper_weights` and `paper_values`: they turn a rounding error of 1e-6 in the queries into 0.3 nats, so a trainer cannot
+reproduce the results of a sampler that uses them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import math
 import torch
 from torch import Tensor
 
-STEPS, POWER = 30, 12  # of the weights' descent; of the power iteration that finds its step (ours)
-JITTER = 1e-13  # of the diagonal, where keys repeat each other
-PURSUIT_RIDGE = 0.1  # of the weights of pursued keys (ours): no KL that was seen is higher, and rounding shows least
+STEPS, POWER = 30, 12  # steps of the weights' descent, and of the power iteration that finds its step size (ours)
+JITTER = 1e-13  # relative increase of the diagonal, in case keys repeat each other
+# Ridge of the weights of pursued keys (ours): it raised no KL divergence that we measured, and makes rounding matter
+# least.
+PURSUIT_RIDGE = 0.1
 
 
 def features(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """phi = exp(logits - their maximum over entries) [..., n, N], and the mass, its sum [..., n] (A.2).
+    """Return phi = exp(logits - their maximum over entries) [..., n, N], and its sum, the mass [..., n] (A.2).
 
-    An entry with a logit of -inf has no part.
+    An entry with a logit of -inf contributes nothing.
     """
     phi = (logits - logits.amax(-1, keepdim=True)).exp()
     return phi, phi.sum(-1)
@@ -34,21 +36,21 @@ def fit_weights(kept: Tensor, mass: Tensor, bound: float) -> Tensor:
 
     kept : phi of S [..., n, t]; mass [..., n]
 
-    By accelerated projected gradient descent from `flat_weights` (ours): the paper starts from an unbounded least
-    squares and takes two steps, which is worse than no bias where many entries stay.
+    The method is accelerated projected gradient descent from `flat_weights` (ours). The paper starts from an unbounded
+    least-squares solution and takes two steps, which is worse than no bias if many entries stay.
     """
     return descended(kept, mass, flat_weights(kept, mass), bound, STEPS)
 
 
 def flat_weights(kept: Tensor, mass: Tensor) -> Tensor:
-    """The one weight that fits the mass best, for every entry: [..., t]."""
+    """The single weight that fits the mass best, repeated for every entry: [..., t]."""
     total = kept.sum(-1)
     flat = (total * mass).sum(-1, keepdim=True) / total.square().sum(-1, keepdim=True)
     return flat.expand(*kept.shape[:-2], kept.shape[-1])
 
 
 def descended(kept: Tensor, mass: Tensor, start: Tensor, bound: float, steps: int) -> Tensor:
-    """`steps` of FISTA on |kept w - mass|^2 within the bounds, each of 1 / the greatest eigenvalue."""
+    """Take `steps` steps of FISTA on |kept w - mass|^2 within the bounds; step size 1 / the greatest eigenvalue."""
     low, high = math.exp(-bound), math.exp(bound)
     gram = kept.mT @ kept
     wanted = (kept.mT @ mass[..., None])[..., 0]
@@ -70,8 +72,8 @@ def descended(kept: Tensor, mass: Tensor, start: Tensor, bound: float, steps: in
 def pursuit_weights(kept: Tensor, mass: Tensor, bound: float) -> Tensor:
     """w = argmin |kept w - mass|^2 + a ridge towards `flat_weights`, clamped to |log w| <= bound: [..., t].
 
-    Orthogonal matching pursuit ends with the least squares alone (A.2). Where queries are hardly more than entries,
-    rounding decides its result. The ridge makes it a function of its input.
+    Orthogonal matching pursuit ends with a plain least squares (A.2). If there are hardly more queries than entries,
+    rounding dominates its result. The ridge makes the problem well posed.
     """
     weights = fit_values(kept, mass[..., None], flat_weights(kept, mass)[..., None], PURSUIT_RIDGE)[..., 0]
     return weights.clamp(math.exp(-bound), math.exp(bound))
@@ -81,10 +83,10 @@ def fit_values(x: Tensor, y: Tensor, values: Tensor, ridge: float) -> Tensor:
     """V + argmin over D of |x D - (y - x V)|^2 + ridge mean_j |x_j|^2 |D|^2: [..., t, D].
 
     x : attention over S under the new biases [..., n, t]; y : the output of the whole block [..., n, D];
-    values : V, what S had [..., t, D]
+    values : V, the values of S before the fit [..., t, D]
 
-    The ridge shrinks towards the values that were there. The paper tried one that shrinks towards zero, which hurt, and
-    has none (C.2).
+    The ridge shrinks towards the values before the fit. The paper uses no ridge: it tried one that shrinks towards
+    zero, which made results worse (C.2).
     """
     missing = y - x @ values
     n, t = x.shape[-2:]
@@ -97,18 +99,18 @@ def fit_values(x: Tensor, y: Tensor, values: Tensor, ridge: float) -> Tensor:
     return values + torch.cholesky_solve(x.mT @ missing, factor)
 
 
-# ---- the paper's own, for comparison --------------------------------------------------------------------------------
+# ---- the paper's own solvers, for comparison ------------------------------------------------------------------------
 
 
 def paper_weights(kept: Tensor, mass: Tensor, bound: float, steps: int) -> Tensor:
-    """An unbounded least squares, clamped to |log w| <= bound, and `steps` projected ones (algorithm 3).
+    """Unbounded least-squares weights, clamped to |log w| <= bound, then `steps` projected steps (algorithm 3).
 
-    Of keys chosen by attention: bound 3, 2 steps; of pursued keys: bound 7, no step (C.2).
+    Keys chosen by attention use bound 3 and 2 steps; pursued keys use bound 7 and no step (C.2).
     """
     start = paper_values(kept, mass[..., None])[..., 0]
     return descended(kept, mass, start, bound, steps)
 
 
 def paper_values(x: Tensor, y: Tensor) -> Tensor:
-    """argmin over V of |x V - y|^2, of several the least; on the CPU, where torch solves systems without full rank."""
+    """argmin over V of |x V - y|^2 with the least norm, on the CPU: only there torch solves rank-deficient systems."""
     return torch.linalg.lstsq(x.cpu(), y.cpu(), driver="gelsd").solution.to(x.device)

@@ -1,4 +1,4 @@
-"""What a trace says of its compactions: when they were, and how their entries were fitted. The fits are made again."""
+"""A trace's record of its compactions: their times, and the settings of the fits, which the trainer computes again."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sparse_rl.trace import TraceError
 
 @dataclass(frozen=True)
 class Record:
-    """The settings that a fit follows from, once it is known what stays; numbers, as a trace holds them.
+    """The settings that, with the entries that stay, determine a fit; numbers, as a trace holds them.
 
-    sinks, window : tokens at the beginning, and the most recent ones, that are not fitted
-    refitted : t, entries of a kv head that a compaction leaves and fits
-    reference_queries : of how many of the last tokens the queries are
-    ridge : of the values' fit
-    pursuit : whether keys are chosen by orthogonal matching pursuit; else by attention
-    paper : whether the fit is by the paper's own solvers, which is not replayed
+    sinks, window : number of first tokens, and of most recent tokens, that are not fitted
+    refitted : t, the number of entries per kv head that a compaction keeps and fits
+    reference_queries : number of last tokens whose queries are the reference queries
+    ridge : ridge of the value fit
+    pursuit : True if keys are chosen by orthogonal matching pursuit, False if by attention
+    paper : True if the fit uses the paper's own solvers, which cannot be replayed
     """
 
     sinks: int
@@ -35,30 +35,30 @@ class Record:
 
     @classmethod
     def of(cls, config: Any) -> Record:
-        """The record of a policy's settings. config : AMConfig"""
+        """Make the record of a policy's settings. config : AMConfig"""
         pursuit, paper = config.select == "omp", config.fit == "paper"
         return cls(config.sinks, config.window, config.refitted, config.reference_queries, config.ridge, pursuit, paper)
 
     @classmethod
     def read(cls, settings: Tensor) -> Record:
-        """The record that a trace holds. Raises TraceError where its fits cannot be made again.
+        """Read the record from a trace. Raises TraceError if its fits cannot be computed again.
 
         settings : the section refit_with, float64 [7]
         """
         sinks, window, refitted, queries, ridge, pursuit, paper = settings.tolist()
         if paper:
-            raise TraceError("fit: paper is for comparison; a fit of its kind cannot be replayed, use fit: ridge")
+            raise TraceError("fit: paper is for comparison only and cannot be replayed; use fit: ridge")
         return cls(int(sinks), int(window), int(refitted), int(queries), ridge, bool(pursuit), False)
 
     @property
     def fit(self) -> Fit:
-        """How the entries are fitted, for `refit`; the aggregate, which only chooses, is not in a record."""
+        """Settings for `refit`. A record has no aggregate, which only affects the choice of entries."""
         return Fit("omp" if self.pursuit else "attention", ridge=self.ridge, paper=self.paper)
 
     def sections(self, times: Sequence[int]) -> dict[str, Tensor]:
-        """The trace's sections refit_at, int32 [C], and refit_with, float64 [7].
+        """Return the trace's sections refit_at, int32 [C], and refit_with, float64 [7].
 
-        times : tokens seen at each of C compactions
+        times : number of tokens seen at each of C compactions
         """
         settings = torch.tensor(astuple(self), dtype=torch.float64)
         return {"refit_at": torch.tensor(times, dtype=torch.int32), "refit_with": settings}

@@ -1,4 +1,4 @@
-"""Attention Matching as its equations read: one head, one entry at a time, in float64. The fast path is held to it."""
+"""Attention Matching straight from its equations: one head, one entry at a time, in float64. Tests compare with it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from torch import Tensor
 
 
 def naive_pursuit(phi: Tensor, count: int, bound: float = 7.0) -> tuple[list[int], Tensor]:
-    """Algorithm 1 with the pruning of C.2: (entries in order of choice, weights [count]) of features [n, N].
+    """Algorithm 1 with the pruning of C.2: (entries in order of choice, weights [count]) for features [n, N].
 
-    A least squares at every step. Once all are chosen, those with log w < -bound are discarded, and selection goes on.
+    Every step solves a least squares. Once `count` entries are chosen, those with log w < -bound are discarded, and the
+    selection continues.
     """
     mass, chosen, discarded, weights = phi.sum(-1), list[int](), set[int](), torch.zeros(0)
     current = torch.zeros_like(mass)
     while True:
         while len(chosen) < count:
-            best, most = -1, -math.inf
+            best, highest = -1, -math.inf
             for entry in range(phi.shape[1]):
-                agrees = float(phi[:, entry] @ (mass - current))
-                if entry not in chosen and entry not in discarded and agrees > most:
-                    best, most = entry, agrees
+                agreement = float(phi[:, entry] @ (mass - current))
+                if entry not in chosen and entry not in discarded and agreement > highest:
+                    best, highest = entry, agreement
             chosen.append(best)
-            current, weights = _weighed(phi, chosen, bound)
+            current, weights = _mass_and_weights(phi, chosen, bound)
         poor = [entry for entry, weight in zip(chosen, weights, strict=True) if weight < math.exp(-bound)]
         spare = phi.shape[1] - len(discarded) - count
         if not poor or not spare:
@@ -32,18 +33,18 @@ def naive_pursuit(phi: Tensor, count: int, bound: float = 7.0) -> tuple[list[int
         poor = poor[-spare:]
         discarded.update(poor)
         chosen = [entry for entry in chosen if entry not in poor]
-        current, weights = _weighed(phi, chosen, bound)
+        current, weights = _mass_and_weights(phi, chosen, bound)
 
 
-def _weighed(phi: Tensor, chosen: list[int], bound: float) -> tuple[Tensor, Tensor]:
-    """What the chosen entries say [n], by the weights [chosen] of a least squares that is clamped (algorithm 3)."""
+def _mass_and_weights(phi: Tensor, chosen: list[int], bound: float) -> tuple[Tensor, Tensor]:
+    """The mass [n] that the chosen entries give, and their weights [chosen], a clamped least squares (algorithm 3)."""
     weights = torch.linalg.lstsq(phi[:, chosen], phi.sum(-1)[:, None], driver="gelsd").solution[:, 0]
     weights = weights.clamp(0.0, math.exp(bound))
     return phi[:, chosen] @ weights, weights
 
 
 def naive_weights(kept: Tensor, mass: Tensor, bound: float, steps: int = 20_000) -> Tensor:
-    """argmin |kept w - mass|^2 with |log w| <= bound, by coordinate descent: [t] of [n, t] and [n]."""
+    """argmin |kept w - mass|^2 with |log w| <= bound, by coordinate descent: [t]. kept [n, t]; mass [n]"""
     low, high = math.exp(-bound), math.exp(bound)
     weights = torch.ones(kept.shape[1], dtype=kept.dtype)
     missing = mass - kept @ weights
@@ -52,16 +53,16 @@ def naive_weights(kept: Tensor, mass: Tensor, bound: float, steps: int = 20_000)
         for entry in range(len(weights)):
             column = kept[:, entry]
             best = float(weights[entry] + column @ missing / (column @ column))
-            moved = min(max(best, low), high) - float(weights[entry])
-            missing = missing - moved * column
-            weights[entry] += moved
+            change = min(max(best, low), high) - float(weights[entry])
+            missing = missing - change * column
+            weights[entry] += change
         if float((weights - before).abs().max()) < 1e-12:
             break
     return weights
 
 
 def naive_values(x: Tensor, y: Tensor, values: Tensor, ridge: float) -> Tensor:
-    """`fit_values` of [n, t], [n, D], [t, D], as one stacked least squares: [t, D]."""
+    """`fit_values` as one stacked least squares: [t, D]. x [n, t]; y [n, D]; values [t, D]"""
     root = math.sqrt(ridge * float(sum(row @ row for row in x)) / len(x))
     stacked = torch.cat([x, root * torch.eye(x.shape[1], dtype=x.dtype)])
     wanted = torch.cat([y - x @ values, torch.zeros(x.shape[1], y.shape[1], dtype=y.dtype)])
@@ -69,16 +70,16 @@ def naive_values(x: Tensor, y: Tensor, values: Tensor, ridge: float) -> Tensor:
 
 
 def naive_allocation(curves: Sequence[Callable[[float], float]], ratio: float, steps: int) -> tuple[list[float], int]:
-    """Algorithm 4: (the ratio of each head, how often entries were moved), of curves J_h(ratio) -> loss.
+    """Algorithm 4: (the ratio of each head, the number of moves between heads), from curves J_h(ratio) -> loss.
 
-    A head's share is 1 / H at first, which is `steps` times the step size.
+    Every head starts with a share of 1 / H, which is `steps` times the step size.
     """
     held, moves, step = [steps] * len(curves), 0, ratio / steps
     heads = range(len(curves))
     while True:
         loss = [curve(held[h] * step) for h, curve in enumerate(curves)]
-        more = [(held[h] + 1) * step for h in heads]
-        gains = [loss[h] - curves[h](more[h]) if more[h] <= 1 + 1e-9 * step else -math.inf for h in heads]
+        raised = [(held[h] + 1) * step for h in heads]
+        gains = [loss[h] - curves[h](raised[h]) if raised[h] <= 1 + 1e-9 * step else -math.inf for h in heads]
         costs = [curves[h]((held[h] - 1) * step) - loss[h] if held[h] >= 1 else math.inf for h in heads]
         taker = max(heads, key=lambda h: gains[h])
         giver = min((h for h in heads if h != taker), key=lambda h: costs[h])

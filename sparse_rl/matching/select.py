@@ -1,4 +1,4 @@
-"""Which keys a compaction keeps (AM section 3, F.1, algorithms 1 and 2)."""
+"""Choice of the keys that a compaction keeps (AM section 3, F.1, algorithms 1 and 2)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from sparse_rl.matching.fit import JITTER
 
 AGGREGATES = ("rms", "mean", "max")
-PURSUIT_BOUND = 7.0  # of |log w|, and under its negative an entry is not worth its place (C.2)
+PURSUIT_BOUND = 7.0  # limit of |log w|; an entry with log w below the negative limit is discarded (C.2)
 
 
 def attention_score(logits: Tensor, aggregate: str = "rms") -> Tensor:
-    """The attention [..., N] that each entry receives of the reference queries: root mean square, mean or max."""
+    """The attention [..., N] that each entry receives from the reference queries: root mean square, mean or max."""
     attention = logits.softmax(-1)
     if aggregate == "rms":
         return attention.square().mean(-2).sqrt()
@@ -22,49 +22,50 @@ def attention_score(logits: Tensor, aggregate: str = "rms") -> Tensor:
 
 
 def pursued(phi: Tensor, count: int, allowed: Tensor, gram: bool) -> Tensor:
-    """The `count` entries that carry the mass best: int64 [B, count], ascending. phi [B, n, N]; allowed bool [B, N].
+    """The `count` entries that give the mass best: int64 [B, count], ascending. phi [B, n, N]; allowed bool [B, N]
 
-    Entries whose log w comes out below -PURSUIT_BOUND are discarded for good, and the pursuit goes on from the others,
-    until all pass (C.2), or as many competing entries are left as must stay.
+    Entries whose log w comes out below -PURSUIT_BOUND are discarded permanently, and the pursuit continues from the
+    others, until no entry is below the bound (C.2), or only `count` allowed entries are left.
     """
     chosen, weights = pursue(phi, count, allowed, gram)
     allowed = allowed.clone()
     while True:
         poor = weights < math.exp(-PURSUIT_BOUND)
         spare = allowed.sum(-1) - count
-        # Of more poor entries than can be spared the last chosen go.
+        # If there are more poor entries than can be spared, discard those that were chosen last.
         poor &= poor.flip(-1).cumsum(-1).flip(-1) <= spare[:, None]
         again = poor.any(-1).nonzero()[:, 0]
         if not len(again):
             return chosen.sort(-1).values
-        bad, were = poor[again], chosen[again]
-        allowed[again] &= ~torch.zeros_like(allowed[again]).scatter_(-1, were, bad)
+        bad, previous = poor[again], chosen[again]
+        allowed[again] &= ~torch.zeros_like(allowed[again]).scatter_(-1, previous, bad)
         kept_first = bad.int().argsort(dim=-1, stable=True)
-        given = were.masked_fill(bad, -1).gather(-1, kept_first)
-        chosen[again], weights[again] = pursue(phi[again], count, allowed[again], gram, given)
+        still_chosen = previous.masked_fill(bad, -1).gather(-1, kept_first)
+        chosen[again], weights[again] = pursue(phi[again], count, allowed[again], gram, still_chosen)
 
 
 def pursue(phi: Tensor, count: int, allowed: Tensor, gram: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Orthogonal matching pursuit (algorithm 1): (int64 [B, count] in order of choice, their weights [B, count]).
+    """Orthogonal matching pursuit (algorithm 1): (entries int64 [B, count] in order of choice, weights [B, count]).
 
-    Each step takes the entry whose features agree best with the mass that is missing, and weighs all chosen ones anew,
-    by a Cholesky factor that grows by a row: O(i^2) in step i, and the paper's least squares from scratch O(n i^2).
+    Each step takes the entry whose features agree best with the missing mass, and computes the weights of all chosen
+    entries again, with a Cholesky factor that grows by a row. Step i takes O(i^2); the paper's least squares from
+    scratch takes O(n i^2).
 
-    gram : make phi^T phi once, of which a step reads a row (what a GPU is good at); else a step reads phi
-    given : int64 [B, count], entries that are chosen already, -1 behind them; None: none is
+    gram : True computes phi^T phi once, and each step reads one row of it, which suits a GPU; else each step reads phi
+    given : int64 [B, count], entries that are chosen already, followed by -1; None means that there are none
     """
     batch, n, entries = phi.shape
     rows = torch.arange(batch, device=phi.device)
     mass, taken = phi.sum(-1), ~allowed
     products = phi.mT @ phi if gram else None
-    wanted = products.sum(-1) if products is not None else (mass[:, None] @ phi)[:, 0]  # the mass is phi of ones
-    agrees = wanted.clone()
+    wanted = products.sum(-1) if products is not None else (mass[:, None] @ phi)[:, 0]  # mass = phi @ ones
+    agreement = wanted.clone()
     read = phi.new_zeros(batch, count, entries if gram else n)
     factor = phi.new_zeros(batch, count, count)
     chosen = torch.zeros(batch, count, dtype=torch.long, device=phi.device)
     weights = phi.new_zeros(batch, 0)
     for i in range(count):
-        new = agrees.masked_fill(taken, float("-inf")).argmax(-1)
+        new = agreement.masked_fill(taken, float("-inf")).argmax(-1)
         if given is not None:
             new = torch.where(given[:, i] >= 0, given[:, i], new)
         taken = taken.scatter(1, new[:, None], True)
@@ -80,9 +81,9 @@ def pursue(phi: Tensor, count: int, allowed: Tensor, gram: bool, given: Tensor |
             row = torch.linalg.solve_triangular(factor[:, :i, :i], cross[:, :i, None], upper=False)[..., 0]
             factor[:, i, :i] = row
             corner = corner - row.square().sum(-1)
-        factor[:, i, i] = corner.clamp(min=JITTER * 1e-3).sqrt()  # a key that repeats others adds nothing
+        factor[:, i, i] = corner.clamp(min=JITTER * 1e-3).sqrt()  # for a key that repeats others, the corner is about 0
         solved = torch.cholesky_solve(wanted.gather(1, chosen[:, : i + 1])[..., None], factor[:, : i + 1, : i + 1])
         weights = solved[..., 0].clamp(0.0, math.exp(PURSUIT_BOUND))
-        said = (weights[:, None] @ read[:, : i + 1])[:, 0]
-        agrees = wanted - said if products is not None else ((mass - said)[:, None] @ phi)[:, 0]
+        fitted = (weights[:, None] @ read[:, : i + 1])[:, 0]
+        agreement = wanted - fitted if products is not None else ((mass - fitted)[:, None] @ phi)[:, 0]
     return chosen, weights
