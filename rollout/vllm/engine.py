@@ -1,7 +1,7 @@
-"""VLLMEngine: rollouts at production speed, with the very policies of the reference engine and their record.
+"""VLLMEngine: rollouts at production speed, under the same policies and with the same record as the reference engine.
 
-It keeps its own copy of the weights (`load_weights` replaces them). In-process by default, so that every data-parallel
-rank of a trainer can have its own; `multiprocess` and `tensor_parallel` put it into processes of its own.
+It keeps its own copy of the weights (`load_weights` replaces them). It runs in-process by default, so that every
+data-parallel rank of a trainer can have an engine; `multiprocess` and `tensor_parallel` move it to separate processes.
 """
 
 from __future__ import annotations
@@ -43,39 +43,41 @@ from sparse_rl.temporary import temporary_folder
 from sparse_rl.trace import NEVER, EvictionTrace
 
 OTHERWISE = "; or use the hf engine"
-CONTEXT = "context"  # the name of the one that a run goes on from
-ATTEMPTS = 3  # for a request that was preempted after an eviction
+CONTEXT = "context"  # the workers' name of the context that a run continues
+ATTEMPTS = 3  # attempts at sampling a request, which fail if it is preempted after an eviction
 
 
 class VLLMEngine:
-    """Samples with vLLM under any policy. Of several threads one uses it at a time; the others wait.
+    """Samples with vLLM under any policy. If several threads use it, one runs at a time and the others wait.
 
     Parameters
     ----------
-    model : a directory
-    policy : what the cache keeps
-    dtype : of the weights, the cache and the forward
-    max_batch : sequences that run at a time (vLLM's max_num_seqs)
-    max_model_len : the longest prompt + completion; None: the model's context
-    max_prompt : the longest prompt; the pool must hold it whole. None: max_model_len
-    kv_cache_gb : GiB for the cache, at most: it takes no more than max_batch sequences can fill. None: on a GPU by
-        `gpu_memory_utilization`, on a CPU 1
-    gpu_memory_utilization : share of the GPU's memory for weights and cache together, at most
-    block_size : tokens of a cache block; None: the platform's own choice, 32 on a CPU
-    max_num_batched_tokens : tokens of a forward; a longer prompt is prefilled in chunks. None: vLLM's choice
-    tensor_parallel : processes that share the model's heads
-    multiprocess : run the engine in a process of its own (always so for tensor_parallel > 1)
+    model : model directory
+    policy : cache policy
+    dtype : dtype of weights, cache and forward pass
+    max_batch : maximum number of sequences that run at a time (vLLM's max_num_seqs)
+    max_model_len : maximum length of prompt + completion; None means the model's context length
+    max_prompt : maximum length of a prompt; the cache must hold it whole. None means max_model_len
+    kv_cache_gb : maximum GiB for the cache, which never takes more than max_batch sequences can fill. None means that
+        `gpu_memory_utilization` decides on a GPU, and 1 on a CPU
+    gpu_memory_utilization : maximum share of the GPU's memory for weights and cache together
+    block_size : tokens in a cache block; None means the platform's own choice, 32 on a CPU
+    max_num_batched_tokens : maximum number of tokens in a forward pass; a longer prompt is prefilled in chunks. None
+        means vLLM's choice
+    tensor_parallel : number of processes that share the model's heads
+    multiprocess : run the engine in a separate process (always done for tensor_parallel > 1)
     progress : show a progress bar
     exact : in float32 on a CPU, compute attention by the trainer's own function (exact.py), not by vLLM's kernels
-    sleep_mode : let `sleep` give a GPU's memory back; nothing on a CPU
-    context_entries : sequences may go on from a compacted context (rollout/context), and hold at most so many entries;
-        the policy is then a full cache
+    sleep_mode : let `sleep` release a GPU's memory; has no effect on a CPU
+    context_entries : maximum number of entries of a sequence, which may then continue a compacted context
+        (rollout/context) under a full cache; None means that sequences continue no context
     full_graphs : on a GPU, run a decode step as one CUDA graph
 
     Raises
     ------
     UserError
-        No vLLM, another version, a head size that the platform refuses, or a second engine in this process.
+        vLLM is missing or has another version, the platform does not support the model's head size, or this process
+        already has an engine.
     """
 
     shares_weights = False
@@ -127,22 +129,22 @@ class VLLMEngine:
         self.turn = threading.Lock()
         self.shape = layers, kv_heads
         self.generation_config = load_generation_config(model)
-        behind: dict[str, Any] = {} if context_entries is None else {"contexts": (), "most": context_entries}
-        ours = arguments.engine_arguments(
-            policy, dtype=dtype, max_prompt=max_prompt, exact=exact, full_graphs=full_graphs, **behind
+        context_options: dict[str, Any] = {} if context_entries is None else {"contexts": (), "most": context_entries}
+        policy_options = arguments.engine_arguments(
+            policy, dtype=dtype, max_prompt=max_prompt, exact=exact, full_graphs=full_graphs, **context_options
         )
-        kept = arguments.BehindContext(policy.config) if behind else policy
+        bound = arguments.BehindContext(policy.config) if context_options else policy
         itemsize = 4 if dtype == "float32" else 2
-        beside = beside_cache(kept, config, itemsize=itemsize, max_batch=max_batch, tensor_parallel=tensor_parallel)
+        beside = beside_cache(bound, config, itemsize=itemsize, max_batch=max_batch, tensor_parallel=tensor_parallel)
         options: dict[str, Any] = {
             "dtype": dtype,
-            "enable_sleep_mode": self.can_sleep,  # it takes the cache's memory; what stands beside the cache stays
+            "enable_sleep_mode": self.can_sleep,  # it releases the cache's memory, but not that of our own buffers
             "max_model_len": max_model_len,
             "block_size": block_size or arguments.default_block_size(),
             "max_num_batched_tokens": max_num_batched_tokens,
             **arguments.memory_arguments(kv_cache_gb, gpu_memory_utilization, beside),
             **arguments.launch_arguments(self.separate),
-            **ours,
+            **policy_options,
         }
         self.had_group = distributed.is_available() and distributed.is_initialized()
         with plugin.undisturbed(self.had_group):
@@ -169,7 +171,7 @@ class VLLMEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
     ) -> list[Rollout]:
-        """See `Engine.generate`. A sequence whose cache was recomputed after a preemption is sampled anew."""
+        """See `Engine.generate`. A sequence whose cache was recomputed after a preemption is sampled again."""
         return self._rollouts(requests_to_sample(prompts, sampling, self.config.vocab_size, context), sampling)
 
     def simulate(
@@ -190,13 +192,13 @@ class VLLMEngine:
         self._check_room(requests, sampling)
         rollouts: dict[int, Rollout] = {}
         waiting = requests
-        with self.turn, sampling_stage(requests, self.progress) as shown:
+        with self.turn, sampling_stage(requests, self.progress) as stage:
             for _ in range(ATTEMPTS):
-                rollouts.update(self._run(waiting, sampling, shown))
+                rollouts.update(self._run(waiting, sampling, stage))
                 waiting = [request for request in waiting if request.place not in rollouts]
                 if not waiting:
                     return [rollouts[request.place] for request in requests]
-                shown.advance(-len(waiting))
+                stage.advance(-len(waiting))
         raise StoppedError(
             f"{len(waiting)} sequences were preempted {ATTEMPTS} times; lower max_batch or raise kv_cache_gb"
         )
@@ -214,25 +216,25 @@ class VLLMEngine:
             if context is not None:
                 context.check_shape(cache_shape(self.config))
                 if self.context_entries is None:
-                    raise UserError("this engine goes on from no context; give make_engine the option context_entries")
+                    raise UserError("this engine cannot continue a context; pass context_entries to make_engine")
             held = length + request.max_tokens - (0 if context is None else len(context.tokens) - context.entries)
             if self.context_entries is not None and held > self.context_entries:
                 raise UserError(
-                    f"prompt {number} comes to {held} entries, and context_entries is {self.context_entries}"
+                    f"prompt {number} may need {held} entries, but context_entries is {self.context_entries}; raise it"
                 )
 
-    def _run(self, requests: list[Request], sampling: SamplingConfig, shown: Stage) -> dict[int, Rollout]:
-        """Place -> rollout of each request, but those that were preempted."""
+    def _run(self, requests: list[Request], sampling: SamplingConfig, stage: Stage) -> dict[int, Rollout]:
+        """Return place -> rollout for the requests that were not preempted."""
         self.llm.collective_rpc("begin_run", args=(dataclasses.asdict(sampling),))
         try:
             if requests and (context := requests[0].context) is not None and context is not self.held:
                 self._hold(context)
-            return dict(self._with_records(requests, self._sample(requests, sampling, shown)))
+            return dict(self._with_records(requests, self._sample(requests, sampling, stage)))
         finally:
             self.llm.collective_rpc("end_run")
 
     def _hold(self, context: Context) -> None:
-        """Hand the workers a context's entries, which they keep until another comes."""
+        """Send a context's entries to the workers, which keep them until they receive another context."""
         with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
             source: Any = context
             if self.separate:
@@ -240,8 +242,8 @@ class VLLMEngine:
             self.llm.collective_rpc("hold_context", args=(CONTEXT, source))
         self.held = context
 
-    def _sample(self, requests: list[Request], sampling: SamplingConfig, shown: Stage) -> dict[int, Any]:
-        """Place -> vLLM's output of each request."""
+    def _sample(self, requests: list[Request], sampling: SamplingConfig, stage: Stage) -> dict[int, Any]:
+        """Return place -> vLLM's output for each request."""
         import vllm
 
         stop = stop_tokens(sampling, self.generation_config, self.config)
@@ -249,16 +251,16 @@ class VLLMEngine:
         sampled: dict[int, Any] = {}
         try:
             for request in requests:
-                asked: dict[str, Any] = {"place": request.place}
-                asked |= {"seed": request.seed} if request.forced is None else {"forced": request.forced}
+                extra: dict[str, Any] = {"place": request.place}
+                extra |= {"seed": request.seed} if request.forced is None else {"forced": request.forced}
                 if (context := request.context) is not None:
-                    asked["context"] = [CONTEXT, len(context.tokens), context.entries]
+                    extra["context"] = [CONTEXT, len(context.tokens), context.entries]
                 parameters = vllm.SamplingParams(
                     max_tokens=request.max_tokens,
-                    temperature=1.0,  # the true one, top_p, top_k and the seed: samplers.py
-                    extra_args={KEY: asked},
+                    temperature=1.0,  # samplers.py applies the real temperature, top_p, top_k and the seed
+                    extra_args={KEY: extra},
                     stop_token_ids=stop,
-                    ignore_eos=True,  # which tokens stop stands above
+                    ignore_eos=True,  # stop_token_ids has all tokens that end a sequence
                     detokenize=False,
                     output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
                 )
@@ -266,24 +268,24 @@ class VLLMEngine:
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if output.finished:
-                        place, drawn = int(output.request_id), output.outputs[0]
-                        if drawn.finish_reason == "error":  # compat/finite.py; vLLM itself fails none of ours
-                            raise NotFiniteLogprobError(*divmod(place, sampling.n), len(drawn.token_ids), self.dtype)
-                        sampled[place] = drawn
-                        shown.advance()
+                        place, sequence = int(output.request_id), output.outputs[0]
+                        if sequence.finish_reason == "error":  # only compat/finite.py ends our requests this way
+                            raise NotFiniteLogprobError(*divmod(place, sampling.n), len(sequence.token_ids), self.dtype)
+                        sampled[place] = sequence
+                        stage.advance()
             return sampled
         finally:
-            if engine.has_unfinished_requests():  # interrupted: leave nothing behind
+            if engine.has_unfinished_requests():  # sampling was interrupted
                 engine.abort_request([str(request.place) for request in requests])
 
     def _with_records(self, requests: list[Request], sampled: dict[int, Any]) -> Iterator[tuple[int, Rollout]]:
-        """(place, rollout): what was sampled, with what the workers have recorded of it, some sequences at a time."""
+        """Yield (place, rollout), made of vLLM's outputs and the workers' records, max_batch sequences at a time."""
         for start in range(0, len(requests), self.max_batch):
             part = requests[start : start + self.max_batch]
             lengths = {r.place: len(r.tokens) + len(sampled[r.place].token_ids) for r in part}
             ranks = self.llm.collective_rpc("take_results", args=(lengths,))
             for request, *results in zip(part, *ranks, strict=True):
-                if results[0]["preempted"]:  # its record does not tell what it attended to
+                if results[0]["preempted"]:  # its record does not show which entries it attended to
                     continue
                 output, length = sampled[request.place], lengths[request.place]
                 logprobs, model_logprobs = np.frombuffer(results[0]["logprobs"], np.float32).reshape(-1, 2).T.tolist()
@@ -292,7 +294,10 @@ class VLLMEngine:
                 yield request.place, Rollout(request.tokens, completion, logprobs, model_logprobs, trace, reason)
 
     def _trace(self, request: Request, ranks: list[bytes | None], length: int) -> EvictionTrace:
-        """ranks : the evictions that each of them has recorded (`Result`)"""
+        """Return the trace of a request.
+
+        ranks : evictions that each rank has recorded (`Result`)
+        """
         if request.context is not None:
             return request.context.trace(length)
         evict_at = torch.full((*self.shape, length), NEVER, dtype=torch.int32)
@@ -304,9 +309,9 @@ class VLLMEngine:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, by the names of the Hugging Face checkpoint.
+        """Replace all weights, by their names in the Hugging Face checkpoint.
 
-        UserError for one left out, an unknown name or a wrong shape; some are then replaced, and some are not.
+        Raises UserError for a missing weight, an unknown name or a wrong shape. Some weights may be replaced by then.
         """
         checked = self._checked(weights)
         if not self.separate:
@@ -316,14 +321,16 @@ class VLLMEngine:
             self._replace("receive_weights", path, places)
 
     def _checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same, held against the model: vLLM fuses weights, and would not miss one of those."""
-        shapes, needed = self._expected
-        missing = set(needed)
+        """Yield the weights, and check them against the model: vLLM fuses some, and does not notice a missing part."""
+        shapes, required = self._expected
+        missing = set(required)
         for name, tensor in weights:
             if name not in shapes:
                 raise UserError(f"the engine cannot take the weights: its model has no {name!r}")
-            if tensor.shape != (own := shapes[name]):
-                raise UserError(f"the engine cannot take the weights: {name!r} is {[*own]}, got {[*tensor.shape]}")
+            if tensor.shape != (shape := shapes[name]):
+                raise UserError(
+                    f"the engine cannot take the weights: {name!r} must have shape {[*shape]}, got {[*tensor.shape]}"
+                )
             missing.discard(name)
             yield name, tensor
         if missing:
@@ -331,13 +338,13 @@ class VLLMEngine:
 
     @cached_property
     def _expected(self) -> tuple[dict[str, torch.Size], frozenset[str]]:
-        """Name -> shape of all that may come, a tied head under both of its names; and the names that must.
+        """Name -> shape of all accepted weights, a tied head under both of its names; and the names that are required.
 
-        The model's class is called by itself: under ZeRO-3 `from_config` would partition weights that have no data.
+        The model's class is called directly: under ZeRO-3, `from_config` would partition weights that have no data.
         """
         with torch.device("meta"):
-            kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
-            model = kind(self.config)
+            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
+            model = model_class(self.config)
             if isinstance(self.policy, LearnedPolicy):
                 attach_scorers(model, self.policy)
         shapes = {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
@@ -348,16 +355,16 @@ class VLLMEngine:
         ranks = self.llm.collective_rpc("scorer_digests")
         return {name: [head for rank in ranks for head in rank[name]] for name in ranks[0]}
 
-    def _replace(self, how: str, *source: Any) -> None:
+    def _replace(self, method: str, *source: Any) -> None:
         with self.turn:
-            self.llm.collective_rpc(how, args=source)
+            self.llm.collective_rpc(method, args=source)
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> None:
-        """Give the GPU's memory back between two `generate`; nothing without `sleep_mode`.
+        """Release the GPU's memory between two calls of `generate`. Has no effect without `sleep_mode`.
 
-        level : 1 keeps the weights in host memory, 2 drops them: `load_weights` before the next `generate`
+        level : 1 keeps the weights in host memory; 2 drops them, and the next `generate` needs `load_weights` before it
         """
         if level not in (1, 2):
             raise UserError(f"level must be 1 or 2, got {level!r}")
@@ -366,13 +373,16 @@ class VLLMEngine:
                 self.llm.sleep(level=level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory again: of "weights" (as `load_weights` needs it), of "kv_cache", or None, of both."""
+        """Allocate the memory again.
+
+        tags : "weights" (which `load_weights` needs), "kv_cache", or both; None means both
+        """
         if self.can_sleep:
             with self.turn:
                 self.llm.wake_up(None if tags is None else list(tags))
 
     def close(self) -> None:
-        """Let the engine, its cache and its processes go."""
+        """Free the engine and its cache, and end its processes."""
         if getattr(self, "llm", None) is None:
             return
         with self.turn, plugin.undisturbed(self.had_group):

@@ -147,14 +147,14 @@ def test_what_is_refused(
 ) -> None:
     context, (question,) = compacted(ratio=0.3), random_prompts([5])
     engine = open_engine("full", context_entries=60)
-    with pytest.raises(UserError, match="prompt 0 comes to 62 entries, and context_entries is 60"):
+    with pytest.raises(UserError, match="prompt 0 may need 62 entries, but context_entries is 60"):
         engine.generate([question], SamplingConfig(24), context)
     with pytest.raises(UserError, match="the context is of another model"):
         engine.generate([question], SAMPLING, replace(context, layers=context.layers[:1]))
     with pytest.raises(UserError, match="prompt 0 has 105 tokens: with max_tokens 1000"):
         engine.generate([question], SamplingConfig(1000), context)
     engine = open_engine("full")
-    with pytest.raises(UserError, match="this engine goes on from no context; give make_engine the option context_ent"):
+    with pytest.raises(UserError, match="this engine cannot continue a context; pass context_entries to make_engine"):
         engine.generate([question], SAMPLING, context)
     with pytest.raises(UserError, match="behind a compacted context nothing is evicted; leave the policy tova out"):
         open_engine(policy_of("tova", budget=20), context_entries=60)
