@@ -1,4 +1,4 @@
-"""Computations that deserve a kernel, each beside a plain reference that it is compared with."""
+"""Computations with an optimised kernel, each with a plain reference that the kernel is compared with."""
 
 from sparse_rl.kernels.redundancy import mean_similarity
 from sparse_rl.kernels.topk import RunningTopK, recall, running_topk

@@ -1,7 +1,7 @@
-"""Which form of a computation this process's GPU runs: Triton's where a check here has found it right, else torch's.
+"""Choice between Triton and torch on this process's GPU: Triton if its kernel passes a check here, else torch.
 
-A kernel that is right under Triton's interpreter may be wrong, slow or not to be had on some GPU and version. So the
-first use in a process checks it. `sparse-rl doctor RECIPE` shows the findings.
+A kernel that is correct under Triton's interpreter may be wrong, slow or unavailable on some GPU or version. So the
+first use in each process checks it. `sparse-rl doctor RECIPE` shows the findings.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Form = TypeVar("Form")
 
 @dataclass(frozen=True)
 class Choice:
-    """The form that runs here.
+    """The form of a computation that runs here.
 
-    finding : why it is this one, in words
+    finding : the reason for the choice, in words
     """
 
     kernel: Literal["torch", "triton"]
@@ -32,27 +32,30 @@ class Choice:
 
 
 def choose(load: Callable[[], Form], judge: Callable[[Form], tuple[bool, str]]) -> Choice:
-    """load : gives Triton's form; judge : (whether it is taken, the finding). What either raises is a finding, too."""
+    """Choose Triton's form if `judge` accepts it, else torch's. An exception in either function counts as a rejection.
+
+    load : returns Triton's form; judge : returns (True if the form is accepted, the finding in words)
+    """
     try:
-        taken, finding = judge(load())
-    except Exception as error:  # whatever a compiler or kernel raises, it says that this kernel is not to be had here
-        taken, finding = False, in_a_line(error)
-    return Choice("triton", finding) if taken else Choice("torch", f"Triton's kernel is not used: {finding}")
+        accepted, finding = judge(load())
+    except Exception as error:  # any exception of a compiler or kernel means that the kernel is unusable here
+        accepted, finding = False, in_a_line(error)
+    return Choice("triton", finding) if accepted else Choice("torch", f"Triton's kernel is not used: {finding}")
 
 
 def in_a_line(error: Exception) -> str:
-    """An error as its type and the first line of what it says."""
+    """Return an error's type and the first line of its message."""
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first}"
 
 
 def seconds_on_gpu(work: Callable[[], object]) -> float:
-    """The median of 5 runs, after one to warm up."""
-    found = []
+    """Median time of 5 runs, after one warm-up run."""
+    times = []
     for _ in range(6):
         torch.cuda.synchronize()
         start = time.perf_counter()
         work()
         torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found[1:])
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])

@@ -1,4 +1,4 @@
-"""Scores as whole numbers that no two entries share, so that a top-k is the same everywhere."""
+"""Scores as distinct integers, so that a top-k gives the same result on every device."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def ranked(scores: Tensor, positions: Tensor) -> Tensor:
-    """Ranks int64 [...]: the higher the score, and of equal scores the earlier the position, the greater the rank.
+    """Distinct ranks int64 [...]: a higher score has a greater rank; if scores are equal, the earlier position has it.
 
     scores : float32 [...]; positions : int64 [...], below 2**31
     """
     bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # a negative float grows as its bits shrink
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats sort in reverse
     return (ordered.long() << 32) - positions

@@ -1,15 +1,16 @@
-"""The k best of a growing set, at every step at once: which tokens a budgeted cache holds, and when each one goes.
+"""The k best tokens of a growing set, for all steps at once: the tokens that a budgeted cache holds at each query.
 
-A token t becomes eligible at query q = t + w, as it leaves the window. Of the eligible ones
+A token t becomes eligible at query q = t + w, when it leaves the window. Of the eligible tokens
 
     E(q) = {t : s <= t <= q - w}                                                        KVpop's long-range entries
 
-query q sees the k with the highest priority; a token that is not among them is never seen again. Priorities decay with
-age, r_t(q) = r_t + (q - t) log gamma, and all at the same rate, so that their order is that of r_t - t log gamma at
-every q: one stable sort ranks them for good (0 is best; ties go to the earlier token). What remains is, for every
-prefix of the tokens, the k-th smallest rank in it. A wavelet matrix answers all of these at once: from the highest bit
-of the ranks down, tokens are partitioned by the bit, and each query goes on into the half where its k-th smallest is.
-ceil(log2 S) passes of cumsum, gather and scatter; no loop over tokens, rows or heads.
+query q sees the k tokens with the highest priority; a token that is not among them is never seen again. All priorities
+decay with age at the same rate, r_t(q) = r_t + (q - t) log gamma, so at every q their order is that of
+r_t - t log gamma. One stable sort therefore gives ranks that never change (0 is best; ties go to the earlier token). It
+remains to find the k-th smallest rank in every prefix of the tokens. A wavelet matrix does this for all prefixes at
+once: from the highest bit of the ranks down, tokens are partitioned by the bit, and each query continues in the half
+that contains its k-th smallest rank. This takes ceil(log2 S) passes of cumsum, gather and scatter, and no loop over
+tokens, rows or heads.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ from sparse_rl.kernels.choice import Choice, choose, seconds_on_gpu
 from sparse_rl.trace import NEVER
 
 Descent = Callable[[Tensor, int], Tensor]
-CHECKED = ((3, 1000, 17), (8, 16_384, 2016))  # rows, tokens and k of the check; the last is timed
+CHECKED = ((3, 1000, 17), (8, 16_384, 2016))  # (rows, tokens, k) of the cases in the check; the last one is timed
 
 
 @dataclass(frozen=True)
 class RunningTopK:
-    """Which tokens a budgeted cache holds at each query, of B rows and H kv heads: three tensors int32 [B, H, S].
+    """The tokens that a budgeted cache holds at each query, for B rows and H kv heads: three tensors int32 [B, H, S].
 
-    evict_at : by token t, the first query that no longer sees it; NEVER where there is none before the row's end
-    cutoff_rank : by query q, the rank of the worst of the k that it sees; -1 until k are eligible, and behind the end
-    boundary : by query q, that worst token itself; -1 likewise
+    evict_at : for each token t, the first query that no longer sees it; NEVER if there is none before the row's end
+    cutoff_rank : for each query q, the rank of the worst of the k tokens that it sees; -1 before k tokens are eligible,
+        and behind the row's end
+    boundary : for each query q, that worst token itself; -1 in the same cases
     """
 
     evict_at: Tensor
@@ -55,31 +57,32 @@ def running_topk(
     lengths: Tensor | None = None,
     kernel: Literal["torch", "triton"] | None = None,
 ) -> RunningTopK:
-    """When each token leaves a cache that holds the k best of those behind the window, for all queries at once.
+    """Find when each token leaves a cache that holds the k best tokens outside the window, for all queries at once.
 
-    Query q sees the k of highest priority r_t - floor(t / n) log gamma among s <= t <= q - w. Of equal priorities the
-    earlier token is held.
+    Query q sees the k tokens of highest priority r_t - floor(t / n) log gamma among s <= t <= q - w. If priorities are
+    equal, the earlier token is held.
 
-    scores : r, [B, H, S] float; computed in float64 if they are that, else in float32
-    sinks : the first token that competes; int64 [B] of each row, where a row begins with padding too
-    window : w >= 1, the tokens that a query sees in any case
-    k : >= 1, how many others it sees
+    scores : r, [B, H, S] float; computed in float64 if the scores are float64, else in float32
+    sinks : s, the first token that competes; int64 [B], one per row, if rows also begin with padding
+    window : w >= 1, number of most recent tokens that a query always sees
+    k : >= 1, number of other tokens that a query sees
     log_decay : log gamma, [H] <= 0
     decay_every : n; ages count in whole steps of n positions, r_t - floor(t / n) log gamma
-    lengths : int64 [B], the end of each row; what stands behind is padding
-    kernel : who makes the passes over the bits; None: triton on a GPU where it has been found right and faster, else
-        torch
+    lengths : int64 [B], the end of each row; the tokens behind it are padding
+    kernel : the form that makes the passes over the bits; None means triton on a GPU on which it was found correct and
+        faster, else torch
 
-    Raises UserError: a window, k or decay_every below 1.
-    Raises NotFiniteError: a competing score that is NaN: it would be kept for ever.
+    Raises UserError if window, k or decay_every is below 1.
+    Raises NotFiniteError if a competing score is NaN, since that token would never be evicted.
     """
     for name, value in (("window", window), ("k", k), ("decay_every", decay_every)):
         if value < 1:
             raise UserError(f"running_topk: {name} must be at least 1, got {value}")
     heads, length = scores.shape[1:]
     start, end = _ends(scores, sinks, lengths)
-    first = start.repeat_interleave(heads)[:, None]  # of the competing tokens of each of R = B x H rows: where they are
-    counts = (end - window - start).clamp(min=0).repeat_interleave(heads)[:, None]  # and how many
+    # Position of the first competing token, and number of competing tokens, in each of R = B x H rows.
+    first = start.repeat_interleave(heads)[:, None]
+    counts = (end - window - start).clamp(min=0).repeat_interleave(heads)[:, None]
     priorities = scores if scores.dtype == torch.float64 else scores.float()
     if log_decay is not None:
         ages = torch.arange(length, device=scores.device) // decay_every
@@ -88,44 +91,44 @@ def running_topk(
     real = slots < counts
     priorities = priorities.flatten(0, 1).gather(-1, (first + slots).clamp(max=length - 1))  # [R, M], oldest first
     if bool((priorities.isnan() & real).any()):
-        raise NotFiniteError("a score is NaN: the tokens cannot be ranked by it")
+        raise NotFiniteError("a score is NaN: the tokens cannot be ranked")
     order = priorities.masked_fill(~real, float("-inf")).sort(dim=-1, descending=True, stable=True).indices
     ranks = torch.empty_like(order).scatter_(-1, order, slots.expand_as(order))  # 0 is the best; padding comes last
 
     if kernel is None:
         kernel = topk_choice().kernel if scores.is_cuda else "torch"
     descend = _triton_form() if kernel == "triton" else kth_smallest_of_prefixes
-    cutoff = descend(ranks, k)  # [R, M - k + 1], of the prefixes of k, k + 1, ... tokens
+    cutoff = descend(ranks, k)  # [R, M - k + 1], for the prefixes of k, k + 1, ... tokens
     worst = order.gather(-1, cutoff)
-    # Once k are held, each step drops one: the newcomer, or the worst so far.
-    gone = torch.where(ranks[:, k:] > cutoff[:, :-1], slots[k:], worst[:, :-1])
+    # Once k tokens are held, each step drops one: the new token, or the worst so far.
+    dropped = torch.where(ranks[:, k:] > cutoff[:, :-1], slots[k:], worst[:, :-1])
 
-    # From slots to positions; what is not real goes behind the end.
+    # Convert slots to positions; results for padding are written behind the end.
     real, queries = real[:, k - 1 :], first + window + slots[k - 1 :]
     at = torch.where(real, queries, length)
-    found = [torch.full((len(ranks), length + 1), fill, device=scores.device) for fill in (NEVER, -1, -1)]
-    found[0].scatter_(-1, torch.where(real[:, 1:], first + gone, length), queries[:, 1:])
-    found[1].scatter_(-1, at, cutoff)
-    found[2].scatter_(-1, at, first + worst)
-    return RunningTopK(*(part[:, :length].int().reshape(scores.shape) for part in found))
+    results = [torch.full((len(ranks), length + 1), fill, device=scores.device) for fill in (NEVER, -1, -1)]
+    results[0].scatter_(-1, torch.where(real[:, 1:], first + dropped, length), queries[:, 1:])
+    results[1].scatter_(-1, at, cutoff)
+    results[2].scatter_(-1, at, first + worst)
+    return RunningTopK(*(part[:, :length].int().reshape(scores.shape) for part in results))
 
 
 def _ends(scores: Tensor, sinks: int | Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Where the tokens of each row begin to compete, and end: int64 [B], of [B, H, S]."""
+    """First competing token and end of each row, for scores [B, H, S]: (start, end), both int64 [B]."""
     start = torch.as_tensor(sinks, device=scores.device).expand(len(scores))
     return start, torch.full_like(start, scores.shape[-1]) if lengths is None else lengths.to(scores.device)
 
 
 def kth_smallest_of_prefixes(ranks: Tensor, k: int) -> Tensor:
-    """The k-th smallest of the first k, k + 1, ... to M numbers of a row: int64 [R, M - k + 1].
+    """The k-th smallest among the first k, k + 1, ..., M numbers of each row: int64 [R, M - k + 1].
 
-    ranks : int64 [R, M], in each row 0 to M - 1, each once
+    ranks : int64 [R, M], each row a permutation of 0 to M - 1
     """
     rows, width = ranks.shape
     device = ranks.device
-    left = torch.zeros(rows, width - k + 1, dtype=torch.long, device=device)  # each query's part of the sequence
+    left = torch.zeros(rows, width - k + 1, dtype=torch.long, device=device)  # each query's range in the sequence
     right = torch.arange(k, width + 1, device=device).repeat(rows, 1)
-    wanted = torch.full_like(left, k - 1)  # how many smaller ones its answer has there
+    wanted = torch.full_like(left, k - 1)  # number of ranks in that range that are smaller than the query's answer
     answer = torch.zeros_like(left)
     zeros_before = torch.zeros(rows, width + 1, dtype=torch.long, device=device)
     place = torch.arange(width, device=device)
@@ -147,20 +150,20 @@ def kth_smallest_of_prefixes(ranks: Tensor, k: int) -> Tensor:
 
 @cache
 def topk_choice() -> Choice:
-    """Who descends on this process's GPU."""
+    """Choose the form of `kth_smallest_of_prefixes` for this process's GPU."""
     return check_topk(_triton_form, seconds_on_gpu, "cuda")
 
 
 def check_topk(load: Callable[[], Descent], seconds: Callable[[Callable[[], object]], float], device: str) -> Choice:
-    """Triton's form where it gives what torch's does, and takes less of `seconds`."""
+    """Choose Triton's form if it gives the same result as torch's and is faster by `seconds`."""
 
     def judge(form: Descent) -> tuple[bool, str]:
         for rows, width, k in CHECKED:
             ranks = torch.rand(rows, width, generator=torch.Generator().manual_seed(0)).argsort(-1).to(device)
             if not torch.equal(form(ranks, k), kth_smallest_of_prefixes(ranks, k)):
-                return False, f"it is wrong here, of {rows} rows of {width} tokens"
-        ours, plain = seconds(lambda: form(ranks, k)), seconds(lambda: kth_smallest_of_prefixes(ranks, k))
-        return ours < plain, f"{1e3 * ours:.2f} ms, torch's form {1e3 * plain:.2f} ms: {rows} rows of {width} tokens"
+                return False, f"it gives wrong results here, for {rows} rows of {width} tokens"
+        fast, plain = seconds(lambda: form(ranks, k)), seconds(lambda: kth_smallest_of_prefixes(ranks, k))
+        return fast < plain, f"{1e3 * fast:.2f} ms, torch's form {1e3 * plain:.2f} ms: {rows} rows of {width} tokens"
 
     return choose(load, judge)
 
@@ -180,26 +183,27 @@ def recall(
     k: int,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Of the k tokens that `wanted` holds at each query with more than k eligible ones, those that `found` holds.
+    """Count the tokens that `wanted` holds, and how many of them `found` holds, if more than k tokens are eligible.
 
-    found, wanted : of the same B rows and H kv heads
-    sinks, window, k, lengths : those of `running_topk` that both were made with; sinks an int or int64 [B],
+    found, wanted : results for the same B rows and H kv heads
+    sinks, window, k, lengths : the arguments of `running_topk` that both were made with; sinks an int or int64 [B],
         lengths int64 [B] or None
 
-    Returns (held, of): float64 scalars, sums over all queries, heads and rows; recall is held / of.
+    Returns (held, of): float64 scalars, the number of wanted tokens that `found` holds, and the number of wanted
+    tokens, summed over all queries, heads and rows. The recall is held / of.
     """
     batch, heads, length = found.evict_at.shape
     device = found.evict_at.device
     start, end = (x[:, None, None] for x in _ends(found.evict_at, sinks, lengths))
     tokens = torch.arange(length, device=device)
-    born = tokens + window
-    real = (tokens >= start) & (born < end)
-    # Both hold t at the queries from its birth to the first of its two ends: + 1 at the one, - 1 at the other.
-    died = torch.minimum(found.evict_at, wanted.evict_at).clamp(max=length)
+    eligible_at = tokens + window
+    real = (tokens >= start) & (eligible_at < end)
+    # Both hold t from the query at which it becomes eligible (+ 1) to the earlier of its two evictions (- 1).
+    evicted_at = torch.minimum(found.evict_at, wanted.evict_at).clamp(max=length)
     change = torch.zeros(batch, heads, length + 1, dtype=torch.long, device=device)
-    alive = real & (born < died)  # one may drop it as it is born
-    change.scatter_add_(-1, born.clamp(max=length).expand_as(alive), alive.long())
-    change.scatter_add_(-1, died.long(), -alive.long())
-    both = change.cumsum(-1)[..., :length]
+    shared = real & (eligible_at < evicted_at)  # False if a token is dropped as soon as it becomes eligible
+    change.scatter_add_(-1, eligible_at.clamp(max=length).expand_as(shared), shared.long())
+    change.scatter_add_(-1, evicted_at.long(), -shared.long())
+    held_by_both = change.cumsum(-1)[..., :length]
     counted = (tokens >= start + window + k) & (tokens < end)
-    return (both * counted).sum().double(), counted.expand_as(both).sum().double() * k
+    return (held_by_both * counted).sum().double(), counted.expand_as(held_by_both).sum().double() * k

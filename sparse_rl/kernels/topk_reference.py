@@ -1,4 +1,4 @@
-"""The same as running_topk, by its definition: one heap per row, one token at a time. Plain and slow."""
+"""Reference of running_topk, straight from the definition: one heap per row, one token at a time. Plain and slow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def running_topk_reference(
     decay_every: int = 1,
     lengths: Tensor | None = None,
 ) -> RunningTopK:
-    """What `running_topk` computes, of the same arguments, for comparison: plain and slow, on the CPU.
+    """Compute the result of `running_topk` from the same arguments, for comparison: plain and slow, on the CPU.
 
     scores : [B, H, S]; sinks : an int, or int64 [B]; log_decay : [H]; lengths : int64 [B]
     """
@@ -38,9 +38,9 @@ def running_topk_reference(
                 for t in range(length):
                     priority[t] -= log_decay[head].to(priority) * (t // decay_every)
             competing = range(start, end - window)
-            best_first = sorted(competing, key=lambda t: -priority[t].item())  # stable: the earlier of equals
+            best_first = sorted(competing, key=lambda t: -priority[t].item())  # stable: ties go to the earlier token
             rank = {t: place for place, t in enumerate(best_first)}
-            held: list[tuple[int, int]] = []  # the worst one on top
+            held: list[tuple[int, int]] = []  # the worst token is on top
             for q in range(start + window, end):
                 newcomer = q - window
                 heapq.heappush(held, (-rank[newcomer], newcomer))

@@ -1,10 +1,10 @@
-"""The passes of topk.py over the bits, in Triton: the k-th smallest of every prefix, over blocks of every row.
+"""The passes of topk.py over the bits, in Triton: the k-th smallest rank of every prefix, in blocks of each row.
 
-A node is a range of ranks, from n to n + 2^(bit + 1) - 1. At the level of that bit its tokens stand at the places from
-n on, oldest first: the ranks of a row are 0 to M - 1, each once. Of a prefix of the tokens those in the node come first
-in it, so that one count describes them. A level reads what the one before wrote, in a launch of its own: no program
-waits for another, and blocks of 512 tokens fill a GPU with the programs of a few rows. Between two levels torch counts
-the zeros before each place, over all rows at once.
+A node is a range of ranks, from n to n + 2^(bit + 1) - 1. At the level of that bit, its tokens are stored at the places
+from n on, oldest first, since the ranks of a row are a permutation of 0 to M - 1. The tokens of a prefix that belong to
+the node come first in it, so a count describes them. Each level is a launch of its own, and reads the output of the
+level before: no program waits for another, and blocks of 512 tokens fill a GPU even if there are few rows. Between two
+levels, torch counts the zeros before each place, over all rows at once.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 512  # tokens of a program: 8 rows of 16,384 are 256 programs
+BLOCK = 512  # tokens per program: 8 rows of 16,384 tokens give 256 programs
 WARPS = 4
 
 
 @triton.jit(do_not_specialize=["width", "queries", "bit"])  # one kernel for all levels and sizes
 def _level(ranks, before, moved, zeros, held, wanted, answers, width, queries, bit, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Move the ranks of a block to their halves, and send as many queries after their answers.
+    """Move the ranks of a block to the two halves of their nodes, and move a block of queries to the half they need.
 
-    All int32. ranks, moved [R, M] : by place, at this level and at the next; zeros [R, M] : 1 where the next bit is 0
-    before [R M + 1] : zeros of this bit before each place, counted from the first row's on
-    held, wanted, answers [R, queries] : the tokens of a query's prefix in its node, how many of them are smaller than
-        its answer, and the node's first rank, which is the answer in the end
+    All tensors are int32. ranks, moved [R, M] : the rank at each place, at this level and at the next
+    zeros [R, M] : 1 if the next bit of the moved rank is 0
+    before [R M + 1] : number of zeros of this bit before each place, counted from the start of the first row
+    held, wanted, answers [R, queries] : for each query, the number of tokens of its prefix in its node, the number of
+        these that are smaller than its answer, and the node's first rank, which is the answer at the last level
     """
     row = tl.program_id(0).to(tl.int64) * width
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -41,42 +42,44 @@ def _level(ranks, before, moved, zeros, held, wanted, answers, width, queries, b
     if bit > 0:
         tl.store(zeros + row + to, 1 - ((rank >> (bit - 1)) & 1), mask=real)
 
-    asked = place < queries
+    valid = place < queries
     query = tl.program_id(0).to(tl.int64) * queries + place
-    node = tl.load(answers + query, mask=asked, other=0)
-    count = tl.load(held + query, mask=asked, other=0)
-    rest = tl.load(wanted + query, mask=asked, other=0)
-    low = tl.load(before + row + node + count, mask=asked, other=0) - tl.load(before + row + node, mask=asked, other=0)
+    node = tl.load(answers + query, mask=valid, other=0)
+    count = tl.load(held + query, mask=valid, other=0)
+    rest = tl.load(wanted + query, mask=valid, other=0)
+    low = tl.load(before + row + node + count, mask=valid, other=0) - tl.load(before + row + node, mask=valid, other=0)
     high = rest >= low
-    tl.store(answers + query, tl.where(high, node + (1 << bit), node), mask=asked)
-    tl.store(held + query, tl.where(high, count - low, low), mask=asked)
-    tl.store(wanted + query, tl.where(high, rest - low, rest), mask=asked)
+    tl.store(answers + query, tl.where(high, node + (1 << bit), node), mask=valid)
+    tl.store(held + query, tl.where(high, count - low, low), mask=valid)
+    tl.store(wanted + query, tl.where(high, rest - low, rest), mask=valid)
 
 
 def kth_smallest_of_prefixes(ranks: Tensor, k: int) -> Tensor:
-    """What `kth_smallest_of_prefixes` in topk.py gives, int64 [R, M - k + 1].
+    """Compute the result of `kth_smallest_of_prefixes` in topk.py, int64 [R, M - k + 1].
 
     ranks : int64 [R, M] on a GPU (or under TRITON_INTERPRET=1)
     """
     rows, width = ranks.shape
     top = max(1, (width - 1).bit_length()) - 1  # the highest bit of a rank
-    here = ranks.int()
-    there = torch.empty_like(here)
-    zeros = 1 - (here >> top & 1)
-    before = here.new_zeros(rows * width + 1)
+    ranks_now = ranks.int()
+    ranks_next = torch.empty_like(ranks_now)
+    zeros = 1 - (ranks_now >> top & 1)
+    before = ranks_now.new_zeros(rows * width + 1)
     held = torch.arange(k, width + 1, dtype=torch.int32, device=ranks.device).repeat(rows, 1)
     wanted, answers = torch.full_like(held, k - 1), torch.zeros_like(held)
     sizes = width, width - k + 1
     grid = rows, triton.cdiv(width, BLOCK)
     for bit in range(top, -1, -1):
         torch.cumsum(zeros.view(-1), 0, dtype=torch.int32, out=before[1:])
-        _level[grid](here, before, there, zeros, held, wanted, answers, *sizes, bit, BLOCK=BLOCK, num_warps=WARPS)
-        here, there = there, here
+        _level[grid](
+            ranks_now, before, ranks_next, zeros, held, wanted, answers, *sizes, bit, BLOCK=BLOCK, num_warps=WARPS
+        )
+        ranks_now, ranks_next = ranks_next, ranks_now
     return answers.long()
 
 
 def compiled(target: Any) -> Any:
-    """The kernel compiled for a triton.backends.compiler.GPUTarget, without that GPU."""
+    """Compile the kernel for a triton.backends.compiler.GPUTarget, without such a GPU."""
     from triton.compiler import ASTSource
 
     pointers = ("ranks", "before", "moved", "zeros", "held", "wanted", "answers")

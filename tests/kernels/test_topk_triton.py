@@ -73,7 +73,7 @@ def one_off(ranks: torch.Tensor, k: int) -> torch.Tensor:
     [
         (lambda: kth_smallest_of_prefixes, [0.001, 0.002], "triton", "1.00 ms, torch's form 2.00 ms: 8 rows of 16384"),
         (lambda: kth_smallest_of_prefixes, [0.002, 0.002], "torch", "2.00 ms, torch's form 2.00 ms: 8 rows of 16384"),
-        (lambda: one_off, [0.001, 0.002], "torch", "it is wrong here, of 3 rows of 1000 tokens"),
+        (lambda: one_off, [0.001, 0.002], "torch", "it gives wrong results here, for 3 rows of 1000 tokens"),
         (absent, [0.001, 0.002], "torch", "ImportError: No module named 'triton'"),
     ],
 )

@@ -397,6 +397,6 @@ def test_scores_that_are_not_finite_stop_the_run(recipe: Callable, capfd: pytest
     assert main(["train", str(file)]) == 2
     ours = [line for line in capfd.readouterr().err.splitlines() if line.startswith("sparse-rl:") or "Trace" in line]
     assert ours == [
-        "sparse-rl: error: after step 1 a score is NaN: the tokens cannot be ranked by it; "
+        "sparse-rl: error: after step 1 a score is NaN: the tokens cannot be ranked; "
         "start again with a lower scorer_learning_rate, or learning_rate"
     ]
