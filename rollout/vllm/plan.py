@@ -1,4 +1,4 @@
-"""What is the same for every layer of one forward: state.py computes it before it, and each layer carries it out."""
+"""Plan of one forward pass, the same for all layers: state.py computes it in advance, and each layer carries it out."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NOBODYS = 0  # vLLM's null block: no request ever has it, so what is written for padding goes there
+NOBODYS = 0  # vLLM's null block, which no request ever has: writes for padding go there
 
 
 @dataclass
 class Group:
-    """Requests of a batch whose entries are shown to the policy together, padded to N entries.
+    """Requests of a batch whose entries are passed to the policy together, padded to N entries.
 
-    blocks int64 [R, N / block size], NOBODYS behind those that hold entries of their row; lengths, seen int64 [R]
-    left : how many entries a compaction leaves in each kv head, the same in all: other policies are refused
-    rows : int64 [R], their rows of the query buffer; None of one that is not yet of a layer (`CacheState._in`)
+    blocks : int64 [R, N / block size]; NOBODYS after the blocks that hold entries of the row
+    lengths, seen : int64 [R], entries held and tokens seen
+    left : number of entries that a compaction leaves in each kv head, the same in all (other policies are refused)
+    rows : int64 [R], rows of the query buffer; None until the group is assigned to layers (`CacheState._in`)
     """
 
     blocks: Tensor
@@ -28,15 +29,19 @@ class Group:
     rows: Tensor | None = None
 
     def apart(self) -> list[Group]:
-        """Each of its rows, padded as it is here."""
+        """Return one group per row, with the same padding."""
         assert self.rows is not None
-        tensors = (each.split(1) for each in (self.blocks, self.lengths, self.seen, self.rows))
+        tensors = (tensor.split(1) for tensor in (self.blocks, self.lengths, self.seen, self.rows))
         return [Group(blocks, held, seen, self.left, row) for blocks, held, seen, row in zip(*tensors, strict=True)]
 
 
 @dataclass
 class Watch:
-    """A group whose queries of this forward are observed: tokens (of the batch) and positions, int64 [R, T]."""
+    """A group whose queries of this forward pass are observed.
+
+    tokens : int64 [R, T], indices of the queries in the batch
+    positions : int64 [R, T], their positions
+    """
 
     group: Group
     tokens: Tensor
@@ -45,16 +50,18 @@ class Watch:
 
 @dataclass
 class Plan:
-    """What a forward does to every layer alike: where tokens go, and what they attend to.
+    """Plan of one forward pass, the same for all layers: the slots of new tokens, and the entries to attend to.
 
-    blocks int64 [B, max blocks] of each request; seen int64 [B], its tokens; lengths int64 [B], entries attended to
-    slots int64 [T]: where each token's entry goes
-    recent: (tokens, their requests' first blocks, places): the queries to remember. The tokens are a slice where each
-        request brings one, else int64, as the others are.
-    slots_of_recent: int64, where those go in a layer's query buffer. The block's row is known only in the forward:
-        vLLM's V2 runner makes the plan before it says which requests begin.
-    watch: the requests that bring several tokens, under a policy that observes every query: observed in each layer
-    alone: those that bring one: observed after the forward, in all layers at once
+    blocks : int64 [B, max blocks], blocks of each request
+    seen : int64 [B], tokens seen
+    lengths : int64 [B], entries attended to
+    slots : int64 [T], slot that each token's entry is written to
+    recent : (tokens, first blocks of their requests, places) of the queries to keep. The tokens are a slice if each
+        request adds one token, else int64; the others are int64.
+    slots_of_recent : int64, slots of these queries in a layer's query buffer. They need the row of a block, which is
+        known only in the forward pass: vLLM's V2 runner makes the plan before it announces the requests that begin.
+    watch : requests that add several tokens, under a policy that observes every query; observed in each layer
+    alone : requests that add one token, under such a policy; observed after the forward pass, in all layers at once
     """
 
     blocks: Tensor
@@ -73,9 +80,9 @@ class Plan:
 
 
 class Fixed:
-    """Memory at addresses that never change, for what is new in each step: a CUDA graph reads those it was made with.
+    """Buffers with fixed addresses for the data of each step, because a CUDA graph reads the addresses of its capture.
 
-    One buffer for each name, with room for `rows` requests, allocated when the name is first used.
+    There is one buffer per name, with room for `rows` requests, allocated when the name is first used.
     """
 
     def __init__(self, rows: int) -> None:
@@ -83,13 +90,16 @@ class Fixed:
         self.memory: dict[str, Tensor] = {}
 
     def copy(self, name: str, value: Tensor, count: int) -> Tensor:
-        """A copy of `value`, of one size for each of `count` requests, in the name's buffer, until its next copy."""
+        """Copy `value` to the buffer of that name, and return the copy, valid until the next one.
+
+        count : number of requests, each of which has the same number of elements in `value`
+        """
         if name not in self.memory:
             self.memory[name] = value.new_empty(value.numel() // count * self.rows)
         return self.memory[name][: value.numel()].view(value.shape).copy_(value)
 
     def copy_fields(self, record: Any, count: int) -> None:
-        """Put a `copy` in the place of each tensor of a dataclass, and of dataclasses in it."""
+        """Replace each tensor of a dataclass, and of the dataclasses in it, by its `copy`."""
         for f in dataclasses.fields(record):
             value = getattr(record, f.name)
             if isinstance(value, Tensor):
@@ -99,7 +109,10 @@ class Fixed:
 
 
 def last_of_each(starts: Tensor, window: int) -> Tensor:
-    """The last `window` tokens of each request of a batch: int64, from int [B + 1] in host memory."""
+    """Indices of the last `window` tokens of each request in a batch, int64.
+
+    starts : int [B + 1], first token of each request, in host memory
+    """
     count = starts.diff().clamp(max=window)
     tokens = torch.arange(int(count.sum()))
     return tokens + (starts[1:] - count.cumsum(0)).repeat_interleave(count)

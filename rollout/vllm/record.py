@@ -1,7 +1,7 @@
-"""What one worker writes down of a run: what was dropped, and the log-prob of each token drawn.
+"""The record that one worker keeps of a run: the dropped entries, and the log-prob of each sampled token.
 
-It stays with the worker until the run is over, and then leaves in one piece per request. So the last step of a request
-is in it like any other, although vLLM's scheduler has by then let the request go.
+It stays in the worker until the run is over, and is then sent to the engine, one result per request. So it includes a
+request's last step, although vLLM's scheduler has already released the request by then.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from sparse_rl.trace import NEVER
 
-STEPS = 64  # of decoding, whose evictions lie on the device at most
+STEPS = 64  # maximum number of decoding steps whose evictions are held on the device
 
 
 class Result(TypedDict):
-    """What one tensor-parallel rank has recorded of one request. Arrays travel as bytes: vLLM sends no others untyped.
+    """Record of one request in one tensor-parallel rank. Arrays are sent as bytes: vLLM sends no arrays without a type.
 
-    preempted : the request lost its cache on the way, and what follows does not tell what it attended to
-    evict_at : int32 [L, Hkv of this rank, tokens]; None: nothing was dropped
-    logprobs : float32 [tokens sampled, 2], as sampled, and before top-k and top-p
+    preempted : True if the request lost its cache in between; the record then does not show what it attended to
+    evict_at : int32 [L, Hkv of this rank, tokens]; None means that nothing was dropped
+    logprobs : float32 [tokens sampled, 2], under the sampling distribution, and before top-k and top-p
     """
 
     preempted: bool
@@ -32,83 +32,98 @@ class Result(TypedDict):
 
 
 class Dropped(NamedTuple):
-    """What was dropped of one request: positions int32 [count, L, Hkv], unseen from query `at`, int64 [count], on."""
+    """Dropped entries of one request.
+
+    at : int64 [count], first query that no longer attends to them
+    positions : int32 [count, L, Hkv]
+    """
 
     at: np.ndarray
     positions: np.ndarray
 
 
 class RunRecord:
-    """The record of one run, of this worker's kv heads. A new run begins a new one."""
+    """Record of one run, for this worker's kv heads. Each run has a new record."""
 
     def __init__(self) -> None:
-        self.place_of: dict[str, int] = {}  # vLLM's name of a request -> the engine's
-        self.numbers: dict[str, int] = {}  # of requests, in the order in which they were admitted
+        self.place_of: dict[str, int] = {}  # vLLM's request id -> the engine's place of the request
+        self.numbers: dict[str, int] = {}  # request id -> number, in the order of admission
         self.preempted: set[str] = set()
         self.dropped: dict[str, list[Dropped]] = {}
-        # of tokens that came: their requests' numbers, positions, and what went; on the device, and in host memory
+        # of new tokens: numbers of their requests, their positions, dropped positions; on the device, in host memory
         self._arrived: list[tuple[Tensor, ...]] = []
         self._fetched: list[tuple[Tensor, ...]] = []
         self.drawn: list[tuple[list[str], list[int], Tensor]] = []  # requests, steps, log-probs; see `draw`
         self._logprobs: dict[str, dict[int, list[float]]] | None = None  # by request and step
 
     def begin(self, request_id: str) -> int:
-        """A request was admitted: its number. A second time means that it was preempted, and has lost its cache."""
+        """Note that a request was admitted, and return its number.
+
+        A request that is admitted a second time was preempted, and has lost its cache.
+        """
         if request_id in self.numbers:
             self.preempted.add(request_id)
             self.dropped.pop(request_id, None)
         return self.numbers.setdefault(request_id, len(self.numbers))
 
     def draw(self, request_ids: list[str], places: Sequence[int], steps: list[int], logprobs: Tensor) -> None:
-        """One step's tokens were drawn: of request i the step-th, with float32 [B, 2] log-probs (see `Result`).
+        """Record the tokens that one step has sampled.
 
-        Those of an unfinished prefill are void: their step is drawn again.
+        steps : index of each request's token in its completion
+        logprobs : float32 [B, 2] (see `Result`)
+
+        Tokens sampled before a prefill has ended are discarded: a later step samples them again.
         """
         self.place_of.update(zip(request_ids, places, strict=True))
         self.drawn.append((request_ids, steps, logprobs))
 
     def drop(self, request_ids: Sequence[str], at: Sequence[int], counts: Sequence[int], positions: np.ndarray) -> None:
-        """A compaction of R requests dropped counts[r] entries of each head of request r.
+        """Record a compaction of R requests that dropped counts[r] entries of each head of request r.
 
-        positions : int32 [L, the sum of Hkv x counts], request by request, head by head
+        positions : int32 [L, sum of Hkv x counts], request by request, head by head
         """
         heads = positions.shape[1] // sum(counts)
         parts = np.split(positions, heads * np.cumsum(counts)[:-1], axis=1)
-        for request_id, seen, count, mine in zip(request_ids, at, counts, parts, strict=True):
-            by_token = mine.reshape(len(mine), heads, count).transpose(2, 0, 1)
+        for request_id, seen, count, part in zip(request_ids, at, counts, parts, strict=True):
+            by_token = part.reshape(len(part), heads, count).transpose(2, 0, 1)
             self.dropped.setdefault(request_id, []).append(Dropped(np.full(count, seen), by_token))
 
     def arrive(self, numbers: Tensor, now: Tensor, dropped: Tensor) -> None:
-        """Tokens came, each of another request. The device is waited for once in STEPS calls.
+        """Record one new token for each of R requests. Waits for the device once in STEPS calls.
 
-        numbers, now : int64 [R], of their requests, and their positions; dropped : int [L, R, Hkv] what went, -1: none
+        numbers : int64 [R], numbers of the requests
+        now : int64 [R], positions of the new tokens
+        dropped : int [L, R, Hkv], positions of the dropped tokens; -1 means none
         """
         self._arrived.append((numbers, now, dropped.int().transpose(0, 1)))
         if len(self._arrived) >= STEPS:
             self._fetch()
 
     def _fetch(self) -> None:
-        """Bring what has come to host memory: of a long run it would fill a GPU's."""
-        self._fetched.append(tuple(torch.cat(part).cpu() for part in zip(*self._arrived, strict=True)))
+        """Move the recorded evictions to host memory: those of a long run would fill a GPU's memory."""
+        self._fetched.append(tuple(torch.cat(column).cpu() for column in zip(*self._arrived, strict=True)))
         self._arrived.clear()
 
     def _settle(self) -> None:
-        """Sort what went as tokens came by request."""
+        """Sort the evictions that `arrive` has recorded by request."""
         if self._arrived:
             self._fetch()
         if not self._fetched:
             return
-        numbers, now, dropped = (torch.cat(part).numpy() for part in zip(*self._fetched, strict=True))
+        numbers, now, dropped = (torch.cat(column).numpy() for column in zip(*self._fetched, strict=True))
         self._fetched.clear()
         names = list(self.numbers)
-        went = np.flatnonzero(dropped[:, 0, 0] >= 0)
-        went = went[np.argsort(numbers[went], kind="stable")]
-        for mine in np.split(went, np.flatnonzero(np.diff(numbers[went])) + 1):
-            if len(mine):
-                self.dropped.setdefault(names[numbers[mine[0]]], []).append(Dropped(now[mine], dropped[mine]))
+        evictions = np.flatnonzero(dropped[:, 0, 0] >= 0)
+        evictions = evictions[np.argsort(numbers[evictions], kind="stable")]
+        for part in np.split(evictions, np.flatnonzero(np.diff(numbers[evictions])) + 1):
+            if len(part):
+                self.dropped.setdefault(names[numbers[part[0]]], []).append(Dropped(now[part], dropped[part]))
 
     def take(self, lengths: dict[int, int]) -> list[Result]:
-        """The results of these places, each a sequence of so many tokens, in this order; they are forgotten here."""
+        """Return the results of these requests, in this order, and remove them from the record.
+
+        lengths : place of the request -> number of tokens of its sequence
+        """
         if self._logprobs is None:
             self._logprobs = _by_step(self.drawn)
             self.drawn.clear()
@@ -130,17 +145,20 @@ class RunRecord:
 
 
 def _by_step(drawn: list[tuple[list[str], list[int], Tensor]]) -> dict[str, dict[int, list[float]]]:
-    """Request -> step -> its log-probs; of a step that was drawn several times, the last."""
-    found: dict[str, dict[int, list[float]]] = {}
+    """Return request -> step -> its log-probs. If a step was sampled several times, the last time counts."""
+    by_request: dict[str, dict[int, list[float]]] = {}
     pairs = iter(torch.cat([logprobs for *_, logprobs in drawn]).tolist() if drawn else ())
     for request_ids, steps, _ in drawn:
         for request_id, step, pair in zip(request_ids, steps, pairs, strict=False):
-            found.setdefault(request_id, {})[step] = pair
-    return found
+            by_request.setdefault(request_id, {})[step] = pair
+    return by_request
 
 
 def _evict_at(dropped: list[Dropped], length: int) -> np.ndarray:
-    """int32 [L, Hkv, length] of one request. Row by row, and joined token by token: a policy may drop one at a time."""
+    """Return `evict_at` of one request, int32 [L, Hkv, length].
+
+    It is filled row by row, all tokens of a row at once, because a policy may drop one token at a time.
+    """
     at, by_token = map(np.concatenate, zip(*dropped, strict=True))
     _, layers, heads = by_token.shape
     evict_at = np.full((layers * heads, length), NEVER, dtype=np.int32)

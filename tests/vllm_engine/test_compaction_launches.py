@@ -66,7 +66,7 @@ def test_layers_that_lie_elsewhere_are_refused() -> None:
     assert Arrangement.of(list(whole.transpose(0, 1))) == Arrangement(1, 4)
     elsewhere = [torch.zeros(4, 2), torch.zeros(4, 2)], [whole[0], whole[2], whole[1]], list(whole[:, :3])
     for views in elsewhere:
-        with pytest.raises(UserError, match="do not lie at equal distances in one allocation"):
+        with pytest.raises(UserError, match="are not at equal distances in one allocation"):
             Arrangement.of(views)
     for views in (list(whole), list(whole.transpose(0, 1))):
         found = Arrangement.of(views)
