@@ -72,7 +72,7 @@ def test_queries_are_those_of_the_last_tokens(prefill: Callable) -> None:
             for place, position in enumerate(range(length - 4, length)):
                 assert torch.equal(queries[row, :, place], buffer[row, :, position % 4])
         assert not torch.equal(queries, buffer)
-    with pytest.raises(UserError, match="streaming scores by no queries, so none are kept"):
+    with pytest.raises(UserError, match="streaming does not score by queries, so its cache keeps none"):
         prefill([0], "streaming").queries(0)
 
 

@@ -1,10 +1,10 @@
 """Policies that evict on a schedule, by a score of each entry.
 
 config.py          their settings
-cache.py           their cache in the hf engine, which shrinks
-full.py            nothing goes
+cache.py           their cache in the hf engine, which really shrinks
+full.py            no eviction
 streaming.py       sinks and the most recent tokens (StreamingLLM)
-h2o.py, lined.py   accumulated attention (H2O); a fraction of the tokens by it (LuKA)
+h2o.py, lined.py   accumulated attention (H2O); the same score with a budget that is a fraction of the tokens (LuKA)
 tova.py            the last query's attention (TOVA)
 scored_window.py   the last queries' attention: SnapKV, MorphKV, R-KV, G-KV, CAKE
 """

@@ -1,11 +1,12 @@
-"""EvictingCache: physical KV caches that really shrink, for a batch of sequences of ragged lengths.
+"""EvictingCache: physical KV caches that really shrink, for a batch of sequences of different lengths.
 
-It is a `kv_view` (sparse_rl/attention/interface.py): each layer's attention hands it the new queries, keys and values,
-and it stores, attends, lets the policy observe, and compacts. Row b's entries are the first lengths[b] slots of every
-buffer, per kv head; in order of position, unless the policy decides before a query attends. What a compaction drops
-after query q is recorded as evict_at = q + 1; what goes as query q arrives, as evict_at = q.
+The cache is a `kv_view` (sparse_rl/attention/interface.py): each layer's attention passes it the new queries, keys and
+values; the cache stores them, attends, lets the policy observe, and compacts. Row b's entries are the first lengths[b]
+slots of every buffer, per kv head; in order of position, unless the policy decides before a query attends. An entry
+that a compaction drops after query q is recorded as evict_at = q + 1; an entry dropped as query q arrives, as
+evict_at = q.
 
-It knows tensors and a policy; it knows neither models nor sampling.
+This module depends on tensors and a policy, not on models or sampling.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Layer:
 
     keys, values [B, Hkv, C, D]; positions int64 [B, Hkv, C]; state name -> float32 [B, Hkv, C];
     queries [B, Hq, W, D], query at position p in slot p % W; evict_at int32 [B, Hkv, S];
-    memory name -> [B, Hkv, ...], the policy's of each sequence.
+    memory name -> [B, Hkv, ...], the policy's memory of each sequence.
     """
 
     keys: Tensor
@@ -50,7 +51,7 @@ class Layer:
         return {"keys": self.keys, "values": self.values, "positions": self.positions, **self.state}
 
     def replace(self, buffers: dict[str, Tensor]) -> None:
-        """Put other buffers in the place of those of `slotted`, by the same names."""
+        """Replace the buffers with slots by these, under the names that `slotted` uses."""
         self.keys, self.values, self.positions = buffers["keys"], buffers["values"], buffers["positions"]
         self.state = {name: buffers[name] for name in self.state}
 
@@ -65,9 +66,9 @@ class EvictingCache:
         self.policy = policy
         self.layers: dict[int, Layer] = {}
         self.prompt_lengths: list[int] = []
-        self.seen: list[int] = []  # tokens seen per row
-        self.lengths: list[int] = []  # entries held per row and kv head
-        self._due: list[bool] = []  # rows that compact after this forward
+        self.seen: list[int] = []  # number of tokens seen per row
+        self.lengths: list[int] = []  # number of entries held per kv head, for each row
+        self._due: list[bool] = []  # True for rows that compact after this forward pass
 
     # ---- the engine's side ----------------------------------------------------------------------------------------
 
@@ -83,10 +84,10 @@ class EvictingCache:
         attended = [schedule.attended(p, n) if a else b for (p, n), a, b in zip(counts, active, before, strict=True)]
         self._plan(attended, device)
         self._slots, self._active = torch.tensor(before, device=device), torch.tensor(active, device=device)
-        need = max(attended) if schedule.before_attending else max(before) + 1
-        if need > self.capacity:
-            soon = max(schedule.most_decoding(p, n + GROW) for p, n in counts)
-            self._grow(max(need, min(self.capacity + GROW, soon)))
+        needed = max(attended) if schedule.before_attending else max(before) + 1
+        if needed > self.capacity:
+            upper_bound = max(schedule.most_decoding(p, n + GROW) for p, n in counts)
+            self._grow(max(needed, min(self.capacity + GROW, upper_bound)))
         self._due = [due and a for due, a in zip(self._due, active, strict=True)]
         held = torch.arange(max(self._held), device=device) < self._held_tensor[:, None]
         self._mask = None if bool(held.all()) else held[:, None, None]
@@ -99,7 +100,7 @@ class EvictingCache:
                 layer.evict_at = F.pad(layer.evict_at, (0, GROW), value=NEVER)
 
     def _plan(self, held: list[int], device: torch.device) -> None:
-        """What this forward does to every layer alike: entries held while attending, and who compacts after."""
+        """Compute, for all layers of this forward pass, the entries held while attending and the rows that compact."""
         self._held = held
         self._held_tensor = torch.tensor(held, device=device)
         self._seen_tensor = torch.tensor(self.seen, device=device)
@@ -127,7 +128,7 @@ class EvictingCache:
     def queries(self, layer: int) -> Tensor:
         queries = self.layers[layer].queries
         if queries is None:
-            raise UserError(f"{self.policy.name} scores by no queries, so none are kept")
+            raise UserError(f"{self.policy.name} does not score by queries, so its cache keeps none")
         return _oldest_first(queries, torch.tensor(self.seen, device=queries.device))
 
     def trace(self, row: int, length: int) -> EvictionTrace:
@@ -140,12 +141,12 @@ class EvictingCache:
         return F.pad(record, (0, missing), value=NEVER) if missing > 0 else record[..., :length]
 
     def further(self, row: int, length: int) -> dict[str, Tensor]:
-        """The sections that the record of one row has beside evict_at."""
+        """The trace sections of one row besides evict_at."""
         return self.policy.further(self.prompt_lengths[row], length)
 
     @property
     def capacity(self) -> int:
-        """C, the slots of each kv head that are allocated."""
+        """C, the number of slots allocated for each kv head."""
         return next(iter(self.layers.values())).keys.shape[2]
 
     def allocated_bytes(self) -> int:
@@ -179,7 +180,7 @@ class EvictingCache:
         else:
             out = masked_attention(lambda: masked, query, key, value, scaling)
             evict_at = masked
-        key, value = key.to(value.dtype, copy=True), value.clone()  # ours from here on: a compaction writes into them
+        key, value = key.to(value.dtype, copy=True), value.clone()  # copies, because a compaction writes into them
         layer = Layer(key, value, positions, self._last_queries(query), evict_at, state, memory)
         if self.policy.every_query:
             rows = torch.arange(width, device=key.device).expand(batch, width)
@@ -188,33 +189,33 @@ class EvictingCache:
         due = [row for row, is_due in enumerate(self._due) if is_due]
         if due:
             self._compact(index, layer, due, max(self._held[row] for row in due), scaling)
-        # The prompt's buffers are let go: what is held from here on is what the policy kept.
+        # The prompt's buffers are freed: only the entries that the policy kept are copied.
         capacity = max(self.lengths)
         layer.replace({name: buffer[:, :, :capacity].clone() for name, buffer in layer.slotted().items()})
         self.layers[index] = layer
         return out
 
     def _empty_memory(self, key: Tensor) -> dict[str, Tensor]:
-        """The policy's memory of sequences that begin."""
+        """The policy's memory of each row's sequence, at the start of the sequences."""
         empty = self.policy.sequence_memory(key.shape[1], key.shape[3])
         return {name: value.to(key.device).repeat(len(key), *[1] * value.ndim) for name, value in empty.items()}
 
     def _take_in(self, index: int, key: Tensor, value: Tensor, memory: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Let the policy read whole prompts, and say what it remembers of their entries: name -> [B, Hkv, S]."""
+        """Let the policy read whole prompts; returns its memory of their entries: name -> [B, Hkv, S]."""
         delay = self.policy.delay
-        nothing = key.new_zeros(*key.shape[:2], delay, key.shape[3])
+        no_earlier = key.new_zeros(*key.shape[:2], delay, key.shape[3])
         start = torch.zeros(len(key), dtype=torch.long, device=key.device)
-        found = self.policy.take_in(index, Chunk(key, value, nothing, nothing, start, self._seen_tensor, memory))
-        return {name: F.pad(one[..., delay:], (0, min(delay, key.shape[2]))) for name, one in found.items()}
+        state = self.policy.take_in(index, Chunk(key, value, no_earlier, no_earlier, start, self._seen_tensor, memory))
+        return {name: F.pad(values[..., delay:], (0, min(delay, key.shape[2]))) for name, values in state.items()}
 
     def _last_queries(self, query: Tensor) -> Tensor | None:
-        """The last W queries of each prompt, position p in slot p % W: [B, Hq, W, D]."""
+        """The last W queries of each prompt, the query at position p in slot p % W: [B, Hq, W, D]."""
         window = self.policy.last_queries
         if not window:
             return None
         back = torch.arange(window, device=query.device)
         last = self._held_tensor[:, None] - 1
-        positions = (last - (last - back) % window).clamp(min=0)  # the latest position in each slot; slots may be empty
+        positions = (last - (last - back) % window).clamp(min=0)  # the latest position of each slot; slots may be empty
         index = positions[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
         return query.gather(2, index)
 
@@ -238,7 +239,7 @@ class EvictingCache:
         if self.policy.bias is not None:
             bias = layer.state[self.policy.bias][:, :, None, :held]
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
-        # The G query heads of a group attend as G "queries" to their kv head: nothing is repeated.
+        # The G query heads of a group attend as G "queries" to their kv head, so that no key is repeated.
         grouped = query.reshape(batch, kv_heads, -1, dim)
         out = sdpa(grouped, layer.keys[:, :, :held], layer.values[:, :, :held], scaling, mask).reshape(query.shape)
 
@@ -251,32 +252,32 @@ class EvictingCache:
         return out
 
     def _slots_seen(self, layer: Layer) -> tuple[int, Tensor | None]:
-        """How many slots queries attend to, and which of them are held, bool [B, 1 or Hkv, 1, N]; None: all."""
+        """N, the slots that queries attend to, and the mask of held slots, bool [B, 1 or Hkv, 1, N]; None means all."""
         return max(self._held), self._mask
 
     def _arrive(self, index: int, layer: Layer, key: Tensor, value: Tensor, scaling: float) -> None:
-        """A token [B, Hkv, D] comes to each row, and takes the slot of the one that goes for it, if one does."""
+        """Put each row's new token [B, Hkv, D] into the slot of the entry dropped for it, or into a free slot."""
         held, now = min(int(self._slots.max()), self.capacity), self._seen_tensor - 1
         entries = self._entries(layer, slice(None), held, scaling, ("keys", "values"), lengths=self._slots)
         shape, device = key.shape[:2], key.device
         state = {name: torch.full(shape, start, device=device) for name, start in self.policy.entry_memory.items()}
         stays = self.policy.before_attending(index, entries, Arriving(key, value, state, layer.memory))
-        goes = entries.valid() & ~stays & self._active[:, None, None]
+        dropped = entries.valid() & ~stays & self._active[:, None, None]
         spare = (self._slots + self._active - self._held_tensor)[:, None]
-        if bool(goes.sum(-1).ne(spare).any()):
+        if bool(dropped.sum(-1).ne(spare).any()):
             raise StoppedError(
-                f"{self.policy.name}: as a token came, {goes.sum(-1).tolist()} entries went from the kv heads of each "
-                f"sequence, and the schedule says {spare[:, 0].tolist()}"
+                f"{self.policy.name}: for a new token, {dropped.sum(-1).tolist()} entries were dropped from the "
+                f"kv heads of each sequence, but the schedule says {spare[:, 0].tolist()}"
             )
-        at = torch.where(goes, now[:, None, None], NEVER).to(torch.int32)
-        # amin: free slots may name a position again, with NEVER
-        layer.evict_at.scatter_reduce_(-1, entries.positions, at, reduce="amin")
+        dropped_at = torch.where(dropped, now[:, None, None], NEVER).to(torch.int32)
+        # amin, because free slots may repeat a position, with NEVER
+        layer.evict_at.scatter_reduce_(-1, entries.positions, dropped_at, reduce="amin")
         free = self._slots.clamp(max=self.capacity - 1)[:, None]
-        slot = torch.where(spare > 0, goes.int().argmax(-1), free)
+        slot = torch.where(spare > 0, dropped.int().argmax(-1), free)
         self._write(layer, slot, key, value, state)
 
     def _write(self, layer: Layer, slot: Tensor, key: Tensor, value: Tensor, state: dict[str, Tensor]) -> None:
-        """Put the tokens that have come [B, Hkv, D], and their memory, into slots int64 [B, Hkv] of active rows."""
+        """Write the new tokens [B, Hkv, D], and their memory, into slots int64 [B, Hkv] of active rows."""
         batch, heads = slot.shape
         where = torch.arange(batch, device=slot.device)[:, None], torch.arange(heads, device=slot.device), slot
         active, now = self._active[:, None], (self._seen_tensor - 1)[:, None].expand(slot.shape)
@@ -299,9 +300,10 @@ class EvictingCache:
         left: Sequence[int] = (),
         lengths: Tensor | None = None,
     ) -> Entries:
-        """What these rows hold, as a policy that reads so much sees it; a slice gives views, an index tensor copies.
+        """The entries of these rows, for a policy; a slice gives views, an index tensor gives copies.
 
-        lengths : where it is not what the rows attend to
+        reads : the tensors that the policy reads: "keys", "values"
+        lengths : int64 [B], number of entries of each row; None means the entries that the row attends to
         """
         queries = None
         if layer.queries is not None:
@@ -319,25 +321,25 @@ class EvictingCache:
         )
 
     def _compact(self, index: int, layer: Layer, due: list[int], held: int, scaling: float) -> None:
-        """Let the policy choose for the rows that are due, record what it drops, and move the rest to the front."""
+        """Let the policy choose for the rows that are due, record its evictions, and move kept entries to the front."""
         left = [self.lengths[row] for row in due]
-        everyone = len(due) == layer.keys.shape[0]
-        rows = slice(None) if everyone else torch.tensor(due, device=layer.keys.device)
+        all_rows = len(due) == layer.keys.shape[0]
+        rows = slice(None) if all_rows else torch.tensor(due, device=layer.keys.device)
         entries = self._entries(layer, rows, held, scaling, self.policy.score_reads, left)
         kept = self.policy.compact(index, entries)
         kept.check_counts(entries, self.policy.name)
         keep, count = kept.slots(max(left)), max(left)
 
         dropped = entries.valid() & ~kept.keep
-        at = torch.where(dropped, entries.seen[:, None, None], NEVER).to(torch.int32)
-        # amin: padding slots may name a position again, with NEVER
-        record = layer.evict_at[rows].scatter_reduce(-1, entries.positions, at, reduce="amin")
+        dropped_at = torch.where(dropped, entries.seen[:, None, None], NEVER).to(torch.int32)
+        # amin, because padding slots may repeat a position, with NEVER
+        record = layer.evict_at[rows].scatter_reduce(-1, entries.positions, dropped_at, reduce="amin")
         layer.evict_at[rows] = record
 
-        wide = keep[..., None].expand(-1, -1, -1, layer.keys.shape[-1])
-        layer.keys[rows, :, :count] = layer.keys[rows, :, :held].gather(2, wide)
+        wide_keep = keep[..., None].expand(-1, -1, -1, layer.keys.shape[-1])
+        layer.keys[rows, :, :count] = layer.keys[rows, :, :held].gather(2, wide_keep)
         values = layer.values[rows, :, :held] if kept.values is None else kept.values
-        layer.values[rows, :, :count] = values.gather(2, wide)
+        layer.values[rows, :, :count] = values.gather(2, wide_keep)
         layer.positions[rows, :, :count] = entries.positions.gather(2, keep)
         for name, value in kept.state.items():
             layer.state[name][rows, :, :count] = value.gather(2, keep)
@@ -350,11 +352,11 @@ class EvictingCache:
 
 
 def _oldest_first(queries: Tensor, seen: Tensor) -> Tensor:
-    """Queries [B, Hq, W, D] of rows that have seen int64 [B] tokens, in order of position instead of position % W."""
+    """Sort queries [B, Hq, W, D], stored at position % W, by position. seen : int64 [B], tokens seen by each row"""
     order = (seen[:, None] + torch.arange(queries.shape[2], device=seen.device)) % queries.shape[2]
     return queries.gather(2, order[:, None, :, None].expand_as(queries))
 
 
 def at_slots(x: Tensor, slots: Tensor) -> Tensor:
-    """What stands in slots of keys or values x [B, Hkv, C, D]: [B, Hkv, N, D]. slots : int64 [B, Hkv, N]"""
+    """Gather slots of keys or values x [B, Hkv, C, D]: [B, Hkv, N, D]. slots : int64 [B, Hkv, N]"""
     return x.gather(2, slots[..., None].expand(*slots.shape, x.shape[-1]))

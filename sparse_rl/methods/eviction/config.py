@@ -15,12 +15,12 @@ Pooling = Annotated[int, Rule(">= 1 and odd (1 is off)", lambda v: v >= 1 and v 
 
 @dataclass(frozen=True, kw_only=True)
 class EvictingConfig(PolicyConfig):
-    """What policies have that compact a cache to a fixed budget.
+    """Settings of policies that compact a cache to a fixed budget.
 
-    budget : entries kept per kv head, sinks and window included
-    sinks : the first tokens, never evicted
-    window : the most recent tokens, never evicted
-    period : entries that gather between two compactions; the peak in decoding is budget + period
+    budget : number of entries kept per kv head, sinks and window included
+    sinks : number of first tokens, never evicted
+    window : number of most recent tokens, never evicted
+    period : number of entries that are added between two compactions; the peak in decoding is budget + period
     """
 
     budget: PositiveInt
@@ -31,8 +31,8 @@ class EvictingConfig(PolicyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.budget <= self.window + self.sinks:
-            mend = f"{self.budget} must exceed window {self.window} + sinks {self.sinks}; raise it or lower them"
-            raise UserError(mend, "budget")
+            message = f"{self.budget} must exceed window {self.window} + sinks {self.sinks}; raise it or lower them"
+            raise UserError(message, "budget")
 
     @property
     def schedule(self) -> Schedule:
@@ -41,7 +41,7 @@ class EvictingConfig(PolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingConfig(EvictingConfig):
-    """Only sinks and window stay. The window is what the sinks leave of the budget."""
+    """Only sinks and window stay. The window is the budget minus the sinks."""
 
     name: ClassVar[str] = "streaming"
     policy_class: ClassVar[str] = "sparse_rl.methods.eviction.streaming:Streaming"
@@ -51,9 +51,9 @@ class StreamingConfig(EvictingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class H2OConfig(EvictingConfig):
-    """The attention that a token has received so far scores it.
+    """The score of a token is the attention that it has received so far.
 
-    window : None: half of the budget
+    window : number of most recent tokens, never evicted; None means half of the budget
     """
 
     name: ClassVar[str] = "h2o"
@@ -61,7 +61,7 @@ class H2OConfig(EvictingConfig):
     window: NonNegativeInt | None = None  # type: ignore[assignment]  # a number from here on
 
     def __post_init__(self) -> None:
-        PolicyConfig.__post_init__(self)  # what is halved must be a number
+        PolicyConfig.__post_init__(self)  # checks the budget before it is halved
         if self.window is None:
             object.__setattr__(self, "window", self.budget // 2)
         super().__post_init__()
@@ -69,13 +69,14 @@ class H2OConfig(EvictingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LinedConfig(PolicyConfig):
-    """Beside sinks and window a fraction of the tokens stays, by H2O's scores (LuKA sections 3.1 and 4.2).
+    """Keeps a fraction of the tokens besides sinks and window, by H2O's scores (LuKA sections 3.1 and 4.2).
 
-    compression : of so many tokens one is kept
-    of : seen, of those seen behind sinks and window, so that the cache grows; prompt, of all tokens of the prompt
-    sinks : the first tokens, never evicted
-    window : the most recent tokens, never evicted
-    period : tokens between two compactions
+    compression : one of every `compression` tokens is kept
+    of : tokens that the fraction counts: seen, all tokens seen beyond sinks and window, so that the cache grows;
+        prompt, all tokens of the prompt
+    sinks : number of first tokens, never evicted
+    window : number of most recent tokens, never evicted
+    period : number of tokens between two compactions
     """
 
     name: ClassVar[str] = "lined"
@@ -97,7 +98,7 @@ class LinedConfig(PolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TovaConfig(EvictingConfig):
-    """The last query scores the rest. It has no parameters of its own."""
+    """The last query's attention scores the entries. The policy has no parameters of its own."""
 
     name: ClassVar[str] = "tova"
     policy_class: ClassVar[str] = "sparse_rl.methods.eviction.tova:Tova"
@@ -105,9 +106,9 @@ class TovaConfig(EvictingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredWindowConfig(EvictingConfig):
-    """What policies have that score by the attention of the window's queries.
+    """Settings of policies that score by the attention of the window's queries.
 
-    window : its queries are what scores the rest
+    window : number of most recent tokens, never evicted; their queries score the other entries
     """
 
     window: PositiveInt = 16
@@ -116,9 +117,9 @@ class ScoredWindowConfig(EvictingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKVConfig(ScoredWindowConfig):
-    """The window's mean attention scores the rest, with its maximum over neighbours taken.
+    """The score is the window's mean attention, max-pooled over neighbouring entries.
 
-    pooling : entries over which the score's maximum is taken
+    pooling : number of neighbouring entries over which the maximum of the score is taken
     """
 
     name: ClassVar[str] = "snapkv"
@@ -128,7 +129,7 @@ class SnapKVConfig(ScoredWindowConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MorphKVConfig(ScoredWindowConfig):
-    """The window's mean attention scores the rest. It has no parameters of its own."""
+    """The score is the window's mean attention. The policy has no parameters of its own."""
 
     name: ClassVar[str] = "morphkv"
     policy_class: ClassVar[str] = "sparse_rl.methods.eviction.scored_window:MorphKV"
@@ -136,7 +137,7 @@ class MorphKVConfig(ScoredWindowConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RKVConfig(ScoredWindowConfig):
-    """The window's mean attention scores the rest, less what repeats other keys.
+    """The score is the window's mean attention minus the redundancy of the key.
 
     lam : lambda, the weight of importance against redundancy
     pooling : as for snapkv
@@ -150,11 +151,11 @@ class RKVConfig(ScoredWindowConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GKVConfig(ScoredWindowConfig):
-    """A global score, of this compaction and those before, less what repeats other keys.
+    """The score is a global score, over this compaction and the earlier ones, minus the redundancy of the key.
 
-    form : how the global score is made of its last value and the local one: max, mean or sum (G-KV eqs. 3 to 5)
-    alpha : how much the global score keeps of the last
-    redundancy : whether repeated keys lose
+    form : combination of the previous global score with the local score: max, mean or sum (G-KV eqs. 3 to 5)
+    alpha : weight of the previous global score
+    redundancy : true lowers the score of keys that repeat other keys
     lam : lambda, the weight of the score against redundancy
     pooling : as for snapkv
     """
@@ -170,7 +171,7 @@ class GKVConfig(ScoredWindowConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CAKEConfig(ScoredWindowConfig):
-    """The mean and the variance of the window's attention score the rest.
+    """The score is the mean plus gamma times the variance of the window's attention.
 
     gamma : the weight of the variance of attention over the window
     """

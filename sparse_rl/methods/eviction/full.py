@@ -1,4 +1,4 @@
-"""Full cache: nothing is evicted. The baseline (RL-Full), and what every engine does before its first compaction."""
+"""Full cache: nothing is evicted. The baseline (RL-Full); every engine does the same before its first compaction."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from sparse_rl.policies.base import Policy
 
 
 class Full(Policy):
-    """Keeps everything; it is never asked to compact."""
+    """Keeps all entries; `compact` is never called."""
 
     config: FullConfig

@@ -1,8 +1,9 @@
 """H2O: accumulated attention (heavy hitters) and the most recent tokens.
 
 Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference" (2023), §4: the score of token j is the sum
-of the attention that every query so far has given it, F_j = sum_q A[q, j], undecayed, over prefill and decoding. With
-grouped queries it is summed over the query heads of the group. Half of the budget is recent tokens by default.
+of the attention that all queries so far have paid to it, F_j = sum_q A[q, j], without decay, over prefill and decoding.
+Under grouped-query attention, the sum includes all query heads of the group. By default, half of the budget is recent
+tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from sparse_rl.methods.config import H2OConfig
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.entries import Entries
 
-CHUNK = 256  # prompt queries at a time: [R, Hkv, G, CHUNK, N] floats are alive
+CHUNK = 256  # prompt queries at a time, which take [R, Hkv, G, CHUNK, N] floats
 
 
 class H2O(Policy):

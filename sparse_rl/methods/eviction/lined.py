@@ -1,13 +1,13 @@
-"""Lined attention: heavy hitters that are a fraction of the tokens, and the most recent ones.
+"""Lined attention: heavy hitters, whose number is a fraction of the tokens, and the most recent tokens.
 
 LuKA section 3.1: "a fixed fraction of past tokens with the highest accumulated attention", and a window. So the budget
-grows with the sequence. In section 4.2 the fraction is of the prompt's length, and the budget is constant:
+grows with the sequence. In section 4.2 the budget is constant, with a fraction of the prompt's length:
 
     of: seen      left(P, n) = sinks + window + floor(max(0, n - sinks - window) / compression)
     of: prompt    left(P, n) = sinks + window + floor(P / compression)
 
-A departure: the paper selects anew among all past tokens at each step. Here a token that went has gone, as under every
-other policy, and its memory is freed. Scores are H2O's.
+A departure: at each step, the paper selects again among all past tokens. Here an evicted token never comes back, as
+under every other policy, and its memory is freed. Scores are H2O's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,6 @@ from sparse_rl.methods.eviction.h2o import H2O
 
 
 class Lined(H2O):
-    """Scores as H2O does; what stays beside sinks and window is a fraction of the tokens (see the module)."""
+    """Scores as H2O does; keeps sinks, window and a fraction of the other tokens (see the module docstring)."""
 
-    config: LinedConfig  # type: ignore[assignment]  # it has no budget
+    config: LinedConfig  # type: ignore[assignment]  # LinedConfig has no budget

@@ -1,7 +1,8 @@
-"""The scored-window family: the last w queries say which of the older entries are worth keeping.
+"""The scored-window family: the attention of the last w queries scores the older entries.
 
-SnapKV, MorphKV, R-KV, G-KV and CAKE are one score with parts switched on. With the attention A of the last w queries
-over the entries held (softmax over all, causal inside the window), j a competing entry (neither sink nor window):
+SnapKV, MorphKV, R-KV, G-KV and CAKE use one score with different parts switched on. A is the attention of the last w
+queries over the entries held (softmax over all, causal inside the window), and j is a competing entry (neither sink nor
+window):
 
     S_j  = mean_w max_g A[g, w, j]                         local score            G-KV eqs. 1-2
     S^_j = S_j / max_i S_i                                 normalised             G-KV eq. 3
@@ -10,10 +11,10 @@ over the entries held (softmax over all, causal inside the window), j a competin
          = a F'_j + S^_j                                   "sum"                  G-KV eq. 5
     R_j  = softmax_j mean_i sim(i, j)                      redundancy             R-KV eqs. 4-6
 
-F' is the score that the entry took from the previous compaction; an entry without one (all of the old window) has
-F = S^. F is remembered before pooling and redundancy. sim is the cosine of two keys, with the diagonal and values under
-0.5 set to 0, and so, for each i, the most recent of its similar tokens, which stands for the others. R-KV averages over
-i, and so do its code and G-KV's; G-KV's appendix writes a sum, which would make the softmax N times as sharp.
+F' is the entry's score from the previous compaction; an entry without one (all of the old window) has F = S^. F is
+stored before pooling and redundancy. sim is the cosine of two keys; it is set to 0 on the diagonal, for values under
+0.5, and, for each i, for the most recent of its similar tokens, which represents the others. R-KV, its code and G-KV's
+code average over i; G-KV's appendix writes a sum, which would make the softmax N times as sharp.
 
     snapkv   max-pool(S)                     SnapKV eq. 4 (kernel 7) at decode time, as extended by G-KV
     morphkv  S                               MorphKV §3 (attention fused over the window)
@@ -46,7 +47,7 @@ NO_HISTORY = -1.0
 
 
 class ScoredWindow(Policy):
-    """What the family shares: the window's queries, and the parts of the score."""
+    """Base class of the family: the window's queries, and the parts of the score."""
 
     config: ScoredWindowConfig
 
@@ -55,7 +56,7 @@ class ScoredWindow(Policy):
         return self.config.window
 
     def window_scores(self, entries: Entries) -> Tensor:
-        """max_g A, the largest attention of each query of the window over its group: float32 [R, Hkv, W, N]."""
+        """max_g A, the attention of each window query, maximum over its group: float32 [R, Hkv, W, N]."""
         return entries.window_attention(self.config.window).amax(dim=2)
 
     def local_score(self, entries: Entries) -> Tensor:
@@ -63,7 +64,7 @@ class ScoredWindow(Policy):
         return self.window_scores(entries).mean(dim=2)
 
     def _max_pool(self, scores: Tensor, entries: Entries, kernel: int) -> Tensor:
-        """Maximum over `kernel` neighbouring entries, of those that compete: [R, Hkv, N]."""
+        """Maximum over `kernel` neighbouring entries, counting only competing ones: [R, Hkv, N]."""
         order = entries.by_position()
         competing = entries.competing(self.config.sinks, self.config.window)
         in_order = scores.masked_fill(~competing, 0.0).gather(-1, order)
@@ -140,12 +141,12 @@ class CAKE(ScoredWindow):
 
 
 def _over_max(scores: Tensor, competing: Tensor) -> Tensor:
-    """scores / max over the competing entries, per head; 0 where all of them are 0."""
+    """scores / max over the competing entries, per head; 0 if all of these scores are 0."""
     top = scores.masked_fill(~competing, 0.0).amax(-1, keepdim=True)
     return scores / top.clamp(min=torch.finfo(scores.dtype).tiny)
 
 
 def redundancy(entries: Entries) -> Tensor:
-    """R: how much each entry repeats others, float32 [R, Hkv, N] (R-KV §3.2)."""
+    """R, the similarity of each entry's key to the other keys: float32 [R, Hkv, N] (R-KV §3.2)."""
     assert entries.keys is not None
     return mean_similarity(entries.keys, entries.positions, entries.lengths).softmax(-1)

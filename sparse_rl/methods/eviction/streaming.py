@@ -1,7 +1,7 @@
 """StreamingLLM: attention sinks and the most recent tokens.
 
-Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), §3.2. The window is what the sinks
-leave of the budget. (Their rolling cache re-numbers positions; here positions stay logical, as in G-KV's baseline.)
+Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), §3.2. The window is the budget minus
+the sinks. (Their rolling cache renumbers positions; here positions stay logical, as in G-KV's baseline.)
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def test_the_queries_of_a_layer_are_those_of_its_part(model_of: Callable, prompt
     engine = make_engine("hf", model=model_of("quickstart"), policy=block("weighed"))
     prefilled = engine.prefill(prompts_of("quickstart", [9, 20])).fork([1, 0, 1])
     assert prefilled.queries(1).shape[:1] == (3,)
-    with pytest.raises(UserError, match="clustered scores by no queries"):
+    with pytest.raises(UserError, match="clustered does not score by queries"):
         prefilled.queries(0)
 
 
