@@ -165,10 +165,10 @@ def test_stages_are_told(model: str) -> None:
         said.append(f"made {one.cache} {one.problems} {len(one.context.layers[0].keys[0, 0])}")
         assert one.costs.seconds["compaction"] > 0
     assert said == [
-        "context 1 of 2: 35 tokens, prefill", "context 1 of 2: 35 tokens, queries, the context once more",
+        "context 1 of 2: 35 tokens, prefill", "context 1 of 2: 35 tokens, queries, second reading of the context",
         "context 1 of 2: compaction, am 0.1", "made 0 [0] 4",
         "context 1 of 2: compaction, am 0.5", "made 1 [0] 18",
-        "context 2 of 2: 34 tokens, prefill", "context 2 of 2: 34 tokens, queries, the context once more",
+        "context 2 of 2: 34 tokens, prefill", "context 2 of 2: 34 tokens, queries, second reading of the context",
         "context 2 of 2: compaction, am 0.1", "made 0 [1] 4",
         "context 2 of 2: compaction, am 0.5", "made 1 [1] 17",
     ]  # fmt: skip
@@ -222,7 +222,7 @@ def test_rollouts_behind_a_context(
 # ---- mistakes -------------------------------------------------------------------------------------------------------
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"cache": "full"}, "cache: nothing is evicted behind a context that prompt_cache compacts"),
+    ({"cache": "full"}, "cache: nothing is evicted after a context that prompt_cache compacts"),
     ({"sweep": {"budget": [8]}}, "sweep: nothing is evicted"),
     ({"tasks": {"one": {"path": "rows.jsonl"}}}, r"tasks\.one\.columns: prompt_cache compacts contexts"),
     ({"prompt_cache": []}, "prompt_cache: name at least one"),
@@ -251,13 +251,13 @@ def test_what_is_wrong_with_a_context_or_a_file_is_one_line(
     recipe_of: Callable, studies: list, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(
-        UserError, match=r"prompt_cache: problem 1: the context has 41 tokens, and first \+ last are 61"
+        UserError, match=r"prompt_cache: problem 1: the context has 41 tokens, but first \+ last are 61"
     ):
         evaluate(recipe_of({"last": 60}), progress=False)
     (tmp_path / "b.json").write_text('{"shares": [[1.0]]}')
     with pytest.raises(UserError, match=r"prompt_cache\.budgets: b\.json has budgets of \[1, 1\]"):
         evaluate(recipe_of({"budgets": "b.json"}), progress=False)
-    with pytest.raises(UserError, match=r"tasks\.one: problem 1 has 47 tokens, with 1000 of an answer more"):
+    with pytest.raises(UserError, match=r"tasks\.one: problem 1 has 47 tokens, which with 1000 tokens of answer"):
         evaluate(recipe_of({}, max_completion_length=1000), progress=False)
     assert len(studies) == 1  # nothing was read before the file was, and before all were counted
     (tmp_path / "e.yaml").write_text(recipe_of({"ratio": 0.5}).as_yaml(), encoding="utf-8")

@@ -3,12 +3,12 @@
     context = engine.compact(tokens, PromptCacheConfig(ratio=0.05, queries=["repeat"]))
     rollouts = engine.generate(questions, sampling, context=context)
 
-config.py    what is kept, and by which reference queries
-cache.py     Context, the entries that are left; ContextCache, what is decoded behind it
-compact.py   from a context's tokens to its Context
-budgets.py   how many entries each kv head keeps
+config.py    settings: the kept entries and the reference queries
+cache.py     Context, the entries that a compaction keeps; ContextCache, the cache of sequences that continue a context
+compact.py   compaction: from a context's tokens to its Context
+budgets.py   number of entries that each kv head keeps
 files.py     contexts as files
-prompts.py   what self-study asks about a context
+prompts.py   prompts of self-study about a context
 """
 
 from __future__ import annotations

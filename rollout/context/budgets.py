@@ -1,10 +1,10 @@
-"""How many entries each kv head keeps; head budgets from sensitivity curves (Attention Matching, section 4,
+"""Number of entries that each kv head keeps, and head budgets from sensitivity curves (Attention Matching, section 4,
 algorithm 4).
 
-Heads differ in how much they lose. A curve says what the loss is with one head at each of some ratios, all others at a
-base ratio; entries are then moved, a step at a time, from the head that loses least to the head that gains most. Ours
-are the size of the step, and the loss between the ratios that were measured. Budgets belong to a model, not to a
-context.
+Heads differ in how much a compaction hurts them. The curve of a head gives the loss with this head at each of several
+ratios, and all others at a base ratio. Entries are then moved, one step at a time, from the head that loses least to
+the head that gains most. The step size and the interpolation between the measured ratios are our own choice. Budgets
+belong to a model, not to a context.
 """
 
 from __future__ import annotations
@@ -27,39 +27,41 @@ from sparse_rl.files import read_text
 
 RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0)  # at 0 a head keeps one entry
 BASE = 0.05
-STEPS = 200  # a step moves 1 / STEPS of what the mean head keeps
-STEEP = 20  # of a pyramid: what the mean layer keeps is so many times what the last does (PyramidKV's beta)
+STEPS = 200  # a step moves 1 / STEPS of the mean number of entries per head
+STEEP = 20  # in a pyramid, the mean layer keeps STEEP times as much as the last layer (PyramidKV's beta)
 
 
 class Studied(Protocol):
-    """A context that has been prefilled, of whose heads compactions of any size are made (compact.py)."""
+    """A prefilled context whose heads can be compacted to any size (compact.py)."""
 
     whole: Context
 
     def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries:
-        """What stays of one kv head of layer `place`: `count` entries, `first` and `last` apart."""
+        """Kept entries of one kv head of layer `place`: `count` entries, plus `first` and `last`."""
         ...
 
 
 def planned(config: PromptCacheConfig, tokens: int, layers: int, kv_heads: int) -> list[list[int]]:
-    """How many of so many tokens stay, `first` and `last` apart: [layer][kv head].
+    """Number of entries that each kv head keeps of a context, not counting `first` and `last`: [layer][kv head].
 
-    Raises UserError where there are too few tokens, and where config.budgets is no file of a model of this shape.
+    tokens : length of the context
+
+    Raises UserError if there are too few tokens, or if config.budgets is not a budget file of a model of this shape.
     """
-    every = config.kept(tokens)
+    mean_count = config.kept(tokens)
     if config.chooses and config.budgets is not None:
         try:
             return counts(load(config.budgets, layers, kv_heads), config.ratio, tokens, config)
         except UserError as error:
             raise UserError(error.message, "budgets") from error
     pyramidal = config.chooses and config.layers == "pyramid"
-    of_layers = pyramid(every, config.between(tokens), layers) if pyramidal else [every] * layers
+    of_layers = pyramid(mean_count, config.between(tokens), layers) if pyramidal else [mean_count] * layers
     return [[count] * kv_heads for count in of_layers]
 
 
 def pyramid(mean: int, most: int, layers: int) -> list[int]:
-    """How many entries each layer keeps, of at most `most`: linear in the layer, with this mean (PyramidKV, section
-    4.2, and the bounds of its code).
+    """Number of entries that each layer keeps, at most `most`: linear in the layer index, with mean `mean` (PyramidKV,
+    section 4.2, and the bounds of its code).
     """
     last = max(mean / STEEP, 1, 2 * mean - most) if layers > 1 else mean
     shares = (mean + (mean - last) * (1 - 2 * layer / max(1, layers - 1)) for layer in range(layers))
@@ -73,11 +75,11 @@ def sensitivity(
     ratios: Sequence[float] = RATIOS,
     base: float = BASE,
 ) -> Tensor:
-    """Sensitivity curves: the mean loss over contexts with one head at a ratio, all others at `base`.
+    """Measure sensitivity curves: the mean loss over contexts with one head at each ratio and all others at `base`.
 
     Returns float64 [L, Hkv, ratios].
 
-    loss : (place in `contexts`, a compaction of it) -> how bad it is
+    loss : function (index in `contexts`, a compaction of that context) -> its loss
     """
     shape = (len(contexts[0].whole.layers), contexts[0].whole.layers[0].keys.shape[1])
     curves = torch.zeros(*shape, len(ratios), dtype=torch.float64)
@@ -89,35 +91,35 @@ def sensitivity(
         for layer in range(shape[0]):
             for head in range(shape[1]):
                 for place in range(len(ratios)):
-                    mine = list(rest[layer])
-                    mine[head] = studied.head(config, layer, head, count[place + 1])
-                    changed = [*layers[:layer], joined(mine), *layers[layer + 1 :]]
+                    changed_heads = list(rest[layer])
+                    changed_heads[head] = studied.head(config, layer, head, count[place + 1])
+                    changed = [*layers[:layer], joined(changed_heads), *layers[layer + 1 :]]
                     context = Context(studied.whole.tokens, changed, config.policy == "am")
                     curves[layer, head, place] += loss(number, context) / len(contexts)
     return curves
 
 
 def allocate(curves: Tensor, ratios: Sequence[float], ratio: float) -> Tensor:
-    """The ratio of each head, float64 [L, Hkv], from 0 to 1, whose mean is `ratio`: greedy swaps on the curves.
+    """Ratio of each head, float64 [L, Hkv], from 0 to 1, with mean `ratio`, found by greedy swaps on the curves.
 
-    curves : [L, Hkv, ratios], the losses at ratios that increase. Between two of them, and beyond the outermost, the
-        loss is linear in the ratio's logarithm, and below the first ratio above 0 in the ratio itself
+    curves : [L, Hkv, ratios], losses at increasing ratios. Between and beyond these ratios the loss is taken as linear
+        in the logarithm of the ratio; below the smallest ratio above 0, as linear in the ratio itself
 
-    Raises UserError where `ratio` is 0, or not between the ratios of the curves.
+    Raises UserError if `ratio` is 0, or not between the ratios of the curves.
     """
     if not ratios[0] <= ratio <= ratios[-1] or ratio <= 0:
-        known = f"{ratios[0]} and {ratios[-1]}, for which the losses are known"
-        raise UserError(f"{ratio} is not between {known}" if ratio else "0 leaves nothing to share out", "ratio")
+        measured = f"{ratios[0]} and {ratios[-1]}, the outermost ratios of the measured losses"
+        raise UserError(f"{ratio} is not between {measured}" if ratio else "0 leaves no entries to distribute", "ratio")
     flat, step = curves.flatten(0, 1), ratio / STEPS
     losses = _losses(flat, ratios, torch.arange(math.floor(1 / step + 1e-9) + 1, dtype=torch.float64) * step)
-    # What the n-th step is worth to a head. Of nothing a head gives nothing, and beyond everything it takes nothing.
+    # Decrease of a head's loss by its n-th step. A head at ratio 0 cannot give, and a head at ratio 1 cannot take.
     worth = F.pad(losses[:, :-1] - losses[:, 1:], (1, 1))
     worth[:, 0], worth[:, -1] = float("inf"), float("-inf")
     heads, steps = torch.arange(len(flat)), torch.full((len(flat),), STEPS)
     while True:
         gains, costs = worth[heads, steps + 1], worth[heads, steps]
         taker = int(gains.argmax())
-        costs[taker] = float("inf")  # another head gives
+        costs[taker] = float("inf")  # the giver must be another head
         giver = int(costs.argmin())
         if not gains[taker] > costs[giver]:
             return (steps.double() * step).view(curves.shape[:2])
@@ -126,7 +128,7 @@ def allocate(curves: Tensor, ratios: Sequence[float], ratio: float) -> Tensor:
 
 
 def _losses(flat: Tensor, ratios: Sequence[float], wanted: Tensor) -> Tensor:
-    """The losses of each head at some ratios [n]: [heads, n]."""
+    """Interpolated losses of each head at the ratios `wanted` [n]: [heads, n]."""
     lowest = min(ratio for ratio in ratios if ratio > 0)
     at, where = (
         x.clamp(max=lowest) / lowest + x.clamp(min=lowest).log() for x in (torch.tensor(ratios).to(wanted), wanted)
@@ -137,29 +139,29 @@ def _losses(flat: Tensor, ratios: Sequence[float], wanted: Tensor) -> Tensor:
 
 
 def counts(shares: Tensor, ratio: float, tokens: int, config: PromptCacheConfig) -> list[list[int]]:
-    """How many entries of each head stay of so many tokens, where the mean head keeps `ratio`; shares [L, Hkv]."""
+    """Number of entries that each head keeps of `tokens` tokens, with mean ratio `ratio`. shares : [L, Hkv]"""
     between = config.between(tokens)
     wanted = (shares / shares.mean() * ratio * between).round().clamp(1, between)
     return wanted.long().tolist()
 
 
 def save(path: str | Path, shares: Tensor) -> None:
-    """Budgets as JSON, [layer][kv head], relative to their mean."""
+    """Write budgets as JSON, [layer][kv head], relative to their mean."""
     Path(path).write_text(json.dumps({"shares": (shares / shares.mean()).tolist()}) + "\n")
 
 
 def load(path: str | Path, layers: int, kv_heads: int) -> Tensor:
-    """Budgets that `save` wrote, relative to their mean: float64 [L, Hkv].
+    """Read budgets that `save` wrote, relative to their mean: float64 [L, Hkv].
 
-    Raises UserError where the file is none of budgets, or not of a model of this shape.
+    Raises UserError if the file does not hold budgets of a model of this shape.
     """
     try:
         shares = torch.tensor(json.loads(read_text(path))["shares"], dtype=torch.float64)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} holds no head budgets: {reason(error)}") from error
     if not bool((shares >= 0).all() and shares.sum() > 0):
-        raise UserError(f"{path} has a head budget below 0, or none above it")
+        raise UserError(f"{path} has a head budget below 0, or no head budget above 0")
     if shares.shape != (layers, kv_heads):
-        wrong = f"{list(shares.shape)}, and the model has {[layers, kv_heads]} layers and kv heads"
+        wrong = f"{list(shares.shape)}, but the model has {[layers, kv_heads]} layers and kv heads"
         raise UserError(f"{path} has budgets of {wrong}")
     return shares

@@ -1,6 +1,6 @@
-"""Context, the entries that a compaction left of a context; ContextCache, what is decoded behind it.
+"""Context, the entries that a compaction keeps of a context; ContextCache, the cache of sequences that continue it.
 
-Every sequence of a batch sees the same entries, with their biases, and behind them its own tokens, all of which stay.
+Every sequence of a batch sees the same entries, with their biases, followed by its own tokens, which are never evicted.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
 from sparse_rl.errors import UserError
 from sparse_rl.trace import NEVER, EvictionTrace
 
-GROW = 128  # slots added at a time while tokens come one by one
-MOST_LOGITS = 2**26  # of more, the tokens that are read attend some at a time: their mask is as large
+GROW = 128  # number of slots added at a time while tokens are decoded one by one
+MOST_LOGITS = 2**26  # with more logits, the queries are split into groups: the mask is as large as the logits
 
 
 @dataclass(frozen=True)
 class LayerEntries:
-    """What one layer holds of a context: keys (after RoPE), values [1, Hkv, N, D]; bias float32 [1, Hkv, N], which is
-    added to the logits; positions int64 [1, Hkv, N].
+    """Entries of one layer of a context: keys (after RoPE) and values [1, Hkv, N, D]; bias float32 [1, Hkv, N], which
+    is added to the logits; positions int64 [1, Hkv, N].
     """
 
     keys: Tensor
@@ -36,7 +36,7 @@ class LayerEntries:
 
 
 def joined(heads: Sequence[LayerEntries]) -> LayerEntries:
-    """Heads of different lengths as one layer: what pads a head has a bias of -inf, and the position of its first."""
+    """Join heads of different lengths into one layer. Padding has the bias -inf and the position of the first entry."""
     most, padded = max(head.keys.shape[2] for head in heads), []
     for head in heads:
         count = head.keys.shape[2]
@@ -48,12 +48,12 @@ def joined(heads: Sequence[LayerEntries]) -> LayerEntries:
 
 @dataclass(frozen=True)
 class Context:
-    """What a compaction left of a context, which any number of sequences go on from.
+    """A compacted context, which any number of sequences can continue.
 
-    tokens : ids of the whole context
-    layers : what is left of them in each layer
-    fitted : whether biases and values are others than the tokens had
-    seconds : stage -> how long it took, in seconds
+    tokens : token ids of the whole context
+    layers : kept entries of each layer
+    fitted : True if biases and values were fitted, so that they differ from the tokens' own
+    seconds : stage -> its duration in seconds
     """
 
     tokens: list[int]
@@ -68,40 +68,40 @@ class Context:
 
     @property
     def entries(self) -> int:
-        """The most entries that a kv head of any layer has."""
+        """Maximum number of entries of a kv head in any layer."""
         return max(layer.keys.shape[2] for layer in self.layers)
 
     def check_shape(self, shape: tuple[int, int, int]) -> None:
-        """Raise UserError unless it is of a model of this shape. shape : (L, Hkv, D)"""
+        """Raise UserError unless the context was made by a model of this shape. shape : (L, Hkv, D)"""
         _, kv_heads, _, dim = self.layers[0].keys.shape
         if (own := (len(self.layers), kv_heads, dim)) != shape:
             raise UserError(f"the context is of another model: layers, kv heads and head size are {own}, not {shape}")
 
     def trace(self, length: int) -> EvictionTrace:
-        """The trace of a sequence that goes on from it, of `length` tokens with those of the context.
+        """Trace of a sequence of `length` tokens that continues this context; `length` includes the context.
 
-        Where entries were fitted, it has a section that no trainer replays: the queries that they were fitted to are
-        not in the record.
+        If entries were fitted, the trace has a section that no trainer can replay, because the queries of the fit are
+        not recorded.
         """
-        gone = F.pad(self.evict_at(), (0, length - len(self.tokens)), value=NEVER)
+        evictions = F.pad(self.evict_at(), (0, length - len(self.tokens)), value=NEVER)
         section = {"compacted_at": torch.tensor([len(self.tokens)], dtype=torch.int32)}
-        return EvictionTrace.recorded(gone, section if self.fitted else {})
+        return EvictionTrace.recorded(evictions, section if self.fitted else {})
 
     def evict_at(self) -> Tensor:
-        """When each token of the context was evicted: int32 [L, Hkv, tokens], at the context's end, or NEVER."""
+        """Eviction position of each token of the context: int32 [L, Hkv, tokens], the context's length or NEVER."""
         count = len(self.tokens)
-        gone = []
+        evictions = []
         for layer in self.layers:
             whole = torch.full((layer.keys.shape[1], count), count, dtype=torch.int32)
-            gone.append(whole.scatter_(1, layer.positions[0].cpu(), NEVER))
-        return torch.stack(gone)
+            evictions.append(whole.scatter_(1, layer.positions[0].cpu(), NEVER))
+        return torch.stack(evictions)
 
 
 class ContextCache:
-    """The `Cache` (sparse_rl/policies/cache.py) of B sequences that go on from one context.
+    """The `Cache` (sparse_rl/policies/cache.py) of B sequences that continue one context.
 
-    context : None: there is none, and sequences begin at position 0
-    captures : whether the queries of what is read are kept, for `captured`
+    context : the context; None means that there is none, and sequences begin at position 0
+    captures : True to store the queries of all tokens that are read, for `captured`
     """
 
     piece: int | None = 1024
@@ -111,72 +111,72 @@ class ContextCache:
         self.past = 0 if context is None else len(context.tokens)
         self.own: dict[int, tuple[Tensor, Tensor]] = {}  # keys, values [B, Hkv, C, D]
         self._queries: dict[int, list[Tensor]] = {}
-        self.scaling = 0.0  # the factor on q . k, once something was read
-        self.lengths: list[int] = []  # own tokens of each row
+        self.scaling = 0.0  # the factor on q . k, set by the first forward pass
+        self.lengths: list[int] = []  # number of tokens of each row, without the context
 
     @property
     def seen(self) -> list[int]:
-        """Tokens that each row has seen, those of the context included."""
+        """Number of tokens that each row has seen, including the context."""
         return [self.past + n for n in self.lengths]
 
     # ---- the engine's side ----------------------------------------------------------------------------------------
 
     def begin_prefill(self, prompt_lengths: Sequence[int], device: torch.device) -> None:
-        """The next forward brings what follows the context, or what rows hold behind it: [B, max P], right-padded.
+        """Prepare for a forward pass over the next tokens of each row [B, max P], right-padded.
 
-        Of a long prompt pieces may be brought one after another; a row that has ended brings padding, and its length 0.
+        A long prompt may be read in several pieces. A row whose prompt has ended gets padding and the length 0.
         """
         self._starts_at(self.lengths or [0] * len(prompt_lengths), device)
         self.lengths = [held + n for held, n in zip(self._starts, prompt_lengths, strict=True)]
 
     def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
-        """The next forward brings one token per row; rows that are not active are frozen."""
+        """Prepare for a forward pass over one token per row; rows that are not active are frozen."""
         self.lengths = [n + a for n, a in zip(self.lengths, active, strict=True)]
         self._starts_at([n - 1 for n in self.lengths], device)
 
     def _starts_at(self, starts: list[int], device: torch.device) -> None:
-        """Where the own tokens that the next forward brings stand in each row."""
+        """Set the slot in each row at which the tokens of the next forward pass begin."""
         self._starts, self._at = starts, torch.tensor(starts, device=device)[:, None]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; a row may be taken several times."""
+        """Keep these rows, in this order; a row may be repeated."""
         index = torch.tensor(list(rows), device=next(iter(self.own.values()))[0].device)
         self.own = {layer: (keys[index], values[index]) for layer, (keys, values) in self.own.items()}
         self.lengths = [self.lengths[row] for row in rows]
 
     def fork(self, rows: Sequence[int]) -> ContextCache:
-        """A cache of its own with these rows, in this order, behind the same context; see `select`."""
+        """Return a separate cache with these rows, in this order, after the same context; see `select`."""
         forked = ContextCache(self.context)
         forked.own, forked.lengths = dict(self.own), list(self.lengths)
         forked.select(rows)
         return forked
 
     def captured(self, layer: int) -> Tensor:
-        """The queries of one layer of all that was read, after RoPE: [B, Hq, T, D]. Only where it `captures`."""
+        """Queries of all tokens read so far in one layer, after RoPE: [B, Hq, T, D]. Only if `captures` is True."""
         return torch.cat(self._queries[layer], dim=2)
 
     def forget(self, layer: int) -> None:
-        """Let the captured queries of one layer go."""
+        """Release the captured queries of one layer."""
         self._queries.pop(layer, None)
 
     def queries(self, layer: int) -> Tensor:
-        """Raises UserError: the last queries [B, Hq, W, D], which an EvictingCache has, are not kept here."""
-        raise UserError("behind a compacted context no queries are kept")
+        """Raise UserError: unlike an EvictingCache, this cache does not keep the last queries [B, Hq, W, D]."""
+        raise UserError("the cache of a compacted context keeps no last queries")
 
     def trace(self, row: int, length: int) -> EvictionTrace:
-        """The same of any row: see `Context.trace`."""
-        assert self.context is not None  # without one, nothing is sampled
+        """Trace of a row of `length` tokens; it is the same for every row. See `Context.trace`."""
+        assert self.context is not None  # sampling always has a context
         return self.context.trace(length)
 
     def allocated_bytes(self) -> int:
-        """Bytes of keys and values that are really allocated for all rows, and those of the context."""
+        """Bytes allocated for the keys and values of all rows, plus the bytes of the context."""
         own = sum(t.untyped_storage().nbytes() for pair in self.own.values() for t in pair)
         return own + (0 if self.context is None else self.context.nbytes)
 
     # ---- the attention's side -------------------------------------------------------------------------------------
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Store what comes, and attend to the context's entries and to own tokens up to each query: [B, Hq, T, D].
+        """Store the new keys and values, and attend to the context and to own tokens up to each query: [B, Hq, T, D].
 
         query : [B, Hq, T, D]; key, value : [B, Hkv, T, D]; queries and keys after RoPE; scaling : the factor on q . k
         """
@@ -191,23 +191,23 @@ class ContextCache:
         if past is not None:
             keys = torch.cat([past.keys.expand(batch, -1, -1, -1), keys], dim=2)
             values = torch.cat([past.values.expand(batch, -1, -1, -1), values], dim=2)
-        # The G query heads of a group attend as G "queries" to their kv head: nothing is repeated but the mask.
+        # The G query heads of a group attend to their kv head as G "queries", so that only the mask is repeated.
         grouped = query.unflatten(1, (heads, -1))
         at_once = max(1, MOST_LOGITS // (batch * query.shape[1] * keys.shape[2]))
         outs = []
-        for mine, places in zip(grouped.split(at_once, dim=3), at.split(at_once, dim=1), strict=True):
-            mask = _mask(places, slots, past, computing_dtype(query, values)).repeat(1, 1, mine.shape[2], 1)
-            out = sdpa(mine.flatten(2, 3), keys, values, scaling, mask)
-            outs.append(out.unflatten(2, mine.shape[2:4]))
+        for some_queries, places in zip(grouped.split(at_once, dim=3), at.split(at_once, dim=1), strict=True):
+            mask = _mask(places, slots, past, computing_dtype(query, values)).repeat(1, 1, some_queries.shape[2], 1)
+            out = sdpa(some_queries.flatten(2, 3), keys, values, scaling, mask)
+            outs.append(out.unflatten(2, some_queries.shape[2:4]))
         return torch.cat(outs, dim=3).flatten(1, 2)
 
     def _store(self, layer: int, key: Tensor, value: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """All that is held once key and value [B, Hkv, T, D] stand at slots `at` [B, T]."""
+        """Store key and value [B, Hkv, T, D] at slots `at` [B, T]. Returns all keys and values of the layer."""
         keys, values = self.own.get(layer) or (key[:, :, :0], value[:, :, :0])
         missing = max(self._starts) + key.shape[2] - keys.shape[2]
         if missing > 0:
-            more = missing if key.shape[2] > 1 else GROW
-            keys, values = (F.pad(x, (0, 0, 0, more)) for x in (keys, values))
+            extra = missing if key.shape[2] > 1 else GROW
+            keys, values = (F.pad(x, (0, 0, 0, extra)) for x in (keys, values))
         rows = torch.arange(len(key), device=key.device)[:, None]
         keys[rows, :, at], values[rows, :, at] = key.transpose(1, 2), value.transpose(1, 2)
         self.own[layer] = keys, values
@@ -215,7 +215,7 @@ class ContextCache:
 
 
 def _mask(at: Tensor, slots: Tensor, past: LayerEntries | None, dtype: torch.dtype) -> Tensor:
-    """What is added to the logits of own tokens at slots `at` [B, T], for a context's entries and for own slots:
+    """Mask that is added to the logits of queries at slots `at` [B, T], over the context's entries and the own slots:
     [B, 1 or Hkv, T, N + C].
     """
     mask = torch.zeros(*at.shape, len(slots), dtype=dtype, device=at.device)

@@ -1,4 +1,4 @@
-"""From a context's tokens to its Context: prefill, reference queries, what stays of each layer (AM, sections 3 and 4).
+"""Compaction of a context: prefill, reference queries, kept entries of each layer (AM, sections 3 and 4).
 
 Departures from the paper: values are fitted with a ridge (sparse_rl/matching/fit.py).
 """
@@ -27,34 +27,34 @@ from sparse_rl.methods.eviction.cache import at_slots
 
 OnStage = Callable[[str], None]
 OfLayer = Callable[[int], Tensor]
-Read = Callable[[Sequence[Sequence[int]], ContextCache], None]  # a forward of texts, right-padded, through a cache
-Write = Callable[[Context], list[tuple[list[int], list[int]]]]  # (prompt, what was sampled) of self-study
+Read = Callable[[Sequence[Sequence[int]], ContextCache], None]  # runs right-padded texts through the model into a cache
+Write = Callable[[Context], list[tuple[list[int], list[int]]]]  # (prompt, sampled answer) of self-study
 
-OWN = {"context", "random", "window"}  # kinds of reference queries that are made of those of the prefill
-MOST_LOGITS = 2**28  # of more, kv heads are fitted one after another, and scores made of some queries at a time
+OWN = {"context", "random", "window"}  # kinds of reference queries that are computed from the queries of the prefill
+MOST_LOGITS = 2**28  # with more logits, kv heads are fitted one by one, and scores use some queries at a time
 
 
 class Stages(dict[str, float]):
-    """How long each stage of a compaction took: stage -> seconds."""
+    """Duration of each stage of a compaction: stage -> seconds."""
 
     @contextmanager
     def timed(self, stage: str) -> Any:
-        """Set the seconds of a stage to those that pass within."""
+        """Measure the duration of a stage."""
         start = time.perf_counter()
         yield
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # else what runs still would count for the next stage
+            torch.cuda.synchronize()  # otherwise kernels that are still running would count for the next stage
         self[stage] = time.perf_counter() - start
 
 
 @dataclass
 class Studied:
-    """A context that has been prefilled, and its reference queries: from it compactions of any size are made.
+    """A prefilled context with its reference queries, from which compactions of any size can be made.
 
-    whole : everything
-    queries : of each layer [1, Hkv, n, D]; n is 0 where nothing is chosen
+    whole : the whole context
+    queries : reference queries of each layer [1, Hkv, n, D]; n is 0 if the policy does not choose entries
     scaling : the factor on q . k
-    seconds : of prefill and queries
+    seconds : duration of prefill and queries
     """
 
     whole: Context
@@ -63,7 +63,7 @@ class Studied:
     seconds: Stages
 
     def compacted(self, config: PromptCacheConfig, counts: Sequence[Sequence[int]] | None = None) -> Context:
-        """What stays. counts : how many of each layer's kv heads, `first` and `last` apart; None: as `planned` says."""
+        """Compact the context. counts : entries of each kv head, without `first` and `last`; None means `planned`."""
         if config.policy == "full":
             return replace(self.whole, seconds=dict(self.seconds))
         if counts is None:
@@ -71,11 +71,11 @@ class Studied:
             counts = planned(config, len(self.whole.tokens), len(self.whole.layers), heads)
         stages = Stages(self.seconds)
         with stages.timed("compaction"):
-            layers = [self.layer(config, place, mine) for place, mine in enumerate(counts)]
+            layers = [self.layer(config, place, selected) for place, selected in enumerate(counts)]
         return Context(self.whole.tokens, layers, config.policy == "am", stages)
 
     def layer(self, config: PromptCacheConfig, place: int, counts: Sequence[int]) -> LayerEntries:
-        """One layer's entries, `counts` of its kv heads. Shorter heads are padded with entries that nobody sees."""
+        """Kept entries of one layer, `counts` for its kv heads. Shorter heads are padded with masked entries."""
         entries, queries = self.whole.layers[place], self.queries[place]
         logits = queries.shape[1] * queries.shape[2] * min(entries.keys.shape[2], config.chunk)
         if len(set(counts)) == 1 and (config.policy != "am" or logits <= MOST_LOGITS):
@@ -83,21 +83,21 @@ class Studied:
         return joined([self.head(config, place, head, count) for head, count in enumerate(counts)])
 
     def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries:
-        """What stays of one kv head of layer `place`: `count` entries, `first` and `last` apart."""
+        """Kept entries of one kv head of layer `place`: `count` entries, plus `first` and `last`."""
         one = slice(head, head + 1)
-        mine = LayerEntries(*(x[:, one] for x in self.whole.layers[place]))
-        return _compacted(mine, self.queries[place][:, one], count, config, self.scaling)
+        selected = LayerEntries(*(x[:, one] for x in self.whole.layers[place]))
+        return _compacted(selected, self.queries[place][:, one], count, config, self.scaling)
 
 
 def study(tokens: Sequence[int], config: PromptCacheConfig, read: Read, write: Write, on_stage: OnStage) -> Studied:
-    """Prefill these tokens, and find the reference queries.
+    """Prefill these tokens and compute the reference queries.
 
-    read : the model's forward
-    write : lets the model answer the prompts of self-study behind a context
-    on_stage : is told what begins
+    read : runs the model's forward pass
+    write : lets the model answer the prompts of self-study after a context
+    on_stage : called with the name of each stage when it begins
     """
     tokens, stages = list(tokens), Stages()
-    config.kept(len(tokens))  # refuses a context that is too short
+    config.kept(len(tokens))  # raises UserError if the context is too short
     on_stage("prefill")
     with stages.timed("prefill"):
         prefilled = ContextCache(None, captures=config.chooses and not OWN.isdisjoint(config.queries))
@@ -109,7 +109,7 @@ def study(tokens: Sequence[int], config: PromptCacheConfig, read: Read, write: W
         if not bool(entries.keys.isfinite().all() & entries.values.isfinite().all()):
             raise NotFiniteError(
                 f"the context's keys or values are not finite in layer {place}: the model's weights, or its "
-                "activations in this dtype, are NaN or infinite; take a checkpoint that is whole, or set another dtype"
+                "activations in this dtype, are NaN or infinite; use an undamaged checkpoint, or set another dtype"
             )
     if not config.chooses:
         return Studied(whole, [entries.keys[:, :, :0] for entries in whole.layers], prefilled.scaling, stages)
@@ -134,12 +134,12 @@ def _entries(keys: Tensor, values: Tensor, positions: Tensor) -> LayerEntries:
 def _queries(
     config: PromptCacheConfig, whole: Context, prefilled: ContextCache, read: Read, write: Write, on_stage: OnStage
 ) -> tuple[list[OfLayer], list[ContextCache]]:
-    """Of each kind: layer, in order -> [1, Hkv, n, D]; and the caches that hold what these are made of."""
+    """For each kind a function layer (in order) -> queries [1, Hkv, n, D], and the caches that these functions use."""
     kinds: list[OfLayer] = []
     caches = [prefilled]
     for kind in config.queries:
         if kind == "repeat":
-            on_stage("queries, the context once more")
+            on_stage("queries, second reading of the context")
             caches.append(ContextCache(whole, captures=True))
             read([whole.tokens], caches[-1])
             kinds.append(partial(_captured, caches[-1], whole))
@@ -159,16 +159,16 @@ def _queries(
 
 
 def _captured(cache: ContextCache, whole: Context, layer: int, window: int | None = None) -> Tensor:
-    """The queries that a context's tokens had as a cache read them, or the last `window` of these tokens: of a layer
+    """Queries of a context's tokens, or of its last `window` tokens, as captured by a cache: of one layer
     [1, Hkv, G tokens, D].
     """
     count = len(whole.tokens)
-    these = slice(0 if window is None else max(0, count - window), count)
-    return _by_kv_head(cache.captured(layer)[:, :, these], whole.layers[layer])
+    span = slice(0 if window is None else max(0, count - window), count)
+    return _by_kv_head(cache.captured(layer)[:, :, span], whole.layers[layer])
 
 
 def _random(cache: ContextCache, whole: Context, generator: torch.Generator, layer: int) -> Tensor:
-    """Normal queries, as many as the context's, each scaled to the mean norm of a kv head's (appendix D)."""
+    """Normally distributed queries, one for each query of the context, scaled to a kv head's mean norm (appendix D)."""
     queries = _captured(cache, whole, layer)
     drawn = torch.randn(queries.shape, generator=generator).to(queries)
     norm = queries.norm(dim=-1, keepdim=True).mean(2, keepdim=True)
@@ -176,19 +176,19 @@ def _random(cache: ContextCache, whole: Context, generator: torch.Generator, lay
 
 
 def _studied(cache: ContextCache, whole: Context, written: list[tuple[list[int], list[int]]], layer: int) -> Tensor:
-    """The queries of what was sampled behind the context: of a layer [1, Hkv, n, D]."""
+    """Queries of the sampled answers of self-study: of one layer [1, Hkv, n, D]."""
     rows = zip(cache.captured(layer), written, strict=True)
     answers = [q[None, :, len(prompt) : len(prompt) + len(answer)] for q, (prompt, answer) in rows]
     return _by_kv_head(torch.cat(answers, dim=2), whole.layers[layer])
 
 
 def _by_kv_head(query: Tensor, entries: LayerEntries) -> Tensor:
-    """[1, Hq, T, D] -> [1, Hkv, G T, D]."""
+    """Group queries by kv head: [1, Hq, T, D] -> [1, Hkv, G T, D]."""
     return query.unflatten(1, (entries.keys.shape[1], -1)).flatten(2, 3)
 
 
 def _drawn(queries: Tensor, config: PromptCacheConfig) -> Tensor:
-    """At most `most_queries` of [1, Hkv, n, D], the same places in every kv head."""
+    """Random subset of at most `most_queries` of the queries [1, Hkv, n, D], the same ones in every kv head."""
     count = queries.shape[2]
     if count <= config.most_queries:
         return queries
@@ -196,13 +196,13 @@ def _drawn(queries: Tensor, config: PromptCacheConfig) -> Tensor:
     return queries[:, :, places.sort().values.to(queries.device)]
 
 
-# ---- what stays -----------------------------------------------------------------------------------------------------
+# ---- kept entries ---------------------------------------------------------------------------------------------------
 
 
 def _compacted(
     entries: LayerEntries, queries: Tensor, count: int, config: PromptCacheConfig, scaling: float
 ) -> LayerEntries:
-    """One layer's entries: `first` and `last` as they were, and of those between them `count`, each part its share."""
+    """Kept entries of one layer: `first` and `last` unchanged, and `count` in between, spread evenly over parts."""
     tokens = entries.keys.shape[2]
     between = config.between(tokens)
     parts = math.ceil(between / config.chunk) if config.policy == "am" else 1
@@ -212,27 +212,27 @@ def _compacted(
     for part in range(parts):
         start, end = (between * n // parts for n in (part, part + 1))
         share = count * end // between - count * start // between
-        # What does not compete goes with the first part and the last, so that one part is the context as it is.
-        mine = slice(config.first + start if part else 0, config.first + end if part + 1 < parts else tokens)
+        # `first` and `last` join the first and the last part, so that a single part is the whole context.
+        selected = slice(config.first + start if part else 0, config.first + end if part + 1 < parts else tokens)
         if share:
-            held = LayerEntries(*(x[:, :, mine] for x in entries))
-            block = Block(held.keys, held.values, queries, held.bias, competing[mine].expand(1, 1, -1), scaling)
+            held = LayerEntries(*(x[:, :, selected] for x in entries))
+            block = Block(held.keys, held.values, queries, held.bias, competing[selected].expand(1, 1, -1), scaling)
             index, bias, values = _chosen(block, share, config)
             kept.append(LayerEntries(at_slots(held.keys, index), values, bias, held.positions.gather(2, index)))
     return LayerEntries(*(torch.cat(pieces, dim=2) for pieces in zip(*kept, strict=True)))
 
 
 def _chosen(block: Block, count: int, config: PromptCacheConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """What stays of a block, as `match` gives it."""
+    """Choose the entries of a block that are kept. Returns index, bias and values, as `match` does."""
     fit = Fit(config.select, config.aggregate, config.ridge, config.fit == "paper")
     if config.policy == "am" and config.pool == 1:
         return match(block, count, fit)
     score = _score(block, config.aggregate)
     if bool(score.isnan().any()):
-        raise NotFiniteError("a NaN score")
+        raise NotFiniteError("a NaN score for an entry of the context")
     inside = block.competing[0, 0]
-    near = F.avg_pool1d(score[0, :, inside], config.pool, 1, config.pool // 2, count_include_pad=False)
-    score = torch.full_like(score, float("-inf")).masked_scatter(inside, near)
+    smoothed = F.avg_pool1d(score[0, :, inside], config.pool, 1, config.pool // 2, count_include_pad=False)
+    score = torch.full_like(score, float("-inf")).masked_scatter(inside, smoothed)
     index = score.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(-1).values
     if config.policy == "am":
         return index, *refit(block, index, fit)
@@ -240,7 +240,7 @@ def _chosen(block: Block, count: int, config: PromptCacheConfig) -> tuple[Tensor
 
 
 def _score(block: Block, aggregate: str) -> Tensor:
-    """`attention_score`, made of some of the queries at a time where there are many: [1, H, N]."""
+    """`attention_score` [1, H, N], computed in groups of queries if there are many."""
     some = block.queries.split(max(1, MOST_LOGITS // block.bias.numel()), dim=2)
     scores = [attention_score(replace(block, queries=queries).logits(), aggregate) for queries in some]
     if len(scores) == 1:

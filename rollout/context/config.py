@@ -14,30 +14,33 @@ OddInt = Annotated[PositiveInt, Rule("that is odd", lambda v: v % 2 == 1)]
 
 @dataclass(frozen=True, kw_only=True)
 class PromptCacheConfig(Configuration):
-    """How a context is compacted once.
+    """Settings of the one-time compaction of a context.
 
-    policy : am, what stays gets biases and values that stand for what went; evict, it stays as it was; full, everything
-        stays; none, only first and last do (the last two are baselines, and of the other keys take these two alone)
-    ratio : of the context's tokens that stay; first and last do not count
-    queries : the reference queries: context, those of its own tokens; repeat, those of its tokens read once more behind
-        it; self_study, those of what the model writes about it; random, normal ones of the same norm; window, those of
-        its last `window` tokens
-    window : tokens of the query kind window, SnapKV's observation window
-    select : attention, the keys that receive most of it; omp, orthogonal matching pursuit of the attention mass
-    aggregate : how the attention of all reference queries to a key becomes one number: root mean square, mean or max
-    pool : the attention that a key receives is averaged over so many neighbours, itself the middle one (SnapKV)
-    ridge : of the values' fit, as for the policy am
-    fit : ridge, or paper, the paper's own solvers
-    first, last : tokens at the context's beginning and end that stay as they are (a chat template's)
-    layers : equal, all layers keep as many; pyramid, the first most and the last least, as PyramidKV; the mean is ratio
-    budgets : a file of head budgets (budgets.py); null: all heads of a layer keep as many
-    chunk : am: of a longer context equal parts of at most so many tokens are fitted each on its own, with its share of
-        what stays, in memory for reference queries x chunk numbers. If the mass and the output of every part are right,
-        so are those of all: attention over all is the mixture of the parts' outputs by their masses. Where nothing is
-        fitted tokens compete with those of the whole context
-    most_queries : of a kv head; of more, so many are drawn
-    study_samples, study_tokens : self_study: how often each of its prompts is answered, in so many tokens at most
-    seed : of what is drawn: random queries, those taken of too many, and self-study
+    policy : am, the kept entries get biases and values that stand for the evicted ones; evict, the kept entries do not
+        change; full, everything is kept; none, only first and last are kept. full and none are baselines, and first and
+        last are the only other keys that they use
+    ratio : share of the context's tokens that is kept, apart from first and last
+    queries : kinds of reference queries: context, of the context's own tokens; repeat, of its tokens read a second time
+        after it; self_study, of the model's answers about it; random, normally distributed with the same norm; window,
+        of its last `window` tokens
+    window : number of tokens of the query kind window (SnapKV's observation window)
+    select : attention, the keys that receive the most attention; omp, orthogonal matching pursuit of the attention mass
+    aggregate : statistic of the attention of all reference queries to a key: root mean square, mean or max
+    pool : number of neighbouring keys, centred on the key itself, over which its attention is averaged (SnapKV)
+    ridge : ridge of the value fit, as for the policy am
+    fit : ridge, or paper, which is the paper's own solvers
+    first, last : number of tokens at the context's beginning and end that are kept unchanged (a chat template's tokens)
+    layers : equal, every layer keeps the same number; pyramid, the first layer keeps the most and the last the least,
+        as in PyramidKV, with ratio as the mean
+    budgets : path of a file of head budgets (budgets.py); None means that all heads of a layer keep the same number
+    chunk : am fits a longer context in equal parts of at most this many tokens, each part separately and with its share
+        of the kept entries; a fit needs memory for reference queries x chunk numbers. If mass and output of every part
+        are right, so are those of the whole context: its attention is the average of the parts' outputs, weighted by
+        their masses. Under evict all tokens of the context compete with each other
+    most_queries : maximum number of reference queries of a kv head; if there are more, a random subset is used
+    study_samples, study_tokens : for self_study, the number of answers to each prompt, and their maximum length in
+        tokens
+    seed : seed of random queries, of the subset of queries and of self-study
     """
 
     policy: Literal["am", "evict", "full", "none"] = "am"
@@ -66,22 +69,22 @@ class PromptCacheConfig(Configuration):
         if self.pool > 1 and self.policy == "am" and self.select == "omp":
             raise UserError("select: omp has no scores to average; use select: attention, or pool: 1", "pool")
         if self.budgets is not None and self.layers == "pyramid":
-            raise UserError("head budgets say what each layer keeps; use layers: equal with them", "layers")
+            raise UserError("head budgets already set how much each layer keeps; use layers: equal with them", "layers")
 
     @property
     def chooses(self) -> bool:
-        """Whether some tokens are chosen over others, for which there are reference queries."""
+        """True if the policy selects tokens, for which it needs reference queries."""
         return self.policy in ("am", "evict")
 
     def between(self, tokens: int) -> int:
-        """How many of so many tokens stand between `first` and `last`. Raises UserError where there are none."""
+        """Number of tokens between `first` and `last` in a context of `tokens`. Raises UserError if there are none."""
         between = tokens - self.first - self.last
         if between < 1:
-            raise UserError(f"the context has {tokens} tokens, and first + last are {self.first + self.last}", "first")
+            raise UserError(f"the context has {tokens} tokens, but first + last are {self.first + self.last}", "first")
         return between
 
     def kept(self, tokens: int) -> int:
-        """How many of those between `first` and `last` stay, in the mean over heads. Raises UserError as `between`."""
+        """Mean number of tokens between `first` and `last` that a head keeps. Raises UserError as `between` does."""
         between = self.between(tokens)
         if self.chooses:
             return max(1, round(self.ratio * between))

@@ -1,4 +1,4 @@
-"""Bytes that a context takes: what is left of it, what it is read by, and its compaction."""
+"""Bytes that a context takes: its kept entries, the masks for reading it, and its compaction."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from sparse_rl.policies.cache import cache_bytes
 
 
 def context_bytes(entries: int, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """A context of so many entries per kv head: keys and values, and of each entry a float32 bias and its position."""
+    """Bytes of a context with `entries` entries per kv head: keys, values, float32 biases and int64 positions."""
     return cache_bytes(entries, layers, kv_heads, head_dim, itemsize) + 12 * layers * kv_heads * entries
 
 
 def reading_bytes(tokens: int, heads: int) -> int:
-    """The masks of a piece of a context, as it is read once more behind itself."""
+    """Bytes of the masks for one piece of a context, when the context is read a second time after itself."""
     return 12 * min(cache.MOST_LOGITS, heads * min(cache.ContextCache.piece or tokens, tokens) * 2 * tokens)
 
 
 def reference_queries(config: PromptCacheConfig, tokens: int, group: int) -> int:
-    """The most reference queries of a kv head, before some are drawn, of a context of so many tokens."""
+    """Maximum number of reference queries per kv head, before subsampling, for a context of `tokens` tokens."""
     study = len(STUDY_PROMPTS) * config.study_samples * config.study_tokens
     read = {"self_study": study, "window": min(config.window, tokens)}
     return group * sum(read.get(kind, tokens) for kind in config.queries) if config.chooses else 0
 
 
 def compaction_bytes(config: PromptCacheConfig, tokens: int, group: int, kv_heads: int, head_dim: int) -> int:
-    """The transient of a compaction: of the kv heads of a layer that are compacted at once, and of one part."""
+    """Temporary bytes of a compaction: those for the kv heads that are compacted at once, and for one part."""
     if not config.chooses:
         return 0
     queries = min(reference_queries(config, tokens, group), config.most_queries)
-    if config.policy == "evict":  # all heads and tokens, and some queries at a time
+    if config.policy == "evict":  # all heads and tokens at once, and some queries at a time
         some = min(queries, max(1, compact.MOST_LOGITS // (kv_heads * tokens)))
         return fit_bytes(1, kv_heads, some, tokens, 0, head_dim)
     parts = -(-config.between(tokens) // config.chunk)
     part = tokens if parts == 1 else -(-config.between(tokens) // parts) + config.first + config.last
     heads = kv_heads if queries * kv_heads * min(tokens, config.chunk) <= compact.MOST_LOGITS else 1
     fitted = -(-config.kept(tokens) // parts)
-    pursued = fitted * max(queries, part) + part**2 if config.select == "omp" else 0  # what its steps read again
+    pursued = fitted * max(queries, part) + part**2 if config.select == "omp" else 0  # reused by its steps
     return fit_bytes(1, heads, queries, part, fitted, head_dim) + 8 * heads * pursued

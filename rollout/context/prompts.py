@@ -1,6 +1,6 @@
-"""What self-study asks about a context (Attention Matching, appendix C.4): four requests, in our own words.
+"""Prompts of self-study about a context (Attention Matching, appendix C.4): four requests, in our own words.
 
-They are texts: who knows the model's chat template and tokenizer makes token ids of them.
+They are texts. The caller, which knows the model's chat template and tokenizer, turns them into token ids.
 """
 
 from __future__ import annotations

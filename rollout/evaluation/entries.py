@@ -1,4 +1,4 @@
-"""How many entries the caches of sampled sequences hold, and how many of them a query reads."""
+"""Numbers of entries that the caches of sampled sequences hold, and that a query reads."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from sparse_rl.policies.base import Policy
 
 
 class EntryCounts:
-    """Entries of a kv head under one policy, gathered over rollouts. Where no count is recorded, bounds stand for them.
+    """Entries of a kv head under one policy, gathered over rollouts. If the policy keeps the same number in all kv
+    heads, `peak` and `read` are computed from its schedule, else from the traces.
 
-    policy : None: behind a compacted context, where the trace tells everything
-    peak : the most that a kv head held while decoding
-    read : the most that a query of decoding read
-    peaks : of each rollout, what its kv heads held at most while decoding, averaged over heads and layers
-    longest_prompt : the most held while prefilling
+    policy : the policy; None after a compacted context, where all counts come from the trace
+    peak : maximum number of entries that a kv head held in decoding
+    read : maximum number of entries that a query read in decoding
+    peaks : for each rollout, the maximum number of entries of a kv head in decoding, averaged over heads and layers
+    longest_prompt : maximum number of entries held in prefill
     """
 
     def __init__(self, policy: Policy | None) -> None:
@@ -22,7 +23,7 @@ class EntryCounts:
         self.peaks: list[float] = []
 
     def add(self, rollout: Rollout) -> None:
-        """Count one more rollout."""
+        """Add the counts of one rollout."""
         prompt, fed = len(rollout.prompt_ids), len(rollout.trace) - 1
         peaks = rollout.trace.peak_counts(prompt)
         self.peaks.append(float(peaks.float().mean()))

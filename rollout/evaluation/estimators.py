@@ -1,4 +1,4 @@
-"""The estimators of an evaluation, over numbers alone."""
+"""Estimators of an evaluation, computed from plain numbers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """The unbiased estimate of pass@k from `correct` of n samples: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021)."""
+    """Unbiased estimate of pass@k if c = `correct` of n samples are: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021)."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """The mean and its standard error over independent values; None for too few."""
+    """Mean of independent values and its standard error; each is None if there are too few values."""
     if not values:
         return None, None
     mean = sum(values) / len(values)

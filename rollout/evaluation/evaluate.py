@@ -1,10 +1,10 @@
 """Evaluation: pass@1 over tasks × cache policies.
 
-Every problem is sampled n times. A completion is correct iff its score is at least 1; a problem with a sample that has
-no score (its gold answer cannot be read) is left out and counted. pass@k is averaged over problems, with the standard
-error over problems: samples of one problem are not independent. All points see the same seed. Each policy has one
-engine, on which all tasks run. The same completions may have further scores, each with an accuracy of its own over the
-problems that it can score.
+Every problem is sampled n times. A completion is correct iff its score is at least 1. A problem is excluded, and
+counted as such, if a sample has no score because its gold answer cannot be read. pass@k is averaged over problems, with
+the standard error over problems, because samples of one problem are not independent. All points use the same seed. Each
+policy has one engine, on which all tasks run. The same completions may have further scores, each with a separate
+accuracy over the problems that it can score.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """Problems, and what scores their completions.
+    """Problems, and the functions that score their completions.
 
     prompts : token ids, one list per problem
-    score : (problem of each completion, its text, its rollout) -> its score, None where there is none
-    further : name -> another such score
+    score : function (problem of each completion, texts, rollouts) -> score of each completion, None if it has none
+    further : name -> further score function
     """
 
     prompts: Sequence[Sequence[int]]
@@ -43,7 +43,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """pass@1 by one score over so many problems, with its standard error; None where too few could be scored."""
+    """pass@1 by one score over `problems` problems, with its standard error; None if too few could be scored."""
 
     accuracy: float | None
     standard_error: float | None
@@ -52,11 +52,12 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class ContextCosts:
-    """The contexts of a task that are compacted once, and what that took: means over them.
+    """Costs of compacting the contexts of a task: means over the contexts.
 
-    tokens : of the context, with what the chat template puts in front of it
-    bytes, whole_bytes : of keys, values and biases, after and before the compaction
-    seconds : of each stage; prefill and reference queries may have been shared with other rows
+    contexts : number of contexts
+    tokens : tokens of a context, including the tokens that the chat template puts in front of it
+    bytes, whole_bytes : bytes of keys, values and biases, after and before the compaction
+    seconds : duration of each stage; prefill and reference queries may have been shared with other rows
     """
 
     contexts: int
@@ -70,18 +71,20 @@ class ContextCosts:
 class EvalRow:
     """One task under one cache.
 
-    accuracy : pass@1 over `problems` problems of `samples` samples; None where no problem could be scored
-    standard_error : of accuracy, over problems; None for fewer than two
-    pass_at_k, pass_at_k_error : k = 1, 2, 4, ... <= samples -> the same for pass@k
-    further_accuracy : the same by each of the further scores
-    excluded : problems left out, whose gold answer cannot be read
-    retention : cache length / sequence length at the end, over all completions, and over the correct ones
-    length, truncated : mean tokens of a completion; share that ran into max_tokens
-    forced : share that was given the text of a forced answer
-    peak_entries : the most entries that a kv head held while decoding; longest_prompt: while prefilling
-    read_entries : the most that a query of decoding read of a kv head
-    mean_peak_entries : the same of each kv head, averaged over heads, layers and completions
-    contexts : of problems whose contexts are compacted once
+    accuracy : pass@1 over `problems` problems with `samples` samples each; None if no problem could be scored
+    standard_error : standard error of accuracy over problems; None for fewer than two problems
+    pass_at_k, pass_at_k_error : k = 1, 2, 4, ... <= samples -> pass@k, and its standard error
+    further_accuracy : accuracy by each of the further scores
+    excluded : number of excluded problems, whose gold answer cannot be read
+    retention, retention_correct : cache length / sequence length at the end, mean over all completions, and over the
+        correct ones
+    length, truncated : mean number of tokens in a completion; share of completions that reached max_tokens
+    forced : share of completions that got the text of a forced answer
+    peak_entries : maximum number of entries that a kv head held in decoding
+    longest_prompt : maximum number of entries that a kv head held in prefill
+    read_entries : maximum number of entries of a kv head that a query read in decoding
+    mean_peak_entries : peak of each kv head, averaged over heads, layers and completions
+    contexts : costs of the compacted contexts; None if there are none
     """
 
     task: str
@@ -111,7 +114,7 @@ class EvalRow:
 
     @property
     def budget(self) -> int | None:
-        """The policy's budget; None where it has none."""
+        """The policy's budget; None if it has none."""
         return self.parameters.get("budget")
 
 
@@ -126,12 +129,12 @@ def evaluate(
     on_row: Callable[[list[EvalRow]], None],
     progress: bool = True,
 ) -> list[EvalRow]:
-    """One row per task and policy, tasks first.
+    """Evaluate every task under every policy. Returns one row per task and policy, ordered by task first.
 
-    open_engine : policy -> a context with the engine that samples under it
-    decode : token ids of completions -> their texts
-    on_completion : is told each completion, as one line of a file of completions
-    on_row : is told all rows so far, after each new one
+    open_engine : function policy -> context manager of the engine that samples under it
+    decode : function token ids of completions -> their texts
+    on_completion : called with each completion, as one line of a file of completions
+    on_row : called with all rows so far, after each new one
     """
     order = [(task, place) for task in tasks for place in range(len(policies))]
     done: dict[tuple[str, int], EvalRow] = {}
@@ -152,9 +155,9 @@ def evaluate(
 
 
 class Point:
-    """What is gathered of one task under one cache.
+    """Collected results of one task under one cache.
 
-    cache : a policy, or the name and the settings of what compacts contexts
+    cache : a policy, or the name and the settings of a compaction of contexts
     """
 
     def __init__(
@@ -163,44 +166,44 @@ class Point:
         self.name, self.task, self.sampling, self.samples = name, task, sampling, sampling.n
         policy = None if isinstance(cache, tuple) else cache
         self.policy, self.parameters = cache if isinstance(cache, tuple) else (cache.name, cache.parameters())
-        self.correct: list[int | None] = []  # per problem; None: left out
+        self.correct: list[int | None] = []  # per problem; None means excluded
         self.further: dict[str, list[int | None]] = {name: [] for name in task.further}
-        self.lines: list[Line] = []  # of completions, without their texts
+        self.lines: list[Line] = []  # lines of completions, without their texts
         self.seconds = 0.0
         self.entries = EntryCounts(policy)
 
     def judge(self, problems: Sequence[int], rollouts: Sequence[Rollout], seconds: float, decode: Decode) -> list[Line]:
-        """Count the completions of some problems; returns their lines for eval_completions.jsonl."""
-        asked = [problem for problem in problems for _ in range(self.samples)]
+        """Score and count the completions of some problems. Returns their lines for eval_completions.jsonl."""
+        sample_problems = [problem for problem in problems for _ in range(self.samples)]
         texts = decode([rollout.completion_ids for rollout in rollouts])
-        scores = self.task.score(asked, texts, rollouts)
-        further = {key: score(asked, texts, rollouts) for key, score in self.task.further.items()}
+        scores = self.task.score(sample_problems, texts, rollouts)
+        further = {key: score(sample_problems, texts, rollouts) for key, score in self.task.further.items()}
         self.correct += count_correct(scores, self.samples)
-        for name, others in further.items():
-            self.further[name] += count_correct(others, self.samples)
+        for name, more_scores in further.items():
+            self.further[name] += count_correct(more_scores, self.samples)
         self.seconds += seconds
         lines: list[Line] = []
         for i, (rollout, score) in enumerate(zip(rollouts, scores, strict=True)):
             self.entries.add(rollout)
             line: Line = {"task": self.name, "policy": self.policy, "parameters": self.parameters}
-            line |= {"problem": asked[i], "sample": i % self.samples}
+            line |= {"problem": sample_problems[i], "sample": i % self.samples}
             line |= {"correct": None if score is None else score >= 1, "reward": score}
             if further:
-                line["further_rewards"] = {name: found[i] for name, found in further.items()}
+                line["further_rewards"] = {name: score_list[i] for name, score_list in further.items()}
             lines.append(line | summary(rollout))
         self.lines += lines
         return [{**line, "completion": text} for line, text in zip(lines, texts, strict=True)]
 
     def row(self, contexts: ContextCosts | None = None) -> EvalRow:
-        """What was measured, of all completions that were judged."""
+        """Row of the results over all judged completions."""
         counted = [c for c in self.correct if c is not None]
         ks = [2**i for i in range(self.samples.bit_length())] if counted else []
-        at = {k: mean_and_error([pass_at_k(self.samples, c, k) for c in counted]) for k in ks}
-        accuracy, error = at.get(1, (None, None))
+        pass_at = {k: mean_and_error([pass_at_k(self.samples, c, k) for c in counted]) for k in ks}
+        accuracy, error = pass_at.get(1, (None, None))
         kept = [line["retention"] for line in self.lines]
         kept_correct = [line["retention"] for line in self.lines if line["correct"]]
         lengths = [line["tokens"] for line in self.lines]
-        tokens, completions, given = sum(lengths), len(lengths), self.sampling
+        tokens, completions, settings = sum(lengths), len(lengths), self.sampling
         return EvalRow(
             task=self.name,
             policy=self.policy,
@@ -211,13 +214,13 @@ class Point:
             accuracy=accuracy,
             standard_error=error,
             further_accuracy={name: self._accuracy(correct) for name, correct in self.further.items()},
-            pass_at_k={k: mean for k, (mean, _) in at.items() if mean is not None},
-            pass_at_k_error={k: se for k, (_, se) in at.items()},
+            pass_at_k={k: mean for k, (mean, _) in pass_at.items() if mean is not None},
+            pass_at_k_error={k: se for k, (_, se) in pass_at.items()},
             retention=sum(kept) / completions,
             retention_correct=sum(kept_correct) / len(kept_correct) if kept_correct else None,
             length=tokens / completions,
             truncated=sum(line["finish_reason"] == "length" for line in self.lines) / completions,
-            forced=sum(bool(given.forced) and length > given.forced_from for length in lengths) / completions,
+            forced=sum(bool(settings.forced) and length > settings.forced_from for length in lengths) / completions,
             peak_entries=self.entries.peak,
             read_entries=self.entries.read,
             mean_peak_entries=self.entries.mean_peak,
@@ -234,6 +237,9 @@ class Point:
 
 
 def count_correct(scores: Sequence[float | None], samples: int) -> list[int | None]:
-    """Correct samples of each problem, given the scores of all, problem-major; None where one of them has none."""
+    """Number of correct samples of each problem, from scores in problem-major order; None if a sample has no score."""
     problems = [scores[start : start + samples] for start in range(0, len(scores), samples)]
-    return [None if None in mine else sum(score is not None and score >= 1 for score in mine) for mine in problems]
+    return [
+        None if None in problem_scores else sum(score is not None and score >= 1 for score in problem_scores)
+        for problem_scores in problems
+    ]

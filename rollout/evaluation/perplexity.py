@@ -1,7 +1,7 @@
-"""Perplexity of token sequences under a cache, as PG-19 is evaluated: decoded token by token behind a prompt.
+"""Perplexity of token sequences under a cache, as evaluated on PG-19: decoded token by token after a prompt.
 
-Every piece of a text has a prompt, which is prefilled, and a rest, which is fed as if it had been sampled. The error is
-over pieces, as if they were independent.
+Each piece of a text consists of a prompt, which is prefilled, and a rest, which is fed as if it had been sampled. The
+standard error is over pieces, as if they were independent.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from rollout.requests import NotFiniteLogprobError
 from sparse_rl.policies.base import Policy
 from sparse_rl.progress import Stage, stage
 
-LARGEST_NLL = 700.0  # whose exp is a float
+LARGEST_NLL = 700.0  # largest nll whose exp fits into a float
 
 
 @dataclass(frozen=True)
 class PerplexityRow:
     """A text under one cache.
 
-    pieces, prompt_tokens, completion_tokens : the text as it was cut
-    nll : natural logarithm of 1 / probability, mean over the tokens behind the prompts
-    standard_error : of nll, over pieces; None for fewer than two
-    perplexity : exp(nll); None where it is no float
-    retention : cache length / sequence length at the end, over all pieces
-    peak_entries : the most entries that a kv head held while decoding
-    read_entries : the most that a query of decoding read of a kv head
-    mean_peak_entries : the same as peak_entries of each kv head, averaged over heads, layers and pieces
-    tokens, seconds : those behind the prompts, and the time in the engine, the prompts' included
+    pieces, prompt_tokens, completion_tokens : number of pieces, and tokens in the prompt and the rest of each
+    nll : natural logarithm of 1 / probability, mean over the tokens after the prompts
+    standard_error : standard error of nll over pieces; None for fewer than two pieces
+    perplexity : exp(nll); None if it does not fit into a float
+    retention : cache length / sequence length at the end, mean over all pieces
+    peak_entries : maximum number of entries that a kv head held in decoding
+    read_entries : maximum number of entries of a kv head that a query read in decoding
+    mean_peak_entries : peak of each kv head, averaged over heads, layers and pieces
+    tokens : number of tokens after the prompts
+    seconds : time in the engine, including prefill
     """
 
     policy: str
@@ -57,7 +58,7 @@ class PerplexityRow:
 
     @property
     def budget(self) -> int | None:
-        """The policy's budget; None where it has none."""
+        """The policy's budget; None if it has none."""
         return self.parameters.get("budget")
 
 
@@ -70,11 +71,11 @@ def measure_perplexity(
     on_row: Callable[[list[PerplexityRow]], None],
     progress: bool = True,
 ) -> list[PerplexityRow]:
-    """The perplexity of a text under each of several policies, one row each.
+    """Measure the perplexity of a text under several policies. Returns one row per policy.
 
-    pieces : token ids, all as many, more than `prompt_tokens`
-    open_engine : policy -> a context with the engine that decodes under it
-    on_row : is told all rows so far, after each new one
+    pieces : token ids of each piece; all have the same length, which is above `prompt_tokens`
+    open_engine : function policy -> context manager of the engine that decodes under it
+    on_row : called with all rows so far, after each new one
     """
     rows: list[PerplexityRow] = []
     total = len(policies) * len(pieces)
@@ -92,7 +93,7 @@ def _measure(pieces: Sequence[Sequence[int]], prompt_tokens: int, engine: Engine
     entries, seconds = EntryCounts(policy), 0.0
     losses: list[float] = []
     kept: list[float] = []
-    for first in range(0, len(pieces), engine.max_batch):  # in parts, so that the traces need not all be held at once
+    for first in range(0, len(pieces), engine.max_batch):  # in parts, so that not all traces are in memory at once
         part = pieces[first : first + engine.max_batch]
         start = time.perf_counter()
         try:

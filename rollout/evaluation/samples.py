@@ -1,4 +1,4 @@
-"""Sampling any number of prompts: in parts, so that the traces need not all be held at once."""
+"""Sampling of any number of prompts, in parts, so that not all traces are in memory at once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sparse_rl.policies.base import Policy
 def sample_in_parts(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
 ) -> Iterator[tuple[list[int], list[Rollout], float]]:
-    """(places of prompts, their rollouts, prompt-major, seconds) in parts of a few full batches.
+    """Sample in parts of a few full batches. Yields (indices of prompts, their rollouts, prompt-major, seconds).
 
-    context : what all of these prompts stand behind, in an engine that takes one
+    context : compacted context that all prompts follow, if the engine supports contexts
 
-    Equal prompts stay in one part: the engine tells their samples apart only within one call.
+    Equal prompts stay in one part: only within one call does the engine seed their samples differently.
     """
     places_of: dict[tuple[int, ...], list[int]] = {}
     for place, prompt in enumerate(prompts):
@@ -42,12 +42,12 @@ def sample_in_parts(
 
 
 def label(policy: Policy) -> str:
-    """A policy in a few letters, for a progress bar: its name, and its budget where it has one."""
+    """Short label of a policy for a progress bar: its name, and its budget if it has one."""
     return " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
 
 
 def summary(rollout: Rollout) -> dict[str, Any]:
-    """What a line of a completions file says of a rollout, besides its text."""
+    """Values of a rollout in a line of a completions file, without its text."""
     return {
         "finish_reason": rollout.finish_reason,
         "tokens": len(rollout.completion_ids),

@@ -183,7 +183,7 @@ def test_entries_go_to_the_heads_that_gain_most() -> None:
     assert torch.equal(flat, torch.full((2, 2), 0.1, dtype=torch.float64))
     with pytest.raises(UserError, match=r"2.0 is not between 0.01 and 1.0"):
         allocate(curves, ratios, 2.0)
-    with pytest.raises(UserError, match="0 leaves nothing to share out"):
+    with pytest.raises(UserError, match="0 leaves no entries to distribute"):
         allocate(torch.zeros(1, 2, len(RATIOS)), RATIOS, 0)
 
 
@@ -279,10 +279,10 @@ def test_budgets_are_kept_and_refused(tmp_path: Path) -> None:
     assert counts(load(tmp_path / "zero.json", 1, 2), 0.1, 102, config) == [[1, 20]]
     for wrong in ([[-0.1, 0.3]], [[0.0, 0.0]]):
         (tmp_path / "wrong.json").write_text(json.dumps({"shares": wrong}))
-        with pytest.raises(UserError, match="a head budget below 0, or none above it"):
+        with pytest.raises(UserError, match="a head budget below 0, or no head budget above 0"):
             load(tmp_path / "wrong.json", 1, 2)
     (tmp_path / "no.json").write_text("[]")
-    for file, says in (("absent", "No such file"), ("no.json", "list indices"), ("b.json", r"\[2, 3\], and the model")):
+    for file, says in (("absent", "No such file"), ("no.json", "list indices"), ("b.json", r"\[2, 3\], but the model")):
         with pytest.raises(UserError, match=says) as caught:
             load(tmp_path / file, 2, 2)
         assert "\n" not in str(caught.value)
@@ -290,14 +290,14 @@ def test_budgets_are_kept_and_refused(tmp_path: Path) -> None:
 
 def test_what_is_refused(engine_of: Callable) -> None:
     engine = engine_of("qwen2")
-    with pytest.raises(UserError, match=r"the context has 3 tokens, and first \+ last are 5"):
+    with pytest.raises(UserError, match=r"the context has 3 tokens, but first \+ last are 5"):
         engine.compact([1, 2, 3], PromptCacheConfig(first=5))
     with pytest.raises(UserError, match="self_study needs prompts"):
         engine.compact([1, 2, 3, 4], PromptCacheConfig(queries=["self_study"]))
     with pytest.raises(UserError, match="the context has 0 tokens"):
         engine.compact([], PromptCacheConfig())
     context = engine.compact([1, 2, 3, 4], PromptCacheConfig())
-    with pytest.raises(UserError, match="behind a compacted context no queries are kept"):
+    with pytest.raises(UserError, match="the cache of a compacted context keeps no last queries"):
         engine.prefill([[1]], context).queries(0)
     with pytest.raises(UserError, match=r"another model: layers, kv heads and head size are \(2, 2, \d+\), not \("):
         engine_of("stories260K").generate([[5]], SAMPLING, context)

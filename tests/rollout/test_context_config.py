@@ -202,7 +202,7 @@ def test_settings_that_do_not_go_together() -> None:
         ({"queries": []}, "queries", "name at least one"),
         ({"pool": 4}, "pool", "that is odd, got 4"),
         ({"pool": 5, "select": "omp"}, "pool", "select: omp has no scores"),
-        ({"budgets": "a.json", "layers": "pyramid"}, "layers", "head budgets say what each layer keeps"),
+        ({"budgets": "a.json", "layers": "pyramid"}, "layers", "head budgets already set how much each layer keeps"),
         ({"chunk": 0}, "chunk", ">= 1"),
     ):
         with pytest.raises(UserError, match=says) as caught:

@@ -54,7 +54,7 @@ def test_wrong_weights_are_refused(new_model: Callable) -> None:
     engine = make_engine("hf", model=new_model("qwen3"), policy=GKV)
     with pytest.raises(ValueError, match=r"no weight 'model\.nothing'"):
         engine.load_weights([("model.nothing", torch.zeros(1))])
-    with pytest.raises(ValueError, match=r"'model\.norm\.weight' is \[32\], got \[1\]"):
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' has shape \[32\], got \[1\]"):
         engine.load_weights([("model.norm.weight", torch.zeros(1))])
 
 
