@@ -110,7 +110,7 @@ def redundancy_choice(dtype: torch.dtype, head_dim: int) -> Choice:
 
 
 def check_redundancy(load: Callable[[], Total], dtype: torch.dtype, head_dim: int, device: str) -> Choice:
-    """Compare Triton's form with the reference on two rows: one has `CHECKED` entries, also run alone; one is padded."""
+    """Compare Triton's form with the reference: one row of `CHECKED` entries, also run alone, and one padded row."""
 
     def judge(form: Total) -> tuple[bool, str]:
         inputs = [part.to(device) for part in drawn_entries(dtype, head_dim)]

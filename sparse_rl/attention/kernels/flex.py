@@ -1,9 +1,9 @@
-"""Replay attention by FlexAttention: what it costs is what the cache held, O(S * budget), and no S x S tensor is made.
+"""Replay attention with FlexAttention: the cost is proportional to the cache, O(S * budget); no S x S tensor is made.
 
 The kv heads are folded into the batch, so that a row of FlexAttention is one kv head of one sequence: tile lists are
-made once for the group of query heads, and the mask reads its own row. Lengths are padded to a few sizes, and what
-differs between layers and steps is an argument, so that one compiled graph serves all layers and steps of a size (and
-number of rows; another one where no gradient is wanted).
+made once for the group of query heads, and the mask reads only its row. Lengths are padded to a few sizes, and
+everything that differs between layers and steps is an argument, so that one compiled graph serves all layers and steps
+with the same size and number of rows (with a second graph for calls without gradients).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelO
 from sparse_rl.attention.kernels.sdpa import computing_dtype
 from sparse_rl.attention.kernels.tiles import TILE, make_tiles, segment_of
 
-# torch's own limits are small, since it would run uncompiled beyond them; with fullgraph=True it raises instead.
+# torch's default limits are small, because beyond them it would run uncompiled; with fullgraph=True it raises instead.
 LIMITS = {"recompile_limit": 4096, "accumulated_recompile_limit": 4096}
-# Triton's kernels by name: the choice that torch makes by itself may fall on one whose gradients were found wrong on
-# Hopper (flash-attention #2623). Its masked rows are safe only while ROWS_GUARANTEED_SAFE is never set.
+# Request Triton's kernels by name: by default torch may choose a backend whose gradients were found wrong on Hopper
+# (flash-attention #2623). Fully masked rows are safe in Triton's kernels only while ROWS_GUARANTEED_SAFE is not set.
 KERNEL_OPTIONS: Any = {"BACKEND": "TRITON"} if "BACKEND" in FlexKernelOptions.__annotations__ else {}
 
 
 def padded(length: int) -> int:
-    """The size that a length is padded to: a multiple of 128, at most two between a power of two and the next.
+    """The padded size of a length: a multiple of 128, with at most one size between consecutive powers of two.
 
-    Padding visits no tile; the inputs' copies grow to at most 1.5 times the length, the lists of tiles to 2.25 times.
+    Padding visits no tile; the copies of the inputs grow to at most 1.5 times the length, the tile lists 2.25 times.
     """
     step = max(TILE, 1 << max(0, (length - 1).bit_length() - 2))
     return -(-length // step) * step
@@ -45,16 +45,18 @@ def flex_attend(
     compiled: bool = True,
     want_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention under evict_at by FlexAttention, which visits only the tiles that hold something.
+    """Attention under evict_at with FlexAttention, which visits only the tiles that are not empty.
 
     evict_at : int32 [B, Hkv, S]
     query : [B, Hq, S, D]; key : [B, Hkv, S, D]; value : [B, Hkv, S, E]
-    in_segments : keys sorted by evict_at in segments; else in natural order
-    compiled : False is torch's plain operator, which ignores the tiles and makes S x S scores: for tests. On a CPU the
-        compiled one has neither a backward nor the LSE.
+    in_segments : True sorts keys by evict_at in segments; False keeps the natural order
+    compiled : False uses torch's plain operator, which ignores the tiles and makes S x S scores: for tests. On a CPU
+        the compiled operator has neither a backward pass nor the log-sum-exp.
+    want_lse : True also returns the log-sum-exp
 
-    Returns the output [B, Hq, S, E], 0 where a query sees nothing (padding); and where it is wanted, the log-sum-exp of
-    each query's scaled scores, [B, Hq, S] in float32 (or the inputs' float64), there -inf. Both are differentiable.
+    Returns (output [B, Hq, S, E], log-sum-exp of each query's scaled scores [B, Hq, S] or None). The log-sum-exp is
+    float32 (float64 for float64 inputs). For a query that sees no token (padding), the output is 0 and the log-sum-exp
+    is -inf. Both are differentiable.
     """
     batch, q_heads, length, dim = query.shape
     rows, width = batch * key.shape[1], padded(length)
@@ -63,10 +65,10 @@ def flex_attend(
         dtype = torch.float32
     query, key, value = (x.to(dtype) for x in (query, key, value))
     tiles = make_tiles(evict_at.reshape(rows, length), width, segment_of(width) if in_segments else None)
-    behind = (0, 0, 0, width - length)
-    query = _padded(query.reshape(rows, q_heads * batch // rows, length, dim), behind)
+    padding = (0, 0, 0, width - length)
+    query = _padded(query.reshape(rows, q_heads * batch // rows, length, dim), padding)
     if tiles.order is None:
-        key, value = (_padded(x.reshape(rows, 1, length, x.shape[-1]), behind) for x in (key, value))
+        key, value = (_padded(x.reshape(rows, 1, length, x.shape[-1]), padding) for x in (key, value))
     else:
         back = tiles.order.argsort(dim=-1)[:, :length]
         key, value = (_Reordered.apply(x, tiles.order.clamp(max=length - 1), back)[:, None] for x in (key, value))
@@ -81,13 +83,13 @@ def flex_attend(
     return out, None if lse is None else lse[:, :, :length].reshape(batch, q_heads, length)
 
 
-def _padded(x: Tensor, behind: tuple[int, ...]) -> Tensor:
-    """Contiguous in any case: other strides would be another graph."""
-    return torch.nn.functional.pad(x, behind).contiguous()
+def _padded(x: Tensor, padding: tuple[int, ...]) -> Tensor:
+    """Pad a tensor and make it contiguous, since other strides would need another compiled graph."""
+    return torch.nn.functional.pad(x, padding).contiguous()
 
 
 def block_mask(position: Tensor, evict_at: Tensor, *lists: Tensor) -> BlockMask:
-    """FlexAttention's own form of `Tiles`. lists : as `tile_mask` takes them"""
+    """Convert `Tiles` to FlexAttention's BlockMask. lists : as in `tile_mask`"""
 
     def visible(row: Tensor, _: Tensor, q: Tensor, slot: Tensor) -> Tensor:
         return (position[row, slot] <= q) & (q < evict_at[row, slot])
@@ -96,7 +98,7 @@ def block_mask(position: Tensor, evict_at: Tensor, *lists: Tensor) -> BlockMask:
 
 
 def tile_mask(visible: Any, size: int, lists: tuple[Any, ...]) -> BlockMask:
-    """FlexAttention's own form of lists of tiles, of which some are under a mask.
+    """Convert lists of tiles to FlexAttention's BlockMask; `visible` masks the partial tiles.
 
     lists : partial_count, partial, full_count, full, as in `Tiles`
     """
@@ -124,12 +126,12 @@ def _attend(
 
 @cache
 def _compiled() -> Any:
-    """When it is first needed: torch's compiler takes seconds to import."""
+    """Compile `_attend` on first use, because torch's compiler takes seconds to import."""
     return torch.compile(_attend, dynamic=False, fullgraph=True)
 
 
 class _Reordered(torch.autograd.Function):
-    """x [B, Hkv, S, D] in another order, [B * Hkv, N, D]; back, by the inverse order, without a scattered sum."""
+    """Reorder x [B, Hkv, S, D] to [B * Hkv, N, D]; the backward pass gathers by the inverse order, without scatters."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
@@ -146,7 +148,7 @@ class _Reordered(torch.autograd.Function):
 
 
 def tiles_bytes(sequences: int, kv_heads: int, length: int) -> int:
-    """One layer's tiles in FlexAttention: positions and evict_at, the keys' order and back, and four lists of tiles."""
+    """Bytes of one layer's tiles: positions and evict_at, the keys' order and its inverse, and four lists of tiles."""
     width = padded(length)
     count = width // TILE
     return sequences * kv_heads * (width * (4 + 4 + 8) + length * 8 + 4 * 4 * (count + count**2))

@@ -1,12 +1,12 @@
-"""Attention under evict_at over gathered keys: for a chunk of queries, only what some query of it sees.
+"""Attention under evict_at over gathered keys: each chunk of queries gets only the keys that some query of it sees.
 
-Eviction is monotone, so that what a chunk sees of the tokens before it is among what the chunk before saw and its own
-tokens. With a budget B that are about B keys, whatever the length: a chunk of C queries is one dense call over B + C
-keys under a small mask, and a sequence costs O(S (B + C)) forward and backward. Built of ordinary operators, it has
-exact gradients on every device.
+Eviction is monotone, so every earlier token that a chunk sees either was seen by the previous chunk or belongs to it.
+With a budget B, these are about B keys, independent of the length: a chunk of C queries is one dense call over B + C
+keys with a small mask, and a sequence costs O(S (B + C)), forward and backward. Since it consists of ordinary
+operators, it has exact gradients on every device.
 
-A row is one kv head of one sequence, as in tiles.py. Rows that see less than the fullest are filled with tokens that
-have gone; the mask hides these.
+A row is one kv head of one sequence, as in tiles.py. Rows that see fewer keys than the fullest row are filled up with
+evicted tokens, which the mask hides.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
 
-SMALLEST, LARGEST = 64, 512  # queries of a chunk
-HELD = 2**26  # bytes of one layer that may stay until the backward pass; what is larger is gathered again there
+SMALLEST, LARGEST = 64, 512  # limits of the number of queries in a chunk
+HELD = 2**26  # bytes of one layer that may be kept for the backward pass; above it, the backward pass gathers again
 
 
 @dataclass
 class QueryChunk:
-    """Queries first .. last - 1 of R rows, and the K keys that they are given, their own the last of them.
+    """Queries first .. last - 1 of R rows, and the K keys that they attend to; the chunk's own tokens are the last.
 
-    columns : int64 [R, K], of each key; until : int32 [R, K], evict_at of it
+    columns : int64 [R, K], position of each key; until : int32 [R, K], evict_at of each key
     """
 
     first: int
@@ -37,7 +37,7 @@ class QueryChunk:
     until: Tensor
 
     def visible(self) -> Tensor:
-        """Bool [R, 1, queries, K]. A query always sees itself, as in `visible_mask`."""
+        """The mask, bool [R, 1, queries, K]. A query always sees itself, as in `visible_mask`."""
         now = torch.arange(self.first, self.last, device=self.until.device)
         seen = now[:, None] < self.until[:, None]
         own = seen[..., self.first - self.last :]
@@ -46,12 +46,12 @@ class QueryChunk:
 
 
 def make_chunks(evict_at: Tensor) -> list[QueryChunk]:
-    """The chunks of int32 evict_at [R, S]. Where it is on a GPU, that is waited for twice."""
+    """Make the chunks for evict_at, int32 [R, S]. If evict_at is on a GPU, this waits for the GPU twice."""
     rows, width = evict_at.shape
     position = torch.arange(width, device=evict_at.device)
     size = _chunk_size(evict_at)
     starts = position[::size]
-    # How many keys before it each chunk is given: as many as the fullest row sees.
+    # Number of earlier keys for each chunk: the number that the fullest row sees.
     survive = (position < starts[:, None]) & (evict_at[:, None] > starts[:, None])  # [R, chunks, S]
     counts = survive.sum(-1).amax(0).tolist()
     chunks, columns, until = [], position[:0].expand(rows, 0), evict_at[:, :0]
@@ -65,7 +65,7 @@ def make_chunks(evict_at: Tensor) -> list[QueryChunk]:
 
 
 def _chunk_size(evict_at: Tensor) -> int:
-    """About a quarter of what the queries of the fullest row see on average, as a power of two."""
+    """About a quarter of the number of keys that queries of the fullest row see on average, as a power of two."""
     width = evict_at.shape[-1]
     position = torch.arange(width, device=evict_at.device)
     seen = int((evict_at.clamp(max=width) - position).clamp(min=0).sum(-1).amax()) // width
@@ -73,17 +73,17 @@ def _chunk_size(evict_at: Tensor) -> int:
 
 
 def visited_share(chunks: list[QueryChunk]) -> float:
-    """The share of all S x S query-key pairs that is computed."""
+    """The share of all S x S query-key pairs that are computed."""
     return sum((chunk.last - chunk.first) * chunk.columns.shape[1] for chunk in chunks) / chunks[-1].last ** 2
 
 
 def held_bytes(chunks: list[QueryChunk], dim: int, itemsize: int) -> int:
-    """What SDPA keeps for the backward pass besides q, k and v: keys, values, and the masks in their dtype."""
+    """Bytes that SDPA keeps for the backward pass besides q, k and v: gathered keys and values, and masks in dtype."""
     return itemsize * sum(chunk.columns.numel() * (2 * dim + chunk.last - chunk.first) for chunk in chunks)
 
 
 def gathered_attention(evict_at: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Attention under evict_at by SDPA, for chunks of queries over the keys that any of them sees: [B, Hq, S, D].
+    """Attention under evict_at with SDPA, for chunks of queries over the keys that some of them see: [B, Hq, S, D].
 
     evict_at : int32 [B, Hkv, S]; query : [B, Hq, S, D]; key, value : [B, Hkv, S, D]
     """
@@ -102,21 +102,25 @@ def _attend(chunks: list[QueryChunk], query: Tensor, key: Tensor, value: Tensor,
     first_of_row = torch.arange(0, len(key), shape[2], device=key.device)[:, None]
     places = [(first_of_row + chunk.columns).flatten() for chunk in chunks]
     counts = [len(place) for place in places]
-    # All chunks' at once: a gather or a slice for each would have the backward pass fill S numbers for each.
+    # Gather for all chunks at once: with a gather or slice per chunk, the backward pass would fill S numbers per chunk.
     keys, values = (x.index_select(0, torch.cat(places)).split(counts) for x in (key, value))
     queries = query.split([chunk.last - chunk.first for chunk in chunks], dim=2)
     rows, group = query.shape[:2]
     parts = []
-    for chunk, of_queries, *of_keys in zip(chunks, queries, keys, values, strict=True):
-        key, value = (x.view(rows, 1, -1, shape[-1]).expand(-1, group, -1, -1) for x in of_keys)
-        parts.append(sdpa(of_queries, key, value, scaling, chunk.visible()))
+    for chunk, chunk_queries, *keys_and_values in zip(chunks, queries, keys, values, strict=True):
+        key, value = (x.view(rows, 1, -1, shape[-1]).expand(-1, group, -1, -1) for x in keys_and_values)
+        parts.append(sdpa(chunk_queries, key, value, scaling, chunk.visible()))
     return torch.cat(parts, dim=2).view(shape).to(dtype)
 
 
 def gathered_bytes(rows: int, prompt: int, length: int, seen: int, head_dim: int, itemsize: int, layers: int) -> int:
-    """What attention over gathered keys holds until the backward pass, where a query sees `seen` entries, and all of
-    its prompt; rows: sequences x kv heads. Of one layer, where that is too much to be kept of all of them.
+    """Bytes that attention over gathered keys keeps for the backward pass, if a query sees `seen` entries, and queries
+    of the prompt see the prompt before them.
+
+    rows : sequences x kv heads
+
+    If one layer exceeds `HELD`, the result is for one layer, since only one is kept at a time; else for all layers.
     """
     evict_at = (torch.arange(length, dtype=torch.int32) + seen).clamp(min=prompt)
-    held = rows * held_bytes(make_chunks(evict_at[None]), head_dim, itemsize)
-    return held if held > HELD else layers * held
+    layer_bytes = rows * held_bytes(make_chunks(evict_at[None]), head_dim, itemsize)
+    return layer_bytes if layer_bytes > HELD else layers * layer_bytes

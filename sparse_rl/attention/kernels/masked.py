@@ -1,6 +1,6 @@
-"""Attention under evict_at by any of ATTENTION_KERNELS: the seam between the views and the kernels.
+"""Attention under evict_at with any of ATTENTION_KERNELS: the interface between the views and the kernels.
 
-A mask is a function of evict_at alone, so a view hands over how to fetch one layer's evict_at, and nothing else.
+A mask depends on evict_at alone, so a view passes only a function that fetches one layer's evict_at.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Evictions = Callable[[], Tensor]
 def masked_attention(
     evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor, scaling: float, kernel: str = "sdpa"
 ) -> Tensor:
-    """Attention under evict_at by the kernel that is asked for: [B, Hq, S, D].
+    """Attention under evict_at with the given kernel: [B, Hq, S, D].
 
-    evict_at : fetches it, int32 [B, Hkv, S], in the forward and again in the backward pass (flex, gather: in the
-        forward)
+    evict_at : function that returns evict_at, int32 [B, Hkv, S]; called in the forward pass and again in the backward
+        pass (flex, gather: only in the forward pass)
     query : [B, Hq, S, D]; key, value : [B, Hkv, S, D]
-    kernel : one of ATTENTION_KERNELS; flex on a CPU is torch's plain operator, which is slow, and whose gradients torch
-        refuses
+    kernel : one of ATTENTION_KERNELS; on a CPU, flex is torch's plain operator, which is slow, and for which torch does
+        not allow gradients
     """
-    if kernel.startswith("flex"):  # saves lists of tiles, nothing S x S
+    if kernel.startswith("flex"):  # saves lists of tiles, no S x S tensor
         sort, compiled = kernel == "flex_sorted", query.is_cuda
         return flex_attend(evict_at(), query, key, value, scaling, in_segments=sort, compiled=compiled)[0]
     if kernel == "gather":
@@ -39,7 +39,7 @@ def masked_attention(
     attend = partial(_by_reference if kernel == "dense" else _by_sdpa, evict_at)
     if not torch.is_grad_enabled():
         return attend(query, key, value, scaling)
-    # Saving the mask for backward would keep every layer's alive: save q, k, v and make it again.
+    # Saving the mask for backward would keep every layer's mask alive: save q, k, v and recompute the mask.
     return checkpoint(attend, query, key, value, scaling, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -61,9 +61,9 @@ def _by_reference(evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor
 
 
 def visible_mask(evict_at: Tensor) -> Tensor:
-    """t <= q < evict_at[t] as bool [B, Hkv, S (query), S (token)], made in place from int32 [B, Hkv, S].
+    """Make the mask t <= q < evict_at[t], bool [B, Hkv, S (query), S (token)], from int32 [B, Hkv, S], in place.
 
-    A position always sees itself (true of every real token; a pad query would otherwise have an empty softmax).
+    A position always sees itself (every real token does; a padding query would otherwise have an empty softmax).
     """
     position = torch.arange(evict_at.shape[-1], device=evict_at.device, dtype=evict_at.dtype)
     mask = position[:, None] < evict_at[:, :, None, :]
@@ -73,10 +73,10 @@ def visible_mask(evict_at: Tensor) -> Tensor:
 
 
 def mask_bytes(sequences: int, kv_heads: int, length: int, layers: int = 1) -> int:
-    """Boolean masks [B, Hkv, S, S]: of one layer, as replay attention makes them, or of all, as dense traces would."""
+    """Bytes of boolean masks [B, Hkv, S, S], for one layer, as replay attention makes them, or for `layers` layers."""
     return sequences * layers * kv_heads * length * length
 
 
 def sdpa_mask_bytes(sequences: int, kv_heads: int, length: int, itemsize: int) -> int:
-    """One layer's mask in replay attention: the boolean one, and what SDPA makes of it, a bias in its own dtype."""
+    """Bytes of one layer's mask in replay attention: the boolean mask, and SDPA's conversion of it to a float bias."""
     return mask_bytes(sequences, kv_heads, length) * (1 + itemsize)

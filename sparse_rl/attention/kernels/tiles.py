@@ -1,4 +1,4 @@
-"""Which 128 x 128 tiles of a replayed attention hold anything, straight from evict_at and never S x S.
+"""The 128 x 128 tiles of a replayed attention that are not empty, computed from evict_at without an S x S tensor.
 
 A row is one kv head of one sequence. Key t, in slot j of the row's key order, is visible to the queries
 position[j] <= q < evict_at[j], so a tile of queries q_lo .. q_hi over a tile of keys is
@@ -6,10 +6,10 @@ position[j] <= q < evict_at[j], so a tile of queries q_lo .. q_hi over a tile of
     not empty   if  min position <= q_hi  and  max evict_at > q_lo
     full        if  max position <= q_lo  and  min evict_at > q_hi
 
-In natural order both are exact. Evictions scatter, though, so almost every tile keeps a survivor. Softmax does not mind
-the order of keys: sorted in segments by evict_at, what is still visible later is a prefix of every past segment, and
-the tiles behind it are empty. There the first test errs, on the side of visiting, only where queries and keys are of
-one segment.
+In natural order both tests are exact. But evictions are scattered, so almost every tile has some visible key. Softmax
+does not depend on the order of keys: if they are sorted by evict_at in segments, the keys that are still visible later
+are a prefix of every past segment, and the tiles behind that prefix are empty. With sorted keys, the first test may
+visit an empty tile, but only if its queries and keys belong to the same segment.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ import torch
 from torch import Tensor
 
 TILE = 128
-FAR = 2**31 - 1  # behind every position
+FAR = 2**31 - 1  # larger than any position
 
 
 @dataclass
 class Tiles:
-    """The tiles to visit of R rows of N keys and N queries, n = N / 128; FlexAttention's lists with one head per row.
+    """The tiles to visit for R rows of N keys and N queries, n = N / 128; FlexAttention's lists with one head per row.
 
-    position, evict_at : int32 [R, N], of the key in each slot; a slot that nobody sees has evict_at <= position
-    order : int64 [R, N], the key in each slot; None: natural order
-    partial_count, full_count : int32 [R, 1, n], tiles of keys to visit for each tile of queries: with the mask, without
-    partial, full : int32 [R, 1, n, n], these tiles, the first `count` of each
+    position, evict_at : int32 [R, N], of the key in each slot; a slot that no query sees has evict_at <= position
+    order : int64 [R, N], the key in each slot; None means natural order
+    partial_count, full_count : int32 [R, 1, n], number of key tiles to visit for each query tile, with and without a
+        mask
+    partial, full : int32 [R, 1, n, n], indices of these tiles; only the first partial_count or full_count are valid
     """
 
     position: Tensor
@@ -43,33 +44,33 @@ class Tiles:
 
     @property
     def visited(self) -> float:
-        """The share of all tiles that is visited."""
+        """The share of all tiles that are visited."""
         count = self.partial_count.sum() + self.full_count.sum()
         return float(count) / (len(self.position) * self.partial.shape[-1] ** 2)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these tensors, and of the lists by keys that the backward pass makes."""
-        held = (self.position, self.evict_at, self.order)
+        """Bytes of these tensors, and of the transposed lists that the backward pass makes."""
+        tensors = (self.position, self.evict_at, self.order)
         lists = (self.partial_count, self.partial, self.full_count, self.full)
-        return sum(t.nbytes for t in held if t is not None) + 2 * sum(t.nbytes for t in lists)  # and by keys: backward
+        return sum(t.nbytes for t in tensors if t is not None) + 2 * sum(t.nbytes for t in lists)  # forward, backward
 
 
 def segment_of(length: int) -> int:
-    """Tokens that are sorted together: of the powers of two, about the one that leaves the fewest tiles."""
+    """Number of tokens that are sorted together: about the power of two that leaves the fewest tiles."""
     return 512 if length <= 8192 else 1024 if length <= 32768 else 2048
 
 
 def make_tiles(evict_at: Tensor, width: int, segment: int | None = None) -> Tiles:
-    """The tiles of int32 evict_at [R, S], padded to `width`, a multiple of 128.
+    """Make the tiles of evict_at, int32 [R, S], padded to `width`, a multiple of 128.
 
-    segment : sort the keys of so many tokens by evict_at, the longest-lived first; None: natural order
+    segment : number of tokens whose keys are sorted by evict_at, the longest-lived first; None means natural order
     """
     rows, length = evict_at.shape
     assert width % TILE == 0 and width >= length, f"width {width}: not a multiple of {TILE}, or below {length} tokens"
     position = torch.arange(width, dtype=torch.int32, device=evict_at.device).expand(rows, -1)
     evict_at = torch.nn.functional.pad(evict_at, (0, width - length))
-    # No query stands behind a row's last real token: what is never evicted ends there, and padding visits no tile.
+    # There is no query behind a row's last real token: cap evict_at there, so that padding visits no tile.
     end = ((evict_at > position) * (position + 1)).amax(-1, keepdim=True)
     evict_at = torch.minimum(evict_at, end.to(evict_at.dtype))
     order = None
@@ -83,26 +84,26 @@ def make_tiles(evict_at: Tensor, width: int, segment: int | None = None) -> Tile
 
 
 def tile_tests(position: Tensor, evict_at: Tensor) -> tuple[Tensor, Tensor]:
-    """(not empty, full) of each tile of queries and of keys: bool [R, n, n], of int32 [R, N], N a multiple of 128."""
+    """(not empty, full) for each query tile and key tile, bool [R, n, n]. Inputs int32 [R, N], N a multiple of 128."""
     rows, count = len(position), position.shape[-1] // TILE
-    first = torch.arange(count, dtype=torch.int32, device=evict_at.device)[:, None] * TILE  # query of each tile
+    first = torch.arange(count, dtype=torch.int32, device=evict_at.device)[:, None] * TILE  # first query of each tile
     last = first + TILE - 1
     unseen = evict_at <= position
-    born = position.masked_fill(unseen, FAR).view(rows, 1, count, TILE).amin(-1)
-    died = evict_at.masked_fill(unseen, -1).view(rows, 1, count, TILE)
-    visited = (born <= last) & (died.amax(-1) > first)
-    full = visited & (position.view(rows, 1, count, TILE).amax(-1) <= first) & (died.amin(-1) > last)
+    seen_from = position.masked_fill(unseen, FAR).view(rows, 1, count, TILE).amin(-1)
+    seen_until = evict_at.masked_fill(unseen, -1).view(rows, 1, count, TILE)
+    visited = (seen_from <= last) & (seen_until.amax(-1) > first)
+    full = visited & (position.view(rows, 1, count, TILE).amax(-1) <= first) & (seen_until.amin(-1) > last)
     return visited, full
 
 
 def listed(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Bool [R, n, n] as (how many in each row, which first): int32 [R, 1, n] and [R, 1, n, n]."""
-    which = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return mask.sum(-1, dtype=torch.int32)[:, None], which[:, None].int()
+    """Convert bool [R, n, n] to (count of True in each row, indices, True first): int32 [R, 1, n] and [R, 1, n, n]."""
+    indices = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return mask.sum(-1, dtype=torch.int32)[:, None], indices[:, None].int()
 
 
 def visible_share(evict_at: Tensor) -> float:
-    """The share of all query-key pairs that int32 evict_at [R, S] leaves visible: the ideal share of tiles."""
+    """The share of query-key pairs that are visible under evict_at, int32 [R, S]: the ideal share of visited tiles."""
     length = evict_at.shape[-1]
     position = torch.arange(length, device=evict_at.device)
     return float((evict_at.clamp(max=length) - position).clamp(min=0).sum() / (evict_at.numel() * length))

@@ -1,8 +1,8 @@
-"""What a forward carries so that attention can replay what a sampler did.
+"""Views: objects that a forward pass carries, so that attention can replay a sampler's decisions.
 
-factory.py   make_view: the view that replays all sections of some traces
-replay.py    evictions;  dense.py  their reference
+factory.py   make_view: chooses the view that replays all sections of the given traces
+replay.py    the view of evictions;  dense.py  the reference view
 
-The views of other methods are in their folders (sparse_rl/methods). A view says in `replays` which sections of a trace
-it replays, and refuses any other.
+The views of other methods are in their folders (sparse_rl/methods). A view lists in `replays` the sections that it
+replays, and rejects a trace with any other section.
 """

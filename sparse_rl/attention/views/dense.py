@@ -1,4 +1,4 @@
-"""The reference of the views: one sequence under its trace as dense masks. Not to be run at size."""
+"""The reference view: one sequence under its trace as dense masks. Only for short sequences and small models."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sparse_rl.trace import EvictionTrace
 
 
 class DenseView:
-    """A `kv_view` of one unpadded sequence: its trace as dense masks, all layers at once.
+    """A `kv_view` of one unpadded sequence: its trace as dense masks, for all layers at once.
 
-    Where entries were refitted each fit is an entry of its own, beside the token that it came of: the token is seen
-    until its first fit, a fit from its compaction to the next. All of it is one attention, with a mask.
+    Each refit of a token is an additional entry beside the token: the token is seen until its first refit, and each
+    refit is seen from its compaction until the next. All entries are in one attention call with a mask.
     """
 
     replays: ClassVar = frozenset({"evict_at", "refit_at", "refit_with"})
@@ -36,41 +36,45 @@ class DenseView:
             return dense_attention(query, key, value, self.masks[layer], scaling)
         heads, group = key.shape[1], query.shape[1] // key.shape[1]
         out = []
-        for head in range(heads):  # they keep different tokens
+        for head in range(heads):  # kv heads keep different tokens
             queries = query[:, head * group : (head + 1) * group]
-            one = slice(head, head + 1)
-            out.append(self._attend_head(self.evict_at[layer, head], queries, key[:, one], value[:, one], scaling))
+            kv = slice(head, head + 1)
+            out.append(self._attend_head(self.evict_at[layer, head], queries, key[:, kv], value[:, kv], scaling))
         return torch.cat(out, dim=1)
 
     def _attend_head(self, evict_at: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """query [1, G, S, D] over key, value [1, 1, S, D]."""
+        """Attention of query [1, G, S, D] over key, value [1, 1, S, D] of one kv head."""
         assert self.record is not None
         length, record = key.shape[2], self.record
         token = torch.arange(length, device=key.device)
-        born, dies = [token], [torch.full_like(token, length)]
+        seen_from, seen_until = [token], [torch.full_like(token, length)]
         keys, values, biases = [key], [value], [value.new_zeros(1, 1, length, dtype=torch.float32)]
-        fitted, bias, was = token[:0], biases[0][..., :0], value[:, :, :0]  # what the compaction before fitted
+        # Tokens that the previous compaction fitted, with their biases and values.
+        fitted, bias, fitted_values = token[:0], biases[0][..., :0], value[:, :, :0]
         since = record.sinks
         for now, following in zip(self.times, [*self.times[1:], length], strict=True):
             raw = token[since : now - record.window]
-            dies[0][raw] = now
+            seen_until[0][raw] = now
             block_tokens = torch.cat([fitted, raw])
-            asked = query[:, :, now - record.reference_queries : now]
+            reference_queries = query[:, :, now - record.reference_queries : now]
             block = Block(
                 keys=key[:, :, block_tokens],
-                values=torch.cat([was, value[:, :, raw]], dim=2),
-                queries=asked.reshape(1, 1, -1, asked.shape[-1]),
+                values=torch.cat([fitted_values, value[:, :, raw]], dim=2),
+                queries=reference_queries.reshape(1, 1, -1, reference_queries.shape[-1]),
                 bias=torch.cat([bias, bias.new_zeros(1, 1, len(raw))], dim=2),
                 competing=torch.ones(1, 1, len(block_tokens), dtype=torch.bool, device=key.device),
                 scaling=scaling,
             )
             stays = (evict_at[block_tokens] > now).nonzero()[:, 0]
-            bias, was = refit(block, stays[None, None], record.fit)
+            bias, fitted_values = refit(block, stays[None, None], record.fit)
             fitted, since = block_tokens[stays], now - record.window
-            keys, values, biases = [*keys, key[:, :, fitted]], [*values, was], [*biases, bias]
-            born, dies = [*born, torch.full_like(fitted, now)], [*dies, torch.full_like(fitted, following)]
+            keys, values, biases = [*keys, key[:, :, fitted]], [*values, fitted_values], [*biases, bias]
+            seen_from, seen_until = (
+                [*seen_from, torch.full_like(fitted, now)],
+                [*seen_until, torch.full_like(fitted, following)],
+            )
         position = token[:, None]
-        visible = (torch.cat(born) <= position) & (position < torch.cat(dies))
+        visible = (torch.cat(seen_from) <= position) & (position < torch.cat(seen_until))
         return dense_attention(
             query,
             torch.cat(keys, dim=2),

@@ -1,4 +1,4 @@
-"""The one place where recorded traces become the view that a forward replays them by."""
+"""The function that makes a view from recorded traces, for a forward pass that replays them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparse_rl.trace import EvictionTrace, TraceError, batch_traces
 
 
 def views() -> list[type[TraceView]]:
-    """The views of all methods, each once."""
+    """The view classes of all methods, without duplicates."""
     return list(dict.fromkeys(config.part("view") for config in CONFIGS.values()))
 
 
@@ -24,20 +24,20 @@ def make_view(
     kernel: str = "gather",
     through: bool = True,
 ) -> KVView:
-    """What a forward replays traces by, given to it as the keyword `kv_view`, with NO_MASK as its attention_mask.
+    """Make the view that replays these traces. Pass it as `kv_view` to the forward, with NO_MASK as attention_mask.
 
-    traces : one for each of B rows
+    traces : one trace for each of B rows
     starts : the column of each row's first token; all 0 is right padding
-    width : columns of the batch, S
-    device : where the model runs
+    width : number of columns of the batch, S
+    device : the device of the model
     kernel : one of ATTENTION_KERNELS
-    through : under the policy am, whether gradients flow through the biases and values that are made again
+    through : under the policy am, True if gradients flow through the refitted biases and values
 
-    Raises TraceError where no view replays all sections of the traces, and where `batch_traces` does.
+    Raises TraceError if no view replays all sections of the traces, and as `batch_traces` does.
     """
     batch = batch_traces(traces, starts, width)
     for view in views():
         if batch.keys() <= view.replays:
             return view(batch, device, kernel, through)
-    can = "; ".join(f"{view.__name__} replays {', '.join(sorted(view.replays))}" for view in views())
-    raise TraceError(f"no view replays traces with the sections {', '.join(batch)} ({can})")
+    abilities = "; ".join(f"{view.__name__} replays {', '.join(sorted(view.replays))}" for view in views())
+    raise TraceError(f"no view replays traces with the sections {', '.join(batch)} ({abilities})")

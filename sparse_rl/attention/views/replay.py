@@ -1,9 +1,9 @@
 """Eviction replay: train under exactly the attention that the sampler had.
 
-The traces of a micro-batch stay in host memory. A layer's slice of evict_at comes to the device when that layer runs,
-the next layer's is fetched ahead, the layer's mask is made, used and dropped; the same again in the backward pass,
-which recomputes it. So at most one layer's mask and two layers' evict_at are alive on the device. (FlexAttention's
-lists of tiles are small, and kept for the backward pass; with gradient checkpointing those of one layer.)
+The traces of a micro-batch stay in host memory. When a layer runs, its slice of evict_at is copied to the device, and
+the next layer's slice is prefetched; the layer's mask is made, used and dropped. The backward pass recomputes the mask
+in the same way. So at most one layer's mask and two layers' evict_at are on the device. (FlexAttention's lists of tiles
+are small and are kept for the backward pass; with gradient checkpointing, those of one layer only.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparse_rl.attention.kernels.sdpa import sdpa
 
 
 class ReplayView(TraceView):
-    """The view of evictions: of evict_at, int32 [L, B, Hkv, S], alone. Nothing is made again."""
+    """The view that replays evictions only: evict_at, int32 [L, B, Hkv, S]. It fits no biases or values."""
 
     replays: ClassVar = frozenset({"evict_at"})
     requires: ClassVar = replays
@@ -33,7 +33,7 @@ class ReplayView(TraceView):
         pinned = self.device.type == "cuda" and not evict_at.is_pinned()
         self.evict_at = evict_at.pin_memory() if pinned else evict_at
         width = evict_at.shape[-1]
-        # A layer where nothing was evicted needs no mask: causal is enough, of rows that begin at column 0.
+        # A layer without evictions needs no mask: causal attention is enough once rows are shifted to column 0.
         self.causal = (~((evict_at > 0) & (evict_at < width)).flatten(1).any(1)).tolist()
         self.starts = (evict_at[0, :, 0] == 0).long().cumprod(-1).sum(-1).tolist()
         self._fetched: dict[int, Tensor] = {}
@@ -43,21 +43,21 @@ class ReplayView(TraceView):
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
-        """On a GPU `auto` is taken to find FlexAttention exact."""
+        """See `TraceView.holds`. On a GPU, `auto` is assumed to find FlexAttention exact."""
         rows, kv_heads, length, kernel = replayed.rows, replayed.kv_heads, replayed.length, replayed.kernel
-        wide = 8 if kernel == "dense" else replayed.itemsize
+        itemsize = 8 if kernel == "dense" else replayed.itemsize
         if kernel.startswith("flex") or (kernel == "auto" and replayed.cuda):
-            held = "one layer at a time" if replayed.layers == 1 else "of every layer: no checkpointing"
-            return [("tiles", replayed.layers * tiles_bytes(rows, kv_heads, length), f"FlexAttention, {held}")]
+            scope = "one layer at a time" if replayed.layers == 1 else "of every layer: no checkpointing"
+            return [("tiles", replayed.layers * tiles_bytes(rows, kv_heads, length), f"FlexAttention, {scope}")]
         if kernel in ("auto", "gather"):
             seen, prompt = config.schedule.most_decoding(replayed.prompt, length), min(replayed.prompt, length)
-            size = gathered_bytes(rows * kv_heads, prompt, length, seen, replayed.head_dim, wide, replayed.layers)
+            size = gathered_bytes(rows * kv_heads, prompt, length, seen, replayed.head_dim, itemsize, replayed.layers)
             return [("gathered keys", size, "replay attention: keys, values and masks, at most")]
-        note = f"replay attention, one layer at a time: 1 byte, and {wide} as SDPA converts it"
-        return [("mask of one layer", sdpa_mask_bytes(rows, kv_heads, length, wide), note)]
+        note = f"replay attention, one layer at a time: 1 byte, and {itemsize} as SDPA converts it"
+        return [("mask of one layer", sdpa_mask_bytes(rows, kv_heads, length, itemsize), note)]
 
     def layer(self, index: int) -> Tensor:
-        """One layer's evict_at on the device, int32 [B, Hkv, S]; the next in the running direction is fetched ahead."""
+        """Return one layer's evict_at on the device, int32 [B, Hkv, S], and prefetch the next in the same direction."""
         step = -1 if index < self._last else 1
         wanted = [index] if index == self._last else [index, index + step]
         if index != self._last:
@@ -71,7 +71,7 @@ class ReplayView(TraceView):
         return self._fetched[index]
 
     def _fetch(self, index: int) -> Tensor:
-        """On a stream beside the layers', where there is one: the copy takes no time of theirs."""
+        """Copy one layer's evict_at to the device; on a GPU on a side stream, so that the layers do not wait for it."""
         if self._stream is None:
             return self.evict_at[index].to(self.device, copy=True)
         with torch.cuda.stream(self._stream):
@@ -88,17 +88,17 @@ class ReplayView(TraceView):
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, starts: list[int]) -> Tensor:
-    """Rows that begin at `starts` see all of themselves; what stands before is moved behind, where nobody sees it."""
+    """Causal attention of rows that begin at `starts`; left padding is rolled behind the tokens, where it is unseen."""
     if not any(starts):
         return sdpa(query, key, value, scaling, causal=True)
 
-    def moved(x: Tensor, by: int) -> Tensor:
-        return torch.stack([row.roll(by * start, 1) for row, start in zip(x, starts, strict=True)])
+    def rolled(x: Tensor, direction: int) -> Tensor:
+        return torch.stack([row.roll(direction * start, 1) for row, start in zip(x, starts, strict=True)])
 
-    return moved(sdpa(moved(query, -1), moved(key, -1), moved(value, -1), scaling, causal=True), 1)
+    return rolled(sdpa(rolled(query, -1), rolled(key, -1), rolled(value, -1), scaling, causal=True), 1)
 
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all views: memory that a stream has used is kept for it."""
+    """One stream for all views, since torch's allocator reserves memory that a stream has used for that stream."""
     return torch.cuda.Stream(device)
