@@ -1,15 +1,15 @@
-"""The front door: one file per command, and the only place that imports everything.
+"""The command line: one file per command, and the only package that imports all others.
 
-main.py       the parser, and from words to the command that they name
-arguments.py  what several commands take: a recipe with its overrides, counts, amounts; what a shell completes
-console.py    what a command shows: quiet libraries, a line per training log, a line per error, the exit status
-prepared.py   a recipe resolved, once, before a model is loaded: what every command that runs one starts from
-checks.py     the same of a training, with its data, and all else that can be checked before
-trainers.py   from there to its trainer, a function per kind;  examples.py  the rows and tokens that it trains on
-sampling.py   from there to its engine and its prompts;  resume.py  which keys may differ in a resumed run
-memory.py     what a run will take;  sizes.py  the arithmetic;  machine.py  what this machine has
+main.py       the parser; runs the command that the arguments name
+arguments.py  arguments that several commands share: a recipe with its overrides, counts, amounts; shell completion
+console.py    output of a command: quiet libraries, one line per training log, one line per error, the exit status
+prepared.py   resolves a recipe once, before a model is loaded; every command that runs a recipe starts from it
+checks.py     the same for a training run, with its data and everything else that can be checked in advance
+trainers.py   builds the trainer of a prepared recipe, one function per kind;  examples.py  its training rows and tokens
+sampling.py   builds the engine and prompts of a prepared recipe;  resume.py  keys that may differ in a resumed run
+memory.py     predicts the memory of a run;  machine.py  the memory of this machine
 
 To add a command: a file here with ABOUT, `add_arguments(parser)` and `run(options, session)`, which returns the exit
-status, and one line in COMMANDS of main.py. The file imports nothing heavy: `run` does, so that a wrong word is
-answered at once.
+status, and one entry in _MODULES of main.py. Heavy imports belong into `run`, so that a mistyped argument is reported
+at once.
 """

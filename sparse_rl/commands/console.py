@@ -1,6 +1,7 @@
-"""What a command shows: quiet libraries, one line per training log, one line per error, and the exit status.
+"""Output of a command: quiet libraries, one line per training log, one line per error, and the exit status.
 
-0 done; 1 the run failed; 2 the user can mend it; 130 interrupted. Tracebacks go to error.log in the run directory.
+Exit status: 0 success; 1 the run failed; 2 an error that the user can fix; 130 interrupted. Tracebacks are written to
+error.log in the run directory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 OURS = ("sparse_rl", "rollout", "trainer", "rewards")
 STOPPED = "sparse-rl: stopped: "
 ERROR_LOG = "error.log"
-PROCESS_NUMBERS = (  # that torch's launcher sets, and those that accelerate reads beside them
+PROCESS_NUMBERS = (  # set by torch's launcher, or read by accelerate besides
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
     *("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     *("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_RANK"),
@@ -48,25 +49,29 @@ QUIET = {
 
 
 def rank() -> int:
-    """This process's rank among those of one launch."""
+    """Return the rank of this process within its launch."""
     return int(os.environ.get("RANK", "0"))
 
 
 def check_launch() -> None:
-    """Raise UserError where an environment variable by which launchers number processes holds no such number."""
+    """Raise UserError if an environment variable of the launcher (ranks, process counts, port) has an invalid value."""
     for name in PROCESS_NUMBERS:
         text = os.environ.get(name, "0")
         if not (text.isdecimal() and text.isascii() and len(text) < 10):
-            raise UserError(f"the environment variable {name} is {show(text)}; a launcher sets it to a whole number")
+            raise UserError(
+                f"the environment variable {name} is {show(text)}, not a whole number as set by a launcher; unset it"
+            )
     if not 0 <= (port := int(os.environ.get("MASTER_PORT", "0"))) <= 65535:
-        raise UserError(f"the environment variable MASTER_PORT is {port}; ports end at 65535")
+        raise UserError(f"the environment variable MASTER_PORT is {port}; the largest port is 65535")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if rank() >= world:
-        raise UserError(f"the environment variable RANK is {rank()}, and WORLD_SIZE {world}; unset it, or set both")
+        raise UserError(
+            f"the environment variable RANK is {rank()}, but WORLD_SIZE is {world}; unset RANK, or set both"
+        )
 
 
 class Stderr(logging.StreamHandler):
-    """Writes to what is stderr at that time: while stages are shown on a terminal, above them."""
+    """Handler that writes to the current sys.stderr, so log lines appear above the stages shown on a terminal."""
 
     @property
     def stream(self) -> Any:
@@ -74,16 +79,16 @@ class Stderr(logging.StreamHandler):
 
     @stream.setter
     def stream(self, _: Any) -> None:
-        """logging sets it once, when the handler is made."""
+        """Ignore the assignment that logging makes when it creates the handler."""
 
 
 # ---- quiet ---------------------------------------------------------------------------------------------------------
 
 
 def configure(verbose: bool) -> None:
-    """Our own log to stderr (on rank 0); the libraries' chatter off, unless `verbose`. Before they are imported.
+    """Send the project's log to stderr (on rank 0) and, unless `verbose`, silence the libraries.
 
-    A character that the terminal's encoding lacks is shown by its number, not an error.
+    Must run before the libraries are imported. Characters that the terminal's encoding lacks are printed as escapes.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -104,7 +109,7 @@ def configure(verbose: bool) -> None:
 
 
 def quiet_loading(verbose: bool) -> None:
-    """transformers' bars, and those of downloads, off: stages are shown instead. Without a GPU DeepSpeed is told so."""
+    """Disable the progress bars of transformers (stages are shown instead). Without a GPU, set DeepSpeed to the CPU."""
     with stage("loading", "the libraries"):
         import torch
         from transformers.utils import logging as hf_logging
@@ -116,19 +121,19 @@ def quiet_loading(verbose: bool) -> None:
 
 
 def say(what: str, finding: str) -> None:
-    """One line about how this command goes about its work; of a launch the first process says it."""
+    """Print one line about a decision of this command; in a launch only rank 0 prints it."""
     if rank() == 0:
         print(f"{what}: {finding}", flush=True)
 
 
 def warn(warning: str) -> None:
-    """One line about what is unwise; of a launch the first process says it."""
+    """Print one line about an unwise setting; in a launch only rank 0 prints it."""
     if rank() == 0:
         print(f"sparse-rl: warning: {warning}", file=sys.stderr, flush=True)
 
 
 def print_table(table: Table, width: int = 200) -> None:
-    """Print a table, in a pipe in so many columns."""
+    """Print a table: as wide as the terminal, or `width` columns wide in a pipe."""
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else width).print(table)
@@ -154,28 +159,29 @@ SHOWN = (  # metric, label, format
 
 
 def training_line(step: int, steps: int, logs: Mapping[str, Any]) -> str | None:
-    """One log of a trainer as a line to read; None where it has nothing to show.
+    """Format one log of a trainer as a line; None if no shown metric is logged.
 
-    Where there is a reward, the norm of the gradient stands for the loss: as advantages are centred within a group, the
-    loss of GRPO is 0 up to rounding as long as the policy is the one that sampled, however much is learned.
+    If there is a reward, the gradient norm is shown instead of the loss: advantages are centred within a group, so the
+    loss of GRPO is 0 up to rounding while the trained policy equals the sampling policy, even if the model learns.
     """
     if "train_runtime" in logs:
         return f"{step} steps in {logs['train_runtime']:.0f} s"
     held_out = any(key.startswith("eval_") for key in logs)
     hidden = "loss" if "reward" in logs or "eval_reward" in logs else "grad_norm"
-    found = [
-        f"{label} {'none' if logs[key] is None else form.format(float(logs[key]))}"  # None: no reward judged any
+    fields = [
+        f"{label} {'none' if logs[key] is None else form.format(float(logs[key]))}"  # None: no completion got a score
         for name, label, form in SHOWN
         if (key := f"eval_{name}" if held_out else name) in logs and name != hidden
     ]
-    return f"step {step}/{steps}{'  held out' if held_out else ''}  " + "  ".join(found) if found else None
+    return f"step {step}/{steps}{'  held out' if held_out else ''}  " + "  ".join(fields) if fields else None
 
 
 @contextlib.contextmanager
 def training_shown(model: str) -> Iterator[Callable[[Any], None]]:
-    """The stages of a training in this block: loading, and, of the trainer that what this yields is given, the steps.
+    """Show the stages of a training run during this block: loading, then the steps of a trainer.
 
-    It replaces transformers' own progress callback by one that also writes each `training_line`.
+    Yields a function that must be called with the trainer. It replaces the progress callback of transformers by one
+    that also prints each `training_line`.
     """
     from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
@@ -186,12 +192,12 @@ def training_shown(model: str) -> Iterator[Callable[[Any], None]]:
             self.trainer, self.said = trainer, False
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            with rows.pop_all():  # until the next row is there
+            with rows.pop_all():  # the loading row closes once the next row is shown
                 steps = stage("training", total=state.max_steps, unit="step", done=state.global_step)
                 self.row = rows.enter_context(steps)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if screen.drawn is not None:  # else nobody looks, and a loss that is read is waited for
+            if screen.drawn is not None:  # only if rows are shown: reading the loss waits for the GPU
                 self.row.tell(now_at(self.trainer) or self.row.told)
             self.row.advance()
 
@@ -203,7 +209,9 @@ def training_shown(model: str) -> Iterator[Callable[[Any], None]]:
             if not state.is_world_process_zero or line is None:
                 return
             screen.heard()
-            if "train_runtime" in logs and not self.said and logs.get("train_loss"):  # fewer steps than one log takes
+            if (
+                "train_runtime" in logs and not self.said and logs.get("train_loss")
+            ):  # the run was shorter than logging_steps
                 line += f"  loss {logs['train_loss']:.4f}"
             self.said = True
             print(line, flush=True)
@@ -211,7 +219,7 @@ def training_shown(model: str) -> Iterator[Callable[[Any], None]]:
     def show(trainer: Any) -> None:
         if trainer.pop_callback(ProgressCallback) is not None:
             trainer.add_callback(Shown(trainer))
-        else:  # under disable_tqdm
+        else:  # with disable_tqdm there is no such callback
             rows.close()
 
     with rows:
@@ -220,7 +228,7 @@ def training_shown(model: str) -> Iterator[Callable[[Any], None]]:
 
 
 def now_at(trainer: Any) -> str:
-    """The reward of a trainer's last step or, where there is none, its mean loss since the last log."""
+    """Return the reward of a trainer's last step in words or, without a reward, the mean loss since the last log."""
     if rewards := getattr(trainer, "_metrics", {}).get("train", {}).get("reward"):
         return f"reward {rewards[-1]:.3f}"
     steps = trainer.state.global_step - trainer._globalstep_last_logged
@@ -231,7 +239,7 @@ def now_at(trainer: Any) -> str:
 
 
 class Session:
-    """One command. `folder` is its run directory, once known, for error.log."""
+    """State of one command. `folder` is the directory for error.log, None until it is known."""
 
     def __init__(self, verbose: bool = False) -> None:
         self.verbose = verbose
@@ -239,7 +247,7 @@ class Session:
 
 
 def guarded(work: Callable[[], int], session: Session) -> int:
-    """The exit status of `work`; whatever it raises becomes one line. A success deletes the log of earlier errors."""
+    """Run `work` and return its exit status; print any exception as one line. A success deletes the old error log."""
     try:
         status = work()
         if status == 0 and session.folder is not None and rank() == 0:
@@ -248,54 +256,57 @@ def guarded(work: Callable[[], int], session: Session) -> int:
         return status
     except KeyboardInterrupt:
         return _interrupted()
-    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+    except BrokenPipeError:  # the reader of the output has exited, as `head` does
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        if session.folder is not None and rank() == 0:  # a run ends; who only showed something has been read
+        if session.folder is not None and rank() == 0:  # commands without a folder only print, and stay silent
             with contextlib.suppress(OSError):
-                print(f"{STOPPED}nobody reads the output any more", file=sys.stderr, flush=True)
+                print(f"{STOPPED}the reader of the output has exited", file=sys.stderr, flush=True)
         return 1
-    except BaseException as error:  # also what a library's or a user's sys.exit raises
+    except BaseException as error:  # including the SystemExit of a library or of user code
         return _interrupted() if _follows_an_interrupt(error) else _report(error, session)
 
 
 def _interrupted() -> int:
-    if "RANK" not in os.environ:  # the launcher of several is interrupted too, and says so once
+    if "RANK" not in os.environ:  # in a launch the launcher is interrupted too, and prints this once
         print("sparse-rl: interrupted", file=sys.stderr)
     return 130
 
 
 def _follows_an_interrupt(error: BaseException | None) -> bool:
-    """Whether Ctrl-C came first: a library that is interrupted in C code may go on to raise an error of its own."""
+    """True if Ctrl-C caused the error: a library that is interrupted in C code may then raise an error of its own."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _report(error: BaseException, session: Session) -> int:
-    """Say what has happened, once per launch; the exit status. The traceback goes to the log, or where there is none
-    and nobody foresaw the error, to stderr.
+    """Report an error once per launch, and return the exit status.
+
+    The traceback is written to the error log or, if there is no log and the error was unexpected, to stderr.
     """
-    status, line, foreseen = _describe(error)
+    status, line, expected = _describe(error)
     trace = "".join(traceback.format_exception(error))
     log = session.folder / ERROR_LOG if session.folder is not None else None
     first = rank() == 0
     if log is not None:
-        # Processes that cannot write give a reason each, of which one is enough; and may not be able to write here.
+        # Each process that cannot write gives its own reason, and one is enough. The log itself may be unwritable too.
         unwritten = error.what if isinstance(error, NotWrittenError) else None
         try:
             first = _append(log, line, trace, line if unwritten is None else f"{STOPPED}{unwritten} ")
         except OSError:
             log, first = None, first or unwritten is not None
-    if not foreseen and log is not None:
+    if not expected and log is not None:
         line += f" (traceback in {log})"
     if first:
-        _tell(trace + line if session.verbose or (not foreseen and log is None) else line)
+        _tell(trace + line if session.verbose or (not expected and log is None) else line)
     return status
 
 
 def _tell(words: str) -> None:
-    """Write them to stderr. On a terminal the first process of a launch draws over what another one writes: there the
-    launcher writes them, once all have ended.
+    """Write a message to stderr.
+
+    On a terminal, rank 0 would draw over the messages of other ranks, so the launcher prints those after all processes
+    have ended.
     """
     if rank() > 0 and sys.stderr.isatty():
         from trainer.once import leave_words
@@ -306,24 +317,24 @@ def _tell(words: str) -> None:
 
 
 def _describe(error: BaseException) -> tuple[int, str, bool]:
-    """(exit status, the one line to show, whether it was foreseen and needs no traceback)"""
+    """Return (exit status, line to print, True if the error was expected and needs no traceback)."""
     text = " ".join(str(error).split())
     if isinstance(error, UserError | NotFiniteError):
         return 2, f"sparse-rl: error: {text}", True
     if isinstance(error, StoppedError):
         return 1, f"{STOPPED}{text}", True
     if (lacking := without_room(error)) is not None:
-        why = "a file may not grow any further (ulimit -f)" if lacking.errno == EFBIG else "the disk is full"
+        why = "a file has reached its size limit (ulimit -f)" if lacking.errno == EFBIG else "the disk is full"
         return 1, f"{STOPPED}{why}: {' '.join(str(lacking).split())}", True
-    torch = sys.modules.get("torch")  # where it was never imported, its errors were not raised
+    torch = sys.modules.get("torch")  # not imported means that it raised nothing
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        mend = "`sparse-rl doctor RECIPE` says what takes how much; lower rollout.max_batch or the batch size"
+        mend = "`sparse-rl doctor RECIPE` lists the memory of each part; lower rollout.max_batch or the batch size"
         return 1, f"sparse-rl: out of GPU memory: {mend}", True
     return 1, f"sparse-rl: unexpected {type(error).__name__}: {text}", False
 
 
 def _append(log: Path, line: str, trace: str, begins: str) -> bool:
-    """Add an entry to the log; whether this process is the first of its launch to say what `begins` so."""
+    """Append an entry to the log. Returns True if this launch has not yet logged a line that starts with `begins`."""
     launch = f"{os.getppid()}.{os.environ.get('MASTER_PORT', '')}" if "RANK" in os.environ else f"{os.getpid()}"
     entry = f"[launch {launch}] {line}"
     log.parent.mkdir(parents=True, exist_ok=True)

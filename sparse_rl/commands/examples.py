@@ -1,4 +1,4 @@
-"""The datasets of a recipe, and the sequences in tokens that one with a teacher trains on: made once per machine."""
+"""Datasets of a recipe, and token sequences of recipes with a teacher. Both are made once per machine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ U = TypeVar("U", bound=TaughtRecipe)
 def recipe_data(
     config: DataConfig, tokenizer: Any, require: Sequence[str], where: str = "data", room: int | None = None
 ) -> Any:
-    """The rows of a recipe's dataset; see sparse_rl.data.problems.load_data.
+    """Return the rows of a recipe's dataset; see sparse_rl.data.problems.load_data.
 
-    room : tokens of a prompt, at most, where completions are sampled behind them; None: not known
+    room : maximum number of tokens in a prompt if completions are sampled; None means unknown
 
-    Raises UserError for a longer one, too.
+    Also raises UserError for a longer prompt.
     """
 
     def load() -> Any:
@@ -38,9 +38,9 @@ def recipe_data(
 
 
 def with_data(prepared: Prepared[T]) -> Prepared[T]:
-    """The same with a training's rewards, and the rows of its dataset and of its validation's."""
-    key, named = prepared.recipe.named_rewards()
-    rewards = rewards_of(named, key) if named else prepared.rewards
+    """Return `prepared` with a training run's rewards, and the rows of its dataset and validation dataset, added."""
+    key, specs = prepared.recipe.named_rewards()
+    rewards = rewards_of(specs, key) if specs else prepared.rewards
     rows = _rows(prepared, prepared.recipe.data, "data")
     validation = prepared.recipe.validation
     held_out = None if validation is None else _rows(prepared, validation.limited_data(), "validation.data")
@@ -54,19 +54,19 @@ def _rows(prepared: Prepared[T], data: DataConfig, where: str) -> Any:
 
 
 def taught_examples(prepared: Prepared[U]) -> tuple[list[Example], list[Example] | None]:
-    """What a recipe with a teacher trains on, and what it holds out; None where it does not."""
+    """Return (training examples, held-out examples) of a recipe with a teacher; the latter None without validation."""
     recipe: Any = prepared.recipe
     load: Any = {DistillRecipe.kind: load_examples, KVpopRecipe.kind: load_texts}[recipe.kind]
     examples = once(f"examples {recipe.data}", lambda: load(prepared, prepared.rows, recipe.data, "data"))
     if recipe.validation is None:
         return examples, None
     held_out = recipe.validation.limited_data()
-    given = prepared, prepared.held_out, held_out, "validation.data"
-    return examples, once(f"held out {held_out}", lambda: load(*given))
+    arguments = prepared, prepared.held_out, held_out, "validation.data"
+    return examples, once(f"held out {held_out}", lambda: load(*arguments))
 
 
 def load_examples(prepared: Prepared[DistillRecipe], rows: Any, data: DataConfig, where: str) -> list[Example]:
-    """The examples of a dataset's rows that `keep` and the lengths leave."""
+    """Return the examples of a dataset that remain after the `keep` filter and the length limits."""
     recipe, tokenizer = prepared.recipe, prepared.tokenizer
     distill = recipe.distill
     if distill.completions == "student":
@@ -86,7 +86,7 @@ def load_examples(prepared: Prepared[DistillRecipe], rows: Any, data: DataConfig
 
 
 def load_texts(prepared: Prepared[KVpopRecipe], rows: Any, data: DataConfig, where: str) -> list[Example]:
-    """Texts of up to max_length tokens, packed where the recipe says so."""
+    """Return texts of up to max_length tokens as examples, packed if the recipe says so."""
     kvpop = prepared.recipe.kvpop
     longest = min(kvpop.max_length, prepared.config.max_position_embeddings)
     return text_examples(

@@ -1,4 +1,4 @@
-"""`sparse-rl inspect`: what a file of eviction traces holds; of whatever else, in one line what it is."""
+"""`sparse-rl inspect`: describe the contents of a file of eviction traces, or any other file or folder in one line."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, read_metrics, runs_belo
 from sparse_rl.models.directory import CONFIG_FILE, POLICY_FILE, model_directory
 from sparse_rl.recipe.schema import parse_yaml
 
-ABOUT = "What a file of eviction traces holds; or what another file or folder is."
-LARGE = 16  # layers or heads above which the table is a summary
+ABOUT = "Describe a file of eviction traces; or tell what another file or folder is."
+LARGE = 16  # number of layers or heads above which the table is a summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", type=file_path, help="or any other file, or a folder")
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("trace", metavar="TRACE", type=file_path, help="a file of traces, any other file, or a folder")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
-    if (other := what_is(options.trace)) is not None:
+    if (description := what_is(options.trace)) is not None:
         if options.json:
-            raise UserError(f"{options.trace} is no file of traces: {other}", "--json")
-        print(f"{options.trace}: {other}")
+            raise UserError(f"{options.trace} is not a file of traces: {description}", "--json")
+        print(f"{options.trace}: {description}")
         return 0
     from rich.console import Console
 
@@ -57,22 +57,22 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def summary(statistics: Mapping[str, Any]) -> dict[str, str]:
-    """What a file of traces holds, in lines with a name each."""
+    """Return a summary of a file of traces: name -> line."""
     from sparse_rl.analysis.traces import HELD, UNPAGED, opened_words
 
     def at_the_end(name: str) -> str:
-        found = statistics[name]
-        return f"{found['mean']:.1%} at the end ({found['min']:.1%} to {found['max']:.1%})"
+        spread = statistics[name]
+        return f"{spread['mean']:.1%} at the end ({spread['min']:.1%} to {spread['max']:.1%})"
 
     length, pages = statistics["length"], statistics.get("pages")
     lines = {"tokens": f"{length['mean']:.0f} on average ({length['min']} to {length['max']})"}
     lines[HELD[0]] = at_the_end(HELD[0])
     if pages is not None:
         opened, back, repeated = opened_words(pages)
-        lines[UNPAGED[0]] = f"{at_the_end(UNPAGED[0])}: held outside closed pages, so read token by token"
+        lines[UNPAGED[0]] = f"{at_the_end(UNPAGED[0])}: held outside closed pages, and so read token by token"
         lines["pages"] = (
-            f"{opened} of {pages['closed']:.2f} closed ones opened per query, {back} tokens back (median); "
-            f"{repeated} of queries opened the same as the query before"
+            f"{opened} of {pages['closed']:.2f} closed pages opened per query, {back} tokens back (median); "
+            f"{repeated} of queries opened the same pages as the query before"
         )
     if (times := statistics.get("compactions")) is not None:
         lines["refitted"] = f"at {times['mean']:.1f} compactions on average ({times['min']} to {times['max']})"
@@ -84,25 +84,25 @@ def summary(statistics: Mapping[str, Any]) -> dict[str, str]:
 
 
 def what_is(path: Path) -> str | None:
-    """A folder or a file in words; None for what has the name of a file of traces, and for what is not there."""
+    """Describe a folder or a file in words; None for a path that does not exist or has the name of a file of traces."""
     weights = (path.parent / CONFIG_FILE).is_file()
     if not path.exists() or (path.suffix == ".safetensors" and not weights):
         return None
     try:
         return _folder(path) if path.is_dir() else _file(path)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return "damaged, or not what its name says"
+        return "damaged, or not of the type that its name says"
 
 
 def _folder(path: Path) -> str:
     runs, traces = runs_below(path), sorted(path.glob(TRACES))
     if path.name.startswith("checkpoint-"):
-        return f"a checkpoint of step {path.name.removeprefix('checkpoint-')}, from which train --resume goes on"
+        return f"a checkpoint of step {path.name.removeprefix('checkpoint-')}, from which train --resume can continue"
     if (path / CONFIG_FILE).is_file():
         return f"a model ({_json(path / CONFIG_FILE).get('model_type')}){_carried(path)}"
-    left = model_directory(str(path))
-    if runs == [path] or left != str(path):
-        model = "no model yet" if left == str(path) else f"the model in {left}{_carried(Path(left))}"
+    model_path = model_directory(str(path))
+    if runs == [path] or model_path != str(path):
+        model = "no model yet" if model_path == str(path) else f"the model in {model_path}{_carried(Path(model_path))}"
         return f"a run{_kind(path)}, {_steps(path)}, with {model}; sparse-rl plot {path} draws it"
     for results in (path / eval.RESULTS, path / perplexity.RESULTS):
         if results.is_file():
@@ -110,11 +110,11 @@ def _folder(path: Path) -> str:
     if traces:
         files = f"{len(traces)} file{'s' * (len(traces) > 1)} of traces"
         rest = f"; sparse-rl verify {path} replays them" if (path / ORIGIN).is_file() else ""
-        return f"{files}; sparse-rl inspect {traces[0]} says what the first holds{rest}"
+        return f"{files}; sparse-rl inspect {traces[0]} describes the first{rest}"
     if (path / ORIGIN).is_file():
         return f"rollouts under a full cache; sparse-rl verify {path} replays them"
     if runs:
-        return f"a folder of {len(runs)} run{'s' * (len(runs) > 1)}; sparse-rl plot {path} draws what is there"
+        return f"a folder of {len(runs)} run{'s' * (len(runs) > 1)}; sparse-rl plot {path} draws them"
     return "a folder without a run, a model or traces"
 
 
@@ -122,7 +122,7 @@ def _file(path: Path) -> str:
     if path.suffix in (".yaml", ".yml"):
         kind = parse_yaml(path.read_text(), str(path)).get("kind")
         if kind is None:
-            return "YAML, but no recipe: it has no kind"
+            return "YAML, but not a recipe: it has no kind"
         command = kind if kind in ("eval", "perplexity") else "train"
         return f"a recipe of kind {kind}; sparse-rl {command} {path} runs it"
     if path.suffix == ".safetensors":
@@ -132,8 +132,8 @@ def _file(path: Path) -> str:
     if path.name == POLICY_FILE:
         return f"the cache policy that a model carries, {_json(path).get('policy')}"
     if path.name == ORIGIN:
-        how = _json(path)
-        return f"how {how['model']} sampled the rollouts beside it; sparse-rl verify {path.parent} replays them"
+        origin = _json(path)
+        return f"how {origin['model']} sampled the rollouts beside it; sparse-rl verify {path.parent} replays them"
     if path.name == eval.RESULTS:
         return f"the results of an evaluation, {len(_json(path)['rows'])} rows; sparse-rl plot {path} draws them"
     if path.name == perplexity.RESULTS:
@@ -141,7 +141,7 @@ def _file(path: Path) -> str:
     if path.suffix == ".jsonl":
         lines = read_text(path, MOST_TEXT).splitlines()
         return f"{len(lines)} lines of JSON" + (f", each with {', '.join(json.loads(lines[0]))}" if lines else "")
-    return f"a file {path.suffix or 'without a suffix'} that sparse-rl does not read"
+    return f"a file {path.suffix or 'without a suffix'} that sparse-rl cannot read"
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The memory that this machine has, and bytes as a person reads them."""
+"""The memory of this machine, and formatting of byte counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def host_memory() -> int:
-    """Bytes of host memory, the limit of the control group included."""
+    """Return the bytes of host memory, or the limit of the control group if that is smaller."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
@@ -15,14 +15,14 @@ def host_memory() -> int:
 
 
 def device_memory() -> int | None:
-    """Bytes of the first GPU; None without one."""
+    """Return the bytes of memory of the first GPU; None without a GPU."""
     import torch
 
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
 def show(size: float) -> str:
-    """Bytes as a person reads them (powers of 1000)."""
+    """Format a number of bytes with a unit (powers of 1000)."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 999.5:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""From the words of a command line to the command that they name, and to its exit status."""
+"""The command line: parse the arguments, run the command that they name, and return its exit status."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 
 def make_parser() -> Parser:
-    """All commands and their options."""
+    """Return the parser of all commands and their options."""
     common = Parser(add_help=False)
-    common.add_argument("--verbose", action="store_true", help="show what the libraries say, and tracebacks")
+    common.add_argument("--verbose", action="store_true", help="show the log output of the libraries, and tracebacks")
     top = Parser(
         prog="sparse-rl",
         description="Post-train language models that reason under a small KV cache.",
-        epilog="RECIPE is a YAML file or the name of a shipped recipe; KEY=VALUE overrides a key, dotted for blocks "
+        epilog="RECIPE is a YAML file or the name of a shipped recipe. KEY=VALUE overrides a key; use dots for blocks "
         f"(cache.budget=512). Shipped: {', '.join(list_recipes()) or 'none'}.",
     )
     top.add_argument("--version", action="version", version=f"sparse-rl {__version__}")
@@ -52,7 +52,10 @@ def make_parser() -> Parser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options; overrides may stand anywhere, also after `--resume`. Of `serve`, `further` stands behind `--`."""
+    """Parse the options. Overrides may stand anywhere, even after `--resume`.
+
+    For `serve`, the arguments behind `--` are stored in `further`.
+    """
     top = make_parser()
     words, further = list(arguments), []
     if words[:1] == ["serve"] and "--" in words:
@@ -73,7 +76,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command and return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options = parse(words)
@@ -81,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     try:
         check_launch()
-    except UserError as error:  # here, as whatever tells of it asks which process this is
+    except UserError as error:  # printed here: the usual reporting needs a valid rank, which is the variable at fault
         print(f"sparse-rl: error: {error}", file=sys.stderr)
         return 2
     options.arguments = words

@@ -1,5 +1,7 @@
-"""`sparse-rl plot`: curves of runs, of learning, mismatch or any metric that they logged; a trace's density, or map;
-accuracy, or perplexity, against the budgets of an evaluation, or the ratios of one behind compacted contexts.
+"""`sparse-rl plot`: draw runs, traces and evaluations.
+
+For runs: curves of learning, of mismatch, or of any logged metric. For traces: the density of held tokens, or the map
+of pages. For evaluations: accuracy or perplexity against budgets or, behind compacted contexts, against ratios.
 """
 
 from __future__ import annotations
@@ -19,40 +21,44 @@ from sparse_rl.metrics import METRICS_FILE, RECIPE_FILE, runs_below
 from sparse_rl.recipe.schema import parse_yaml
 
 ABOUT = (
-    "Learning and mismatch curves of runs, or any metric of theirs; the density of a trace, or its map of pages; "
-    "accuracy or perplexity against the budget, or the ratio, of an evaluation. A single point is a table."
+    "Draw learning and mismatch curves of runs, or any metric that they logged; the density of a trace, or its map of "
+    "pages; accuracy or perplexity of an evaluation against budgets or ratios. A single point is printed as a table."
 )
 GAP = ("replay/gap_mean", "replay/gap_max")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs", metavar="RUN_DIR|TRACE|EVAL", nargs="+", type=file_path, help="or a folder of runs, or of one of these"
+        "runs",
+        metavar="RUN_DIR|TRACE|EVAL",
+        nargs="+",
+        type=file_path,
+        help="run, trace file or evaluation, or a folder that holds one",
     )
     known = "reward, loss, length, retention, entropy, tokens_per_second"
-    parser.add_argument("--metric", help=f"what to draw against the step: {known}, or any key of metrics.jsonl")
-    place = "default: beside the file, or plots/ in the first run; of several runs the name has the others' names"
+    parser.add_argument("--metric", help=f"metric to draw against the step: {known}, or any key of metrics.jsonl")
+    place = "default: beside the file, or in plots/ of the first run (with the names of further runs in the file name)"
     parser.add_argument("--out", metavar="FILE", type=file_path, help=place)
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
     out = options.out
     if out is not None and (out.is_dir() or not out.suffix):
-        raise UserError(f"{out} names no picture; name a file, for example {out / 'curve.png'}", "--out")
+        raise UserError(f"{out} is not a picture file; name one, for example {out / 'curve.png'}", "--out")
     sources = [source_of(path) for path in options.runs]
     files = [path for path in sources if path.is_file()]
     if len(files) == 0:
         return draw_runs(sources, out, options.metric)
     if len(sources) > 1:
-        raise UserError("draw one file at a time, or run directories", str(files[0]))
+        raise UserError("draw one file at a time, or only run directories", str(files[0]))
     if options.metric is not None:
-        raise UserError(f"{files[0]} has no metrics; those are of runs", "--metric")
+        raise UserError(f"{files[0]} has no metrics, only runs have; remove the option", "--metric")
     (draw_evaluation if files[0].suffix == ".json" else draw_traces)(files[0], out or files[0].with_suffix(".png"))
     return 0
 
 
 def source_of(path: Path) -> Path:
-    """What a path stands for: a file of traces or of an evaluation, a run, or a folder of runs."""
+    """Resolve a path to draw: a file of traces or of an evaluation, a run, or a folder of runs."""
     if path.is_file():
         return path.parent if path.name == METRICS_FILE else path
     runs = runs_below(path)
@@ -65,30 +71,30 @@ def source_of(path: Path) -> Path:
     if len(traces) > 1:
         raise UserError(f"{path} has {len(traces)} files of traces; draw one of them, for example {traces[0]}")
     if not traces and not runs:
-        raise UserError(f"{path} is not the directory of a run, and holds none: there is no {METRICS_FILE}")
+        raise UserError(f"{path} is not the directory of a run and contains no runs: there is no {METRICS_FILE}")
     return traces[0] if traces else path
 
 
 def draw_runs(folders: Sequence[Path], out: Path | None, metric: str | None) -> int:
-    """The curves of runs; of what was logged in one step alone a table."""
+    """Draw the curves of runs; print metrics that were logged in only one step as a table."""
     from sparse_rl.analysis.curves import has_line, logged_metrics, plot_gap, plot_metric, run_labels, steps_table
 
     runs = run_labels([run for folder in folders for run in runs_below(folder)])
     method_of = {label: run_method(folder) for label, folder in runs.items()}
     logged = {name for folder in runs.values() for name in logged_metrics(folder)}
-    drawn = metric or next((name for name in ("reward", "loss") if name in logged), None)
-    if drawn is None:
+    chosen = metric or next((name for name in ("reward", "loss") if name in logged), None)
+    if chosen is None:
         where = one_line(next(iter(runs)), 60) if len(runs) == 1 else f"{len(runs)} runs"
         few = nearest_few("reward", logged) or "nothing"
-        raise UserError(f"no reward and no loss in the metrics of {where}; logged is {few}")
+        raise UserError(f"no reward and no loss in the metrics of {where}; name a --metric, logged: {few}")
     beside = others(list(run_labels(folders))[1:])
-    name = "learning" if metric is None else drawn.replace("/", "_")
+    name = "learning" if metric is None else chosen.replace("/", "_")
     out_of_gap = out and out.with_name(f"{out.stem}_gap{out.suffix}")
     single: list[str] = []
-    if has_line(runs, drawn):
-        print(plot_metric(runs, out or folders[0] / "plots" / f"{name}{beside}.png", drawn, method_of=method_of))
+    if has_line(runs, chosen):
+        print(plot_metric(runs, out or folders[0] / "plots" / f"{name}{beside}.png", chosen, method_of=method_of))
     else:
-        single.append(drawn)
+        single.append(chosen)
     if metric is None and GAP[0] in logged:
         if has_line(runs, GAP[0]):
             print(plot_gap(runs, out_of_gap or folders[0] / "plots" / f"gap{beside}.png", method_of=method_of))
@@ -100,11 +106,11 @@ def draw_runs(folders: Sequence[Path], out: Path | None, metric: str | None) -> 
 
 
 def run_method(run: Path) -> str | None:
-    """What the table of colours (analysis/drawing.py) calls the method of a run; None where no recipe says it."""
+    """Return the name of a run's method in the table of colours (analysis/drawing.py); None if no recipe gives it."""
     try:
         recipe = parse_yaml(read_text(run / RECIPE_FILE), RECIPE_FILE)
         policy = None if recipe.get("cache") is None else str(recipe["cache"].get("policy", "full"))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # damaged: not ours to judge
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # a damaged recipe
         return None
     if policy not in (None, "full") and recipe.get("train_attention") == "full":
         return "mismatched"
@@ -112,7 +118,7 @@ def run_method(run: Path) -> str | None:
 
 
 def others(labels: Sequence[str]) -> str:
-    """What the name of a picture has of further folders, so that it is no picture of the first alone."""
+    """Return the suffix that names the further folders in a picture's file name; empty without further folders."""
     names = "_".join(labels).replace("/", "_")
     if len(names) > 100:
         names = f"{names[:80]}_{zlib.crc32(names.encode()):08x}"
@@ -120,19 +126,20 @@ def others(labels: Sequence[str]) -> str:
 
 
 def draw_traces(file: Path, out: Path) -> None:
-    """What a file of traces shows best: where queries opened pages, the map of these; else what is held at the end."""
+    """Draw a file of traces: the map of opened pages if pages close, else the density of tokens held at the end."""
     from sparse_rl.analysis.opened import plot_opened, records_pages
     from sparse_rl.analysis.traces import plot_density
     from sparse_rl.trace import load_traces, read_fingerprint
 
-    held = load_traces(file)
-    draw = plot_opened if records_pages(held[0]) else plot_density
-    print(draw(held, out, read_fingerprint(file)))
+    traces_of_file = load_traces(file)
+    draw = plot_opened if records_pages(traces_of_file[0]) else plot_density
+    print(draw(traces_of_file, out, read_fingerprint(file)))
 
 
 def draw_evaluation(file: Path, out: Path) -> None:
-    """Accuracies, or perplexities, against budgets or, for contexts that are compacted, ratios; a table where no method
-    has two of them.
+    """Draw accuracies or perplexities against budgets or, for compacted contexts, against ratios.
+
+    If no method has two budgets or ratios, print a table instead.
     """
     from sparse_rl.analysis.sweeps import plot_sweep, points_table, read_sweep, varied
 

@@ -1,4 +1,4 @@
-"""A recipe, resolved once: what commands need of it that is known before a model is loaded."""
+"""Resolve a recipe once: everything that commands need to know before a model is loaded."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ R = TypeVar("R", bound=Recipe)
 
 @dataclass(frozen=True)
 class Prepared(Generic[R]):
-    """A recipe, and what was found for it.
+    """A recipe, and the facts that were determined for it.
 
-    recipe : its engine is chosen, and in training its attention kernel
-    config : of its model, or of `live`, a module that is sampled from instead
-    shape : of its cache: (layers, kv heads, head dim)
-    policies : that its engine samples under
-    findings : what -> what was found, in words, as `sparse-rl train --dry-run` prints them
-    remarks : on what is allowed and unwise
-    skeleton : the model without its memory
+    recipe : the recipe with its engine chosen and, for training, its attention kernel
+    config : configuration of its model, or of `live`
+    shape : shape of its cache: (layers, kv heads, head dim)
+    policies : cache policies that its engine samples under
+    live : module to sample from instead of the recipe's model
+    findings : topic -> finding in words, as `sparse-rl train --dry-run` prints them
+    remarks : warnings about settings that are allowed but unwise
+    skeleton : the model on the meta device, without memory
 
-    Of a training (checks.py) also:
+    For a training run (checks.py) also:
 
-    rows, held_out : of its dataset, and of its validation's
-    rewards : (functions, weights) that it names
-    checkpoint : that it goes on from
+    rows, held_out : rows of its dataset, and of its validation dataset
+    rewards : (functions, weights) of the rewards that it names
+    checkpoint : checkpoint from which it resumes
     """
 
     recipe: R
@@ -59,17 +60,17 @@ class Prepared(Generic[R]):
 
     @property
     def room(self) -> int | None:
-        """The tokens that a prompt may have, so that the model reads the whole completion too; None: not known."""
+        """Maximum prompt length that leaves room for a whole completion in the model's window; None if unknown."""
         window = window_of(self.config)
         return None if window is None or self.recipe.rollout is None else window - self.recipe.sampling().max_tokens
 
 
 def prepare(recipe: R, live: Any = None) -> Prepared[R]:
-    """The recipe resolved, and its model's files checked; what is unwise is said.
+    """Resolve a recipe, check the files of its model, and warn about unwise settings.
 
-    live : a module to sample from; by default the recipe's model is loaded, later
+    live : module to sample from; by default the recipe's model is loaded later
 
-    Raises UserError at the first thing that is wrong.
+    Raises UserError at the first mistake.
     """
     config = load_config(recipe.model)
     fresh = isinstance(recipe, SFTRecipe) and recipe.sft.from_scratch
@@ -89,11 +90,11 @@ def prepare(recipe: R, live: Any = None) -> Prepared[R]:
 
 
 def resolve(recipe: R, config: Any, live: Any = None, cuda: bool | None = None) -> Prepared[R]:
-    """What a recipe means on this machine, for a model of this configuration, of which no file is read but its policy.
+    """Resolve a recipe for this machine and a model configuration. Reads no file of the model but its saved policy.
 
-    cuda : whether it runs on a GPU; None: as this machine has
+    cuda : True if the recipe runs on a GPU; None means True if this machine has a GPU
 
-    Raises UserError where its engine cannot be had, and as `check_lengths` does.
+    Raises UserError if its engine is not available, and under the conditions of `check_lengths`.
     """
     layers, kv_heads, head_dim = shape = cache_shape(config)
     caches, remarks = cache_configs(recipe), []
@@ -109,27 +110,28 @@ def resolve(recipe: R, config: Any, live: Any = None, cuda: bool | None = None) 
         if live is None:
             check_lengths(recipe, config)
             group = config.num_attention_heads // kv_heads
-            said = [(cache.name, cache.remark(group, layers)) for cache in caches]
-            remarks = [f"{name}: {remark}" for name, remark in said if remark is not None]
+            named_remarks = [(cache.name, cache.remark(group, layers)) for cache in caches]
+            remarks = [f"{name}: {remark}" for name, remark in named_remarks if remark is not None]
     config = config if live is None else live.config
     return Prepared(recipe, config, shape, policies, live=live, findings=findings, remarks=remarks)
 
 
 def cache_configs(recipe: Recipe) -> list[PolicyConfig]:
-    """The caches of a recipe; where it names none, the one that the model's directory carries, or the full cache."""
+    """Return the caches of a recipe. A cache that it leaves open is the policy saved with the model, or else full."""
     caches = recipe.caches()
     if None in caches:
         saved = saved_policy(recipe.model)
-        own = FullConfig() if saved is None else saved.config
-        return [own if cache is None else cache for cache in caches]
+        fallback = FullConfig() if saved is None else saved.config
+        return [fallback if cache is None else cache for cache in caches]
     return [cache for cache in caches if cache is not None]
 
 
 def check_lengths(recipe: Recipe, config: Any) -> None:
-    """Raise UserError where the longest prompt that a recipe lets pass, and a completion, are more than a model of this
-    configuration reads. Where prompts have no bound, `Prepared.room` is for those that are read.
+    """Raise UserError if the longest allowed prompt and a completion do not fit into the model's window together.
 
-    Its engine is chosen. Completions of a dataset are cut to what the model reads; vllm is asked to hold the longest.
+    The recipe's engine must already be chosen. If prompts have no bound, they are checked against `Prepared.room` when
+    the dataset is read. Completions that come from a dataset are truncated to the window, so their length is checked
+    only for vllm, which must hold the longest sequence.
     """
     if (window := window_of(config)) is None or (rollout := recipe.rollout) is None:
         return
@@ -139,16 +141,16 @@ def check_lengths(recipe: Recipe, config: Any) -> None:
     completion = recipe.sampling().max_tokens
     prompt = max((bound or 1 for bound in recipe.prompt_bounds()), default=1)
     if prompt + completion > window:
-        made = f"{completion:,} tokens, behind a prompt of {'at least 1' if prompt == 1 else f'up to {prompt:,}'}"
-        wrong = f"{made}, are more than the {window:,} that the model reads; lower it"
+        lengths = f"{completion:,} tokens, after a prompt of {'at least 1' if prompt == 1 else f'up to {prompt:,}'}"
+        wrong = f"{lengths}, exceed the model's window of {window:,} tokens; lower this value"
         raise UserError(wrong, recipe.completion_key)
     if (rollout.max_model_len or 0) > window:
-        wrong = f"{rollout.max_model_len:,} is more than the {window:,} tokens that the model reads; lower or remove it"
+        wrong = f"{rollout.max_model_len:,} exceeds the model's window of {window:,} tokens; lower or remove this value"
         raise UserError(wrong, "rollout.max_model_len")
 
 
 def rewards_of(named: list[Any], key: str) -> tuple[list[Callable], list[float]]:
-    """(functions, weights) of the rewards that a key names. Raises UserError for what is none."""
+    """Return (functions, weights) of the rewards that a recipe key names. Raises UserError for an invalid reward."""
     from rewards import make_rewards
 
     try:

@@ -1,14 +1,15 @@
-"""The quickstart: on a machine without a GPU, show that training under the recorded evictions pays.
+"""The quickstart: show on a machine without a GPU that training under the recorded evictions improves accuracy.
 
-Through the very same command, recipes, engine and trainer that a 7B run uses:
+It uses the same command, recipes, engine and trainer as a 7B run:
 
-1. start from the tiny model that is shipped (recipes/quickstart/model), which solves the running-sum task with a full
-   cache, and seldom under a cache of the budget that recipes/quickstart/grpo.yaml names;
-2. per seed, run RL-Sparse, RL-Full, and the mismatched control (sparse rollouts, full attention in training);
-3. evaluate all under eviction and with a full cache, on problems that were neither trained nor calibrated on.
+1. start from the shipped tiny model (recipes/quickstart/model), which solves the running-sum task with a full cache,
+   but seldom under a cache with the budget of recipes/quickstart/grpo.yaml;
+2. for each seed, run RL-Sparse, RL-Full, and the mismatched control (sparse rollouts, full attention in training);
+3. evaluate all of them under eviction and with a full cache, on problems used neither in training nor in calibration.
 
-`--scratch` trains a tiny model of each seed's own first (recipes/quickstart/sft.yaml), and calibrates its budget: the
-smallest at which it is hurt but not lost. Writes results.json and three pictures, and prints one table.
+`--scratch` first trains a tiny model for each seed (recipes/quickstart/sft.yaml) and calibrates its budget: the
+smallest one that lowers its accuracy but leaves enough to learn from. The command writes results.json and three
+pictures, and prints one table.
 """
 
 from __future__ import annotations
@@ -40,32 +41,41 @@ from sparse_rl.metrics import read_metrics
 from sparse_rl.progress import Stage, screen, stage
 from sparse_rl.recipe import TrainRecipe, load_recipe
 
-ABOUT = "On a machine without a GPU: show that training under the recorded evictions pays."
+ABOUT = "Show on a machine without a GPU that training under the recorded evictions improves accuracy."
 BUDGETS = (32, 36, 40, 44, 48, 56, 64)
-AIM = (0.25, 0.5)  # accuracy under eviction before RL: room to learn, and something to reinforce
+AIM = (0.25, 0.5)  # accuracy under eviction before RL: low enough to improve, high enough for some rewards
 LEAST = 0.18  # runs that start nearer to chance (0.10) often stay there
-METHODS = {"rl_sparse": "grpo", "rl_full": "grpo_full", "rl_mismatch": "grpo_mismatch"}  # name -> recipe, and folder
+METHODS = {
+    "rl_sparse": "grpo",
+    "rl_full": "grpo_full",
+    "rl_mismatch": "grpo_mismatch",
+}  # name -> recipe, also its folder
 SHIPPED = "quickstart/model"
-START = "sft"  # the row of results.json that says where RL began
+START = "sft"  # name of the row of results.json with the accuracy before RL
 LABELS = {START: "before RL", "rl_sparse": "RL-Sparse", "rl_full": "RL-Full", "rl_mismatch": "RL, mismatched masks"}
-DRAWN_AS = {  # in the colours of sparse_rl/analysis/drawing.py
+DRAWN_AS = {  # name -> method whose colour it has (sparse_rl/analysis/drawing.py)
     START: "sft",
     "rl_sparse": "streaming",
     "rl_full": "full",
     "rl_mismatch": "mismatched",
 }
-SHOWN = {"reward": "reward", "accuracy_full": "accuracy"}  # metric of a stage -> how it is called
-NEWS_SECONDS = 20  # between two lines about a stage that is under way
+SHOWN = {"reward": "reward", "accuracy_full": "accuracy"}  # metric of a stage -> its label
+NEWS_SECONDS = 20  # between two progress lines of a running stage
 console = Console(highlight=False, soft_wrap=True)
 
 
 class QuickstartError(StoppedError):
-    """A stage that failed: one line, and where its log is."""
+    """A stage failed: one line with the path of its log."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What RL begins with. model : its directory, or a shipped model's name; folder : of its evaluation"""
+    """Starting point of RL.
+
+    model : directory of the model, or name of a shipped model
+    budget : budget of the small cache
+    folder : output folder of the evaluation before RL
+    """
 
     model: str
     budget: int
@@ -73,10 +83,10 @@ class Start:
 
 
 class Stages:
-    """Runs `sparse-rl` stages as processes, as many at a time as there are slots. Where one fails, all end with it.
+    """Run `sparse-rl` stages as processes, at most `slots` at a time. If a stage fails, all others are stopped.
 
-    shown : counts the stages that are done, of `total`; as trainings take longer than evaluations, no time is foretold.
-        None: nothing counts them
+    shown : progress display that counts finished stages out of `total`; None means no display. It estimates no
+        remaining time, because training takes longer than evaluation.
     """
 
     def __init__(self, slots: int, shown: Stage | None = None, total: int = 0) -> None:
@@ -85,16 +95,16 @@ class Stages:
         self.failure: QuickstartError | None = None
 
     def run(self, label: str, folder: Path, arguments: Sequence[str], steps: int | None = None) -> None:
-        """One stage; its output goes to folder/log.txt. How far it is, is shown, or said now and then.
+        """Run one stage and write its output to folder/log.txt. Its progress is displayed, or printed now and then.
 
-        steps : of a training
+        steps : number of training steps; None for an evaluation
         """
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "log.txt"
         with self.slots, log.open("w") as file:
             if self.failure is not None:
                 raise self.failure
-            start = told = time.monotonic()
+            start = last_news = time.monotonic()
             console.print(f"  [dim]start[/]  {label}")
             command = [sys.executable, "-P", "-m", "sparse_rl.cli", *arguments]
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
@@ -105,9 +115,9 @@ class Stages:
                         step, news = how_far(folder)
                         row.advance(step - row.done)
                         row.tell(news)
-                        if step and screen.drawn is None and time.monotonic() - told >= NEWS_SECONDS:
+                        if step and screen.drawn is None and time.monotonic() - last_news >= NEWS_SECONDS:
                             console.print(f"         {label}  [dim]step {step}  {news}[/]")
-                            told = time.monotonic()
+                            last_news = time.monotonic()
             finally:
                 process.terminate()
                 process.wait()
@@ -129,17 +139,18 @@ class Stages:
 
 
 def how_far(folder: Path) -> tuple[int, str]:
-    """The last step that a training has logged, and its reward or accuracy; 0 and nothing where there is none."""
+    """Return the last logged step of a training run, and its reward or accuracy in words; (0, "") without logs."""
     lines = read_metrics(folder)
-    values = {key: value for line in lines for key, value in line.items()}  # the last of each
+    values = {key: value for line in lines for key, value in line.items()}  # last logged value of each metric
     shown = [f"{label} {values[key]:.2f}" for key, label in SHOWN.items() if key in values]
     return values.get("step", 0), "  ".join(shown)
 
 
 class Quickstart:
-    """The stages of some seeds, and where their results lie.
+    """The stages of all seeds.
 
-    out : the folder of all; engine : that samples
+    out : folder of all results
+    engine : name of the engine that samples
     """
 
     def __init__(self, out: Path, stages: Stages, engine: str) -> None:
@@ -151,13 +162,13 @@ class Quickstart:
         self.stages.run(label, folder, ["train", f"quickstart/{recipe}", *overrides], steps)
 
     def evaluate(self, label: str, folder: Path, seed: int, *more: str) -> list[dict[str, Any]]:
-        """The rows of an evaluation; `more` says of which model."""
+        """Run an evaluation and return its rows; `more` are overrides, among them the model."""
         overrides = [f"seed={seed}", f"rollout.engine={self.engine}", f"output_dir={folder}", *more]
         self.stages.run(label, folder, ["eval", "quickstart/eval", *overrides])
         return json.loads((folder / "eval.json").read_text())["rows"]
 
     def from_scratch(self, seed: int) -> Start:
-        """A tiny model of this seed's own, and the budget that hurts it."""
+        """Train a tiny model with this seed, and calibrate the budget that lowers its accuracy."""
         folder = self.out / f"seed{seed}"
         self.train(f"seed {seed}: training the tiny model", folder / "sft", "sft", seed)
         model = folder / "sft/model"
@@ -172,7 +183,10 @@ class Quickstart:
         return Start(str(model), budget, folder / "eval_before_rl")
 
     def row(self, name: str, seed: int, start: Start, run: Path | None) -> dict[str, Any]:
-        """One row of results.json: a method's model (run: its directory; None: the start) under both caches."""
+        """Evaluate a model under both caches and return its row of results.json.
+
+        run : directory of the run that trained the model; None means the model before RL
+        """
         model = start.model if run is None else run
         folder = start.folder if run is None else run.with_name(f"eval_{run.name}")
         sweep = ["sweep.policy=[streaming,full]", f"sweep.budget=[{start.budget}]"]
@@ -186,7 +200,7 @@ class Quickstart:
         }  # fmt: skip
 
     def method(self, name: str, seed: int, start: Start) -> dict[str, Any]:
-        """Train by one method from a start, and evaluate what it made."""
+        """Train with one method from a starting point, and evaluate the resulting model."""
         recipe = METHODS[name]
         folder = self.out / f"seed{seed}" / recipe
         budget = [] if name == "rl_full" else [f"cache.budget={start.budget}"]
@@ -195,7 +209,10 @@ class Quickstart:
         return self.row(name, seed, start, folder)
 
     def run(self, seeds: Sequence[int], scratch: bool) -> list[dict[str, Any]]:
-        """All stages; returns the rows of results.json. Without `scratch` all seeds share one start, and its row."""
+        """Run all stages and return the rows of results.json.
+
+        Without `scratch`, all seeds share one starting point, which is evaluated once.
+        """
         with ThreadPoolExecutor(len(seeds) * (len(METHODS) + 1)) as pool:
             if scratch:
                 starts = dict(zip(seeds, pool.map(self.from_scratch, seeds), strict=True))
@@ -211,34 +228,35 @@ class Quickstart:
 
 
 def shipped_budget() -> int:
-    """The budget of quickstart/grpo, which was calibrated on the shipped model as `from_scratch` does it."""
+    """Return the budget of quickstart/grpo, which was calibrated on the shipped model as in `from_scratch`."""
     cache = load_recipe("quickstart/grpo").caches()[0]
     assert isinstance(cache, EvictingConfig)
     return cache.budget
 
 
 def choose_budget(accuracy: dict[int, float]) -> int:
-    """The smallest budget whose accuracy under eviction is in AIM; else the nearest to it that is at least LEAST."""
+    """Return the smallest budget with an accuracy under eviction in AIM.
+
+    If there is none, return the budget whose accuracy is nearest to AIM and at least LEAST.
+    """
     for budget in sorted(accuracy):
         if AIM[0] <= accuracy[budget] <= AIM[1]:
             return budget
     usable = [b for b in sorted(accuracy) if accuracy[b] >= LEAST]
     if not usable:
         found = ", ".join(f"{b}: {a:.2f}" for b, a in sorted(accuracy.items()))
-        raise QuickstartError(
-            f"no budget leaves an accuracy of at least {LEAST} under eviction ({found}); try another seed"
-        )
+        raise QuickstartError(f"no budget reaches an accuracy of {LEAST} under eviction ({found}); try another seed")
     return min(usable, key=lambda b: max(AIM[0] - accuracy[b], accuracy[b] - AIM[1]))
 
 
 def largest_gap(run: Path) -> float | None:
-    """The largest |log p_trainer - log p_sampler| of a run, over all its steps and tokens; None for SFT."""
+    """Return the largest |log p_trainer - log p_sampler| over all steps and tokens of a run; None for SFT."""
     gaps = [line["replay/gap_max"] for line in read_metrics(run) if "replay/gap_max" in line]
     return max(gaps, default=None)
 
 
 def report(rows: list[dict[str, Any]], out: Path, seconds: float, engine: str) -> None:
-    """results.json, the three pictures, and the table."""
+    """Write results.json and the three pictures, and print the table."""
     gaps = {name: max(r["max_abs_dlogp"] for r in rows if r["name"] == name) for name in METHODS}
     results = {
         "rows": rows,
@@ -251,23 +269,23 @@ def report(rows: list[dict[str, Any]], out: Path, seconds: float, engine: str) -
     draw(rows, out)
     show(rows, gaps)
     console.print(
-        f"{seconds / 60:.1f} minutes. In {out}: results.json, accuracy.png, learning_curves.png, replay_gap.png"
+        f"{seconds / 60:.1f} minutes. Written to {out}: results.json, accuracy.png, learning_curves.png, replay_gap.png"
     )
     runs = " ".join(str(out / f"seed{min(r['seed'] for r in rows)}" / METHODS[n]) for n in ("rl_sparse", "rl_full"))
-    console.print("Next, for example:")
+    console.print("Next steps, for example:")
     console.print(f"  sparse-rl plot {runs} --metric retention")
     console.print("  sparse-rl train quickstart/grpo cache.budget=32 output_dir=runs/quickstart/budget32")
 
 
 def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
-    """accuracy.png over all seeds; learning_curves.png and replay_gap.png of the first."""
+    """Draw accuracy.png over all seeds, and learning_curves.png and replay_gap.png of the first seed."""
     from sparse_rl.analysis.accuracy import plot_accuracy
     from sparse_rl.analysis.curves import plot_gap, plot_metric
 
     seed = min(row["seed"] for row in rows)
     first = {LABELS[name]: out / f"seed{seed}" / recipe for name, recipe in METHODS.items()}
     budgets = sorted({row["budget"] for row in rows})
-    title = f"Accuracy on {rows[0]['n']:,} problems of some 100 tokens each;"
+    title = f"Accuracy on {rows[0]['n']:,} problems of about 100 tokens each;"
     title += f"\nthe small cache has a budget of {' or '.join(map(str, budgets))}"
     accuracies = {
         label: (
@@ -280,7 +298,7 @@ def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
     plot_accuracy(accuracies, out / "accuracy.png", title, method_of)
     full = f"{LABELS['rl_full']} (samples with a full cache)"
     curves = {full if label == LABELS["rl_full"] else label: folder for label, folder in first.items()}
-    title = f"Reward while training, seed {seed}: each as it samples"
+    title = f"Reward during training, seed {seed}: each run under the cache it samples with"
     plot_metric(curves, out / "learning_curves.png", "reward", title, {**method_of, full: DRAWN_AS["rl_full"]})
     compared = {LABELS[name]: first[LABELS[name]] for name in ("rl_sparse", "rl_mismatch")}
     title = f"Does the trainer see what the sampler saw? Seed {seed}"
@@ -288,7 +306,7 @@ def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
 
 
 def show(rows: Sequence[dict[str, Any]], gaps: Mapping[str, float]) -> None:
-    """The table, and what it says."""
+    """Print the table and a summary of it."""
     seeds = sorted({row["seed"] for row in rows})
     table = Table(title="Running sums, held-out problems: accuracy (± standard error)", title_justify="left")
     for column in ("", "seed", "budget", "under eviction", "full cache", "max |Δlogp|"):
@@ -309,27 +327,29 @@ def show(rows: Sequence[dict[str, Any]], gaps: Mapping[str, float]) -> None:
     control = [by["rl_sparse", s] - by["rl_mismatch", s] for s in seeds]
     middle = statistics.median
     console.print(
-        f"RL-Sparse under eviction: {middle(rise):+.2f} over its start, {middle(ahead):+.2f} over RL-Full, "
+        f"Accuracy of RL-Sparse under eviction: {middle(rise):+.2f} over its start, {middle(ahead):+.2f} over RL-Full, "
         f"{middle(control):+.2f} over the mismatched control (median of {len(seeds)} seed{'s' * (len(seeds) > 1)}; "
         f"worst {min(rise):+.2f}, {min(ahead):+.2f}, {min(control):+.2f})"
     )
     console.print(
-        f"Sampler against trainer, max |Δlogp|: {gaps['rl_sparse']:.1e} replayed, {gaps['rl_mismatch']:.1e} mismatched."
+        f"Max |Δlogp|, sampler against trainer: {gaps['rl_sparse']:.1e} replayed, {gaps['rl_mismatch']:.1e} mismatched."
     )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=file_path, default=Path("runs/quickstart"))
-    parser.add_argument("--engine", choices=ENGINES, default="hf", help="that samples; hf starts sooner")
-    parser.add_argument("--scratch", action="store_true", help="train the tiny model too, one for each seed")
-    parser.add_argument("--slots", type=positive, default=min(2, os.cpu_count() or 1), help="stages run at a time")
+    parser.add_argument("--engine", choices=ENGINES, default="hf", help="engine that samples; hf starts faster")
+    parser.add_argument("--scratch", action="store_true", help="also train the tiny model, one for each seed")
+    parser.add_argument(
+        "--slots", type=positive, default=min(2, os.cpu_count() or 1), help="number of stages that run at a time"
+    )
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread a stage is fastest at this size
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per stage is fastest for a model of this size
     start = time.monotonic()
-    screen.heard()  # the stages say themselves how far they are
+    screen.heard()  # the stages print their own progress
     slots = f"{options.engine} engine, {options.slots} stages at a time"
     console.print(f"sparse-rl quickstart: seeds {options.seeds}, {slots}, in {options.out}")
     seeds = list(dict.fromkeys(options.seeds))

@@ -1,4 +1,4 @@
-"""`sparse-rl rollout`: sample problems of a recipe, and keep their completions and traces."""
+"""`sparse-rl rollout`: sample completions for a recipe's problems, and save them with their traces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rollout.evaluation.contexts import Questions
     from sparse_rl.commands.prepared import Prepared
 
-ABOUT = "Sample problems of a recipe and keep their completions and traces."
+ABOUT = "Sample completions for a recipe's problems and save them with their traces."
 FILES = (COMPLETIONS, TRACES, ORIGIN)
 
 
@@ -37,40 +37,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, session: Session) -> int:
     recipe = read_recipe(options)
-    sampled_problems(recipe)  # refuses a kind that has none
+    sampled_problems(recipe)  # raises UserError for a kind without problems
     folder = options.out or Path(recipe.output_dir) / "rollouts"
     refuse_used(folder, FILES, "--out", options.overwrite)
     session.folder = folder
     quiet_loading(session.verbose)
     rollouts = sample(recipe, folder, options.problems)
-    lengths, kept = [one["tokens"] for one in rollouts], [one["retention"] for one in rollouts]
-    cut = sum(one["finish_reason"] == "length" for one in rollouts)
+    lengths, kept = [item["tokens"] for item in rollouts], [item["retention"] for item in rollouts]
+    cut = sum(item["finish_reason"] == "length" for item in rollouts)
     print(
         f"{len(rollouts)} completions, {sum(lengths) / len(lengths):.0f} tokens on average ({min(lengths)} to "
-        f"{max(lengths)}), {cut} cut off; kept at the end {sum(kept) / len(kept):.1%} of the cache"
+        f"{max(lengths)}), {cut} cut off; {sum(kept) / len(kept):.1%} of tokens held at the end"
     )
     print("\n".join(str(file) for pattern in FILES for file in sorted(folder.glob(pattern))))
     return 0
 
 
 def sampled_problems(recipe: Recipe) -> tuple[DataConfig, str, int]:
-    """(the dataset of a recipe, its key, samples of each problem). Raises UserError for a kind that samples none."""
+    """Return (the recipe's dataset, its key, samples per problem). Raises UserError for a kind that samples nothing."""
     if isinstance(recipe, GRPORecipe):
         return recipe.data, "data", recipe.grpo.num_generations
     if isinstance(recipe, EvalRecipe):
         where, data = next(iter(recipe.prompt_sources().items()))
         return data, where, recipe.samples
     perplexity = isinstance(recipe, PerplexityRecipe)
-    wrong = "has no cache to sample under; use one of grpo or eval"
-    wrong = "samples nothing; use sparse-rl perplexity" if perplexity else wrong
-    raise UserError(f"a recipe of kind {recipe.kind} {wrong}", "kind")
+    problem = "has no cache to sample under; use a recipe of kind grpo or eval"
+    problem = "samples nothing; use sparse-rl perplexity" if perplexity else problem
+    raise UserError(f"a recipe of kind {recipe.kind} {problem}", "kind")
 
 
 def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, Any]]:
-    """Sample the recipe's first problems under its first cache, or behind their contexts under its first prompt cache,
-    into `folder`; returns the `summary` of each rollout.
+    """Sample a recipe's first problems and write the rollouts to `folder`; return the `summary` of each rollout.
 
-    Part by part, so that any number fits, into the files of rollout/files.py.
+    Sampling uses the recipe's first cache or, if the problems have contexts to compact, its first prompt cache. The
+    files (rollout/files.py) are written part by part, so any number of problems fits into memory.
     """
     data, where, samples = sampled_problems(recipe)
     with stage("loading", recipe.model):
@@ -94,65 +94,69 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
         except OSError as error:
             raise UserError(f"{folder} cannot be written: {error}", "--out") from error
         made_by = {"model": model_fingerprint(config), "policy": fingerprint(policy)}
-        sampled = recipe.sampling(samples)
+        settings = recipe.sampling(samples)
         if caches := recipe.prompt_caches():
             made_by["prompt_cache"] = json.dumps(as_mapping(caches[0]), sort_keys=True)
-            opened = _behind_contexts(prepared, sampling.context_questions(source, tokenizer, data), sampled, folder)
+            opened = _behind_contexts(prepared, sampling.context_questions(source, tokenizer, data), settings, folder)
         else:
-            opened = _plain(prepared, sampling.prompt_tokens(source, tokenizer, data, prepared.room, where), sampled)
+            opened = _plain(prepared, sampling.prompt_tokens(source, tokenizer, data, prepared.room, where), settings)
     origin = Origin(
         model=str(Path(recipe.model).absolute()) if Path(recipe.model).is_dir() else recipe.model,
         vocabulary=config.vocab_size,
-        engine=engine.engine,  # type: ignore[arg-type]  # chosen, no longer auto
+        engine=engine.engine,  # type: ignore[arg-type]  # `prepare` has replaced auto
         dtype=recipe.dtype,
         exact=engine.exact,
-        sampling=sampled,
+        sampling=settings,
         evicts=policy.schedule.evicts or bool(caches),
         made_by=made_by,
     )
     summaries: list[dict[str, Any]] = []
     row = stage("rollouts", total=len(source), unit="problem", shown=engine.progress)
-    with opened as parts, written_rollouts(folder, origin) as add, row as shown:
+    with opened as parts, written_rollouts(folder, origin) as add, row as progress:
         kept = [name for name in ("prompt", "answer") if name in source.column_names]
         for indices, part in parts:
             texts = tokenizer.batch_decode([r.completion_ids for r in part], skip_special_tokens=True)
             rows = [{name: source[i][name] for name in kept} for i in indices for _ in range(samples)]
-            found = list(map(summary, part))
-            add(part, [{**row, "completion": t, **one} for row, t, one in zip(rows, texts, found, strict=True)])
-            summaries += found
-            shown.advance(len(indices))
+            summary_of_part = list(map(summary, part))
+            add(
+                part,
+                [{**row, "completion": t, **item} for row, t, item in zip(rows, texts, summary_of_part, strict=True)],
+            )
+            summaries += summary_of_part
+            progress.advance(len(indices))
     return summaries
 
 
-Parts = Iterator[tuple[list[int], list["Rollout"]]]  # places of problems, and their rollouts, problem-major
+Parts = Iterator[tuple[list[int], list["Rollout"]]]  # indices of problems, and their rollouts, problem-major
 
 
 @contextmanager
-def _plain(prepared: Prepared, prompts: list[list[int]], sampled: SamplingConfig) -> Iterator[Parts]:
+def _plain(prepared: Prepared, prompts: list[list[int]], settings: SamplingConfig) -> Iterator[Parts]:
+    """Yield the sampled parts of plain prompts, under the recipe's first cache."""
     from rollout.evaluation.samples import sample_in_parts
     from sparse_rl.commands import sampling
 
     with sampling.engines(prepared, prepared.recipe.rollout.progress)(prepared.policies[0]) as engine:
-        yield ((places, rollouts) for places, rollouts, _ in sample_in_parts(engine, prompts, sampled))
+        yield ((places, rollouts) for places, rollouts, _ in sample_in_parts(engine, prompts, settings))
 
 
 @contextmanager
 def _behind_contexts(
-    prepared: Prepared, questions: Questions, sampled: SamplingConfig, folder: Path
+    prepared: Prepared, questions: Questions, settings: SamplingConfig, folder: Path
 ) -> Iterator[Parts]:
-    """Under the recipe's first prompt cache."""
+    """Yield the sampled parts of problems behind contexts, compacted by the recipe's first prompt cache."""
     from rollout.evaluation.samples import sample_in_parts
     from sparse_rl.commands import sampling
 
     engines = sampling.context_engines(prepared, folder, prepared.recipe.rollout.progress)
     first = prepared.recipe.prompt_caches()[:1]
-    told = engines.opened({"": questions}, first, sampled.max_tokens, lambda _, stage: say("rollouts", stage))
-    with told as (engine, contexts_of):
+    contexts = engines.opened({"": questions}, first, settings.max_tokens, lambda _, stage: say("rollouts", stage))
+    with contexts as (engine, contexts_of):
 
         def parts() -> Parts:
-            for one in contexts_of(""):
-                prompts = [questions.prompts[place].rest for place in one.problems]
-                for places, rollouts, _ in sample_in_parts(engine, prompts, sampled, one.context):
-                    yield [one.problems[place] for place in places], rollouts
+            for item in contexts_of(""):
+                prompts = [questions.prompts[place].rest for place in item.problems]
+                for places, rollouts, _ in sample_in_parts(engine, prompts, settings, item.context):
+                    yield [item.problems[place] for place in places], rollouts
 
         yield parts()

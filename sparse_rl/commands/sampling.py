@@ -1,4 +1,4 @@
-"""From a recipe that is prepared to sampling: its engines, its prompts in tokens."""
+"""Sampling for a prepared recipe: its engines, and its prompts as tokens."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ if TYPE_CHECKING:
 
 
 def engine_arguments(recipe: Recipe) -> dict[str, Any]:
-    """What `make_engine` takes of a recipe whose engine is chosen, besides model, policy and progress."""
+    """Return the arguments of `make_engine` that a recipe sets, besides model, policy and progress.
+
+    The recipe's engine must already be chosen.
+    """
     rollout, bounds = recipe.rollout, recipe.prompt_bounds()
     assert rollout is not None
-    given = {"dtype": recipe.dtype, "max_batch": rollout.max_batch}
+    arguments = {"dtype": recipe.dtype, "max_batch": rollout.max_batch}
     if rollout.engine == "hf":
-        return given
+        return arguments
     prompt = None if None in bounds else max(bound or 0 for bound in bounds)
     return {
-        **given,
+        **arguments,
         "max_prompt": prompt,
         "max_model_len": rollout.max_model_len or (prompt and prompt + recipe.sampling().max_tokens),
         "kv_cache_gb": rollout.kv_cache_gb,
@@ -47,10 +50,10 @@ def engine_arguments(recipe: Recipe) -> dict[str, Any]:
 
 
 def engines(prepared: Prepared, progress: bool = False) -> Callable[..., AbstractContextManager[Engine]]:
-    """policy, further options of `make_engine` -> a context with the engine of a recipe under it, closed at its end.
+    """Return a function (policy, **options of `make_engine`) -> context manager with the recipe's engine.
 
-    hf samples from one module for all policies: the one that was given, or the recipe's, loaded here. vllm loads its
-    own for each.
+    The context manager closes the engine at its end. hf samples from one module under all policies: `prepared.live`, or
+    the recipe's model, which is loaded here. vllm loads its own copy of the model for each policy.
     """
     from rollout.make import make_engine
 
@@ -62,22 +65,22 @@ def engines(prepared: Prepared, progress: bool = False) -> Callable[..., Abstrac
         source = _load_model(recipe) if rollout.engine in SAMPLE_LIVE else recipe.model
 
     @contextmanager
-    def opened(policy: Policy, **options: Any) -> Iterator[Engine]:
-        given = {**engine_arguments(recipe), "progress": progress, **options}
+    def open_engine(policy: Policy, **options: Any) -> Iterator[Engine]:
+        arguments = {**engine_arguments(recipe), "progress": progress, **options}
         with stage("starting", f"the {rollout.engine} engine"):
-            engine = make_engine(rollout.engine, model=source, policy=policy, **given)
+            engine = make_engine(rollout.engine, model=source, policy=policy, **arguments)
         try:
             yield engine
         finally:
             engine.close()
 
-    return opened
+    return open_engine
 
 
 def context_engines(prepared: Prepared, folder: Path, progress: bool = False) -> ContextEngines:
-    """The engines of a recipe that compacts contexts; see `engines`.
+    """Return the engines of a recipe that compacts contexts; see `engines`.
 
-    folder : where those lie that one engine hands to the other
+    folder : directory of the compacted contexts that the compacting engine hands to the answering engine
     """
     from rollout.evaluation.contexts import ContextEngines
     from sparse_rl.policies.registry import make_policy
@@ -96,7 +99,7 @@ def context_engines(prepared: Prepared, folder: Path, progress: bool = False) ->
             yield engine
         del engine
         gc.collect()
-        torch.cuda.empty_cache()  # nothing where there is no GPU
+        torch.cuda.empty_cache()  # does nothing without a GPU
 
     return ContextEngines(answering, compacting, folder, window)
 
@@ -111,14 +114,15 @@ def _load_model(recipe: Recipe) -> Any:
 
 
 def prompt_tokens(data: Any, tokenizer: Any, config: DataConfig, room: int | None, where: str) -> list[list[int]]:
-    """The prompts of a dataset as the model is given them.
+    """Return the prompts of a dataset as the token ids that the model receives.
 
-    room : tokens that a prompt may have, see `Prepared.room`; where : the dataset's key, for errors
+    room : maximum number of tokens in a prompt, see `Prepared.room`; None means no check
+    where : recipe key of the dataset, for error messages
     """
     from sparse_rl.data.tokens import prompt_ids, refuse_long, refuse_text
 
     if config.has_context:
-        prompts = [[*one.context, *one.rest] for one in context_questions(data, tokenizer, config).prompts]
+        prompts = [[*item.context, *item.rest] for item in context_questions(data, tokenizer, config).prompts]
     else:
         if room is not None:
             for number, prompt in enumerate(data["prompt"], start=1):
@@ -126,14 +130,17 @@ def prompt_tokens(data: Any, tokenizer: Any, config: DataConfig, room: int | Non
         prompts = [prompt_ids(prompt, tokenizer, config.thinking) for prompt in data["prompt"]]
     for number, prompt in enumerate(prompts, start=1):
         if not prompt:
-            raise UserError(f"the prompt of problem {number} has no tokens; drop it", where)
+            raise UserError(f"the prompt of problem {number} has no tokens; remove the problem", where)
         if room is not None:
             refuse_long(number, len(prompt), room, where)
     return prompts
 
 
 def context_questions(data: Any, tokenizer: Any, config: DataConfig) -> Questions:
-    """The prompts of a dataset with contexts, cut behind these, and what self-study asks, as a user would."""
+    """Return the prompts of a dataset with contexts, each split after its context, and the prompts of self-study.
+
+    The self-study prompts are phrased as a user's turn behind the first context.
+    """
     from rollout.context.prompts import STUDY_PROMPTS
     from rollout.evaluation.contexts import Questions
     from sparse_rl.data.tokens import split_prompt, with_context
@@ -147,5 +154,5 @@ def context_questions(data: Any, tokenizer: Any, config: DataConfig) -> Question
         except UserError as error:
             raise UserError(f"problem {i + 1}: {error.message}") from None
     prompt, context = rows[0]
-    asked = [with_context(prompt, context, context, f"\n\n{text}") for text in STUDY_PROMPTS]
-    return Questions(prompts, [cut(one, context).rest for one in asked])
+    study_prompts = [with_context(prompt, context, context, f"\n\n{text}") for text in STUDY_PROMPTS]
+    return Questions(prompts, [cut(item, context).rest for item in study_prompts])

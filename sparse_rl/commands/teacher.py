@@ -1,4 +1,4 @@
-"""`sparse-rl teacher`: write down what a distillation's teacher says of its dataset."""
+"""`sparse-rl teacher`: write the predictions of a distillation's teacher on its dataset to disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sparse_rl.commands.console import Session, quiet_loading
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import TaughtRecipe
 
-ABOUT = "Write down what a distillation's teacher says, once; training then needs none."
+ABOUT = "Write a distillation teacher's predictions to disk, once; training then needs no teacher in memory."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,15 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, session: Session) -> int:
     recipe = read_recipe(options).expect(TaughtRecipe)
     quiet_loading(session.verbose)
-    folder, rows, already = write_teacher(recipe)
-    print(f"{folder}: {rows} sequences" + (f"; {already} shards were there already" if already else ""))
+    folder, rows, existing = write_teacher(recipe)
+    print(f"{folder}: {rows} sequences" + (f"; {existing} shards existed already" if existing else ""))
     return 0
 
 
 def write_teacher(recipe: TaughtRecipe) -> tuple[Path, int, int]:
-    """The folder, its examples, and the shards that were there already.
+    """Write a recipe's teacher cache; return (folder, number of examples, number of shards that existed already).
 
-    Raises UserError for a recipe without teacher_cache, TeacherCacheError where the folder holds something else.
+    Raises UserError for a recipe without teacher_cache, and TeacherCacheError if the folder holds something else.
     """
     import torch
 
@@ -38,16 +38,16 @@ def write_teacher(recipe: TaughtRecipe) -> tuple[Path, int, int]:
     from sparse_rl.models.weights import check_weights
     from trainer.teacher.cache import TeacherFacts, weights_fingerprint, write_teacher_cache
 
-    place, loss = recipe.taught_by.teacher_cache, recipe.loss
-    if place is None or loss.top_k is None:
-        raise UserError("name the folder to write, and top_k", "teacher_cache")
+    path, loss = recipe.taught_by.teacher_cache, recipe.loss
+    if path is None or loss.top_k is None:
+        raise UserError("must name the folder to write; the loss also needs top_k", "teacher_cache")
     check_weights(load_config(recipe.teacher_model), recipe.teacher_model, "teacher")
     try:
-        Path(place).mkdir(parents=True, exist_ok=True)
+        Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{place} cannot be written: {error}", "teacher_cache") from error
-    found = Prepared(recipe=recipe, config=load_config(recipe.model), tokenizer=load_tokenizer(recipe.model))
-    examples, held_out = taught_examples(with_data(found))
+        raise UserError(f"{path} cannot be written: {error}", "teacher_cache") from error
+    prepared = Prepared(recipe=recipe, config=load_config(recipe.model), tokenizer=load_tokenizer(recipe.model))
+    examples, held_out = taught_examples(with_data(prepared))
     examples += held_out or []
     teacher = load_plain_model(recipe.teacher_model, recipe.dtype, "teacher")
     teacher = teacher.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,5 +60,5 @@ def write_teacher(recipe: TaughtRecipe) -> tuple[Path, int, int]:
         recipe.taught_by.teacher_cache_dtype,
     )
     rows = recipe.training.per_device_train_batch_size
-    already = write_teacher_cache(place, teacher, examples, facts, batch_size=rows, chunk=loss.chunk, progress=True)
-    return Path(place), len(examples), already
+    existing = write_teacher_cache(path, teacher, examples, facts, batch_size=rows, chunk=loss.chunk, progress=True)
+    return Path(path), len(examples), existing

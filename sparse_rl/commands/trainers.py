@@ -1,6 +1,6 @@
-"""From a recipe that is prepared to its trainer: one function for each kind.
+"""Build the trainer of a prepared recipe: one function for each kind.
 
-A component's configuration is handed on as the recipe holds it.
+Configurations of components are passed on as the recipe holds them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from trainer.deepspeed import outside_deepspeed
 from trainer.scored.trainer import carry_scorers
 
 logger = logging.getLogger("sparse_rl")
-CHECK_PROBLEMS = 256  # that stop_at_accuracy looks at
+CHECK_PROBLEMS = 256  # problems on which stop_at_accuracy measures the accuracy
 
 
 def training_arguments(recipe: TrainRecipe) -> dict[str, Any]:
-    """What transformers' TrainingArguments and TRL's share."""
+    """Return the options that the TrainingArguments of transformers and those of TRL share."""
     return training_options(
         recipe.training,
         recipe.launch,
@@ -49,6 +49,7 @@ def _weights_dtype(recipe: TrainRecipe) -> str:
 
 
 def grpo(prepared: Prepared[GRPORecipe], folder: Path) -> Any:
+    """Return the trainer of a GRPO recipe."""
     from trainer.grpo.arguments import grpo_arguments
     from trainer.grpo.trainer import SparseGRPOTrainer
 
@@ -97,6 +98,7 @@ def grpo(prepared: Prepared[GRPORecipe], folder: Path) -> Any:
 
 
 def sft(prepared: Prepared[SFTRecipe], folder: Path) -> Any:
+    """Return the trainer of an SFT recipe."""
     from trainer.sft.trainer import make_trainer
 
     recipe, tokenizer, problems = prepared.recipe, prepared.tokenizer, None
@@ -110,11 +112,12 @@ def sft(prepared: Prepared[SFTRecipe], folder: Path) -> Any:
         model = untrained_model(recipe.model, recipe.seed, _weights_dtype(recipe))
     else:
         model, options["model_init_kwargs"] = recipe.model, model_options(_weights_dtype(recipe))
-    more = adapters(recipe.lora), [rundir.RunLog(folder)], problems
-    return make_trainer(model, recipe.sft, options, tokenizer, prepared.rows, *more)
+    further = adapters(recipe.lora), [rundir.RunLog(folder)], problems
+    return make_trainer(model, recipe.sft, options, tokenizer, prepared.rows, *further)
 
 
 def distill(prepared: Prepared[DistillRecipe], folder: Path) -> Any:
+    """Return the trainer of a distillation recipe."""
     from trainer.distill.trainer import DistillArguments, DistillTrainer
 
     recipe = prepared.recipe
@@ -135,11 +138,11 @@ def distill(prepared: Prepared[DistillRecipe], folder: Path) -> Any:
     if live and recipe.distill.completions == "student":
         starting = base_of(student)
     elif live and not recipe.distill.refresh_every and recipe.launch.zero_stage < 3:
-        # a teacher that is the starting model, and stays it, serves both
+        # a teacher that is the starting model and never changes also serves as the sampled model
         starting = teacher if recipe.own_teacher and not policy.layered_parameters else recipe.model
     with outside_deepspeed(args):
-        given = {**engine_arguments(recipe), "policy": recipe.cache, "progress": recipe.rollout.progress}
-        engine = make_engine(recipe.rollout.engine, model=starting, **given)
+        arguments = {**engine_arguments(recipe), "policy": recipe.cache, "progress": recipe.rollout.progress}
+        engine = make_engine(recipe.rollout.engine, model=starting, **arguments)
     return DistillTrainer(
         student, teacher, engine, args, examples, held_out, sleep=recipe.rollout.sleep,
         processing_class=prepared.tokenizer, callbacks=[rundir.RunLog(folder)],
@@ -147,6 +150,7 @@ def distill(prepared: Prepared[DistillRecipe], folder: Path) -> Any:
 
 
 def kvpop(prepared: Prepared[KVpopRecipe], folder: Path) -> Any:
+    """Return the trainer of a KVpop retrofit recipe."""
     from trainer.kvpop.gates import GateTrainer
     from trainer.kvpop.trainer import KVpopArguments, KVpopTrainer
 
@@ -159,9 +163,9 @@ def kvpop(prepared: Prepared[KVpopRecipe], folder: Path) -> Any:
         carried: Any = saved_policy(recipe.model)
         if carried.config.scorer != policy.config.scorer:
             scorers = carried.config.scorer.as_block()
-            wrong = f"the model carries scorers {scorers}; name these, or remove its {POLICY_FILE}"
-            raise UserError(wrong, "cache.scorer")
-        logger.warning("the scorers of %s are trained further", recipe.model)
+            message = f"the model carries scorers {scorers}; set this key to them, or remove the model's {POLICY_FILE}"
+            raise UserError(message, "cache.scorer")
+        logger.warning("the scorers of %s are trained further, not started anew", recipe.model)
     teacher = _teacher(recipe, student, [*examples, *(held_out or [])])
     kind = GateTrainer if isinstance(policy, DMS) else KVpopTrainer
     return kind(
@@ -179,7 +183,7 @@ TRAINERS: dict[str, Callable[[Any, Path], Any]] = {
 
 
 def _taught_options(recipe: TaughtRecipe, held_out: Any) -> dict[str, Any]:
-    """What DistillArguments and KVpopArguments take alike."""
+    """Return the options that DistillArguments and KVpopArguments share."""
     options = training_arguments(recipe)
     if held_out is not None:
         assert recipe.validation is not None
@@ -192,14 +196,14 @@ def _taught_options(recipe: TaughtRecipe, held_out: Any) -> dict[str, Any]:
 
 
 def _teacher(recipe: TaughtRecipe, student: Any, examples: Any) -> Any:
-    """In memory, or what one has written down of all these examples."""
+    """Return the teacher model, or the teacher cache, which must contain all these examples."""
     from trainer.teacher.cache import TeacherCache
 
     folder = recipe.taught_by.teacher_cache
     if folder is not None:
         cache = TeacherCache(folder, recipe.expected_teacher_facts(student.config.vocab_size))
         if unknown := sum(example not in cache for example in examples):
-            wrong = f"{folder} does not know {unknown} sequences of this dataset; write it for this recipe"
-            raise UserError(wrong, "teacher_cache")
+            message = f"{folder} lacks {unknown} sequences of this dataset; run sparse-rl teacher with this recipe"
+            raise UserError(message, "teacher_cache")
         return cache
     return load_plain_model(recipe.teacher_model, recipe.dtype, "model" if recipe.own_teacher else "teacher")

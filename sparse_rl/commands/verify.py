@@ -1,4 +1,4 @@
-"""`sparse-rl verify`: whether the rollouts of a folder have, replayed, the log-probs that they were sampled with."""
+"""`sparse-rl verify`: replay the rollouts of a folder, and check that their log-probs equal the sampler's."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from sparse_rl.models.directory import CONFIG_FILE, model_directory
 if TYPE_CHECKING:
     from rollout.verify import Gap
 
-ABOUT = "Replay rollouts on disk and compare their log-probs with the sampler's: status 1 where the gap is too large."
+ABOUT = "Replay rollouts on disk and compare their log-probs with the sampler's; exit status 1 if the gap is too large."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rollouts", metavar="ROLLOUTS", type=file_path, help="a folder that sparse-rl rollout wrote")
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="default: the one that has sampled them")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="default: the model that sampled them")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the sampler's")
-    parser.add_argument("--bound", metavar="NATS", type=number, help="the largest gap of a token; default: by dtype")
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument(
+        "--bound", metavar="NATS", type=number, help="largest allowed gap of a token; default: depends on the dtype"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
@@ -41,7 +43,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
     quiet_loading(session.verbose)
     config = load_config(directory)
     if not check_model(origin, config, directory):
-        warn(f"{CONFIG_FILE} of {directory} is not in all that of the model that has sampled these rollouts")
+        warn(f"{CONFIG_FILE} of {directory} differs from that of the model that sampled these rollouts")
     check_weights(config, directory)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     bound = options.bound or default_bound(origin, dtype, device)
@@ -53,36 +55,41 @@ def run(options: argparse.Namespace, session: Session) -> int:
     for gap in gaps.values():
         whole.add(gap)
     if options.json:
-        what = {"holds": not whole.beyond, "bound": bound, "dtype": dtype, "made_by": origin.made_by}
-        of_each = [{"file": name, **gap.as_numbers()} for name, gap in gaps.items()]
-        print(json.dumps({**what, "model": directory, **whole.as_numbers(), "files": of_each}))
+        facts = {"holds": not whole.beyond, "bound": bound, "dtype": dtype, "made_by": origin.made_by}
+        files = [{"file": name, **gap.as_numbers()} for name, gap in gaps.items()]
+        print(json.dumps({**facts, "model": directory, **whole.as_numbers(), "files": files}))
     else:
         print("\n".join(_lines(origin, directory, dtype, gaps)))
     worst = f"{whole.largest:.1e}, in line {whole.line} of {COMPLETIONS} at token {whole.token} of its completion"
     if whole.beyond:
-        share = f"{whole.beyond} of {whole.tokens} tokens are beyond the bound {bound:g}"
-        print(f"sparse-rl: the gap is too large: {share}; the largest is {worst}", file=sys.stderr)
+        count = f"{whole.beyond} of {whole.tokens} tokens are above the bound {bound:g}"
+        print(f"sparse-rl: the gap is too large: {count}; the largest is {worst}", file=sys.stderr)
         return 1
     if not options.json:
-        print(f"the law holds: no gap of {whole.tokens} tokens is above {bound:g}; the largest is {worst}")
+        print(f"the invariant holds: none of {whole.tokens} tokens has a gap above {bound:g}; the largest is {worst}")
     return 0
 
 
-def _model(named: str | None, origin: Origin) -> str:
-    """The directory or hub name of the model; by default the sampler's. Raises UserError where that is gone."""
-    if named is None and Path(origin.model).is_absolute() and not Path(origin.model).is_dir():
-        raise UserError(f"{origin.model}, which has sampled these rollouts, is not here; name the model", "MODEL")
-    return model_directory(named or origin.model)
+def _model(name_or_path: str | None, origin: Origin) -> str:
+    """Return the model's directory or hub name; by default the sampler's. Raises UserError if that no longer exists."""
+    if name_or_path is None and Path(origin.model).is_absolute() and not Path(origin.model).is_dir():
+        raise UserError(
+            f"{origin.model}, the model that sampled these rollouts, does not exist; name the model",
+            "MODEL",
+        )
+    return model_directory(name_or_path or origin.model)
 
 
 def _lines(origin: Origin, model: str, dtype: str, gaps: dict[str, Gap]) -> list[str]:
-    """What was compared, and the gap of each file."""
+    """Return lines that describe sampler, caches and replaying model, and the gap of each file."""
     sampling = origin.sampling
-    cut = [f"{name} {getattr(sampling, name):g}" for name in ("top_p", "top_k") if getattr(sampling, name) is not None]
-    drawn = ", ".join([f"temperature {sampling.temperature:g}", *(cut if sampling.truncated_support else [])])
+    truncation = [
+        f"{name} {getattr(sampling, name):g}" for name in ("top_p", "top_k") if getattr(sampling, name) is not None
+    ]
+    settings = ", ".join([f"temperature {sampling.temperature:g}", *(truncation if sampling.truncated_support else [])])
     caches: dict[str, Any] = {name: text for name, text in origin.made_by.items() if name != "model"}
     lines = {
-        "sampled": f"by {origin.engine} in {origin.dtype}, {drawn}",
+        "sampled": f"by {origin.engine} in {origin.dtype}, {settings}",
         **caches,
         "replayed": f"by {model} in {dtype}",
     }

@@ -33,8 +33,8 @@ from trainer.arguments import refusals
 from trainer.grpo.panel import ReplayGapError
 
 OUT_OF_MEMORY = (
-    "sparse-rl: out of GPU memory: `sparse-rl doctor RECIPE` says what takes how much; lower rollout.max_batch or the "
-    "batch size"
+    "sparse-rl: out of GPU memory: `sparse-rl doctor RECIPE` lists the memory of each part; lower rollout.max_batch or "
+    "the batch size"
 )
 
 
@@ -96,8 +96,8 @@ def metrics(folder, values, name="reward"):
         ),
         (["train", "grpo.yaml", "--dry-run", "lora.target_modules=[mlp]"], "mlp has no weight of its own to adapt"),
         (["train", "grpo.yaml", "--dry-run", "lora.target_modules='.*'"], "the whole model has no weight of its own"),
-        (["plot", "runs", "--out", "."], "--out: . names no picture"),
-        (["plot", "runs", "--out", "curve"], "--out: curve names no picture"),
+        (["plot", "runs", "--out", "."], "--out: . is not a picture file"),
+        (["plot", "runs", "--out", "curve"], "--out: curve is not a picture file"),
         (["serve", "weightless", "--kv-cache-gb", "1e308"], "expected a number of at most 1,000,000, got"),
         (["inspect", "x" * 300], "no file can have the name"),
         (["eval", "grpo.yaml"], "it needs kind: eval"),

@@ -64,14 +64,14 @@ def nothing_is_loaded(here: Path, model: Path, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_completions(words: list[str], key: str, engine: str, here: Path, capsys: pytest.CaptureFixture) -> None:
     said = fails(capsys, *words, f"rollout.engine={engine}", f"{key}=1024")
-    assert said.startswith(f"sparse-rl: error: {key}: 1,024 tokens, behind a prompt of ")
-    assert "more than the 1,024 that the model reads" in said and not (here / "out/model").exists()
+    assert said.startswith(f"sparse-rl: error: {key}: 1,024 tokens, after a prompt of ")
+    assert "exceed the model's window of 1,024 tokens" in said and not (here / "out/model").exists()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_bound_of_prompts_counts(engine: str, here: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["train", "grpo.yaml", "--dry-run", f"rollout.engine={engine}", "data.max_prompt_tokens=24"]
-    assert "behind a prompt of up to 24, are" in fails(capsys, *words, "max_completion_length=1001")
+    assert "after a prompt of up to 24, exceed" in fails(capsys, *words, "max_completion_length=1001")
     assert main([*words, "max_completion_length=1000"]) == 0
     assert main(["doctor", *words[1:2], *words[3:], "max_completion_length=1000"]) == 0
 
@@ -81,12 +81,12 @@ def test_completions_of_a_dataset_are_cut(here: Path, capsys: pytest.CaptureFixt
     words = ["train", "distill.yaml", "--dry-run", "max_completion_length=1024", "data.max_prompt_tokens=24"]
     assert main([*words, "rollout.engine=hf"]) == 0
     capsys.readouterr()
-    assert "1,024 tokens, behind a prompt of up to 24" in fails(capsys, *words, "rollout.engine=vllm")
+    assert "1,024 tokens, after a prompt of up to 24" in fails(capsys, *words, "rollout.engine=vllm")
 
 
 def test_the_engines_own_bound(here: Path, capsys: pytest.CaptureFixture) -> None:
     said = fails(capsys, "train", "grpo.yaml", "--dry-run", "rollout.max_model_len=1025")
-    assert "rollout.max_model_len: 1,025 is more than the 1,024 tokens" in said
+    assert "rollout.max_model_len: 1,025 exceeds the model's window of 1,024 tokens" in said
 
 
 @pytest.mark.parametrize("engine", ENGINES)

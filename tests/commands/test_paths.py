@@ -174,11 +174,11 @@ def test_inspect_says_what_else_there_is(trained, here, capsys):
     traces = "out/rollouts/traces-00000.safetensors"
     for place, says in {
         "run": "a run of kind grpo, logged to step 1, with the model in run/model, which carries the cache",
-        ".": "a folder of 1 run; sparse-rl plot . draws what is there",
+        ".": "a folder of 1 run; sparse-rl plot . draws them",
         "run/model": "a model (qwen3), which carries the cache policy streaming",
-        "run/checkpoint-7": "a checkpoint of step 7, from which train --resume goes on",
-        "out/rollouts": f"1 file of traces; sparse-rl inspect {traces} says what the first "
-        "holds; sparse-rl verify out/rollouts replays them",
+        "run/checkpoint-7": "a checkpoint of step 7, from which train --resume can continue",
+        "out/rollouts": f"1 file of traces; sparse-rl inspect {traces} describes "
+        "the first; sparse-rl verify out/rollouts replays them",
         "score": "the results of an evaluation, 2 rows; sparse-rl plot score/eval.json draws them",
         "empty": "a folder without a run, a model or traces",
         "grpo.yaml": "a recipe of kind grpo; sparse-rl train grpo.yaml runs it",
@@ -189,14 +189,14 @@ def test_inspect_says_what_else_there_is(trained, here, capsys):
         "run/model/model.safetensors": "weights of the model in run/model",
         "out/rollouts/rollouts.json": "sampled the rollouts beside it; sparse-rl verify out/rollouts replays them",
         "out/rollouts/completions.jsonl": "lines of JSON, each with prompt, answer, completion, finish_reason",
-        "broken.yaml": "damaged, or not what its name says",
-        "list.yaml": "damaged, or not what its name says",
-        "broken.jsonl": "damaged, or not what its name says",
-        "picture.png": "a file .png that sparse-rl does not read",
+        "broken.yaml": "damaged, or not of the type that its name says",
+        "list.yaml": "damaged, or not of the type that its name says",
+        "broken.jsonl": "damaged, or not of the type that its name says",
+        "picture.png": "a file .png that sparse-rl cannot read",
     }.items():
         line = answer(capsys, "inspect", place)
         assert line.startswith(f"{place}: ") and says in line and line.count("\n") == 1, line
-        assert "is no file of traces: " in answer(capsys, "inspect", place, "--json", status=2)
+        assert "is not a file of traces: " in answer(capsys, "inspect", place, "--json", status=2)
     assert "traces, 2 layers" in answer(capsys, "inspect", traces)
     assert "pass@1" in answer(capsys, "plot", "score")
 
@@ -213,7 +213,9 @@ def test_plot_of_a_folder_draws_the_runs_below_it(here, capsys):
     assert all(label in Path("all.svg").read_text() for label in ("many/one", "many/two", "two/inner", "other/one"))
     assert answer(capsys, "plot", "many").split() == ["many/plots/learning.png", "many/plots/gap.png"]
     (here / "empty").mkdir()
-    assert "empty is not the directory of a run, and holds none" in answer(capsys, "plot", "many", "empty", status=2)
+    assert "empty is not the directory of a run and contains no runs" in answer(
+        capsys, "plot", "many", "empty", status=2
+    )
 
 
 # ---- small words ---------------------------------------------------------------------------------------------------

@@ -98,9 +98,9 @@ def test_an_environment_variable_that_is_no_number(
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
-        ({"RANK": "1"}, "RANK is 1, and WORLD_SIZE 1"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, and WORLD_SIZE 2"),
-        ({"MASTER_PORT": "65536"}, "MASTER_PORT is 65536; ports end at 65535"),
+        ({"RANK": "1"}, "RANK is 1, but WORLD_SIZE is 1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, but WORLD_SIZE is 2"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT is 65536; the largest port is 65535"),
     ],
 )
 def test_numbers_that_cannot_be(
@@ -140,7 +140,7 @@ def test_a_file_that_may_not_grow(capsys: pytest.CaptureFixture) -> None:
 
     assert guarded(work, Session()) == 1
     said = capsys.readouterr().err
-    assert said.startswith("sparse-rl: stopped: a file may not grow any further") and said.count("\n") == 1
+    assert said.startswith("sparse-rl: stopped: a file has reached its size limit") and said.count("\n") == 1
     assert "out/metrics.jsonl" in said
 
 
@@ -169,7 +169,7 @@ def test_a_run_whose_output_nobody_reads(here: Path, capsys: pytest.CaptureFixtu
     assert guarded(work, session) == 1 and capsys.readouterr().err == ""  # as of `sparse-rl doctor | head -1`
     session.folder = here / "out"
     assert guarded(work, session) == 1
-    assert capsys.readouterr().err == "sparse-rl: stopped: nobody reads the output any more\n"
+    assert capsys.readouterr().err == "sparse-rl: stopped: the reader of the output has exited\n"
 
 
 # ---- amounts -------------------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def test_traces_that_opened_nothing_say_so(tmp_path: Path, capsys: pytest.Captur
     for name, trace in (("short", paged(4, 6)), ("none", paged(4, 30, pages=Pages(3, 2, 1, 0, True, True)))):
         file = tmp_path / f"{name}.safetensors"
         save_traces(file, [trace], {})
-        assert " closed ones opened per query, – tokens back (median); – of queries" in said(capsys, "inspect", file)
+        assert " closed pages opened per query, – tokens back (median); – of queries" in said(capsys, "inspect", file)
         assert "no map to draw" in said(capsys, "plot", file, status=2)
 
 
