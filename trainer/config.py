@@ -1,6 +1,6 @@
-"""What any training is told: TrainingConfig, and the blocks that several kinds have. No torch, and no component.
+"""The settings that all trainings share: TrainingConfig, and blocks that several kinds of recipe use. Imports no torch.
 
-A component's own settings are in a config.py beside it: trainer/grpo/, distill/, kvpop/, sft/, losses/, teacher/.
+The settings of a component are in its own config.py: trainer/grpo/, distill/, kvpop/, sft/, losses/, teacher/.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ MaxSteps = Annotated[int, Rule(">= 1, or -1 to count epochs", lambda v: v >= 1 o
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Configuration):
-    """What every training has; the names and, where not restated here, the meanings are those of TRL.
+    """Settings of every training. Names are TRL's, and so are meanings unless stated here.
 
-    warmup_steps : below 1: a share of all steps
-    max_steps : counts instead of num_train_epochs, where it is given
-    save_steps : 0: no checkpoint, only the final model
+    warmup_steps : number of warm-up steps, or below 1 their share of all steps
+    max_steps : number of steps; overrides num_train_epochs
+    save_steps : steps between checkpoints; 0 writes no checkpoint, only the final model
     """
 
     learning_rate: Positive = 1e-6
@@ -70,14 +70,14 @@ class TrainingConfig(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig(Configuration):
-    """Attention in a training under evictions.
+    """Attention in training under evictions.
 
-    attention_kernel : what computes it. gather takes for a chunk of queries the keys that any of them sees; flex and
-        flex_sorted (FlexAttention, on a GPU) visit the 128 x 128 tiles that hold something, with keys in natural order
-        or sorted by eviction; sdpa makes a layer's S x S mask; dense is the reference. auto takes flex_sorted, else
-        flex, where they are exact on this very machine, else gather
-    match_gradient : under the policy am, whether gradients flow through the biases and values that compactions have
-        fitted to what they were fitted to, or these are constants
+    attention_kernel : kernel that computes attention. gather takes, for each chunk of queries, the keys that any of
+        them sees; flex and flex_sorted (FlexAttention, on a GPU) visit only the 128 x 128 tiles that are not empty,
+        with keys in natural order or sorted by eviction; sdpa builds an S x S mask for each layer; dense is the
+        reference. auto chooses flex_sorted, else flex, if a check on this machine finds it exact, else gather
+    match_gradient : under the policy am. through lets gradients flow through the fitted biases and values to the keys,
+        values and queries that they were fitted to; constant treats them as constants
     """
 
     attention_kernel: Literal["auto", AttentionKernel] = "auto"
@@ -86,7 +86,7 @@ class ReplayConfig(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(Configuration):
-    """Low-rank adapters. They have no dropout: a dropped weight could not be replayed."""
+    """Low-rank adapters. They have no dropout, because dropout could not be replayed."""
 
     r: PositiveInt = 16
     alpha: PositiveInt = 32
@@ -98,16 +98,16 @@ class LoraConfig(Configuration):
             try:
                 re.compile(self.target_modules)
             except (re.error, RecursionError, OverflowError) as error:
-                wrong = f"is no regular expression ({error}); a list holds the last parts of names"
+                wrong = f"is not a valid regular expression ({error}); to match the last parts of names, give a list"
                 raise UserError(wrong, "target_modules") from None
 
 
-MOST_PROCESSES = 256  # on one machine: more than any has GPUs
+MOST_PROCESSES = 256  # per machine; no machine has more GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig(Configuration):
-    """Processes over all machines, and what DeepSpeed partitions (zero_stage 0: no DeepSpeed)."""
+    """Processes over all machines, and the ZeRO stage of DeepSpeed (zero_stage 0: no DeepSpeed)."""
 
     processes: PositiveInt = 1
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -122,11 +122,11 @@ class LaunchConfig(Configuration):
         if self.offload and self.zero_stage == 0:
             raise UserError("needs DeepSpeed; set zero_stage to 1, 2 or 3", "offload")
         if self.processes % self.machines:
-            raise UserError(f"{self.processes} processes do not divide among {self.machines} machines", "processes")
+            raise UserError(f"{self.processes} is not divisible by machines ({self.machines})", "processes")
         if (local := self.processes // self.machines) > MOST_PROCESSES:
-            wrong = f"{local:,} processes on a machine; at most {MOST_PROCESSES} are started on one"
+            wrong = f"{local:,} processes on each machine are too many; at most {MOST_PROCESSES} are started on one"
             raise UserError(wrong, "processes")
         if self.machine_rank >= self.machines:
             raise UserError(f"must be below machines ({self.machines}), got {self.machine_rank}", "machine_rank")
         if self.machines > 1 and not self.main_process_ip:
-            raise UserError("needed with several machines: the address of machine 0", "main_process_ip")
+            raise UserError("is required with several machines; set it to the address of machine 0", "main_process_ip")

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO through transformers' own integration: the configuration, and what a machine without a GPU needs."""
+"""DeepSpeed ZeRO through transformers' integration: its configuration, and the setup for a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainer.config import LaunchConfig
 
 
 def deepspeed_config(launch: LaunchConfig) -> dict[str, Any] | None:
-    """The DeepSpeed configuration that is asked for; None where none is.
+    """Return the DeepSpeed configuration, or None if `launch` uses no DeepSpeed.
 
-    There is no optimizer block: it would compile DeepSpeed's own Adam; torch's AdamW is used.
+    It has no optimizer block, which would compile DeepSpeed's own Adam; torch's AdamW is used instead.
     """
     if not launch.zero_stage:
         return None
@@ -41,21 +41,24 @@ def deepspeed_config(launch: LaunchConfig) -> dict[str, Any] | None:
 
 
 def prepare_deepspeed() -> None:
-    """Before the training arguments are made. Without a GPU: gloo, and no C++ extension to compile."""
+    """Set DeepSpeed up for a machine without a GPU: gloo, and no compiled C++ extension.
+
+    Must run before the training arguments are made. Does nothing on a machine with a GPU.
+    """
     if torch.cuda.is_available():
         return
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
     import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled, for minutes
-    # use_cpu skips the integration's own call; ZeRO-3 would then see a world of one.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else DeepSpeed compiles it, for minutes
+    # With use_cpu the integration does not call this itself, and ZeRO-3 would see a world size of 1.
     deepspeed.init_distributed(dist_backend="gloo")
 
 
 @contextmanager
 def outside_deepspeed(args: Any) -> Iterator[None]:
-    """A model that is loaded here is whole, and not partitioned by ZeRO-3."""
+    """Load models in this block whole, not partitioned by ZeRO-3."""
     from transformers.integrations import deepspeed
 
     deepspeed.unset_hf_deepspeed_config()
@@ -67,7 +70,7 @@ def outside_deepspeed(args: Any) -> Iterator[None]:
 
 
 def deepspeed_classes() -> list[Any]:
-    """The classes in what DeepSpeed writes, which torch may make of data; none where it is not in use."""
+    """Return the classes in DeepSpeed's files that torch may unpickle; empty if DeepSpeed is not in use."""
     if "deepspeed" not in sys.modules:
         return []
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler

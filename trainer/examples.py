@@ -1,4 +1,4 @@
-"""The token sequences that taught trainings train on: a dataset's prompts, and its completions where those count."""
+"""The token sequences of a dataset that trainings with a teacher use: prompts, with or without their completions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger("sparse_rl")
 
 @dataclass(frozen=True)
 class Example:
-    """One sequence to train on, in tokens.
+    """One training sequence, in tokens.
 
-    completion : what is learned; empty where the student is to sample it
-    trace : what an engine did to the cache, of prompt + completion; None where no engine has seen it
+    completion : tokens that the student learns; empty if the student is to sample them
+    trace : trace of prompt + completion; None before an engine has sampled or simulated the sequence
     """
 
     prompt: list[int]
@@ -29,24 +29,30 @@ class Example:
 
     @classmethod
     def from_rollout(cls, rollout: Rollout) -> Example:
-        """A rollout's tokens and trace."""
+        """Return the tokens and the trace of a rollout as an example."""
         return cls(rollout.prompt_ids, rollout.completion_ids, rollout.trace)
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and completion."""
+        """Number of tokens in prompt and completion."""
         return len(self.prompt) + len(self.completion)
 
 
 def prompt_examples(data: Any, tokenizer: Any, thinking: bool | None) -> list[Example]:
-    """The prompts alone. data : rows with prompt; thinking : given to the chat template"""
+    """Return the prompts as examples without completions.
+
+    data : rows with a prompt
+    thinking : passed to the chat template
+    """
     return [Example(prompt_ids(prompt, tokenizer, thinking), []) for prompt in data["prompt"]]
 
 
 def accepted(data: Any, reward: Callable[..., Any], least: float, where: str) -> Any:
-    """The rows whose completion scores at least so much; how many is logged.
+    """Return the rows whose completion gets a reward of at least `least`, and log their number.
 
-    where : the recipe key of the data, for errors. Raises UserError where the reward raises.
+    where : recipe key of the data, for errors
+
+    Raises UserError if the reward raises.
     """
     kept: list[int] = []
     for start in range(0, len(data), 256):
@@ -57,7 +63,7 @@ def accepted(data: Any, reward: Callable[..., Any], least: float, where: str) ->
             kept += [start + i for i, score in enumerate(scores) if score is not None and score >= least]
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # it may be a function of the user's, which raises what it likes
+        except BaseException as error:  # a user's reward function may raise anything
             name = getattr(reward, "__name__", type(reward).__name__)
             raise UserError(f"the reward {name} raised {type(error).__name__}: {error}", where) from error
     logger.warning("%s: %d of %d completions score >= %s", where, len(kept), len(data), least)
@@ -74,42 +80,46 @@ def completed_examples(
     truncate: bool,
     where: str,
 ) -> list[Example]:
-    """Prompts with their completions, of at most so many tokens; how many are cut off and how many dropped is logged.
+    """Return prompts with their completions, and log the numbers of truncated and dropped sequences.
 
-    truncate : cut a completion that is too long off, where its prompt leaves it a token; else the sequence is dropped
-    where : the recipe key of the data, for errors. Raises UserError where nothing is left.
+    max_length : maximum number of tokens in prompt and completion
+    max_completion_length : maximum number of tokens in the completion
+    truncate : True truncates an overlong completion if the prompt leaves room for a token; False drops the sequence
+    where : recipe key of the data, for errors
+
+    Raises UserError if no sequence is left.
     """
-    examples = _in_tokens(data, tokenizer, thinking, where)
+    examples = _tokenised(data, tokenizer, thinking, where)
     kept: list[Example] = []
     cut = 0
-    for one in examples:
-        room = min(max_completion_length, max_length - len(one.prompt))
-        if len(one.completion) <= room:
-            kept.append(one)
+    for example in examples:
+        room = min(max_completion_length, max_length - len(example.prompt))
+        if len(example.completion) <= room:
+            kept.append(example)
         elif truncate and room > 0:
-            kept.append(replace(one, completion=one.completion[:room]))
+            kept.append(replace(example, completion=example.completion[:room]))
             cut += 1
     if cut or len(kept) < len(examples):
-        gone, told = len(examples) - len(kept), "%s: %d of %d sequences are too long: %d are cut off, %d are dropped"
-        logger.warning(told, where, cut + gone, len(examples), cut, gone)
+        dropped, line = len(examples) - len(kept), "%s: %d of %d sequences are too long: %d are truncated, %d dropped"
+        logger.warning(line, where, cut + dropped, len(examples), cut, dropped)
     if not kept:
-        raise UserError("no sequence is left: see keep, max_completion_length and max_length", where)
+        raise UserError("no sequence is left; change keep, max_completion_length or max_length", where)
     return kept
 
 
 def text_examples(
     data: Any, tokenizer: Any, thinking: bool | None, *, max_length: int, packing: bool, where: str
 ) -> list[Example]:
-    """Texts of up to max_length tokens: one each, or (packing) as many as fill it, one after another.
+    """Return one example per text of up to max_length tokens, or with `packing` examples of max_length joined tokens.
 
-    Raises UserError where nothing is left.
+    Logs the number of dropped texts. Raises UserError if no text is left.
     """
-    texts = _in_tokens(data, tokenizer, thinking, where)
+    texts = _tokenised(data, tokenizer, thinking, where)
     kept = [text for text in texts if text.prompt and text.length <= max_length]
     if len(kept) < len(texts):
         logger.warning("%s: %d of %d texts are too long and dropped", where, len(texts) - len(kept), len(texts))
     if not kept:
-        raise UserError(f"no text of at most {max_length} tokens is left; see max_length", where)
+        raise UserError(f"no text of at most {max_length} tokens is left; raise max_length", where)
     if not packing:
         return kept
     stream = [token for text in kept for token in (*text.prompt, *text.completion)]
@@ -117,7 +127,7 @@ def text_examples(
     return [Example(part[:1], part[1:]) for part in parts if len(part) > 1]
 
 
-def _in_tokens(data: Any, tokenizer: Any, thinking: bool | None, where: str) -> list[Example]:
+def _tokenised(data: Any, tokenizer: Any, thinking: bool | None, where: str) -> list[Example]:
     try:
         pairs = zip(data["prompt"], data["completion"], strict=True)
         return [Example(prompt_ids(p, tokenizer, thinking), completion_ids(c, tokenizer)) for p, c in pairs]

@@ -1,4 +1,4 @@
-"""What a training leaves at its end: the final model, whole or not there, on a hub too; and its engine closed."""
+"""The end of a training: write the final model (complete or not at all), push it to the Hub, and close the engine."""
 
 from __future__ import annotations
 
@@ -23,23 +23,28 @@ logger = logging.getLogger("sparse_rl")
 
 
 def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig | None) -> None:
-    """The final model as a plain Hugging Face directory with its card, whole or not there; and on a hub, if asked for.
+    """Write the final model and its card as a plain Hugging Face directory, and push it to the Hub if asked for.
 
-    lora : merge the adapter into it, and write the adapter beside it
-    cache : the policy that the directory is to carry; None: none, or the trainer writes it
+    The directory is complete or does not exist.
+
+    place : the directory
+    lora : True merges the adapter into the model, and also writes the adapter beside it
+    cache : policy to save in the directory; None saves no policy here (the trainer may have saved one)
     """
-    made, first = place.parent / PARTIAL, trainer.is_world_process_zero()
+    partial, first = place.parent / PARTIAL, trainer.is_world_process_zero()
     with stage("saving", "the final model"):
         trainer.stop_unless_finite()
         try:
-            _write_model(trainer, made / place.name, lora, cache)
+            _write_model(trainer, partial / place.name, lora, cache)
             if first and trainer.recipe is not None:
-                (made / place.name / "README.md").write_text(_card(trainer, made / place.name, place), encoding="utf-8")
+                (partial / place.name / "README.md").write_text(
+                    _card(trainer, partial / place.name, place), encoding="utf-8"
+                )
             if first:
-                for folder in filter(Path.exists, (made / "adapter", made / place.name)):
+                for folder in filter(Path.exists, (partial / "adapter", partial / place.name)):
                     publish(folder, place.with_name(folder.name))
         except Exception as error:
-            stopped = failure("the final model", place.parent, error)  # before what has filled the disk goes
+            stopped = failure("the final model", place.parent, error)  # before clear_partial frees the disk again
             clear_partial(place.parent)
             raise stopped from error
         trainer.accelerator.wait_for_everyone()
@@ -51,11 +56,11 @@ def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig |
 def _write_model(trainer: Any, folder: Path, lora: bool, cache: PolicyConfig | None) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model)
     if lora:
-        trainer.save_model(str(folder.with_name("adapter")), _internal_call=True)  # else it would push
+        trainer.save_model(str(folder.with_name("adapter")), _internal_call=True)  # else it pushes to the Hub
         if trainer.is_world_process_zero():
             merged = model.merge_and_unload()
             if wrong := not_finite_weight(merged.named_parameters()):
-                raise NotFiniteError(f"merged with the adapter, {wrong}")
+                raise NotFiniteError(f"after merging the adapter, {wrong}")
             merged.save_pretrained(folder)
     else:
         trainer.save_model(str(folder), _internal_call=True)
@@ -79,7 +84,7 @@ def _card(trainer: Any, folder: Path, place: Path) -> str:
 
 
 def _push(trainer: Any, place: Path) -> None:
-    """Upload the final model, and nothing else of the run."""
+    """Upload the final model, and no other files of the run."""
     name = trainer.hub_model_id
     try:
         HfApi().upload_folder(
@@ -88,14 +93,14 @@ def _push(trainer: Any, place: Path) -> None:
         )  # fmt: skip
     except HUB_ERRORS as error:
         first = str(error).strip().partition("\n")[0]
-        mend = f"`hf upload {name} {place}` does it"
-        raise StoppedError(f"{place} is whole, but was not pushed to {name} ({first}); {mend}") from error
+        mend = f"push it with `hf upload {name} {place}`"
+        raise StoppedError(f"{place} is complete, but was not pushed to {name} ({first}); {mend}") from error
 
 
 def close_engine(trainer: Any) -> None:
-    """What goes wrong here is only logged: it must not hide the error that ended the run."""
+    """Close the trainer's engine, if any. A failure is only logged, so that it does not hide the error of the run."""
     try:
         if hasattr(trainer, "engine"):
             trainer.engine.close()
     except Exception:
-        logger.warning("the engine did not close", exc_info=True)
+        logger.warning("the engine could not be closed", exc_info=True)

@@ -1,7 +1,7 @@
-"""Is what a run has learned still a number? Its loss, its gradient norm, and the weights that it is about to keep.
+"""Checks that the loss, the gradient norm and the weights of a run are finite.
 
-No step waits for the device because of it: loss and norm are looked at when they are logged, and weights when they
-are written. A loss between two logs is in their sum, and a gradient that is no number makes the weights none.
+The checks never make a step wait for the device: loss and norm are checked when they are logged, and weights when they
+are written. Losses between two logs are part of the logged sum, and a gradient that is NaN makes the weights NaN.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ LOGGED = ("loss", "train_loss", "grad_norm")
 
 
 def not_finite_metric(logs: Mapping[str, Any]) -> str | None:
-    """The first metric that a run lives by and that is no number; None where all are."""
+    """Return the first of loss and gradient norm that is NaN or infinite, as text, or None if all are finite."""
     return next((f"{name} is {logs[name]}" for name in LOGGED if not math.isfinite(logs.get(name, 0.0))), None)
 
 
 @torch.no_grad()
 def not_finite_weight(weights: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The first weight whose norm, in float32, is no number: what is computed with it is none either.
+    """Return the first weight whose float32 norm is NaN or infinite, as text, or None if all are finite.
 
-    Under ZeRO-3 a process looks at its own part. All are reduced where they lie, and one list comes back.
+    Under ZeRO-3 each process checks its own part. Norms are computed on each weight's device, and fetched all at once.
     """
     parts = [(name, getattr(weight, "ds_tensor", weight)) for name, weight in weights if weight.is_floating_point()]
     norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for _, part in parts]

@@ -1,7 +1,7 @@
-"""N processes from one command, on one machine or on each of several.
+"""Starts N processes from one command, on one machine or on each of several.
 
 `sparse-rl train` calls itself once per process through torch's elastic launcher, as `torchrun` does. A process that
-has RANK set launches nothing. On several machines the same command runs on each, with its own `machine_rank`.
+has RANK set launches no others. On several machines, run the same command on each, with its own `machine_rank`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from trainer.config import LaunchConfig
 
 
 def launched() -> bool:
-    """Whether this process is already one of N."""
+    """True if this process is already one of the N processes."""
     return "RANK" in os.environ
 
 
 def take_device() -> None:
-    """Make the GPU of this process, one of N, the current one: until then "cuda" is GPU 0, for each of them."""
+    """Make this process's GPU the current device. Without this, "cuda" means GPU 0 in every process."""
     import torch
 
     if torch.cuda.is_available():
@@ -29,8 +29,10 @@ def take_device() -> None:
 
 
 def leave_group() -> None:
-    """At the end of a run that succeeded: threads of a process group that is still there can crash the process as it
-    exits, and the launcher then takes the run for failed. (After an error others may still wait in it.)
+    """Destroy the process group at the end of a successful run.
+
+    Threads of a process group that still exists can crash the process as it exits, and the launcher then reports a
+    failed run. Do not call this after an error: other processes may still wait in the group.
     """
     from torch import distributed
 
@@ -39,36 +41,38 @@ def leave_group() -> None:
 
 
 def needs_launch(asked: LaunchConfig) -> bool:
-    """Whether a run must go through the launcher: several processes, DeepSpeed, or several GPUs to choose one from."""
+    """True if a run needs the launcher: it has several processes, DeepSpeed, or several GPUs to choose from."""
     import torch
 
     return asked.processes > 1 or asked.zero_stage > 0 or torch.cuda.device_count() > 1
 
 
 def crowded(asked: LaunchConfig) -> str | None:
-    """What is wrong with more processes here than GPUs or, without any, CPU cores that may be used; None: nothing."""
+    """Describe the excess if this machine has fewer GPUs (without GPUs, usable CPU cores) than processes, else None."""
     import torch
 
     local, cards = asked.processes // asked.machines, torch.cuda.device_count()
-    # a container or a job may have a share of the cores, where the system tells
+    # A container or a job may have only some of the cores; sched_getaffinity says which, where it exists.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     places, kind = (cards, "GPU") if cards else (cores, "CPU core")
-    return f"{local} processes on {places} {kind}{'s' * (places > 1)}; lower it" if local > places else None
+    return (
+        f"{local} processes on {places} {kind}{'s' * (places > 1)}; lower it" if local > places else None
+    )
 
 
 def launch(asked: LaunchConfig, arguments: Sequence[str]) -> int:
-    """Run `sparse-rl ARGUMENTS` in this machine's share of the processes; returns the exit status (2: user error).
+    """Run `sparse-rl ARGUMENTS` in this machine's share of the processes. Returns the exit status (2 for a user error).
 
-    An interrupt, which the launcher has passed on to the processes, raises KeyboardInterrupt as it would without one.
+    The launcher passes an interrupt on to the processes, and this function then raises KeyboardInterrupt.
     """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
     from torch.distributed.launcher.api import elastic_launch
 
-    agent = "torch.distributed.elastic.agent.server.api"  # it has a level of its own, and tells of every signal
+    agent = "torch.distributed.elastic.agent.server.api"  # has its own log level, and logs every signal
     for name in ("torch.distributed.elastic", agent, "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # the processes say themselves what went wrong
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the processes report their errors themselves
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     several = asked.machines > 1
     config = ElasticConfig(

@@ -1,7 +1,7 @@
-"""One run at a time in a run directory: a lock that dies with the process that writes there.
+"""A lock that allows one run at a time in a run directory, and is released when the writing process ends.
 
-It is a POSIX record lock, which the kernel, or the server of a shared file system (NFS, Lustre, GPFS), drops with its
-process, however that ends; children do not inherit it. The file stays behind, and says who had the lock last.
+It is a POSIX record lock. The kernel, or the server of a shared file system (NFS, Lustre, GPFS), releases it however
+the process ends, and child processes do not inherit it. The file remains, and names the last holder of the lock.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ LOCK_FILE = "run.lock"
 
 @contextmanager
 def locked(output_dir: str) -> Iterator[None]:
-    """In this block the directory, which is made where it is not there, is this process's own.
+    """Hold the lock of the directory in this block. Creates the directory if it does not exist.
 
-    For the one process of a launch that writes: its first. Raises UserError where another run has it.
+    Only the first process of a launch, the one that writes, calls this. Raises UserError if another run has the lock.
     """
-    with _taken(Path(output_dir)) as file:
+    with _open_locked(Path(output_dir)) as file:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -36,13 +36,13 @@ def locked(output_dir: str) -> Iterator[None]:
 
 
 def refuse_running(output_dir: str) -> None:
-    """Raise UserError where a run is writing in output_dir now."""
+    """Raise UserError if a run is currently writing in output_dir."""
     if (Path(output_dir) / LOCK_FILE).is_file():
-        _taken(Path(output_dir)).close()
+        _open_locked(Path(output_dir)).close()
 
 
-def _taken(folder: Path) -> IO[str]:
-    """The open file, with the lock on it; closing drops it."""
+def _open_locked(folder: Path) -> IO[str]:
+    """Return the open lock file, locked. Closing it releases the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK_FILE).open("a+")
@@ -53,9 +53,11 @@ def _taken(folder: Path) -> IO[str]:
     except OSError as error:
         if error.errno in (EACCES, EAGAIN):
             file.seek(0)
-            who = file.read(300).strip() or "another process"
+            holder = file.read(300).strip() or "another process"
             file.close()
-            wrong = f"{folder} is in use by a run: {who}; wait, stop it, or choose another"
+            wrong = f"{folder} is in use by a run: {holder}; wait until it ends, stop it, or choose another"
             raise UserError(wrong, "output_dir") from None
-        logger.warning("the file system of %s has no locks (%s): start no second run there", folder, error.strerror)
+        logger.warning(
+            "the file system of %s has no locks (%s): do not start a second run there", folder, error.strerror
+        )
     return file

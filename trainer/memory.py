@@ -1,4 +1,4 @@
-"""Bytes that a training holds of weights, gradients, the optimizer's state and activations. No model is loaded."""
+"""Bytes that a training needs for weights, gradients, optimizer state and activations. No weights are loaded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trainer.config import LaunchConfig, LoraConfig
 
 
 def count_parameters(model: Any) -> int:
-    """Parameters of a model, tied ones once."""
+    """Return the number of parameters of a model, counting tied ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def adapted_modules(model: Any, lora: LoraConfig) -> list[tuple[str, Any]]:
-    """(name, module) of what target_modules names, whatever it is.
+    """Return (name, module) of every module that target_modules matches, of any class.
 
-    As PEFT has it: `all-linear` leaves out the head, other text is a pattern for whole names, a list holds last names.
+    As in PEFT: `all-linear` excludes the head, other text is a pattern for full names, a list has the ends of names.
     """
 
     def adapted(name: str, module: Any) -> bool:
@@ -32,7 +32,7 @@ def adapted_modules(model: Any, lora: LoraConfig) -> list[tuple[str, Any]]:
 
 
 def lora_parameters(model: Any, lora: LoraConfig) -> int:
-    """Parameters of rank-r adapters: r (in + out) for every adapted linear layer."""
+    """Return the number of parameters of rank-r adapters: r (in + out) for every adapted linear layer."""
     linear = [module for _, module in adapted_modules(model, lora) if isinstance(module, Linear)]
     return sum(lora.r * (module.in_features + module.out_features) for module in linear)
 
@@ -40,11 +40,14 @@ def lora_parameters(model: Any, lora: LoraConfig) -> int:
 def training_state(
     parameters: int, trainable: int, *, itemsize: int, adapters: bool, launch: LaunchConfig
 ) -> dict[str, tuple[int, int]]:
-    """Weights, gradients and AdamW's state of one process: name -> (bytes on the device, bytes in host memory).
+    """Return the memory of one process for weights, gradients and AdamW's state.
 
-    Without DeepSpeed: AdamW keeps two float32 moments, on weights of `itemsize`; adapters are float32 beside frozen
-    weights; several processes hold their gradients again as buckets. With it: a float32 master copy and two moments,
-    partitioned over the processes from stage 1, gradients from stage 2, weights from stage 3 (the ZeRO paper's table).
+    The result maps each name to (bytes on the device, bytes in host memory).
+
+    Without DeepSpeed, weights have `itemsize` bytes and AdamW keeps two float32 moments; adapters are float32, beside
+    frozen weights; with several processes, DDP's buckets hold the gradients a second time. DeepSpeed keeps a float32
+    master copy and two moments, partitioned over the processes from stage 1 on; gradients are partitioned from stage 2
+    on, weights from stage 3 on (table in the ZeRO paper).
     """
     if not launch.zero_stage:
         weights = parameters * itemsize + (4 * trainable if adapters else 0)
@@ -65,11 +68,13 @@ def training_state(
 
 
 def activation_bytes(config: Any, tokens: int, itemsize: int, checkpointing: bool, logits: bool) -> int:
-    """A rough estimate of what forward and backward keep of `tokens` tokens.
+    """Return a rough estimate of the bytes that forward and backward pass keep for `tokens` tokens.
 
-    Per layer its input; and per token about 6 hidden vectors (norms, residuals), queries, keys and values twice
-    (RoPE), the attention's output, 4 intermediate vectors: of one layer at a time with checkpointing, else of all.
-    `logits`: the whole [tokens, vocabulary] at itemsize and twice in float32 (GRPO's fused head holds tiles only).
+    Every layer keeps its input. A layer also keeps per token about 6 hidden vectors (norms, residuals), queries, keys
+    and values twice (RoPE), the attention output, and 4 intermediate vectors: one layer at a time with gradient
+    checkpointing, else all layers.
+
+    logits : True adds the [tokens, vocabulary] logits at itemsize and twice in float32 (GRPO's fused head holds tiles)
     """
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads

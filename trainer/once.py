@@ -1,8 +1,8 @@
-"""What the launcher has done is not done again by the processes that it starts: a dataset is read and tokenised, and a
-checkpoint hashed, once per machine.
+"""Results of the launcher that its processes reuse: a dataset is read and tokenised, and a checkpoint hashed, only once
+per machine.
 
-The command keeps the results in a folder that lives as long as it does; the processes find it in the environment. One
-that somebody else has started (torchrun, accelerate launch) has no such folder, and does all of it itself.
+The command keeps the results in a folder that exists as long as the command runs; an environment variable gives its
+path to the processes. A process started by torchrun or accelerate launch has no such folder, and computes everything.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 FOLDER = "SPARSE_RL_LAUNCH_FOLDER"
-LAST_WORDS = "last_words"  # file of what the launcher is to say
+LAST_WORDS = "last_words"  # file with the text that the launcher prints at its end
 T = TypeVar("T")
 
 
 @contextmanager
 def remembered() -> Iterator[None]:
-    """In this block, and in the processes that are launched in it, `once` does everything once."""
+    """Make `once` compute each result only once in this block and in the processes launched from it."""
     place = temporary_folder()
-    if launched():  # the launcher's folder serves, which is in use as long as this process is there
+    if launched():  # the launcher's folder is used, which exists as long as this process
         yield
         return
     with tempfile.TemporaryDirectory(dir=place) as folder:
@@ -43,20 +43,26 @@ def remembered() -> Iterator[None]:
 
 
 def once(what: str, make: Callable[[], T]) -> T:
-    """What `make` returns; or what it returned when the launcher, or this process, asked for `what` before."""
+    """Return the result of `make`, or its earlier result for `what` in the launcher or in this process.
+
+    what : name of the result
+    """
     if FOLDER not in os.environ:
         return make()
     file = Path(os.environ[FOLDER]) / hashlib.sha256(what.encode()).hexdigest()
     if file.exists():
         return pickle.loads(file.read_bytes())
-    made = make()
-    if not launched():  # the processes would write over one another
-        file.write_bytes(pickle.dumps(made))
-    return made
+    result = make()
+    if not launched():  # launched processes would overwrite each other's file
+        file.write_bytes(pickle.dumps(result))
+    return result
 
 
 def once_on_disk(what: str, make: Callable[[], Dataset]) -> Dataset:
-    """The same for a dataset. All processes read the same files, so that what one of them maps the others find too."""
+    """Return the dataset of `make`, or the one it made before; see `once`.
+
+    All processes read the same files, so that they also share the cached results of `map`.
+    """
     import datasets
 
     if FOLDER not in os.environ:
@@ -64,12 +70,12 @@ def once_on_disk(what: str, make: Callable[[], Dataset]) -> Dataset:
 
     def saved() -> str:
         place = tempfile.mkdtemp(dir=os.environ[FOLDER])
-        made, shown = make(), not datasets.are_progress_bars_disabled()
+        result, bars_shown = make(), not datasets.are_progress_bars_disabled()
         datasets.disable_progress_bars()
         try:
-            made.save_to_disk(place)
+            result.save_to_disk(place)
         finally:
-            if shown:
+            if bars_shown:
                 datasets.enable_progress_bars()
         return place
 
@@ -77,7 +83,7 @@ def once_on_disk(what: str, make: Callable[[], Dataset]) -> Dataset:
 
 
 def leave_words(words: str) -> bool:
-    """For the launcher to say, once its processes have ended; False where there is none that will."""
+    """Leave a text that the launcher prints after its processes have ended. Returns False without such a launcher."""
     if FOLDER not in os.environ:
         return False
     with (Path(os.environ[FOLDER]) / LAST_WORDS).open("a", encoding="utf-8", errors="backslashreplace") as file:
@@ -86,6 +92,6 @@ def leave_words(words: str) -> bool:
 
 
 def left_words() -> str:
-    """What the launched processes have left to say."""
+    """Return the texts that the launched processes have left for the launcher to print."""
     file = Path(os.environ[FOLDER]) / LAST_WORDS
     return file.read_text(encoding="utf-8") if file.is_file() else ""

@@ -1,7 +1,7 @@
-"""Options of TRL and transformers that a training does not take, each with what to do instead: the one list of them.
+"""The list of TRL and transformers options that a training refuses, each with the advice that its error gives.
 
-They would do nothing, or break replay, or a resumed run would not be exact. Recipes are held against it
-(sparse_rl/recipe/refused.py), and in Python the arguments (trainer/arguments.py). No torch.
+A refused option would have no effect, break replay, or make a resumed run inexact. Recipes are checked against the list
+(sparse_rl/recipe/refused.py), and so are the arguments made in Python (trainer/arguments.py). Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from sparse_rl.errors import UserError
 
 _SAMPLES = "the rollout engine does not sample with it; remove it"
 _IDLE = "it changes nothing here; remove it"
-_EXACT = "a resumed run is exact, and with this would not be; remove it"
-_FUSED = "its fused forward does not see the eviction trace; remove it"
+_EXACT = "a resumed run would not be exact with it; remove it"
+_FUSED = "its fused forward pass ignores the eviction trace; remove it"
 
 ANY: dict[str, str] = {  # in any training
     "use_vllm": "use rollout.engine, in Python make_engine",
@@ -25,23 +25,23 @@ ANY: dict[str, str] = {  # in any training
     "generation_kwargs": _SAMPLES,
     "min_p": _SAMPLES,
     "repetition_penalty": _SAMPLES,
-    "max_tool_calling_iterations": "no tools are called; remove it",
+    "max_tool_calling_iterations": "tools are not supported; remove it",
     "chat_template_kwargs": "use data.thinking, in Python thinking",
     "cast_lm_head_to_fp32": "the engine computes the head in the model's dtype, and both must agree; remove it",
     "use_liger_kernel": _FUSED,
     "liger_kernel_config": _FUSED,
-    "trust_remote_code": "no code of a model's own is run; remove it",
-    "bf16_full_eval": "validation has the dtype of training; remove it",
-    "fp16_full_eval": "validation has the dtype of training; remove it",
-    "parallelism_config": "use the launch block; remove it",
+    "trust_remote_code": "code from a model's repository is never run; remove it",
+    "bf16_full_eval": "validation runs in the dtype of training; remove it",
+    "fp16_full_eval": "validation runs in the dtype of training; remove it",
+    "parallelism_config": "use the launch block instead",
     "auto_find_batch_size": "groups must be whole; lower per_device_train_batch_size instead",
     "save_only_model": "resuming needs the optimizer too; remove it",
     "ignore_data_skip": _EXACT,
     "accelerator_config": _EXACT,
     "dataloader_in_order": _EXACT,
-    "enable_jit_checkpoint": "it saves within a step, from where no run can go on exactly; use save_steps",
+    "enable_jit_checkpoint": "it saves in the middle of a step, where no run can resume exactly; use save_steps",
     "save_on_each_node": "checkpoints need a file system that all machines share; remove it",
-    "logging_nan_inf_filter": "a loss that is no number stops the run; remove it",
+    "logging_nan_inf_filter": "a loss that is NaN or infinite stops the run; remove it",
     "do_predict": _IDLE,
     "label_names": _IDLE,
     "length_column_name": _IDLE,
@@ -52,8 +52,8 @@ ANY: dict[str, str] = {  # in any training
 
 TAUGHT: dict[str, str] = {  # under evictions
     **ANY,
-    "neftune_noise_alpha": "evictions are recorded without such noise, and cannot be replayed under it; remove it",
-    "use_cache": "training replays what the sampler's cache held, and has none of its own; remove it",
+    "neftune_noise_alpha": "evictions are recorded without noise and cannot be replayed with it; remove it",
+    "use_cache": "training replays the sampler's evictions and has no cache of its own; remove it",
     "label_smoothing_factor": _IDLE,
     "average_tokens_across_devices": _IDLE,
     "include_num_input_tokens_seen": "tokens are counted in any case; remove it",
@@ -68,8 +68,8 @@ GRPO: dict[str, str] = {
 
 SFT: dict[str, str] = {
     **ANY,
-    "metric_for_best_model": "nothing is validated in this kind; remove it",
-    "greater_is_better": "nothing is validated in this kind; remove it",
+    "metric_for_best_model": "recipes of this kind have no validation; remove it",
+    "greater_is_better": "recipes of this kind have no validation; remove it",
     "dataset_text_field": "rows have a prompt and a completion; remove it",
     "dataset_kwargs": "rows are always prepared; remove it",
 }
@@ -89,13 +89,13 @@ PREFIXES: dict[str, str] = {
 
 
 def instead(option: str, kind: str) -> str | None:
-    """What to do instead of giving an option to a kind of training; None where it may be given."""
+    """Return the advice for an option that a kind of training refuses, or None if the option is allowed."""
     by_prefix = (mend for prefix, mend in PREFIXES.items() if option.startswith(prefix))
     return REFUSED.get(kind, ANY).get(option) or next(by_prefix, None)
 
 
 def check_options(given: Mapping[str, Any], kind: str) -> None:
-    """Raise UserError for the first of these options that a kind of training does not take."""
+    """Raise UserError for the first of these options that a kind of training refuses."""
     for option in given:
         if mend := instead(option, kind):
             raise UserError(f"not an option here: {mend}", option)

@@ -337,7 +337,7 @@ def test_rows_that_are_cut_off(recipe: Callable, tmp_path: Path, caplog: pytest.
         assert [row.prompt for row in found] == [row.prompt for row in fit]
         for one, row in zip(found, fit, strict=True):
             assert one.completion == row.completion[: min(most - len(row.prompt), completion)]
-        told = f"{len(cut) + gone} of 24 sequences are too long: {len(cut)} are cut off, {gone} are dropped"
+        told = f"{len(cut) + gone} of 24 sequences are too long: {len(cut)} are truncated, {gone} dropped"
         assert told in caplog.text and len(cut) + gone > 0
     train(recipe(**given, max_completion_length=9))
     with pytest.raises(UserError, match="overlong: is for the dataset's completions"):

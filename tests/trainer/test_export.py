@@ -142,7 +142,7 @@ def test_a_hub_that_refuses_is_one_line(tmp_path: Path, hub: Any, monkeypatch: p
     with pytest.raises(UserError, match=r"^push_to_hub: the hub makes no repository \(.*hf auth login"):
         train(recipe)
     monkeypatch.setattr(hub, "refuses", "/commit/")
-    with pytest.raises(StoppedError, match=rf"run/model is whole, but was not pushed to {REPOSITORY} .*`hf upload"):
+    with pytest.raises(StoppedError, match=rf"run/model is complete, but was not pushed to {REPOSITORY} .*`hf upload"):
         train(recipe)
     assert (tmp_path / "run/model/model.safetensors").is_file() and not hub.files
 
@@ -179,7 +179,7 @@ def test_the_card_of_each_shipped_recipe(name: str, tmp_path: Path) -> None:
     assert (f"`{policy!r}`" in card.text and policy.name in card.data.tags) if policy else "full cache" in card.text
     evicts = policy is not None and policy.name not in ("full", "clustered")
     assert ("kv-cache-eviction" in card.data.tags) is evicts
-    assert ("each token reads a part" in card.text) is (policy is not None and policy.name == "clustered")
+    assert ("each token reads only a part" in card.text) is (policy is not None and policy.name == "clustered")
     if cache is not None and policy.schedule.peak is not None:
         assert f"| Budget | {cache.budget} entries per kv head" in card.text
         assert f"; at most {policy.schedule.peak} are held" in card.text

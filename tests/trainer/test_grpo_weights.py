@@ -317,5 +317,5 @@ def test_from_a_recipe_to_the_end(
 def test_closing_hides_no_error(caplog: pytest.LogCaptureFixture) -> None:
     """What goes wrong with it is logged; a trainer without an engine has none to close."""
     trainer.export.close_engine(SimpleNamespace(engine=SimpleNamespace(close=lambda: 1 // 0)))
-    assert "the engine did not close" in caplog.text and "ZeroDivisionError" in caplog.text
+    assert "the engine could not be closed" in caplog.text and "ZeroDivisionError" in caplog.text
     trainer.export.close_engine(SimpleNamespace())

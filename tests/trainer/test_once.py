@@ -102,7 +102,7 @@ def test_two_processes_do_what_one_does(kind: str, zero: int, seen: Callable) ->
     together, none, told = seen(kind, 2, zero=zero)
     assert together == alone and nothing == none == 0
     if kind == "distill":
-        assert told.count("16 of 16 sequences are too long: 16 are cut off, 0 are dropped") == 1
+        assert told.count("16 of 16 sequences are too long: 16 are truncated, 0 dropped") == 1
     again, hashed, _ = seen(kind, 2, "max_steps=2", "--resume", zero=zero)
     assert again == alone and hashed == 1
 

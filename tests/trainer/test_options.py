@@ -130,10 +130,10 @@ def test_what_the_trainer_is_not_given(given: dict[str, Any], says: str, grpo: C
 def test_a_model_that_has_such_adapters(grpo: Callable, new_model: Callable) -> None:
     """In grpo, and in a training with a teacher."""
     model = peft.get_peft_model(new_model("qwen3"), PROMPT)
-    with pytest.raises(UserError, match="only LoRA's can be trained under evictions, got PromptTuningConfig"):
+    with pytest.raises(UserError, match="only LoRA adapters can be trained under evictions, got PromptTuningConfig"):
         grpo(model=model)
     engine: Any = None
-    with pytest.raises(UserError, match="only LoRA's can be trained under evictions, got PromptTuningConfig"):
+    with pytest.raises(UserError, match="only LoRA adapters can be trained under evictions, got PromptTuningConfig"):
         DistillTrainer(model, new_model("qwen3"), engine, engine, [])
 
 
@@ -142,8 +142,8 @@ def test_a_reference_that_follows_the_policy(grpo: Callable, tmp_path: Path) -> 
     learned = {"policy": "kvpop", "budget": 8, "window": 2}
     for changed, says in (
         ({}, "sync_ref_model: needs beta above 0"),
-        ({"beta": 0.1, "lora": {"r": 4}}, "sync_ref_model: an adapter's reference is the model without it"),
-        ({"beta": 0.1, "cache": learned}, "sync_ref_model: not under kvpop"),
+        ({"beta": 0.1, "lora": {"r": 4}}, "sync_ref_model: with lora the reference is the model without the adapter"),
+        ({"beta": 0.1, "cache": learned}, "sync_ref_model: does not work with cache.policy kvpop"),
     ):
         with pytest.raises(UserError, match=says):
             make_recipe({"kind": "grpo", **RECIPES["grpo"], "sync_ref_model": True, **changed})

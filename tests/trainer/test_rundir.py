@@ -137,7 +137,7 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(fcntl, "lockf", none)
     with locked(str(tmp_path)):
-        assert "has no locks (No locks available): start no second run there" in caplog.text
+        assert "has no locks (No locks available): do not start a second run there" in caplog.text
 
 
 def flip(file: Path) -> None:
@@ -388,7 +388,7 @@ def test_a_torn_last_line_of_the_metrics_is_left_out(tmp_path: Path) -> None:
         ({"lora": {"r": 4}, "launch": {"zero_stage": 3}}, "LoRA under ZeRO-3"),
         ({"uniform_groups": "drop", "loss_type": "dapo"}, "drop needs beta 0"),
         ({"uniform_groups": "drop", "beta": 0.1}, "drop needs beta 0"),
-        ({"validation": {"data": {"path": "b.jsonl", "thinking": False}}}, "must be as in data.thinking"),
+        ({"validation": {"data": {"path": "b.jsonl", "thinking": False}}}, "must equal data.thinking"),
     ],
 )
 def test_what_cannot_be_right_is_refused_in_the_recipe(tmp_path: Path, more: dict, says: str) -> None:
