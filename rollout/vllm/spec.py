@@ -1,7 +1,7 @@
-"""The scheduler's side of eviction: a sequence owns blocks for its physical length, the others go back to the pool.
+"""The scheduler's side of eviction: a sequence owns blocks for its physical length; the others return to the pool.
 
-A compaction runs right after the forward that made it due (connector.py). So once `n` tokens have been processed, the
-sequence holds schedule.held(P, n) entries, and until its end it never needs more than `schedule.peak` slots.
+A compaction runs right after the forward pass that made it due (connector.py). So once `n` tokens have been processed,
+the sequence holds schedule.held(P, n) entries, and from then on it never needs more than `schedule.peak` slots.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from sparse_rl.policies.schedule import NEVER, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class CleanSpec(FullAttentionSpec):
-    """A layer whose blocks are given out clean: a request finds zeros in them, not what an earlier one has left there.
+    """A layer whose blocks are cleared when they are allocated: they hold zeros, not the data of an earlier request.
 
-    Attention multiplies what a query does not see by zero, and zero times NaN is NaN. A block is longer than what is in
-    it, so NaN of a sequence that has failed would reach the next one that has the block. vLLM clears blocks for some
-    models; here for every cache whose specification is ours (compat/plugin.py). Of a full cache on a GPU it is vLLM's
-    own: its kernels there read nothing behind a sequence's end.
+    Attention multiplies entries that a query does not see by zero, and zero times NaN is NaN. A block may have unused
+    slots, so NaN of a failed sequence would reach the next sequence that gets the block. vLLM clears blocks for some
+    models; with our specifications it does so for every cache (compat/plugin.py). A full cache on a GPU keeps vLLM's
+    own specification: vLLM's kernels on a GPU read nothing after a sequence's end.
     """
 
     @classmethod
     def of(cls, spec: FullAttentionSpec, **more: Any) -> Any:
-        """The specification of a layer that vLLM has described as holding everything."""
+        """Return this specification for a layer that vLLM has described as full attention."""
         return cls(**{f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec)}, **more)
 
 
@@ -38,7 +38,7 @@ class BoundedSpec(CleanSpec):
     """A layer whose sequences hold fewer entries than they have tokens."""
 
     def most_held(self, longest: int) -> int:
-        """The entries that a sequence of at most so many tokens may come to hold."""
+        """Maximum number of entries held by a sequence of at most `longest` tokens."""
         raise NotImplementedError
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
@@ -54,11 +54,11 @@ class BoundedSpec(CleanSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class EvictingSpec(BoundedSpec):
-    """A layer whose cache is bounded while decoding.
+    """A layer whose cache is bounded in decoding.
 
-    schedule : the policy's
-    max_prompt : the longest prompt that the pool must hold whole; None: as long as the model's context
-    longest : tokens of a sequence, at most
+    schedule : schedule of the policy
+    max_prompt : length of the longest prompt that the cache must hold whole; None means the model's context length
+    longest : maximum number of tokens in a sequence
     """
 
     schedule: Schedule
@@ -73,7 +73,7 @@ class BoundedManager(FullAttentionManager):
     """Allocates and frees the blocks of BoundedSpec layers."""
 
     def blocks_of(self, slots: int) -> int:
-        """The blocks that so many entries fill, the last one perhaps in part."""
+        """Number of blocks for `slots` entries, of which the last may be partly filled."""
         return -(-slots // self.block_size)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
@@ -81,19 +81,19 @@ class BoundedManager(FullAttentionManager):
 
 
 class EvictingManager(BoundedManager):
-    """That of EvictingSpec layers."""
+    """Allocates and frees the blocks of EvictingSpec layers."""
 
     def __init__(self, kv_cache_spec: EvictingSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.schedule, self.longest = kv_cache_spec.schedule, kv_cache_spec.longest
-        self.prompts: dict[str, int] = {}  # request -> tokens that it prefills densely; 0 once they are compacted
+        self.prompts: dict[str, int] = {}  # request -> number of tokens prefilled densely; 0 once they are compacted
 
     def slots(self, request_id: str, tokens: int) -> int:
-        """The slots that a request needs to process `tokens` tokens."""
+        """Number of slots that a request needs to process `tokens` tokens."""
         return self.schedule.most_held(self.prompts[request_id], tokens)
 
     def claim(self, prompt: int) -> int:
-        """The blocks that a sequence may come to need, however long it gets."""
+        """Maximum number of blocks that a sequence needs, for any length."""
         return self.blocks_of(self.schedule.most_held(prompt, self.longest))
 
     def get_num_blocks_to_allocate(
@@ -106,8 +106,8 @@ class EvictingManager(BoundedManager):
         **kwargs: Any,
     ) -> int:
         if apply_admission_cap:
-            # At admission `num_tokens` is all that will be prefilled (after a preemption, what was sampled too). What
-            # the running sequences have yet to claim stays reserved, so that none of them is ever preempted.
+            # At admission `num_tokens` counts all tokens that will be prefilled (after a preemption, sampled ones too).
+            # Blocks that running sequences may still need stay reserved, so that none of them is ever preempted.
             self.prompts[request_id] = num_tokens
             others = ((r, blocks) for r, blocks in self.req_to_blocks.items() if r != request_id and blocks)
             return self.claim(num_tokens) + sum(self.claim(self.prompts[r]) - len(blocks) for r, blocks in others)
@@ -120,7 +120,7 @@ class EvictingManager(BoundedManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Give the blocks beyond the peak back, once the first compaction has run."""
+        """Free the blocks beyond the peak once the first compaction has run."""
         prompt = self.prompts.get(request_id)
         if prompt is None or processed_computed_tokens < self.schedule.first(prompt):
             return

@@ -1,12 +1,12 @@
-"""The worker's side: what stands beside the paged cache, and the compaction that works on both.
+"""The worker's side of eviction: our buffers next to the paged cache, and the compaction, which works on both.
 
-Beside every slot of every layer and kv head: the token's logical position, and the policy's state. Beside every running
-request: the last queries that the policy scores by. All of it is indexed by block, as the cache is; nothing here loops
-over tokens, heads or requests.
+For every slot of every layer and kv head, a buffer holds the token's logical position and the policy's state. For every
+running request, a buffer holds the last queries, if the policy scores with them. The buffers are indexed by block, like
+the cache; nothing here loops over tokens, heads or requests.
 
-A compaction leaves what it keeps in the first `left` slots. It moves as little as it can: only the survivors that
-stand behind, into the slots of what was dropped before them. So slots are in no order, and neither is what a policy is
-shown: a request's blocks, read whole.
+A compaction leaves the kept entries in the first `left` slots. It moves as few entries as possible: only those in later
+slots, into the slots of dropped entries. So slots are in no particular order. A policy receives a request's blocks as
+they are, in the order of slots.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rollout.vllm.slabs import Arrangement, Slab
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.policies.entries import Entries
 
-UNKNOWN = 1 << 40  # the prompt length of no request: nothing of it is ever compacted
+UNKNOWN = 1 << 40  # prompt length of a block without a request: it is never compacted
 
 
 class CacheState:
-    """The caches of all layers of one worker, what the policy remembers of them, and their compactions."""
+    """The caches of all layers of one worker, the policy's memory of their entries, and their compactions."""
 
     def __init__(self, vllm_config: Any, config: CacheConfig, kv_caches: dict[str, Tensor]) -> None:
         self.config, self.policy = config, config.policy
@@ -41,9 +41,9 @@ class CacheState:
         self.caches = [paged.key_value_views(kv_caches[name], paged.keys_are_transposed()) for name in layers]
         self.folded: list[Tensor] = []  # by layer, the coordinate that holds biases, if any; see folded.py
         if config.folds:
-            own = layer.head_size
-            self.folded = [keys[..., own] for keys, _ in self.caches]
-            self.caches = [(keys[..., :own], values[..., :own]) for keys, values in self.caches]
+            head_size = layer.head_size
+            self.folded = [keys[..., head_size] for keys, _ in self.caches]
+            self.caches = [(keys[..., :head_size], values[..., :head_size]) for keys, values in self.caches]
         blocks, heads, self.block_size, dim = self.caches[0][0].shape
         self.device, self.scaling = self.caches[0][0].device, layer.impl.scale
         self.heads = torch.arange(heads, device=self.device)
@@ -63,7 +63,7 @@ class CacheState:
         self.state = {name: apart(value, count) for name, value in self.slab.state.items()}
         self.queries = None
         if window:
-            size = (count, rows + 1, window, layer.num_heads, dim)  # the last row is nobody's
+            size = (count, rows + 1, window, layer.num_heads, dim)  # the last row belongs to no request
             self.queries = torch.zeros(size, dtype=vllm_config.model_config.dtype, device=self.device)
             self.slab.queries = self.queries.flatten(0, 1)
         self.prompt_length = torch.full((blocks,), UNKNOWN, device=self.device)  # by first block
@@ -71,51 +71,56 @@ class CacheState:
         self.free_rows = list(range(rows))
         self.row_of: dict[int, int] = {}
         self.number = torch.zeros(blocks, dtype=torch.long, device=self.device)  # in the record, by first block
-        self.prompts: dict[int, int] = {}  # by first block, in host memory; 0 once they are compacted
-        self.failed = torch.zeros(rows + 1, dtype=torch.bool, device=self.device)  # by row: a NaN would have decided
+        self.prompts: dict[int, int] = {}  # prompt lengths by first block, in host memory; 0 once they are compacted
+        self.failed = torch.zeros(rows + 1, dtype=torch.bool, device=self.device)  # by row: True if a score was NaN
         number = torch.arange(count, device=self.device)
         self.first_block, self.first_row = number * self.arrangement.of_layer, number * (rows + 1)  # of each layer
         self.plan: Plan | None = None
-        self.record: RunRecord | None = None  # of the run that is on; a server keeps none
+        self.record: RunRecord | None = None  # record of the current run; a server keeps none
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
-        """Requests that have ended, by first block, and requests that begin."""
+        """Remove requests that have ended, and add requests that begin.
+
+        ended : first blocks of the requests that have ended
+        """
         for block in ended:
             self.free_rows.append(self.row_of.pop(block))
             del self.prompts[block]
         if ended:
             self.prompt_length[self._sent(ended)] = UNKNOWN
-        for each in begun:
-            self.row_of[each.block] = self.free_rows.pop()
-            self.prompts[each.block] = each.prompt
-        numbers = [0 if self.record is None else self.record.begin(each.request_id) for each in begun]
+        for request in begun:
+            self.row_of[request.block] = self.free_rows.pop()
+            self.prompts[request.block] = request.prompt
+        numbers = [0 if self.record is None else self.record.begin(request.request_id) for request in begun]
         if begun:
-            first = self._sent([each.block for each in begun])
-            self.prompt_length[first] = self._sent([each.prompt for each in begun])
-            self.row[first] = rows = self._sent([self.row_of[each.block] for each in begun])
+            first = self._sent([request.block for request in begun])
+            self.prompt_length[first] = self._sent([request.prompt for request in begun])
+            self.row[first] = rows = self._sent([self.row_of[request.block] for request in begun])
             self.failed[rows] = False
             self.number[first] = self._sent(numbers)
 
     def _sent(self, numbers: Sequence[Any]) -> Tensor:
-        """Whole numbers, as int64, to the device; nobody waits for them."""
+        """Copy integers to the device, as int64, without waiting for it."""
         return torch.tensor(numbers, dtype=torch.long).to(self.device, non_blocking=True)
 
     # ---- before the forward -----------------------------------------------------------------------------------------
 
     def make_plan(self, block_table: Tensor, seq_lens: Tensor, starts: Tensor, starts_cpu: Tensor) -> Plan:
-        """Physical places for a batch, from its logical ones; the new entries' positions and state are written.
+        """Compute the physical slots of a batch, and write the position and initial state of each new entry.
 
-        block_table int32 [B, max blocks]; seq_lens int32 [B], after this forward; starts int32 [B + 1], each request's
-        first token in the batch, and the same in host memory
+        block_table : int32 [B, max blocks]
+        seq_lens : int32 [B], logical lengths after this forward pass
+        starts : int32 [B + 1], each request's first token in the batch
+        starts_cpu : `starts` in host memory
         """
         blocks = block_table.long()
         first, tokens, seen = blocks[:, 0], int(starts_cpu[-1]), seq_lens.long()
         lengths = self.policy.schedule.attended(self.prompt_length[first], seen)
         row, slot, logical = torch.arange(len(first), device=self.device), lengths - 1, seen - 1
-        one_each = tokens == len(first) and int(starts_cpu.diff().max()) == 1
-        if not one_each:
+        all_single = tokens == len(first) and int(starts_cpu.diff().max()) == 1
+        if not all_single:
             count = (starts[1:] - starts[:-1]).long()
             row = torch.repeat_interleave(row, count, output_size=tokens)
             behind = (torch.arange(tokens, device=self.device) - starts[1:][row].long()) + 1
@@ -125,7 +130,7 @@ class CacheState:
         if self.queries is not None:
             window = self.queries.shape[2]
             last: Any = slice(0, tokens)
-            if not one_each:
+            if not all_single:
                 last = last_of_each(starts_cpu, window).to(self.device, non_blocking=True)
             recent = last, first[row[last]], logical[last] % window
         plan = Plan(blocks, seen, lengths, block * self.block_size + place, recent)
@@ -136,49 +141,58 @@ class CacheState:
         return plan
 
     def stay(self, plan: Plan, fixed: Fixed) -> None:
-        """What layers read of this step's plan, where all requests bring one token, goes to where it always is."""
+        """Copy the tensors that layers read from the plan to fixed addresses, if all requests add one token."""
         if plan.recent is not None and isinstance(plan.recent[0], slice):
             tokens, block, place = plan.recent
             plan.recent = tokens, fixed.copy("block", block, len(block)), fixed.copy("place", place, len(block))
 
     def enter(self, block: Tensor, place: Tensor, logical: Tensor) -> None:
-        """Write the position and the first state of new entries, in all layers and heads alike; int64 [T] each."""
+        """Write the positions and the initial state of T new entries, the same in all layers and heads.
+
+        block, place, logical : int64 [T]; block, place in the block, and position
+        """
         where = slice(None), block[:, None], self.heads, place[:, None]
         self.positions[where] = logical[:, None].int()
         for name, start in self.policy.entry_memory.items():
             self.state[name][where] = start
 
     def longest(self, logical: int, new: int) -> int:
-        """At least the entries of every request of a batch, without asking the device.
+        """Upper bound on the entries of each request in a batch, without waiting for the device.
 
-        logical : no fewer than the tokens that any of them has seen; new : than those that it brings
+        logical : upper bound on the tokens that a request has seen
+        new : upper bound on the tokens that a request adds
         """
         held = [self.policy.schedule.most_held(prompt, logical) for prompt in {*self.prompts.values()}]
-        return min(logical, max(new, *held)) if held else logical  # of no request: a graph is made, for every batch
+        return min(logical, max(new, *held)) if held else logical  # no requests: a graph for any batch is captured
 
     def _watch(self, plan: Plan, starts: Tensor, starts_cpu: Tensor) -> None:
-        """Plan to observe the requests that bring one token, and those that bring more; each group is padded alone."""
+        """Plan the observation of requests that add one token, and of those that add more, padded separately."""
         counts = starts_cpu.diff()
         if int(counts.max()) <= 1:
             plan.alone = self._group(plan.blocks, plan.lengths, plan.seen, self._most_held(plan.lengths))
             return
-        alone, many = (which.nonzero()[:, 0].to(self.device, non_blocking=True) for which in (counts == 1, counts > 1))
+        single, several = (
+            chosen.nonzero()[:, 0].to(self.device, non_blocking=True) for chosen in (counts == 1, counts > 1)
+        )
 
         def group_of(rows: Tensor) -> Group:
             held = plan.lengths[rows]
             return self._group(plan.blocks[rows], held, plan.seen[rows], int(held.max()))
 
-        if len(alone):
-            plan.alone = group_of(alone)
-        group = group_of(many)
+        if len(single):
+            plan.alone = group_of(single)
+        group = group_of(several)
         step = torch.arange(int(counts.max()), device=self.device)
-        count = (starts[1:] - starts[:-1])[many].long()[:, None]
-        tokens = starts[many].long()[:, None] + torch.minimum(step, count - 1)
+        count = (starts[1:] - starts[:-1])[several].long()[:, None]
+        tokens = starts[several].long()[:, None] + torch.minimum(step, count - 1)
         positions = torch.where(step < count, group.seen[:, None] - count + step, group.seen[:, None])
         plan.watch = Watch(group, tokens, positions)
 
     def _most_held(self, held: Tensor) -> int:
-        """At least what any of these requests holds, int64 [R]; each brings one token. A device is not asked."""
+        """Upper bound on the entries that these requests hold, without waiting for a GPU.
+
+        held : int64 [R], entries of requests that add one token each
+        """
         if held.device.type == "cpu":
             return int(held.max())
         peak = self.policy.schedule.peak
@@ -186,7 +200,12 @@ class CacheState:
         return max([peak, *self.prompts.values()])
 
     def _group(self, blocks: Tensor, lengths: Tensor, seen: Tensor, most: int, left: int = 0) -> Group:
-        """Requests with blocks int64 [R, max blocks], which hold int64 [R] entries, `most` at the most."""
+        """Make a group of requests.
+
+        blocks : int64 [R, max blocks]
+        lengths, seen : int64 [R], entries held and tokens seen
+        most : upper bound on `lengths`
+        """
         blocks = blocks[:, : -(-most // self.block_size)]
         start = torch.arange(0, blocks.shape[1] * self.block_size, self.block_size, device=self.device)
         return Group(blocks.masked_fill(start >= lengths[:, None], NOBODYS), lengths, seen, left)
@@ -194,15 +213,15 @@ class CacheState:
     # ---- in the forward ---------------------------------------------------------------------------------------------
 
     def arrive(self, name: str, key: Tensor, value: Tensor) -> bool:
-        """A layer's new keys and values [T, Hkv, D], before it attends; True: they are written to the cache here."""
+        """Process a layer's new keys and values [T, Hkv, D], before it attends. True if it writes them to the cache."""
         return False
 
     def bias(self, name: str) -> Tensor | None:
-        """What a layer's attention adds to the logits: float32 [blocks, Hkv, block size]; None: nothing."""
+        """Return the biases that a layer's attention adds to the logits: float32 [blocks, Hkv, block size], or None."""
         return None if self.policy.bias is None else self.state[self.policy.bias][self.index[name]]
 
     def after_layer(self, name: str, query: Tensor) -> None:
-        """A layer has attended with queries [T, Hq, D]: remember the last ones, and let the policy see the others."""
+        """Process the queries [T, Hq, D] with which a layer has attended: store the last ones, observe the others."""
         plan, layer = self.plan, self.index[name]
         assert plan is not None
         if plan.recent is not None:
@@ -220,31 +239,31 @@ class CacheState:
     # ---- after the forward ------------------------------------------------------------------------------------------
 
     def after_forward(self) -> None:
-        """Called once all layers have attended, before `compact`: requests that brought one token are observed."""
+        """Observe the requests that added one token. Called once all layers have attended, before `compact`."""
         if self.plan is None or self.plan.alone is None:
             return
         for layers, group in self._at_once(self.plan.alone):
             self._observe_last(layers[0], group)
 
     def _observe_last(self, layer: int, group: Group) -> None:
-        """Let the policy see the last query of each row."""
+        """Let the policy observe the last query of each row."""
         entries = self._entries(group, self.policy.observe_reads, recent=True)
         assert entries.queries is not None
         self.policy.observe(layer, entries, entries.queries[:, :, -1:], group.seen[:, None] - 1)
         self._remember(group, entries.state)
 
     def failed_rows(self, count: int) -> Tensor:
-        """Of the first `count` requests of this step, those of whose entries a NaN would decide: bool [count]."""
+        """True for those of the first `count` requests of this step whose scores have NaN: bool [count]."""
         assert self.plan is not None
         return self.failed[self.row[self.plan.first[:count]]]
 
     def check_finite(self) -> None:
-        """Raise NotFiniteError where a NaN has decided, be it on this rank alone: tokens are those of rank 0."""
+        """Raise NotFiniteError if a score was NaN on this rank, because vLLM returns only the tokens of rank 0."""
         if bool(self.failed.any()):
             raise NotFiniteError(f"{self.policy.name}: a NaN score; the model's keys or queries are not finite")
 
     def compact(self, due: Sequence[Due]) -> None:
-        """Compact these requests: those that decode together, those that end their prefill together."""
+        """Compact these requests: those in decoding in one group, those at the end of their prefill in another."""
         self.prompts.update((d.block, 0) for d in due)
         peak = self.policy.schedule.peak
         _, heads, _, dim = self.slab.keys.shape
@@ -263,10 +282,10 @@ class CacheState:
         dropped = []
         for layers, group in self._at_once(whole):
             try:
-                found = self._compact_group(layers[0], group)
+                evicted = self._compact_group(layers[0], group)
             except NotFiniteError:
-                found = torch.cat([self._compact_alone(layers[0], one) for one in group.apart()])
-            dropped.append(found.view(len(layers), len(found) // len(layers)))
+                evicted = torch.cat([self._compact_alone(layers[0], row_group) for row_group in group.apart()])
+            dropped.append(evicted.view(len(layers), len(evicted) // len(layers)))
         if self.record is not None:
             self.record.drop(
                 [d.request_id for d in due],
@@ -275,18 +294,18 @@ class CacheState:
                 torch.cat(dropped).cpu().numpy(),
             )
 
-    def _compact_alone(self, layer: int, one: Group) -> Tensor:
-        """Compact one request in one layer. If a NaN would decide, it keeps its entries: it has failed."""
+    def _compact_alone(self, layer: int, row_group: Group) -> Tensor:
+        """Compact one request in one layer. If a score is NaN, the request has failed and keeps its entries."""
         try:
-            return self._compact_group(layer, one)
+            return self._compact_group(layer, row_group)
         except NotFiniteError:
-            assert one.rows is not None
-            self.failed[one.rows % len(self.failed)] = True
-            count = 0 if self.record is None else len(self.heads) * (int(one.lengths) - one.left)
+            assert row_group.rows is not None
+            self.failed[row_group.rows % len(self.failed)] = True
+            count = 0 if self.record is None else len(self.heads) * (int(row_group.lengths) - row_group.left)
             return self.positions.new_zeros(count)
 
     def _at_once(self, group: Group) -> Iterator[tuple[range, Group]]:
-        """The group in all layers, some at a time: which, and it in those."""
+        """Yield (layers, the group in these layers) for all layers, some layers at a time."""
         count, (_, heads, size, dim) = len(self.caches), self.slab.keys.shape
         most = max(1, compacting.AT_ONCE[self.device.type] // (group.blocks.numel() * heads * size * dim))
         for start in range(0, count, most):
@@ -294,15 +313,18 @@ class CacheState:
             yield layers, self._in(layers, group)
 
     def _in(self, layers: range, group: Group) -> Group:
-        """A group in these layers, one layer after another, as rows of the slab."""
-        mine = slice(layers.start, layers.stop)
-        blocks = group.blocks * self.arrangement.of_block + self.first_block[mine, None, None]
-        rows = self.row[group.blocks[:, 0]] + self.first_row[mine, None]
+        """Return the group in these layers, one layer after another, with blocks and rows of the slab."""
+        part = slice(layers.start, layers.stop)
+        blocks = group.blocks * self.arrangement.of_block + self.first_block[part, None, None]
+        rows = self.row[group.blocks[:, 0]] + self.first_row[part, None]
         lengths, seen = group.lengths.repeat(len(layers)), group.seen.repeat(len(layers))
         return Group(blocks.flatten(0, 1), lengths, seen, group.left, rows.flatten())
 
     def _compact_group(self, layer: int, group: Group) -> Tensor:
-        """The positions dropped, row by row: int32 [the sum of Hkv x (length - left)]; none without a record."""
+        """Compact a group. Returns the dropped positions, row by row: int32 [sum of Hkv x (length - left)].
+
+        Without a record the result is empty.
+        """
         slab, entries = self.slab, self._entries(group, self.policy.score_reads, recent=True)
         kept, left = self.policy.compact(layer, entries), group.left
         kept.check_counts(entries, self.policy.name)
@@ -313,7 +335,8 @@ class CacheState:
         if self.record is not None:
             dropped = entries.positions[entries.valid() & ~kept.keep].int()
 
-        # Survivors behind the first `left` go where, before it, something was dropped: a head has equally many of them.
+        # Kept entries behind the first `left` slots move to the slots of dropped entries among these. Each head has the
+        # same number of both.
         behind = self._listed(group.blocks, kept.keep[..., left:], left)
         freed = self._listed(group.blocks, ~kept.keep[..., :left], 0)
         for buffer in (slab.keys, slab.values, slab.positions, *slab.state.values()):
@@ -327,23 +350,34 @@ class CacheState:
     # ---- paged access -----------------------------------------------------------------------------------------------
 
     def _remember(self, group: Group, state: dict[str, Tensor]) -> None:
-        """Write a policy's memory back, name -> [R, Hkv, N]."""
+        """Write a policy's memory of a group's entries, name -> [R, Hkv, N], back to the slab."""
         for name, value in state.items():
             self._write(self.slab.state[name], group, value)
 
-    def _write(self, beside: Tensor, group: Group, value: Tensor) -> None:
-        """[R, Hkv, N, ...] to the blocks of [blocks, Hkv, block size, ...]; of what is padding, to nobody's."""
+    def _write(self, target: Tensor, group: Group, value: Tensor) -> None:
+        """Write a value to a group's blocks; its padding goes to the null block.
+
+        target : [blocks, Hkv, block size, ...]
+        value : [R, Hkv, N, ...]
+        """
         by_block = value.unflatten(2, (-1, self.block_size)).transpose(1, 2)
-        beside[group.blocks.flatten()] = by_block.flatten(0, 1)
+        target[group.blocks.flatten()] = by_block.flatten(0, 1)
 
     def _listed(self, blocks: Tensor, mask: Tensor, start: int) -> tuple[Tensor, ...]:
-        """Where bool [R, Hkv, K] is true, of the slots from `start`: (block, head, place), one after another."""
+        """List (block, head, place) of the slots for which a mask is True.
+
+        mask : bool [R, Hkv, K], for the K slots from `start` on
+        """
         row, head, slot = mask.nonzero(as_tuple=True)
         slot = slot + start
         return blocks[row, slot // self.block_size], head, slot % self.block_size
 
     def _entries(self, group: Group, reads: tuple[str, ...], recent: bool = False) -> Entries:
-        """What a group of rows of the slab holds, as a policy that reads so much sees it; `recent`: and its queries."""
+        """Return the entries of a group of rows of the slab, in the form that a policy receives.
+
+        reads : "keys", "values" or both, whichever the policy needs
+        recent : True adds the last queries
+        """
         slab, queries = self.slab, None
         if recent and slab.queries is not None:
             assert group.rows is not None

@@ -1,4 +1,4 @@
-"""vLLM's worker with what our engine calls on it, and with a cache no larger than all its sequences can fill."""
+"""vLLM's worker, with the methods that our engine calls, and with a cache no larger than all its sequences can fill."""
 
 from __future__ import annotations
 
@@ -26,37 +26,43 @@ else:
 
 
 class EngineWorker(Worker):
-    """That of this platform, CPU or GPU."""
+    """Worker of this platform, CPU or GPU."""
 
     model_runner: Any
 
     def determine_available_memory(self) -> int:
-        """Bytes for this worker's cache: every sequence at its longest, and a block that vLLM keeps for itself.
+        """Bytes for this worker's cache: all sequences at their maximum length, and one block for vLLM itself.
 
-        vLLM would give the cache what its share of a GPU leaves, or what it is told; under a budget that may be many
-        times as much.
+        vLLM would give the cache the rest of its share of a GPU, or the configured size; under a budget that may be
+        many times more than the cache needs.
         """
         sequences = self.vllm_config.scheduler_config.max_num_seqs
         specs = self.get_kv_cache_spec().values()
         most = sum(sequences * spec.max_memory_usage_bytes(self.vllm_config) + spec.page_size_bytes for spec in specs)
-        if (told := self.cache_config.kv_cache_memory_bytes) is not None:
-            self.cache_config.kv_cache_memory_bytes = min(told, most)
+        if (configured := self.cache_config.kv_cache_memory_bytes) is not None:
+            self.cache_config.kv_cache_memory_bytes = min(configured, most)
         return min(super().determine_available_memory(), most)
 
     def begin_run(self, sampling: dict[str, Any]) -> None:
-        """The SamplingConfig of the requests that follow; what is left of an earlier run is let go."""
+        """Begin a run, and discard the rest of an earlier one.
+
+        sampling : fields of the SamplingConfig of the requests that follow
+        """
         if not isinstance(self.model_runner.sampler.topk_topp_sampler, SequenceSampler):
             self.model_runner.sampler.topk_topp_sampler = SequenceSampler(self.model_runner)
         self._set_record(SamplingConfig(**sampling), RunRecord())
 
     def take_results(self, lengths: dict[int, int]) -> list[Result]:
-        """What this rank has recorded of requests, place -> tokens, in this order; it forgets them."""
+        """Return this rank's records of the requests, in this order, and remove them.
+
+        lengths : place of the request -> number of tokens of its sequence
+        """
         if (state := live_state()) is not None:
             state.check_finite()
         return self.model_runner.sampler.topk_topp_sampler.record.take(lengths)
 
     def end_run(self) -> None:
-        """Whatever has not been taken is let go."""
+        """End a run, and discard the records that have not been taken."""
         self._set_record(SamplingConfig(1), None)
 
     def _set_record(self, sampling: SamplingConfig, record: RunRecord | None) -> None:
@@ -66,15 +72,18 @@ class EngineWorker(Worker):
             state.failed.zero_()
 
     def hold_context(self, name: str, source: str | Context) -> None:
-        """Keep a compacted context, or what a file has of one, for requests that go on from it, until another comes."""
+        """Keep a compacted context for requests that continue it, until the next context of that name.
+
+        source : the context, or the path of its file
+        """
         live_state().hold(name, load_context(source) if isinstance(source, str) else source)
 
     def receive_weights(self, path: str, places: list[list]) -> None:
-        """`replace_weights` from another process, with what `handed_over` gives."""
+        """Call `replace_weights` with weights of another process, given the two values that `handed_over` yields."""
         self.replace_weights(received(path, places))
 
     def replace_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load weights by checkpoint name."""
+        """Load weights by their names in the checkpoint."""
         scorers: dict[str, Tensor] = {}
         with torch.no_grad():
             self.model_runner.model.load_weights(_without_scorers(weights, scorers))
@@ -82,13 +91,13 @@ class EngineWorker(Worker):
                 live_state().scorers.load(scorers)
 
     def scorer_digests(self) -> dict[str, list[str]]:
-        """See `Engine.scorer_digests`; of this rank's heads."""
+        """See `Engine.scorer_digests`; returns the digests of this rank's heads."""
         scorers = getattr(live_state(), "scorers", None)
         return {} if scorers is None else head_digests(scorers.by_name())
 
 
 def _without_scorers(weights: Iterable[tuple[str, Tensor]], scorers: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The weights that vLLM's model has; those of our scorers go into `scorers` instead, by their stored names."""
+    """Yield the weights of vLLM's model. Those of our scorers are put into `scorers` instead, by their stored names."""
     for name, tensor in weights:
         if name.startswith(f"{SCORERS}."):
             scorers[name.removeprefix(f"{SCORERS}.")] = tensor.detach()
