@@ -339,7 +339,7 @@ def test_eval_and_rollout_of_a_learned_policy_need_no_flags(here, model, capsys)
     assert main(["eval", "eval.yaml", "model=learned", "sweep={}", "rollout.progress=false"]) == 0
     assert "kvpop" in capsys.readouterr().out
     assert main(["eval", "eval.yaml", "sweep={}", "cache={policy: kvpop, budget: 300}", "--overwrite"]) == 2
-    assert "has no scorers, by which kvpop decides what it keeps" in capsys.readouterr().err
+    assert "has no scorers, which kvpop needs to choose entries" in capsys.readouterr().err
     block = "cache={policy: kvpop, budget: 12, sinks: 2, window: 4, scorer: {name: mlstm, chunk: 16}}"
     words = ["rollout", "grpo.yaml", "model=learned", block, "--problems", "3", "--out", "sampled"]
     assert main([*words, "rollout.progress=false"]) == 0

@@ -205,5 +205,5 @@ def test_soft_gates_are_made_for_some_queries_at_a_time(monkeypatch: pytest.Monk
 def test_what_is_refused(model_of: Callable) -> None:
     with pytest.raises(UserError, match="scorer: a gate must decide when its token arrives"):
         make_policy("dms", scorer="mlstm")
-    with pytest.raises(UserError, match="the model has no scorers, by which dms decides"):
+    with pytest.raises(UserError, match="the model has no scorers, which dms needs"):
         make_engine("hf", model=model_of("qwen3"), policy=gated("mlp"))

@@ -145,9 +145,9 @@ def test_no_reference_model_follows(with_own_engine: Callable) -> None:
 
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_what_is_refused(kind: str, recipe: Callable, tiny: Callable) -> None:
-    with pytest.raises(UserError, match="lora: not under kvpop"):
+    with pytest.raises(UserError, match="lora: does not work with cache.policy kvpop"):
         recipe(kind, lora={"r": 4})
-    with pytest.raises(UserError, match="has no scorers, by which kvpop decides"):
+    with pytest.raises(UserError, match="has no scorers, which kvpop needs"):
         train(recipe(kind, model=tiny()))
     other = {**CACHE, "scorer": "linear"}
     with pytest.raises(UserError, match=r"cache.scorer: the scorers of .* asks for"):
@@ -171,7 +171,7 @@ def test_scorers_that_learn(kind: str, recipe: Callable, tmp_path: Path) -> None
     assert all(line["boundary_loss"] > 0 for line in lines)
     if kind == "grpo":
         assert all(line["replay/gap_max"] <= 1e-5 and 0 < line["cache/recall"] <= 1 for line in lines)
-    with pytest.raises(UserError, match="scorers: streaming has none that learn on"):
+    with pytest.raises(UserError, match="scorers: streaming has no scorers to train"):
         recipe(kind, cache={"policy": "streaming", "budget": 12}, scorers=LEARN)
 
 

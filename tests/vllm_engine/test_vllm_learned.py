@@ -155,7 +155,7 @@ def test_what_is_refused(learned: Callable, directory_of: Callable, open_engine:
         open_engine(learned_policy("mlp", B, prefill="masked"), learned("mlp"))
     with pytest.raises(UserError, match="dms: vllm holds the same number of entries in every kv head; or use the hf engine"):
         open_engine({"policy": "dms", "scorer": "mlp"}, learned("mlp"))
-    with pytest.raises(UserError, match="has no scorers, by which kvpop decides"):
+    with pytest.raises(UserError, match="has no scorers, which kvpop needs"):
         open_engine(learned_policy("mlp", B), directory_of("qwen3"))
     with pytest.raises(UserError, match=r"the scorers of .* are .*'mlp'.* asks for .*'linear'"):
         open_engine(learned_policy("linear", B), learned("mlp"))

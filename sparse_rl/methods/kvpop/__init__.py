@@ -1,8 +1,8 @@
-"""KVpop: beside sinks and window the tokens stay that a model's scorers rank highest.
+"""KVpop: keeps sinks, window, and the other tokens that a model's scorers rank highest.
 
-config.py     the settings;  policy.py  the policy;  learned.py  what it shares with DMS
-scorers/      from a layer's keys and values, which tokens will matter
-view.py       attention in training, under the mask that scorers induce;  loss.py  their boundary loss
+config.py     the settings;  policy.py  the policy;  learned.py  the base class that it shares with DMS
+scorers/      networks that predict from a layer's keys and values which tokens will matter
+view.py       attention in training, under the evictions that the scorers decide;  loss.py  the scorers' boundary loss
 
-The retrofit is trainer/kvpop; beside GRPO and distillation scorers learn by trainer/scored.
+The retrofit is in trainer/kvpop; the training of scorers during GRPO and distillation is in trainer/scored.
 """

@@ -1,4 +1,4 @@
-"""The settings of the policies that go by scorers, which a model has learned."""
+"""The settings of the learned policies, which decide by a model's scorers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sparse_rl.policies.schedule import EvictsBeforeAttending, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedConfig(PolicyConfig):
-    """What policies have that go by a model's scorers.
+    """Settings of policies that decide by a model's scorers.
 
-    sinks : the first tokens, never evicted
-    window : the most recent tokens, never evicted
+    sinks : number of first tokens, never evicted
+    window : number of most recent tokens, never evicted
     scorer : a scorer, {name: ..., its parameters} or the name alone
-    prefill : dense: a prompt sees the whole of itself, and is cut at its end; masked: it is cut from its beginning on,
-        as in the paper's appendix C (hf only)
+    prefill : dense, each prompt token sees all tokens before it, and evictions begin at the end of the prompt; masked,
+        evictions begin within the prompt, as in the paper's appendix C (hf only)
     """
 
     in_parts: ClassVar[bool] = False
@@ -37,11 +37,11 @@ class LearnedConfig(PolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class KVpopPolicyConfig(LearnedConfig, EvictingConfig):
-    """KVpop: beside sinks and window the k tokens stay that the model's scorers rank highest.
+    """KVpop: keeps sinks, window, and the k other tokens that the model's scorers rank highest.
 
-    budget : entries of a kv head, B = sinks + window + k (+ state_entries)
-    decay_every : n, a score decays once in so many positions
-    state_entries : so many entries of the budget give way to the scorer's state, which takes their memory
+    budget : number of entries of a kv head, B = sinks + window + k (+ state_entries)
+    decay_every : n, number of positions after which a score decays by one step
+    state_entries : number of entries of the budget that are not used, because the scorer's state takes their memory
     """
 
     name: ClassVar[str] = "kvpop"
@@ -54,11 +54,13 @@ class KVpopPolicyConfig(LearnedConfig, EvictingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.k < 1:
-            raise UserError(f"{self.budget} leaves no entry beside sinks, window and state_entries; raise it", "budget")
+            raise UserError(
+                f"{self.budget} leaves no entry besides sinks, window and state_entries; raise it", "budget"
+            )
 
     @property
     def k(self) -> int:
-        """The long-range entries of a kv head: what sinks, window and state_entries leave of the budget."""
+        """Number of long-range entries of a kv head: the budget minus sinks, window and state_entries."""
         return self.budget - self.sinks - self.window - self.state_entries
 
     @property
@@ -71,10 +73,12 @@ class BoundaryConfig(Configuration):
     """The scorers' loss (loss.py).
 
     temperature : tau
-    margin, margin_floor, margin_temperature : weigh pairs by the target's margin; omega_min and tau_omega
-    balance_min, balance_max : c_min and c_max: the weights of kept and dropped pairs, 1 / (2 their share), stay between
-    queries : drawn per row; None: all
-    late : the share of them that is drawn with a bias towards the row's end
+    margin : true weights pairs by the target's margin
+    margin_floor : omega_min, the minimum of this weight
+    margin_temperature : tau_omega, its temperature
+    balance_min, balance_max : c_min and c_max, bounds of the weights of kept and dropped pairs, 1 / (2 their share)
+    queries : number of queries drawn per row; None means all
+    late : share of the queries that is drawn with a bias towards the row's end
     """
 
     temperature: Positive = 1.0

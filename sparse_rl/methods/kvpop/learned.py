@@ -1,4 +1,4 @@
-"""What policies share that go by a model's scorers: how they are bound to them, and what these remember of a text."""
+"""Base class of the learned policies: binding to a model's scorers, and the scorers' memory of a sequence."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from sparse_rl.policies.entries import Chunk
 
 
 class LearnedPolicy(Policy):
-    """Decides before a query attends, by what scorers say of the tokens.
+    """Decides before a query attends, by the scores of the tokens.
 
-    scorers : of each layer, once it is `bound_to` a model
+    scorers : one per layer, after `bound_to` a model
     """
 
     config: LearnedConfig
@@ -36,18 +36,18 @@ class LearnedPolicy(Policy):
         return self.with_scorers(scorers)
 
     def check(self, scorer: ScorerConfig | None, whose: str) -> None:
-        """Raise UserError where a model's scorers are not the policy's, or it has none: None."""
+        """Raise UserError if a model's scorers differ from the policy's settings; None means it has no scorers."""
         if scorer is None:
-            mend = "train some with kind: kvpop, or name another policy"
+            remedy = "train some with kind: kvpop, or use another policy"
             raise UserError(
-                f"{whose} has no scorers, by which {self.name} decides what it keeps; {mend}", "cache.policy"
+                f"{whose} has no scorers, which {self.name} needs to choose entries; {remedy}", "cache.policy"
             )
         if scorer != self.config.scorer:
             theirs, ours = scorer.as_block(), self.config.scorer.as_block()
-            raise UserError(f"the scorers of {whose} are {theirs}, and the policy asks for {ours}", "cache.scorer")
+            raise UserError(f"the scorers of {whose} are {theirs}, but the policy asks for {ours}", "cache.scorer")
 
     def with_scorers(self, scorers: Sequence[Scorer]) -> Self:
-        """A copy of the policy that decides by these scorers, one for each layer."""
+        """Return a copy of the policy that decides by these scorers, one for each layer."""
         bound = copy.copy(self)
         bound.scorers = scorers
         return bound
@@ -58,20 +58,20 @@ class LearnedPolicy(Policy):
 
     @property
     def delayed(self) -> bool:
-        """Whether a token is scored as it leaves the window, and not as it comes."""
+        """True if a token is scored when it leaves the window, not when it arrives."""
         return getattr(self.config.scorer, "readout", "immediate") == "delayed"
 
     def sequence_memory(self, kv_heads: int, head_dim: int) -> dict[str, Tensor]:
         return sketch_scorer(self.config.scorer, heads=kv_heads, dim=head_dim).memory()
 
     def scores_of(self, layer: int, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Scores float32 [R, Hkv, T] of tokens at the chunk's positions less `delay`; and those, int64 [R, T] >= 0."""
+        """Scores float32 [R, Hkv, T] of tokens `delay` before the chunk's, and their positions int64 [R, T] >= 0."""
         count = chunk.keys.shape[2]
         x = torch.cat([chunk.keys, chunk.values], dim=-1)
-        asked = x
+        to_score = x
         if self.delay:
             earlier = torch.cat([chunk.earlier_keys, chunk.earlier_values], dim=-1)
-            asked = torch.cat([earlier, x], dim=2)[:, :, :count]
+            to_score = torch.cat([earlier, x], dim=2)[:, :, :count]
         positions = chunk.start[:, None] + torch.arange(count, device=x.device) - self.delay
         positions = positions.clamp(min=0)
-        return self.scorers[layer].follow(chunk.memory, x, asked, positions, chunk.lengths), positions
+        return self.scorers[layer].follow(chunk.memory, x, to_score, positions, chunk.lengths), positions

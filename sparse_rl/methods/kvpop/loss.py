@@ -1,4 +1,4 @@
-"""KVpop's boundary loss: which tokens a cache would keep, learned where it decides."""
+"""KVpop's boundary loss: scorers learn which tokens a cache should keep, from the tokens next to its decisions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sparse_rl.methods.kvpop.view import LayerTarget
 
 @dataclass(frozen=True)
 class Pairs:
-    """At sampled queries q, the token that leaves the window and the worst of those that the target keeps.
+    """At sampled queries q, pairs of the token that leaves the window and the worst token that the target keeps.
 
-    new, boundary int64 [B, Hkv, N]: tokens; label float [B, Hkv, N]: +1 where the target keeps the new one, else -1
-    weight float [B, Hkv, N]: omega; 0 where there is no pair
+    new, boundary int64 [B, Hkv, N]: tokens; label float [B, Hkv, N]: +1 if the target keeps the new token, else -1
+    weight float [B, Hkv, N]: omega; 0 if there is no pair
     """
 
     new: Tensor
@@ -27,33 +27,33 @@ class Pairs:
 
 
 class BoundaryLoss:
-    """KVpop's loss of a layer's scores r, against the target's r*: right where the cache decides.
+    """KVpop's loss of a layer's scores r, against the target's scores r*, at the tokens where the cache decides.
 
-    The best k by r* are what a cache would hold. At query q the token t_new = q - w becomes eligible; y = +1 if it is
-    among them, else -1; t_bnd is the worst of them. With r_t(q) = r_t + (floor(q/n) - floor(t/n)) log gamma,
+    The target keeps the k tokens with the best r*. At query q, token t_new = q - w leaves the window; y = +1 if it is
+    one of these k, else -1; t_bnd is the worst of the k. With r_t(q) = r_t + (floor(q/n) - floor(t/n)) log gamma,
 
         L = E[omega softplus(-y (r_new(q) - r_bnd(q)) / tau)]
         omega = beta / E[beta] (omega_min + (1 - omega_min) sigmoid(D / tau_omega))                  appendix B.5
         beta = min(max(1 / (2 rho), c_min), c_max),  D = y (r*_new(q) - r*_bnd(q))
 
-    rho is the share of the pair's kind (kept or dropped) in its head. The balance beta is normalised to a mean of 1
-    before the margin weighs, so that a layer whose margins are small has a small loss. Where the new token is the worst
-    of those kept, the pair says nothing. Ours: the values of omega_min, tau_omega, c_min and c_max, that E[beta] is
-    over all pairs of a layer, and how queries are drawn.
+    rho is the share of pairs of the same kind (kept or dropped) in the pair's head. The balance beta is normalised to a
+    mean of 1 before it is multiplied by the margin weight, so that a layer with small margins has a small loss. If the
+    new token is itself the worst of the k, there is no pair. Our choices: the values of omega_min, tau_omega, c_min and
+    c_max, the mean E[beta] over all pairs of a layer, and the distribution of queries.
 
-    In the configuration: temperature is tau; margin, margin_floor, margin_temperature are whether D weighs, omega_min,
-    tau_omega; balance_min and balance_max are c_min and c_max; queries are drawn with repetition, `late` of them with a
-    density that grows linearly towards the row's end.
+    In the configuration, temperature is tau; margin turns the weight by D on; margin_floor is omega_min;
+    margin_temperature is tau_omega; balance_min and balance_max are c_min and c_max. Queries are drawn with repetition,
+    and a share `late` of them with a density that grows linearly towards the row's end.
     """
 
     def __init__(self, config: BoundaryConfig) -> None:
         self.config = config
 
     def draw(self, lengths: Tensor, first: int, width: int) -> Tensor:
-        """Queries from `first` up to each row's end: int64 [B, N]; -1 in rows that are too short.
+        """Draw queries from `first` up to each row's end: int64 [B, N]; -1 in rows that are too short.
 
         lengths : int64 [B]
-        width : tokens of the longest row; each is a query where the configuration has no number of queries
+        width : number of tokens of the longest row; if the configuration sets no number of queries, each is a query
         """
         count = (lengths - first).clamp(min=0)[:, None]
         if self.config.queries is None:
@@ -69,9 +69,9 @@ class BoundaryLoss:
     def pairs(self, target: LayerTarget, log_decay: Tensor, queries: Tensor, *, window: int, decay_every: int) -> Pairs:
         """The pairs of one layer at sampled queries, with their labels and weights.
 
-        target : the layer's target r*, and what a cache that goes by it would hold
+        target : the layer's target scores r*, and the tokens that a cache ranking by them would hold
         log_decay : log gamma, float32 [Hkv]
-        queries : int64 [B, N], as `draw` gives them; -1: no query
+        queries : int64 [B, N], from `draw`; -1 means no query
         window : w; decay_every : n
         """
         best, heads = target.best, target.scores.shape[1]
@@ -89,8 +89,8 @@ class BoundaryLoss:
         weight = balance * (real.sum() / balance.sum().clamp(min=1e-12))  # the mean over the pairs is 1
         if self.config.margin:
             lead = label * _lead(target.scores, log_decay, decay_every, new, boundary)
-            sure = (lead.clamp(min=0) / self.config.margin_temperature).sigmoid()
-            weight = weight * (self.config.margin_floor + (1 - self.config.margin_floor) * sure)
+            margin_weight = (lead.clamp(min=0) / self.config.margin_temperature).sigmoid()
+            weight = weight * (self.config.margin_floor + (1 - self.config.margin_floor) * margin_weight)
         return Pairs(new, boundary, label, weight)
 
     def __call__(self, scores: Tensor, log_decay: Tensor, pairs: Pairs, *, decay_every: int) -> Tensor:
@@ -99,11 +99,11 @@ class BoundaryLoss:
         scores : r, float32 [B, Hkv, S]; log_decay : float32 [Hkv]
         """
         lead = _lead(scores, log_decay, decay_every, pairs.new, pairs.boundary)
-        each = pairs.weight * F.softplus(-pairs.label * lead / self.config.temperature)
-        return each.sum() / (pairs.weight > 0).sum().clamp(min=1)
+        losses = pairs.weight * F.softplus(-pairs.label * lead / self.config.temperature)
+        return losses.sum() / (pairs.weight > 0).sum().clamp(min=1)
 
 
 def _lead(scores: Tensor, log_decay: Tensor, decay_every: int, new: Tensor, boundary: Tensor) -> Tensor:
-    """r_new(q) - r_bnd(q), whatever q is: float32 [B, Hkv, N]."""
+    """r_new(q) - r_bnd(q), which is the same for every q: float32 [B, Hkv, N]."""
     younger = boundary // decay_every - new // decay_every  # <= 0
     return scores.gather(-1, new) - scores.gather(-1, boundary) + younger * log_decay[:, None]

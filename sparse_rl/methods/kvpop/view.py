@@ -1,7 +1,7 @@
-"""Attention under the mask that scorers induce, in training: every layer decides by its own keys and values.
+"""Attention in training under the evictions that scorers decide; each layer decides by its own keys and values.
 
-The decisions of a forward are made once and replayed in the recomputed one, as those of an engine are: a kernel that
-sums in another order would else evict another token in the backward pass than in the forward.
+The decisions of a forward pass are made once, and the recomputed forward pass replays them, as it replays an engine's
+decisions: otherwise a kernel that sums in another order could evict another token in the backward pass.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from sparse_rl.methods.config import KVpopPolicyConfig
 
 
 def share_held(held: Tensor, lengths: Tensor) -> Tensor:
-    """Of the tokens before each row's last, which no sampler feeds, the share that is held: float [B], mean over heads.
+    """Share of each row's fed tokens (all but the last) that is held at the end: float [B], mean over heads.
 
-    held : float [B, Hkv, S], how far each token is seen by the last query that is fed; lengths : int64 [B]
+    held : float [B, Hkv, S], from 0 to 1, the degree to which the last query that is fed sees each token
+    lengths : int64 [B]
     """
     fed = (lengths - 1).clamp(min=1)
     counted = torch.arange(held.shape[-1], device=held.device) < fed[:, None]
@@ -35,7 +36,7 @@ def share_held(held: Tensor, lengths: Tensor) -> Tensor:
 
 @dataclass
 class LayerTarget:
-    """A layer's target: scores float32 [B, Hkv, S], and the tokens that the best by them would keep."""
+    """A layer's target: scores float32 [B, Hkv, S], and the tokens that a cache ranking by them would keep."""
 
     scores: Tensor
     best: RunningTopK
@@ -43,7 +44,7 @@ class LayerTarget:
 
 @dataclass
 class _Decided:
-    """evict_at int32 [B, Hkv, S]; known: what the loss takes from the target."""
+    """A layer's decisions: evict_at int32 [B, Hkv, S]; evicts: True if any token is; known: input of the loss."""
 
     evict_at: Tensor
     evicts: bool
@@ -51,28 +52,29 @@ class _Decided:
 
 
 class LearnedView:
-    """A `kv_view` for one forward, and its backward, of B right-padded rows.
+    """A `kv_view` for one forward pass, and its backward pass, over B right-padded rows.
 
     Parameters
     ----------
-    scorers : of each layer, (keys, values, window) -> (scores float32 [B, Hkv, S], log gamma [Hkv])
-    policy : sinks, window, k and decay
-    lengths : int64 [B]
-    prompts : int64 [B]; a prompt of so many tokens sees the whole of itself, and what is dropped in it goes at its end.
-        None: the mask applies from the start
-    target : what the scorers are to foresee; None: only attend
-    prepare : (target, log gamma) -> what `loss` needs of it; called once in a layer, without gradient
-    loss : (scores, log gamma, that) -> a scalar
+    scorers : one per layer, (keys, values, window) -> (scores float32 [B, Hkv, S], log gamma [Hkv])
+    policy : settings, of which sinks, window, k and decay are used
+    lengths : int64 [B], number of tokens of each row
+    prompts : int64 [B], number of tokens of each prompt, which sees all of itself; evictions within it happen at its
+        end. None means that evictions apply from the start
+    target : the target that the scorers learn to predict; None means no target, only attention
+    prepare : (target, log gamma) -> the third input of `loss`; called once per layer, without gradients
+    loss : (scores, log gamma, result of `prepare`) -> a scalar
     kernel : one of ATTENTION_KERNELS
-    recorded : int32 [L, B, Hkv, S], evict_at of an engine: attend under these decisions instead of one's own
+    recorded : int32 [L, B, Hkv, S], evict_at of an engine, used in attention instead of the scorers' own decisions
 
     Attributes
     ----------
-    own : by layer, the scorers' own decisions, int32 [B, Hkv, S]; kept where others are `recorded`
-    losses : by layer, once the forward is done; they hold on to its graph
-    recalls : by layer, (held, of): how many of the tokens that the target would keep, over all queries, are kept
-    retained : by layer, of each row the share of its tokens that is held at the end: float [B], as
-        EvictionTrace.retention has it
+    own : by layer, the scorers' own decisions, int32 [B, Hkv, S]; stored only if `recorded` is given
+    losses : by layer, the losses, after the forward pass; they keep its graph alive
+    recalls : by layer, (held, of): over all queries, the number of tokens that the target would keep (of), and the
+        number of these that are kept (held)
+    retained : by layer, float [B], the share of each row's tokens that is held at the end, as in
+        EvictionTrace.retention
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class LearnedView:
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
-        """What the replay of its own decisions holds, and the scorers' target."""
+        """Memory that the replay of the view's decisions holds, and memory of the scorers' target."""
         sizes = replayed.rows, replayed.heads, replayed.head_dim, replayed.length
         held = future_bytes(*sizes, replayed.model_itemsize, replayed.cuda)
         return [*ReplayView.holds(config, replayed), ("future attention", held, "the scorers' target, of one layer")]
@@ -111,14 +113,14 @@ class LearnedView:
             self._decided[layer] = self._decide(layer, scores, log_decay, query, key, scaling)
         decided = self._decided[layer]
         if self.loss is not None:
-            loss = self.loss(scores, log_decay, decided.known)  # made again where the layer is recomputed
+            loss = self.loss(scores, log_decay, decided.known)  # computed again when the layer is recomputed
             self.losses.setdefault(layer, loss)
         if not decided.evicts:
             return sdpa(query, key, value, scaling, causal=True)
         return masked_attention(lambda: decided.evict_at, query, key, value, scaling, self.kernel)
 
     def running_topk(self, scores: Tensor, log_decay: Tensor) -> RunningTopK:
-        """Under the policy, of scores [B, Hkv, S]."""
+        """The running top k under the policy, of scores [B, Hkv, S]."""
         policy = self.policy
         return running_topk(
             scores,
@@ -135,25 +137,27 @@ class LearnedView:
         self, layer: int, scores: Tensor, log_decay: Tensor, query: Tensor, key: Tensor, scaling: float
     ) -> _Decided:
         policy, lengths = self.policy, self.lengths
-        ours = self.running_topk(scores, log_decay)
-        evict_at = ours.evict_at
+        decisions = self.running_topk(scores, log_decay)
+        evict_at = decisions.evict_at
         if self.prompts is not None:
             evict_at = torch.maximum(evict_at, self.prompts[:, None, None].to(evict_at))
         if self.recorded is not None:
             self.own[layer] = evict_at
             evict_at = self.recorded[layer].to(evict_at)
-            ours = RunningTopK(evict_at, ours.cutoff_rank, ours.boundary)
+            decisions = RunningTopK(evict_at, decisions.cutoff_rank, decisions.boundary)
         width = scores.shape[-1]
         end = lengths[:, None, None]
-        places = torch.arange(width, device=scores.device)
+        positions = torch.arange(width, device=scores.device)
         self.retained[layer] = share_held((evict_at >= end - 1).float(), lengths)
-        known = None
+        loss_input = None
         if self.target is not None:
             ends = lengths[:, None].expand(-1, width)
-            wanted = self.target(query.detach(), key.detach(), scaling, policy.window, ends, evict_at)
-            best = self.running_topk(wanted, log_decay)
-            self.recalls[layer] = recall(ours, best, policy.sinks, window=policy.window, k=policy.k, lengths=lengths)
+            target_scores = self.target(query.detach(), key.detach(), scaling, policy.window, ends, evict_at)
+            best = self.running_topk(target_scores, log_decay)
+            self.recalls[layer] = recall(
+                decisions, best, policy.sinks, window=policy.window, k=policy.k, lengths=lengths
+            )
             if self.prepare is not None:
-                known = self.prepare(LayerTarget(wanted, best), log_decay)
+                loss_input = self.prepare(LayerTarget(target_scores, best), log_decay)
         evicts = bool((evict_at < width).any())
-        return _Decided(evict_at.masked_fill(places >= end, 0), evicts, known)  # nobody sees padding
+        return _Decided(evict_at.masked_fill(positions >= end, 0), evicts, loss_input)  # no query sees padding

@@ -1,10 +1,10 @@
-"""KVpop's scorers: from a layer's keys and values, which tokens will matter once they have left the window.
+"""KVpop's scorers predict, from a layer's keys and values, which tokens will matter once they have left the window.
 
     scorer = make_scorer({"name": "mlstm"}, heads=8, dim=128)      # of one layer
     scores, log_decay = scorer(keys, values, window)               # float32 [B, Hkv, S], [Hkv]
 
-Each kv head has parameters of its own. To add one: its settings in config.py, a file with a subclass of `Scorer`, and
-one line each in CONFIGS (config.py, which needs no torch) and SCORERS (registry.py).
+Each kv head has its own parameters. To add a scorer, write its settings in config.py, a file with a subclass of
+`Scorer`, and one line each in CONFIGS (config.py, which needs no torch) and SCORERS (registry.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The settings of KVpop's scorers, each one dataclass; to be read without torch."""
+"""The settings of KVpop's scorers, one dataclass each; importing them needs no torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Annotated, ClassVar, Literal
 
 from sparse_rl.config import NamedConfiguration, Positive, PositiveInt, Rule
 
-ATTACHED_AS = "cache_scorers"  # the module list of a model's scorers, one per layer
+ATTACHED_AS = "cache_scorers"  # name of the model's attribute with its scorers, one per layer
 GAMMA = (0.999, 0.999999)  # the bounds between which a kv head's decay is learned
 Gamma = Annotated[float, Rule(f"between {GAMMA[0]} and {GAMMA[1]}", lambda v: GAMMA[0] < v < GAMMA[1])]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerConfig(NamedConfiguration):
-    """What every scorer's settings have. A subclass has a `name`, and one field for each parameter."""
+    """Base class of all scorers' settings. A subclass has a `name`, and one field for each parameter."""
 
     family: ClassVar[str] = "scorer"
     name_key: ClassVar[str] = "name"
@@ -27,16 +27,17 @@ class ScorerConfig(NamedConfiguration):
 
 @dataclass(frozen=True, kw_only=True)
 class RecencyConfig(ScorerConfig):
-    """The most recent tokens rank best, as under StreamingLLM. It has no parameters."""
+    """The most recent tokens rank best, as under StreamingLLM. The scorer has no parameters."""
 
     name: ClassVar[str] = "recency"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecayingConfig(ScorerConfig):
-    """What scorers have whose scores decay with age.
+    """Settings of scorers whose scores decay with age.
 
-    gamma : where the decay starts, between its bounds; None: log gamma half way (ours, the papers do not say)
+    gamma : initial value of the decay, between its bounds; None means log gamma half way between them (our choice, the
+        papers do not say)
     """
 
     gamma: Gamma | None = None
@@ -53,7 +54,7 @@ class LinearConfig(DecayingConfig):
 class MLPConfig(DecayingConfig):
     """One hidden layer over a token's key and value.
 
-    hidden : units per kv head; None: 2 dim, ours
+    hidden : number of hidden units per kv head; None means 2 dim (our choice)
     """
 
     name: ClassVar[str] = "mlp"
@@ -62,15 +63,15 @@ class MLPConfig(DecayingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MLSTMConfig(DecayingConfig):
-    """A matrix-valued LSTM over keys and values, which is read as a token leaves the window.
+    """A matrix-valued LSTM over keys and values, which is read when a token leaves the window.
 
-    features : hedgehog (d / 2 numbers, d features) or softmax (d numbers, d features) of queries and keys
-    value : half or full, the width of W_v x relative to d; or cached, the value itself
+    features : feature map of queries and keys: hedgehog (d / 2 numbers, d features) or softmax (d numbers, d features)
+    value : half or full, the width of W_v x relative to d; or cached, the cached value itself
     readout : delayed, at q = u + w; or immediate, at q = u (ablation)
-    norm : an RMS norm of what each kv head reads; the papers' readout has none
-    softcap : both gates stay within +- this; null: they are not bounded
-    skip : add W_s x to what is read
-    chunk : tokens taken at once in training
+    norm : true adds an RMS norm to the readout of each kv head; the papers' readout has none
+    softcap : both gates stay within +- this number; null means no bound
+    skip : true adds W_s x to the readout
+    chunk : number of tokens processed at once in training
     """
 
     name: ClassVar[str] = "mlstm"

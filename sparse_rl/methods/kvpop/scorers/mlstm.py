@@ -6,17 +6,18 @@ With x = [k; v], phi(y) = [softmax(y); softmax(-y)] (Hedgehog) and the gates i =
     h_u = phi(W_q x_u)^T C_q / phi(W_q x_u)^T z_q,   q = u + w             the delayed readout
     r_u = a . SiLU(h_u)
 
-As phi > 0 the denominator needs no guard, and a factor common to C and z cancels; so what counts of a token j at q is
-exp(sum_{j < s <= q} log f_s + log i_j) up to such a factor, and the largest is kept at 1 (the stabilised form). Hence
-the kernel libraries of mLSTM, whose normaliser is max(|q . z|, exp(-m)), compute something else: the chunkwise form
-here is native. There is no output gate, and no constant in r: it would cancel in every comparison.
+Because phi > 0, the denominator needs no guard, and a factor common to C and z cancels. So the weight of a token j at q
+is exp(sum_{j < s <= q} log f_s + log i_j) up to such a factor, and the factor is chosen to make the largest weight 1
+(the stabilised form). The kernel libraries of mLSTM normalise by max(|q . z|, exp(-m)) instead, which gives other
+results, so that the chunkwise form is written here. There is no output gate, and r has no constant, which would cancel
+in every comparison.
 
-Off unless a recipe asks: `norm`, an RMS norm of h_u per kv head, which neither the full paper's equation 11 nor the
-workshop paper's appendix F has; `skip`, which adds W_s x_u to h_u and starts at 0.
+Off by default: `norm`, an RMS norm of h_u per kv head, which neither the full paper's equation 11 nor the workshop
+paper's appendix F has; `skip`, which adds W_s x_u to h_u and starts at 0.
 
-Ours, where the papers are silent: at the start W_q and W_k read the key's first numbers and W_v the value's, with noise
-of 0.02; a = 0; input gate 0 (a constant cancels); forget gate's bias from 3 to 6 over the kv heads, no weights; both
-gates soft-capped at 15 (`softcap: null` leaves them as they are).
+Our choices, where the papers are silent: initially W_q and W_k read the key's first numbers and W_v the value's, with
+noise of 0.02; a = 0; the input gate is 0 (a constant cancels); the forget gate's bias goes from 3 to 6 over the kv
+heads, and its weights are 0; both gates are soft-capped at 15 (`softcap: null` turns this off).
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from sparse_rl.methods.kvpop.scorers.config import MLSTMConfig
 
 NOISE = 0.02
 TINY = torch.finfo(torch.float32).tiny
-EMPTY = -1e30  # the largest weight in a memory that holds nothing: finite, so that no infinity meets another
+EMPTY = -1e30  # log of the largest weight in an empty memory; finite, because -inf - -inf is NaN
 
 
 class MLSTM(Scorer):
-    """The scorer that remembers a text; its equations are the module's, its settings MLSTMConfig."""
+    """The scorer with a memory; the module docstring has its equations, MLSTMConfig its settings."""
 
     def __init__(self, config: MLSTMConfig, *, heads: int, dim: int) -> None:
         super().__init__(config, heads=heads, dim=dim)
@@ -80,14 +81,14 @@ class MLSTM(Scorer):
         delay = window if self.delayed else 0
         length = x.shape[2]
         if delay >= length:
-            return x.new_zeros(x.shape[:3]) + 0.0 * sum(weight.sum() for weight in self.parameters())  # all have one
-        query = F.pad(self.asks(x[:, :, : length - delay]), (0, 0, delay, 0))  # at q stands the query of u = q - w
-        nothing = State.empty(x.shape[:2], self.dim, self.width, x.device)
-        read, _ = chunkwise(nothing, query, self.parts(x), self.chunk)
+            return x.new_zeros(x.shape[:3]) + 0.0 * sum(weight.sum() for weight in self.parameters())  # for gradients
+        query = F.pad(self.asks(x[:, :, : length - delay]), (0, 0, delay, 0))  # index q holds the query of u = q - w
+        empty = State.empty(x.shape[:2], self.dim, self.width, x.device)
+        read, _ = chunkwise(empty, query, self.parts(x), self.chunk)
         return F.pad(self.rate(read[:, :, delay:], x[:, :, : length - delay]), (0, delay))
 
     def parts(self, x: Tensor) -> Parts:
-        """What each token [B, Hkv, S, 2 D] writes."""
+        """The data that each token [B, Hkv, S, 2 D] writes."""
         log_input, forget = project(x, self.gates).unbind(-1)
         forget = forget + self.forget_bias.float()[:, None]
         value = x[..., self.dim :] if self.value is None else project(x, self.value)
@@ -116,7 +117,7 @@ class MLSTM(Scorer):
 
 @dataclass
 class Parts:
-    """What tokens write into the memory: key [B, H, S, F] > 0; value [B, H, S, V]; log_input, log_forget [B, H, S]."""
+    """Data that tokens write into memory: key [B, H, S, F] > 0; value [B, H, S, V]; log_input, log_forget [B, H, S]."""
 
     key: Tensor
     value: Tensor
@@ -126,9 +127,9 @@ class Parts:
 
 @dataclass
 class State:
-    """Of B sequences, as large however long they are: C and z [B, H, F, V + 1], divided by exp(top); top [B, H].
+    """State of B sequences, of constant size: C and z [B, H, F, V + 1], divided by exp(top); top [B, H].
 
-    top is float64: what tokens weigh adds up over all of a sequence.
+    top is float64, because the logs of the gates add up over a whole sequence.
     """
 
     memory: Tensor
@@ -136,12 +137,12 @@ class State:
 
     @classmethod
     def empty(cls, shape: Sequence[int], features: int, width: int, device: torch.device | str = "cpu") -> State:
-        """A memory that holds nothing. shape : [B, H], or [H] of one sequence"""
+        """An empty memory. shape : [B, H], or [H] for one sequence"""
         top = torch.full(tuple(shape), EMPTY, dtype=torch.float64, device=device)
         return cls(torch.zeros(*shape, features, width + 1, device=device), top)
 
     def write(self, key: Tensor, value: Tensor, log_input: Tensor, log_forget: Tensor) -> None:
-        """One token each: key [B, H, F], value [B, H, V], gates [B, H]."""
+        """Write one token per sequence: key [B, H, F], value [B, H, V], gates [B, H]."""
         kept = self.top + log_forget
         top = torch.maximum(kept, log_input)
         value = torch.cat([value, torch.ones_like(value[..., :1])], dim=-1)
@@ -150,15 +151,18 @@ class State:
         self.top = top
 
     def read(self, query: Tensor) -> Tensor:
-        """What queries [B, H, F] read: q^T C / q^T z, [B, H, V]."""
+        """The readout of queries [B, H, F]: q^T C / q^T z, [B, H, V]."""
         total = (query[..., None, :] @ self.memory)[..., 0, :]
         return total[..., :-1] / total[..., -1:].clamp(min=TINY)
 
 
 def chunkwise(state: State, query: Tensor, parts: Parts, chunk: int) -> tuple[Tensor, State]:
-    """q_t^T C_t / q_t^T z_t for all t, float32 [B, H, S, V], of query [B, H, S, F]; and the state after the last token.
+    """Readouts q_t^T C_t / q_t^T z_t for all t, float32 [B, H, S, V], and the state after the last token.
 
-    Tokens of a chunk meet one by one, earlier chunks through the state before the chunk: O(S chunk + S^2 / chunk^2).
+    query : [B, H, S, F]
+
+    A query reads the tokens of its own chunk one by one, and earlier chunks through the state before its chunk:
+    O(S chunk + S^2 / chunk^2).
     """
     length = query.shape[2]
     pad = -length % chunk
@@ -169,21 +173,21 @@ def chunkwise(state: State, query: Tensor, parts: Parts, chunk: int) -> tuple[Te
     value = torch.cat([parts.value, torch.ones_like(parts.value[..., :1])], dim=-1)  # z is C's last column
     query, key, value = (F.pad(x, (0, 0, 0, pad)).unflatten(2, (-1, chunk)) for x in (query, parts.key, value))
 
-    size = weight.detach()  # what only scales has no gradient: it cancels
-    own = size.amax(-1).clamp(min=EMPTY)  # [B, H, N]; of a chunk of padding -inf
-    scaled = key * (weight - own[..., None]).exp().float()[..., None]
+    detached = weight.detach()  # only used for scaling, which cancels, so it needs no gradient
+    tops = detached.amax(-1).clamp(min=EMPTY)  # [B, H, N]; a chunk of padding would have -inf
+    scaled = key * (weight - tops[..., None]).exp().float()[..., None]
     written = torch.cat([state.memory[:, :, None], scaled.transpose(-1, -2) @ value], dim=2)  # [B, H, 1 + N, F, V + 1]
-    own = torch.cat([state.top[..., None], own], dim=-1)
-    top = own.cummax(-1).values  # the largest before a chunk; the last: of all
-    count = own.shape[-1]
-    up_to = torch.ones(count, count, dtype=torch.bool, device=own.device).tril()
-    share = (own[..., None, :] - top[..., None]).masked_fill(~up_to, float("-inf")).exp().float()
+    tops = torch.cat([state.top[..., None], tops], dim=-1)
+    top = tops.cummax(-1).values  # the largest before each chunk, then the largest of all
+    count = tops.shape[-1]
+    up_to = torch.ones(count, count, dtype=torch.bool, device=tops.device).tril()
+    share = (tops[..., None, :] - top[..., None]).masked_fill(~up_to, float("-inf")).exp().float()
     states = (share @ written.flatten(-2)).unflatten(-1, written.shape[-2:])  # before each chunk, divided by exp(top)
 
     before = top[..., :-1]
-    largest = torch.maximum(size.cummax(-1).values, before[..., None])  # [B, H, N, c], of all up to a token
+    largest = torch.maximum(detached.cummax(-1).values, before[..., None])  # [B, H, N, c], up to each token
     past = (query @ states[:, :, :-1]) * (before[..., None] - largest).exp().float()[..., None]
-    up_to = torch.ones(chunk, chunk, dtype=torch.bool, device=own.device).tril()
+    up_to = torch.ones(chunk, chunk, dtype=torch.bool, device=tops.device).tril()
     within = (weight[..., None, :] - largest[..., None]).masked_fill(~up_to, float("-inf")).exp().float()
     total = past + ((query @ key.transpose(-1, -2)) * within) @ value
     read = (total[..., :-1] / total[..., -1:].clamp(min=TINY)).flatten(2, 3)[:, :, :length]
@@ -191,7 +195,7 @@ def chunkwise(state: State, query: Tensor, parts: Parts, chunk: int) -> tuple[Te
 
 
 def _reads(heads: int, dim: int, width: int, first: int) -> nn.Parameter:
-    """A projection [Hkv, 2 D, width] of [k; v] that starts as its numbers from `first` on."""
+    """A projection [Hkv, 2 D, width] of [k; v] that starts as its numbers from index `first` on, plus noise."""
     weight = torch.randn(heads, 2 * dim, width) * NOISE
     weight[:, first : first + width] += torch.eye(width)
     return nn.Parameter(weight)

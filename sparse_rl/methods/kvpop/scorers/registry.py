@@ -1,4 +1,4 @@
-"""The scorers by name, and how one is made."""
+"""The scorer classes by name, and the construction of a scorer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SCORERS: dict[str, type[Scorer]] = {
     "mlp": MLP,
     "mlstm": MLSTM,
 }
-"""The class of each scorer, by the name that recipes give it."""
+"""The class of each scorer, by its name in recipes."""
 
 
 def make_scorer(scorer: Any, *, heads: int, dim: int) -> Scorer:
-    """The scorer of one layer with `heads` kv heads, whose keys and values have `dim` numbers.
+    """Make the scorer of one layer with `heads` kv heads, whose keys and values have `dim` dimensions.
 
-    scorer : its settings; or a name, or {name: ..., its parameters}
+    scorer : the scorer's settings, its name, or {name: ..., its parameters}
 
     Raises UserError for an unknown scorer or parameter, and a value that breaks a parameter's rule.
     """
@@ -32,6 +32,6 @@ def make_scorer(scorer: Any, *, heads: int, dim: int) -> Scorer:
 
 
 def sketch_scorer(scorer: Any, *, heads: int, dim: int) -> Scorer:
-    """What `make_scorer` makes, with parameters that have shapes and take no memory; it draws no random numbers."""
+    """Like `make_scorer`, but the parameters have only shapes: no memory is used, and no random numbers are drawn."""
     with torch.device("meta"):
         return make_scorer(scorer, heads=heads, dim=dim)

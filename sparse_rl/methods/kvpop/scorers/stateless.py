@@ -1,4 +1,4 @@
-"""Scorers that look at one token: r_t = f([k_t; v_t]), known as it is inserted."""
+"""Scorers of single tokens: r_t = f([k_t; v_t]), known when the token is inserted."""
 
 from __future__ import annotations
 
