@@ -1,4 +1,4 @@
-r"""`boxed`: is the last ``\boxed{...}`` the gold answer, character for character? No mathematics, no parser."""
+r"""`boxed`: scores if the last ``\boxed{...}`` equals the gold answer, character for character, without parsing it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,9 +7,9 @@ from rewards.text import completion_text, gold_text, last_boxed, require_column
 
 
 class BoxedReward:
-    r"""1.0 where the content of the last ``\boxed{...}`` equals the gold answer, both stripped; else 0.0.
+    r"""1.0 if the content of the last ``\boxed{...}`` equals the gold answer, both stripped; else 0.0.
 
-    A box that never closes scores 0.0. Where there is no gold answer (None or empty) the reward is None.
+    A box that never closes scores 0.0. If there is no gold answer (None or empty), the reward is None.
     """
 
     __name__ = "boxed"
@@ -18,8 +18,8 @@ class BoxedReward:
         self, completions: Sequence[Any], answer: Sequence[Any] | None = None, **columns: Any
     ) -> list[float | None]:
         golds = map(gold_text, require_column("boxed", "answer", answer, completions, columns))
-        said = (last_boxed(completion_text(completion)) for completion in completions)
+        boxes = (last_boxed(completion_text(completion)) for completion in completions)
         return [
             None if gold is None else float(box is not None and box.strip() == gold)
-            for gold, box in zip(golds, said, strict=True)
+            for gold, box in zip(golds, boxes, strict=True)
         ]

@@ -1,4 +1,4 @@
-r"""`format`: is the completion laid out as asked? Says nothing about whether the answer is right."""
+r"""`format`: scores if the completion has the required format. It does not check that the answer is right."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,12 +9,12 @@ STYLES = ("boxed", "think")
 
 
 class FormatReward:
-    r"""1.0 where the completion has the asked-for form, else 0.0.
+    r"""1.0 if the completion has the required format, else 0.0.
 
-    style : ``boxed``: exactly one ``\boxed{...}``, closed and not empty, in the answer: the text after the last
-        ``</think>``, or all of it when it does not think. A ``<think>`` that is not closed scores 0.0; a ``</think>``
-        alone is fine (many chat templates write the opening tag into the prompt), and so are boxes inside the thoughts.
-        ``think``: TRL's `think_format_reward`, the text starts with ``<think>`` and closes it
+    style : ``boxed`` requires exactly one ``\boxed{...}``, closed and not empty, in the answer: the text after the last
+        ``</think>``, or the whole text if there is none. A ``<think>`` that is not closed scores 0.0. A ``</think>``
+        alone is allowed (many chat templates write the opening tag into the prompt), and so are boxes in the thoughts.
+        ``think`` is TRL's `think_format_reward`: the text starts with ``<think>`` and closes it
     """
 
     __name__ = "format"
@@ -34,7 +34,7 @@ class FormatReward:
 
 
 def one_final_box(text: str) -> bool:
-    """Whether the answer part of the text holds one box, closed and with something in it."""
+    """True if the answer part of the text has exactly one box, closed and not empty."""
     _, _, answer = text.rpartition("</think>")
     one_box = sum(1 for _ in BOX.finditer(answer)) == 1
     return "<think>" not in answer and one_box and bool((last_boxed(answer) or "").strip())

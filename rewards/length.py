@@ -7,10 +7,11 @@ from rewards.text import require_column, require_whole
 
 
 class SoftOverlongReward:
-    """0.0 up to max_completion_len - soft_punish_cache tokens, then falling evenly to -1.0 at max_completion_len.
+    """0.0 up to max_completion_len - soft_punish_cache tokens, then falling linearly to -1.0 at max_completion_len.
 
     max_completion_len : normally the recipe's max_completion_length
-    soft_punish_cache : tokens before that limit in which the punishment sets in; 0 punishes only what is longer
+    soft_punish_cache : number of tokens before that limit at which the punishment begins; 0 punishes only completions
+        that are longer than the limit
     """
 
     __name__ = "soft_overlong"

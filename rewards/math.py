@@ -1,9 +1,9 @@
-r"""`math`: is the final answer equal to the gold answer, by value? (math-verify)
+r"""`math`: scores if the final answer equals the gold answer by value, according to math-verify.
 
-The answer of a completion is its last ``\boxed{...}``; without a box, what math-verify finds at the end of the
-text. math-verify rests on SymPy, which can hang, and on SIGALRM, which works in the main thread only. So it runs
-in worker processes (`math_pool.py`) that are killed when an item exceeds its time. What math-verify gets wrong is
-mended in `math_spelling.py` and `math_guards.py`, and listed in docs/rewards.md.
+The answer of a completion is its last ``\boxed{...}``; without a box, the answer that math-verify finds at the end of
+the text. math-verify uses SymPy, which can hang, and SIGALRM, which works only in the main thread. So it runs in worker
+processes (`math_pool.py`), which are killed when an item exceeds its time. Known errors of math-verify are corrected in
+`math_spelling.py` and `math_guards.py`, and listed in docs/rewards.md.
 """
 
 import logging
@@ -15,22 +15,22 @@ from rewards.text import BOX, completion_text, gold_text, last_boxed, require_co
 
 logger = logging.getLogger(__name__)
 
-ANSWER_LIMIT = 2_000  # characters; what is longer is no answer
-TAIL_LIMIT = 10_000  # characters at the end of a text without a box
-WARNING_LIMIT = 20  # golds named in the log; the metric counts them all
-CACHE_LIMIT = 100_000  # golds remembered
+ANSWER_LIMIT = 2_000  # characters; a longer text is not an answer
+TAIL_LIMIT = 10_000  # characters that are read at the end of a text without a box
+WARNING_LIMIT = 20  # gold answers named in the log; the metric counts all
+CACHE_LIMIT = 100_000  # maximum number of gold answers in the cache
 
 
 class MathReward:
-    """1.0 where the answer equals the gold answer, 0.0 where not, None where the gold answer cannot be parsed.
+    """1.0 if the answer equals the gold answer, 0.0 if it does not, None if the gold answer cannot be parsed.
 
-    timeout : seconds of processor time for one comparison; whatever takes longer scores 0.0. Comparisons that need more
-        than half a second are left to the end of a call; there each worker has twice this time for its share of them
-    workers : at most so many processes, of about 100 MB each; they start on first use
-    require_boxed : score 0.0 where there is no box, rather than look for an answer in the text
+    timeout : seconds of processor time for one comparison; a comparison that takes longer scores 0.0. Comparisons that
+        need more than half a second run at the end of a call; then each worker has twice this time for its share
+    workers : maximum number of processes, of about 100 MB each; they start on first use
+    require_boxed : True to score 0.0 if there is no box, instead of looking for an answer in the text
 
-    Metrics (where `log_metric` is given), counted per call: `rewards/unparseable_gold`, the completions that got
-    None; `rewards/math_timeout`, those that got 0.0 because the comparison was cut off.
+    Metrics (if `log_metric` is passed), counted per call: `rewards/unparseable_gold`, the number of completions that
+    got None; `rewards/math_timeout`, the number that got 0.0 because the comparison took too long.
     """
 
     __name__ = "math"
@@ -41,7 +41,7 @@ class MathReward:
         if not isinstance(require_boxed, bool):
             raise ValueError(f"require_boxed must be true or false, not {require_boxed!r}")
         self.timeout, self.workers, self.require_boxed = timeout, require_whole("workers", workers, 1), require_boxed
-        self._parseable: dict[str, bool] = {}  # what has been learnt about the golds so far
+        self._parseable: dict[str, bool] = {}  # gold answer -> True if it can be parsed
         self._reported: set[str] = set()
         self._pool = MathPool(workers, timeout)
 
@@ -55,24 +55,24 @@ class MathReward:
         golds = self._golds(require_column("math", "answer", answer, completions, columns))
         answers = [self._answer(completion_text(completion)) for completion in completions]
 
-        # A group of completions mostly says the same few things: each pair is compared once.
+        # The completions of a group mostly have the same few answers, so each distinct pair is compared once.
         pairs = list(dict.fromkeys((g, *a) for g, a in zip(golds, answers, strict=True) if g and a))
-        requests = [{"op": "score", "gold": gold, "answer": [kind, said]} for gold, kind, said in pairs]
+        requests = [{"op": "score", "gold": gold, "answer": [kind, response]} for gold, kind, response in pairs]
         verdicts = dict(zip(pairs, self._pool.map(requests), strict=True))
 
         rewards: list[float | None] = []
         timeouts = 0
-        for gold, said in zip(golds, answers, strict=True):
-            verdict = verdicts[(gold, *said)] if gold and said else False
+        for gold, response in zip(golds, answers, strict=True):
+            verdict = verdicts[(gold, *response)] if gold and response else False
             rewards.append(float(verdict or False) if gold else None)
             timeouts += verdict is None
-        if log_metric is not None:  # on every call, so that a zero counts in TRL's averages
+        if log_metric is not None:  # on every call, so that zeros count in TRL's averages
             log_metric("rewards/unparseable_gold", float(rewards.count(None)))
             log_metric("rewards/math_timeout", float(timeouts))
         return rewards
 
     def _answer(self, text: str) -> tuple[str, str] | None:
-        """What the worker should read as the answer: ("box" or "text", string); None if there is none."""
+        """Part of a completion that the worker reads: ("box" or "text", string); None if there is no answer."""
         if BOX.search(text):
             box = (last_boxed(text) or "").strip()
             return ("box", box) if 0 < len(box) <= ANSWER_LIMIT else None
@@ -80,17 +80,17 @@ class MathReward:
         return ("text", tail) if tail and not self.require_boxed else None
 
     def _golds(self, answer: Sequence[Any]) -> list[str | None]:
-        """The gold answers as bare text, None (and a warning, once for each) where they cannot be parsed."""
+        """Gold answers as bare text; None (with a warning, once for each) for those that cannot be parsed."""
         texts = [gold_text(gold) for gold in answer]
         if len(self._parseable) > CACHE_LIMIT:
             self._parseable = {}
-        known = self._parseable  # this call's own reference: another thread may start a new cache
-        new = [text for text in dict.fromkeys(texts) if text and text not in known]
-        known.update((text, False) for text in new if len(text) > TAIL_LIMIT)
-        new = [text for text in new if text not in known]
-        parsed = self._pool.map([{"op": "gold", "gold": text} for text in new])
-        known.update((text, bool(ok)) for text, ok in zip(new, parsed, strict=True))
-        golds = [text if text and known[text] else None for text in texts]
+        parseable = self._parseable  # a local reference, because another thread may replace the cache
+        unparsed = [text for text in dict.fromkeys(texts) if text and text not in parseable]
+        parseable.update((text, False) for text in unparsed if len(text) > TAIL_LIMIT)
+        unparsed = [text for text in unparsed if text not in parseable]
+        parsed = self._pool.map([{"op": "gold", "gold": text} for text in unparsed])
+        parseable.update((text, bool(ok)) for text, ok in zip(unparsed, parsed, strict=True))
+        golds = [text if text and parseable[text] else None for text in texts]
         for raw, gold in zip(answer, golds, strict=True):
             if gold is None:
                 self._report(f"{raw!r:.200}")

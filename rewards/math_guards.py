@@ -1,9 +1,10 @@
-r"""Where math-verify is wrong about an answer: what is taken off before it is asked, and what it is not asked at all.
+r"""Guards against errors of math-verify: parts of an answer that are removed before it is called, and rejected answers.
 
-`read` takes an answer that is spelt out (`math_spelling.py`) and sets apart what is not math-verify's subject: the
-unit, the base. `refused` names what it would accept although the two say different things. Each guard has an example
-beside it; docs/rewards.md says them in words, and the tables in tests/rewards hold hundreds of examples each way. Knows
-nothing of processes or rewards, and does not import math-verify: `math_worker.py` compares the values.
+`read` takes a normalised answer (`math_spelling.py`) and separates the unit and the base, which math-verify does not
+handle. `refused` finds answers that math-verify would accept although they differ from the gold answer. Each guard has
+an example in a comment. docs/rewards.md describes the guards, and the tables in tests/rewards hold hundreds of accepted
+and rejected examples. This module does not depend on processes or rewards, and does not import math-verify:
+`math_worker.py` compares the values.
 """
 
 import re
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from rewards.math_spelling import DENIED, IMAGINARY, INDEX, bare, choice, latex_of, number_of, spelt
 
-# Units. A unit is told from a variable by \text, by being known, or by being a word after a space: 18 eggs, not 18x.
+# Units. Unlike a variable, a unit is in \text, is a known unit, or is a word after a space: 18 eggs, but not 18x.
 _SAME_UNIT = {
     "inch": "in inches", "foot": "ft feet", "yard": "yd", "mile": "mi", "centimeter": "cm centimetre",
     "meter": "m metre", "millimeter": "mm millimetre", "kilometer": "km kilometre", "kilogram": "kg", "gram": "g gm",
@@ -22,8 +23,8 @@ _SAME_UNIT = {
 _UNIT = {short: unit for unit, shorts in _SAME_UNIT.items() for short in shorts.split()}
 _POWER = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _SCALE = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_ASIDE = {"of", "each", "in", "for", "from", "total", "left"}  # 3 bolts of fabric: what follows is no unit
-# Words after a number that say another number, or that it is not the answer: 18 squared, 18 thirds, 18 is wrong.
+_ASIDE = {"of", "each", "in", "for", "from", "total", "left"}  # 3 bolts of fabric: the unit ends here
+# Words after a number that change its value, or deny that it is the answer: 18 squared, 18 thirds, 18 is wrong.
 _CHANGING = re.compile(
     "half|halves|thirds?|fourths?|fifths?|tenths?|hundredths?|times|plus|minus|over|and|or|to|not|is|are|was|than|wrong|"
     "point|factorial|zero|negative|sin|cos|tan|log|ln|exp|sqrt|pi|mod|modulo|base|"
@@ -51,15 +52,15 @@ _SEPARATOR = re.compile(r"\\[{}]|[()\[\]{},;]|\\text\s*\{\s*(?:and|or)\s*\}|\b(?
 
 
 class Reading(NamedTuple):
-    """An answer as math-verify should see it, and what was taken off it ("" where there was none)."""
+    """An answer for math-verify, and the unit and the base that were removed from it ("" if it had none)."""
 
     latex: str
-    unit: str = ""  # in its one name, with its power: "inch^2", "%", "mile per hour"
+    unit: str = ""  # canonical name with power: "inch^2", "%", "mile per hour"
     base: str = ""
 
 
 def read(answer: str, *, keep_name: bool = True) -> Reading | None:
-    """The answer, spelt out; None where words beside a number make it another one. Without `keep_name` x=5 is 5."""
+    """Read an answer; None if words next to a number change its value. If `keep_name` is False, x=5 becomes 5."""
     latex = spelt(answer)
     name, equals, value = latex.partition("=")
     name = re.sub(INDEX, "", name)
@@ -107,7 +108,7 @@ def _quantity(latex: str) -> Reading | None:
 
 
 def _one_name(tokens: list[str]) -> str:
-    """One name for the same unit: sq in, square inches and inches^2 are inch^2."""
+    """Canonical name of a unit: sq in, square inches and inches^2 are inch^2."""
     power, names = 1, list[str]()
     for place, token in enumerate(tokens):
         if place and token in _ASIDE:
@@ -124,10 +125,10 @@ def _one_name(tokens: list[str]) -> str:
 
 
 def word(answer: str) -> str | None:
-    r"""The word or the letter of a choice that the answer is, in lower case; None for mathematics, such as xy.
+    r"""Return the answer in lower case if it is a word or the letter of a choice; None for mathematics, such as xy.
 
-    math-verify reads a word as a product of its letters, equal to every anagram. Here it is a word from four letters
-    on, in \text, in capitals, or with a vowel that is seldom a variable.
+    math-verify reads a word as a product of its letters, which equals every anagram. Here letters are a word if there
+    are at least four of them, or if they are in \text, in capitals, or include a vowel that is rarely a variable.
     """
     plain = bare(answer)
     text = re.fullmatch(r"\\text\s*\{([^{}\\]*)\}", plain)
@@ -143,28 +144,28 @@ def word(answer: str) -> str | None:
 
 
 def same_word(gold: str, answer: str) -> bool:
-    """Whether the answer is that word. A choice needs no parentheses, and may be followed by what it says."""
-    said = word(answer)
-    if said is not None:
-        return said == gold
+    """True if the answer is the word `gold`. A choice needs no parentheses, and may be followed by its content."""
+    response = word(answer)
+    if response is not None:
+        return response == gold
     return len(gold) == 1 and gold in (bare(answer).lower(), choice(bare(answer))[0].lower())
 
 
-def refused(gold: Reading, said: Reading) -> bool:
-    r"""Whether the two differ in what math-verify does not look at."""
-    units = {gold.unit, said.unit}
-    value = said.latex if "=" in gold.latex else said.latex.rpartition("=")[2]  # f'(2) = 15
+def refused(gold: Reading, response: Reading) -> bool:
+    r"""True if the two answers differ in something that math-verify does not check."""
+    units = {gold.unit, response.unit}
+    value = response.latex if "=" in gold.latex else response.latex.rpartition("=")[2]  # f'(2) = 15
     return bool(
         # inches^2 and inches^3, but not cm^2 and square units
         (len(units) == 2 and "" not in units and "unit" not in {unit.partition("^")[0] for unit in units})
-        or (said.base and said.base != (gold.base or "10"))  # 4343_7 and 4343_6
-        or (gold.base and gold.latex.lstrip("0") != said.latex.lstrip("0"))
-        or (r"\neq" in gold.latex) != (r"\neq" in said.latex)  # \neq 18
-        or (_INEQUALITY.search(said.latex) and not _INEQUALITY.search(gold.latex) and not _RANGE.search(gold.latex))
-        or (DENIED.search(said.latex.lower()) and not DENIED.search(gold.latex.lower()))  # at most 18
+        or (response.base and response.base != (gold.base or "10"))  # 4343_7 and 4343_6
+        or (gold.base and gold.latex.lstrip("0") != response.latex.lstrip("0"))
+        or (r"\neq" in gold.latex) != (r"\neq" in response.latex)  # \neq 18
+        or (_INEQUALITY.search(response.latex) and not _INEQUALITY.search(gold.latex) and not _RANGE.search(gold.latex))
+        or (DENIED.search(response.latex.lower()) and not DENIED.search(gold.latex.lower()))  # at most 18
         or gold.latex.count("'") != value.count("'")  # y' and y
-        or (_RADIANS.search(gold.latex) and _in_degrees(said) and not _in_degrees(gold))  # \frac{\pi}{6}^\circ
-        or _shapes_differ(gold.latex, said.latex)
+        or (_RADIANS.search(gold.latex) and _in_degrees(response) and not _in_degrees(gold))  # \frac{\pi}{6}^\circ
+        or _shapes_differ(gold.latex, response.latex)
     )
 
 
@@ -172,22 +173,26 @@ def _in_degrees(reading: Reading) -> bool:
     return reading.unit in ("degree", "'", "''") or "°" in reading.latex
 
 
-def _shapes_differ(gold: str, said: str) -> bool:
-    if _INEQUALITY.search(said) or any(r"\pm" in text or r"\in " in text or r"\cup" in text for text in (gold, said)):
+def _shapes_differ(gold: str, response: str) -> bool:
+    if _INEQUALITY.search(response) or any(
+        r"\pm" in text or r"\in " in text or r"\cup" in text for text in (gold, response)
+    ):
         return False
-    (brackets, count, pairs), (others, said_count, said_pairs) = _shape(gold), _shape(said)
-    if pairs and said_pairs and pairs != said_pairs:
+    (brackets, count, pairs), (response_brackets, response_count, response_pairs) = _shape(gold), _shape(response)
+    if pairs and response_pairs and pairs != response_pairs:
         return True  # (1,2) and [1,2]
-    if brackets == others == "":
-        return count != said_count  # 1,2 and 1,2,2
-    if count == 1 or said_count == 1:
+    if brackets == response_brackets == "":
+        return count != response_count  # 1,2 and 1,2,2
+    if count == 1 or response_count == 1:
         return False
-    return others != "()" if brackets == "()" else brackets == r"{}" and others not in ("{}", "")  # (1,2) and 1,2
+    return (
+        response_brackets != "()" if brackets == "()" else brackets == r"{}" and response_brackets not in ("{}", "")
+    )  # (1,2) and 1,2
 
 
 def _shape(latex: str) -> tuple[str, int, list[str]]:
-    r"""The brackets around all of it, () or (] or {} (for \{ \}), "" for none; how many elements it lists; and each
-    pair of brackets in it, but for {}, that holds a list.
+    r"""Shape of an answer: the brackets around all of it, () or (] or {} (for \{ \}), "" for none; its number of list
+    elements; and each pair of brackets, except {}, that holds a list.
     """
     opened, commas, pairs = list[re.Match[str]](), [0], list[str]()
     latex = latex.rpartition("=")[2].strip()
@@ -208,26 +213,26 @@ def _shape(latex: str) -> tuple[str, int, list[str]]:
     return "", commas[0] + 1, sorted(pairs)
 
 
-def values(gold: Reading, said: Reading) -> list[str]:
-    r"""What the answer may mean, as LaTeX: more than one thing only where a percent sign is on one side alone.
+def values(gold: Reading, response: Reading) -> list[str]:
+    r"""Possible meanings of the answer, as LaTeX. They differ from the answer only if just one side has a percent sign.
 
-    For a gold from 1 up % is a unit: 18\% is 18, and 1800\% is not. Below 1 it means hundredths: 25\% is 1/4.
+    If the gold answer is at least 1, % is a unit: 18\% is 18, but 1800\% is not. Else % means hundredths: 25\% is 1/4.
     """
-    if "%" not in (gold.unit, said.unit) or gold.unit == said.unit:
-        return [said.latex]
+    if "%" not in (gold.unit, response.unit) or gold.unit == response.unit:
+        return [response.latex]
     if gold.unit == "%":  # 12.5\% and 0.125
-        return [said.latex, rf"100 \cdot ({said.latex})"]
-    known = number_of(gold.latex)
-    return [said.latex if known is not None and abs(known) >= 1 else rf"\frac{{{said.latex}}}{{100}}"]
+        return [response.latex, rf"100 \cdot ({response.latex})"]
+    gold_value = number_of(gold.latex)
+    return [response.latex if gold_value is not None and abs(gold_value) >= 1 else rf"\frac{{{response.latex}}}{{100}}"]
 
 
-def sides(said: str, gold: str) -> list[str]:
-    """What must equal the gold: the answer and, in an equation, each side that is a number. 5=6 is not 6."""
-    if "=" in gold or "=" not in said or r"\neq" in said:
-        return [said]
-    parts = [part.strip() for part in said.split("=")]
+def sides(response: str, gold: str) -> list[str]:
+    """Parts that must equal the gold answer: the whole answer, or each number of an equation. 5=6 is not 6."""
+    if "=" in gold or "=" not in response or r"\neq" in response:
+        return [response]
+    parts = [part.strip() for part in response.split("=")]
     numbers = [part for part in parts if part and not re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", part))]
-    return numbers or [said]
+    return numbers or [response]
 
 
 _MENTION = r"(?:\$[^$\n]{0,200}\$|\\\([^\n]{0,200}?\\\)|(?<![\d.,/%])[-$€£]?\d[\d.,/%]*)"
@@ -243,7 +248,7 @@ _TAKEN_BACK = re.compile(  # No, it is 19
 
 
 def claimed(text: str) -> str:
-    """Prose without the numbers that it denies, asks about or takes back: "The answer is not 18." names none."""
+    """Remove the numbers that a text denies, questions or takes back: "The answer is not 18." claims none."""
     text = _DENIED_MENTION.sub(" ", re.sub(*IMAGINARY, text))
     taken_back = list(_TAKEN_BACK.finditer(text))
     return "The answer is " + text[taken_back[-1].end() :] if taken_back else text

@@ -1,7 +1,7 @@
-"""A few math workers, kept alive between calls, with a limit for every request and for all of a call together.
+"""Pool of math workers that stay alive between calls, with time limits for each request and for a whole call.
 
-Knows the protocol of `math_worker.py` and nothing about rewards. Safe to call from any thread, from daemonic
-processes and after a fork; what cannot be shared with another process is started anew there.
+This module implements the protocol of `math_worker.py` and does not depend on rewards. It is safe to call from any
+thread, from daemonic processes and after a fork; a forked process starts its own workers.
 """
 
 import json
@@ -17,35 +17,35 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# The package is found where this file lies, whatever the path says; -P: nothing from the working directory.
+# The package is imported from this file's location, regardless of sys.path; -P excludes the working directory.
 WORKER = (
     "import sys; sys.path.insert(0, sys.argv[1]); from rewards.math_worker import main; del sys.path[0]; main()",
     str(Path(__file__).resolve().parents[1]),
 )
-START_LIMIT = 120.0  # seconds for the interpreter and its imports; not charged to any item
-STALL, GRACE = 10, 5.0  # a worker that has not kept its limit after STALL times that and GRACE seconds is killed
-ITEMS_PER_WORKER = 8  # fewer are not worth the start of another worker
-QUICK = 0.5  # seconds that every item may take; the few that need longer share what is left for the call
+START_LIMIT = 120.0  # seconds for starting the interpreter and its imports; not counted for any request
+STALL, GRACE = 10, 5.0  # a worker that does not answer within STALL * limit + GRACE seconds is killed
+ITEMS_PER_WORKER = 8  # fewer requests do not justify starting another worker
+QUICK = 0.5  # seconds for every request in the first pass; slower requests share the rest of the time
 
 
 class WorkerDied(Exception):
-    """The worker ended before it answered (not by our hand)."""
+    """The worker ended before it answered, and the pool did not kill it."""
 
 
 class Worker:
-    """One worker process and the socket to it. One request at a time."""
+    """One worker process and the socket to it. It handles one request at a time."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
-        self.socket, theirs = socket.socketpair()
-        with theirs:
+        self.socket, worker_end = socket.socketpair()
+        with worker_end:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", *WORKER],
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
+                stdin=worker_end.fileno(),
+                stdout=worker_end.fileno(),
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C is for the parent to handle
+                start_new_session=True,  # only the parent handles Ctrl-C
             )
         self.replies = self.socket.makefile("rb")
         try:
@@ -60,9 +60,9 @@ class Worker:
             raise
 
     def ask(self, request: dict[str, Any], limit: float) -> bool | None:
-        """The worker's answer, None where it took longer than `limit` seconds of processor time.
+        """Send a request. Returns the worker's answer, or None if it took more than `limit` seconds of processor time.
 
-        Raises TimeoutError where the worker does not answer for far longer than that, WorkerDied if it died.
+        Raises TimeoutError if the worker does not answer for much longer than that, and WorkerDied if it died.
         """
         message = json.dumps({**request, "limit": limit}).encode() + b"\n"
         self.socket.settimeout(STALL * limit + GRACE)
@@ -79,15 +79,15 @@ class Worker:
         return json.loads(line)
 
     def kill(self) -> None:
-        """End the process, if it is ours, and release the socket."""
+        """Kill the worker if this process started it, and close the socket."""
         self.replies.close()
         self.socket.close()
         if self.owner == os.getpid():
-            with suppress(ProcessLookupError):  # its child too: they are a session of their own
+            with suppress(ProcessLookupError):  # also kills its child, which is in the same session
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         else:
-            self.process.returncode = 0  # another process's child: nothing of ours to wait for
+            self.process.returncode = 0  # the child of another process, which this process cannot wait for
 
 
 def _kill_all(workers: list[Worker]) -> None:
@@ -98,9 +98,10 @@ def _kill_all(workers: list[Worker]) -> None:
 class MathPool:
     """At most `size` workers, started when they are needed.
 
-    `map` gives True or False per request, and None where it was cut off or the worker died twice over it. A request may
-    take `timeout` seconds of processor time, but what needs more than QUICK waits for the others. Then these slow ones
-    have twice `timeout` on each worker, in even shares. So bombs do not hold up a call, nor harm their neighbours.
+    `map` returns True or False per request, and None if a request exceeded its limit or the worker died on it twice. A
+    request may take `timeout` seconds of processor time, but one that needs more than QUICK is run again after the
+    others. These slow requests then get equal shares of twice `timeout` per worker. So requests that would run forever
+    neither delay a call for long nor affect other requests.
     """
 
     def __init__(self, size: int, timeout: float) -> None:
@@ -108,7 +109,7 @@ class MathPool:
         self.timeout = timeout
         self._idle: list[Worker] = []
         self._start_afresh()
-        weakref.finalize(self, _kill_all, self._idle)  # at the pool's end, and at the interpreter's
+        weakref.finalize(self, _kill_all, self._idle)  # when the pool is deleted or the interpreter exits
 
     def __reduce__(self) -> tuple[type, tuple[int, float]]:
         return MathPool, (self.size, self.timeout)  # workers are not pickled
@@ -119,17 +120,17 @@ class MathPool:
         self._slots = threading.BoundedSemaphore(self.size)
 
     def map(self, requests: list[dict[str, Any]]) -> list[bool | None]:
-        """The answers, in the order of the requests."""
-        if self._pid != os.getpid():  # after a fork: the workers are the parent's, and locks may be held
+        """Answer all requests. Returns the answers in the order of the requests."""
+        if self._pid != os.getpid():  # after a fork: the workers belong to the parent, and locks may be held
             self._start_afresh()
             _kill_all(self._idle)
         quick = min(QUICK, self.timeout)
         answers = self._ask_all(requests, quick, -(-len(requests) // ITEMS_PER_WORKER))
         slow = [place for place, answer in enumerate(answers) if answer is None]
-        share = min(self.timeout, 2 * self.timeout * self.size / max(1, len(slow)))
-        if slow and share > quick:
-            again = self._ask_all([requests[place] for place in slow], share, len(slow))
-            for place, answer in zip(slow, again, strict=True):
+        slow_limit = min(self.timeout, 2 * self.timeout * self.size / max(1, len(slow)))
+        if slow and slow_limit > quick:
+            slow_answers = self._ask_all([requests[place] for place in slow], slow_limit, len(slow))
+            for place, answer in zip(slow, slow_answers, strict=True):
                 answers[place] = answer
         return answers
 
@@ -144,7 +145,7 @@ class MathPool:
 
     def _ask(self, request: dict[str, Any], limit: float) -> bool | None:
         with self._slots:
-            for _ in range(2):  # a worker may be shot from outside (out of memory): that is not the answer's fault
+            for _ in range(2):  # a worker may be killed from outside (out of memory), independently of the request
                 worker = self._take()
                 try:
                     answer = worker.ask(request, limit)
@@ -154,7 +155,7 @@ class MathPool:
                 except TimeoutError:
                     worker.kill()
                     return None
-                except BaseException:  # interrupted in mid-exchange: its next reply would answer another question
+                except BaseException:  # interrupted: the worker's next reply would belong to this request
                     worker.kill()
                     raise
                 with self._lock:

@@ -1,8 +1,8 @@
-r"""An answer, spelt in the one way that math-verify understands. Gold and answer alike.
+r"""Normalises an answer to the LaTeX that math-verify understands. Gold answers are normalised in the same way.
 
-Signs of Unicode become LaTeX; styles, sizes and the words that lead to the answer go; numbers are written plainly;
-sets by a condition, inequalities joined by "or" and coordinates by their names become intervals and tuples. Knows
-nothing of units and of equality: that is `math_guards.py`.
+Unicode characters become LaTeX; styles, sizes and introductory words are removed; numbers are written plainly; sets
+defined by a condition, inequalities joined by "or" and named coordinates become intervals and tuples. Units and
+equality are handled in `math_guards.py`.
 """
 
 import re
@@ -36,7 +36,7 @@ def _compiled(*rules: tuple[str, Replacement]) -> list[tuple[re.Pattern[str], Re
     return [(re.compile(pattern), replacement) for pattern, replacement in rules]
 
 
-# How letters look, before anything else is read.
+# Styles of letters, which are normalised first.
 _STYLES = _compiled(
     (r"[⁰¹²³⁴-⁹⁺⁻]+", lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}"),
     (r"[₀-₉]+", lambda m: f"_{{{unicodedata.normalize('NFKC', m[0])}}}"),
@@ -48,7 +48,7 @@ _STYLES = _compiled(
     (r"\{\s*\\(?:bf|rm|it|sf|tt)(?![a-zA-Z])", r"\\text{"),
     (r"\\(?:(?:display|text|script)style|large|Large|LARGE|huge|Huge|bf|rm|it|sf|tt)(?![a-zA-Z])", ""),
     (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
-    (r"\\(?:boldsymbol|bm|pmb|underline)(?![a-zA-Z])", ""),  # what they say stays in braces
+    (r"\\(?:boldsymbol|bm|pmb|underline)(?![a-zA-Z])", ""),  # their content stays in braces
     (
         r"\\(?:text(?:bf|it|rm|sf|tt|sc|normal)?|emph|math(?:rm|bf|it|sf|tt)|mbox|fbox|operatorname)(?![a-zA-Z])",
         r"\\text",
@@ -57,7 +57,7 @@ _STYLES = _compiled(
     (r"\\bigcup(?![a-zA-Z])", r"\\cup "),
     (r"\\([lr](?:paren|brack|brace|angle))(?![a-zA-Z])", lambda m: _BRACKETS[m[1]]),
 )
-_END = re.compile(  # punctuation, but not the dots of 0.333...
+_END = re.compile(  # trailing punctuation, but not the dots of 0.333...
     r"(?:[\s,;:~]|(?<![.…])\.|\\[,;:! ]|\\\\|\\q?quad(?![a-zA-Z])|\\text\s*\{[\s.,;]*\})+$"
 )
 _AROUND = re.compile(r'\$([^$]*)\$|\\\((.*)\\\)|\*\*(.*)\*\*|"([^"]*)"|`([^`]*)`', re.DOTALL)
@@ -69,16 +69,16 @@ _LEAD = re.compile(  # \text{The answer is } 42
 _NEGATED = r"\b(?:not|no|never|neither|cannot|wrong|false)\b|n['’]t\b"
 _NEGATION = re.compile(_NEGATED)
 DENIED = re.compile(rf"{_NEGATED}|\b(?:less|more|than|at (?:most|least)|between|minus|to)\b")  # at most 18
-_CHOICE = re.compile(  # \textbf{(E)}\ 27: the letter of a choice, and what it says
+_CHOICE = re.compile(  # \textbf{(E)}\ 27: the letter of a choice, and its content
     r"(?:\\text\s*\{|\{)?\s*(?:(?i:option|choice)\s+)?(?:\(([A-H])\)[.:]?|([A-H])(?:[.:)]|(?=\s*(?:\}|$))))"
     r"((?:[\s~}:]|\\[ ,;:]|\\q?quad(?![a-zA-Z]))*)"
 )
 _UNDECIDED = re.compile(r"\([A-H]\)|\b[A-H]\b(?!\s+[a-z])|\b(?:not|wrong|false)\b|^(?:[+*/^=,;]|-\s)")
 
-# math-verify reads 3+4 i as complex, and 3+4i not. But 4 mi are miles, and pi is a number.
+# math-verify reads 3+4 i as a complex number, but not 3+4i. In 4 mi and in pi, the i is not the imaginary unit.
 IMAGINARY = (r"(?<![a-zA-Z\\_^])([a-hj-lnoq-z]?)i(?![a-zA-Z])", r"\1 i ")
 
-# How numbers and signs are written, in this order.
+# Notation of numbers and signs. The rules apply in this order.
 _SPELLING = _compiled(
     (r"\\text\s*\{(?=\s*[-+]?\s*(?:\d|\\[a-zA-Z]))", "{"),  # \mathbf{42}
     (r"^([-+]?)\{([^{}]*)\}", r"\1\2"),
@@ -141,7 +141,7 @@ _UNITED = re.compile(rf",?\s*(?:{_OR}|\\cup(?![a-zA-Z]))")
 
 @lru_cache(maxsize=512)
 def bare(answer: str) -> str:
-    """The answer alone: without styles, without the words that lead to it and the full stop or dollars around it."""
+    """The bare answer: without styles, introductory words, final punctuation, and surrounding dollar signs."""
     answer = answer.strip()
     for pattern, replacement in _STYLES:
         answer = pattern.sub(replacement, answer)
@@ -170,24 +170,24 @@ def _without_lead(answer: str) -> str:
 
 
 def _rest(answer: str, start: int) -> str:
-    r"""What begins at `start`; where that is inside a \text{...}, as the rest of one."""
+    r"""The answer from `start` on; if `start` is inside a \text{...}, the rest gets an opening \text{ again."""
     opened = answer.count("{", 0, start) > answer.count("}", 0, start)
     return (r"\text{" if opened else "") + answer[start:]
 
 
 def choice(answer: str) -> tuple[str, str]:
-    """The letter of the one choice with which a bare answer begins ("" for none), and what follows."""
-    found = _CHOICE.match(answer)
-    if found is None:
+    """Letter of the single choice with which a bare answer begins ("" for none), and the rest of the answer."""
+    matched = _CHOICE.match(answer)
+    if matched is None:
         return "", answer
-    rest = _rest(answer, found.end())
-    if rest and (not (found[3] or rest[0].isdigit()) or _UNDECIDED.search(rest)):
+    rest = _rest(answer, matched.end())
+    if rest and (not (matched[3] or rest[0].isdigit()) or _UNDECIDED.search(rest)):
         return "", answer
-    return found[1] or found[2], rest
+    return matched[1] or matched[2], rest
 
 
 def spelt(answer: str) -> str:
-    """The answer as LaTeX for math-verify."""
+    """Normalise an answer to LaTeX for math-verify."""
     latex = bare(answer)
     rest = choice(latex)[1]
     if re.match(r"[\d\\.-]|\{?\d", rest):
@@ -198,7 +198,7 @@ def spelt(answer: str) -> str:
 
 
 def _coordinates(latex: str) -> str:
-    """x=2, y=-3 as (2,-3): sorted by name where the names follow one another. x=2 or x=-3 as the list 2,-3."""
+    """Turn x=2, y=-3 into (2,-3), sorted by name if the names are consecutive letters; x=2 or x=-3 into 2,-3."""
     inside = re.sub(r"^\(|\)$|^\\\{|\\\}$|\\(?:begin|end)\s*\{cases\}", "", latex)
     parts = [_NAMED.fullmatch(part) for part in _NEXT_NAME.split(inside)]
     named = [(part[1], len(part[2]), part[2], part[3].strip()) for part in parts if part]
@@ -213,20 +213,20 @@ def _coordinates(latex: str) -> str:
 
 
 def _union(latex: str) -> str:
-    r"""x<2 or 3<x\le4 as (-\infty,2) \cup (3,4], which math-verify takes for a list; anything else as it is."""
+    r"""Turn x<2 or 3<x\le4, which math-verify takes for a list, into (-\infty,2) \cup (3,4]. Else unchanged."""
     if not _RELATION.search(latex) or not _UNITED.search(latex):
         return latex
     intervals = [_interval(part) for parts in _UNITED.split(latex) for part in parts.split(",")]
-    found = [interval for interval in intervals if interval]
-    if len(found) < len(intervals) or len({variable for variable, _ in found}) > 1:
+    matched = [interval for interval in intervals if interval]
+    if len(matched) < len(intervals) or len({variable for variable, _ in matched}) > 1:
         return latex
-    return r" \cup ".join(interval for _, interval in found)
+    return r" \cup ".join(interval for _, interval in matched)
 
 
 def _interval(latex: str) -> tuple[str, str] | None:
-    r"""The variable and the interval of x<2 or 3<x\le4; None for anything else."""
+    r"""Variable and interval of an inequality such as x<2 or such as 3<x\le4; None for anything else."""
     pieces = [piece.strip() for piece in _RELATION.split(latex)]
-    if not {">", r"\ge"}.isdisjoint(pieces):  # from right to left
+    if not {">", r"\ge"}.isdisjoint(pieces):  # written from right to left
         pieces = [_MIRRORED.get(piece, piece) for piece in reversed(pieces)]
     if len(pieces) == 3:
         pieces = [r"-\infty", "<", *pieces] if pieces[0].isalpha() else [*pieces, "<", r"\infty"]
@@ -237,7 +237,7 @@ def _interval(latex: str) -> tuple[str, str] | None:
 
 
 def number_of(latex: str) -> Fraction | None:
-    """The exact value of a decimal or of a simple fraction; None for anything else."""
+    """Exact value of a decimal or of a simple fraction; None for anything else."""
     if NUMBER.fullmatch(latex):
         return Fraction(latex)
     fraction = _FRACTION.fullmatch(latex)
@@ -247,7 +247,7 @@ def number_of(latex: str) -> Fraction | None:
 
 
 def latex_of(value: Fraction) -> str:
-    """The value as LaTeX: a whole number, or a fraction."""
+    """Write a value as LaTeX: a whole number, or a fraction."""
     if value.denominator == 1:
         return str(value.numerator)
     return rf"{'-' if value < 0 else ''}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"

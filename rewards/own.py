@@ -1,4 +1,4 @@
-"""Finding a reward of the user's own: in a file, else in an installed module."""
+"""Loads a user's own reward from a file or from an installed module."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 
 def own_reward(name: str) -> Any:
-    """What a dotted path names: `mine.py:reward` in that file; `mine:reward` or `package.mine:reward` in the working
-    directory where it has such a file, else in an installed module. The colon may be a last dot.
+    """Load the object that a dotted path names: `mine.py:reward` from that file; `mine:reward` or `package.mine:reward`
+    from the working directory if it has such a file, else from an installed module. A dot may replace the colon.
 
-    Raises whatever the user's module raises, AttributeError and ImportError among it.
+    Raises every error of the user's module, and AttributeError or ImportError if the object does not exist.
     """
     module, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     if module.endswith(".py"):
@@ -31,12 +31,12 @@ def own_reward(name: str) -> Any:
 
 
 def _load(file: Path, folder: Path, module: str) -> ModuleType:
-    """The module in a file of a folder, under a name of its own: so it neither hides an installed module nor is hidden.
+    """Load a file as a module under a unique name, so that it neither hides an installed module nor is hidden by one.
 
-    What it imports is looked for in the folder too, last.
+    The module's imports are also looked up in `folder`, last.
     """
     file, place = file.resolve(), str(folder.resolve())
-    package = ModuleType(f"from {place}".replace(".", "_"))  # so that it may import its neighbours by a leading dot
+    package = ModuleType(f"from {place}".replace(".", "_"))  # allows relative imports of neighbouring files
     package.__path__ = [place]
     sys.modules.setdefault(package.__name__, package)
     name = f"{package.__name__}.{module}"

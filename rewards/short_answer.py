@@ -1,7 +1,7 @@
-"""`short_answer`: is the first line of a completion one of the true answers? For questions with answers of a few words.
+"""`short_answer`: scores if the first line of a completion is one of the true answers, which are a few words long.
 
-The rules are those of LuKA's evaluation WikiSalad, whose "exact match" is `match: contained` here; answers are
-normalised as in SQuAD's official evaluation.
+The rules are from LuKA's evaluation WikiSalad, whose "exact match" is `match: contained` here. Answers are normalised
+as in SQuAD's official evaluation.
 """
 
 import re
@@ -20,25 +20,26 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def short_answer(completion: str) -> str:
-    """The first line of a completion; of more than 100 characters its first sentence, where that has more than 10."""
+    """First line of a completion; if it exceeds 100 characters, its first sentence, provided that exceeds 10."""
     line = completion.lstrip().partition("\n")[0].rstrip()
     end = _SENTENCE_END.search(line) if len(line) > LONG_LINE else None
     return line[: end.start()] if end and end.start() > SHORT_SENTENCE else line
 
 
 def normalised(text: str) -> str:
-    """A text in lower case, without ASCII punctuation and then without articles, its white space joined."""
+    """Text in lower case, without ASCII punctuation and then without articles, with white space collapsed."""
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 class ShortAnswerReward:
-    """1.0 where the short answer of a completion matches one of the true answers after normalisation, else 0.0.
+    """1.0 if the short answer of a completion matches one of the true answers after normalisation, else 0.0.
 
-    The true answers of each problem are a list of texts in the column `answers`. What normalisation leaves nothing of
-    matches nothing.
+    The true answers of each problem are a list of texts in the column `answers`. An answer that is empty after
+    normalisation matches nothing.
 
-    match : exact: they are equal; contained: or one of the two is contained in the other, as a text (`art` in `heart`)
-    unanswerable : an empty list of true answers: wrong (0.0, whatever is said) or left_out (None)
+    match : exact means that both are equal; contained means that one contains the other as a substring (`art` in
+        `heart`)
+    unanswerable : score if the list of true answers is empty: wrong (0.0 for every completion) or left_out (None)
     """
 
     __name__ = "short_answer"
@@ -56,8 +57,8 @@ class ShortAnswerReward:
         self, completions: Sequence[Any], answers: Sequence[Any] | None = None, **columns: Any
     ) -> list[float | None]:
         if answers is None:
-            had = f"the data has {sorted(columns) or 'no other'}"
-            raise ValueError(f"the 'short_answer' reward needs a column 'answers', a list of texts, and {had}")
+            present = f"the data has {sorted(columns) or 'no other'}"
+            raise ValueError(f"the 'short_answer' reward needs a column 'answers', a list of texts, but {present}")
         require_column("short_answer", "answers", answers, completions, columns)
         return [self._score(completion, true) for completion, true in zip(completions, answers, strict=True)]
 
@@ -66,8 +67,8 @@ class ShortAnswerReward:
             raise ValueError(f"answers must be a list of texts for each completion, not {type(answers).__name__}")
         if not answers:
             return 0.0 if self.unanswerable == "wrong" else None
-        said = normalised(short_answer(completion_text(completion)))
-        found = [text for text in (normalised(str(answer)) for answer in answers) if text]
+        prediction = normalised(short_answer(completion_text(completion)))
+        true_answers = [text for text in (normalised(str(answer)) for answer in answers) if text]
         if self.match == "exact":
-            return float(said in found)
-        return float(said != "" and any(said in text or text in said for text in found))
+            return float(prediction in true_answers)
+        return float(prediction != "" and any(prediction in text or text in prediction for text in true_answers))

@@ -1,6 +1,6 @@
-r"""Reading a completion: its text, and the last ``\boxed{...}`` in it; and the checks of what a reward is given.
+r"""Reads the text of a completion and the last ``\boxed{...}`` in it, and checks the inputs of a reward.
 
-Knows nothing about mathematics or scoring. Everything here is linear in the length of the text.
+This module does not interpret mathematics and does not score. Every function is linear in the length of the text.
 """
 
 import re
@@ -8,25 +8,25 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 BOX = re.compile(r"\\boxed\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped character is stepped over: \{ opens nothing
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped character is skipped: \{ is not a brace
 
 
 def completion_text(completion: Any) -> str:
-    """The text of one completion: a string, or the last assistant message of a conversation.
+    """Text of one completion, which is a string or a conversation; of a conversation, the last assistant message.
 
-    A message's content may be a string, None (a bare tool call) or a list of blocks, whose text is joined.
+    A message's content may be a string, None (a bare tool call) or a list of blocks, whose texts are joined.
     """
     if isinstance(completion, str):
         return completion
-    spoken = [message for message in completion if message.get("role", "assistant") == "assistant"]
-    content = spoken[-1].get("content") if spoken else None
+    assistant_messages = [message for message in completion if message.get("role", "assistant") == "assistant"]
+    content = assistant_messages[-1].get("content") if assistant_messages else None
     if isinstance(content, list):
         return "".join(block.get("text") or "" for block in content)
     return content or ""
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last ``\boxed{...}``, braces balanced; None if there is none or it never closes."""
+    r"""Content of the last ``\boxed{...}``, with balanced braces; None if there is none or it never closes."""
     start = text.rfind("\\boxed")
     while start >= 0:
         opening = BOX.match(text, start)
@@ -37,7 +37,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def until_closed(text: str, start: int) -> str | None:
-    """What stands from `start` to the brace that closes the one opened before it; None if none does."""
+    """Text from `start` to the brace that closes the one opened before `start`; None if it never closes."""
     depth = 1
     for brace in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
@@ -47,9 +47,9 @@ def until_closed(text: str, start: int) -> str | None:
 
 
 def gold_text(gold: Any) -> str | None:
-    r"""A gold answer as bare text: numbers are written out, the content of a ``\boxed{...}`` is taken.
+    r"""Gold answer as bare text: a number becomes a string, and a ``\boxed{...}`` is replaced by its content.
 
-    None where there is no answer to compare with: a missing value, an empty text, a box that never closes.
+    None if there is no answer to compare with: a missing value, an empty text, or a box that never closes.
     """
     if gold is None:
         return None
@@ -61,20 +61,20 @@ def gold_text(gold: Any) -> str | None:
 def require_column(
     reward: str, column: str, values: Sequence | None, completions: Sequence, present: Iterable[str]
 ) -> Sequence:
-    """The values of a column, `present` the names of the others; ValueError unless each completion has one entry."""
+    """Return the values of a column, or raise ValueError unless it has one per completion. present : other columns"""
     if values is None:
         raise ValueError(
-            f"the {reward!r} reward needs a column {column!r}, and the data has {sorted(present) or 'no other'}: "
+            f"the {reward!r} reward needs a column {column!r}, but the data has {sorted(present) or 'no other'}: "
             f"map the column of your dataset that holds it to {column!r} under data.columns"
         )
     if len(values) != len(completions):
-        raise ValueError(f"the {reward!r} reward got {len(completions)} completions and {len(values)} {column!r}")
+        raise ValueError(f"the {reward!r} reward got {len(completions)} completions but {len(values)} {column!r}")
     return values
 
 
 def require_whole(name: str, value: Any, least: int, most: int | None = None, limit: str = "") -> int:
-    """A whole number within bounds, else ValueError. limit : what the upper bound is called"""
+    """Return a whole number, or raise ValueError if it is not one within bounds. limit : name of the upper bound"""
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        bounds = f"from {least} up" if most is None else f"from {least} to {limit} ({most})"
+        bounds = f">= {least}" if most is None else f"from {least} to {limit} ({most})"
         raise ValueError(f"{name} must be a whole number {bounds}, not {value!r}")
     return value

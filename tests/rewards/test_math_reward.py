@@ -272,7 +272,7 @@ def test_an_unparseable_gold_is_reported_once_and_not_scored(caplog):
 def test_a_missing_answer_column_says_how_to_map_it(math_reward):
     with pytest.raises(ValueError, match=r"'answer'.*'solution'.*data\.columns"):
         math_reward(["1"], solution=["1"])
-    with pytest.raises(ValueError, match="1 completions and 2"):
+    with pytest.raises(ValueError, match="1 completions but 2"):
         math_reward(["1"], answer=["1", "2"])
 
 

@@ -117,9 +117,9 @@ def test_a_wrong_parameter_or_column_is_one_line() -> None:
     for parameter in ("match", "unanswerable"):
         with pytest.raises(ValueError, match=f"reward 'short_answer': {parameter} must be one of"):
             make_rewards([{"name": "short_answer", parameter: "maybe"}])
-    with pytest.raises(ValueError, match=r"needs a column 'answers', a list of texts, and the data has \['answer'\]"):
+    with pytest.raises(ValueError, match=r"needs a column 'answers', a list of texts, but the data has \['answer'\]"):
         ShortAnswerReward()(["7"], answer=["7"])
-    with pytest.raises(ValueError, match="got 1 completions and 2 'answers'"):
+    with pytest.raises(ValueError, match="got 1 completions but 2 'answers'"):
         ShortAnswerReward()(["7"], answers=[["7"], ["8"]])
     for wrong in ("7", {"text": ["7"]}):
         with pytest.raises(ValueError, match="must be a list of texts for each completion, not"):

@@ -191,7 +191,7 @@ def test_wrong_budgets_are_refused_before_anything_is_read(
     engine, tokens, _ = stories
     save(tmp_path / "other.json", torch.ones(2, 3))
     monkeypatch.setattr(engine, "_read", lambda *_: pytest.fail("read"))
-    for name, says in (("absent.json", "No such file"), ("other.json", r"\[2, 3\], and the model has \[5, 4\]")):
+    for name, says in (("absent.json", "No such file"), ("other.json", r"\[2, 3\], but the model has \[5, 4\]")):
         with pytest.raises(UserError, match=says) as caught:
             engine.compact(tokens, PromptCacheConfig(budgets=str(tmp_path / name)))
         assert caught.value.key == "budgets" and "\n" not in str(caught.value)
