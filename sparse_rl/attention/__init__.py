@@ -1,13 +1,13 @@
-"""Replay attention: a model's forward under what a sampler did to its cache.
+"""Replay attention: a model's forward pass under the cache decisions that a sampler recorded.
 
-families.py    which models can be replayed;  interface.py  the attention function that they run under, and its views
-views/         from traces to what a forward carries: make_view;  kernels/  what computes attention under evict_at
-parity.py      whether a kernel is exact on this machine;  choice.py  which one is taken
-logprobs.py    replay_logprobs, the invariant that all serves
-ahead.py       a kernel compiled before training
-future.py      what attention a token will still get, for policies that learn it;  target.py  as scorers foresee it
-future_parity.py  whether FlexAttention computes that here
-oracle.py      how much of what the best cache would hold is held
+families.py    the models that can be replayed;  interface.py  their attention function, and the protocol of views
+views/         views, which carry traces into a forward pass: make_view;  kernels/  attention under evict_at
+parity.py      check that a kernel is exact on this machine;  choice.py  choice of the kernel
+logprobs.py    replay_logprobs, which computes the log-probabilities of the invariant
+ahead.py       compilation of a kernel before training
+future.py      the future attention of each token;  target.py  the scorers' target made of it
+future_parity.py  check that FlexAttention computes the future attention correctly here
+oracle.py      recall: the share of the best cache's tokens that a cache holds
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""FlexAttention compiled before a training meets it: a graph takes tens of seconds, which would look like a hang."""
+"""Compilation of FlexAttention before training starts: a graph takes tens of seconds, which would look like a hang."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from sparse_rl.trace import NEVER
 def compile_ahead(
     kernel: str, config: Any, rows: int, length: int, device: torch.device, dtype: torch.dtype, target: bool = False
 ) -> None:
-    """Attend once, forward and backward and without gradient, as `rows` sequences padded to `length` tokens will.
+    """Compile the kernel: run attention for `rows` sequences padded to `length` tokens, with and without gradients.
 
-    kernel : flex or flex_sorted; config : the model's; dtype : of its weights; target : the scorers' target, too
+    kernel : flex or flex_sorted; config : the model's configuration; dtype : dtype of the model's weights
+    target : True also compiles the scorers' target
 
-    To be called under the training's autocast, which is a part of what is compiled.
+    Call this under the autocast of the training, because compiled graphs depend on it.
     """
     _, kv_heads, dim = cache_shape(config)
     heads = (config.num_attention_heads, kv_heads, kv_heads)
@@ -43,9 +44,9 @@ def compile_ahead(
 
 
 def sizes_up_to(length: int) -> list[int]:
-    """The sizes that lengths up to this one are padded to."""
-    found, size = [], 0
+    """Padded sizes of all lengths up to `length`."""
+    sizes, size = [], 0
     while size < length:
         size = padded(size + 1)
-        found.append(size)
-    return found
+        sizes.append(size)
+    return sizes

@@ -1,4 +1,4 @@
-"""Which attention kernel trains here: what `auto` means on this machine and for these models, and what it refuses."""
+"""Choice of the attention kernel for training: what `auto` stands for on this machine, for the given models."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sparse_rl.errors import UserError
 if TYPE_CHECKING:
     from sparse_rl.attention.parity import Parity
 
-BEST_FIRST = ("flex_sorted", "flex")  # those that a GPU must be found exact with
+BEST_FIRST = ("flex_sorted", "flex")  # the kernels that must pass the parity check on a GPU, best first
 
 
 def will_check(wanted: str) -> bool:
-    """Whether `choose_kernel` compiles and checks kernels on a GPU, which takes a while."""
+    """True if `choose_kernel` compiles and checks kernels on a GPU, which takes a while."""
     import torch
 
     return torch.cuda.is_available() and (wanted == "auto" or wanted in BEST_FIRST)
@@ -27,9 +27,10 @@ def will_check(wanted: str) -> bool:
 def check_kernels(
     kernels: Sequence[str], configs: Iterable[Any], dtype: str, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[Parity]:
-    """Each of these kernels on this process's GPU, at the shapes of all models.
+    """Check each of these kernels on this process's GPU, at the shapes of all models.
 
-    configs : of the models, read only where a kernel is checked; dtype : torch's name of what they compute in
+    configs : configurations of the models, read only when a kernel is checked
+    dtype : torch's name of the dtype in which the models compute
     """
     import torch
 
@@ -48,7 +49,7 @@ def check_kernels(
 
 
 def check_target(config: Any, dtype: str, clock: Callable[[], float] = time.perf_counter) -> Parity:
-    """FlexAttention's form of the scorers' target on this process's GPU; what it finds holds for this process."""
+    """Check FlexAttention's form of the scorers' target on this process's GPU; the result holds for this process."""
     import torch
 
     from sparse_rl.attention import future_parity
@@ -60,29 +61,29 @@ def check_target(config: Any, dtype: str, clock: Callable[[], float] = time.perf
 
 
 def own_device() -> Any:
-    """This process's GPU, as accelerate has it."""
+    """This process's GPU, numbered as in accelerate."""
     import torch
 
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
 def choose_kernel(wanted: str, configs: Iterable[Any], dtype: str) -> tuple[str, str]:
-    """Choose the attention kernel that trains here: (its name, the finding in words).
+    """Choose the attention kernel for training: (its name, the finding in words).
 
-    wanted : a kernel, or auto, which takes the best that is exact here
+    wanted : a kernel, or auto, which chooses the best kernel that is exact here
     configs, dtype : as in check_kernels
 
-    Raises UserError where flex or flex_sorted is asked for by name and is not exact, or not to be had, here.
+    Raises UserError if `wanted` is flex or flex_sorted, and that kernel is not exact or not available here.
     """
     if wanted in ("gather", "sdpa", "dense"):
         return wanted, wanted
     import torch
 
     if not torch.cuda.is_available():
-        why = "there is no GPU, and on a CPU FlexAttention has no backward"
+        reason = "there is no GPU, and on a CPU FlexAttention has no backward"
         if wanted != "auto":
-            raise UserError(f"{why}; use gather", "attention_kernel")
-        return "gather", f"gather ({why})"
+            raise UserError(f"{reason}; use gather", "attention_kernel")
+        return "gather", f"gather ({reason})"
     findings = []
     for parity in check_kernels(BEST_FIRST if wanted == "auto" else (wanted,), configs, dtype):
         findings.append(str(parity))

@@ -1,4 +1,4 @@
-"""The attention kernels by name, and what the learned attention of a retrofit is told. No torch."""
+"""Names of the attention kernels, and the settings of the target that a retrofit's scorers learn. No torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from sparse_rl.config import Configuration, Positive, PositiveInt
 
 AttentionKernel = Literal["gather", "sdpa", "flex", "flex_sorted", "dense"]
 ATTENTION_KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
-"""The names of the attention kernels; `auto`, which recipes know too, stands for one of them."""
+"""Names of the attention kernels. Recipes also accept `auto`, which stands for one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig(Configuration):
-    """What KVpop's scorers are to foresee (target.py): log(floor + mass of future attention).
+    """Settings of the target that KVpop's scorers learn (target.py): log(floor + mass of future attention).
 
-    normaliser : of the attention: over what the student's query sees (sparse), or over all before it (dense)
-    group : of the query heads of a kv head, the largest logarithm, or the logarithm of their mean
-    lookahead : count only so many queries after the window; None: all
-    normalise : divide by their number
+    normaliser : attention is normalised over the tokens that the student's query sees (sparse), or over all tokens up
+        to the query (dense)
+    group : reduction over the query heads of a kv head: the largest logarithm, or the logarithm of their mean
+    lookahead : count only the queries up to this many after the first one outside the window; None means all
+    normalise : divide the mass by the number of counted queries
     """
 
     normaliser: Literal["sparse", "dense"] = "sparse"

@@ -1,4 +1,4 @@
-"""Which models can be replayed, and the shape of their caches: what a model's configuration says, without torch."""
+"""Checks that a model can be replayed, and the shape of its cache, from its configuration alone. No torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from sparse_rl.config import show
 from sparse_rl.errors import UserError
 
-# model_type -> why only the hf engine samples from it; None: vllm does, too
+# model_type -> reason why only the hf engine can sample from it; None means that vllm can, too
 FAMILIES: dict[str, str | None] = {
     "qwen2": None,
     "qwen3": None,
     "llama": None,
 }
 
-SIZES = {  # of config.json -> the most that any model has
+SIZES = {  # key of config.json -> maximum allowed value
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 1000),
     **dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 1_000_000),
     **dict.fromkeys(("vocab_size", "max_position_embeddings"), 2**30),
@@ -23,18 +23,18 @@ SIZES = {  # of config.json -> the most that any model has
 
 
 def check_sizes(values: Mapping[str, Any], model: str = "the model") -> None:
-    """Raise UserError where a config.json has a size that no model has; before the library acts upon it."""
+    """Raise UserError if config.json has an implausible size, before transformers uses it."""
     for name, most in SIZES.items():
         size = values.get(name)
         if size is not None and (type(size) is not int or not 1 <= size <= most):
-            wrong = f"{name} is {show(size)} in config.json of {model}; a whole number from 1 to {most:,} is needed"
-            raise UserError(wrong, "model")
+            mistake = f"{name} is {show(size)} in config.json of {model}; a whole number from 1 to {most:,} is needed"
+            raise UserError(mistake, "model")
 
 
 def check_replayable(config: Any, model: str = "the model") -> None:
-    """Raise UserError about a model whose attention cannot be replayed: another family, sliding windows, dropout.
+    """Raise UserError if the model's attention cannot be replayed: another family, sliding windows, dropout.
 
-    config : the model's; model : how to name it
+    config : the model's configuration; model : name of the model in error messages
     """
     if config.model_type not in FAMILIES:
         families = ", ".join(FAMILIES)
@@ -49,18 +49,18 @@ def check_replayable(config: Any, model: str = "the model") -> None:
 
 
 def family_only_hf(config: Any) -> str | None:
-    """Why only the hf engine samples from models of this configuration; None where vllm does, too."""
-    why = FAMILIES.get(config.model_type)
-    return why and f"{config.model_type}: {why}"
+    """Reason why only the hf engine can sample from models of this configuration; None if vllm can, too."""
+    reason = FAMILIES.get(config.model_type)
+    return reason and f"{config.model_type}: {reason}"
 
 
 def cache_shape(config: Any) -> tuple[int, int, int]:
-    """(L, Hkv, D), the layers, kv heads and head dim of a model's KV cache, from its configuration in transformers."""
+    """(L, Hkv, D): layers, kv heads and head dimension of a model's KV cache, from its transformers configuration."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_hidden_layers, config.num_key_value_heads, head_dim
 
 
 def window_of(config: Any) -> int | None:
-    """The most tokens that a model reads; None: not known, where its positions are scaled."""
+    """Maximum number of tokens that a model can read; None if unknown, because its positions are scaled."""
     scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
     return None if scaled else config.max_position_embeddings

@@ -1,10 +1,11 @@
-"""How much attention a token will still get once it has left the window: KVpop's target for its scorers.
+"""Future attention: the attention that a token receives after it has left the window. KVpop's target for its scorers.
 
     m_t = 1 / N_t  sum over d >= t + w of p_{d -> t},    N_t = max(1, number of these d)
 
-with p the attention of query d over the tokens before it. It is the transpose of a causal attention: what flows into a
-key, instead of what a query reads. Computed for some keys at a time, from the log-sum-exp of each query, so that no
-S x S tensor is alive; or by FlexAttention (kernels/transposed.py), which visits only the tiles that count.
+Here p is the attention of query d over the tokens up to d. This is the transpose of causal attention: it sums over the
+queries of a key, instead of over the keys of a query. It is computed for a chunk of keys at a time from the log-sum-exp
+of each query, so that no S x S tensor is made; or by FlexAttention (kernels/transposed.py), which visits only the tiles
+that count.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sparse_rl.attention.kernels.transposed import VALUE_DIM, mass_by_flex
 
 Kernel = Literal["torch", "flex"]
 CHUNK = 512  # keys or queries at a time
-LARGEST = 40.0  # of log p: an evicted token may weigh more than all that is seen, but its mass must not overflow
+LARGEST = 40.0  # limit of log p, against overflow: an evicted token may have a greater weight than all visible tokens
 
 
 @torch.no_grad()
@@ -38,20 +39,22 @@ def future_attention_mass(
     chunk: int = CHUNK,
     kernel: Kernel = "torch",
 ) -> Tensor:
-    """log(floor + m_t): float32 [B, Hq, S], or [B, Hkv, S] where the queries of a kv head are joined; float64 of that.
+    """log(floor + m_t): float32 [B, Hq, S], or [B, Hkv, S] with `group`; float64 for float64 input.
 
     query, key : [B, Hq, S, D] and [B, Hkv, S, D], after RoPE
-    window : w >= 1; the queries before t + w see t in any case
+    window : w >= 1; the queries before t + w always see t
     scaling : the factor on q . k
-    ends : int64 [B, S], the end of each token's document, which is contiguous: query d attends to t where
-        t <= d < ends[t]. None: one document fills each row. A padding token has ends[t] <= t.
-    log_sum_exp : float32 [B, Hq, S], of each query's scaled scores; None: over all before it. With that of a sparse
-        forward, p is what the student pays, and would pay to evicted tokens, up to e^40
+    ends : int64 [B, S], the end of each token's document; documents are contiguous, and query d attends to t if
+        t <= d < ends[t]. None means that one document fills each row. A padding token has ends[t] <= t.
+    log_sum_exp : float32 [B, Hq, S], of each query's scaled scores; None means over all tokens up to the query. With
+        the log-sum-exp of a sparse forward, p is the attention that the student gives to the tokens it sees, and would
+        give to evicted tokens, up to e^40
     lookahead : L; count only the queries d <= t + w + L
-    normalise : divide by N_t
-    group : None; "max": the largest log of a kv head's queries; "mean": the log of their mean probability
-    floor : epsilon; 0 leaves -inf where nothing looks back
-    chunk : keys at a time, of the torch kernel
+    normalise : True divides by N_t
+    group : reduction over the query heads of a kv head. None: no reduction; "max": the largest log; "mean": the log of
+        the mean probability
+    floor : epsilon; with 0, the result is -inf for tokens that receive no attention
+    chunk : number of keys that the torch kernel processes at a time
     kernel : flex is FlexAttention: compiled on a GPU, with scores as exact as the dtype of queries and keys; on a CPU
         torch's plain operator, which is slow
     """
@@ -82,19 +85,19 @@ def future_attention_mass(
 def _mass(
     query: Tensor, key: Tensor, log_sum_exp: Tensor, window: int, last: Tensor, scaling: float, chunk: int
 ) -> Tensor:
-    """sum over t + w <= d < last[t] of p_{d -> t}, [B, Hkv, G, S]; last int64 [B, S]."""
+    """Sum over t + w <= d < last[t] of p_{d -> t}, [B, Hkv, G, S]; last int64 [B, S]."""
     batch, _, length, dim = query.shape
-    kv_heads, wide = key.shape[1], _wide(query)
-    grouped = query.to(wide).reshape(batch, kv_heads, -1, length, dim) * scaling
-    lse = log_sum_exp.to(wide).reshape(batch, kv_heads, -1, length)
+    kv_heads, dtype = key.shape[1], _sum_dtype(query)
+    grouped = query.to(dtype).reshape(batch, kv_heads, -1, length, dim) * scaling
+    lse = log_sum_exp.to(dtype).reshape(batch, kv_heads, -1, length)
     queries = torch.arange(length, device=query.device)
     mass = torch.zeros_like(lse)
     for start in range(0, length, chunk):
         part = slice(start, start + chunk)
-        later = slice(min(start + window, length), None)  # no query before is of any key here
+        later = slice(min(start + window, length), None)  # earlier queries count for no key of this chunk
         far_enough = queries[later] >= queries[part, None] + window
         counted = far_enough & (queries[later] < last[:, part, None])  # [B, keys, queries]
-        scores = key[:, :, None, part].to(wide) @ grouped[..., later, :].transpose(-1, -2)
+        scores = key[:, :, None, part].to(dtype) @ grouped[..., later, :].transpose(-1, -2)
         scores = (scores - lse[..., None, later]).masked_fill(~counted[:, None, None], float("-inf"))
         mass[..., part] = scores.clamp(max=LARGEST).exp().sum(-1)
     return mass
@@ -111,25 +114,25 @@ def attention_lse(
     chunk: int = CHUNK,
     kernel: Kernel = "torch",
 ) -> Tensor:
-    """The log-sum-exp of each query's scaled scores: float32 [B, Hq, S], or float64 of that; -inf where none is seen.
+    """Log-sum-exp of each query's scaled scores, float32 [B, Hq, S] (float64 for float64); -inf if it sees no token.
 
     query, key, scaling, ends, kernel : as in future_attention_mass
-    evict_at : int32 [B, Hkv, S]; a query counts only the tokens that it sees. None: all before it
-    chunk : queries at a time, of the torch kernel
+    evict_at : int32 [B, Hkv, S]; a query counts only the tokens that it sees. None means all tokens up to the query
+    chunk : number of queries that the torch kernel processes at a time
     """
     batch, q_heads, length, dim = query.shape
-    kv_heads, wide = key.shape[1], _wide(query)
+    kv_heads, dtype = key.shape[1], _sum_dtype(query)
     if ends is None:
         ends = torch.full((batch, length), length, device=query.device)
     if kernel == "flex":
-        gone = ends[:, None].expand(-1, kv_heads, -1).int()
-        seen = gone if evict_at is None else torch.minimum(gone, evict_at)
+        document_ends = ends[:, None].expand(-1, kv_heads, -1).int()
+        seen = document_ends if evict_at is None else torch.minimum(document_ends, evict_at)
         value = key.new_zeros(*key.shape[:3], VALUE_DIM)
         options = {"in_segments": evict_at is not None, "compiled": query.is_cuda, "want_lse": True}
         lse = flex_attend(seen, query, key, value, scaling, **options)[1]
         assert lse is not None
-        return lse.to(wide)
-    grouped = query.to(wide).reshape(batch, kv_heads, -1, length, dim) * scaling
+        return lse.to(dtype)
+    grouped = query.to(dtype).reshape(batch, kv_heads, -1, length, dim) * scaling
     places = torch.arange(length, device=query.device)
     parts = []
     for start in range(0, length, chunk):
@@ -137,18 +140,19 @@ def attention_lse(
         seen = ((places <= at) & (at < ends[:, None]))[:, None]  # [B, 1, queries, keys]
         if evict_at is not None:
             seen = seen & (at < evict_at[:, :, None])
-        scores = grouped[..., start : start + chunk, :] @ key[:, :, None].to(wide).transpose(-1, -2)
+        scores = grouped[..., start : start + chunk, :] @ key[:, :, None].to(dtype).transpose(-1, -2)
         parts.append(scores.masked_fill(~seen[:, :, None], float("-inf")).logsumexp(-1))
     return torch.cat(parts, dim=-1).reshape(batch, q_heads, length)
 
 
-def _wide(query: Tensor) -> torch.dtype:
+def _sum_dtype(query: Tensor) -> torch.dtype:
     return torch.promote_types(query.dtype, torch.float32)
 
 
 def future_bytes(sequences: int, heads: int, head_dim: int, length: int, itemsize: int, cuda: bool) -> int:
-    """One layer's target of KVpop's scorers: three float32 arrays of some keys over all queries; on a GPU, which is
-    taken to find FlexAttention exact, queries and keys once more for each query head.
+    """Bytes that one layer's target of KVpop's scorers takes: three float32 arrays of a chunk of keys by all queries.
+
+    On a GPU, which is assumed to find FlexAttention exact: a copy of the queries, and of the keys for each query head.
     """
     if cuda:
         return 2 * itemsize * sequences * heads * padded(length) * head_dim

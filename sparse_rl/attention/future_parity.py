@@ -1,6 +1,6 @@
-"""Whether KVpop's target is computed by FlexAttention: on a GPU where that has been found right.
+"""Choice of the kernel for KVpop's target: FlexAttention on a GPU where it passes a check, else torch.
 
-It is checked against future.py's loop over chunks, in float64: the log of the mass may differ by 1e-3.
+The check compares with future.py's loop over chunks, in float64: the log of the mass may differ by 1e-3.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Shape = tuple[int, int, int]  # query heads, kv heads, head dim
 
 
 def target_kernel(device: torch.device, dtype: torch.dtype, shape: Shape) -> Kernel:
-    """What computes the target of queries and keys of this dtype and shape; the first call on a GPU compiles."""
+    """Choose the kernel for the target, for queries and keys of this dtype and shape; compiles once on a GPU."""
     if device.type != "cuda":
         return "torch"
     return "flex" if check_target(device, dtype, shape).failure is None else "torch"
@@ -28,7 +28,8 @@ def target_kernel(device: torch.device, dtype: torch.dtype, shape: Shape) -> Ker
 def check_target(device: torch.device, dtype: torch.dtype, shape: Shape, length: int = LENGTH) -> Parity:
     """Compare FlexAttention's log mass with the loop's, once in a process.
 
-    Two rows, the second of two documents and padding, under the log-sum-exp of a sparse attention and of the dense one.
+    There are two rows; the second has two documents and padding. Each is compared under the log-sum-exp of a sparse
+    attention and of the dense attention.
     """
     heads, kv_heads, dim = shape
     generator = torch.Generator().manual_seed(0)
@@ -42,8 +43,8 @@ def check_target(device: torch.device, dtype: torch.dtype, shape: Shape, length:
         for name, seen in (("sparse", evict_at), ("dense", None)):
             ours = _target(query, key, seen, ends, "flex")
             wanted = _target(query.double(), key.double(), seen, ends, "torch")
-            nobody = (ours == wanted) & wanted.isinf()  # looks back at these
-            errors[name] = distance(ours.masked_fill(nobody, 0), wanted.masked_fill(nobody, 0)), LSE
+            unattended = (ours == wanted) & wanted.isinf()  # no query counts for these tokens
+            errors[name] = distance(ours.masked_fill(unattended, 0), wanted.masked_fill(unattended, 0)), LSE
         return errors
 
     return judged("flex", device, compared)

@@ -1,13 +1,13 @@
-"""The one attention function that a model runs under, in training and in the reference engine.
+"""The attention function that models run with, in training and in the reference engine.
 
-It is registered with transformers as ATTENTION. What a query may see travels as the forward keyword `kv_view`, an
-opaque record that only the attention looks into:
+It is registered with transformers as ATTENTION. The forward keyword `kv_view` determines which tokens a query sees. It
+is an opaque object that only the attention function uses:
 
-    what `make_view` makes (views/)    training: the traces of the rows, one layer's part at a time
+    a view from `make_view` (views/)   training: the traces of the rows, one layer's part at a time
     EvictingCache (rollout/)           sampling: the physical cache, compacted by its policy
 
-A keyword, because it is captured by gradient checkpointing and seen again in the recomputed forward; a context variable
-or a module attribute silently gives wrong gradients there. Without `kv_view` the function is plain causal SDPA.
+It is a keyword because gradient checkpointing captures keywords and passes them to the recomputed forward; a context
+variable or a module attribute would silently give wrong gradients. Without `kv_view` the function is plain causal SDPA.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from sparse_rl.trace import TraceError
 ATTENTION = "sparse_rl"
 
 NO_MASK = torch.empty(1, 1, 1, 1, dtype=torch.bool)
-"""The `attention_mask` to give beside a `kv_view`: a 4D tensor counts as prepared, so that transformers builds no S x S
-mask of its own."""
+"""The `attention_mask` to pass with a `kv_view`: transformers takes a 4D tensor as a finished mask, and builds no S x S
+mask."""
 
 
 class KVView(Protocol):
-    """What travels in the forward keyword `kv_view`; only attention looks inside."""
+    """Type of the forward keyword `kv_view`, which only the attention function uses."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """The attention of one layer over what its queries see: [B, Hq, T, D].
+        """Compute the attention of one layer over the tokens that its queries see: [B, Hq, T, D].
 
-        layer : its place in the model, from 0
+        layer : index of the layer in the model, from 0
         query : [B, Hq, T, D], after RoPE
-        key, value : [B, Hkv, T, D] of the same tokens, keys after RoPE; a cache stores them beside what it holds
+        key, value : [B, Hkv, T, D] of the same tokens, keys after RoPE; a cache appends them to its entries
         scaling : the factor on q . k
         """
         ...
@@ -49,11 +49,12 @@ class KVView(Protocol):
 
 @dataclass(frozen=True)
 class Replayed:
-    """What is replayed, as far as memory goes: `rows` sequences of `length` tokens, of which `prompt` are the prompt's.
+    """Sizes that determine the memory of a replay: `rows` sequences of `length` tokens, the first `prompt` the prompt.
 
-    heads, kv_heads, head_dim : of a layer; layers : of which something is held until the backward pass
-    kernel : of ATTENTION_KERNELS, or auto
-    itemsize : bytes of a number in the attention; model_itemsize : in the model's forward
+    heads, kv_heads, head_dim : of a layer
+    layers : number of layers whose attention keeps tensors for the backward pass at the same time
+    kernel : one of ATTENTION_KERNELS, or auto
+    itemsize : bytes per number in the attention; model_itemsize : in the rest of the model's forward
     """
 
     rows: int
@@ -70,20 +71,22 @@ class Replayed:
 
 
 class TraceView:
-    """A `kv_view` for training, of the recorded traces of B padded sequences; `make_view` chooses one.
+    """Base class of `kv_view`s for training: the recorded traces of B padded sequences. `make_view` chooses a subclass.
 
     Parameters
     ----------
-    batch : from `batch_traces`, the sections by name; in host memory
-    device : where the model runs
+    batch : the sections by name, from `batch_traces`; in host memory
+    device : the device of the model
     kernel : one of ATTENTION_KERNELS
-    through : whether gradients flow through what is made again to what it was made of
+    through : True if gradients flow through refitted biases and values to the entries that they were fitted from
 
-    replays : the trace sections that a class replays; it refuses a batch with any other
-    requires : those of them that it cannot do without
-    losses : where its method has a loss, by layer, once a forward is done: GRPO adds their mean to its own
+    Attributes of subclasses
+    ------------------------
+    replays : the trace sections that the class replays; it rejects a batch with any other section
+    requires : the sections that a batch must have
+    losses : only if the method has a loss: the loss by layer, after a forward pass; GRPO adds their mean to its own
 
-    Raises TraceError where the batch has another section, or lacks one.
+    Raises TraceError if the batch has a section that is not in `replays`, or lacks one of `requires`.
     """
 
     replays: ClassVar[frozenset[str]]
@@ -97,7 +100,7 @@ class TraceView:
         self.prepare(batch)
 
     def prepare(self, batch: Mapping[str, Tensor]) -> None:
-        """Make what all layers share."""
+        """Prepare the data that all layers share."""
         raise NotImplementedError
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -106,17 +109,19 @@ class TraceView:
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
-        """What replay under a policy's settings holds besides q, k and v: of each thing its name, bytes, and a note."""
+        """Memory that replay under a policy's settings takes besides q, k and v: a list of (name, bytes, note)."""
         raise NotImplementedError
 
 
 def check_sections(view: Any, sections: Iterable[str]) -> None:
-    """Raise TraceError where a trace has a section that the class `view` does not replay, or lacks one it requires."""
-    if beyond := [name for name in sections if name not in view.replays]:
-        can = ", ".join(sorted(view.replays))
-        raise TraceError(f"{view.__name__} cannot replay the section {beyond[0]!r} of a trace; it replays {can}")
-    if lacking := sorted(view.requires - set(sections)):
-        raise TraceError(f"{view.__name__} cannot replay a trace without the section {lacking[0]!r}")
+    """Raise TraceError if a trace has a section that the class `view` does not replay, or lacks a required section."""
+    if unsupported := [name for name in sections if name not in view.replays]:
+        supported = ", ".join(sorted(view.replays))
+        raise TraceError(
+            f"{view.__name__} cannot replay the section {unsupported[0]!r} of a trace; it replays {supported}"
+        )
+    if missing := sorted(view.requires - set(sections)):
+        raise TraceError(f"{view.__name__} cannot replay a trace without the section {missing[0]!r}")
 
 
 def attention_forward(
@@ -130,12 +135,12 @@ def attention_forward(
     kv_view: KVView | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: what a layer's queries, keys and values are handed to, and from there a view.
+    """Compute a layer's attention for transformers' attention interface, by the view if there is one.
 
     query : [B, Hq, T, D]; key, value : [B, Hkv, T, D]; queries and keys after RoPE
-    kv_view : what queries see; None: plain SDPA, causal or under `attention_mask`
+    kv_view : the view that determines which tokens queries see; None means plain SDPA, causal or under `attention_mask`
 
-    Returns ([B, T, Hq, D], None). Raises UserError for dropout beside a view.
+    Returns ([B, T, Hq, D], None). Raises UserError for dropout together with a view.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if kv_view is not None:
@@ -162,9 +167,9 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def adopt(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a model run under our attention function, so that its forward takes `kv_view`; returns the model itself.
+    """Switch a model to our attention function, so that its forward accepts `kv_view`; returns the same model.
 
-    A second call changes nothing. Raises UserError where its attention cannot be replayed (see `check_replayable`).
+    A second call changes nothing. Raises UserError if its attention cannot be replayed (see `check_replayable`).
     """
     check_replayable(model.config)
     if model.config._attn_implementation != ATTENTION:
@@ -173,7 +178,7 @@ def adopt(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_reentrant_checkpointing(model: nn.Module) -> None:
-    """Raise UserError where gradient checkpointing is reentrant (it loses what a recomputed layer adds)."""
+    """Raise UserError if gradient checkpointing is reentrant, because it loses terms that a recomputed layer adds."""
     for module in model.modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if getattr(module, "gradient_checkpointing", False) and checkpoint is not None:

@@ -1,4 +1,4 @@
-"""What a model says of each sampled token under its recorded trace: replay_logprobs, and the reference beside it."""
+"""Log-probabilities of sampled tokens under their recorded traces: replay_logprobs, and its reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparse_rl.trace import EvictionTrace
 
 
 class Sampled(Protocol):
-    """What is needed of a rollout (see `rollout.Rollout`)."""
+    """The attributes of a rollout that are needed here (see `rollout.Rollout`)."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -32,22 +32,21 @@ def replay_logprobs(
     batch_size: int = 8,
     attention_kernel: str = "gather",
 ) -> list[Tensor]:
-    """Log-probs of each rollout's completion tokens, at `temperature`, under its trace.
+    """Log-probabilities of each rollout's completion tokens, at `temperature`, under its trace.
 
-    The invariant (docs/architecture.md): with the sampler's weights these equal `Rollout.logprobs` to floating-point
-    noise.
+    The invariant (docs/architecture.md): with the sampler's weights, these equal `Rollout.logprobs` up to rounding.
 
     model : a causal LM of the Qwen2, Qwen3 or Llama family
     rollouts : prompt_ids, completion_ids and trace, with len(trace) = prompt + completion
-    temperature : the sampling temperature; 0 (greedy) is scored at 1, as the engines report it
-    batch_size : sequences per forward, right-padded
+    temperature : the sampling temperature; 0 (greedy) is scored at 1, as in the engines' log-probabilities
+    batch_size : number of sequences per forward pass, right-padded
     attention_kernel : one of ATTENTION_KERNELS
 
-    Returns one float32 tensor [completion] per rollout, with gradients where they are enabled.
+    Returns one float32 tensor [completion] per rollout, with gradients if they are enabled.
 
-    Raises UserError: a trace of another length or shape than the sequence or model, with values that no sampler can
-    have recorded behind this prompt, or with a section that no view replays; an unsupported model; reentrant
-    checkpointing.
+    Raises UserError for a trace whose shape does not match the sequence and model, that has values that no sampler can
+    have recorded for this prompt, or that has a section that no view replays; for an unsupported model; and for
+    reentrant checkpointing.
     """
     adopt(model)
     refuse_reentrant_checkpointing(model)
@@ -60,12 +59,12 @@ def replay_logprobs(
         for row, rollout in zip(rows, batch, strict=True):
             if rollout.trace.shape != (layers, kv_heads, len(row)):
                 raise UserError(
-                    f"a trace of layers x kv heads x tokens {list(rollout.trace.shape)} does not fit "
-                    f"a model and sequence of {[layers, kv_heads, len(row)]}"
+                    f"a trace with layers x kv heads x tokens {list(rollout.trace.shape)} does not fit "
+                    f"the model and the sequence, which have {[layers, kv_heads, len(row)]}"
                 )
             rollout.trace.check(len(rollout.prompt_ids))
         width = max(map(len, rows))
-        # padded with a row's own tokens: what is NaN of another, such as token 0, stays out of it
+        # Pad each row with its last token: another token, such as 0, could have a NaN embedding.
         ids = torch.tensor([row + row[-1:] * (width - len(row)) for row in rows], device=device)
         view = make_view([r.trace for r in batch], [0] * len(batch), width, device, attention_kernel)
         logits = model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits
@@ -83,9 +82,10 @@ def dense_logprobs(
     trace: EvictionTrace,
     temperature: float = 1.0,
 ) -> Tensor:
-    """One completion's log-probs under its trace, with a dense mask for each layer: float32 [completion].
+    """Log-probabilities of one completion under its trace, with a dense mask for each layer: float32 [completion].
 
     This is the reference that `replay_logprobs` is compared with; its memory grows with the square of the length.
+
     temperature : the sampling temperature; 0 (greedy) is scored at 1
     """
     trace.check(len(prompt_ids))

@@ -1,7 +1,8 @@
-"""How much of what the best cache would hold a cache holds: recall by layer and kv head, against a dense teacher.
+"""Recall by layer and kv head: the share of the best cache's tokens that a cache holds, judged by a dense teacher.
 
-The best cache of k long-range entries knows what attention each token will still receive (KVpop's target, of the dense
-teacher), ranks by it with the same decay, and so holds other tokens at each query (KVpop eq. 5).
+The best cache with k long-range entries knows the attention that each token will still receive (KVpop's target, from
+the dense teacher). It ranks tokens by that, with the same decay, which gives the tokens that it holds at each query
+(KVpop eq. 5).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sparse_rl.trace import NEVER, EvictionTrace
 
 @dataclass
 class _TargetView:
-    """A `kv_view` that attends to everything, and notes each layer's target, float32 [1, Hkv, S]."""
+    """A `kv_view` that attends to all tokens, and stores each layer's target, float32 [1, Hkv, S]."""
 
     target: FutureTarget
     window: int
@@ -45,13 +46,13 @@ def oracle_trace(
     log_decay: Tensor | None = None,
     target: TargetConfig | None = None,
 ) -> EvictionTrace:
-    """What the best cache evicts of one sequence, of which the last token is not fed; nothing inside the prompt.
+    """The trace of the best cache for one sequence. The last token is not fed; no token is evicted inside the prompt.
 
-    teacher : attends to everything
-    tokens, prompt : prompt and completion, and the prompt's length
-    policy : says sinks, window and k
-    log_decay : log gamma [L, Hkv], of the policy's scorers; None: there is no decay
-    target : the dense attention that tokens will still receive, by default
+    teacher : model with a full cache
+    tokens, prompt : token ids of prompt and completion, and the length of the prompt
+    policy : the policy, which gives sinks, window and k
+    log_decay : log gamma [L, Hkv], from the policy's scorers; None means no decay
+    target : settings of the target; the default is the dense future attention
     """
     fed, device = len(tokens) - 1, next(teacher.parameters()).device
     view = _TargetView(FutureTarget(target or TargetConfig(normaliser="dense")), policy.window)
@@ -77,11 +78,11 @@ def oracle_recall(
     log_decay: Tensor | None = None,
     target: TargetConfig | None = None,
 ) -> Tensor:
-    """The share that is held of the k tokens that the best cache would hold, over decoding: float64 [L, Hkv].
+    """The share of the best cache's k tokens that the trace holds, over all queries of decoding: float64 [L, Hkv].
 
-    trace : what was evicted, of any policy that keeps the same sinks and window; the rest as in `oracle_trace`
+    trace : the trace to judge, from any policy that keeps the same sinks and window; the rest as in `oracle_trace`
 
-    Only queries at which more than k tokens compete are counted; NaN where there is none.
+    Only queries at which more than k tokens compete are counted; the result is NaN if there is no such query.
     """
     fed, window, k = len(tokens) - 1, policy.window, policy.k
     best = oracle_trace(teacher, tokens, prompt, policy, log_decay, target).evict_at[..., :fed]

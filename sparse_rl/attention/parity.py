@@ -1,8 +1,8 @@
-"""Which attention kernel this machine may train with: FlexAttention's, once it has been found exact here.
+"""The parity check of attention kernels: this machine trains with FlexAttention only if it is exact here.
 
-Compiled kernels have given wrong gradients on some GPUs and versions, silently. So before one is used, its output,
-gradients and log-sum-exp are compared, at the model's numbers of heads and head size, with the float64 reference: its
-error may be twice that of SDPA in the same dtype. What does not pass is not used.
+Compiled kernels have silently given wrong gradients on some GPUs and versions. So before a kernel is used, its output,
+gradients and log-sum-exp are compared with the float64 reference, at the model's numbers of heads and head dimension.
+Its error may be at most twice the error of SDPA in the same dtype. A kernel that fails is not used.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from sparse_rl.kernels.choice import in_a_line
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Errors = dict[str, tuple[float, float]]  # name -> (a kernel's error, the error that is allowed)
-LENGTH = 2048  # tokens of the check
-ALLOWED = 2.0  # times the error of SDPA in the same dtype
-FLOOR = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-4}  # of the largest value: below it, noise
-LSE = 1e-3  # allowed |error|; it is computed in float32 in any case
+LENGTH = 2048  # sequence length of the check
+ALLOWED = 2.0  # allowed error, as a multiple of the error of SDPA in the same dtype
+# Errors below this share of the largest value are always allowed, as noise.
+FLOOR = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-4}
+LSE = 1e-3  # allowed |error| of the log-sum-exp, which is always computed in float32
 
 
 @dataclass(frozen=True)
 class Parity:
-    """errors : of out, dq, dk, dv and lse, (the kernel's, what is allowed); failure: why it is not used, or None.
+    """The result of a check.
 
-    seconds : that the check took, compiling included; None: not measured
+    errors : (error of the kernel, allowed error) of out, dq, dk, dv and lse
+    failure : the reason why the kernel is not used; None if it passed
+    seconds : duration of the check, including compilation; None if not measured
     """
 
     kernel: str
@@ -79,11 +82,11 @@ def check_parity(
             lse = flex_attend(evict_at, q, k, v, scaling, **options)[1]
         assert lse is not None
         errors = {}
-        for name, a, b, right in zip(("out", "dq", "dk", "dv"), ours, sdpa, wanted, strict=False):
-            if name == "out":  # padding: there flex sees nothing and gives 0, the others see themselves
-                b, right = b * real, right * real
-            floor = FLOOR[dtype] * float(right.abs().max())
-            errors[name] = distance(a, right), max(ALLOWED * distance(b, right), floor)
+        for name, by_kernel, by_sdpa, exact in zip(("out", "dq", "dk", "dv"), ours, sdpa, wanted, strict=False):
+            if name == "out":  # in flex, a padding query sees no key and gives 0; in the others, it sees itself
+                by_sdpa, exact = by_sdpa * real, exact * real
+            floor = FLOOR[dtype] * float(exact.abs().max())
+            errors[name] = distance(by_kernel, exact), max(ALLOWED * distance(by_sdpa, exact), floor)
         errors["lse"] = distance(lse.where(real[..., 0], 0), wanted[-1].where(real[..., 0], 0)), LSE
         return errors
 
@@ -91,23 +94,23 @@ def check_parity(
 
 
 def judged(kernel: str, device: torch.device, compared: Callable[[], Errors]) -> Parity:
-    """The finding on a kernel, by a comparison on this device; what that raises is a finding, too."""
+    """Run a comparison on this device and judge the kernel by it; an exception in the comparison is a failure."""
     try:
         errors = compared()
-    except Exception as error:  # whatever a compiler or kernel raises, it says that this kernel is not to be had here
+    except Exception as error:  # any exception of a compiler or kernel means that the kernel is unusable here
         return Parity(kernel, failure=in_a_line(error))
     finally:
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # an engine beside us counts what is free
-    if bad := {name: pair for name, pair in errors.items() if not pair[0] <= pair[1]}:  # NaN is bad, too
+            torch.cuda.empty_cache()  # an engine on the same GPU measures the free memory
+    if bad := {name: pair for name, pair in errors.items() if not pair[0] <= pair[1]}:  # NaN counts as bad
         return Parity(kernel, errors, f"it is not exact on this machine (error / allowed: {_ratios(bad)})")
     return Parity(kernel, errors)
 
 
 def random_evictions(rows: int, kv_heads: int, length: int, budget: int, generator: torch.Generator) -> Tensor:
-    """int32 [rows, kv_heads, length]: a token outlives its own step by `budget` on average, some stay for ever.
+    """Random evict_at, int32 [rows, kv_heads, length]: tokens live for `budget` steps on average, some for ever.
 
-    Row r has r sixths of its length as padding on either side, which has 0.
+    Row r has padding of r sixths of its length on each side, with evict_at 0.
     """
     shape = (rows, kv_heads, length)
     alive = torch.empty(shape).exponential_(1 / budget, generator=generator).long() + 1
@@ -121,34 +124,34 @@ def random_evictions(rows: int, kv_heads: int, length: int, budget: int, generat
 
 
 def _outcome(attend: Attend, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    """(out, dq, dk, dv)"""
+    """Run attention forward and backward: (out, dq, dk, dv)."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*inputs)
     return out.detach(), *torch.autograd.grad((out * grad).sum(), inputs)
 
 
 def _reference(evict_at: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scaling: float) -> tuple[Tensor, ...]:
-    """(out, dq, dk, dv, lse) in float64, one query head at a time: one head's S x S is alive."""
+    """Reference (out, dq, dk, dv, lse) in float64, one query head at a time, to keep only one S x S tensor."""
     q, k, v, grad = (x.double() for x in (q, k, v, grad))
     out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
     lse = q.new_zeros(q.shape[:3])
     for head in range(q.shape[1]):
         kv = head * k.shape[1] // q.shape[1]
         visible = visible_mask(evict_at[:, kv : kv + 1])
-        here, there = slice(head, head + 1), slice(kv, kv + 1)
-        parts = q[:, here], k[:, there], v[:, there]
+        q_slice, kv_slice = slice(head, head + 1), slice(kv, kv + 1)
+        parts = q[:, q_slice], k[:, kv_slice], v[:, kv_slice]
         attend: Attend = partial(dense_attention, visible=visible, scaling=scaling)
-        one = _outcome(attend, *parts, grad[:, here])
-        out[:, here], dq[:, here] = one[:2]
-        dk[:, there] += one[2]
-        dv[:, there] += one[3]
+        outcome = _outcome(attend, *parts, grad[:, q_slice])
+        out[:, q_slice], dq[:, q_slice] = outcome[:2]
+        dk[:, kv_slice] += outcome[2]
+        dv[:, kv_slice] += outcome[3]
         scores = parts[0] @ parts[1].transpose(-1, -2) * scaling
-        lse[:, here] = scores.masked_fill(~visible, float("-inf")).logsumexp(-1)
+        lse[:, q_slice] = scores.masked_fill(~visible, float("-inf")).logsumexp(-1)
     return out, dq, dk, dv, lse
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference of two tensors of one shape."""
+    """The largest absolute difference of two tensors of the same shape."""
     return float((a.double() - b.double()).abs().max())
 
 

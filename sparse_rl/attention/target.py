@@ -1,4 +1,4 @@
-"""What a token will still be attended to, as scorers are to foresee it."""
+"""The target of the scorers: the attention that a token will still receive."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sparse_rl.attention.kernels.sdpa import computing_dtype
 
 
 class FutureTarget:
-    """What the scorers are to foresee: r_t = log(floor + m_t), the mass of future attention of a kv head.
+    """The target of the scorers: r_t = log(floor + m_t), with m_t the mass of future attention of a kv head.
 
-    The student's attention (p is divided by the sum over what a query sees), or the dense one; lookahead and normalise
-    as in future_attention_mass. The floor, epsilon, is ours: the papers do not say.
+    The attention is the student's (p is normalised over the tokens that a query sees), or the dense attention;
+    lookahead and normalise are as in future_attention_mass. The floor, epsilon, is ours: the papers give none.
 
-    By the loop it is of queries and keys as they come; by FlexAttention on a GPU as the attention has them, rounded to
-    autocast's dtype. Sums are in float32 in either case.
+    The loop uses queries and keys as they are passed. FlexAttention on a GPU uses them as the attention does, rounded
+    to autocast's dtype. Sums are in float32 in either case.
     """
 
     def __init__(self, config: TargetConfig) -> None:
@@ -27,11 +27,12 @@ class FutureTarget:
     def __call__(
         self, query: Tensor, key: Tensor, scaling: float, window: int, ends: Tensor, evict_at: Tensor
     ) -> Tensor:
-        """The target of one layer: float32 [B, Hkv, S].
+        """Compute the target of one layer: float32 [B, Hkv, S].
 
         query : [B, Hq, S, D]; key : [B, Hkv, S, D]; after RoPE
-        window : w, the tokens that a query sees in any case; ends : int64 [B, S], the end of each token's document
-        evict_at : int32 [B, Hkv, S], what the student's queries see
+        window : w, number of most recent tokens that a query always sees
+        ends : int64 [B, S], the end of each token's document
+        evict_at : int32 [B, Hkv, S], the evictions of the student
         """
         sparse = evict_at if self.config.normaliser == "sparse" else None
         dtype = computing_dtype(query, key)
