@@ -1,10 +1,10 @@
 """`sparse-rl serve`: vLLM's own OpenAI server, with the plugin and the policy that the model was trained under.
 
-`serve` checks what can be checked before anything is loaded, writes vLLM's arguments down and becomes a fresh process,
-which runs `run` below: nothing that the command has imported or set reaches the server but the environment.
+`serve` makes all checks that need no loaded model, builds vLLM's command line and replaces itself with a new process,
+which runs `run` below. Of the command's imports and settings, only the environment reaches the server.
 
-Requests leave no record of evictions. One that is preempted goes on: vLLM recomputes it densely, prompt and what was
-sampled, and the policy then evicts from that as from any prompt.
+Evictions are not recorded. A preempted request continues: vLLM prefills its prompt and its sampled tokens again,
+densely, and the policy then evicts from them as from any prompt.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 from rollout.vllm.serve import run
 run(sys.argv[1:])
 """
-PLUGIN = "sparse_rl"  # its name among the entry points vllm.general_plugins
+PLUGIN = "sparse_rl"  # name of our entry point in the group vllm.general_plugins
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -75,29 +75,32 @@ def serve(
     further: Sequence[str] = (),
     verbose: bool = False,
 ) -> NoReturn:
-    """Turn this process into an OpenAI-compatible server of `model`, by vLLM.
+    """Turn this process into vLLM's OpenAI-compatible server of `model`.
 
     Parameters
     ----------
-    model : a directory or a hub name; its own tokenizer is used
+    model : model directory or hub name, which must include the tokenizer
     cache : see `choose_policy`
-    dtype : of weights, cache and forward; None: vLLM's choice for the model, but float32 stays float32 on a CPU
-    max_batch : sequences that run at a time
-    max_model_len : the longest prompt + completion; None: the model's context, or the longest prompt that the cache can
-        hold where that is less
-    kv_cache_gb : GiB for the cache; None: most of a GPU's memory, 1 on a CPU
-    allowed_hosts : names, besides that of `host`, by which the server may be called; "*": any
-    allowed_origins : web pages, besides the server's own, that may use it, as https://example.com; "*": any
-    context : a file with a text: prompts that begin with it go on from what a compaction leaves of it
-    prompt_cache : the settings of that compaction (`PromptCacheConfig`)
+    host, port : address to listen on
+    dtype : dtype of weights, cache and forward pass; None means vLLM's choice for the model, except that float32 stays
+        float32 on a CPU
+    max_batch : maximum number of sequences that run at a time
+    max_model_len : maximum length of prompt + completion; None means the model's context length, or the longest prompt
+        that the cache can hold if that is shorter
+    kv_cache_gb : GiB for the cache; None means most of a GPU's memory, or 1 on a CPU
+    allowed_hosts : names, in addition to `host`, by which clients may call the server; "*" allows any
+    allowed_origins : web pages, in addition to the server's own, that may use the server, as https://example.com; "*"
+        allows any
+    context : path of a text file, which is compacted once; prompts that begin with the text continue the compacted text
+    prompt_cache : settings of that compaction (`PromptCacheConfig`)
     full_graphs : on a GPU, run a decode step as one CUDA graph
-    further : arguments for `vllm serve` itself; they win, but cannot undo what eviction needs
-    verbose : show what vLLM says
+    further : arguments for `vllm serve` itself; they take precedence, but cannot change settings that eviction needs
+    verbose : show vLLM's log
 
     Raises
     ------
     UserError, ValueError
-        Whatever can be found wrong before anything is loaded.
+        For errors that can be found before the model is loaded.
     """
     if importlib.util.find_spec("vllm") is None:
         raise UserError(f"serving needs vLLM, which is not installed: {INSTALL_VLLM}")
@@ -110,12 +113,12 @@ def serve(
     _check_files(model, flags)
     _set_environment(verbose)
     _check_platform(policy, config, "--enable-sleep-mode" in flags)
-    own_dtype = str(config.dtype).removeprefix("torch.")
-    if dtype is None:  # on a CPU vLLM would halve float32
-        dtype = "float32" if arguments.on_cpu() and own_dtype == "float32" else "auto"
-    itemsize = BYTES.get(dtype, BYTES.get(own_dtype, 2))
-    kept = policy if context is None else arguments.BehindContext(policy.config)
-    beside = beside_cache(kept, config, itemsize=itemsize, max_batch=max_batch)
+    model_dtype = str(config.dtype).removeprefix("torch.")
+    if dtype is None:  # on a CPU vLLM would convert float32 to a 16-bit dtype
+        dtype = "float32" if arguments.on_cpu() and model_dtype == "float32" else "auto"
+    itemsize = BYTES.get(dtype, BYTES.get(model_dtype, 2))
+    bound = policy if context is None else arguments.BehindContext(policy.config)
+    beside = beside_cache(bound, config, itemsize=itemsize, max_batch=max_batch)
     memory = arguments.memory_arguments(kv_cache_gb, ALONE, beside)
     if max_model_len is not None:
         _check_length(max_model_len, policy, config, dtype, memory.get("kv_cache_memory_bytes"))
@@ -142,24 +145,24 @@ def serve(
         **memory,
         **arguments.engine_arguments(policy, dtype=dtype, contexts=contexts, full_graphs=full_graphs),
     )
-    shown = f"[{host}]" if ":" in host else host
-    print(f"serving {model} on http://{shown}:{port}/v1\ncache: {policy!r}, {source}", flush=True)
+    server_host = f"[{host}]" if ":" in host else host
+    print(f"serving {model} on http://{server_host}:{port}/v1\ncache: {policy!r}, {source}", flush=True)
     _become([sys.executable, "-P", "-c", PROGRAM, *words, "--", *further])
 
 
 def choose_policy(model: str, cache: Mapping[str, Any]) -> tuple[Policy, str]:
-    """The policy to serve under, and where it comes from.
+    """Choose the policy to serve under. Returns it, and a description of its source.
 
-    cache : with a key `policy` it says all, without it it changes the policy that the model carries; empty: that
-        policy, else a full cache
+    cache : with a key `policy` it is the complete policy, without it it changes the policy saved with the model; if it
+        is empty, the saved policy is used, or a full cache if there is none
     """
-    carried = saved_policy(model)
+    saved = saved_policy(model)
     if not cache:
-        return (make_policy("full"), "the model carries no policy") if carried is None else (carried, "of the model")
+        return (make_policy("full"), "the model carries no policy") if saved is None else (saved, "of the model")
     if "policy" not in cache:
-        if carried is None:
+        if saved is None:
             raise UserError(f"{model} carries no policy to change; name one: policy=gkv,budget=512", "--cache")
-        cache = {**carried.config.as_block(), **cache}
+        cache = {**saved.config.as_block(), **cache}
     try:
         return make_policy(cache), "as given"
     except UserError as error:
@@ -167,18 +170,22 @@ def choose_policy(model: str, cache: Mapping[str, Any]) -> tuple[Policy, str]:
 
 
 def _choose_compaction(context: str | None, prompt_cache: Mapping[str, Any], policy: Policy) -> PromptCacheConfig:
-    """How the context is compacted. Raises UserError for settings without a context, and for a policy beside it."""
+    """Return the settings of the context's compaction.
+
+    Raises UserError for settings without a context, and for a context together with an evicting policy.
+    """
     if context is None and prompt_cache:
         raise UserError("there is no context to compact; name its file: --context FILE", "--prompt-cache")
     if context is not None and policy.schedule.evicts:
         raise UserError(
-            f"behind a compacted context nothing is evicted; leave {policy.name} out: --cache policy=full", "--context"
+            f"a compacted context cannot be combined with the evicting policy {policy.name}; write --cache policy=full",
+            "--context",
         )
     return build(PromptCacheConfig, {"first": 0, **prompt_cache}, "--prompt-cache", Source())
 
 
 def command_line(**options: Any) -> list[str]:
-    """vLLM's keyword arguments, but those that are None, as its command line takes them."""
+    """Convert vLLM's keyword arguments to words of its command line. Arguments that are None are left out."""
     words = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -193,7 +200,7 @@ def command_line(**options: Any) -> list[str]:
 
 def _become(words: list[str]) -> NoReturn:
     sys.stderr.flush()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Python is not to meet it before it is up again
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # blocked until the new Python has started
     os.execv(words[0], words)
 
 
@@ -201,19 +208,24 @@ def _become(words: list[str]) -> NoReturn:
 
 
 def _check_plugin() -> None:
-    """vLLM looks the plugin up in each of its processes; it then has to be installed, not merely on the path."""
+    """Raise UserError if our plugin is not installed, because vLLM looks it up in each of its processes.
+
+    It is not enough that the package can be imported.
+    """
     if PLUGIN not in importlib.metadata.entry_points(group="vllm.general_plugins").names:
-        raise UserError("sparse-rl is not installed, so vLLM would not find its plugin: pip install -e . in its source")
+        raise UserError(
+            "sparse-rl is not installed, so vLLM would not find its plugin; run pip install -e . in its source folder"
+        )
 
 
 def _check_files(model: str, flags: set[str]) -> None:
-    """Weights and a tokenizer, unless a flag says that they are elsewhere."""
+    """Check that the model has weights and a tokenizer, unless a flag of vLLM replaces them."""
     folder = Path(model)
     if "--load-format" not in flags:
         stored_shapes(model)
     if flags & {"--tokenizer", "--skip-tokenizer-init"}:
         return
-    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZERS):  # transformers would make one up
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZERS):  # transformers would invent one
         raise UserError(f"{model} has no tokenizer; copy one there, or name one: -- --tokenizer DIR", "model")
     load_tokenizer(model)
 
@@ -221,12 +233,12 @@ def _check_files(model: str, flags: set[str]) -> None:
 def _check_platform(policy: Policy, config: Any, sleep_mode: bool) -> None:
     arguments.check_version()
     if not arguments.on_cpu() and not torch.cuda.is_available():
-        raise UserError("there is no GPU, and the vLLM that is installed needs one")
+        raise UserError("there is no GPU, but the installed vLLM needs one")
     refusals.refuse_engine(policy, config, sleep_mode)
 
 
 def _check_length(length: int, policy: Policy, config: Any, dtype: str, memory: int | None) -> None:
-    """Whether the model can read so far, and the cache hold a prompt of that length."""
+    """Check that `length` fits into the model's context, and a prompt of that length into the cache."""
     longest = window_of(config)
     if longest is not None and length > longest:
         raise UserError(f"{length} is more than the model's context, {longest}", "--max-model-len")
@@ -237,15 +249,15 @@ def _check_length(length: int, policy: Policy, config: Any, dtype: str, memory: 
     need = entries * layers * kv_heads * head_dim * 2 * BYTES[dtype]
     if need > memory:
         raise UserError(
-            f"a prompt of {length} tokens takes {need / 2**30:.2f} GiB of cache, and there are {memory / 2**30:.2f}; "
-            "raise --kv-cache-gb or lower it",
+            f"a prompt of {length} tokens takes {need / 2**30:.2f} GiB, but the cache has {memory / 2**30:.2f} GiB; "
+            "lower it, or raise --kv-cache-gb",
             "--max-model-len",
         )
 
 
 def _check_address(host: str, port: int) -> None:
     if port > 65535:
-        raise UserError(f"{port} is not a port; they end at 65535", "--port")
+        raise UserError(f"{port} is not a port; the highest is 65535", "--port")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -266,14 +278,14 @@ def _check_access(hosts: Sequence[str], origins: Sequence[str]) -> None:
 
 
 def _set_environment(verbose: bool) -> None:
-    """What the server's processes inherit, besides what the user has set."""
+    """Set the environment variables that the server's processes inherit; most yield to a value set by the user."""
     if verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     else:
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    os.environ["PYTHONSAFEPATH"] = "1"  # they would import our plugin from the working directory
+    os.environ["PYTHONSAFEPATH"] = "1"  # otherwise they would import our plugin from the working directory
     arguments.prepare_environment()
-    if arguments.on_cpu():  # vLLM would bind threads to cores, to the same ones for each server, and to all of two
+    if arguments.on_cpu():  # vLLM would bind threads to cores: the same cores for each server, and both of two cores
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() - 1)))
     plugins = os.environ.get("VLLM_PLUGINS")
@@ -285,12 +297,15 @@ def _set_environment(verbose: bool) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Serve, by vLLM's arguments: ours, "--", the user's. Returns the exit status."""
+    """Serve, and return the exit status.
+
+    words : arguments of `vllm serve`: ours, "--", and the user's
+    """
     from rollout.vllm.compat import server
 
-    at = words.index("--")
+    separator = words.index("--")
     try:
-        server.run_server(words[:at], words[at + 1 :])
+        server.run_server(words[:separator], words[separator + 1 :])
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except ValueError as error:
@@ -310,14 +325,14 @@ def _end_at_once(*_: Any) -> NoReturn:
 
 
 def _kill_children() -> None:
-    """All but the tracker, which clears shared memory away when the others are gone."""
+    """Kill all child processes except the resource tracker, which frees shared memory once the others have ended."""
     import psutil
 
-    own = psutil.Process()
+    this_process = psutil.Process()
     children: dict[int, Any] = {}
     tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
-    while new := [child for child in own.children(recursive=True) if child.pid not in (tracker, *children)]:
-        for child in new:  # stopped first, so that none starts another unseen
+    while new := [child for child in this_process.children(recursive=True) if child.pid not in (tracker, *children)]:
+        for child in new:  # suspended first, so that none starts another one unnoticed
             children[child.pid] = child
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.suspend()
@@ -327,14 +342,14 @@ def _kill_children() -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """An error's message; of pydantic's, which vLLM's configurations raise, what is wrong and no more."""
+    """Return an error's message as one line; of pydantic's errors, which vLLM raises, only the first reason."""
     message = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
     return " ".join(message.removeprefix("Value error, ").split())
 
 
 def run(words: list[str]) -> NoReturn:
-    """`main`, and then the end of the process, whatever is left of it."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # while it starts; then the server has its own way to end
+    """Run `main`, and then end the process and all its children."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # during the start; afterwards vLLM's server handles signals itself
         signal.signal(number, _end_at_once)
     status = main(words)
     _kill_children()
@@ -342,4 +357,4 @@ def run(words: list[str]) -> NoReturn:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # without Python's own end, at which Triton lists a screenful of what it leaks
+    os._exit(status)  # skips Python's normal exit, in which Triton prints a long list of leaks

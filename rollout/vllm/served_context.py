@@ -20,18 +20,20 @@ from sparse_rl.files import read_text
 from sparse_rl.models.load import load_tokenizer
 from sparse_rl.temporary import temporary_folder
 
-BEHIND = ("\n\nWhat", " 0", "a")  # what may follow the text: tokens that it changes are not the text's own
+BEHIND = ("\n\nWhat", " 0", "a")  # continuations of the text; tokens that differ between them are not the text's own
 
 
 def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, window: int | None) -> str:
-    """Compact the text of a file, as the beginning of the first message, the user's (where the model has no chat
-    template: of the prompt); says on stdout how far.
+    """Compact the text of a file, and print the progress to stdout.
 
-    window : the most tokens that the model reads; None: not known
+    The text is the beginning of the user's first message, or of the prompt if the model has no chat template.
 
-    Returns the path of what is left. It is in memory (memfd), and valid until this process ends, also after exec.
+    window : context length of the model in tokens; None if unknown
 
-    Raises UserError for a file that is no text, or too long, and as `HFEngine.compact` does.
+    Returns the path of a file with the compacted context. The file is in memory (memfd), and valid until this process
+    ends, also after exec.
+
+    Raises UserError if the file is not a text or too long, and in the cases of `HFEngine.compact`.
     """
     try:
         text = read_text(file)
@@ -41,7 +43,10 @@ def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, w
     prompt: Prompt = [{"role": "user", "content": text}] if tokenizer.chat_template else text
     tokens, first, study = _tokens(prompt, text, tokenizer)
     if window is not None and len(tokens) >= window:
-        raise UserError(f"{file} has {len(tokens)} tokens, and with the answer the model reads {window}", "--context")
+        raise UserError(
+            f"{file} has {len(tokens)} tokens, but together with the answer it must fit into {window}; shorten it",
+            "--context",
+        )
     engine: Any = make_engine("hf", model=model, policy="full", dtype=dtype, progress=True)
     print(f"context: {len(tokens)} tokens of {file}", flush=True)
     context = engine.compact(
@@ -59,14 +64,14 @@ def compact_text(model: str, file: str, config: PromptCacheConfig, dtype: str, w
 
 
 def _tokens(prompt: Prompt, text: str, tokenizer: Any) -> tuple[list[int], int, list[list[int]]]:
-    """The tokens that prompts which begin with the text have in common, whatever follows; how many of them the chat
-    template puts in front of it; and what self-study asks behind them.
+    """Return the tokens common to all prompts that begin with the text, the number of them that the chat template puts
+    in front of the text, and the tokens of each self-study prompt that follow them.
     """
-    asked = [f"\n\n{request}" for request in STUDY_PROMPTS]
-    longer = [with_context(prompt, text, text, behind) for behind in (*asked, *BEHIND)]
-    whole = [prompt_ids(one, tokenizer) for one in longer]
-    alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*whole, strict=False))
-    first, common = split_prompt(longer[0], text, tokenizer).first, [tokens[0] for tokens in alike]
+    questions = [f"\n\n{request}" for request in STUDY_PROMPTS]
+    longer = [with_context(prompt, text, text, continuation) for continuation in (*questions, *BEHIND)]
+    whole = [prompt_ids(longer_prompt, tokenizer) for longer_prompt in longer]
+    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*whole, strict=False))
+    first, common = split_prompt(longer[0], text, tokenizer).first, [tokens[0] for tokens in same]
     if len(common) <= first:
-        raise UserError("the text is too short: what follows it changes all of its tokens", "--context")
-    return common, first, [ids[len(common) :] for ids in whole[: len(asked)]]
+        raise UserError("the text is too short: each of its tokens depends on the words that follow it", "--context")
+    return common, first, [ids[len(common) :] for ids in whole[: len(questions)]]

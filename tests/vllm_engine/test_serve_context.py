@@ -94,13 +94,13 @@ def test_tokens_that_what_follows_changes_are_not_the_texts_own(model: Path) -> 
         (["--prompt-cache", "ratio=0.1"], "--prompt-cache: there is no context to compact; name its file: --context"),
         (["--context", "absent.txt"], "absent.txt"),
         (["--context", "raw.txt"], "--context: raw.txt cannot be read: 'utf-8' codec"),
-        (["--context", "TEXT", "--max-model-len", "90"], "has 105 tokens, and with the answer the model reads 90"),
+        (["--context", "TEXT", "--max-model-len", "90"], "has 105 tokens, but together with the answer it must fit"),
         (["--context", "TEXT", "--prompt-cache", "ratio=7"], "--prompt-cache.ratio: expected a number above 0"),
         (
             ["--context", "TEXT", "--prompt-cache", "ration=7"],
             "--prompt-cache.ration: unknown key; did you mean",
         ),
-        (["--context", "TEXT", "--cache", "policy=tova,budget=9"], "--context: behind a compacted context nothing is"),
+        (["--context", "TEXT", "--cache", "policy=tova,budget=9"], "--context: a compacted context cannot be combined"),
     ],
 )
 def test_what_is_refused(
