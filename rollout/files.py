@@ -50,8 +50,8 @@ def written_rollouts(folder: Path, origin: Origin) -> Iterator[Add]:
     """Write the files of a folder, replacing those of an earlier call. Yields a function that adds one part: it takes
     the part's rollouts and, for each, further keys for its line.
     """
-    for old in folder.glob(TRACES):
-        old.unlink()
+    for earlier_file in folder.glob(TRACES):
+        earlier_file.unlink()
     write_origin(folder, origin)
     parts = 0
     with (folder / COMPLETIONS).open("w") as log:
@@ -139,8 +139,8 @@ class RolloutFiles:
         try:
             rollout = self._parsed(text, trace)
         except (ValueError, RecursionError) as error:
-            what = error.message if isinstance(error, UserError) else f"it is not JSON ({error})"
-            raise UserError(f"{self.folder / COMPLETIONS}, line {number}: {what}") from None
+            problem = error.message if isinstance(error, UserError) else f"it is not JSON ({error})"
+            raise UserError(f"{self.folder / COMPLETIONS}, line {number}: {problem}") from None
         tokens = len(rollout.prompt_ids) + len(rollout.completion_ids)
         if len(rollout.trace) != tokens:
             line = f"line {number} of {COMPLETIONS} has {tokens}: they do not belong together"
@@ -174,7 +174,7 @@ def _logprobs(line: Mapping[str, Any], name: str, tokens: int) -> list[float]:
     loaded = line.get(name)
     if not isinstance(loaded, list):
         raise UserError(f"it has no list {name}: the log-probs of the sampled tokens are missing; sample anew")
-    if any(type(one) not in (float, int) or not -math.inf < one <= 0 for one in loaded):
+    if any(type(value) not in (float, int) or not -math.inf < value <= 0 for value in loaded):
         raise UserError(f"{name} has a value that is not a log-prob, which is a finite number <= 0")
     if len(loaded) != tokens:
         raise UserError(f"it has {len(loaded)} {name}, but {tokens} completion_ids")

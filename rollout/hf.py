@@ -293,8 +293,11 @@ class HFEngine:
                     continue
                 # `logprobs` is -inf if a forced token is outside top-p or top-k
                 if not math.isfinite(model_logprobs[i]):
-                    where, dtype = divmod(row.request.place, sampling.n), str(logits.dtype).removeprefix("torch.")
-                    raise NotFiniteLogprobError(*where, len(row.tokens), dtype)
+                    prompt_and_sample, dtype = (
+                        divmod(row.request.place, sampling.n),
+                        str(logits.dtype).removeprefix("torch."),
+                    )
+                    raise NotFiniteLogprobError(*prompt_and_sample, len(row.tokens), dtype)
                 row.tokens.append(tokens[i])
                 row.logprobs.append(logprobs[i])
                 row.model_logprobs.append(model_logprobs[i])

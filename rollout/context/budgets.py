@@ -130,11 +130,11 @@ def allocate(curves: Tensor, ratios: Sequence[float], ratio: float) -> Tensor:
 def _losses(flat: Tensor, ratios: Sequence[float], wanted: Tensor) -> Tensor:
     """Interpolated losses of each head at the ratios `wanted` [n]: [heads, n]."""
     lowest = min(ratio for ratio in ratios if ratio > 0)
-    at, where = (
+    scaled, wanted_scaled = (
         x.clamp(max=lowest) / lowest + x.clamp(min=lowest).log() for x in (torch.tensor(ratios).to(wanted), wanted)
     )
-    right = torch.searchsorted(at, where).clamp(1, len(at) - 1)
-    part = (where - at[right - 1]) / (at[right] - at[right - 1])
+    right = torch.searchsorted(scaled, wanted_scaled).clamp(1, len(scaled) - 1)
+    part = (wanted_scaled - scaled[right - 1]) / (scaled[right] - scaled[right - 1])
     return torch.lerp(flat[:, right - 1].to(part), flat[:, right].to(part), part)
 
 

@@ -84,9 +84,9 @@ class Studied:
 
     def head(self, config: PromptCacheConfig, place: int, head: int, count: int) -> LayerEntries:
         """Kept entries of one kv head of layer `place`: `count` entries, plus `first` and `last`."""
-        one = slice(head, head + 1)
-        selected = LayerEntries(*(x[:, one] for x in self.whole.layers[place]))
-        return _compacted(selected, self.queries[place][:, one], count, config, self.scaling)
+        head_slice = slice(head, head + 1)
+        selected = LayerEntries(*(x[:, head_slice] for x in self.whole.layers[place]))
+        return _compacted(selected, self.queries[place][:, head_slice], count, config, self.scaling)
 
 
 def study(tokens: Sequence[int], config: PromptCacheConfig, read: Read, write: Write, on_stage: OnStage) -> Studied:

@@ -84,8 +84,8 @@ def compacted_contexts(
     for place, prompt in enumerate(questions.prompts):
         problems_of.setdefault((prompt.first, tuple(prompt.context)), []).append(place)
     for number, ((first, tokens), problems) in enumerate(problems_of.items(), start=1):
-        where = f"context {number} of {len(problems_of)}"
-        on_reading_stage = partial(_tell, on_stage, f"{where}: {len(tokens)} tokens")
+        context_label = f"context {number} of {len(problems_of)}"
+        on_reading_stage = partial(_tell, on_stage, f"{context_label}: {len(tokens)} tokens")
         waiting = {place: replace(cache, first=cache.first + first) for place, cache in enumerate(caches)}
         while waiting:
             shared = _read_alike(waiting)
@@ -93,7 +93,7 @@ def compacted_contexts(
                 studied = engine.study(tokens, waiting[shared[0]], questions.study, on_reading_stage)
                 for place in shared:
                     config = waiting.pop(place)
-                    on_stage(f"{where}: compaction, {label(config)}")
+                    on_stage(f"{context_label}: compaction, {label(config)}")
                     context = studied.compacted(config)
                     sizes = len(context.tokens), context.nbytes, studied.whole.nbytes
                     yield Compacted(place, problems, context, ContextCosts(1, *sizes, context.seconds))
@@ -103,8 +103,8 @@ def compacted_contexts(
                 raise UserError(f"problem {problems[0] + 1}: {error.message}", "prompt_cache") from error
 
 
-def _tell(on_stage: Callable[[str], None], what: str, begins: str) -> None:
-    on_stage(f"{what}, {begins}")
+def _tell(on_stage: Callable[[str], None], subject: str, begins: str) -> None:
+    on_stage(f"{subject}, {begins}")
 
 
 def _read_alike(configs: Mapping[int, PromptCacheConfig]) -> list[int]:

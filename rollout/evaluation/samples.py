@@ -27,14 +27,14 @@ def sample_in_parts(
     for place, prompt in enumerate(prompts):
         places_of.setdefault(tuple(prompt), []).append(place)
     size = math.lcm(sampling.n, engine.max_batch) // sampling.n
-    behind: dict[str, Any] = {} if context is None else {"context": context}
+    context_option: dict[str, Any] = {} if context is None else {"context": context}
     part: list[int] = []
     for number, places in enumerate(places_of.values(), start=1):
         part += places
         if len(part) >= size or number == len(places_of):
             start = time.perf_counter()
             try:
-                rollouts = engine.generate([list(prompts[place]) for place in part], sampling, **behind)
+                rollouts = engine.generate([list(prompts[place]) for place in part], sampling, **context_option)
             except NotFiniteLogprobError as error:
                 raise error.of_prompt(part[error.prompt]) from error
             yield part, rollouts, time.perf_counter() - start
