@@ -123,7 +123,7 @@ def test_a_refusal_is_not_preceded_by_a_warning(machine: Callable) -> None:
     with pytest.raises(UserError, match=r"rollout\.engine: layered: vllm gives all layers"):
         resolve(vllm, config(32))
     (remark,) = resolve(hf, config(32)).remarks
-    assert remark.startswith("layered: of the model's 2 layers")
+    assert remark.startswith("layered: the model's 2 layers")
 
 
 def test_a_family_that_only_hf_holds_is_left_to_it(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,7 +324,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Sections], Any], str]] = {
     "a page opened by the last token": (planted("opened", (0, 0, 13, 0), 0), "has page 0, where 0 pages have"),
     "a page beyond the last": (planted("opened", (0, 0, 12, 0), 99), "has page 99, where 4 pages have"),
     "a page twice": (planted("opened", (0, 0, 12), 1), "a page twice for one query"),
-    "a page that closes late": (planted("closed_at", 1, 8), "is wrong: pages of 2 tokens behind 1 sinks close"),
+    "a page that closes late": (planted("closed_at", 1, 8), "is wrong: pages of 2 tokens after 1 sinks close"),
     "a page that closes in the prompt": (planted("closed_at", 0, 3), "is wrong: pages of 2 tokens"),
     "a token of a page that leaves": (
         planted("evict_at", (0, 0, 3), 9),
@@ -333,7 +333,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Sections], Any], str]] = {
     "a sink that is evicted": (planted("evict_at", (1, 1, 0), 9), "an eviction in a layer whose tokens are paged"),
     "pi of zeros": (lambda sections: sections["pi"].zero_(), "sums to 0, not 1"),
     "pi twice as large": (lambda sections: sections["pi"][..., 1:3].fill_(1.0), "sums to 2, not 1"),
-    "another window": (planted("paged_with", 1, 1), "is wrong: pages of 2 tokens behind 1 sinks close 1 tokens"),
+    "another window": (planted("paged_with", 1, 1), "is wrong: pages of 2 tokens after 1 sinks close 1 tokens"),
     "no paged_with": (lambda sections: sections.pop("paged_with"), "also needs paged_with"),
     "no opened": (lambda sections: sections.pop("opened"), "also needs opened"),
     "no closed_at": (lambda sections: sections.pop("closed_at"), "also needs closed_at"),

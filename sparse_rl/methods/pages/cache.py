@@ -1,8 +1,8 @@
 """PagedCache: all keys and values, and the summaries of closed pages; a query reads a cover of them.
 
-Token t of a row stands in slot t. As a query arrives, pages close for it: their summaries are made. Then it chooses
-pages, and attends to sinks, tail, the other summaries and the chosen pages' tokens. So a step reads
-O(sinks + window + pages + K n) entries.
+A cover represents every token once, by its own entry or by a summary. Token t of a row is in slot t. When a query
+arrives, pages that close at this query are summarised. Then the query chooses pages, and attends to sinks, tail, the
+other summaries and the chosen pages' tokens. So a step reads O(sinks + window + pages + K n) entries.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from sparse_rl.methods.pages.pages import attention_weights, choose, random_weig
 from sparse_rl.policies.base import Policy
 
 KEYS, VALUES = "page_keys", "page_values"  # in a layer's memory: [B, Hkv, M, D], rounded to the cache's dtype
-OPENED = "opened"  # there too: int16 [B, Hkv, S, K]
-RECEIVED, WEIGHTS = "received", "pi"  # in its state, [B, Hkv, C]: attention so far; float32, of a summary
+OPENED = "opened"  # also in a layer's memory: int16 [B, Hkv, S, K]
+RECEIVED, WEIGHTS = (
+    "received",
+    "pi",
+)  # in a layer's state, [B, Hkv, C]: attention received so far; weight in its summary, float32
 MOST_PAGES = torch.iinfo(torch.int16).max
-CHUNK = 256  # queries of a prompt whose attention is summed at a time
+CHUNK = 256  # prompt queries whose attention is summed at a time
 ROOM = 64  # pages for which memory is added at a time
 
 
 class PagedCache(EvictingCache):
-    """The caches of clustered attention: all entries, and for each page a summary; see the module."""
+    """The caches of clustered attention: all entries, and a summary of each closed page; see the module docstring."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
@@ -42,13 +45,13 @@ class PagedCache(EvictingCache):
         queries = [n - 1 for n in self.seen]
         self._closed = self.pages.all_closed(self.prompt_lengths, queries)
         if max(self._closed) > MOST_PAGES:
-            raise UserError(f"a sequence has more than {MOST_PAGES} pages; larger ones are needed", "cache.page")
+            raise UserError(f"a sequence has more than {MOST_PAGES} pages; use larger pages", "cache.page")
         before = self.pages.all_closed(self.prompt_lengths, [q - 1 for q in queries])
         self._were = [b if a else c for a, b, c in zip(active, before, self._closed, strict=True)]
         self._plan_cover(device)
 
     def _plan_cover(self, device: torch.device) -> None:
-        """What all layers of this forward read alike: which raw tokens, int64 [B, R], and which summaries."""
+        """Plan what all layers of this forward pass read in common: the raw tokens, int64 [B, R], and the summaries."""
         pages = self.pages
         start = [pages.sinks + count * pages.size for count in self._closed]
         longest = max(max(n - s for n, s in zip(self.seen, start, strict=True)), 0)
@@ -59,7 +62,7 @@ class PagedCache(EvictingCache):
         self._tokens, self._hidden = tokens.masked_fill(hidden, 0), hidden[:, None, None]
         closed = torch.tensor(self._closed, device=device)
         numbers = torch.arange(max(self._closed), device=device)
-        self._open = (numbers >= closed[:, None])[:, None, None]  # [B, 1, 1, M], pages that are no summaries yet
+        self._open = (numbers >= closed[:, None])[:, None, None]  # [B, 1, 1, M], pages not closed yet
         self._allowed = None
         if self.config.fraction is not None:
             self._allowed = torch.tensor([self.most_opened(count) for count in self._closed], device=device)
@@ -72,17 +75,17 @@ class PagedCache(EvictingCache):
                 layer.memory[OPENED] = F.pad(layer.memory[OPENED], (0, 0, 0, missing), value=-1)
 
     def further(self, row: int, length: int) -> dict[str, Tensor]:
-        """The sections paged_with, closed_at, opened, and pi where summaries are no plain means."""
+        """The sections paged_with, closed_at, opened, and also pi if summaries are not plain means."""
         layers = [self.layers[i] for i in sorted(self.layers)]
         opened = torch.stack([layer.memory[OPENED][row] for layer in layers]).cpu()
         missing = length - opened.shape[2]
         opened = F.pad(opened, (0, 0, 0, missing), value=-1) if missing > 0 else opened[:, :, :length]
         closed_at = self.pages.closing(self.prompt_lengths[row], length)
-        found = {"paged_with": self.pages.settings(), "closed_at": closed_at, "opened": opened.contiguous()}
+        sections = {"paged_with": self.pages.settings(), "closed_at": closed_at, "opened": opened.contiguous()}
         if not self.pages.uniform:
             weights = torch.stack([layer.state[WEIGHTS][row] for layer in layers]).cpu()
-            found["pi"] = F.pad(weights, (0, max(length - weights.shape[-1], 0)))[..., :length].contiguous()
-        return found
+            sections["pi"] = F.pad(weights, (0, max(length - weights.shape[-1], 0)))[..., :length].contiguous()
+        return sections
 
     def _prefill(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         out = super()._prefill(index, query, key, value, scaling)
@@ -111,43 +114,45 @@ class PagedCache(EvictingCache):
             self._close(index, layer)
 
         wide = computing_dtype(query, value)
-        # The G query heads of a group attend as G "queries" to their kv head: nothing is repeated.
+        # The G query heads of a group attend as G "queries" to their kv head, so that no key is repeated.
         grouped = query.reshape(batch, heads, -1, dim).to(wide) * scaling
         slots = self._tokens[:, None].expand(-1, heads, -1)
-        raw = grouped @ at_slots(layer.keys, slots).to(wide).mT
-        raw = raw.masked_fill_(self._hidden, float("-inf"))
-        read = [(raw, at_slots(layer.values, slots).to(wide))]
+        raw_logits = grouped @ at_slots(layer.keys, slots).to(wide).mT
+        raw_logits = raw_logits.masked_fill_(self._hidden, float("-inf"))
+        parts = [(raw_logits, at_slots(layer.values, slots).to(wide))]
         if most := self._open.shape[-1]:
             page_keys, page_values = (layer.memory[name][:, :, :most] for name in (KEYS, VALUES))
-            sums = grouped @ page_keys.mT + pages.bias
-            sums = sums.masked_fill_(self._open, float("-inf"))
-            cover = torch.cat([raw, sums], dim=-1)
-            opened = choose(cover, raw.shape[-1], pages.most, self.config.threshold, self._allowed)
+            page_logits = grouped @ page_keys.mT + pages.bias
+            page_logits = page_logits.masked_fill_(self._open, float("-inf"))
+            cover = torch.cat([raw_logits, page_logits], dim=-1)
+            opened = choose(cover, raw_logits.shape[-1], pages.most, self.config.threshold, self._allowed)
             active, record = self._active[:, None, None], layer.memory[OPENED]
             record[rows, :, now] = torch.where(active, opened, record[rows, :, now].long()).to(torch.int16)
-            inside = pages.tokens(opened.clamp(min=0)).flatten(2).clamp(max=layer.keys.shape[2] - 1)
+            opened_slots = pages.tokens(opened.clamp(min=0)).flatten(2).clamp(max=layer.keys.shape[2] - 1)
             is_open = opened[:, :, None] >= 0
-            far = (grouped @ at_slots(layer.keys, inside).to(wide).mT).unflatten(-1, (-1, pages.size))
+            opened_logits = (grouped @ at_slots(layer.keys, opened_slots).to(wide).mT).unflatten(-1, (-1, pages.size))
             if not pages.joint:
-                theirs = sums.gather(-1, opened.clamp(min=0)[:, :, None].expand(*sums.shape[:3], -1))
-                far = far.log_softmax(-1) + theirs[..., None]
-            far = far.masked_fill(~is_open[..., None], float("-inf")).flatten(-2)
-            place = opened.masked_fill(opened < 0, most)[:, :, None].expand(*sums.shape[:3], -1)
-            rest = F.pad(sums, (0, 1)).scatter_(-1, place, float("-inf"))[..., :most]
-            read += [(rest, page_values), (far, at_slots(layer.values, inside).to(wide))]
-        out, received = _weighed(read)
+                summary_logits = page_logits.gather(
+                    -1, opened.clamp(min=0)[:, :, None].expand(*page_logits.shape[:3], -1)
+                )
+                opened_logits = opened_logits.log_softmax(-1) + summary_logits[..., None]
+            opened_logits = opened_logits.masked_fill(~is_open[..., None], float("-inf")).flatten(-2)
+            opened_or_none = opened.masked_fill(opened < 0, most)[:, :, None].expand(*page_logits.shape[:3], -1)
+            unopened_logits = F.pad(page_logits, (0, 1)).scatter_(-1, opened_or_none, float("-inf"))[..., :most]
+            parts += [(unopened_logits, page_values), (opened_logits, at_slots(layer.values, opened_slots).to(wide))]
+        out, received = _attend_parts(parts)
         if RECEIVED in layer.state:
             layer.state[RECEIVED].scatter_add_(-1, slots, received.mean(2))
         return out.to(value.dtype).reshape(query.shape)
 
     def _close(self, index: int, layer: Layer) -> None:
-        """Summarise the pages that this query is the first not to see raw."""
+        """Summarise the pages for which this query is the first to read a summary."""
         low = min(a for a, b in zip(self._were, self._closed, strict=True) if a < b)
         high, device, pages = max(self._closed), layer.keys.device, self.pages
         batch, heads = layer.keys.shape[:2]
         numbers = torch.arange(low, high, device=device)
-        were, closed = torch.tensor(self._were, device=device), torch.tensor(self._closed, device=device)
-        new = (numbers >= were[:, None]) & (numbers < closed[:, None])  # [B, M']
+        closed_before, closed = torch.tensor(self._were, device=device), torch.tensor(self._closed, device=device)
+        new = (numbers >= closed_before[:, None]) & (numbers < closed[:, None])  # [B, M']
         tokens = pages.tokens(numbers).expand(batch, -1, -1)
         tokens = torch.where(new[..., None], tokens, 0)
         slots = tokens.flatten(1)[:, None].expand(-1, heads, -1)
@@ -157,21 +162,28 @@ class PagedCache(EvictingCache):
             weights = attention_weights(layer.state[RECEIVED].gather(2, slots).unflatten(2, shape))
         elif self.config.compressor == "random":
             weights = random_weights(index, heads, numbers, pages.size).expand(batch, -1, -1, -1)
-        raw = [at_slots(x, slots).unflatten(2, shape) for x in (layer.keys, layer.values)]
-        for name, made in zip((KEYS, VALUES), summarise(raw[0], raw[1], pages, weights), strict=True):
-            held = layer.memory[name]
-            if high > held.shape[2]:
-                held = F.pad(held, (0, 0, 0, high + ROOM - held.shape[2]))
-            held[:, :, low:high] = torch.where(new[:, None, :, None], made.to(held.dtype), held[:, :, low:high])
-            layer.memory[name] = held
+        page_tokens = [at_slots(x, slots).unflatten(2, shape) for x in (layer.keys, layer.values)]
+        for name, summary in zip(
+            (KEYS, VALUES), summarise(page_tokens[0], page_tokens[1], pages, weights), strict=True
+        ):
+            stored = layer.memory[name]
+            if high > stored.shape[2]:
+                stored = F.pad(stored, (0, 0, 0, high + ROOM - stored.shape[2]))
+            stored[:, :, low:high] = torch.where(
+                new[:, None, :, None], summary.to(stored.dtype), stored[:, :, low:high]
+            )
+            layer.memory[name] = stored
         if weights is not None:
-            gone = new.repeat_interleave(pages.size, dim=1)[:, None].expand_as(slots)
-            layer.state[WEIGHTS].scatter_reduce_(-1, slots, weights.flatten(2).masked_fill(~gone, 0.0), reduce="amax")
+            in_new_pages = new.repeat_interleave(pages.size, dim=1)[:, None].expand_as(slots)
+            layer.state[WEIGHTS].scatter_reduce_(
+                -1, slots, weights.flatten(2).masked_fill(~in_new_pages, 0.0), reduce="amax"
+            )
 
 
-def _weighed(read: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention over several parts, each its logits [..., T, N] and values [..., N, D]: [..., T, D]; and the weights of
-    the first part, [..., T, N].
+def _attend_parts(read: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention with one softmax over several parts: output [..., T, D], and weights of the first part [..., T, N].
+
+    read : (logits [..., T, N], values [..., N, D]) of each part
     """
     shares = torch.cat([logits for logits, _ in read], dim=-1).softmax(-1).split([x.shape[-1] for x, _ in read], dim=-1)
     parts = [a @ v for a, (_, v) in zip(shares, read, strict=True)]
@@ -179,16 +191,17 @@ def _weighed(read: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _prompt_attention(query: Tensor, key: Tensor, scaling: float, lengths: Tensor) -> Tensor:
-    """What the queries of prompts of int64 [B] tokens, [B, Hq, S, D], give each token, the mean over a group's query
-    heads: [B, Hkv, S].
+    """Attention that each prompt token receives from all queries of its prompt, mean over a group: [B, Hkv, S].
+
+    query : [B, Hq, S, D]; key : [B, Hkv, S, D]; lengths : int64 [B], number of tokens of each prompt
     """
     heads, width = key.shape[1:3]
-    grouped, at = query.unflatten(1, (heads, -1)) * scaling, torch.arange(width, device=key.device)
+    grouped, key_positions = query.unflatten(1, (heads, -1)) * scaling, torch.arange(width, device=key.device)
     received = torch.zeros_like(key[..., 0])
     for start in range(0, width, CHUNK):
-        asked = at[start : start + CHUNK]
+        query_positions = key_positions[start : start + CHUNK]
         logits = torch.einsum("bhgtd,bhnd->bhgtn", grouped[:, :, :, start : start + CHUNK], key)
-        shares = logits.masked_fill_(at > asked[:, None], float("-inf")).softmax(-1)
-        real = (asked < lengths[:, None])[:, None, None, :, None]
+        shares = logits.masked_fill_(key_positions > query_positions[:, None], float("-inf")).softmax(-1)
+        real = (query_positions < lengths[:, None])[:, None, None, :, None]
         received += shares.masked_fill_(~real, 0.0).sum(3).mean(2)
     return received

@@ -1,4 +1,4 @@
-"""The settings of LuKA's caches: queries that read pages, and a policy for each range of layers."""
+"""The settings of LuKA's caches: clustered attention, and a separate policy for each range of layers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from sparse_rl.policies.schedule import PerLayer, ReadsPages, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class ClusteredConfig(PolicyConfig):
-    """Everything is held, and queries read most pages of tokens as one summary each (LuKA section 3.2).
+    """All entries are held, and queries read most pages of tokens as one summary each (LuKA section 3.2).
 
-    page : tokens of a page
-    window : tokens that come after a page before its summary is read instead, at least
-    sinks : the first tokens, in no page
-    open_pages : pages that a query reads token by token, at most; null: 3, or 16 where threshold or fraction is given
-    bias : log_n, a summary weighs as much as the tokens that it stands for; none, as one
-    values : kept, or zero: summaries have keys alone, for comparison
-    compressor : how much of a summary each token of its page is: mean, all as much; attention, by the attention that
-        it got until the page closes; random, one of them is the summary
-    threshold : pages are opened whose summary has a larger share of the attention; for evaluation only
-    fraction : this share of the closed pages is opened, rounded up; for evaluation only
-    softmax : joint, over all that is read; nested, the tokens of an opened page share what its summary had (the paper's
-        equation 3), for evaluation only
+    page : number of tokens of a page
+    window : minimum number of tokens after a page before its summary is read instead of its tokens
+    sinks : number of first tokens, which belong to no page
+    open_pages : maximum number of pages that a query reads token by token; null means 3, or 16 if threshold or fraction
+        is given
+    bias : log_n, a summary weighs as much as its n tokens; none, as much as one token
+    values : kept; or zero, summaries have only keys, for comparison
+    compressor : weights of a page's tokens in its summary: mean, equal weights; attention, by the attention that each
+        token received until the page closed; random, one token of the page is the summary
+    threshold : only pages whose summary has a larger share of the attention are opened; for evaluation only
+    fraction : share of the closed pages that is opened, rounded up; for evaluation only
+    softmax : joint, one softmax over everything that is read; nested, the tokens of an opened page share the weight of
+        its summary (the paper's equation 3), for evaluation only
     """
 
     name: ClassVar[str] = "clustered"
@@ -65,9 +66,9 @@ class ClusteredConfig(PolicyConfig):
     def check_trainable(self) -> None:
         for key in ("threshold", "fraction"):
             if getattr(self, key) is not None:
-                raise UserError("is for evaluation only; a training opens open_pages pages", key)
+                raise UserError("is for evaluation only; in training, queries open up to open_pages pages", key)
         if self.softmax == "nested":
-            raise UserError("nested cannot be followed in training; use joint", "softmax")
+            raise UserError("nested cannot be replayed in training; use joint", "softmax")
 
     @property
     def schedule(self) -> Schedule:
@@ -75,15 +76,15 @@ class ClusteredConfig(PolicyConfig):
 
     @property
     def only_hf(self) -> str | None:
-        return "vllm's kernels read all that a sequence holds"
+        return "vllm's kernels read all entries of a sequence"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartConfig(Configuration):
     """The policy of a range of layers.
 
-    layers : how many layers, where those of all parts are as many as the model has; else a share
-    cache : their policy, {policy: a name, its parameters}, or the name alone
+    layers : number of layers if the parts sum to the model's number of layers; otherwise a proportion
+    cache : policy of these layers, {policy: a name, its parameters}, or the name alone
     """
 
     layers: PositiveInt
@@ -91,7 +92,7 @@ class PartConfig(Configuration):
 
 
 def mixed() -> list[PartConfig]:
-    """The parts of LuKA's mixed attention, as its figure 5 has them for 36 layers."""
+    """The parts of LuKA's mixed attention for 36 layers, as in the paper's figure 5."""
     return [
         PartConfig(layers=8, cache=LinedConfig()),
         PartConfig(layers=20, cache=ClusteredConfig()),
@@ -101,9 +102,10 @@ def mixed() -> list[PartConfig]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayeredConfig(PolicyConfig):
-    """A policy for each range of layers, as in LuKA's mixed attention.
+    """A separate policy for each range of layers, as in LuKA's mixed attention.
 
-    parts : the layers in order, from the first; null: 8 lined, 20 clustered, 8 lined, each with its defaults
+    parts : ranges of layers in order, from the first layer on; null means 8 layers lined, 20 clustered, 8 lined, each
+        with the defaults of its policy
     """
 
     name: ClassVar[str] = "layered"
@@ -119,22 +121,22 @@ class LayeredConfig(PolicyConfig):
             object.__setattr__(self, "parts", mixed())
         super().__post_init__()
         if not self.parts:
-            raise UserError("name at least one, for example [{layers: 1, cache: full}]", "parts")
+            raise UserError("name at least one part, for example [{layers: 1, cache: full}]", "parts")
         for place, part in enumerate(self.ranges):
             if not part.cache.in_parts:
-                wrong = f"{part.cache.name} is for all layers together, and cannot be a part"
+                wrong = f"{part.cache.name} is for all layers together and cannot be a part"
                 raise UserError(wrong, f"parts[{place}].cache")
         if len({str(part.cache) for part in self.ranges if isinstance(part.cache, ClusteredConfig)}) > 1:
             raise UserError("clustered parts must have the same settings", "parts")
 
     @property
     def ranges(self) -> list[PartConfig]:
-        """The parts, where they are given and where they are not."""
+        """The parts, either given or default."""
         assert self.parts is not None
         return self.parts
 
     def spans(self, layers: int) -> list[int]:
-        """The layers of each part, in a model that has so many."""
+        """Number of layers of each part, in a model with this many layers."""
         return spans([part.layers for part in self.ranges], layers)
 
     @property
@@ -159,12 +161,14 @@ class LayeredConfig(PolicyConfig):
     def remark(self, group: int, layers: int) -> str | None:
         if layers == sum(part.layers for part in self.ranges):
             return None
-        mine = ", ".join(f"{n} {part.cache.name}" for n, part in zip(self.spans(layers), self.ranges, strict=True))
-        return f"of the model's {layers} layers: {mine}"
+        layers_by_part = ", ".join(
+            f"{n} {part.cache.name}" for n, part in zip(self.spans(layers), self.ranges, strict=True)
+        )
+        return f"the model's {layers} layers are: {layers_by_part}"
 
 
 def spans(shares: Sequence[int], whole: int) -> list[int]:
-    """`whole` cut in these proportions; each cut is rounded."""
+    """Split `whole` in these proportions; each boundary is rounded."""
     total, past, cuts = sum(shares), 0, [0]
     for share in shares:
         past += share

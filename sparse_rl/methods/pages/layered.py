@@ -1,7 +1,7 @@
-"""Another policy for each range of layers (LuKA section 3.3).
+"""A separate policy for each range of layers (LuKA section 3.3).
 
-The paper's mixed attention is lined in the first and last layers, and clustered between. An engine gives each part a
-cache of its own; this policy only says which layers they have.
+The paper's mixed attention is lined in the first and last layers, and clustered in between. An engine gives each part
+its own cache; this policy only defines the layers of each part.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from sparse_rl.policies.schedule import PerLayer
 
 
 class Layered(Policy):
-    """A policy for each range of layers, whose caches an engine keeps apart.
+    """A separate policy for each range of layers; an engine keeps their caches apart.
 
-    parts : the policies, in order
-    spans : how many layers each has, once it is `bound_to` a model; before that as the settings say
+    parts : the policies, in order of layers
+    spans : number of layers of each part; taken from the settings until the policy is `bound_to` a model
     """
 
     config: LayeredConfig
@@ -40,6 +40,6 @@ class Layered(Policy):
         return list(zip(self.parts, self.config.spans(layers), strict=True))
 
     def most_read(self, prompt: int, fed: int) -> int:
-        """The mean over layers, rounded up."""
+        """Mean over layers, rounded up."""
         read = [part.most_read(prompt, fed) * span for part, span in zip(self.parts, self.spans, strict=True)]
         return math.ceil(sum(read) / sum(self.spans))

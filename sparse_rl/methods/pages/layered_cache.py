@@ -1,6 +1,6 @@
-"""LayeredCache: a cache for each range of layers, under a policy of its own.
+"""LayeredCache: a separate cache for each range of layers, under its own policy.
 
-Each part counts for itself: the entries held differ from layer to layer.
+Each part keeps its own counts, because the number of entries held differs between layers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from sparse_rl.methods.pages.layered import Layered
 from sparse_rl.policies.cache import make_cache
 from sparse_rl.trace import EvictionTrace
 
-OF_LAYERS = {"opened": -1, "pi": 0.0}  # sections of all layers, and what they hold for a layer without pages
+OF_LAYERS = {"opened": -1, "pi": 0.0}  # sections with values for all layers, and their filler for layers without pages
 
 
 class LayeredCache:
-    """A `Cache` that has a cache for each range of layers.
+    """A `Cache` that contains a separate cache for each range of layers.
 
-    policy : bound to the model
+    policy : the policy, bound to the model
 
     parts : (layers, their cache), from the first layer on
     """
@@ -63,16 +63,16 @@ class LayeredCache:
         return self._of(layer).queries(layer)
 
     def trace(self, row: int, length: int) -> EvictionTrace:
-        """With the pages' sections, which hold nothing for the other layers, and the layers that they speak of."""
+        """The trace of one row, with the pages' sections, filled up for layers without pages, and the paged layers."""
         evict_at = torch.cat([cache.evict_at(row, length) for _, cache in self.parts])
         sections: dict[str, Tensor] = {}
         paged: list[int] = []
         for layers, cache in self.parts:
-            own = cache.further(row, length)
-            paged += layers if "opened" in own else []
-            for name, values in own.items():
+            part_sections = cache.further(row, length)
+            paged += layers if "opened" in part_sections else []
+            for name, values in part_sections.items():
                 if name not in OF_LAYERS:
-                    sections[name] = values  # settings, the same in all parts
+                    sections[name] = values  # sections without layers, the same in all parts
                     continue
                 empty = values.new_full((len(evict_at), *values.shape[1:]), OF_LAYERS[name])
                 sections.setdefault(name, empty)[layers.start : layers.stop] = values

@@ -1,4 +1,4 @@
-"""Replay where layers have caches of different kinds: each by the view of its own kind."""
+"""Replay of layers with different kinds of caches: each layer is replayed by the view of its kind."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from sparse_rl.methods.pages.view import PagedView
 
 
 class LayeredView(TraceView):
-    """The layers that paged_layers, int32 [N], names are replayed as pages, the others as evictions; of these `opened`
-    and `pi` say nothing.
+    """Replays the layers in paged_layers, int32 [N], as pages, and the other layers as evictions.
+
+    The other layers' values of `opened` and `pi` are not used.
     """
 
     replays: ClassVar = PagedView.replays | {"paged_layers"}
@@ -24,7 +25,7 @@ class LayeredView(TraceView):
         layers, how = range(len(batch["evict_at"])), (self.device, self.kernel, self.through)
         paged = batch["paged_layers"].tolist()
         evicting = [layer for layer in layers if layer not in paged]
-        self.of_layer: dict[int, tuple[KVView, int]] = {}  # the view, and which of its layers
+        self.of_layer: dict[int, tuple[KVView, int]] = {}  # the view, and the layer's index in it
         if paged:
             of_layers = {name: values[paged] for name, values in batch.items() if name in ("evict_at", "opened", "pi")}
             of_all = {name: batch[name] for name in ("closed_at", "paged_with")}
@@ -36,9 +37,9 @@ class LayeredView(TraceView):
 
     @classmethod
     def holds(cls, config: Any, replayed: Replayed) -> list[tuple[str, int, str]]:
-        """Of the layers, one at a time, the one that holds most."""
+        """Memory of the part that holds most, because layers are replayed one at a time."""
         held = (part.cache.part("view").holds(part.cache, replayed) for part in config.ranges)
-        return max(held, key=lambda things: sum(size for _, size, _ in things))
+        return max(held, key=lambda items: sum(size for _, size, _ in items))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `KVView.attend`."""

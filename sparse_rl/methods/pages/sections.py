@@ -1,6 +1,6 @@
-"""What a trace records of clustered attention: how tokens are paged, when pages closed, and which a query opened.
+"""Trace sections of clustered attention: the division into pages, their closing, and the pages that queries opened.
 
-Each check holds a section against the others, as in sparse_rl/trace/checks.py.
+Each check compares a section with the others, as in sparse_rl/trace/checks.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sparse_rl.trace.checks import NEVER, Sections, last_query
 from sparse_rl.trace.sections import Section, batch_times, by_layer, numbers
 
 PAGING = 8  # numbers in paged_with
-ROUNDING = 1e-4  # of the sum of a page's pi, in float32
+ROUNDING = 1e-4  # tolerance of the sum of a page's pi, in float32
 PAGED = ("paged_with", "closed_at", "opened")
 
 
@@ -24,10 +24,10 @@ def paged_layers(sections: Sections) -> Tensor:
 
 
 def check_opened(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """A query opens pages that have closed for it, each once; nothing in a layer without pages."""
+    """Check that queries open only pages that have closed for them, each once, and none in a layer without pages."""
     most = int(sections["paged_with"][3])
     if values.shape[-1] != most:
-        return f"opened has {values.shape[-1]} places for pages, and paged_with says {most}"
+        return f"opened has {values.shape[-1]} places for pages, but paged_with says {most}"
     queries = torch.arange(values.shape[2])
     closed = torch.searchsorted(sections["closed_at"], queries.int(), right=True)
     closed[-1] = 0  # the last token is never fed
@@ -35,64 +35,64 @@ def check_opened(values: Tensor, sections: Sections, prompt: int | None) -> str 
     if bool(beyond.any()):
         layer, head, query, place = (int(i) for i in beyond.nonzero()[0])
         return (
-            f"opened[{layer}, {head}, {query}] has page {int(values[layer, head, query, place])}, where "
-            f"{int(closed[query])} pages have closed, from page 0 on; -1 is no page"
+            f"opened[{layer}, {head}, {query}] is page {int(values[layer, head, query, place])}, but only "
+            f"{int(closed[query])} pages, numbered from 0, have closed; -1 means no page"
         )
     for step in range(1, most):
         if bool(((values[..., step:] == values[..., :-step]) & (values[..., step:] >= 0)).any()):
             return "opened has a page twice for one query"
     if bool((_outside(values, sections) >= 0).any()):
-        return "opened has a page in a layer that is none of paged_layers"
+        return "opened has a page in a layer that is not in paged_layers"
     return None
 
 
 def check_closed_at(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Page p closes `window` tokens after its own last one, or at the end of the prompt, if that is later.
+    """Check that page p closes `window` tokens after its last token, or at the end of the prompt if that is later.
 
-    All pages are there that close by the last query.
+    The section must have all pages that close by the last query.
     """
     size, window, sinks = (int(number) for number in sections["paged_with"][:3])
-    said, last = values.tolist()[:20], last_query(sections)
+    shown, last = values.tolist()[:20], last_query(sections)
     earliest = sinks + window + size * torch.arange(1, len(values) + 2)
     behind = values > earliest[:-1]
-    if prompt is None:  # those that close late all close at the end of the prompt
+    if prompt is None:  # pages that close later than necessary all close at the end of the prompt
         prompt = int(values[0]) if bool(behind.any()) else 0
     closes = earliest.clamp(min=prompt)
     if not torch.equal(values.long(), closes[:-1]) or bool((values > last).any()):
         return (
-            f"closed_at {said} is wrong: pages of {size} tokens behind {sinks} sinks close {window} tokens after their "
+            f"closed_at {shown} is wrong: pages of {size} tokens after {sinks} sinks close {window} tokens after their "
             f"end, not inside the prompt, and not after the last query at {last}"
         )
     if (len(values) or prompt) and int(closes[-1]) <= last:
-        return f"closed_at {said} lacks page {len(values)}, which closes at {int(closes[-1])}"
+        return f"closed_at {shown} lacks page {len(values)}, which closes at {int(closes[-1])}"
     paged = sections["evict_at"].index_select(0, paged_layers(sections))
     if bool((paged != NEVER).any()):
-        return "evict_at has an eviction in a layer whose tokens are paged: these stay, and closed_at says the rest"
+        return "evict_at has an eviction in a layer whose tokens are paged; such a layer never evicts"
     return None
 
 
 def check_paged_with(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """size, window, sinks, most, and four flags; see sparse_rl/methods/pages/pages.py."""
+    """Check the settings: size, window, sinks, most, and four flags (sparse_rl/methods/pages/pages.py)."""
     numbers = values.tolist()
     if len(numbers) != PAGING or min(numbers) < 0 or not numbers[0] or not set(numbers[4:]) <= {0, 1}:
-        return f"paged_with {numbers[:20]} is not how tokens can be paged"
+        return f"paged_with {numbers[:20]} is not a valid division of tokens into pages"
     if max(numbers) >= NEVER:
-        return f"paged_with {numbers} has a number that is no count of tokens"
+        return f"paged_with {numbers} has a number that is too large for a count of tokens"
     if bool(numbers[6]) == ("pi" in sections):
-        return "pi must be there exactly where summaries are not plain means"
+        return "pi must be present if, and only if, summaries are not plain means"
     return None
 
 
 def check_paged_layers(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """At least one layer, ascending."""
+    """Check that there is at least one layer, and that layers ascend."""
     layers, count = values.tolist(), sections["evict_at"].shape[0]
     if not layers or layers != sorted({layer for layer in layers if 0 <= layer < count}):
-        return f"paged_layers {layers[:20]} is not ascending, from layer 0 to {count - 1}"
+        return f"paged_layers {layers[:20]} is not an ascending list of layers from 0 to {count - 1}"
     return None
 
 
 def check_pi(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
-    """Between 0 and 1, with the sum 1 over a closed page, and 0 outside of closed pages."""
+    """Check that weights are between 0 and 1, sum to 1 over each closed page, and are 0 outside closed pages."""
     if not bool(((values >= 0) & (values <= 1)).all()):
         return "pi has a weight that is not between 0 and 1"
     size, _, sinks = (int(number) for number in sections["paged_with"][:3])
@@ -114,13 +114,13 @@ def _outside(values: Tensor, sections: Sections) -> Tensor:
 
 
 SECTIONS = (
-    # how tokens are paged (pages.py)
+    # the division of tokens into pages (pages.py)
     numbers("paged_with", torch.int32, "page_setting", check_paged_with, needs=PAGED),
-    # the layers whose tokens are paged, where there are others
+    # the layers whose tokens are paged, if not all are
     numbers("paged_layers", torch.int32, "paged_layer", check_paged_layers, needs=PAGED),
-    # the first query that reads a page as its summary, of pages 0 to P - 1
+    # for pages 0 to P - 1, the first query that reads the page's summary
     numbers("closed_at", torch.int32, "closed_page", check_closed_at, batch_times, PAGED),
-    # the pages that a query read token by token, numbered in their row; -1: none
+    # the pages that a query reads token by token, numbered within their row; -1 means none
     Section(
         name="opened",
         dtype=torch.int16,
@@ -130,7 +130,7 @@ SECTIONS = (
         batch=partial(by_layer, empty=-1),
         needs=PAGED,
     ),
-    # how much of its page's summary a token is, where that is not the same for all
+    # the weight of each token in its page's summary, if the weights are not all equal
     Section(
         name="pi",
         dtype=torch.float32,

@@ -1,12 +1,12 @@
-"""Replay of clustered attention: a query reads what its sampler read, page choices as recorded, summaries made again.
+"""Replay of clustered attention: queries open the recorded pages, and summaries are computed again.
 
-Summaries follow from keys and values, and are made again with gradients. The choice has none: it is a decision, as an
-eviction is. So are the weights of a summary's tokens, where they are recorded: they depend on the model, and no
-gradient goes that way.
+Summaries are computed again from keys and values, with gradients. The choice of pages has no gradient: it is a
+decision, like an eviction. If the weights of tokens in summaries are recorded, they are treated as decisions too: they
+depend on the model, but get no gradient.
 
-A chunk of queries gathers what it reads: sinks, the tail that any of its queries sees, the summaries, and for each
-query the tokens of its opened pages. So a layer costs O(S x cover), and no S x S mask is made. The kernel `dense` is
-the reference: every query attends, under a mask, to all tokens and all summaries of its row.
+A chunk of queries gathers the entries that it reads: sinks, the tail that any of its queries sees, the summaries, and
+for each query the tokens of its opened pages. So a layer costs O(S x cover), and no S x S mask is made. The kernel
+`dense` is the reference: every query attends, under a mask, to all tokens and all summaries of its row.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from sparse_rl.attention.kernels.sdpa import computing_dtype, sdpa
 from sparse_rl.methods.pages.pages import Pages, summarise
 from sparse_rl.trace import NEVER, TraceError
 
-CHUNK = 128  # queries
+CHUNK = 128  # queries at a time
 
 
 @dataclass
 class Chunk:
-    """Queries first .. last - 1; low int64 [B]: the first column behind the sinks that the first of them sees raw.
+    """A chunk of queries, first .. last - 1.
 
-    tail : columns from the least `low` to `last`; closed : pages that have closed for the last of them, at most
+    low : int64 [B], the first column after the sinks whose token the first query of the chunk reads raw
+    tail : number of columns from the smallest `low` to `last`
+    closed : maximum number of pages that have closed for the last query of the chunk
     """
 
     first: int
@@ -43,11 +45,11 @@ class Chunk:
 
 
 class PagedView(TraceView):
-    """The view of when pages closed, and which of them each query opened; summaries always have gradients.
+    """The view of traces with closed and opened pages; summaries always have gradients.
 
-    Of evict_at int32 [L, B, Hkv, S] only the padding counts; opened int16 [L, B, Hkv, S, K], closed_at int32 [B, P],
-    paged_with int32 [8], and pi float32 [L, B, Hkv, S] where a summary is not the mean of its page. The kernel dense is
-    the reference; any other stands for the gathered path. Raises TraceError for a softmax that is not replayed, too.
+    It reads opened int16 [L, B, Hkv, S, K], closed_at int32 [B, P], paged_with int32 [8], pi float32 [L, B, Hkv, S] if
+    a summary is not the mean of its page, and from evict_at int32 [L, B, Hkv, S] only the padding. The kernel `dense` is
+    the reference; any other name selects the gathered path. Also raises TraceError for a softmax that is not replayed.
     """
 
     replays: ClassVar = frozenset({"evict_at", "opened", "closed_at", "paged_with", "pi"})
@@ -57,7 +59,7 @@ class PagedView(TraceView):
         self.opened, self.pages, self.pi = batch["opened"], Pages.read(batch["paged_with"]), batch.get("pi")
         if not self.pages.joint:
             raise TraceError("these sequences were sampled under softmax: nested, which is not replayed; use joint")
-        real = batch["evict_at"][0, :, 0] > 0  # a pad key is seen by nobody
+        real = batch["evict_at"][0, :, 0] > 0  # no query sees a pad key
         start, width = real.int().argmax(1), real.shape[1]
         closes = batch["closed_at"]  # [B, P]
         columns = (start[:, None, None] + self.pages.tokens(torch.arange(closes.shape[1]))).clamp(max=width - 1)
@@ -93,27 +95,29 @@ class PagedView(TraceView):
         dtype = value.dtype
         wide = computing_dtype(query, value)
         grouped = query.to(wide).unflatten(1, (heads, -1))
-        told = [x.to(wide) for x in (key, value, *summaries)]
+        tensors = [x.to(wide) for x in (key, value, *summaries)]
         parts = []
         for chunk in self.chunks:
             work = partial(self._gathered, chunk, scaling, opened)
             part = grouped[:, :, :, chunk.first : chunk.last]
             if torch.is_grad_enabled():
-                parts.append(checkpoint(work, part, *told, use_reentrant=False, preserve_rng_state=False))
+                parts.append(checkpoint(work, part, *tensors, use_reentrant=False, preserve_rng_state=False))
             else:
-                parts.append(work(part, *told))
+                parts.append(work(part, *tensors))
         return torch.cat(parts, dim=3).flatten(1, 2).to(dtype)
 
     def _chunks(self, until: Tensor, behind: Tensor) -> Iterator[Chunk]:
-        """The plan of every layer, made in host memory. behind : bool [B, S], columns behind the sinks"""
+        """Plan the chunks for every layer, in host memory. behind : bool [B, S], True for columns after the sinks"""
         width = until.shape[1]
         for first in range(0, width, CHUNK):
             last = min(first + CHUNK, width)
             held = (until > first) & behind
             held[:, last:] = False
             low = torch.where(held.any(-1), held.int().argmax(-1), last)
-            gone = ((until > 0) & (until < last) & behind).sum(-1)
-            yield Chunk(first, last, low.to(self.device), int(last - low.min()), int(gone.max()) // self.pages.size)
+            closed_tokens = ((until > 0) & (until < last) & behind).sum(-1)
+            yield Chunk(
+                first, last, low.to(self.device), int(last - low.min()), int(closed_tokens.max()) // self.pages.size
+            )
 
     def _gathered(
         self,
@@ -126,7 +130,7 @@ class PagedView(TraceView):
         page_keys: Tensor,
         page_values: Tensor,
     ) -> Tensor:
-        """A chunk's queries [B, Hkv, G, C, D] over what they read: [B, Hkv, G, C, D]."""
+        """Attend from a chunk's queries [B, Hkv, G, C, D] to the entries that they read: [B, Hkv, G, C, D]."""
         pages, heads = self.pages, key.shape[1]
         now = torch.arange(chunk.first, chunk.last, device=self.device)
         sinks = self.start[:, None] + torch.arange(pages.sinks, device=self.device)
@@ -136,16 +140,16 @@ class PagedView(TraceView):
         columns = columns.clamp(max=chunk.last - 1)
         until = self.until.gather(1, columns)
         seen = real[:, None] & (columns[:, None] <= now[:, None]) & (now[:, None] < until[:, None])  # [B, C, R]
-        nothing = ~seen.any(-1)  # a pad query, which has to see something
-        seen[..., 0] |= nothing
+        is_padding = ~seen.any(-1)  # pad queries, which must see at least one key
+        seen[..., 0] |= is_padding
 
-        asked = opened[:, :, chunk.first : chunk.last]  # [B, Hkv, C, K]
+        chunk_opened = opened[:, :, chunk.first : chunk.last]  # [B, Hkv, C, K]
         count = chunk.closed
-        is_open = torch.zeros(*asked.shape[:3], count + 1, dtype=torch.bool, device=self.device)
-        is_open = is_open.scatter(3, torch.where(asked < 0, count, asked), True)[..., :count]
+        is_open = torch.zeros(*chunk_opened.shape[:3], count + 1, dtype=torch.bool, device=self.device)
+        is_open = is_open.scatter(3, torch.where(chunk_opened < 0, count, chunk_opened), True)[..., :count]
         summaries = (self.closes[:, None, None, :count] <= now[:, None]) & ~is_open
-        inside = (self.start[:, None, None, None, None] + pages.tokens(asked.clamp(min=0))).flatten(2)
-        inside_open = (asked >= 0).repeat_interleave(pages.size, dim=-1)
+        inside = (self.start[:, None, None, None, None] + pages.tokens(chunk_opened.clamp(min=0))).flatten(2)
+        inside_open = (chunk_opened >= 0).repeat_interleave(pages.size, dim=-1)
 
         def read(x: Tensor, at: Tensor) -> Tensor:
             return x.gather(2, at[..., None].expand(*at.shape, x.shape[-1]))
@@ -167,11 +171,13 @@ class PagedView(TraceView):
             ],
             dim=-1,
         )
-        raw, sums, far = logits.softmax(-1).split([columns.shape[2], count, shape[1]], dim=-1)
+        raw_weights, summary_weights, opened_weights = logits.softmax(-1).split(
+            [columns.shape[2], count, shape[1]], dim=-1
+        )
         return (
-            torch.einsum("bhgcn,bhnd->bhgcd", raw, raw_values)
-            + torch.einsum("bhgcm,bhmd->bhgcd", sums, page_values[:, :, :count])
-            + torch.einsum("bhgcn,bhcnd->bhgcd", far, open_values)
+            torch.einsum("bhgcn,bhnd->bhgcd", raw_weights, raw_values)
+            + torch.einsum("bhgcm,bhmd->bhgcd", summary_weights, page_values[:, :, :count])
+            + torch.einsum("bhgcn,bhcnd->bhgcd", opened_weights, open_values)
         )
 
     def _masked(
@@ -184,7 +190,7 @@ class PagedView(TraceView):
         scaling: float,
         opened: Tensor,
     ) -> Tensor:
-        """The reference: one call over all tokens and all summaries."""
+        """The reference: one masked call over all tokens and all summaries."""
         batch, heads, width, dim = key.shape
         now = torch.arange(width, device=self.device)
         count = self.closes.shape[1]
@@ -206,14 +212,16 @@ class PagedView(TraceView):
         ).flatten(0, 1)[:, None]
         keys, values = torch.cat([key, page_keys], dim=2), torch.cat([value, page_values], dim=2)
         group = query.shape[1] // heads
-        grouped = query.reshape(batch * heads, group, width, dim)  # kv heads beside rows: a mask serves its group
+        grouped = query.reshape(batch * heads, group, width, dim)  # kv heads join the rows: a group shares a mask
         keys, values = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (keys, values))
         return sdpa(grouped, keys, values, scaling, mask).reshape(query.shape)
 
 
 def pages_bytes(rows: int, heads: int, kv_heads: int, head_dim: int, length: int, cache: Any) -> int:
-    """What the replay of clustered attention gathers for a chunk of queries of one layer, in numbers of the attention's
-    dtype: keys, values and logits of what it reads, and the same again for the backward pass.
+    """Size of the data that the replay of clustered attention gathers for a chunk of queries of one layer.
+
+    It counts numbers in the attention's dtype: keys, values and logits of the entries read, and the same again for the
+    backward pass.
     """
     assert cache.open_pages is not None
     opened, summaries = cache.open_pages * cache.page, length // cache.page

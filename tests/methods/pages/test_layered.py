@@ -198,7 +198,7 @@ def test_layers_are_cut_in_proportion(shares: list[int], layers: int, expected: 
 def test_how_layers_are_cut_is_told_where_it_is_not_as_written() -> None:
     config = make_policy("layered").config
     assert config.remark(2, 36) is None
-    assert config.remark(2, 5) == "of the model's 5 layers: 1 lined, 3 clustered, 1 lined"
+    assert config.remark(2, 5) == "the model's 5 layers are: 1 lined, 3 clustered, 1 lined"
 
 
 def test_by_default_it_is_the_papers() -> None:
@@ -261,5 +261,5 @@ def test_a_record_of_layers_that_are_not_there_is_refused(sampled: Callable) -> 
     trace = rollouts[2].trace
     assert isinstance(make_view([trace], [0], len(trace), "cpu"), LayeredView)
     for layers in ([2], [1, 0], [0, 0], [-1]):
-        with pytest.raises(TraceError, match=r"paged_layers .* is not ascending, from layer 0 to 1"):
+        with pytest.raises(TraceError, match=r"paged_layers .* is not an ascending list of layers from 0 to 1"):
             EvictionTrace(trace.evict_at, {**trace.further, "paged_layers": torch.tensor(layers, dtype=torch.int32)})

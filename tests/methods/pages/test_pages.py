@@ -451,10 +451,10 @@ def test_the_record_is_kept_and_refused_where_it_cannot_be_replayed(sampled: Cal
         pack_traces([trace, trace])
     opened, paged_with = trace.further["opened"], trace.further["paged_with"]
     for changed, says in (
-        ({"opened": torch.full_like(opened, 9999)}, r"opened\[0, 0, 0\] has page 9999, where 0 pages have closed"),
+        ({"opened": torch.full_like(opened, 9999)}, r"opened\[0, 0, 0\] is page 9999, but only 0 pages"),
         ({"opened": opened.long()}, "opened must be int16"),
         ({"opened": opened[:, :, 1:]}, "tokens, but the trace has"),
-        ({"paged_with": paged_with * 0}, "is not how tokens can be paged"),
+        ({"paged_with": paged_with * 0}, "is not a valid division of tokens into pages"),
     ):
         with pytest.raises(TraceError, match=says):
             EvictionTrace(trace.evict_at, {**trace.further, **changed})
@@ -472,7 +472,7 @@ def test_weights_are_there_where_they_are_needed_and_there_alone(sampled: Callab
         (weighed.evict_at, lacking),
         (plain.evict_at, {**plain.further, "pi": torch.zeros(plain.shape)}),
     ):
-        with pytest.raises(TraceError, match="pi must be there exactly where summaries are not plain means"):
+        with pytest.raises(TraceError, match="pi must be present if, and only if, summaries are not plain means"):
             EvictionTrace(evict_at, further)
     with pytest.raises(TraceError, match="pi has a weight that is not between 0 and 1"):
         EvictionTrace(weighed.evict_at, {**weighed.further, "pi": weighed.further["pi"] + 1})
@@ -551,7 +551,7 @@ def test_gradients_are_finite_differences(compressor: str) -> None:
 def test_more_pages_than_the_record_can_name_are_refused(model_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparse_rl.methods.pages.cache.MOST_PAGES", 5)
     engine = make_engine("hf", model=model_of("qwen2"), policy=CACHE)
-    with pytest.raises(UserError, match=r"more than 5 pages; larger ones are needed"):
+    with pytest.raises(UserError, match=r"more than 5 pages; use larger pages"):
         engine.generate([[1, 2, 3]], SAMPLING)
 
 
