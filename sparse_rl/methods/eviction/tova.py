@@ -1,7 +1,7 @@
 """TOVA: token omission via attention.
 
-Oren et al., "Transformers are Multi-State RNNs" (2024), §3.2: after each step drop the token to which the LAST query
-pays least attention, averaged over all heads of the layer, so that every kv head of a layer keeps the same tokens.
+Oren et al., "Transformers are Multi-State RNNs" (2024), §3.2: after each step, drop the token to which the LAST query
+pays the least attention. Attention is averaged over all heads of the layer, so that its kv heads keep the same tokens.
 The newest token competes like any other (window = 0).
 """
 

@@ -48,8 +48,9 @@ class PagedView(TraceView):
     """The view of traces with closed and opened pages; summaries always have gradients.
 
     It reads opened int16 [L, B, Hkv, S, K], closed_at int32 [B, P], paged_with int32 [8], pi float32 [L, B, Hkv, S] if
-    a summary is not the mean of its page, and from evict_at int32 [L, B, Hkv, S] only the padding. The kernel `dense` is
-    the reference; any other name selects the gathered path. Also raises TraceError for a softmax that is not replayed.
+    a summary is not the mean of its page, and from evict_at int32 [L, B, Hkv, S] only the padding. The kernel `dense`
+    is the reference; any other name selects the gathered path. Also raises TraceError for a softmax that is not
+    replayed.
     """
 
     replays: ClassVar = frozenset({"evict_at", "opened", "closed_at", "paged_with", "pi"})
