@@ -22,7 +22,7 @@ code average over i; G-KV's appendix writes a sum, which would make the softmax 
     gkv      l F - (1 - l) R / max R         G-KV §5, §7.3 and appendix D, l = 0.7 (Qwen) or 0.9 (Llama), a = 0.8
     cake     S + gamma Var_w max_g A         CAKE's attention shift, as G-KV compares it (no pooling, no layer budgets)
 
-gamma = 200 is what CAKE's own code runs with; pooling over competing entries only is ours.
+gamma = 200 is the value in CAKE's own code; pooling over competing entries only is our choice.
 """
 
 from __future__ import annotations
