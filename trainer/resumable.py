@@ -1,9 +1,10 @@
-"""A transformers Trainer that resumes as if nothing had happened: `class Mine(Resumable)`, or before another trainer
-as in `class Mine(Resumable, GRPOTrainer)`.
+"""A transformers Trainer whose runs resume exactly, as if they had never stopped.
 
-transformers keeps weights, optimizer, scheduler, random states, step and place in the data. Added here: checkpoints
-that are whole or not there (trainer/checkpoint.py), and per process a file of what would be lost. A trainer with more
-to keep extends `extra_state` and `load_extra_state`.
+Use it as `class Mine(Resumable)`, or in front of another trainer: `class Mine(Resumable, GRPOTrainer)`.
+
+transformers saves weights, optimizer, scheduler, random states, step and the position in the data. This module adds
+checkpoints that are complete or absent (trainer/checkpoint.py), and one file per process with the state that
+transformers would lose. A trainer with further state extends `extra_state` and `load_extra_state`.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from trainer.scored.trainer import Scored
 
 logger = logging.getLogger("sparse_rl")
 STATE_FILE = "progress_{rank}.pt"
-HUB_ERRORS = (OSError, ValueError, httpx.HTTPError)  # of huggingface_hub: no network, no permission, no such name
+HUB_ERRORS = (OSError, ValueError, httpx.HTTPError)  # from huggingface_hub: no network, no permission, no such name
 
-# With several processes on a CPU accelerate calls it "cpu:0" and so on, a place that torch.load does not know.
+# With several processes on a CPU, accelerate names the devices "cpu:0" and so on, which torch.load does not know.
 torch.serialization.register_package(
     100, lambda _: None, lambda data, place: data if place.startswith("cpu:") else None
 )
@@ -55,11 +56,14 @@ torch.serialization.register_package(
 
 @contextmanager
 def reading(checkpoint: str | None) -> Iterator[None]:
-    """What torch loads in here it loads with weights_only, whoever asks it to, and any failure is one line."""
+    """Force weights_only for every torch.load in this block, and turn any failure into a one-line UserError.
+
+    checkpoint : the folder that is read, for errors; None makes the block do nothing
+    """
     if checkpoint is None:
         yield
         return
-    try:  # the variable is torch's own switch: DeepSpeed asks for weights_only=False
+    try:  # torch reads this variable; DeepSpeed passes weights_only=False, which it overrides
         with (
             patch_environment(TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"),
             torch.serialization.safe_globals(deepspeed_classes()),
@@ -69,14 +73,14 @@ def reading(checkpoint: str | None) -> Iterator[None]:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-        if isinstance(error, pickle.UnpicklingError):  # torch's words advise to trust it
-            why = "a file of it is not plain data as torch saves it"
+        if isinstance(error, pickle.UnpicklingError):  # torch's message advises to trust the file
+            why = "one of its files holds more than plain data and tensors"
         raise UserError(f"{checkpoint} cannot be loaded: {why}", "--resume") from error
 
 
 @contextmanager
 def known_metric() -> Iterator[None]:
-    """The KeyError of transformers for a metric_for_best_model that no validation measures, as a UserError."""
+    """Turn transformers' KeyError for a metric_for_best_model that validation does not report into a UserError."""
     try:
         yield
     except KeyError as error:
@@ -86,7 +90,7 @@ def known_metric() -> Iterator[None]:
 
 
 class EpochSampler(Sampler):
-    """TRL's sampler with an order that is a function of (seed, epoch), so that a resume in a later epoch finds it."""
+    """TRL's sampler with an order that depends only on (seed, epoch), so that a resume in a later epoch restores it."""
 
     def __init__(self, sampler: RepeatSampler) -> None:
         self.sampler, self.epoch = sampler, 0
@@ -104,25 +108,31 @@ class EpochSampler(Sampler):
 
 
 class Resumable(Scored):
-    """A Trainer whose runs resume exactly. `recipe` : the recipe as plain data, for the manifest."""
+    """A Trainer whose runs resume exactly.
+
+    recipe : the recipe as plain data, for the manifest; None without a recipe
+    """
 
     recipe: dict[str, Any] | None = None
     _writing = False
     _ended = False
-    _resumed: str | None = None  # the checkpoint that this run goes on from
+    _resumed: str | None = None  # the checkpoint that this run resumes
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with refusals():
             super().__init__(*args, **kwargs)
-        self.args.logging_nan_inf_filter = False  # it hides a loss that is NaN, and waits for the device at every batch
+        self.args.logging_nan_inf_filter = False  # it hides a NaN loss, and waits for the device at every batch
         self.add_callback(_AtStart(self))
 
     def sampling_seed(self, generation: int | None) -> int:
-        """Another one for each generation, and for each rank (two may hold samples of one prompt); None: validation"""
+        """Return a sampling seed that differs for each generation and rank (two ranks may sample the same prompt).
+
+        generation : number of the generation; None for validation
+        """
         number = self.args.seed if generation is None else (self.args.seed + 1) * 1_000_003 + generation
         return number * self.accelerator.num_processes + self.accelerator.process_index
 
-    # ---- options that are taken late ------------------------------------------------------------------------------
+    # ---- options that are read late ------------------------------------------------------------------------------
 
     def create_optimizer(self, *args: Any) -> Any:
         with refusals(TypeError, ImportError):
@@ -144,52 +154,52 @@ class Resumable(Scored):
         with known_metric():
             return super()._determine_best_metric(*args, **kwargs)
 
-    # ---- what has to be a number ----------------------------------------------------------------------------------
+    # ---- finite numbers only --------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, and then stop where what has been logged is no number."""
+        """Log, and then raise NotFiniteError if the logged loss or gradient norm is NaN or infinite."""
         skipped = self.accelerator.optimizer_step_was_skipped  # float16: the gradient overflowed, and was not used
         wrong = not_finite_metric({k: v for k, v in logs.items() if not (skipped and k == "grad_norm")})
         super().log(logs, *args, **kwargs)
         self._stop_at(wrong)
 
     def stop_unless_finite(self) -> None:
-        """Before anything is kept: raise NotFiniteError, on every process, where one has a weight that is no number."""
+        """Raise NotFiniteError on every process if a loss or a weight of any process is not finite."""
         assert self.model is not None
         loss = {"loss": self._tr_loss.item()} if self.is_in_train else {}  # since the last log
-        own = not_finite_metric(loss) or not_finite_weight(self.model.named_parameters())
-        self._stop_at(next(filter(None, gather_object([own])), None))
+        problem = not_finite_metric(loss) or not_finite_weight(self.model.named_parameters())
+        self._stop_at(next(filter(None, gather_object([problem])), None))
 
     def models(self) -> dict[str, Any]:
-        """What this run computes with, by what it is called; all of it must be finite from the start."""
+        """Return the models of this run by their names in errors. Their weights must be finite from the start."""
         return {"the model": self.model}
 
     @contextmanager
     def refused_at_this_step(self) -> Iterator[None]:
-        """What an engine refuses in here, as it is not finite, also says at which step, and what is whole."""
+        """Add the step and the newest complete checkpoint to a NotFiniteError that an engine raises in this block."""
         try:
             yield
         except NotFiniteError as error:
-            raise NotFiniteError(f"at step {self.state.global_step} {error}; {self._kept()}") from error
+            raise NotFiniteError(f"at step {self.state.global_step} {error}; {self._newest_checkpoint()}") from error
 
     def _stop_at(
         self, reason: str | None, mend: str = "start again with a lower learning_rate or max_grad_norm"
     ) -> None:
         if reason is not None:
-            raise NotFiniteError(f"at step {self.state.global_step} {reason}: {mend}; {self._kept()}")
+            raise NotFiniteError(f"at step {self.state.global_step} {reason}: {mend}; {self._newest_checkpoint()}")
 
-    def _kept(self) -> str:
+    def _newest_checkpoint(self) -> str:
         run = Path(self._get_output_dir(None))
         newest = newest_whole(run)
-        return f"{newest} is whole" if newest else f"{run} has no checkpoint"
+        return f"{newest} is complete" if newest else f"{run} has no checkpoint"
 
-    # ---- what is kept ---------------------------------------------------------------------------------------------
+    # ---- state in checkpoints -------------------------------------------------------------------------------------
 
     def extra_state(self) -> dict[str, Any]:
-        """What this process must know beyond what transformers restores: plain data and tensors."""
+        """Return the state of this process that transformers does not restore, as plain data and tensors."""
         ended = self.control.should_training_stop and self.state.global_step < self.state.max_steps
         state: dict[str, Any] = {
-            "ended": ended,  # by a callback, which would not say so again
+            "ended": ended,  # stopped early by a callback, which would not stop the resumed run again
             "loss": self._tr_loss.cpu(),  # since the last log
             "loss_total": self._total_loss_scalar,
             "logged_step": self._globalstep_last_logged,
@@ -201,7 +211,7 @@ class Resumable(Scored):
         return state
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take up what `extra_state` returned; after transformers has restored everything else."""
+        """Restore what `extra_state` returned, after transformers has restored everything else."""
         self._ended = state["ended"]
         self._tr_loss = state["loss"].to(self.args.device)
         self._total_loss_scalar, self._globalstep_last_logged = state["loss_total"], state["logged_step"]
@@ -220,51 +230,54 @@ class Resumable(Scored):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.stop_unless_finite()
         run, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
-        made, self._writing = run / PARTIAL / name, True
+        partial, self._writing = run / PARTIAL / name, True
         with stage("saving", name):
             try:
                 super()._save_checkpoint(model, trial)
-                self._save_more(run, made)
-            except Exception as error:  # the other processes end with this one: the launcher sees to it
-                told = failure(name, run, error)  # before what has filled the disk goes
-                remove(made)
-                raise told from error
+                self._save_more(run, partial)
+            except Exception as error:  # the launcher ends the other processes with this one
+                failed = failure(name, run, error)  # before `remove` frees the disk again
+                remove(partial)
+                raise failed from error
             finally:
                 self._writing = False
             self.accelerator.wait_for_everyone()
 
-    def _save_more(self, run: Path, made: Path) -> None:
-        """Add what transformers would lose to the checkpoint that it has `made`, and put it into its place."""
+    def _save_more(self, run: Path, partial: Path) -> None:
+        """Add the state that transformers would lose to a checkpoint, and move the checkpoint to its final place.
+
+        made : folder in which transformers has written the checkpoint
+        """
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        torch.save(self.extra_state(), made / STATE_FILE.format(rank=rank))
+        torch.save(self.extra_state(), partial / STATE_FILE.format(rank=rank))
         best = self.state.best_model_checkpoint
-        if best is not None and Path(best).parent.name == PARTIAL:  # this one, noted where it is being written
-            self.state.best_model_checkpoint = str(run / made.name)
+        if best is not None and Path(best).parent.name == PARTIAL:  # this checkpoint, recorded with its temporary path
+            self.state.best_model_checkpoint = str(run / partial.name)
             if self.args.should_save:
-                self.state.save_to_json(str(made / "trainer_state.json"))
+                self.state.save_to_json(str(partial / "trainer_state.json"))
         self.accelerator.wait_for_everyone()
-        files = gather_object(list(file_digests(made, slice(rank, None, ranks)).items()))
+        files = gather_object(list(file_digests(partial, slice(rank, None, ranks)).items()))
         if self.is_world_process_zero():
             plugin = self.accelerator.state.deepspeed_plugin
             launch = {"processes": ranks, "zero_stage": 0 if plugin is None else plugin.zero_stage}
             about = {"step": self.state.global_step, **launch, "recipe": self.recipe, "versions": versions()}
-            write_manifest(made, dict(files), **about)
-            publish(made, run / made.name)
+            write_manifest(partial, dict(files), **about)
+            publish(partial, run / partial.name)
             keep_last(run, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     # ---- a hub ----------------------------------------------------------------------------------------------------
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """The repository that the final model is pushed to (trainer/export.py), made before anything is trained."""
+        """Create the repository to which the final model is pushed (trainer/export.py), before training starts."""
         try:
             super().init_hf_repo(token)
         except HUB_ERRORS as error:
-            first = str(error).strip().partition("\n")[0]
+            line = str(error).strip().partition("\n")[0]
             mend = "log in with `hf auth login`, or remove it"
-            raise UserError(f"the hub makes no repository ({first}); {mend}", "push_to_hub") from error
+            raise UserError(f"the Hub did not create the repository ({line}); {mend}", "push_to_hub") from error
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
-        """None beside the checkpoints: the final model has ours (trainer/card.py)."""
+        """Write no card beside the checkpoints: only the final model has one (trainer/card.py)."""
 
     # ---- resuming -------------------------------------------------------------------------------------------------
 
@@ -273,7 +286,7 @@ class Resumable(Scored):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Of weights that are tied, such as a head to the embeddings, a checkpoint holds one: none is missing."""
+        """Warn, but not about tied weights, such as head and embeddings: a checkpoint holds only one of them."""
         model: Any = self.model
         weights, missing = dict(model.named_parameters(remove_duplicate=False)), set(load_result.missing_keys)
         loaded = {id(weight) for name, weight in weights.items() if name not in missing}
@@ -282,7 +295,7 @@ class Resumable(Scored):
 
     def _prepare_for_training(self, max_steps: int, dataloader: Any, checkpoint: str | None) -> Any:
         self._resumed = checkpoint
-        with reading(checkpoint):  # optimizer and schedule, and all of DeepSpeed's
+        with reading(checkpoint):  # loads the optimizer, the scheduler, and all of DeepSpeed's state
             return super()._prepare_for_training(max_steps, dataloader, checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -291,11 +304,13 @@ class Resumable(Scored):
 
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
         places = super()._init_training_state(max_steps, *args)
-        self.state.compute_steps(self.args, max_steps)  # else the checkpoint's cadence of logging and saving would hold
+        self.state.compute_steps(
+            self.args, max_steps
+        )  # else the checkpoint's intervals of logging and saving would apply
         return places
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """transformers takes one step more where the run had come to its end before it was resumed."""
+        """Run an epoch, unless the resumed run had already ended: transformers would then take one more step."""
         if self._ended or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
@@ -306,21 +321,23 @@ class Resumable(Scored):
         if checkpoint is not None:
             file = Path(checkpoint) / STATE_FILE.format(rank=self.accelerator.process_index)
             if not file.is_file():
-                wrong = "it was not written by this trainer with as many processes"
+                wrong = "another trainer wrote it, or a run with fewer processes"
                 raise UserError(f"{checkpoint} has no {file.name}: {wrong}")
             with reading(checkpoint):
                 self.load_extra_state(torch.load(file, weights_only=True, map_location="cpu"))
         if self.is_world_process_zero():
             clear_partial(run)
             for path in set_aside_later(run, self.state.global_step) if checkpoint is not None else ():
-                logger.warning("a checkpoint after step %d is now %s", self.state.global_step, path)
-        found = ((who, not_finite_weight(model.named_parameters())) for who, model in self.models().items())
-        own = next((f"{who} that training starts with is damaged, {wrong}" for who, wrong in found if wrong), None)
-        self._stop_at(next(filter(None, gather_object([own])), None), "take another checkpoint of it")
+                logger.warning("a checkpoint after step %d was renamed to %s", self.state.global_step, path)
+        problems = ((label, not_finite_weight(model.named_parameters())) for label, model in self.models().items())
+        problem = next(
+            (f"{label} at the start of training is damaged, {wrong}" for label, wrong in problems if wrong), None
+        )
+        self._stop_at(next(filter(None, gather_object([problem])), None), "use another checkpoint of it")
 
 
 class _AtStart(TrainerCallback):
-    """The one moment after transformers has restored and reset everything, and before the first step."""
+    """Calls the trainer after transformers has restored and reset everything, and before the first step."""
 
     def __init__(self, trainer: Resumable) -> None:
         self.trainer = trainer

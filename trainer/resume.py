@@ -1,6 +1,6 @@
-"""Which checkpoint a run goes on from, what of it may differ then, and which folders no fresh run may have.
+"""The checkpoint that a run resumes, the settings that may then differ, and the folders that a new run must not use.
 
-What a run is comes as plain data (the resolved recipe). Nothing heavy is imported: a mistake is answered at once.
+Runs are described by plain data (the resolved recipe). Imports nothing heavy, so that mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_NAMED = 20  # keys that differ, in one error
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that a run depends on, and the kind of machine, by name."""
+    """Return the versions of Python and of the packages that a run depends on, and the machine type, by name."""
     named = {"python": platform.python_version(), "machine": platform.machine()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -37,8 +37,9 @@ def versions() -> dict[str, str]:
 
 
 def refuse_used(output_dir: str) -> None:
-    """Raise UserError where a fresh run in output_dir would destroy something: a checkpoint that can be resumed, or the
-    model of a run that has ended. What else a killed run left is no loss: it may be started again in place.
+    """Raise UserError if a new run in output_dir would overwrite a complete checkpoint, or the model of a finished run.
+
+    Other files of a killed run may be overwritten: it can be started again in the same folder.
     """
     folder = Path(output_dir)
     if any(_damage(path) is None for path in reversed(checkpoints(folder))):
@@ -49,10 +50,10 @@ def refuse_used(output_dir: str) -> None:
 
 @dataclass(frozen=True)
 class MayChange:
-    """The dotted keys of what a run is that may differ in the run that resumes a checkpoint.
+    """The dotted recipe keys that may differ in a run that resumes a checkpoint.
 
-    freely : it is then, bit for bit, the run that was not interrupted
-    but_for_rounding : up to the rounding of the kernels, which may see other shapes
+    freely : keys with which the resumed run equals the uninterrupted one bit for bit
+    but_for_rounding : keys with which it equals that run up to the rounding of kernels, which may get other shapes
     """
 
     freely: Collection[str]
@@ -60,13 +61,14 @@ class MayChange:
 
 
 def checkpoint_of(output_dir: str, resume: str, resolved: Mapping[str, Any], may_change: MayChange) -> Path:
-    """The checkpoint that `--resume` means: a directory, or "newest" for the newest whole one in output_dir.
+    """Return the checkpoint that `--resume` selects.
 
-    resolved : what the run is, as plain data: the recipe, with max_steps and, where it has one, refresh_every
+    resume : a checkpoint's directory, or "newest" for the newest complete checkpoint in output_dir
+    resolved : the recipe as plain data, with max_steps and, if it has one, refresh_every
 
-    Every file of it has been compared with its manifest; what is skipped is logged with its reason. Raises UserError:
-    none there, a damaged directory, a run that differs in a key that may not change, or an output_dir that holds
-    another run than the checkpoint's.
+    Every file of the checkpoint is compared with the manifest. Damaged checkpoints that are skipped are logged with the
+    reason. Raises UserError if there is no complete checkpoint, if the given directory is damaged, if the run differs
+    in a key that may not change, or if output_dir holds another run than the checkpoint's.
     """
     if resume == "newest":
         for folder in reversed(checkpoints(Path(output_dir))):
@@ -77,51 +79,54 @@ def checkpoint_of(output_dir: str, resume: str, resolved: Mapping[str, Any], may
             if (Path(output_dir) / RUN_MODEL).exists():
                 mend = "choose another output_dir, or a smaller save_steps for the next run"
                 raise UserError(
-                    f"the run in {output_dir} has ended, and left no checkpoint to go on from; {mend}", "--resume"
+                    f"the run in {output_dir} has ended without a checkpoint to resume from; {mend}", "--resume"
                 )
             mend = "start again, without --resume"
-            raise UserError(f"{output_dir} holds no whole checkpoint to resume from; {mend}", "--resume")
+            raise UserError(f"{output_dir} holds no complete checkpoint to resume from; {mend}", "--resume")
     else:
         folder = Path(resume)
         if why := _damage(folder):
-            raise UserError(f"{folder} is not a whole checkpoint: {why}", "--resume")
+            raise UserError(f"{folder} is not a complete checkpoint: {why}", "--resume")
     check_same(resolved, read_manifest(folder), folder, may_change)
     if folder.resolve().parent != Path(output_dir).resolve():
-        refuse_used(output_dir)  # a branch of another run
+        refuse_used(output_dir)  # the run branches off from a run in another folder
     return folder
 
 
 def _damage(folder: Path) -> str | None:
-    """See trainer.checkpoint.damage; the launcher has read every file already."""
+    """Return trainer.checkpoint.damage(folder), which launched processes take from the launcher."""
     return once(f"damage of {folder.resolve()}", lambda: damage(folder))
 
 
 def check_same(resolved: Mapping[str, Any], manifest: dict[str, Any], folder: Path, may_change: MayChange) -> None:
-    """Raise UserError, naming the differences, where a checkpoint cannot be continued exactly as this run."""
+    """Raise UserError, naming the differences, if this run cannot continue the checkpoint exactly."""
     if 0 < resolved["max_steps"] < manifest["step"]:
-        raise UserError(f"is {resolved['max_steps']}, but {folder} is of step {manifest['step']}", "max_steps")
+        raise UserError(f"is {resolved['max_steps']}, but {folder} is already at step {manifest['step']}", "max_steps")
     refresh = resolved.get("refresh_every") or 0
     if refresh and manifest["step"] % refresh and manifest["step"] != resolved["max_steps"]:
-        mend = f"{folder} is between two refreshes, and the weights of the last one are gone; resume from another"
+        mend = f"{folder} is between two refreshes, and the last refresh's weights are lost; resume another checkpoint"
         raise UserError(mend, "refresh_every")
-    here = flat(json.loads(json.dumps(resolved)))
+    current = flat(json.loads(json.dumps(resolved)))
     launch = {"launch.processes": manifest["processes"], "launch.zero_stage": manifest["zero_stage"]}
-    there = flat(manifest["recipe"]) if manifest["recipe"] is not None else launch
-    keys = here.keys() | there.keys() if manifest["recipe"] is not None else launch.keys()
-    differ = sorted(key for key in keys if here.get(key) != there.get(key) and key not in may_change.freely)
+    recorded = flat(manifest["recipe"]) if manifest["recipe"] is not None else launch
+    keys = current.keys() | recorded.keys() if manifest["recipe"] is not None else launch.keys()
+    differ = sorted(key for key in keys if current.get(key) != recorded.get(key) and key not in may_change.freely)
     if bad := [key for key in differ if key not in may_change.but_for_rounding]:
-        first = bad[:MOST_NAMED]
-        named = "; ".join(f"{key} is {_show(there.get(key))} there and {_show(here.get(key))} here" for key in first)
-        named += f"; and {len(bad) - len(first)} keys more" if len(bad) > len(first) else ""
+        listed = bad[:MOST_NAMED]
+        named = "; ".join(
+            f"{key} was {_show(recorded.get(key))} and is now {_show(current.get(key))}" for key in listed
+        )
+        named += f"; and {len(bad) - len(listed)} more keys" if len(bad) > len(listed) else ""
         raise UserError(
-            f"{folder} was written under another recipe: {named}. Set the old values, or start a new run", "--resume"
+            f"{folder} was written with another recipe: {named}. Set the old values, or start a new run",
+            "--resume",
         )
     if differ:
         logger.warning("%s changed: the resumed run may differ in rounding", ", ".join(differ))
     now, then = versions(), manifest["versions"]
-    if other := [name for name in NUMERIC if now.get(name) != then.get(name)]:
-        told = ", ".join(f"{name} was {then.get(name)} and is {now.get(name)}" for name in other)
-        logger.warning("%s: the resumed run may differ in rounding", told)
+    if changed := [name for name in NUMERIC if now.get(name) != then.get(name)]:
+        changes = ", ".join(f"{name} was {then.get(name)} and is {now.get(name)}" for name in changed)
+        logger.warning("%s: the resumed run may differ in rounding", changes)
 
 
 def _show(value: Any) -> str:
@@ -130,7 +135,7 @@ def _show(value: Any) -> str:
 
 
 def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one with dotted keys."""
+    """Return nested mappings as one mapping with dotted keys."""
     flattened: dict[str, Any] = {}
     for key, value in mapping.items():
         nested = isinstance(value, dict) and value

@@ -1,4 +1,4 @@
-"""The run directory: resolved recipe, versions, metrics.jsonl, sampled completions, checkpoints, the final model."""
+"""Files of the run directory: the resolved recipe, versions, metrics.jsonl and sampled completions; W&B's login."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPLETIONS_PER_STEP = 4
 
 
 def prepare(output_dir: str, recipe: str) -> Path:
-    """Make the directory and write what the run is: recipe.yaml (its text), and environment.json."""
+    """Create the directory, and write recipe.yaml and environment.json. recipe : text of recipe.yaml"""
     folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -34,9 +34,9 @@ def prepare(output_dir: str, recipe: str) -> Path:
 
 
 def wandb_offline_without_key(folder: Path) -> bool:
-    """Let W&B write into the run directory, and offline, with a warning, where nobody is logged in to its server.
+    """Let W&B write into the run directory, and offline, with a warning, if nobody is logged in to its server.
 
-    Returns whether it can run: settings that it cannot read stop it, offline as well, with a warning.
+    Returns False, with a warning, if W&B cannot run at all, not even offline: it cannot read its settings.
     """
     os.environ.setdefault("WANDB_DIR", str(folder))
     if os.environ.get("WANDB_MODE"):
@@ -45,8 +45,8 @@ def wandb_offline_without_key(folder: Path) -> bool:
         if (server := _server_without_login()) is None:
             return True
         why = f"nobody is logged in to Weights & Biases at {server}"
-    except (Exception, SystemExit) as error:  # whatever it is, the training does not need it
-        why = f"nobody can be logged in to Weights & Biases ({one_line(error, 300)})"
+    except (Exception, SystemExit) as error:  # training does not need W&B, so no failure of W&B stops it
+        why = f"the login to Weights & Biases failed ({one_line(error, 300)})"
     os.environ["WANDB_MODE"] = "offline"
     try:
         _server_without_login()
@@ -54,21 +54,21 @@ def wandb_offline_without_key(folder: Path) -> bool:
         why = one_line(error, 300)
         logger.warning("this run is not logged to Weights & Biases, which cannot start: %s", why)
         return False
-    mend = f"`wandb login` or WANDB_API_KEY logs in; `wandb sync` sends what is in {folder}/wandb later"
+    mend = f"Log in with `wandb login` or WANDB_API_KEY; upload {folder}/wandb later with `wandb sync`"
     logger.warning("%s: this run is logged offline. %s", why, mend)
     return True
 
 
 def _server_without_login() -> str | None:
-    """The server of W&B, where nobody is logged in to it; None: somebody is, or no server is wanted.
+    """Return the W&B server to which nobody is logged in, or None if a user is logged in or no server is used.
 
-    W&B itself looks for the server and the key. It is silent, since to print who is logged in it asks the server; and
-    it forgets what it has read, since it would not see a WANDB_MODE that is set later. A setting comes too late to
-    silence the line about the file that settings are read from; the variable does not.
+    W&B itself looks up the server and the key. It must be silent, because to print the user's name it asks the server.
+    It is torn down afterwards, because it would ignore a WANDB_MODE that is set later. The environment variable also
+    silences the line about the settings file, for which the setting `silent` comes too late.
     """
     import wandb
 
-    if wandb.run is not None:  # the caller's own, which the training joins
+    if wandb.run is not None:  # the caller's own run, which the training joins
         return None
     with patch_environment(WANDB_SILENT="true"):
         try:
@@ -81,16 +81,16 @@ def _server_without_login() -> str | None:
 
 
 def check_world(processes: int) -> None:
-    """Raise UserError where another number of processes was started than the run is about."""
+    """Raise UserError if the number of started processes differs from `processes`."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != processes:
         raise UserError(f"is {processes}, but {world} processes were started", "launch.processes")
 
 
 class RunLog(TrainerCallback):
-    """metrics.jsonl: one line per log, with its step.
+    """Writes metrics.jsonl: one line per log, with its step.
 
-    A resumed run continues it after the step it resumes from: later lines, and a run's summary, it writes again.
+    A resumed run removes the lines after its checkpoint's step, and the summary of the earlier run, and appends.
     """
 
     name = METRICS_FILE
@@ -100,7 +100,7 @@ class RunLog(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
-            last = state.global_step or -1  # a fresh run keeps nothing, not even of step 0
+            last = state.global_step or -1  # a new run keeps no lines, not even those of step 0
             lines = read_metrics(self.file.parent, self.name)
             kept = [line for line in lines if line["step"] <= last and "train_runtime" not in line]
             new = self.file.with_name(f"{self.name}.new")
@@ -114,7 +114,10 @@ class RunLog(TrainerCallback):
 
 
 class CompletionLog(RunLog):
-    """completions.jsonl: the first few sampled completions of each step, with rewards (null: none) and advantage."""
+    """Writes completions.jsonl: the first few sampled completions of each step, with advantage and rewards.
+
+    A reward is null if its function returned None.
+    """
 
     name = "completions.jsonl"
     trainer: Any = None
@@ -124,7 +127,7 @@ class CompletionLog(RunLog):
             return
         logged = self.trainer._logs
         columns = {"prompt": logged["prompt"], "completion": logged["completion"], "advantage": logged["advantages"]}
-        for name, values in logged["rewards"].items():  # TRL has NaN where a reward gave None, and JSON has no NaN
+        for name, values in logged["rewards"].items():  # TRL writes NaN if a reward is None, and JSON has no NaN
             columns[f"rewards/{name}"] = [None if isnan(value) else value for value in values]
         count = min(COMPLETIONS_PER_STEP, *map(len, columns.values()))
         with self.file.open("a") as file:

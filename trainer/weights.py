@@ -1,5 +1,6 @@
-"""The trainer's weights as an engine has them: the live module's, or a copy, by the names in a Hugging Face checkpoint;
-and those of a reference model that follows the policy (TRL's `sync_ref_model`), as a checkpoint keeps them.
+"""The trainer's weights for an engine, live or as a copy, under the names that they have in a Hugging Face checkpoint.
+
+Also the weights of a reference model that follows the policy (TRL's `sync_ref_model`), for our checkpoints.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ from trainer.scored.trainer import check_scorers_in
 
 @contextmanager
 def live_weights(trainer: Any, *, gather: bool = True) -> Iterator[None]:
-    """In here an engine can sample from the live module, as training computes. gather : all of it, under ZeRO-3"""
+    """Let an engine sample from the live module in this block, with the numerics of training.
+
+    gather : True gathers all weights for the whole block, under ZeRO-3
+    """
     model, accelerator = trainer.model_wrapped, trainer.accelerator
-    given: dict[str, Any] = {"gradient_checkpointing_kwargs": trainer.args.gradient_checkpointing_kwargs}
-    with unwrap_model_for_generation(model, accelerator, gather, **given), accelerator.autocast():
+    options: dict[str, Any] = {"gradient_checkpointing_kwargs": trainer.args.gradient_checkpointing_kwargs}
+    with unwrap_model_for_generation(model, accelerator, gather, **options), accelerator.autocast():
         yield
 
 
 def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every weight, one at a time; a tied head comes once, under the embedding's name.
+    """Yield (name, tensor) of every weight, one at a time. A tied head comes once, under the embedding's name.
 
-    Under ZeRO-3 each is gathered while it is yielded, which every process must take part in: exhaust it on all of them.
-    An adapter's product is added to a copy of the weight it adapts, so that the frozen weights keep their bits.
+    Under ZeRO-3 each weight is gathered while it is yielded, which needs every process: exhaust the iterator on all of
+    them. An adapter's product is added to a copy of its weight, so that the frozen weights do not change.
     """
     module = accelerator.unwrap_model(model)
     for name, weight in module.named_parameters():
@@ -42,23 +46,23 @@ def named_weights(model: Any, accelerator: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def give_weights(engine: Engine, model: Any, accelerator: Any) -> None:
-    """Bring an engine's copy up to date. Raises StoppedError where its scorers, if any, are not those it was given."""
+    """Update an engine's copy of the weights. Raises StoppedError if its scorers then differ from the trainer's."""
     scorers: dict[str, Tensor] = {}
 
-    def noted() -> Iterator[tuple[str, Tensor]]:
+    def collecting_scorers() -> Iterator[tuple[str, Tensor]]:
         for name, weight in named_weights(model, accelerator):
             if SCORERS in name.split("."):
                 scorers[name] = weight.clone()
             yield name, weight
 
-    engine.load_weights(noted())
+    engine.load_weights(collecting_scorers())
     check_scorers_in(engine, scorers)
 
 
 def reference_state(model: Any, accelerator: Any) -> dict[str, Tensor]:
-    """Every weight by its name, on the CPU; nothing on any process but the first.
+    """Return name -> weight on the CPU, on the first process; empty on the others.
 
-    Every process must take part, here and in `load_reference`: under ZeRO-3 each has a part.
+    Every process must call this, and `load_reference`: under ZeRO-3 each holds a part of every weight.
     """
     kept: dict[str, Tensor] = {}
     for name, weight in named_weights(model, accelerator):
@@ -69,7 +73,7 @@ def reference_state(model: Any, accelerator: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_reference(model: Any, accelerator: Any, kept: dict[str, Tensor]) -> None:
-    """Give every process what `reference_state` has kept on the first."""
+    """Load the weights that `reference_state` returned on the first process into the models of all processes."""
     for name, weight in accelerator.unwrap_model(model).named_parameters():
         with gathered(weight, accelerator, writer=0):
             if accelerator.is_main_process:
@@ -79,13 +83,16 @@ def load_reference(model: Any, accelerator: Any, kept: dict[str, Tensor]) -> Non
 
 
 def partitioned(accelerator: Any) -> bool:
-    """Whether each process holds a part of every weight: ZeRO-3."""
+    """True under ZeRO-3, in which each process holds only a part of every weight."""
     plugin = accelerator.state.deepspeed_plugin
     return plugin is not None and plugin.zero_stage == 3
 
 
 def gathered(weight: torch.nn.Parameter, accelerator: Any, writer: int | None = None) -> Any:
-    """A context in which a weight is whole. writer : the process that writes into it, under ZeRO-3 for all of them"""
+    """Return a context in which the weight is whole.
+
+    writer : rank whose changes are sent to all processes under ZeRO-3; None if the weight is only read
+    """
     if not partitioned(accelerator):
         return nullcontext()
     import deepspeed
@@ -95,7 +102,7 @@ def gathered(weight: torch.nn.Parameter, accelerator: Any, writer: int | None = 
 
 @torch.no_grad()
 def _merged(module: Any, name: str, weight: torch.nn.Parameter) -> Tensor:
-    """The weight, with what the active LoRA adapters add to it."""
+    """Return the weight plus the products of its active LoRA adapters."""
     if not name.endswith(".base_layer.weight"):
         return weight.detach()
     adapted = module.get_submodule(name.removesuffix(".base_layer.weight"))

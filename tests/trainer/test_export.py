@@ -139,7 +139,7 @@ def test_a_hub_that_refuses_is_one_line(tmp_path: Path, hub: Any, monkeypatch: p
     """Before the training, where the repository cannot be made; after it the model is whole all the same."""
     recipe = recipe_of(tmp_path, push_to_hub=True, hub_model_id=REPOSITORY)
     monkeypatch.setattr(hub, "refuses", "/repos/create")
-    with pytest.raises(UserError, match=r"^push_to_hub: the hub makes no repository \(.*hf auth login"):
+    with pytest.raises(UserError, match=r"^push_to_hub: the Hub did not create the repository \(.*hf auth login"):
         train(recipe)
     monkeypatch.setattr(hub, "refuses", "/commit/")
     with pytest.raises(StoppedError, match=rf"run/model is complete, but was not pushed to {REPOSITORY} .*`hf upload"):

@@ -81,7 +81,7 @@ def test_spoilt_weights_are_not_kept(
         said = stopped(recipe_of(kind, folder, tiny("qwen3"), logging_steps=logging_steps), folder)
         assert said == (
             f"at step {step} lm_head.weight is not finite: start again with a lower learning_rate or max_grad_norm; "
-            f"{folder}/checkpoint-{step - 1} is whole"
+            f"{folder}/checkpoint-{step - 1} is complete"
         )
 
 
@@ -125,7 +125,7 @@ def test_a_model_that_is_damaged_before(
         lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("sparse-rl")]
         if who:
             assert lines == [
-                f"sparse-rl: error: at step 0 {who} that training starts with is damaged, {name} is not finite: take "
+                f"sparse-rl: error: at step 0 {who} at the start of training is damaged, {name} is not finite: use "
                 f"another checkpoint of it; {folder} has no checkpoint"
             ]
             assert not (folder / "model").exists() and not list(folder.glob("checkpoint-*"))
@@ -183,5 +183,5 @@ def test_a_loss_between_two_logs_is_in_their_sum(tiny: Callable, tmp_path: Path)
         return plain(*args, **kwargs) + (float("inf") if len(calls) == 2 else 0.0)  # its gradient is a number
 
     trainer.compute_loss = compute_loss
-    with pytest.raises(NotFiniteError, match=rf"^at step 2 loss is inf: .*; {folder}/checkpoint-1 is whole"):
+    with pytest.raises(NotFiniteError, match=rf"^at step 2 loss is inf: .*; {folder}/checkpoint-1 is complete"):
         trainer.train()

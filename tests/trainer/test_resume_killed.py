@@ -154,7 +154,7 @@ def test_a_damaged_checkpoint_is_skipped_and_its_end_is_the_same(runs: Runs) -> 
     assert said.count("skipped") == 1 and "skipped damaged/checkpoint-6: progress_0.pt is missing" in said
     assert {path.name for path in folder.glob("*checkpoint-*")} == {f"{x}checkpoint-{n}" for x, n in PAIRS}
     status, said = runs("grpo", "damaged", "--resume", "damaged/later-checkpoint-6")
-    line = "error: --resume: damaged/later-checkpoint-6 is not a whole checkpoint: progress_0.pt is missing"
+    line = "error: --resume: damaged/later-checkpoint-6 is not a complete checkpoint: progress_0.pt is missing"
     assert status == 2 and said == f"sparse-rl: {line}\n"
 
 

@@ -72,7 +72,7 @@ def test_a_used_directory_is_refused_where_something_would_be_lost(tmp_path: Pat
     (tmp_path / "model").mkdir()
     with pytest.raises(UserError, match=r"output_dir.*holds the model of an earlier run; choose another"):
         refuse_used(recipe.output_dir)
-    with pytest.raises(UserError, match=r"--resume.*has ended, and left no checkpoint to go on from"):
+    with pytest.raises(UserError, match=r"--resume.*has ended without a checkpoint to resume from"):
         checkpoint_to_resume(recipe, "newest")
 
 
@@ -83,7 +83,7 @@ def test_resume_and_a_fresh_start_are_never_both_refused(kind: str | None, tmp_p
     (tmp_path / "_partial" / "checkpoint-9").mkdir(parents=True)
     if kind is not None:
         DAMAGE[kind][0](checkpoint(tmp_path, 9))
-    with pytest.raises(UserError, match="holds no whole checkpoint to resume from; start again, without --resume"):
+    with pytest.raises(UserError, match="holds no complete checkpoint to resume from; start again, without --resume"):
         checkpoint_to_resume(recipe, "newest")
     refuse_used(recipe.output_dir)
     place = checkpoint(tmp_path, 8)
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_quite_another_recipe_is_one_bounded_line(tmp_path: Path
     with pytest.raises(UserError) as error:
         checkpoint_to_resume(recipe, "newest")
     said = str(error.value)
-    assert said.count(" is null there and ") == 20 and re.search(r"; and \d+ keys more\. Set the old values", said)
+    assert said.count(" was null and is now ") == 20 and re.search(r"; and \d+ more keys\. Set the old values", said)
     assert len(said) < LONGEST and "\n" not in said
 
 
@@ -254,10 +254,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(kind, tmp_
     damage(last)
     assert checkpoint_to_resume(recipe, "newest") == before
     assert len(caplog.messages) == 1 and re.search(f"skipped .*checkpoint-9: {says}", caplog.messages[0])
-    with pytest.raises(UserError, match=f"--resume: .*checkpoint-9 is not a whole checkpoint: {says}"):
+    with pytest.raises(UserError, match=f"--resume: .*checkpoint-9 is not a complete checkpoint: {says}"):
         checkpoint_to_resume(recipe, str(last))
     (before / "progress_0.pt").unlink()
-    with pytest.raises(UserError, match="holds no whole checkpoint to resume from"):
+    with pytest.raises(UserError, match="holds no complete checkpoint to resume from"):
         checkpoint_to_resume(recipe, "newest")
     refuse_used(recipe.output_dir)
 
@@ -265,7 +265,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(kind, tmp_
 def test_another_number_of_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two = recipe_of(tmp_path, launch={"processes": 2})
     checkpoint(tmp_path, 3, two)
-    says = r"checkpoint-3 was written under another recipe: launch\.processes is 2 there and 1 here"
+    says = r"checkpoint-3 was written with another recipe: launch\.processes was 2 and is now 1"
     with pytest.raises(UserError, match=says):
         checkpoint_to_resume(recipe_of(tmp_path), "newest")
     assert checkpoint_to_resume(two, "newest").name == "checkpoint-3"
@@ -275,7 +275,7 @@ def test_another_number_of_processes_is_refused(tmp_path: Path, monkeypatch: pyt
     check_world(two.launch.processes)
     library = tmp_path / "library"
     unknown = checkpoint(library, 4, two, recipe=None)
-    with pytest.raises(UserError, match=r"launch\.processes is 2 there and 1 here"):
+    with pytest.raises(UserError, match=r"launch\.processes was 2 and is now 1"):
         checkpoint_to_resume(recipe_of(library), str(unknown))
     assert checkpoint_to_resume(recipe_of(library, launch={"processes": 2}), str(unknown)) == unknown
 
@@ -288,8 +288,8 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         checkpoint_to_resume(changed, "newest")
     assert str(error.value).endswith(
-        "another recipe: cache.budget is 8 there and 16 here; cache.sinks is 4 there and 2 here; launch.zero_stage "
-        "is 0 there and 3 here; learning_rate is 1e-06 there and 2e-06 here. Set the old values, or start a new run"
+        "another recipe: cache.budget was 8 and is now 16; cache.sinks was 4 and is now 2; launch.zero_stage "
+        "was 0 and is now 3; learning_rate was 1e-06 and is now 2e-06. Set the old values, or start a new run"
     )
 
 
@@ -333,9 +333,9 @@ def test_the_length_may_change_only_where_the_rate_does_not_depend_on_it(tmp_pat
         if free:
             assert checkpoint_to_resume(longer, str(place)) == place
         else:
-            with pytest.raises(UserError, match="max_steps is 10 there and 20 here"):
+            with pytest.raises(UserError, match="max_steps was 10 and is now 20"):
                 checkpoint_to_resume(longer, str(place))
-    with pytest.raises(UserError, match=r"max_steps: is 2, but .*checkpoint-3 is of step 3"):
+    with pytest.raises(UserError, match=r"max_steps: is 2, but .*checkpoint-3 is already at step 3"):
         checkpoint_to_resume(recipe_of(tmp_path, "max_steps=2"), str(place))
 
 
