@@ -51,7 +51,7 @@ def future_attention_mass(
         give to evicted tokens, up to e^40
     lookahead : L; count only the queries d <= t + w + L
     normalise : True divides by N_t
-    group : reduction over the query heads of a kv head. None: no reduction; "max": the largest log; "mean": the log of
+    group : reduction over the query heads of a kv head: None, no reduction; "max": the largest log; "mean": the log of
         the mean probability
     floor : epsilon; with 0, the result is -inf for tokens that receive no attention
     chunk : number of keys that the torch kernel processes at a time

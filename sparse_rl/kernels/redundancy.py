@@ -40,7 +40,7 @@ def mean_similarity(
 
     keys : [R, Hkv, N, D] of any float dtype
     positions : int64 [R, Hkv, N], distinct within a kv head, in any order
-    lengths : int64 [R], the number of entries of each row; the slots behind them are padding
+    lengths : int64 [R], the number of entries of each row; the slots after them are padding
     kernel : the form to use; None means triton for half-precision keys on a GPU if it passed the check, else torch
     """
     if kernel is None:

@@ -5,7 +5,7 @@ A token t becomes eligible at query q = t + w, when it leaves the window. Of the
     E(q) = {t : s <= t <= q - w}                                                        KVpop's long-range entries
 
 query q sees the k tokens with the highest priority; a token that is not among them is never seen again. All priorities
-decay with age at the same rate, r_t(q) = r_t + (q - t) log gamma, so at every q their order is that of
+decay with age at the same rate, r_t(q) = r_t + (q - t) log gamma, so at every q they are in the order of
 r_t - t log gamma. One stable sort therefore gives ranks that never change (0 is best; ties go to the earlier token). It
 remains to find the k-th smallest rank in every prefix of the tokens. A wavelet matrix does this for all prefixes at
 once: from the highest bit of the ranks down, tokens are partitioned by the bit, and each query continues in the half
@@ -37,7 +37,7 @@ class RunningTopK:
 
     evict_at : for each token t, the first query that no longer sees it; NEVER if there is none before the row's end
     cutoff_rank : for each query q, the rank of the worst of the k tokens that it sees; -1 before k tokens are eligible,
-        and behind the row's end
+        and after the row's end
     boundary : for each query q, that worst token itself; -1 in the same cases
     """
 
@@ -68,7 +68,7 @@ def running_topk(
     k : >= 1, number of other tokens that a query sees
     log_decay : log gamma, [H] <= 0
     decay_every : n; ages count in whole steps of n positions, r_t - floor(t / n) log gamma
-    lengths : int64 [B], the end of each row; the tokens behind it are padding
+    lengths : int64 [B], the end of each row; the tokens after it are padding
     kernel : the form that makes the passes over the bits; None means triton on a GPU on which it was found correct and
         faster, else torch
 
@@ -103,7 +103,7 @@ def running_topk(
     # Once k tokens are held, each step drops one: the new token, or the worst so far.
     dropped = torch.where(ranks[:, k:] > cutoff[:, :-1], slots[k:], worst[:, :-1])
 
-    # Convert slots to positions; results for padding are written behind the end.
+    # Convert slots to positions; results for padding are written past the end.
     real, queries = real[:, k - 1 :], first + window + slots[k - 1 :]
     at = torch.where(real, queries, length)
     results = [torch.full((len(ranks), length + 1), fill, device=scores.device) for fill in (NEVER, -1, -1)]

@@ -2,7 +2,7 @@
 
 A node is a range of ranks, from n to n + 2^(bit + 1) - 1. At the level of that bit, its tokens are stored at the places
 from n on, oldest first, since the ranks of a row are a permutation of 0 to M - 1. The tokens of a prefix that belong to
-the node come first in it, so a count describes them. Each level is a launch of its own, and reads the output of the
+the node come first in it, so a count describes them. Each level is a separate launch, and reads the output of the
 level before: no program waits for another, and blocks of 512 tokens fill a GPU even if there are few rows. Between two
 levels, torch counts the zeros before each place, over all rows at once.
 """

@@ -8,7 +8,7 @@ position[j] <= q < evict_at[j], so a tile of queries q_lo .. q_hi over a tile of
 
 In natural order both tests are exact. But evictions are scattered, so almost every tile has some visible key. Softmax
 does not depend on the order of keys: if they are sorted by evict_at in segments, the keys that are still visible later
-are a prefix of every past segment, and the tiles behind that prefix are empty. With sorted keys, the first test may
+are a prefix of every past segment, and the tiles after that prefix are empty. With sorted keys, the first test may
 visit an empty tile, but only if its queries and keys belong to the same segment.
 """
 
@@ -70,7 +70,7 @@ def make_tiles(evict_at: Tensor, width: int, segment: int | None = None) -> Tile
     assert width % TILE == 0 and width >= length, f"width {width}: not a multiple of {TILE}, or below {length} tokens"
     position = torch.arange(width, dtype=torch.int32, device=evict_at.device).expand(rows, -1)
     evict_at = torch.nn.functional.pad(evict_at, (0, width - length))
-    # There is no query behind a row's last real token: cap evict_at there, so that padding visits no tile.
+    # There is no query after a row's last real token: cap evict_at there, so that padding visits no tile.
     end = ((evict_at > position) * (position + 1)).amax(-1, keepdim=True)
     evict_at = torch.minimum(evict_at, end.to(evict_at.dtype))
     order = None

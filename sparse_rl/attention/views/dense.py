@@ -16,7 +16,7 @@ from sparse_rl.trace import EvictionTrace
 class DenseView:
     """A `kv_view` of one unpadded sequence: its trace as dense masks, for all layers at once.
 
-    Each refit of a token is an additional entry beside the token: the token is seen until its first refit, and each
+    Each refit of a token is an entry in addition to the token: the token is seen until its first refit, and each
     refit is seen from its compaction until the next. All entries are in one attention call with a mask.
     """
 

@@ -3,7 +3,7 @@
 The traces of a micro-batch stay in host memory. When a layer runs, its slice of evict_at is copied to the device, and
 the next layer's slice is prefetched; the layer's mask is made, used and dropped. The backward pass recomputes the mask
 in the same way. So at most one layer's mask and two layers' evict_at are on the device. (FlexAttention's lists of tiles
-are small and are kept for the backward pass; with gradient checkpointing, those of one layer only.)
+are small and are kept for the backward pass; with gradient checkpointing, only for one layer.)
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ReplayView(TraceView):
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, starts: list[int]) -> Tensor:
-    """Causal attention of rows that begin at `starts`; left padding is rolled behind the tokens, where it is unseen."""
+    """Causal attention of rows that begin at `starts`; left padding is rolled to the end, where it is unseen."""
     if not any(starts):
         return sdpa(query, key, value, scaling, causal=True)
 
