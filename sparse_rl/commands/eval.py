@@ -1,7 +1,7 @@
-"""`sparse-rl eval`: pass@1 of a model over tasks, cache policies and budgets (rollout/evaluation says how).
+"""`sparse-rl eval`: measure pass@1 of a model over tasks, cache policies and budgets (see rollout/evaluation).
 
-A completion is correct iff its accuracy reward is at least 1. Writes output_dir/eval.json (recipe, versions, rows) and
-eval_completions.jsonl (every completion, right or wrong).
+A completion is correct if and only if its accuracy reward is at least 1. Writes output_dir/eval.json (recipe, versions,
+rows) and eval_completions.jsonl (every completion, right or wrong).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from rollout.evaluation.evaluate import EvalRow
     from rollout.evaluation.perplexity import PerplexityRow
 
-ABOUT = "pass@1 of a model over tasks, cache policies and budgets."
+ABOUT = "Measure pass@1 of a model over tasks, cache policies and budgets."
 FORMAT_VERSION = 1
 RESULTS, COMPLETIONS = "eval.json", "eval_completions.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe(parser, "a YAML file or a name; or the directory of a run, whose held-out problems are then taken")
+    add_recipe(parser, "a YAML file or a name; or the directory of a run, to evaluate it on its held-out problems")
     add_overwrite(parser)
 
 
@@ -52,23 +52,24 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def load_evaluation(name: str, overrides: list[str]) -> Recipe:
-    """As load_recipe; the directory of a run stands for what its own recipe would have evaluated."""
+    """Load a recipe by `load_recipe`; the directory of a run stands for the evaluation that its recipe defines."""
     folder = Path(name)
     if name in list_recipes() or not folder.is_dir():
         return load_recipe(name, overrides)
     saved = folder / RECIPE_FILE
-    asked = load_recipe(saved).evaluation(name) if saved.is_file() else None
-    if asked is None:
+    questions = load_recipe(saved).evaluation(name) if saved.is_file() else None
+    if questions is None:
         write = f"sparse-rl eval RECIPE model={shlex.quote(name)}"
-        raise UserError(f"{name} does not say which problems to evaluate; name them by a recipe of kind eval: {write}")
-    return make_recipe(asked, overrides, name)
+        raise UserError(f"{name} does not define the problems to evaluate; use a recipe of kind eval: {write}")
+    return make_recipe(questions, overrides, name)
 
 
 def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> list[EvalRow]:
-    """One row per task and cache point, tasks first; also written to the recipe's output_dir.
+    """Evaluate and return one row per task and cache point, task by task; also write them to the recipe's output_dir.
 
-    model : a live module to sample from; by default the recipe's model is loaded
-    Raises UserError for what the user can mend, before the model is loaded where possible.
+    model : live module to sample from; by default the recipe's model is loaded
+
+    Raises UserError for errors that the user can fix, if possible before the model is loaded.
     """
     with stage("loading", recipe.model, shown=progress):
         from rollout.evaluation.contexts import ContextTask, evaluate_contexts
@@ -89,37 +90,39 @@ def evaluate(recipe: EvalRecipe, model: Any = None, progress: bool = True) -> li
             problems = load_data(data, tokenizer, require=("prompt", *needed & {"answer"}), where=f"tasks.{name}")
             if missing := sorted(needed - {*problems.column_names}):
                 has = listed(problems.column_names, missing[0])
-                raise UserError(f"an accuracy needs a column {missing[0]!r}; the source has {has}", f"tasks.{name}")
+                raise UserError(
+                    f"the accuracy reward needs a column {missing[0]!r}; the source has {has}", f"tasks.{name}"
+                )
             score, *further = (partial(_score, reward, key, problems) for key, reward in rewards.items())
             scores = score, dict(zip(recipe.further_accuracy, further, strict=True))
             if recipe.prompt_cache is None:
                 prompts = sampling.prompt_tokens(problems, tokenizer, data, prepared.room, f"tasks.{name}")
                 tasks[name] = Task(prompts, *scores)
             else:
-                asked = sampling.context_questions(problems, tokenizer, data)
-                tasks[name] = ContextTask([one.rest for one in asked.prompts], *scores, questions=asked)
+                questions = sampling.context_questions(problems, tokenizer, data)
+                tasks[name] = ContextTask([prompt.rest for prompt in questions.prompts], *scores, questions=questions)
         sampled = replace(
             recipe.sampling(recipe.samples), **recipe.forcing(partial(tokenizer.encode, add_special_tokens=False))
         )
         folder = rundir.prepare(recipe.output_dir, recipe.as_yaml())
     decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
     with (folder / COMPLETIONS).open("w") as log:
-        told: dict[str, Any] = {
+        callbacks: dict[str, Any] = {
             "on_completion": lambda line: print(json.dumps(line), file=log),
             "on_row": partial(write_results, folder / RESULTS, recipe, correct_if="accuracy reward >= 1"),
             "progress": progress,
         }
         if caches := recipe.prompt_caches():
             engines = sampling.context_engines(prepared, folder, progress)
-            return evaluate_contexts(tasks, caches, sampled, engines, decode, **told)
+            return evaluate_contexts(tasks, caches, sampled, engines, decode, **callbacks)
         opened = sampling.engines(prepared, progress)
-        return evaluate_tasks(tasks, prepared.policies, sampled, opened, decode, **told)
+        return evaluate_tasks(tasks, prepared.policies, sampled, opened, decode, **callbacks)
 
 
 def write_results(file: Path, recipe: Recipe, rows: Sequence[EvalRow | PerplexityRow], **more: str) -> None:
-    """eval.json: {format_version, recipe, versions, seed, correct_if, rows}; written anew after every point.
+    """Write eval.json: {format_version, recipe, versions, seed, correct_if, rows}. It is rewritten after every point.
 
-    more : further entries, such as correct_if
+    more : additional entries, such as correct_if
     """
     versions = json.loads((file.parent / "environment.json").read_text())
     content = {
@@ -134,7 +137,7 @@ def write_results(file: Path, recipe: Recipe, rows: Sequence[EvalRow | Perplexit
 
 
 def _needed_column(spec: Any) -> str | None:
-    """The column without which a reward of ours cannot judge a completion."""
+    """Return the dataset column that a built-in reward needs to score a completion; None if it needs none."""
     name = spec if isinstance(spec, str) else spec.get("name")
     return {"math": "answer", "boxed": "answer", "short_answer": "answers"}.get(name)
 
@@ -142,9 +145,9 @@ def _needed_column(spec: Any) -> str | None:
 def _score(
     reward: Any, key: str, dataset: Any, places: Sequence[int], texts: Sequence[str], rollouts: Sequence[Rollout]
 ) -> list[float | None]:
-    """The reward of each completion of the problems at these places of a dataset, called as in training.
+    """Return the reward of each completion of the problems at `places` of a dataset, called as in training.
 
-    key : of the recipe, which names the reward
+    key : recipe key that names the reward
     """
     problems = [dataset[place] for place in places]
     chat = not isinstance(problems[0]["prompt"], str)
@@ -162,11 +165,11 @@ def _score(
             **columns,
         )
         if inspect.isawaitable(scores):
-            raise TypeError("it is asynchronous")
+            raise TypeError("asynchronous rewards are not supported here")
         scores = [None if score is None else float(score) for score in scores]
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a function of the user's, which may call sys.exit
+    except BaseException as error:  # user code, which may call sys.exit
         raise UserError(f"{name} raised {type(error).__name__}: {error}", key) from error
     if len(scores) != len(texts):
         raise UserError(f"{name} returned {len(scores)} values for {len(texts)} completions", key)

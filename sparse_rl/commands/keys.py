@@ -1,4 +1,4 @@
-"""`sparse-rl keys`: what a recipe may say, a key at a time; or as a JSON Schema, for editors."""
+"""`sparse-rl keys`: list the keys of recipes, or print a JSON Schema for editors."""
 
 from __future__ import annotations
 
@@ -20,29 +20,31 @@ from sparse_rl.recipe.json_schema import recipe_schema
 from sparse_rl.recipe.keys import REQUIRED, Row, list_sections, read_docstring
 from sparse_rl.recipe.passed_through import PASSED_THROUGH
 
-ABOUT = "The keys of a kind of recipe, or what cache policies, scorers and rewards take; or a JSON Schema for editors."
-WIDEST = 120  # columns of a line, however wide the terminal is
-FAMILIES = {  # what is listed beside the kinds -> what it is
-    "policies": "what `cache` takes beside `policy`",
-    "scorers": "what `cache.scorer` takes beside `name`",
-    "rewards": "what a reward takes beside `name` and `weight`",
+ABOUT = (
+    "List the keys of a kind of recipe, or of cache policies, scorers and rewards; or print a JSON Schema for editors."
+)
+WIDEST = 120  # maximum columns of a line, even on a wider terminal
+FAMILIES = {  # further topics -> their description
+    "policies": "keys of `cache` beside `policy`",
+    "scorers": "keys of `cache.scorer` beside `name`",
+    "rewards": "keys of a reward beside `name` and `weight`",
 }
 TOPICS = (*KINDS, *FAMILIES)
-Listing = list[tuple[str, str, list[Row]]]  # (name, text, rows) of each part of what is listed
+Listing = list[tuple[str, str, list[Row]]]  # (name, text, rows) of each listed part
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = f"one of {', '.join(TOPICS)}; without it, what each of these is"
+    about = f"one of {', '.join(TOPICS)}; without KIND, describe each of these"
     parser.add_argument("topic", metavar="KIND", nargs="?", type=known_topic, choices=TOPICS, help=about)
-    about = "only the keys with this in their names (rollout.), or only the policy, scorer or reward of this name"
+    about = "show only keys whose names contain PART (rollout.), or only the policy, scorer or reward of this name"
     parser.add_argument("part", metavar="PART", nargs="?", help=about)
     parser.add_argument(
-        "--json-schema", action="store_true", help="the schema of this kind; without KIND of all recipes"
+        "--json-schema", action="store_true", help="print the schema of this kind, or of all recipes without KIND"
     )
 
 
 def known_topic(text: str) -> str:
-    """One of TOPICS."""
+    """Parse one of TOPICS."""
     if text not in TOPICS:
         raise argparse.ArgumentTypeError(f"unknown {text!r}{did_you_mean(text, TOPICS)}; one of {listed(TOPICS, text)}")
     return text
@@ -52,7 +54,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
     topic, part = options.topic, options.part
     if options.json_schema:
         if part is not None or topic in FAMILIES:
-            raise UserError(f"is of all recipes, or of one kind: {', '.join(KINDS)}", "--json-schema")
+            raise UserError(f"needs one kind of recipe, or none for all recipes: {', '.join(KINDS)}", "--json-schema")
         print(json.dumps(recipe_schema(topic), indent=2, ensure_ascii=False))
         return 0
     if topic is None:
@@ -64,27 +66,27 @@ def run(options: argparse.Namespace, session: Session) -> int:
         listing = only(listing, topic, part)
     print("\n\n".join("\n".join([text, *map(entry, rows)]) for _, text, rows in listing))
     if topic in KINDS and any(row.key.rpartition(".")[2] == "cache" for *_, rows in listing for row in rows):
-        print("\nWhat `cache` takes beside `policy`: sparse-rl keys policies")
+        print("\nKeys of `cache` beside `policy`: sparse-rl keys policies")
     return 0
 
 
-# ---- what there is -------------------------------------------------------------------------------------------------
+# ---- listings ------------------------------------------------------------------------------------------------------
 
 
 def kind_listing(kind: str) -> Listing:
-    """The keys of a kind, by the dataclass that sets them, and the options that are handed on."""
+    """Return the keys of a kind, grouped by the dataclass that defines them, and the options passed through."""
     listing: Listing = []
     for section in list_sections(KINDS[kind]):
         text = ". ".join(filter(None, [section.prose.rstrip("."), f"Set in {section.file}"]))
         listing.append(("", wrapped(text if listing else f"kind {kind}: {text}"), section.rows))
     if options := PASSED_THROUGH.get(kind):
         rows = [Row(key, describe(hint), "", "") for key, hint in options.items()]
-        listing.append(("", "Handed on to TRL and transformers as they are", rows))
+        listing.append(("", "Passed to TRL and transformers unchanged", rows))
     return listing
 
 
 def family_listing(family: str) -> Listing:
-    """What each policy, scorer or reward takes."""
+    """Return the keys of each policy, scorer or reward."""
     if family == "rewards":
         from rewards import REWARDS
 
@@ -104,30 +106,30 @@ def family_listing(family: str) -> Listing:
 
 
 def only(listing: Listing, topic: str, part: str) -> Listing:
-    """What has this name, or else the keys with this in their names. Raises UserError where there is neither."""
+    """Return the part of this name, or else the keys whose names contain it. Raises UserError if there are none."""
     rows = [(name, text, [row for row in rows if part in row.key]) for name, text, rows in listing]
-    if found := [entry for entry in listing if entry[0] == part] or [entry for entry in rows if entry[2]]:
-        return found
+    if matches := [entry for entry in listing if entry[0] == part] or [entry for entry in rows if entry[2]]:
+        return matches
     keys = [row.key for *_, rows in listing for row in rows]
     known = dict.fromkeys(filter(None, [*(name for name, *_ in listing), *keys, *(k.rpartition(".")[2] for k in keys)]))
-    mend = f"{did_you_mean(part, known)}; all: sparse-rl keys {topic}"
+    hint = f"{did_you_mean(part, known)}; all: sparse-rl keys {topic}"
     if topic in KINDS and any(part in row.key for *_, rows in family_listing("policies") for row in rows):
-        mend = f"; cache policies have it: sparse-rl keys policies {part}"
-    raise UserError(f"nothing in {topic} has this name{mend}", part)
+        hint = f"; it is a key of cache policies: sparse-rl keys policies {part}"
+    raise UserError(f"no key or part of {topic} has this name{hint}", part)
 
 
-# ---- how it is shown -----------------------------------------------------------------------------------------------
+# ---- formatting ----------------------------------------------------------------------------------------------------
 
 
 def entry(row: Row) -> str:
-    """A key with its type and its default, and behind it what is said of it."""
+    """Format a key with its type, its default and its description."""
     default = {"": "", REQUIRED: " (required)"}.get(row.default, f" (default {row.default})")
     lines = [wrapped(f"{row.key}: {row.type}{default}", "    "), wrapped(row.words, "    ", "    ")]
     return "\n".join(lines if row.words else lines[:1])
 
 
 def wrapped(text: str, indent: str = "", first: str = "") -> str:
-    """A text in lines as wide as the terminal; in a pipe one line."""
+    """Wrap a text to the width of the terminal; in a pipe it stays one line."""
     if not sys.stdout.isatty():
         return first + text
     width = min(WIDEST, shutil.get_terminal_size().columns)

@@ -1,7 +1,7 @@
-"""What a run will take, from the recipe and the model's configuration alone: nothing is loaded.
+"""Predict the memory of a run from the recipe and the model's configuration alone, without loading anything.
 
-Bytes throughout. `sparse-rl doctor RECIPE` prints it. Each component says what it holds, and what it takes for a
-moment; here it is added up.
+All sizes are in bytes. `sparse-rl doctor RECIPE` prints the plan. Each component computes its own permanent and
+temporary bytes; this module adds them up.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ from sparse_rl.trace.record import trace_bytes
 from trainer.config import LaunchConfig
 from trainer.memory import activation_bytes, count_parameters, lora_parameters, training_state
 
-ASSUMED_PROMPT = 512  # tokens, where a recipe does not bound its prompts
-ASSUMED_LENGTH = 4096  # of a row, where a recipe does not bound it
+ASSUMED_PROMPT = 512  # tokens in a prompt, if the recipe does not bound its prompts
+ASSUMED_LENGTH = 4096  # tokens in a row, if the recipe does not bound its rows
 TIGHT = 0.9  # share of the memory above which a fit is called tight
 
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes of one process, on its device and in host memory. `when`: always, update, sampling, or avoided."""
+    """Bytes that one process holds on its device and in host memory.
+
+    when : always, update, sampling, or avoided (shown, but not counted)
+    """
 
     name: str
     device: int = 0
@@ -48,30 +51,34 @@ class Item:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one process of a recipe takes."""
+    """Memory plan of one process of a run."""
 
     parameters: int
     items: list[Item] = field(default_factory=list)
 
     @property
     def device(self) -> int:
-        """The peak: what is always there, and the larger of the two phases (sampling and update do not overlap)."""
+        """Peak device bytes: permanent items plus the larger of sampling and update, which do not overlap."""
         by = {when: sum(item.device for item in self.items if item.when == when) for when in ("update", "sampling")}
         return sum(item.device for item in self.items if item.when == "always") + max(by.values())
 
     @property
     def host(self) -> int:
+        """Bytes of host memory."""
         return sum(item.host for item in self.items if item.when != "avoided")
 
 
 def plan(prepared: Prepared, cuda: bool | None = None) -> Plan:
-    """The memory of a recipe that is resolved. `cuda`: runs on a GPU; None: as this machine has."""
+    """Return the memory plan of a resolved recipe.
+
+    cuda : True if it runs on a GPU; None means True if this machine has a GPU
+    """
     cuda = device_memory() is not None if cuda is None else cuda
     return (_Training if isinstance(prepared.recipe, TrainRecipe) else _Evaluation)(prepared, cuda).plan()
 
 
 class _Process:
-    """One process: its model, its engine and the caches of that."""
+    """One process: its model, its engine, and the engine's caches."""
 
     def __init__(self, prepared: Prepared, cuda: bool) -> None:
         self.recipe, self.config, self.shape = prepared.recipe, prepared.config, prepared.shape
@@ -85,7 +92,7 @@ class _Process:
         self.vllm = rollout is not None and rollout.engine == "vllm"
 
     def engine_items(self) -> list[Item]:
-        """What vllm holds: its own weights, and a pool for keys and values. Nothing for hf, which has neither."""
+        """Items that the vllm engine holds: its copy of the weights, and a pool for keys and values. Empty for hf."""
         if not self.vllm:
             return []
         recipe, rollout = self.recipe, self.recipe.rollout
@@ -97,47 +104,52 @@ class _Process:
             "max_batch": rollout.max_batch,
             "tensor_parallel": rollout.tensor_parallel,
         }
-        stand_beside = (beside_cache(policy, self.config, **size) for policy in self.policies)
-        beside = max(stand_beside, key=lambda beside: beside.requests)
+        buffers = (beside_cache(policy, self.config, **size) for policy in self.policies)
+        beside = max(buffers, key=lambda beside: beside.requests)
         if rollout.kv_cache_gb is not None or not self.cuda:
-            given = rollout.kv_cache_gb or 1  # as the engine has it
-            pool, source = int(given * 2**30), f"kv_cache_gb {given:g}"
+            gib = rollout.kv_cache_gb or 1  # the engine's default
+            pool, source = int(gib * 2**30), f"kv_cache_gb {gib:g}"
         else:
             total, source = device_memory() or 0, f"gpu_memory_utilization {rollout.gpu_memory_utilization:g}"
             pool = max(int(beside.share(rollout.gpu_memory_utilization, total) * total) - own, 0) if total else 0
         arguments = engine_arguments(recipe)
         need = max(pool_bytes(policy, arguments, self.config, self.cuda) for policy in self.policies)
         if need < pool:
-            pool, source = need, f"all that {rollout.max_batch} sequences can fill; {source} would be {show(pool)}"
+            pool, source = need, f"the most that {rollout.max_batch} sequences can fill; {source} would be {show(pool)}"
         held = int(pool * beside.per_byte) + beside.requests
-        note_beside = "positions and the policy's memory, last queries; also in its sleep"
+        note_beside = "positions, the policy's state and last queries; held during sleep too"
         return [
             Item("vllm: weights", own, kept, when=when, note=note),
             Item("vllm: KV pool", pool, when=when, note=source),
             Item("vllm: beside the pool", held, note=note_beside),
-            Item("vllm: sampler", beside.sampler, when="sampling", note=f"{rollout.max_batch} tokens drawn in float64"),
+            Item(
+                "vllm: sampler", beside.sampler, when="sampling", note=f"{rollout.max_batch} tokens sampled in float64"
+            ),
         ]
 
     def cache_items(self, policy: Policy, prompt: int, at_once: int, some: int | None = None) -> list[Item]:
-        """The cache of `at_once` sequences; that of vllm is part of its pool, and only shown. some: layers of a part"""
+        """Items of the cache of `at_once` sequences. With vllm it is part of the pool, so it is shown but not counted.
+
+        some : number of layers that `policy` covers, if it is a part of a layered policy
+        """
         layers, kv_heads, head_dim = self.shape
         parts = policy.by_layers(layers)
         if parts != [(policy, layers)]:
             return [item for part, n in parts if n for item in self.cache_items(part, prompt, at_once, n)]
         layers, total = some or layers, prompt + self.recipe.sampling().max_tokens
-        shape, fed = (layers, kv_heads, head_dim), max(total - 1, prompt)  # the last token is not
+        shape, fed = (layers, kv_heads, head_dim), max(total - 1, prompt)  # the last token is never fed
         entries = policy.schedule.most_held(prompt, fed)
         wide = held_head(policy, head_dim, self.exact, self.cuda) if self.vllm else head_dim
-        one = cache_bytes(entries + policy.summaries(entries), layers, kv_heads, wide, self.itemsize)
+        unit_bytes = cache_bytes(entries + policy.summaries(entries), layers, kv_heads, wide, self.itemsize)
         full = cache_bytes(total - 1, *shape, self.itemsize)
         state = state_bytes(policy, entries, *shape)
         state += query_bytes(policy, layers, self.heads, head_dim, self.itemsize)
         name = " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
         name += f" in {some} layers" if some else ""
-        note = f"{name}: {entries} entries, {show(one)} a sequence; full {show(full)}"
-        note += f"; heads of {wide}, with room for biases" if wide > head_dim else ""
+        note = f"{name}: {entries} entries, {show(unit_bytes)} per sequence; a full cache: {show(full)}"
+        note += f"; heads of {wide}, which include biases" if wide > head_dim else ""
         when = "avoided" if self.vllm else "sampling"
-        items = [Item(f"KV cache of {at_once}", at_once * (one + state), when=when, note=note)]
+        items = [Item(f"KV cache of {at_once}", at_once * (unit_bytes + state), when=when, note=note)]
         if policy.schedule.first(prompt) <= fed or policy.every_query:
             device, group = "cuda" if self.cuda else "cpu", self.heads // kv_heads
             found = transient_bytes(policy, at_once, entries, shape, group, self.recipe.dtype, device, self.vllm)
@@ -146,17 +158,17 @@ class _Process:
 
 
 class _Evaluation(_Process):
-    """An evaluation, or another sampling without training."""
+    """An evaluation, or another recipe that samples without training."""
 
     def plan(self) -> Plan:
-        """The points of a sweep run one after another: the largest is counted, the others are shown."""
+        """The points of a sweep run one after another, so the largest is counted and the others are only shown."""
         recipe, engine = self.recipe.expect(SweptRecipe), self.engine_items()
         weights = [Item("weights", self.weights, note=recipe.dtype)]
         prompts = [prompt_tokens(data) for data in recipe.prompt_sources().values()] or recipe.prompt_bounds()
         prompt = max(tokens or ASSUMED_PROMPT for tokens in prompts)
         at_once = min(recipe.rollout.max_batch, recipe.sequences() or recipe.rollout.max_batch)
         if recipe.prompt_caches():
-            later = [replace(item, when="avoided", note="loaded once all contexts are compacted") for item in engine]
+            later = [replace(item, when="avoided", note="loaded after all contexts are compacted") for item in engine]
             return Plan(self.parameters, weights + self.context_items(prompt, at_once) + later)
         items = engine or weights
         points = [self.cache_items(policy, prompt, at_once) for policy in self.policies]
@@ -166,51 +178,61 @@ class _Evaluation(_Process):
         return Plan(self.parameters, items)
 
     def context_items(self, tokens: int, at_once: int) -> list[Item]:
-        """Contexts that are compacted one after another, and what is asked behind them: the largest of all compactions,
-        and of what is done to a context in turn.
+        """Items of contexts that are compacted one after another, and of the questions behind them.
+
+        The phases (reading, compaction, answering) do not overlap, so the largest is counted and the others are shown.
         """
         shape, configs = self.shape, self.recipe.prompt_caches()
         (_, kv_heads, head_dim), group = shape, self.heads // shape[1]
-        one = cache_bytes(1, *shape, self.itemsize) // 2  # of a query in all layers and kv heads
-        asked = [reference_queries(config, tokens, group) for config in configs]
-        drawn = max(min(count, config.most_queries) for count, config in zip(asked, configs, strict=True))
+        unit_bytes = cache_bytes(1, *shape, self.itemsize) // 2  # bytes of one query in all layers and kv heads
+        query_counts = [reference_queries(config, tokens, group) for config in configs]
+        sampled_queries = max(
+            min(count, config.most_queries) for count, config in zip(query_counts, configs, strict=True)
+        )
         counts = {label(config): config.first + config.last + config.kept(tokens) for config in configs}
         most, own = max(counts.values()), ASSUMED_PROMPT + self.recipe.sampling().max_tokens
-        left = (f"{name} {show(context_bytes(count, *shape, self.itemsize))}" for name, count in counts.items())
+        compacted_sizes = (
+            f"{name} {show(context_bytes(count, *shape, self.itemsize))}" for name, count in counts.items()
+        )
         answers = at_once * cache_bytes(own, *shape, self.itemsize)
         answers += at_once * cache_bytes(most + own, 1, kv_heads, head_dim, self.itemsize)
-        turns = [
+        phases = [
             Item(
                 "reading",
-                reading_bytes(tokens, self.heads) + max(asked) * one,
+                reading_bytes(tokens, self.heads) + max(query_counts) * unit_bytes,
                 when="avoided",
-                note=f"estimate: a piece's masks; {max(asked)} queries of each kv head, before some are drawn",
+                note=f"estimate: masks of one piece; {max(query_counts)} queries per kv head before subsampling",
             ),
             Item(
                 "compaction",
                 max(compaction_bytes(config, tokens, group, kv_heads, head_dim) for config in configs),
                 when="avoided",
-                note="of one layer and part, in float64; of many queries one kv head after another",
+                note="one layer and part at a time, in float64; with many queries one kv head at a time",
             ),
             Item(
                 f"KV cache of {at_once}",
                 answers,
                 when="avoided",
-                note=f"questions of {ASSUMED_PROMPT} tokens and their answers; one layer's joined to the context's",
+                note=f"questions of {ASSUMED_PROMPT} tokens, answers, and a copy of one layer joined to the context",
             ),
         ]
-        largest = max(turns, key=lambda item: item.device)
+        largest = max(phases, key=lambda item: item.device)
         whole, compacted = (context_bytes(count, *shape, self.itemsize) for count in (tokens, most))
         return [
-            Item("context", whole, when="sampling", note=f"{tokens} tokens, whole"),
-            Item("reference queries", drawn * one, when="sampling", note=f"{drawn} of each kv head"),
-            Item("compacted context", compacted, when="sampling", note=", ".join(left)),
-            *(replace(item, when="sampling") if item is largest else item for item in turns),
+            Item("context", whole, when="sampling", note=f"{tokens} tokens, before compaction"),
+            Item(
+                "reference queries",
+                sampled_queries * unit_bytes,
+                when="sampling",
+                note=f"{sampled_queries} per kv head",
+            ),
+            Item("compacted context", compacted, when="sampling", note=", ".join(compacted_sizes)),
+            *(replace(item, when="sampling") if item is largest else item for item in phases),
         ]
 
 
 class _Training(_Process):
-    """A training, and the engine that it samples from."""
+    """A training run, and the engine that it samples from."""
 
     def plan(self) -> Plan:
         recipe: Any = self.recipe
@@ -226,7 +248,7 @@ class _Training(_Process):
             scorers = layers * count_parameters(sketch_scorer(cache.scorer, heads=heads, dim=dim))
             trainable, parameters = trainable * recipe.kvpop.train_base + scorers, parameters + scorers
         copy = parameters * self.itemsize
-        stored = self.itemsize if launch.zero_stage or adapters else 4  # as trainer.arguments.weights_dtype has it
+        stored = self.itemsize if launch.zero_stage or adapters else 4  # same rule as trainer.arguments.weights_dtype
         state = training_state(parameters, trainable, itemsize=stored, adapters=adapters, launch=launch)
         dtype = "float32" if stored == 4 else recipe.dtype
         notes = {
@@ -251,7 +273,10 @@ class _Training(_Process):
         return Plan(parameters, items)
 
     def teacher(self, recipe: TaughtRecipe, copy: int) -> Item:
-        """A teacher in memory. copy : bytes of a copy of the model"""
+        """Item of a teacher that is held in memory.
+
+        copy : bytes of one copy of the student, which is also the teacher if the recipe names none
+        """
         whole, held = recipe.launch.zero_stage < 3, copy
         if recipe.taught_by.teacher is not None:
             held = count_parameters(meta_model(load_shape(recipe.teacher_model))) * self.itemsize
@@ -259,11 +284,11 @@ class _Training(_Process):
         return Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards"))
 
     def sampling_items(self, engine: list[Item]) -> list[Item]:
-        """The engine, its cache, and the traces that training replays."""
+        """Items of the engine, its cache, and the traces that training replays."""
         recipe, items, sequences = self.recipe, list(engine), self.recipe.sequences_sampled()
         (policy,), (layers, kv_heads, _) = self.policies, self.shape
         if recipe.launch.zero_stage == 3 and not engine:
-            note = "ZeRO-3 samples from whole weights"
+            note = "ZeRO-3 gathers the weights for sampling"
             items.append(Item("gathered weights", self.weights, when="sampling", note=note))
         items += self.cache_items(policy, self.prompt, min(recipe.rollout.max_batch, sequences))
         if recipe.keeps_traces():
@@ -271,12 +296,12 @@ class _Training(_Process):
             dense = mask_bytes(sequences, kv_heads, self.length, layers)
             items.append(Item("traces", host=traces, note=f"{sequences} sequences of {self.length} tokens"))
             items += self.view_items(policy.config, "view")
-            note = "what the traces replace; not allocated"
+            note = "replaced by the traces; not allocated"
             items.append(Item("dense masks instead", host=dense, when="avoided", note=note))
         return items
 
     def view_items(self, cache: PolicyConfig, view: Literal["view", "learned_view"]) -> list[Item]:
-        """What a view of the cache's method holds in training."""
+        """Items that a view of the cache's method holds in training."""
         layers, kv_heads, head_dim = self.shape
         replayed = Replayed(
             rows=self.recipe.training.per_device_train_batch_size,
@@ -305,10 +330,12 @@ def transient_bytes(
     device: str,
     vllm: bool,
 ) -> dict[str, tuple[int, str]]:
-    """Of a compaction of requests that are due together: what takes bytes, how many, and a note.
+    """Return name -> (temporary bytes, note) for a compaction of requests that are compacted together.
 
-    shape : (layers, kv heads, head dim); group : query heads of a kv head. hf takes one layer at a time; of its own
-    reading and scoring nothing is counted.
+    shape : (layers, kv heads, head dim)
+    group : query heads per kv head
+
+    hf compacts one layer at a time; its buffers for reading and scoring entries are not counted.
     """
     rows = folded_rows(entries, requests, shape, device) if vllm else requests
     once, of_layer = f"of {rows} " + ("(sequence, layer)" if vllm else "sequences of one layer"), (entries, *shape[1:])
@@ -316,19 +343,19 @@ def transient_bytes(
     if vllm:
         taken["compaction"] = (
             folded_bytes(policy, rows, *of_layer, group, dtype, device),
-            "what is read and what scores it",
+            "the entries read, and the scoring buffers",
         )
     return {name: (size, f"{once}, {how}") for name, (size, how) in taken.items()}
 
 
 def computes_exactly(recipe: Recipe, cuda: bool) -> bool:
-    """Whether float32 attention is computed in float64, as it is on a CPU where a recipe says nothing else."""
+    """True if float32 attention is computed in float64, which is the default on a CPU."""
     rollout = recipe.rollout
     return recipe.dtype == "float32" and not cuda and (rollout is None or rollout.exact)
 
 
 def prompt_tokens(data: DataConfig) -> int:
-    """Of the longest prompt; where it is not bounded, what is assumed."""
+    """Return the tokens of the longest prompt, or ASSUMED_PROMPT if prompts are not bounded."""
     if data.synthetic is not None:
         return 2 * data.synthetic.n + 2
     return data.max_prompt_tokens or ASSUMED_PROMPT
@@ -338,13 +365,16 @@ def prompt_tokens(data: DataConfig) -> int:
 
 
 def verdict(need: float, have: float, where: str) -> str:
-    """One line: whether `need` bytes fit into `have`."""
+    """Return one line that says if `need` bytes fit into `have` bytes."""
     word = "does not fit" if need > have else "tight" if need > TIGHT * have else "fits"
     return f"{where}: {word}, about {show(need)} of {show(have)}"
 
 
 def verdicts(made: Plan, launch: LaunchConfig, device: int | None, host: int) -> list[str]:
-    """A line for the device and one for the host; without a GPU all processes of a machine share the host's memory."""
+    """Return a line for the device and one for the host.
+
+    Without a GPU there is one line, because all processes of a machine share the host memory.
+    """
     local = launch.processes // launch.machines
     if device is None:
         return [

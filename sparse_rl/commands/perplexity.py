@@ -1,4 +1,4 @@
-"""`sparse-rl perplexity`: of a text under cache policies and budgets (rollout/evaluation/perplexity.py says how).
+"""`sparse-rl perplexity`: measure the perplexity of a text under cache policies (rollout/evaluation/perplexity.py).
 
 Writes output_dir/perplexity.json (recipe, versions, rows).
 """
@@ -19,7 +19,7 @@ from sparse_rl.recipe import PerplexityRecipe
 if TYPE_CHECKING:
     from rollout.evaluation.perplexity import PerplexityRow
 
-ABOUT = "Perplexity of a text under cache policies and budgets."
+ABOUT = "Measure the perplexity of a text under cache policies and budgets."
 RESULTS = "perplexity.json"
 
 
@@ -41,9 +41,9 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def measure(recipe: PerplexityRecipe, progress: bool = True) -> list[PerplexityRow]:
-    """One row per cache point; also written to the recipe's output_dir.
+    """Measure and return one row per cache point; also write the rows to the recipe's output_dir.
 
-    Raises UserError for what the user can mend, before the model is loaded where possible.
+    Raises UserError for errors that the user can fix, if possible before the model is loaded.
     """
     with stage("loading", recipe.model, shown=progress):
         from rollout.evaluation.perplexity import measure_perplexity

@@ -1,4 +1,4 @@
-"""Which checkpoint `--resume` means, and which keys of a recipe may differ in the run that continues it."""
+"""The checkpoint that `--resume` selects, and the recipe keys that may differ in the resumed run."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ MAY_CHANGE_BUT_FOR_ROUNDING = (
     *("gradient_checkpointing", "rollout.max_batch", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"),
     *("rollout.max_model_len", "rollout.sleep", "rollout.full_graphs", "rollout.exact", "attention_kernel"),
 )
-LENGTH = ("max_steps", "num_train_epochs")  # these may change too where the learning rate does not depend on them
+LENGTH = ("max_steps", "num_train_epochs")  # may change too, if the learning rate does not depend on them
 ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 
 def checkpoint_to_resume(recipe: TrainRecipe, resume: str) -> Path:
-    """The checkpoint that `--resume` means for a recipe; see trainer.resume.checkpoint_of."""
+    """Return the checkpoint that `--resume` selects for a recipe; see trainer.resume.checkpoint_of."""
     from trainer.resume import MayChange, checkpoint_of
 
-    freely: tuple[str, ...] = MAY_CHANGE
+    changeable: tuple[str, ...] = MAY_CHANGE
     training = recipe.training
     if training.lr_scheduler_type in ENDLESS and (training.warmup_steps == 0 or training.warmup_steps >= 1):
-        freely += LENGTH
+        changeable += LENGTH
     if recipe.resolved().get("attention_kernel") == "auto":
-        freely += ("attention_kernel",)  # not chosen yet: the processes that train will ask again
-    may_change = MayChange(freely, MAY_CHANGE_BUT_FOR_ROUNDING)
+        changeable += ("attention_kernel",)  # not chosen yet: the training processes choose and check it again
+    may_change = MayChange(changeable, MAY_CHANGE_BUT_FOR_ROUNDING)
     return checkpoint_of(recipe.output_dir, resume, recipe.resolved(), may_change)

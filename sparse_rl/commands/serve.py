@@ -15,7 +15,9 @@ ABOUT = "Serve a model with vLLM (OpenAI API) under the cache policy that it car
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "What stands behind -- goes to vLLM's own server: sparse-rl serve MODEL -- --tensor-parallel-size 2"
+    parser.epilog = (
+        "Options after -- are passed to vLLM's own server: sparse-rl serve MODEL -- --tensor-parallel-size 2"
+    )
     parser.add_argument(
         "model", metavar="MODEL", type=file_name, help="the directory of a model (with its tokenizer) or of a run"
     )
@@ -24,52 +26,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE,...",
         action="append",
         default=[],
-        help="another policy (policy=gkv,budget=512), or another value in the model's own (budget=256); "
-        "default: its cache_policy.json, else a full cache",
+        help="another policy (policy=gkv,budget=512), or another parameter of the model's own (budget=256); "
+        "default: the policy in its cache_policy.json, else a full cache",
     )
     parser.add_argument(
         "--context",
         metavar="FILE",
         type=file_name,
-        help="a text, compacted once: messages of the user's that begin with it go on from what is left",
+        help="a text that is compacted once; user messages that begin with it continue from the compacted cache",
     )
     parser.add_argument(
         "--prompt-cache",
         metavar="KEY=VALUE,...",
         action="append",
         default=[],
-        help="how the context is compacted, as in a recipe: ratio=0.05",
+        help="settings for compacting the context, as in a recipe: ratio=0.05",
     )
-    parser.add_argument("--host", metavar="HOST", default="127.0.0.1", help="0.0.0.0: for everyone")
+    parser.add_argument(
+        "--host",
+        metavar="HOST",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 accepts connections from everywhere",
+    )
     parser.add_argument("--port", metavar="N", type=positive, default=8000)
     parser.add_argument(
         "--allowed-hosts",
         metavar="NAME,...",
         type=names,
         default=[],
-        help="further names by which clients may call the server; *: any. Default: the address of --host",
+        help="additional host names that clients may use for the server; *: any. Default: only the address of --host",
     )
     parser.add_argument(
         "--allowed-origins",
         metavar="URL,...",
         type=names,
         default=[],
-        help="web pages that may use the server, as https://example.com; *: any. Default: its own",
+        help="web origins that may use the server, such as https://example.com; *: any. Default: only its own",
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: the model's, as vLLM does"
-    )
-    parser.add_argument("--max-batch", metavar="N", type=positive, default=64, help="sequences at a time")
-    parser.add_argument("--max-model-len", metavar="N", type=positive, help="the longest prompt + completion")
-    parser.add_argument(
-        "--kv-cache-gb", metavar="GIB", type=partial(number, most=MOST_GIB), help="default: most of the GPU; 1 on a CPU"
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: the model's own, as in vLLM"
     )
     parser.add_argument(
-        "--full-graphs", action="store_true", help="decode steps as single CUDA graphs; never run on a GPU so far"
+        "--max-batch", metavar="N", type=positive, default=64, help="maximum number of sequences at a time"
+    )
+    parser.add_argument("--max-model-len", metavar="N", type=positive, help="maximum length of prompt + completion")
+    parser.add_argument(
+        "--kv-cache-gb",
+        metavar="GIB",
+        type=partial(number, most=MOST_GIB),
+        help="size of the KV cache; default: most of the GPU, or 1 on a CPU",
+    )
+    parser.add_argument(
+        "--full-graphs", action="store_true", help="run each decode step as one CUDA graph; not yet tested on a GPU"
     )
 
 
 def names(text: str) -> list[str]:
+    """Parse names that are separated by commas."""
     return [name.strip() for name in text.split(",")]
 
 
@@ -80,8 +93,8 @@ def run(options: argparse.Namespace, session: Session) -> NoReturn:
 
     quiet_loading(session.verbose)
     cache, prompt_cache = dict[str, Any](), dict[str, Any]()
-    for values, given in ((cache, options.cache), (prompt_cache, options.prompt_cache)):
-        apply_overrides(values, [pair for text in given for pair in re.split(r",(?![^\[]*\])", text)])
+    for values, pairs in ((cache, options.cache), (prompt_cache, options.prompt_cache)):
+        apply_overrides(values, [pair for text in pairs for pair in re.split(r",(?![^\[]*\])", text)])
     serve(
         model_directory(options.model),
         cache,

@@ -1,4 +1,4 @@
-"""`sparse-rl train`: check a recipe, start its processes, turn it into model, engine and trainer, and train."""
+"""`sparse-rl train`: check a recipe, start its processes, build model, engine and trainer, and train."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.checkpoint import read_manifest
 if TYPE_CHECKING:
     from sparse_rl.commands.prepared import Prepared
 
-ABOUT = "Train as the recipe says; starts its processes itself."
+ABOUT = "Train a model by a recipe. Starts the recipe's processes itself."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,20 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="newest",
         type=file_name,
         metavar="DIR",
-        help="a checkpoint; without DIR the newest",
+        help="continue from a checkpoint; without DIR from the newest",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything that needs no model, then stop")
 
 
 def separate_override_from_resume(options: argparse.Namespace) -> None:
-    """`--resume seed=1` is `--resume`, and an override."""
+    """Treat `--resume seed=1` as `--resume` followed by an override."""
     if "=" in (options.resume or "") and not Path(options.resume).exists():
         options.overrides.append(options.resume)
         options.resume = "newest"
 
 
 def run(options: argparse.Namespace, session: Session) -> int:
-    recipe = read_recipe(options).expect(TrainRecipe)  # a mistake is answered before anything heavy is imported
+    recipe = read_recipe(options).expect(TrainRecipe)  # mistakes are reported before heavy imports
 
     from trainer.launch import launched
     from trainer.once import remembered
@@ -62,16 +62,16 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def check_folder(recipe: TrainRecipe, resume: str | None) -> None:
-    """Raise UserError where the run may not have its output_dir, as far as can be seen without making it."""
+    """Raise UserError if the run cannot use its output_dir, as far as this can be checked without creating it."""
     from trainer.lock import refuse_running
     from trainer.resume import refuse_used
 
     folder = Path(recipe.output_dir)
-    there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "may not be written into" if there.is_dir() else "is no folder"
-        raise UserError(f"{folder} cannot be written: {there} {why}; name another", "output_dir")
-    if recipe.launch.machine_rank == 0:  # that writes; the others may come when it has begun
+    parent = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        why = "is not writable" if parent.is_dir() else "is not a folder"
+        raise UserError(f"{folder} cannot be written: {parent} {why}; name another", "output_dir")
+    if recipe.launch.machine_rank == 0:  # this machine writes; others may start after it
         refuse_running(recipe.output_dir)
     if resume is None:
         refuse_used(recipe.output_dir)
@@ -87,14 +87,14 @@ def _run(options: argparse.Namespace, recipe: TrainRecipe) -> int:
     with stage("checking", recipe.model):
         prepared = prepare_training(recipe, options.resume, here)
     if options.dry_run:
-        for what, finding in {**prepared.findings, "not checked": NOT_CHECKED}.items():
-            print(f"{what:<17} {finding}")
+        for topic, finding in {**prepared.findings, "not checked": NOT_CHECKED}.items():
+            print(f"{topic:<17} {finding}")
         return 0
     if not launched():
         if prepared.checkpoint is not None:
             say(f"resuming from step {read_manifest(prepared.checkpoint)['step']}", str(prepared.checkpoint))
-        if wrong := crowded(recipe.launch):
-            warn(f"launch.processes: {wrong}")
+        if problem := crowded(recipe.launch):
+            warn(f"launch.processes: {problem}")
     if not here:
         return _launch(options, prepared)
     with training_shown(recipe.model) as show:
@@ -105,13 +105,13 @@ def _run(options: argparse.Namespace, recipe: TrainRecipe) -> int:
 
 
 def _launch(options: argparse.Namespace, prepared: Prepared) -> int:
-    """Train in processes of their own, which are given the data that were read here."""
+    """Train in separate processes, which receive the data that this process has read."""
     from sparse_rl.commands.examples import taught_examples
     from trainer.launch import launch
     from trainer.once import left_words
 
     recipe, words = prepared.recipe, options.arguments
-    if prepared.checkpoint is not None:  # that was found here
+    if prepared.checkpoint is not None:  # pass the checkpoint that was resolved here
         words = ["train", options.recipe, *options.overrides, "--resume", str(prepared.checkpoint)]
         words += ["--verbose"] if options.verbose else []
     if isinstance(recipe, TaughtRecipe):
@@ -123,26 +123,26 @@ def _launch(options: argparse.Namespace, prepared: Prepared) -> int:
 
 
 def what_next(recipe: TrainRecipe) -> str:
-    """What to do with the run of this recipe, as commands to copy."""
+    """Return commands to copy, for the next steps with the run of this recipe."""
     from trainer.card import evaluation_of
 
     run = shlex.quote(recipe.output_dir)
     task = None if recipe.data.synthetic is None else recipe.data.synthetic.task
-    judged = run if recipe.evaluation(run) else evaluation_of(task, run)
-    commands = {} if judged is None else {f"eval {judged}": "how good it is"}
+    evaluated = run if recipe.evaluation(run) else evaluation_of(task, run)
+    commands = {} if evaluated is None else {f"eval {evaluated}": "measure its accuracy"}
     cache: PolicyConfig | None = getattr(recipe, "cache", None)
     if cache is None or not cache.only_hf:
-        commands[f"serve {run}"] = "OpenAI's API, with vLLM"
-    commands[f"plot {run}"] = "its curves"
+        commands[f"serve {run}"] = "serve it with OpenAI's API and vLLM"
+    commands[f"plot {run}"] = "draw its curves"
     width = max(map(len, commands))
     return "\n".join(f"next:  sparse-rl {command:<{width}}  # {about}" for command, about in commands.items())
 
 
 def train(recipe: Recipe, resume: str | None = None, show: Callable[[Any], None] = lambda _: None) -> Path:
-    """Run a training recipe in this process (one of N, where launched). Returns the directory of the final model.
+    """Run a training recipe in this process (one of N in a launch) and return the directory of the final model.
 
-    resume : a checkpoint directory, or "newest" for the newest in the recipe's output_dir
-    show : is given the trainer before it trains (see `training_shown`)
+    resume : checkpoint directory, or "newest" for the newest one in the recipe's output_dir
+    show : function that is called with the trainer before training (see `training_shown`)
     """
     from sparse_rl.commands.checks import prepare_training
 
@@ -150,7 +150,7 @@ def train(recipe: Recipe, resume: str | None = None, show: Callable[[Any], None]
 
 
 def run_training(prepared: Prepared[TrainRecipe], show: Callable[[Any], None]) -> Path:
-    """Train what is prepared (checks.py); see `train`."""
+    """Train a prepared recipe (checks.py); see `train`."""
     from transformers.integrations import WandbCallback
 
     from sparse_rl.attention import compute_exactly
@@ -170,7 +170,7 @@ def run_training(prepared: Prepared[TrainRecipe], show: Callable[[Any], None]) -
             refuse_used(recipe.output_dir)
         if rank() == 0:
             rundir.prepare(recipe.output_dir, recipe.as_yaml())
-        wandb = rank() == 0 and "wandb" in recipe.training.report_to  # the other processes report nothing
+        wandb = rank() == 0 and "wandb" in recipe.training.report_to  # only rank 0 reports
         without_wandb = wandb and not rundir.wandb_offline_without_key(folder)
         trainer = TRAINERS[recipe.kind](prepared, folder)
         if without_wandb:
@@ -183,29 +183,29 @@ def run_training(prepared: Prepared[TrainRecipe], show: Callable[[Any], None]) -
         final = folder / RUN_MODEL
         try:
             trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-            cache = recipe.cache if isinstance(recipe, SampledRecipe) else None  # kvpop's trainer writes its own
+            cache = recipe.cache if isinstance(recipe, SampledRecipe) else None  # kvpop's trainer saves its own
             export_model(trainer, final, lora=recipe.lora is not None, cache=cache)
         finally:
-            close_engine(trainer)  # last: an engine may take the process group down with it
+            close_engine(trainer)  # last, because an engine may destroy the process group
         leave_group()
     return final
 
 
 def compile_attention(trainer: Any, recipe: TrainRecipe) -> None:
-    """Compile FlexAttention for the longest rows before the first step, and say so."""
+    """Compile FlexAttention for the longest rows before the first step, and print a line about it."""
     if not isinstance(recipe, ReplayedRecipe) or not recipe.replay.attention_kernel.startswith("flex"):
         return
     from sparse_rl.attention.ahead import compile_ahead, sizes_up_to
     from sparse_rl.commands.memory import prompt_tokens
 
-    longest = recipe.longest_row(prompt_tokens(recipe.data))
-    assert longest is not None, "what is trained under evictions bounds its rows"
-    *shorter, size = sizes_up_to(longest)
-    later = f"; {len(shorter)} smaller sizes when they are first met" if shorter else ""
+    max_length = recipe.longest_row(prompt_tokens(recipe.data))
+    assert max_length is not None, "recipes that train under evictions bound their rows"
+    *shorter, size = sizes_up_to(max_length)
+    later = f"; {len(shorter)} smaller sizes follow when first needed" if shorter else ""
     say("attention kernel", f"compiling for rows of {size} tokens{later}")
     rows, weights = recipe.training.per_device_train_batch_size, next(trainer.model.parameters())
-    where = trainer.accelerator.device, weights.dtype
+    placement = trainer.accelerator.device, weights.dtype
     with trainer.accelerator.autocast():
         compile_ahead(
-            recipe.replay.attention_kernel, trainer.model.config, rows, longest, *where, target=recipe.foresees()
+            recipe.replay.attention_kernel, trainer.model.config, rows, max_length, *placement, target=recipe.foresees()
         )

@@ -87,6 +87,6 @@ def test_doctor_says_what_time_grows_with(model: Path, tmp_path: Path, capsys: p
     assert main(["doctor", str(tmp_path / "e.yaml")]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "compacted context" in out and "am 0.05" in out and "rollouts: " in out
-    assert "contexts: how long one takes is not known without a measurement" in out
+    assert "contexts: their time is not known without a measurement" in out
     assert main(["doctor", str(tmp_path / "e.yaml"), "prompt_cache=null"]) == 0
     assert "contexts:" not in capsys.readouterr().out

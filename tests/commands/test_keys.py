@@ -80,15 +80,18 @@ def test_without_a_kind_it_says_what_there_is(capsys):
     ("words", "says"),
     [
         (["gropo"], "unknown 'gropo' (did you mean 'grpo'?); one of grpo, distill,"),
-        (["grpo", "leraning_rate"], "leraning_rate: nothing in grpo has this name (did you mean 'learning_rate'?)"),
+        (
+            ["grpo", "leraning_rate"],
+            "leraning_rate: no key or part of grpo has this name (did you mean 'learning_rate'?)",
+        ),
         (["grpo", "rollout.enigne"], "(did you mean 'rollout.engine'?)"),
-        (["grpo", "cache.budget"], "cache policies have it: sparse-rl keys policies cache.budget"),
-        (["sft", "zzz"], "zzz: nothing in sft has this name; all: sparse-rl keys sft"),
+        (["grpo", "cache.budget"], "it is a key of cache policies: sparse-rl keys policies cache.budget"),
+        (["sft", "zzz"], "zzz: no key or part of sft has this name; all: sparse-rl keys sft"),
         (["policies", "gvk"], "(did you mean 'gkv'?)"),
         (["policies", "budgt"], "(did you mean 'budget'?)"),
         (["rewards", "maths"], "(did you mean 'math'?)"),
-        (["policies", "--json-schema"], "--json-schema: is of all recipes, or of one kind: grpo,"),
-        (["grpo", "seed", "--json-schema"], "--json-schema: is of all recipes, or of one kind"),
+        (["policies", "--json-schema"], "--json-schema: needs one kind of recipe, or none for all recipes: grpo,"),
+        (["grpo", "seed", "--json-schema"], "--json-schema: needs one kind of recipe, or none for all recipes"),
         (["grpo", "seed", "more"], "unrecognised argument 'more' of keys"),
     ],
 )

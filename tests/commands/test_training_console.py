@@ -60,7 +60,7 @@ def test_what_takes_a_while_on_a_gpu_is_said_before(here, without_vllm, capsys, 
     chosen = prepare_training(recipe).recipe
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if not line.startswith("rollouts: ")] == [
-        "attention kernel: FlexAttention is compiled and checked on this GPU, which takes a while",
+        "attention kernel: compiling and checking FlexAttention on this GPU, which takes a while",
         "attention kernel: flex_sorted is exact here (error / allowed: ); checked in 31 s",
         "scorers' target: flex is not used: no; checked in 7 s",
     ]
@@ -71,7 +71,7 @@ def test_what_takes_a_while_on_a_gpu_is_said_before(here, without_vllm, capsys, 
     monkeypatch.setattr("sparse_rl.attention.ahead.compile_ahead", lambda *args, **more: done.append((*args, more)))
     monkeypatch.setattr(type(recipe), "longest_row", lambda *_: 1000)
     compile_attention(trainer, chosen)
-    said = "attention kernel: compiling for rows of 1024 tokens; 5 smaller sizes when they are first met"
+    said = "attention kernel: compiling for rows of 1024 tokens; 5 smaller sizes follow when first needed"
     assert capsys.readouterr().out.splitlines() == [said]
     rows = recipe.training.per_device_train_batch_size
     place = accelerator.device, torch.float32

@@ -51,7 +51,7 @@ def test_the_shipped_recipes_stay_within_what_their_models_read(name: str) -> No
 def test_doctor_without_a_network(capsys: pytest.CaptureFixture) -> None:
     assert main(["doctor", "qwen2.5-1.5b/grpo"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "1,543,714,304 parameters" in out and "its shape is from the table" in out
+    assert "1,543,714,304 parameters" in out and "its shape is taken from the table" in out
     assert main(["doctor", "qwen2.5-1.5b/grpo", "model=somebody/some-model"]) == 0
     out = capsys.readouterr().out
     assert "memory        unknown: " in out and "there is no network" in out and "parameters" not in out
