@@ -1,4 +1,4 @@
-"""The picture that answers the first question: how accurate is each method under the small cache, and with a full one.
+"""Picture of the accuracy of each method under the small cache and with a full cache.
 
 plot_accuracy({"before RL": ([0.24], [0.97]), "RL-Sparse": ([0.93, 0.92], [0.73, 0.89])}, "accuracy.png")
 """
@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from sparse_rl.analysis.drawing import method_colours, new_figure, save_figure, shade
 
-PALE = 0.65  # of white, in the bars of a full cache
+PALE = 0.65  # share of white in the bars of the full cache
 Accuracies = tuple[Sequence[float], Sequence[float]]
 
 
@@ -24,26 +24,27 @@ def plot_accuracy(
     title: str = "Accuracy",
     method_of: Mapping[str, str | None] = MappingProxyType({}),
 ) -> Path:
-    """Per method two bars in its colour, its mean accuracy under the small cache and, paler, with a full one; a dot per
-    seed.
+    """Draw two bars per method: its mean accuracy under the small cache and, paler, with a full cache.
 
-    methods : name -> (accuracies under the small cache, accuracies with a full one), a value per seed, in [0, 1]
-    method_of : name -> what drawing.COLOURS calls it
+    Several seeds are drawn as one dot each.
+
+    methods : name -> (accuracies under the small cache, accuracies with a full cache), one value in [0, 1] per seed
+    method_of : name -> name of the method in drawing.COLOURS
     """
     figure, axes = new_figure(title)
     height = 0.38
     colours = method_colours([method_of.get(name) for name in methods])
-    for place, (colour, both) in enumerate(zip(colours, methods.values(), strict=True)):
-        for values, white, shift in ((both[0], 0.0, -height / 2), (both[1], PALE, height / 2)):
-            at = place + shift
-            axes.barh(at, mean(values), height * 0.92, color=shade(colour, white))
+    for place, (colour, accuracies) in enumerate(zip(colours, methods.values(), strict=True)):
+        for values, white, shift in ((accuracies[0], 0.0, -height / 2), (accuracies[1], PALE, height / 2)):
+            y = place + shift
+            axes.barh(y, mean(values), height * 0.92, color=shade(colour, white))
             if len(values) > 1:
-                axes.plot(values, [at] * len(values), "o", color="black", markeredgecolor="white", markersize=5)
-            axes.annotate(f"{mean(values):.2f}", (max(values), at), (5, 0), textcoords="offset points", va="center")
+                axes.plot(values, [y] * len(values), "o", color="black", markeredgecolor="white", markersize=5)
+            axes.annotate(f"{mean(values):.2f}", (max(values), y), (5, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(methods)), list(methods))
     axes.invert_yaxis()  # the first method on top
     axes.grid(axis="y", visible=False)
-    several = any(len(values) > 1 for both in methods.values() for values in both)
+    several = any(len(values) > 1 for accuracies in methods.values() for values in accuracies)
     axes.set(xlim=(0, 1.08), xlabel="share of problems solved" + ("; dots: one seed each" if several else ""))
     handles = [Patch(color=shade("#444444", white)) for white in (0.0, PALE)]
     names = ["under the small cache", "with a full cache"]

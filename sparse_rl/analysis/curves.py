@@ -1,4 +1,4 @@
-"""Curves of runs, drawn from their metrics.jsonl: any metric against the step, and the gap from trainer to sampler.
+"""Curves of runs from their metrics.jsonl: any metric, or the gap between trainer and sampler, against the step.
 
 plot_metric({"sparse": Path("runs/a"), "full": Path("runs/b")}, "learning.png")
 """
@@ -16,8 +16,8 @@ from sparse_rl.analysis.drawing import label_ends, method_colours, new_figure, s
 from sparse_rl.errors import UserError, nearest_few, one_line
 from sparse_rl.metrics import METRICS_FILE, read_metrics
 
-SMOOTHING = 0.15  # of the steps: the span of the moving average
-METRICS = {  # a short name -> (the metric's key, the axis' label, with its unit)
+SMOOTHING = 0.15  # span of the moving average, as a share of the steps
+METRICS = {  # short name -> (key of the metric, axis label with unit)
     "reward": ("reward", "mean reward of the sampled completions"),
     "loss": ("loss", "loss"),
     "length": ("completions/mean_length", "mean length of a completion (tokens)"),
@@ -34,18 +34,19 @@ def plot_metric(
     title: str = "",
     method_of: Mapping[str, str | None] = MappingProxyType({}),
 ) -> Path:
-    """A metric against the step, one line per run: faint as it was logged, bold as a moving average over 15 % of it.
-    Of a run that is too short for an average, the bold line is what was logged.
+    """Draw a metric against the step, one faint line per run with logged values, and a bold one with a moving average.
 
-    metric : a name of METRICS, or a key of metrics.jsonl
-    method_of : run -> what drawing.COLOURS calls its method
+    The average spans 15 % of the run. If a run is too short for it, only the logged values are drawn, as a bold line.
 
-    Raises UserError where no run has logged it; the line names what was logged.
+    metric : name in METRICS, or key of metrics.jsonl
+    method_of : run -> name of its method in drawing.COLOURS
+
+    Raises UserError, with the names of logged metrics, if no run has logged the metric.
     """
     label = METRICS.get(metric, (metric, metric))[1]
     drawn = logged_series(runs, metric)
     word = metric.replace("_", " ").capitalize() if metric in METRICS else one_line(metric, 60)
-    figure, axes = new_figure(title or f"{word} while training")
+    figure, axes = new_figure(title or f"{word} during training")
     ends = []
     averaged = False
     for colour, (run, points) in zip(method_colours([method_of.get(run) for run in drawn]), drawn.items(), strict=True):
@@ -69,22 +70,26 @@ def plot_gap(
     title: str = "Gap between trainer and sampler",
     method_of: Mapping[str, str | None] = MappingProxyType({}),
 ) -> Path:
-    """|log p_trainer - log p_sampler| of sampled tokens against step, log scale: solid its mean, dotted its maximum.
+    """Draw |log p_trainer - log p_sampler| of sampled tokens against the step, on a log scale.
 
-    Raises UserError where no run has logged it.
+    Solid lines are means, dotted lines maxima. Raises UserError if no run has logged the gap.
     """
     means = logged_series(runs, "replay/gap_mean")
     drawn = {run: (points, _series(runs[run], "replay/gap_max")) for run, points in means.items()}
-    least = min((v for both in drawn.values() for points in both for _, v in points if v > 0), default=1e-9)
+    least = min(
+        (v for mean_and_max in drawn.values() for points in mean_and_max for _, v in points if v > 0), default=1e-9
+    )
     figure, axes = new_figure(title)
     ends = []
-    for colour, (label, both) in zip(method_colours([method_of.get(run) for run in drawn]), drawn.items(), strict=True):
-        for points, style, which in zip(both, ("-", ":"), ("mean", "max"), strict=True):
+    for colour, (label, mean_and_max) in zip(
+        method_colours([method_of.get(run) for run in drawn]), drawn.items(), strict=True
+    ):
+        for points, style, statistic in zip(mean_and_max, ("-", ":"), ("mean", "max"), strict=True):
             if points:
                 steps, values = zip(*points, strict=True)
-                shown = [max(value, least) for value in values]  # a gap of exactly 0 has no place on a log scale
+                shown = [max(value, least) for value in values]  # a gap of exactly 0 cannot be drawn on a log scale
                 axes.plot(steps, shown, style, color=colour, marker="o" if len(shown) == 1 else None)
-                ends.append((steps[-1], shown[-1], f"{label}, {which}", colour))
+                ends.append((steps[-1], shown[-1], f"{label}, {statistic}", colour))
     axes.set_yscale("log")
     label_ends(axes, ends)
     whole_steps(axes)
@@ -93,38 +98,38 @@ def plot_gap(
 
 
 def logged_series(runs: Mapping[str, Path], metric: str) -> dict[str, list[tuple[int, float]]]:
-    """Run -> its steps and values of a metric, of those runs that have logged it. Raises UserError where none has."""
+    """Return run -> (step, value) pairs of a metric, for runs that have logged it. Raises UserError if none has."""
     key, _ = METRICS.get(metric, (metric, metric))
-    found = {run: points for run, folder in runs.items() if (points := _series(folder, key))}
-    if not found:
+    series_of = {run: points for run, folder in runs.items() if (points := _series(folder, key))}
+    if not series_of:
         where = one_line(next(iter(runs)), 60) if len(runs) == 1 else f"{len(runs)} runs"
         logged = {name for folder in runs.values() for name in logged_metrics(folder)}
         known = {name for name, (key, _) in METRICS.items() if key in logged}
-        mend = f"the nearest are {nearest_few(metric, known | logged)}" if logged else "nothing is logged there"
-        raise UserError(f"no {one_line(metric, 60)} in the metrics of {where}; {mend}", "--metric")
-    return found
+        hint = f"the nearest names are {nearest_few(metric, known | logged)}" if logged else "no metric is logged there"
+        raise UserError(f"no {one_line(metric, 60)} in the metrics of {where}; {hint}", "--metric")
+    return series_of
 
 
 def has_line(runs: Mapping[str, Path], metric: str) -> bool:
-    """Whether some run has logged a metric in two steps. Raises UserError where none has logged it."""
+    """True if some run has logged a metric in two steps. Raises UserError if no run has logged it."""
     return any(len(dict(points)) > 1 for points in logged_series(runs, metric).values())
 
 
 def steps_table(runs: Mapping[str, Path], metrics: Sequence[str]) -> Table:
-    """The logged values of metrics as a table for the terminal: what says all where no run has two steps."""
-    made = Table(title="logged in one step alone, so there is no line to draw")
+    """Return the logged values of metrics as a table for the terminal, for runs with only one logged step."""
+    table = Table(title="logged in only one step, so there is no line to draw")
     for name in ("run", "step", *metrics):
-        made.add_column(escape(one_line(name, 60)), justify="left" if name == "run" else "right")
+        table.add_column(escape(one_line(name, 60)), justify="left" if name == "run" else "right")
     for run, folder in runs.items():
-        found = {metric: dict(_series(folder, METRICS.get(metric, (metric, ""))[0])) for metric in metrics}
-        for step in sorted({step for values in found.values() for step in values}):
-            cells = (f"{values[step]:.4g}" if step in values else "–" for values in found.values())
-            made.add_row(escape(run), str(step), *cells)
-    return made
+        series_of = {metric: dict(_series(folder, METRICS.get(metric, (metric, ""))[0])) for metric in metrics}
+        for step in sorted({step for values in series_of.values() for step in values}):
+            cells = (f"{values[step]:.4g}" if step in values else "–" for values in series_of.values())
+            table.add_row(escape(run), str(step), *cells)
+    return table
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:
-    """The centred mean over `span` values; a shorter one, still centred, towards the ends."""
+    """Return the centred moving mean over `span` values. Near the ends the span shrinks and stays centred."""
     half = span // 2
     out = []
     for i in range(len(values)):
@@ -135,7 +140,7 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
 
 
 def run_labels(folders: Sequence[Path]) -> dict[str, Path]:
-    """A label per run directory: its name, or as much of its path as tells it from the others."""
+    """Return label -> run directory. A label is the shortest end of the path that differs from all others."""
     full = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     for depth in range(1, max(len(path.parts) for path in full) + 1):
         labels = ["/".join(path.parts[-depth:]) for path in full]
@@ -145,12 +150,12 @@ def run_labels(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def logged_metrics(folder: Path) -> set[str]:
-    """The keys of a run's metrics.jsonl that hold numbers; empty where there is none."""
+    """Return the keys of a run's metrics.jsonl that hold numbers; empty if there is no such file."""
     return {key for line in read_metrics(folder) for key, value in line.items() if key != "step" and _is_drawn(value)}
 
 
 def _is_drawn(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < 1e300  # no NaN, and nothing that no axis holds
+    return isinstance(value, int | float) and abs(value) < 1e300  # no NaN, and no number too large for an axis
 
 
 def _series(folder: Path, key: str) -> list[tuple[int, float]]:

@@ -1,4 +1,4 @@
-"""How every picture looks: a colour for each method, lines that carry their own names; no display is needed."""
+"""Style of all pictures: one colour per method, names at the ends of lines. No display is needed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from matplotlib.ticker import MaxNLocator
 
 from sparse_rl.errors import UserError, one_line
 
-# The colour of each method, in every picture: first those of Okabe and Ito, which are distinct to colour-blind eyes.
+# The colour of each method in all pictures. The first ones are those of Okabe and Ito, which colour-blind readers can
+# tell apart.
 COLOURS = {
-    # cache policies; a run that samples under one has its colour
+    # cache policies, and runs that sample under them
     "streaming": "#0072B2",
     "gkv": "#E69F00",
     "rkv": "#009E73",
@@ -33,17 +34,17 @@ COLOURS = {
     "clustered": "#1F4E2E",
     "layered": "#56B4E9",
     "full": "#000000",
-    # further ways to compact a context once
+    # other ways to compact a context once
     "evict": "#E03C31",
     "none": "#A8A8A8",
-    # runs that sample under no policy, or train under another attention than they sampled under
+    # runs that do not sample, and runs whose training attention differs from their sampling attention
     "sft": "#808080",
     "mismatched": "#D55E00",
 }
-SHADES = (0.0, 0.45, -0.4, 0.25, -0.2)  # of one method's lines: towards white, or black
-MARKERS = "os^Dv"  # of these lines
-GREY = "#999999"  # what is no method: an edge, single layers
-LABEL_WIDTH = 20  # characters of a line's name before it is wrapped
+SHADES = (0.0, 0.45, -0.4, 0.25, -0.2)  # of the lines of one method: above 0 towards white, below 0 towards black
+MARKERS = "os^Dv"  # of the lines of one method
+GREY = "#999999"  # for elements that are not methods, such as edges and single layers
+LABEL_WIDTH = 20  # characters after which the name of a line is wrapped
 TITLE_WIDTH = 66
 STYLE: Any = {
     "figure.figsize": (7.2, 4.2),
@@ -61,10 +62,10 @@ STYLE: Any = {
 
 
 def method_colours(methods: Sequence[str | None]) -> list[str]:
-    """A colour for each line, given its method: that of COLOURS; where several lines are of one method, its shades.
+    """Return a colour for each line, given its method: its colour in COLOURS, or shades of it for several lines.
 
-    A method that COLOURS does not know (None: nobody knows it) gets a colour that no other line has, while there are
-    any.
+    Methods that are not in COLOURS, and None (an unknown method), get colours that no other line has, as long as some
+    are left.
     """
     spare = cycle(colour for name, colour in COLOURS.items() if name not in methods and name != "none")
     shades = {method: cycle(SHADES) for method in methods}
@@ -72,24 +73,24 @@ def method_colours(methods: Sequence[str | None]) -> list[str]:
 
 
 def shade(colour: str, weight: float) -> str:
-    """A colour moved towards white (a weight above 0) or black (below)."""
+    """Return a colour moved towards white (weight above 0) or black (weight below 0)."""
     parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     end = 255 if weight > 0 else 0
     return "#" + "".join(f"{round(part + (end - part) * abs(weight)):02X}" for part in parts)
 
 
 def policy_words(fingerprint: Mapping[str, str]) -> tuple[str | None, str]:
-    """The name of the policy that made traces (None: nobody knows), and the words for it: with its budget, if any."""
+    """Return the name of the policy that made traces (None if unknown), and a description with its budget, if any."""
     try:
         block = json.loads(fingerprint.get("policy", "{}"))
         name, budget = str(block["policy"]), block.get("budget")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # a file may have been made elsewhere
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # a file from another program
         return None, "unnamed policy"
     return name, one_line(name, 40) + (f", budget {budget}" if type(budget) is int else "")
 
 
 def new_figure(title: str) -> tuple[Any, Any]:
-    """(figure, axes) of matplotlib, in our style."""
+    """Return (figure, axes) of matplotlib in this module's style."""
     matplotlib.use("Agg")
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(layout="constrained")
@@ -98,12 +99,16 @@ def new_figure(title: str) -> tuple[Any, Any]:
 
 
 def whole_steps(axes: Any) -> None:
-    """Ticks of the x axis at whole numbers alone."""
+    """Place ticks of the x axis only at whole numbers."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], size: float = 10) -> None:
-    """A name at the end of each line, wrapped, moved apart where they would overlap, and no legend."""
+    """Write a wrapped name at the end of each line instead of a legend, and move names apart that would overlap.
+
+    ends : (x, y, name, colour) of the end of each line
+    size : font size in points
+    """
     ends = [(x, y, textwrap.fill(label, LABEL_WIDTH), colour) for x, y, label, colour in ends]
     figure = axes.figure
     figure.canvas.draw()
@@ -126,7 +131,7 @@ def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]], size: f
 
 
 def _apart(centres: Sequence[float], sizes: Sequence[float], top: float) -> list[float]:
-    """Ascending centres moved apart until none of these sizes overlap: up, and down again where they pass the top."""
+    """Move ascending centres apart until none of the sizes overlap: upwards, then downwards if they pass the top."""
     moved = list(centres)
     for i in range(1, len(moved)):
         moved[i] = max(moved[i], moved[i - 1] + (sizes[i - 1] + sizes[i]) / 2)
@@ -138,12 +143,12 @@ def _apart(centres: Sequence[float], sizes: Sequence[float], top: float) -> list
 
 
 def save_figure(figure: Any, out: str | Path) -> Path:
-    """Write a figure, and close it; the suffix says the format. Raises UserError where it cannot be written."""
+    """Write a figure in the format of the suffix, and close it. Raises UserError if it cannot be written."""
     out = Path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out)
-    except (OSError, ValueError) as error:  # not writable, or a suffix that is no picture format
+    except (OSError, ValueError) as error:  # not writable, or the suffix is not a picture format
         raise UserError(f"{out} cannot be written: {error}", "--out") from error
     finally:
         plt.close(figure)

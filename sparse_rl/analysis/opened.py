@@ -1,4 +1,4 @@
-"""Which pages the queries of clustered attention opened: numbers, and a map."""
+"""Pages that the queries of clustered attention opened: numbers, and a map."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from sparse_rl.methods.pages.pages import Pages
 from sparse_rl.methods.pages.sections import paged_layers
 from sparse_rl.trace import EvictionTrace
 
-FINEST = 250  # cells in a row or a column of the map, at most: each is larger than a pixel
+FINEST = 250  # maximum number of cells in a row or column of the map, so that each is larger than a pixel
 
 
 def records_pages(trace: EvictionTrace) -> bool:
-    """Whether pages close in some layers: their tokens are held, and read in summaries."""
+    """True if pages close in some layers. The tokens of closed pages are held, but read through summaries."""
     return "closed_at" in trace.further
 
 
 def _tally(opened: Tensor, closed_at: Tensor, pages: Pages, longest: int) -> Tensor:
-    """Sums over kv heads and those queries for which a page had closed: int64 [5 + longest].
+    """Return sums over kv heads and over all queries that had a closed page: int64 [5 + longest].
 
-    The queries; pages closed, and opened; queries that opened pages right behind another of these, and of them those
-    that opened the same; then the opened pages by tokens from a query back to the end of its page.
+    The entries are the number of queries; of closed pages; of opened pages; of queries that opened pages right after
+    another such query; of those among them that opened the same pages; then a histogram of the opened pages over the
+    distance in tokens from the query back to the end of the page.
 
-    opened : int16 [Hkv, S, K]; closed_at : int32 [P]
+    opened : int16 [Hkv, S, K]
+    closed_at : int32 [P]
     """
     heads, length, _ = opened.shape
     query, fed = torch.arange(length), length - 1  # the last token is never fed
@@ -45,7 +47,7 @@ def _tally(opened: Tensor, closed_at: Tensor, pages: Pages, longest: int) -> Ten
 
 
 def _numbers(tally: Tensor) -> dict[str, Any]:
-    """Means over queries and kv heads; None where nothing was opened."""
+    """Return means over queries and kv heads from a tally; None for means over pages if no page was opened."""
     (queries, closed, opened, following, repeated), back = tally[:5].tolist(), tally[5:]
     middle = (opened + 1) // 2
     return {
@@ -57,13 +59,13 @@ def _numbers(tally: Tensor) -> dict[str, Any]:
 
 
 def page_statistics(traces: Sequence[EvictionTrace]) -> dict[str, Any] | None:
-    """What was opened, over all traces, and of each layer; None for traces without pages.
+    """Return statistics of opened pages over all traces, and for each layer; None for traces without pages.
 
-    opened, closed : pages per query, of those queries that had any closed
-    median_back : tokens from a query back to the last token of a page that it opened
-    repeated : of the queries that opened pages, the share that opened those of the query before
+    opened, closed : mean number of pages per query, over queries that had a closed page
+    median_back : median distance in tokens from a query back to the last token of a page that it opened
+    repeated : share, among queries that opened pages, that opened the same pages as the query before
 
-    A trace counts for its paged layers.
+    Each trace counts only in its paged layers.
     """
     if not records_pages(traces[0]):
         return None
@@ -77,7 +79,7 @@ def page_statistics(traces: Sequence[EvictionTrace]) -> dict[str, Any] | None:
 
 
 def unpaged(trace: EvictionTrace) -> EvictionTrace:
-    """The trace of a cache that drops a page's tokens as it closes: what is held there is what is read raw here."""
+    """Return the trace as if closing a page evicted its tokens, so that held tokens are those read token by token."""
     pages, closed_at = Pages.read(trace.further["paged_with"]), trace.further["closed_at"]
     evict_at, layers = trace.evict_at.clone(), paged_layers(trace.sections)[:, None]
     tokens = pages.tokens(torch.arange(len(closed_at))).flatten()
@@ -86,13 +88,18 @@ def unpaged(trace: EvictionTrace) -> EvictionTrace:
 
 
 def opened_shares(opened: Tensor, wide: int, high: int) -> Tensor:
-    """The share of layers and kv heads that opened a page: float [pages / high, queries / wide], each rounded up.
+    """Return the share of layers and kv heads that opened a page: float [pages / high, queries / wide], rounded up.
 
-    opened : int16 [L, Hkv, S, K]; pages behind the last that was opened are left out
-    A cell is the largest share in it.
+    A cell holds the largest share among its pages and queries. Pages after the last opened page are left out.
+
+    opened : int16 [L, Hkv, S, K]
+    wide : queries per cell
+    high : pages per cell
     """
     count, cells = int(opened.max()) + 1, []
-    for part in opened.split(wide, dim=2):  # queries x pages of a whole sequence can be too many to be held at once
+    for part in opened.split(
+        wide, dim=2
+    ):  # in parts, because queries x pages of a whole sequence may not fit into memory
         query = torch.arange(part.shape[2])[:, None].expand_as(part)
         places = (query * count + part)[part >= 0]
         times = torch.bincount(places, minlength=part.shape[2] * count).view(-1, count).amax(0)
@@ -103,13 +110,13 @@ def opened_shares(opened: Tensor, wide: int, high: int) -> Tensor:
 def plot_opened(
     traces: Sequence[EvictionTrace], out: str | Path, fingerprint: Mapping[str, str] = MappingProxyType({})
 ) -> Path:
-    """The map of the pages that each query opened, of the longest trace in which any was.
+    """Draw a map of the pages that each query opened, for the longest trace with an opened page.
 
-    fingerprint : of the file of traces, which names the policy
+    fingerprint : fingerprint of the file of traces, which names the policy
     """
-    opening = [one for one in traces if bool((one.further["opened"][paged_layers(one.sections)] >= 0).any())]
+    opening = [t for t in traces if bool((t.further["opened"][paged_layers(t.sections)] >= 0).any())]
     if not opening:
-        raise UserError("no query of these traces opened a page: there is no map to draw")
+        raise UserError("no query of these traces opened a page, so there is no map to draw")
     trace = max(opening, key=len)
     pages, layers = Pages.read(trace.further["paged_with"]), paged_layers(trace.sections)
     opened = trace.further["opened"][layers]
@@ -119,14 +126,14 @@ def plot_opened(
     up = [pages.sinks + row * high * pages.size - 0.5 for row in range(shares.shape[0] + 1)]
     title = f"{policy_words(fingerprint)[1]}: pages that queries opened, of {pages.size} tokens each"
     title += f"\npaged layers: {len(layers)}" + (
-        f"; a cell shows the most of {wide} × {high} queries × pages" if wide * high > 1 else ""
+        f"; a cell shows the maximum over {wide} × {high} queries × pages" if wide * high > 1 else ""
     )
     figure, axes = new_figure(title)
     cells = shares.where(shares > 0, torch.nan).numpy()
-    drawn = axes.pcolormesh(across, up, cells, cmap="viridis_r", vmin=0, vmax=1, rasterized=True)
-    figure.colorbar(drawn, label="share of layers and kv heads")
+    mesh = axes.pcolormesh(across, up, cells, cmap="viridis_r", vmin=0, vmax=1, rasterized=True)
+    figure.colorbar(mesh, label="share of layers and kv heads")
     edges = closing_line(trace.further["closed_at"], pages, len(trace))
-    axes.step(*edges, where="post", color="black", linewidth=1, label="pages below have closed")
+    axes.step(*edges, where="post", color="black", linewidth=1, label="pages below are closed")
     axes.grid(visible=False)
     axes.set_xlim(-0.5, len(trace) - 1.5)  # the last token is never fed
     axes.set_ylim(bottom=0)
@@ -136,9 +143,10 @@ def plot_opened(
 
 
 def closing_line(closed_at: Tensor, pages: Pages, length: int) -> tuple[list[float], list[float]]:
-    """Where pages close, as the edges of cells: the queries, and the end of what has closed.
+    """Return the line above which pages are not closed yet, as edges of cells: (queries, ends of the closed pages).
 
-    closed_at : int32 [P]; length : tokens of the sequence
+    closed_at : int32 [P]
+    length : number of tokens in the sequence
     """
     at, counts = closed_at.unique(return_counts=True)
     ends = [pages.sinks, *(pages.sinks + counts.cumsum(0) * pages.size).tolist()]

@@ -1,5 +1,6 @@
-"""Accuracy, or perplexity, against what a cache may hold, one line for each way to choose it: the budget of a sweep, or
-the share that stays of a context that is compacted once.
+"""Accuracy or perplexity against the size of the cache, one line per method.
+
+The size is the budget of a sweep, or the kept share of a context that is compacted once.
 
 sweep = read_sweep(Path("eval.json"))
 plot_sweep(sweep, "eval.png") if varied(sweep) else points_table(sweep)
@@ -21,21 +22,21 @@ from sparse_rl.analysis.drawing import MARKERS, label_ends, method_colours, new_
 from sparse_rl.errors import UserError, one_line, reason
 from sparse_rl.files import MOST_TEXT, read_text
 
-AXES = {  # what was varied -> the axis' label
-    "ratio": "share of the context's tokens that stay",
+AXES = {  # parameter that was varied -> axis label
+    "ratio": "share of the context's tokens that are kept",
     "budget": "budget: entries that a compaction leaves in each kv head",
 }
-MEASURES = {  # the key of a row -> the axis' label
+MEASURES = {  # key of a row -> axis label
     "accuracy": "accuracy (pass@1)",
     "nll": "log of the perplexity (nats a token)",
 }
-# setting -> what a budget makes of it: the window of h2o, the period of am
+# setting -> its default as a function of the budget: window of h2o, period of am
 FOLLOWS: dict[str, Callable[[int], int]] = {"window": lambda budget: budget // 2, "period": lambda budget: budget}
 
 
 @dataclass(frozen=True)
 class Point:
-    """A row of an evaluation: what was measured on a task under a policy, and its standard error, where it has one."""
+    """A row of an evaluation: the value measured on a task under a policy, and its standard error, if any."""
 
     task: str
     policy: str
@@ -48,8 +49,8 @@ class Point:
 class Sweep:
     """The rows of an eval.json or a perplexity.json that have a value.
 
-    measure : of MEASURES
-    subject : what it was measured on, in words
+    measure : key of MEASURES
+    subject : tasks or text that was measured, and the model, in words
     """
 
     measure: str
@@ -58,7 +59,7 @@ class Sweep:
 
 
 def read_sweep(file: Path) -> Sweep:
-    """Raises UserError for what is no eval.json or perplexity.json, is damaged, or has no value."""
+    """Read an eval.json or perplexity.json. Raises UserError if the file is neither, is damaged, or has no values."""
     try:
         content = json.loads(read_text(file, MOST_TEXT))
         rows = [row for row in content["rows"] if row["parameters"] is not None]
@@ -68,37 +69,39 @@ def read_sweep(file: Path) -> Sweep:
         model, text = str(recipe.get("model") or ""), str(recipe.get("text") or "")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else reason(error)
-        raise UserError(f"{file} is no eval.json or perplexity.json, or is damaged: {one_line(why, 120)}") from error
+        raise UserError(
+            f"{file} is not an eval.json or perplexity.json, or is damaged: {one_line(why, 120)}"
+        ) from error
     if not points:
-        raise UserError(f"no row of {file} has an {measure}: there is nothing to draw")
+        raise UserError(f"no row of {file} has an {measure}, so there is nothing to draw")
     tasks = sorted({point.task for point in points})
-    of = ", ".join(tasks) if len(tasks) <= 3 else f"{len(tasks)} tasks"
+    measured_on = ", ".join(tasks) if len(tasks) <= 3 else f"{len(tasks)} tasks"
     if measure == "nll":
-        of = Path(text).name or "a text"
+        measured_on = Path(text).name or "a text"
     name = Path(model).name if Path(model).is_absolute() else model
-    return Sweep(measure, one_line(of, 60) + (f"; {one_line(name, 60)}" if name else ""), points)
+    return Sweep(measure, one_line(measured_on, 60) + (f"; {one_line(name, 60)}" if name else ""), points)
 
 
 def _point(row: Mapping[str, Any], measure: str) -> Point:
-    """Raises LookupError, TypeError or ValueError for what is no row."""
+    """Return the point of a row. Raises LookupError, TypeError or ValueError for an invalid row."""
     value, error, parameters = row[measure], row["standard_error"], row["parameters"]
     task = row["task"] if measure == "accuracy" else ""
     if not isinstance(row["policy"], str) or not isinstance(task, str) or not isinstance(parameters, dict):
-        raise TypeError("of a row, task or policy is no text, or parameters are no settings")
+        raise TypeError("a row's task or policy is not text, or its parameters are not a mapping")
     varied = [parameters[key] for key in AXES if key in parameters]
-    if not all(_is_number(one) and one > 0 for one in varied):
-        raise ValueError("a budget or a ratio is no positive number")
-    if not all(_is_number(one) for one in (value, 0 if error is None else error)):
-        raise ValueError(f"an {measure} or a standard error is no number")
+    if not all(_is_number(item) and item > 0 for item in varied):
+        raise ValueError("a budget or a ratio is not a positive number")
+    if not all(_is_number(item) for item in (value, 0 if error is None else error)):
+        raise ValueError(f"an {measure} or a standard error is not a number")
     return Point(task, row["policy"], parameters, value, error)
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e9  # no NaN, and nothing that no axis holds
+    return type(value) in (int, float) and abs(value) < 1e9  # no NaN, and no number too large for an axis
 
 
 def varied(sweep: Sweep) -> str | None:
-    """What the sweep is drawn against: the key of AXES of which some method has several values; None where none has."""
+    """Return the key of AXES to draw against: the first with several values in one method. None if there is none."""
     for axis in AXES:
         for points in _methods(sweep.points, axis).values():
             if len({point.parameters.get(axis) for point in points} - {None}) > 1:
@@ -107,24 +110,29 @@ def varied(sweep: Sweep) -> str | None:
 
 
 def _methods(points: Sequence[Point], axis: str) -> dict[str, list[Point]]:
-    """Name -> its points, the smallest cache first."""
-    made: dict[str, list[Point]] = {}
+    """Return method name -> its points, the smallest cache first."""
+    result: dict[str, list[Point]] = {}
     for point, name in zip(points, method_names(points, axis), strict=True):
-        made.setdefault(name, []).append(point)
-    return {name: sorted(mine, key=lambda point: point.parameters.get(axis, 0)) for name, mine in made.items()}
+        result.setdefault(name, []).append(point)
+    return {
+        name: sorted(points_of_method, key=lambda point: point.parameters.get(axis, 0))
+        for name, points_of_method in result.items()
+    }
 
 
 def plot_sweep(sweep: Sweep, out: str | Path) -> Path:
-    """A line for each method with its values at its ratios, or budgets, and a bar of one standard error; dashed for one
-    that has none, such as a full cache. Several tasks are told apart by their names.
+    """Draw a line per method against ratios or budgets, with error bars of one standard error.
 
-    Raises UserError where no method has two points.
+    A method without a ratio or budget, such as a full cache, is a dashed horizontal line. If there are several tasks,
+    labels name them.
+
+    Raises UserError if no method has two points.
     """
     axis = varied(sweep)
     if axis is None:
-        raise UserError("no method of this evaluation has two budgets, or ratios: there is no line to draw")
+        raise UserError("no method of this evaluation has two budgets or ratios, so there is no line to draw")
     methods = _methods(sweep.points, axis)
-    policies = [mine[0].policy for mine in methods.values()]
+    policies = [points_of_method[0].policy for points_of_method in methods.values()]
     places = sorted({point.parameters[axis] for point in sweep.points if axis in point.parameters})
     what = "Accuracy on" if sweep.measure == "accuracy" else "Perplexity of"
     figure, axes = new_figure(f"{what} {sweep.subject}")
@@ -132,43 +140,50 @@ def plot_sweep(sweep: Sweep, out: str | Path) -> Path:
     axes.set_xticks(places, [f"{place:g}" for place in places], minor=False)
     axes.minorticks_off()
     ends = []
-    for line, (colour, (name, mine)) in enumerate(zip(method_colours(policies), methods.items(), strict=True)):
-        values = [point.value for point in mine]
-        if axis in mine[0].parameters:
-            at, errors = [point.parameters[axis] for point in mine], [point.error or 0.0 for point in mine]
+    for line, (colour, (name, points_of_method)) in enumerate(
+        zip(method_colours(policies), methods.items(), strict=True)
+    ):
+        values = [point.value for point in points_of_method]
+        if axis in points_of_method[0].parameters:
+            x_values, errors = (
+                [point.parameters[axis] for point in points_of_method],
+                [point.error or 0.0 for point in points_of_method],
+            )
             marker = MARKERS[policies[:line].count(policies[line]) % len(MARKERS)]
-            axes.errorbar(at, values, errors, color=colour, marker=marker, markersize=4, capsize=2)
+            axes.errorbar(x_values, values, errors, color=colour, marker=marker, markersize=4, capsize=2)
         else:
-            at = places[-1:]
+            x_values = places[-1:]
             axes.plot([places[0], places[-1]], values[-1:] * 2, color=colour, linestyle="--", linewidth=1.2)
-        ends.append((at[-1], values[-1], name, colour))
+        ends.append((x_values[-1], values[-1], name, colour))
     label_ends(axes, ends, 9)
     axes.set(xlabel=AXES[axis], ylabel=MEASURES[sweep.measure])
     return save_figure(figure, out)
 
 
 def points_table(sweep: Sweep) -> Table:
-    """The points as a table for the terminal: what says all where there is no line to draw."""
+    """Return the points as a table for the terminal, for sweeps without a line to draw."""
     axis = next((key for key in AXES if any(key in point.parameters for point in sweep.points)), "budget")
     accuracy = sweep.measure == "accuracy"
-    made = Table(title=escape(f"{'accuracy, in percent' if accuracy else 'perplexity'}: {sweep.subject}"))
+    result = Table(title=escape(f"{'accuracy, in percent' if accuracy else 'perplexity'}: {sweep.subject}"))
     for name in ("cache", axis, *(["pass@1"] if accuracy else ["nll a token, nats", "perplexity"])):
-        made.add_column(name, justify="left" if name == "cache" else "right", no_wrap=True)
+        result.add_column(name, justify="left" if name == "cache" else "right", no_wrap=True)
     for point, name in zip(sweep.points, method_names(sweep.points, axis), strict=True):
         scale, digits = (100, 1) if accuracy else (1, 4)
         measured = f"{scale * point.value:.{digits}f}"
         measured += "" if point.error is None else f" ± {scale * point.error:.{digits}f}"
         further = [] if accuracy else [f"{math.exp(point.value):.2f}" if point.value < 100 else "–"]
-        made.add_row(escape(name), str(point.parameters.get(axis, "–")), measured, *further)
-    return made
+        result.add_row(escape(name), str(point.parameters.get(axis, "–")), measured, *further)
+    return result
 
 
 def method_names(points: Sequence[Point], axis: str = "ratio") -> list[str]:
-    """What each point calls its method: the policy, and those of its settings, but what was varied (`axis`), that other
-    points of the policy have otherwise; in front of it the task, where there are several.
+    """Return a name of the method of each point.
+
+    The name is the policy and those settings, other than `axis`, that differ between points of this policy. If there
+    are several tasks, the name starts with the task.
     """
     several = len({point.task for point in points}) > 1
-    made = []
+    result = []
     for point in points:
         alike = [other.parameters for other in points if other.policy == point.policy]
         differ = [
@@ -176,21 +191,21 @@ def method_names(points: Sequence[Point], axis: str = "ratio") -> list[str]:
             for key, value in point.parameters.items()
             if key != axis and any(not _agree(point.parameters, other, key) for other in alike)
         ]
-        made.append((f"{point.task}: " if several else "") + ", ".join([point.policy, *differ]))
-    return made
+        result.append((f"{point.task}: " if several else "") + ", ".join([point.policy, *differ]))
+    return result
 
 
 def _agree(ours: Mapping[str, Any], theirs: Mapping[str, Any], key: str) -> bool:
-    """Whether two caches have one setting: its value, or what follows from their budgets where it is not given."""
+    """True if two caches agree in a setting: equal values, or both at the default that follows from their budgets."""
     follows = FOLLOWS.get(key)
-    both = follows is not None and all(
-        "budget" in one and one.get(key) == follows(one["budget"]) for one in (ours, theirs)
+    defaults = follows is not None and all(
+        "budget" in item and item.get(key) == follows(item["budget"]) for item in (ours, theirs)
     )
-    return both or ours.get(key) == theirs.get(key)
+    return defaults or ours.get(key) == theirs.get(key)
 
 
 def _setting(key: str, value: Any) -> str:
-    """A setting in a name: one of a choice, or several, alone; another behind its key."""
+    """Format a setting for a name: choices and lists without their key, other values after their key."""
     if isinstance(value, list):
         return "+".join(map(str, value))
     return value if isinstance(value, str) else f"{key} {value}"

@@ -1,4 +1,4 @@
-"""What eviction traces hold and keep: numbers, tables and pictures."""
+"""Contents of eviction traces and the tokens that they keep: numbers, tables and pictures."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from sparse_rl.analysis.drawing import GREY, method_colours, new_figure, policy_
 from sparse_rl.analysis.opened import page_statistics, unpaged
 from sparse_rl.trace import EvictionTrace, declared
 
-HELD = ("retention", "kept_per_head", "density")  # names of what is said of the tokens held at the end
-UNPAGED = ("unpaged", "unpaged_per_head", "unpaged_density")  # and, where all are held, of those outside closed pages
+HELD = ("retention", "kept_per_head", "density")  # names of the statistics of tokens held at the end
+UNPAGED = ("unpaged", "unpaged_per_head", "unpaged_density")  # the same for tokens outside closed pages
 
 
 def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, str]) -> dict[str, Any]:
-    """What `sparse-rl inspect` says of a file.
+    """Return the statistics of a file of traces that `sparse-rl inspect` prints.
 
-    HELD; where pages close, its share and UNPAGED: the tokens of a closed page are held, and read in its summary
-    pages : where pages close: what was opened (opened.py)
-    sections : those beside evict_at
-    compactions : of a trace, where they refit entries
+    Without pages they contain the names of HELD. If pages close, they contain HELD[0] and the names of UNPAGED, because
+    the tokens of a closed page are held, but read through its summary. Further keys:
 
-    What is said per head is [L][Hkv], a mean over traces.
+    pages : statistics of opened pages (opened.py), if pages close
+    sections : sections other than evict_at
+    compactions : compactions per trace, if entries are refitted
+
+    Values per head are [L][Hkv], a mean over traces.
     """
     pages = page_statistics(traces)
     read = traces if pages is None else [unpaged(t) for t in traces]
@@ -57,7 +59,7 @@ def trace_statistics(traces: Sequence[EvictionTrace], fingerprint: Mapping[str, 
 
 
 def _further(traces: Sequence[EvictionTrace]) -> dict[str, Any]:
-    """Of each section beside evict_at: its bytes in all traces, and its dtype and shape in the first."""
+    """Return the bytes (in all traces), dtype and shape (in the first trace) of each section other than evict_at."""
     return {
         name: {
             "bytes": sum(t.further[name].nbytes for t in traces),
@@ -69,7 +71,7 @@ def _further(traces: Sequence[EvictionTrace]) -> dict[str, Any]:
 
 
 def mean_density(traces: Sequence[EvictionTrace], bins: int, layer: int | None = None) -> Any:
-    """`EvictionTrace.density` over traces: float [bins]; a bin that a short trace has no token in takes the others."""
+    """Return the mean density over traces: float [bins]. In each bin, only traces with a token in it count."""
     stacked = torch.stack([t.density(bins, layer) for t in traces])
     filled = torch.zeros(len(traces), bins, dtype=torch.bool)
     for row, trace in enumerate(traces):
@@ -79,11 +81,12 @@ def mean_density(traces: Sequence[EvictionTrace], bins: int, layer: int | None =
 
 
 def kept_table(statistics: Mapping[str, Any], large: int) -> Table:
-    """What is held at the end per layer and kv head, of `trace_statistics`.
+    """Return a table of the tokens held at the end per layer and kv head, from `trace_statistics`.
 
-    Where pages close, what is outside them, a mean over kv heads (they close alike in all), and what was opened.
+    If pages close, the table has the tokens outside closed pages, a mean over kv heads (pages close at the same time in
+    all of them), and the opened pages.
 
-    large : with more layers or heads than this, a summary of some layers
+    large : number of layers or heads above which the table shows only some layers, or a summary of the heads
     """
     pages = statistics.get("pages")
     kept = statistics[HELD[1] if pages is None else UNPAGED[1]]
@@ -105,12 +108,12 @@ def kept_table(statistics: Mapping[str, Any], large: int) -> Table:
             cells = [f"{v:.1f}" for v in ((min(row), mean, max(row)) if summary else row)]
         table.add_row(str(layer), *cells)
     if stride > 1:
-        table.caption = f"every {stride} layers of {len(kept)}; --json has all"
+        table.caption = f"every {stride} layers of {len(kept)}; --json prints all layers"
     return table
 
 
 def opened_words(numbers: Mapping[str, Any]) -> list[str]:
-    """Pages per query, the median of tokens back to them, and the share of queries that opened the same as before."""
+    """Format opened pages per query, the median distance back in tokens, and the share of repeated choices of pages."""
     back, repeated = numbers["median_back"], numbers["repeated"]
     return [
         f"{numbers['opened']:.2f}",
@@ -120,7 +123,7 @@ def opened_words(numbers: Mapping[str, Any]) -> list[str]:
 
 
 def histogram(shares: Sequence[float], height: int = 6) -> list[str]:
-    """Shares of 1 as lines of text, a column for each, the top line first."""
+    """Draw shares in [0, 1] as lines of text, with one column per share, the top line first."""
     blocks = " ▁▂▃▄▅▆▇█"
     lines = []
     for level in reversed(range(height)):
@@ -138,10 +141,11 @@ def plot_density(
     fingerprint: Mapping[str, str] = MappingProxyType({}),
     bins: int = 50,
 ) -> Path:
-    """Share of tokens still held at the end, by relative position: the mean over traces, and each layer in grey where
-    layers differ.
+    """Draw the share of tokens held at the end against the relative position, as the mean over traces.
 
-    fingerprint : of the file of traces, which names the policy
+    If layers differ, each layer is drawn in grey.
+
+    fingerprint : fingerprint of the file of traces, which names the policy
     """
     name, policy = policy_words(fingerprint)
     figure, axes = new_figure(f"{policy}: tokens held at the end of {len(traces)} trace{'s' * (len(traces) > 1)}")

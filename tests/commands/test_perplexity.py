@@ -154,7 +154,7 @@ def test_the_command_prints_a_table(book: Callable, here: Path, capsys: pytest.C
     words = ["perplexity", "text.yaml", "sweep={policy: [full, streaming], budget: [8]}"]
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "4 pieces, 20 tokens decoded behind 12" in out and "streaming 8" in out and "perplexity" in out
+    assert "4 pieces, 20 tokens decoded after 12" in out and "streaming 8" in out and "perplexity" in out
     assert out.endswith("out/perplexity.json\n")
     assert main(words) == 2 and "already holds perplexity.json" in capsys.readouterr().err
     assert main([*words, "--overwrite", "pieces=1"]) == 0 and "1 pieces, 20" in capsys.readouterr().out

@@ -138,7 +138,7 @@ def test_an_unknown_metric_is_a_short_line(
     folders = [run(tmp_path / f"run{i}", [0.1, 0.2], **more) for i in range(runs)]
     said = plot(capsys, *folders, "--metric", metric, status=2)
     assert said.count("\n") == 1 and len(said) < 300 and " more" in said, said
-    assert ("the nearest are reward, " in said) or metric != "rewrad"
+    assert ("the nearest names are reward, " in said) or metric != "rewrad"
     for folder in folders:
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **more}))
     said = plot(capsys, *folders, status=2)
