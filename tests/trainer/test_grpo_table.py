@@ -86,7 +86,7 @@ def test_what_no_checkpoint_could_keep_is_refused(grpo: Callable) -> None:
         log_extra("match", [[{}] for _ in completions])
         return digits(completions)
 
-    with pytest.raises(RewardError, match="log_extra takes numbers, texts, None and lists of them, got dict in"):
+    with pytest.raises(RewardError, match="log_extra takes numbers, strings, None and lists of them, got dict in"):
         grpo(reward=odd).train()
 
 

@@ -167,7 +167,7 @@ def test_what_trl_switches_on_by_itself() -> None:
     """For LoRA under ZeRO-3, and for a model of experts whose configuration asks for it."""
     usual = {"args": SimpleNamespace(gradient_checkpointing_kwargs=None), "aux_loss_enabled": False}
     check_made(SimpleNamespace(**usual))
-    with pytest.raises(UserError, match="router_aux_loss_coef: there is no auxiliary loss of experts"):
+    with pytest.raises(UserError, match="router_aux_loss_coef: experts' auxiliary loss is not supported"):
         check_made(SimpleNamespace(**{**usual, "aux_loss_enabled": True}))
     reentrant = SimpleNamespace(gradient_checkpointing_kwargs={"use_reentrant": True})
     with pytest.raises(UserError, match="LoRA under ZeRO-3 makes gradient checkpointing reentrant"):

@@ -1,9 +1,9 @@
 """RL under a sparse cache.
 
-config.py      what it is told (no torch);  arguments.py  TRL's arguments made of that
-trainer.py     TRL's GRPOTrainer with our rollouts;  rows.py  what goes with a row from sampling to the loss
+config.py      settings (no torch);  arguments.py  TRL's arguments, made from the settings
+trainer.py     TRL's GRPOTrainer with our rollouts;  rows.py  data that stays with a row from sampling to the loss
 forward.py     log-probs under the traces;  advantages.py  groups without variance, truncated outputs
-probe.py       the engine with the trainer's weights, probed;  panel.py  sampler against trainer: metrics and guard
-measures.py    what is measured over all processes;  clock.py  where the seconds of a step go
+probe.py       weight sync and probe of the engine;  panel.py  mismatch of sampler and trainer: metrics and guard
+measures.py    metrics over all processes;  clock.py  timing of the parts of a step
 table.py       TRL's table of completions
 """

@@ -1,4 +1,4 @@
-"""What sparse training changes of TRL's advantages. It knows tensors only."""
+"""Changes to TRL's advantages in sparse training. Works on tensors only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import Tensor
 
 
 def varied_groups(rewards: Tensor, weights: Tensor, size: int) -> Tensor:
-    """Which groups of `size` rows have reward variance: bool [groups].
+    """Return a mask of the groups of `size` rows that have reward variance: bool [groups].
 
-    rewards : float [rows, functions], of all ranks, NaN where a function gave none; weights : float [functions]
+    rewards : float [rows, functions], of all ranks; NaN if a function returned no reward
+    weights : float [functions]
 
-    Told from the rewards, not from the advantages: the mean of equal rewards may round to another number.
+    Uses the rewards, not the advantages, because the mean of equal rewards may round to a different number.
     """
     total = (rewards * weights.to(rewards.device)).nansum(1)
     scored = ~rewards.isnan().all(1)
@@ -23,9 +24,9 @@ def varied_groups(rewards: Tensor, weights: Tensor, size: int) -> Tensor:
 
 
 def over_varied_groups(advantages: Tensor, varied: Tensor, size: int, rank: int, drop: bool) -> Tensor:
-    """A rank's advantages [rows], exactly 0 in groups without variance.
+    """Return a rank's advantages [rows], exactly 0 in groups without reward variance.
 
-    drop : leave these groups out of the loss's mean over rows as well
+    drop : True also excludes these groups from the loss's mean over rows
     """
     start = rank * len(advantages)
     rows = varied.repeat_interleave(size)[start : start + len(advantages)]
@@ -35,6 +36,6 @@ def over_varied_groups(advantages: Tensor, varied: Tensor, size: int, rank: int,
 
 
 def without_truncated(advantages: Tensor, finish_reasons: Sequence[str]) -> Tensor:
-    """Advantage 0 for outputs that hit the limit (G-KV); their reward has counted in the group's baseline."""
+    """Return advantages that are 0 for truncated outputs (G-KV). Their reward still counts in the group's baseline."""
     truncated = torch.tensor([reason == "length" for reason in finish_reasons])
     return advantages.masked_fill(truncated.to(advantages.device), 0.0)

@@ -1,4 +1,4 @@
-"""What a SparseGRPOTrainer is given: TRL's GRPOConfig, made from ours in one place; and what is refused."""
+"""Arguments of a SparseGRPOTrainer: TRL's GRPOConfig, made from our configuration, and checks of what is refused."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from trainer.scored.config import ScorersConfig
 
 @dataclass
 class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
-    """TRL's GRPOConfig with our configuration in it; made by `grpo_arguments`, so that both say the same.
+    """TRL's GRPOConfig, which also holds our configuration. `grpo_arguments` makes it, so that both agree.
 
-    sparse : what is asked for; the trainer reads from here what TRL does not know
-    scorers : how a learned policy's go on learning; None: they do not
+    sparse : our settings; the trainer reads those from it that TRL does not have
+    scorers : training of a learned policy's scorers; None keeps them fixed
     """
 
     kind: ClassVar[str] = "grpo"
@@ -39,33 +39,37 @@ class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
 def grpo_arguments(
     sparse: SparseGRPOConfig, *, model_init_kwargs: dict[str, Any] | None = None, **options: Any
 ) -> SparseGRPOArguments:
-    """The arguments of a SparseGRPOTrainer.
+    """Return the arguments of a SparseGRPOTrainer.
 
-    options : further ones of TRL and transformers (trainer.arguments.training_options), and the above
-    Raises UserError for what we or they refuse.
+    options : further options of TRL and transformers (trainer.arguments.training_options), and SparseGRPOArguments' own
+
+    Raises UserError for options that we, TRL or transformers refuse.
     """
-    theirs = {one.name for one in dataclasses.fields(trl.GRPOConfig)}
-    shared = {one.name: getattr(sparse, one.name) for one in dataclasses.fields(sparse) if one.name in theirs}
+    trl_names = {f.name for f in dataclasses.fields(trl.GRPOConfig)}
+    shared = {f.name: getattr(sparse, f.name) for f in dataclasses.fields(sparse) if f.name in trl_names}
     shared["top_k"] = sparse.top_k or 0
     shared["model_init_kwargs"] = {**(model_init_kwargs or {}), "attn_implementation": ATTENTION}
     return SparseGRPOArguments(sparse=sparse, **shared, **options)
 
 
 def check_given(given: Mapping[str, Any]) -> None:
-    """Before a model is loaded: raise UserError for what cannot be trained with. given : GRPOTrainer's parameters"""
+    """Raise UserError for parameters that cannot be trained with, before a model is loaded.
+
+    given : GRPOTrainer's parameters by name
+    """
     if not isinstance(args := given.get("args"), SparseGRPOArguments):
         wrong = f"must be made by grpo_arguments (trainer/grpo/arguments.py), got {type(args).__name__}"
         raise UserError(wrong, "args")
     for name in ("tools", "environment_factory", "rollout_func"):
         if given.get(name):
-            raise UserError("a trace covers one completion, sampled in one go by our engine; remove it", name)
+            raise UserError("a trace covers a single completion that our engine samples at once; remove it", name)
     check_adapters(given["model"], given.get("peft_config"))
 
 
 def check_made(trainer: Any) -> None:
-    """Raise UserError for what TRL has switched on by itself, for this model or this launch."""
+    """Raise UserError for unsupported features that TRL has enabled by itself for this model or launch."""
     if (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-        wrong = "LoRA under ZeRO-3 makes gradient checkpointing reentrant, which cannot be replayed; take a lower stage"
+        wrong = "LoRA under ZeRO-3 makes gradient checkpointing reentrant, which cannot be replayed; use a lower stage"
         raise UserError(wrong)
     if trainer.aux_loss_enabled:
-        raise UserError("there is no auxiliary loss of experts under evictions; set it to 0", "router_aux_loss_coef")
+        raise UserError("experts' auxiliary loss is not supported under evictions; set it to 0", "router_aux_loss_coef")

@@ -1,4 +1,4 @@
-"""Where the seconds of a step go: sampling, weights, rewards, log-probs and the update."""
+"""Timing of the parts of a step: sampling, weight sync, rewards, log-probs and update."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PARTS = ("sync", "generate", "rewards", "logprobs")
 
 
 class StepClock:
-    """Seconds by part and sampled tokens since the last log; what is left over is the update."""
+    """Seconds of each part and number of sampled tokens since the last log. The remaining time is the update."""
 
     def __init__(self) -> None:
         self.logged_step = 0
@@ -21,7 +21,7 @@ class StepClock:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Count the seconds within for one of PARTS."""
+        """Add the seconds of this block to one of PARTS."""
         start = now()
         try:
             yield
@@ -29,7 +29,7 @@ class StepClock:
             self.seconds[part] += now() - start
 
     def read(self, step: int) -> dict[str, float]:
-        """The panel of the steps since the last one that was read; empty where there is none."""
+        """Return the timing metrics of the steps since the last call, or {} if no step has passed."""
         steps = step - self.logged_step
         if steps <= 0:
             return {}
@@ -50,7 +50,7 @@ class StepClock:
 
 
 def now() -> float:
-    """Seconds on a clock that is read once the GPU has done what it was given."""
+    """Return the time in seconds, after the GPU has finished its queued work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""What RL under a sparse cache is told. No torch."""
+"""Settings of RL under a sparse cache. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate"
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig(Configuration):
-    """The replay guard: stop when a batch's mean |Δlogp| exceeds factor × the probe's and the floor.
+    """The replay guard: stops the run if a batch's mean |Δlogp| exceeds both factor × the probe's and the floor.
 
-    factor : None takes 10 in float32 and 3 in half precision
-    floor : None takes 1e-4 in float32, 0.1 in bfloat16 and 0.02 in float16
+    factor : None means 10 in float32 and 3 in half precision
+    floor : None means 1e-4 in float32, 0.1 in bfloat16 and 0.02 in float16
     """
 
     enabled: bool = True
@@ -28,13 +28,14 @@ class GuardConfig(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseGRPOConfig(Configuration):
-    """RL under a sparse cache. The names that TRL has mean what they mean there.
+    """RL under a sparse cache. Names that TRL also has mean the same as in TRL.
 
-    train_attention : replay the recorded evictions, or attend to everything (a mismatch, for comparison)
-    importance_correction : what the trainer does with the ratio trainer / sampler; none: its own log-probs are the old
-    importance_clip : the ratio at which importance_correction truncates or masks
-    zero_truncated_advantages : no gradient from outputs that hit max_completion_length
-    uniform_groups : groups without reward variance have advantage 0; `drop` also leaves them out of the loss's mean
+    train_attention : replay applies the recorded evictions; full attends to everything (mismatched, for comparison)
+    importance_correction : use of the ratio trainer / sampler in the loss: truncated or masked, per token or per
+        sequence. none leaves it out: the old log-probs are the trainer's own
+    importance_clip : ratio at which importance_correction truncates or masks
+    zero_truncated_advantages : give advantage 0, so no gradient, to outputs that reach max_completion_length
+    uniform_groups : groups without reward variance have advantage 0; `drop` also excludes them from the loss's mean
     """
 
     num_generations: Annotated[int, Rule(">= 2", lambda v: v >= 2)] = 8
@@ -65,7 +66,7 @@ class SparseGRPOConfig(Configuration):
             raise UserError(mend, "uniform_groups")
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise UserError where options of TRL's do not go with what is said here. options : name -> value"""
+        """Raise UserError if options of TRL do not fit these settings. options : name -> value"""
         if options.get("sync_ref_model") and not self.beta:
             raise UserError("needs beta above 0, without which there is no reference model", "sync_ref_model")
         if self.uniform_groups == "drop" and options.get("multi_objective_aggregation") == "normalize_then_sum":

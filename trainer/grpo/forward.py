@@ -1,4 +1,4 @@
-"""The forward of policy and reference in GRPO: TRL's fused head, with each row under its trace."""
+"""The forward pass of policy and reference model in GRPO: TRL's fused head, with each row under its trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from trainer.scored.loss import ScorerLoss
 
 
 class ReplayedForward:
-    """Scores rows as TRL pads them: prompts on the left, completions on the right. The trace is a forward keyword."""
+    """Computes log-probs of rows as TRL pads them: prompts on the left, completions on the right.
+
+    The model gets the traces as the view `kv_view`, a keyword of its forward.
+    """
 
     def __init__(self, accelerator: Any, args: SparseGRPOArguments, scorer_loss: ScorerLoss | None) -> None:
         self.accelerator, self.args, self.scorer_loss = accelerator, args, scorer_loss
@@ -27,9 +30,13 @@ class ReplayedForward:
     def __call__(
         self, model: Any, ids: Tensor, mask: Tensor, keep: int, traces: Sequence[EvictionTrace]
     ) -> tuple[Any, Learned | None]:
-        """(log-probs and entropies float [B, S - 1] of the last `keep` tokens, what is learned beside them, or None).
+        """Return the model's output and the auxiliary losses (None if there are none).
 
-        ids, mask : int64 [B, S]; traces : of each row
+        The output holds log_probs and entropy, float [B, S - 1], valid for the last `keep` tokens.
+
+        ids, mask : int64 [B, S]
+        keep : width of the completions
+        traces : trace of each row
         """
         starts = mask.long().argmax(-1)[:, None]
         columns = torch.arange(ids.shape[1], device=ids.device)
@@ -38,7 +45,7 @@ class ReplayedForward:
         learns, positions = torch.is_grad_enabled(), (columns - starts).clamp(min=0)
         student: Any = self.accelerator.unwrap_model(model)
         if scorers_learn := learns and self.scorer_loss is not None:
-            # Rows begin at column 0: what stands before would enter the scorers' memory.
+            # Rotate rows to begin at column 0: padding in front of them would enter the scorers' state.
             order, lengths, prompts = (
                 (columns + starts) % ids.shape[1],
                 mask.long().sum(1),
@@ -58,7 +65,7 @@ class ReplayedForward:
             out = self._forward(student.forward, *inputs)
             return out, torch.stack(list(view.losses.values()))
 
-        # DDP and DeepSpeed follow what their forward returns: a loss that did not come out of it would have no part
+        # DDP and DeepSpeed track the outputs of their forward: a loss that it does not return would get no gradient.
         out, losses = self.redirect(model, student, with_losses, ids, positions, labels, view)
         if scorers_learn:
             back = (columns[:-1] - starts).clamp(min=0)

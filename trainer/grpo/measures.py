@@ -1,4 +1,4 @@
-"""What is logged of rollouts and batches, over all processes, beside TRL's metrics; panel.py makes it of tensors."""
+"""Metrics of rollouts and batches over all processes, in addition to TRL's. panel.py computes them from tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainer.grpo.rows import Learned
 
 
 class Measures:
-    """Measures for a trainer, in its present mode, and stops the run where its guard says so.
+    """Records metrics for a trainer, in its current mode (train or eval), and applies its replay guard.
 
-    gaps : by mode the mismatch [2, N] of each batch since the last log: gap and ratio (panel.replay_panel)
+    gaps : mode -> mismatch [2, N] of each batch since the last log: gap and ratio (panel.replay_panel)
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -27,8 +27,9 @@ class Measures:
         self.gaps: dict[str, list[Tensor]] = {"train": [], "eval": []}
 
     def batch(self, batch: dict[str, Any], scored: Tensor) -> None:
-        """Add a batch, which no update has followed since it was sampled, to the mismatch panel, and guard it.
+        """Add a batch to the mismatch panel and apply the guard. There must be no update since the batch was sampled.
 
+        batch : TRL's batch
         scored : the trainer's log-probs, float [B, C]
         """
         trainer, accelerator = self.trainer, self.trainer.accelerator
@@ -44,7 +45,7 @@ class Measures:
             trainer.probed_engine.check(pair[0])
 
     def rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """The cache panel: retention at the end, and the bytes that sequences hold at their peak, against full."""
+        """Record retention at the sequences' end, their cache bytes at the peak, and the bytes of a full cache."""
         trainer, accelerator = self.trainer, self.trainer.accelerator
         layers, kv_heads, head_dim = cache_shape(base_of(accelerator.unwrap_model(trainer.model)).config)
         per_entry = 2 * layers * kv_heads * head_dim * (2 if trainer.args.bf16 or trainer.args.fp16 else 4)
@@ -58,7 +59,7 @@ class Measures:
         self.policy(max(rollouts, key=lambda r: len(r.trace)))
 
     def policy(self, rollout: Rollout) -> None:
-        """What is to be known of some policies, of one sequence of each process (panel.policy_panel)."""
+        """Record the metrics that some policies have, for one sequence of each process (panel.policy_panel)."""
         trainer, accelerator = self.trainer, self.trainer.accelerator
         with accelerator.autocast():
             panel = policy_panel(base_of(accelerator.unwrap_model(trainer.model)), trainer.engine.policy, rollout)
@@ -66,20 +67,20 @@ class Measures:
             self._note(name, value)
 
     def learned(self, learned: Learned) -> None:
-        """The boundary loss, or that of a method, and how much of what the scorers' target would keep is kept."""
-        held, of = (sum(float(pair[i]) for pair in learned.recalls.values()) for i in (0, 1))
+        """Record the boundary loss, or the method's loss, and the recall: the kept share of the target's tokens."""
+        held, total = (sum(float(pair[i]) for pair in learned.recalls.values()) for i in (0, 1))
         accelerator = self.trainer.accelerator
-        local = torch.tensor([[float(learned.losses.detach().mean()), held, of]], device=accelerator.device)
-        loss, held, of = accelerator.gather(local).mean(0).tolist()
+        local = torch.tensor([[float(learned.losses.detach().mean()), held, total]], device=accelerator.device)
+        loss, held, total = accelerator.gather(local).mean(0).tolist()
         self._note("method_loss" if self.trainer.args.scorers is None else "boundary_loss", loss)
-        if of:  # else no process had anything to recall
-            self._note("cache/recall", held / of)
+        if total:  # else the target keeps no token on any process
+            self._note("cache/recall", held / total)
 
     def _note(self, name: str, value: float) -> None:
         self.trainer._metrics[self.trainer.mode][name].append(value)
 
     def read(self) -> dict[str, float]:
-        """The mismatch panel since the last log, of the trainer's present mode."""
+        """Return the mismatch panel since the last log, in the trainer's current mode."""
         mode = self.trainer.mode
         if not (gaps := self.gaps[mode]):
             return {}

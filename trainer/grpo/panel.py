@@ -2,15 +2,15 @@
 
 With d = log p_trainer - log p_sampler of a sampled token:
 
-    replay/gap_mean, replay/gap_max    |d|; the replay invariant says floating-point noise
+    replay/gap_mean, replay/gap_max    |d|; under the replay invariant only floating-point noise
     replay/k3                          E[exp(d) - 1 - d], an unbiased estimate of KL(sampler || trainer) (Schulman's k3)
-    ratio/mean, p5, p95, max           exp(d), the importance ratio; heavy tails hide in means
+    ratio/mean, p5, p95, max           exp(d), the importance ratio; a mean alone would hide heavy tails
     ratio/clipped                      share of tokens above the importance clip
 
-sync/probe_gap, the mean |d| of a probe in which nothing is evicted, tells stale weights from a wrong trace: it is
-measured whenever an engine with its own weights has been given new ones.
+sync/probe_gap, the mean |d| of a probe without evictions, distinguishes stale weights from a wrong trace. It is
+measured whenever an engine with its own weights gets new ones.
 
-It knows tensors and rollouts, not trainers; measures.py gathers them over processes.
+This module works on tensors and rollouts, not on trainers; measures.py gathers them over processes.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from trainer.scored.loss import decisions_agree
 
 
 class Tolerance(NamedTuple):
-    """What the mean |d| of a right run may be, where the guard is not told.
+    """Defaults of the guard's limit on the mean |d| of a correct run.
 
-    floor : noise in any case; in bfloat16 vLLM and a trainer differ by a standard deviation of 0.05 (TRL issue 6789)
-    factor : x the probe's, the same noise measured on other text
+    floor : minimum of the limit; in bfloat16 vLLM and a trainer differ by a standard deviation of 0.05 (TRL issue 6789)
+    factor : multiple of the probe's mean |d|, which is the same noise measured on other text
     """
 
     floor: float
     factor: float
 
     def limit(self, probe: float) -> float:
-        """On the mean |d| of a batch, where that of the probe is `probe`."""
+        """Return the limit on the mean |d| of a batch. probe : mean |d| of the probe"""
         return max(self.factor * probe, self.floor)
 
 
@@ -58,15 +58,20 @@ TOLERANCES = {
 
 
 class ReplayGapError(StoppedError):
-    """The trainer does not see what the sampler saw."""
+    """The trainer's log-probs differ from the sampler's by more than rounding explains."""
 
 
 def replay_panel(gap: Tensor, ratio: Tensor, clip: float) -> dict[str, float]:
-    """The panel of float tensors [N]: gap = d untruncated, ratio = d under the distribution that was sampled from."""
+    """Return the mismatch panel of N tokens.
+
+    gap : d before top-p and top-k, float [N]
+    ratio : d under the distribution that was sampled from, float [N]
+    clip : importance clip
+    """
     if not gap.numel():
         return {}
     gap, weights = gap.double(), ratio.double().exp()
-    ordered = weights.sort().values  # torch.quantile refuses more than 2**24 values
+    ordered = weights.sort().values  # torch.quantile does not take more than 2**24 values
     panel = {
         "replay/gap_mean": gap.abs().mean(),
         "replay/gap_max": gap.abs().max(),
@@ -81,11 +86,11 @@ def replay_panel(gap: Tensor, ratio: Tensor, clip: float) -> dict[str, float]:
 
 
 def policy_panel(model: PreTrainedModel, policy: Policy, rollout: Rollout) -> dict[str, float]:
-    """What is to be known of some policies, for the eye, of one sequence.
+    """Return diagnostic metrics of one sequence that only some policies have, else {}.
 
-    kvpop : cache/decisions_agree, how much of what was dropped the trainer would drop too. In half precision they
-        differ by rounding, and what was recorded is replayed; whether the scorers are the same is checked bit by bit
-        (trainer.weights.give_weights)
+    kvpop : cache/decisions_agree, the share of evictions on which engine and trainer agree. In half precision they
+        differ by rounding, and the recorded evictions are replayed; trainer.weights.give_weights checks bit by bit
+        that the scorers are equal
     am : see `match_panel`
     """
     if isinstance(policy, KVpop):
@@ -96,10 +101,11 @@ def policy_panel(model: PreTrainedModel, policy: Policy, rollout: Rollout) -> di
 
 @torch.no_grad()
 def match_panel(model: PreTrainedModel, rollout: Rollout) -> dict[str, float]:
-    """How well what stayed carries what went, under Attention Matching, in one sequence; {} without a compaction.
+    """Return the quality of Attention Matching's fits in one sequence, or {} without a compaction.
 
-    match/mass, match/output : the residuals of the fits (`sparse_rl.matching.residuals`), means over compactions
-    match/bias_max : the largest |bias|; match/ridge : of the fits
+    match/mass, match/output : residuals of the fits (`sparse_rl.matching.residuals`), means over compactions
+    match/bias_max : largest |bias|
+    match/ridge : ridge of the fits
     """
     device = next(model.parameters()).device
     view = MatchedView(batch_traces([rollout.trace], [0], len(rollout.trace)), device)
@@ -113,19 +119,20 @@ def match_panel(model: PreTrainedModel, rollout: Rollout) -> dict[str, float]:
 
 
 def over_processes(panels: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The panels of all processes as one: of a name the mean over those that have it, or of `..._max` the maximum; NaN
-    where one is.
+    """Return the panels of all processes as one panel.
+
+    A metric is the mean over the panels that have it, or the maximum if its name ends in `_max`; NaN if any value is.
     """
     names = dict.fromkeys(name for panel in panels for name in panel)
-    found = {name: [panel[name] for panel in panels if name in panel] for name in names}
-    largest = {name for name in found if name.endswith("_max") and not any(map(math.isnan, found[name]))}
-    return {name: max(of) if name in largest else sum(of) / len(of) for name, of in found.items()}
+    gathered = {name: [panel[name] for panel in panels if name in panel] for name in names}
+    largest = {name for name in gathered if name.endswith("_max") and not any(map(math.isnan, gathered[name]))}
+    return {name: max(values) if name in largest else sum(values) / len(values) for name, values in gathered.items()}
 
 
 def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
-    """The most entries that each sequence has held, per layer and kv head; a prompt is held whole while it is read.
+    """Return the maximum number of entries that each sequence has held, per layer and kv head.
 
-    Where kv heads hold different numbers, the mean over them.
+    A prompt is held whole during prefill. If kv heads hold different numbers, this is the mean over them.
     """
     if policy.schedule.counts_vary:
         peaks = [float(r.trace.peak_counts(len(r.prompt_ids)).float().mean()) for r in rollouts]
@@ -134,7 +141,7 @@ def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
 
 
 def cache_sums(rollouts: Sequence[Rollout], policy: Policy) -> list[float]:
-    """Sums over sequences: retention at the end, entries held at the most, tokens fed, 1, and tokens sampled."""
+    """Return sums over sequences: final retention, peak number of entries, tokens fed, 1, and tokens sampled."""
     fed = sum(len(r.trace) - 1 for r in rollouts)
     sampled = sum(len(r.completion_ids) for r in rollouts)
     retention = sum(r.trace.retention() for r in rollouts)
@@ -146,13 +153,14 @@ def _check_finite(what: str, mean: float) -> None:
         raise NotFiniteError(
             f"{what}: a log-probability is not a finite number (the mean difference is {mean}): weights or activations "
             "of the trainer or the engine are NaN or infinite. Nothing was trained on this batch; start again, or "
-            "resume from a checkpoint well before, with a lower learning_rate"
+            "resume from a much earlier checkpoint, with a lower learning_rate"
         )
 
 
 def check_gap(gap: Tensor, limit: float) -> None:
-    """Raise ReplayGapError where mean |d| of float [N] is beyond `limit`, naming the likely causes, and NotFiniteError
-    where it is no number.
+    """Raise ReplayGapError, with likely causes, if mean |d| is above `limit`, and NotFiniteError if it is not finite.
+
+    gap : d, float [N]
     """
     mean = float(gap.abs().mean()) if gap.numel() else 0.0
     _check_finite("replay gap", mean)
@@ -166,7 +174,7 @@ def check_gap(gap: Tensor, limit: float) -> None:
 
 
 def check_sync(gap: float, limit: float) -> None:
-    """Raise ReplayGapError where the mean |d| of the probe after a weight sync is beyond `limit`."""
+    """Raise ReplayGapError if the probe after a weight sync has a mean |d| above `limit`. gap : the mean |d|"""
     _check_finite("weight sync", gap)
     if gap > limit:
         raise ReplayGapError(

@@ -1,4 +1,4 @@
-"""The engine with the trainer's weights, and the probe that says so; with it the limit of the replay guard."""
+"""An engine with the trainer's weights, the probe that verifies them, and the limit of the replay guard."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from sparse_rl.models.base import base_of
 from trainer.grpo.panel import TOLERANCES, Tolerance, check_gap, check_sync
 from trainer.weights import give_weights, live_weights
 
-PROBE_PROMPTS, PROBE_TOKENS = 8, 32  # prompts of the data, and the tokens that are sampled after each
-SHORTEST = 8  # tokens of a prompt that are left where the cache holds few
-DROPPED = 2  # the level of a sleep in which an engine's weights are let go, and not kept in host memory
+PROBE_PROMPTS, PROBE_TOKENS = 8, 32  # number of prompts from the data, and of tokens sampled after each
+SHORTEST = 8  # minimum tokens that remain of a prompt if the cache is small
+DROPPED = 2  # sleep level at which an engine discards its weights instead of moving them to host memory
 
 
 class ProbedEngine:
-    """An engine that samples with the trainer's weights: the live module's, or a copy that follows every update.
+    """An engine that samples with the trainer's weights: the live module's, or a copy that is updated after every step.
 
-    sleep : give the memory of an engine that can back while it does not sample
-    limit : on the mean |d| of a batch and of a probe, set by the first probe; None before
-    synced, probed : the steps whose weights the engine has, where they are its own, and at which they were last probed
+    sleep : True frees the engine's memory while it does not sample, if the engine supports this
+    limit : limit on the mean |d| of a batch and of a probe; None before the first probe, which sets it
+    synced : step whose weights the engine's copy has; None without a copy, or before the first sync
+    probed : step at which the weights were last probed
     """
 
     def __init__(self, engine: Engine, trainer: Any, sleep: bool) -> None:
@@ -41,7 +42,7 @@ class ProbedEngine:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """The engine has the trainer's weights: live, or its own, brought up to date where an update has been made."""
+        """Let the engine sample with the trainer's weights in this block: live, or a copy that is updated if stale."""
         trainer, step = self.trainer, self.trainer.state.global_step
         with ExitStack() as stack:
             with trainer.clock.timed("sync"):
@@ -59,7 +60,7 @@ class ProbedEngine:
             self.sleeper.sleep(DROPPED)
 
     def _wake_with_weights(self, due: bool) -> None:
-        """The weights, where they are `due` or the engine has slept; then the memory of its cache, which is larger."""
+        """Wake the engine, and update its weights if `due` or if it has slept. The larger cache memory comes last."""
         if self.sleeper is not None:
             self.sleeper.wake_up(["weights"])
         if due or self.sleeper is not None:
@@ -68,14 +69,15 @@ class ProbedEngine:
             self.sleeper.wake_up(["kv_cache"])
 
     def _probe(self) -> None:
-        """Engine and trainer score what the engine writes after some prompts of the data, too short for an eviction.
-        The first probe fixes the limit on mean |d|, which every later one must keep.
+        """Compare the log-probs of engine and trainer on texts that the engine samples, too short for an eviction.
+
+        The first probe sets the limit on the mean |d|, which also applies to every later probe.
         """
         trainer, args = self.trainer, self.trainer.args
-        usual = TOLERANCES[torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32]
-        told = Tolerance(self.guard.floor or usual.floor, self.guard.factor or usual.factor)
+        defaults = TOLERANCES[torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32]
+        tolerance = Tolerance(self.guard.floor or defaults.floor, self.guard.factor or defaults.factor)
         model = base_of(trainer.accelerator.unwrap_model(trainer.model))
-        prompts, count = self._text()
+        prompts, count = self._probe_prompts()
         sampling = SamplingConfig(count, temperature=trainer.temperature, seed=args.seed, ignore_eos=True)
         rollouts = self.engine.generate(prompts, sampling)
         rows = [torch.tensor([*r.prompt_ids, *r.completion_ids]) for r in rollouts]
@@ -87,18 +89,20 @@ class ProbedEngine:
             out, _ = trainer.replayed(model, ids, mask, count, [r.trace for r in rollouts])
         local = out.log_probs[:, -count:].float().cpu() - torch.tensor([r.model_logprobs for r in rollouts])
         gap = float(trainer.accelerator.gather(local.abs().mean().to(trainer.accelerator.device)).max())
-        if self.probed != trainer.state.global_step:  # a resumed run probes again what a validation had probed
-            trainer._metrics["train"]["sync/probe_gap"].append(gap)  # that of a validation is the next step's
+        if self.probed != trainer.state.global_step:  # else a run resumed after a validation would log it twice
+            trainer._metrics["train"]["sync/probe_gap"].append(gap)  # a validation's probe counts for the next step
         self.probed = trainer.state.global_step
         if self.guard.enabled:
-            check_sync(gap, max(usual.factor * usual.floor, told.floor) if self.limit is None else self.limit)
+            check_sync(
+                gap, max(defaults.factor * defaults.floor, tolerance.floor) if self.limit is None else self.limit
+            )
         if self.limit is None:
-            self.limit = told.limit(gap)
+            self.limit = tolerance.limit(gap)
 
-    def _text(self) -> tuple[list[list[int]], int]:
-        """The probe's prompts, and how many tokens can be sampled after each before anything is evicted.
+    def _probe_prompts(self) -> tuple[list[list[int]], int]:
+        """Return the probe's prompts, and the number of tokens that can be sampled after each without an eviction.
 
-        A prompt that leaves no room for that is cut at its front: what follows it is what follows it in training.
+        Prompts that leave too little room lose their first tokens; their end stays, so the text goes on as in training.
         """
         trainer, first = self.trainer, self.engine.policy.schedule.first
         rows = islice(trainer.train_dataset, PROBE_PROMPTS)
@@ -108,6 +112,6 @@ class ProbedEngine:
         return prompts, max(1, min(PROBE_TOKENS, trainer.max_completion_length, room))
 
     def check(self, gap: Tensor) -> None:
-        """The guard: raise ReplayGapError where mean |d| of a batch, float [N], is beyond the limit."""
+        """Apply the guard: raise ReplayGapError if the mean |d| of a batch is above the limit. gap : d, float [N]"""
         if self.guard.enabled and self.limit is not None:
             check_gap(gap, self.limit)

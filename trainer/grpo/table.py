@@ -1,6 +1,6 @@
-"""TRL's table of the last completions, `_logs`: what is shown in it, and what of it a checkpoint keeps.
+"""TRL's table of the last completions, `_logs`: the advantages that it shows, and its state in a checkpoint.
 
-A column is a deque that holds one generation; `rewards` and `extra` (what rewards log with `log_extra`) hold columns.
+A column is a deque with one generation. `rewards` and `extra` (logged by rewards with `log_extra`) hold columns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ KEPT = ("prompt", "completion", "advantages", "rewards", "extra")
 
 
 def show_advantages(logs: dict[str, Any], advantages: Sequence[float]) -> None:
-    """Replace the advantages of the last rows, which TRL has written, by these, of all processes."""
+    """Replace the advantages of the last rows, which TRL has written, with those of all processes."""
     column = logs["advantages"]
     before = list(column)[: -len(advantages)]
     column.clear()
@@ -23,14 +23,14 @@ def show_advantages(logs: dict[str, Any], advantages: Sequence[float]) -> None:
 
 
 def plain_values(column: str, values: Sequence[Any]) -> list[Any]:
-    """The values of a reward's own column as plain data, which a checkpoint can hold. Raises UserError for others."""
+    """Return the values of a column that a reward logs as plain data for a checkpoint. Raises UserError for others."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list | tuple):
-            return [plain(one) for one in value]
-        value = value.item() if hasattr(value, "item") else value  # a number of NumPy's, or of torch's
+            return [plain(item) for item in value]
+        value = value.item() if hasattr(value, "item") else value  # a NumPy or torch number
         if not isinstance(value, PLAIN):
-            wrong = f"log_extra takes numbers, texts, None and lists of them, got {type(value).__name__}"
+            wrong = f"log_extra takes numbers, strings, None and lists of them, got {type(value).__name__}"
             raise UserError(f"{wrong} in the column {column!r}")
         return value
 
@@ -38,7 +38,7 @@ def plain_values(column: str, values: Sequence[Any]) -> list[Any]:
 
 
 def table_state(logs: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint keeps of the table, for `load_table`."""
+    """Return the table's state for a checkpoint, which `load_table` reads."""
     return {
         name: {inner: list(values) for inner, values in logs[name].items()}
         if isinstance(logs[name], dict)
@@ -48,7 +48,7 @@ def table_state(logs: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_table(logs: dict[str, Any], state: dict[str, Any]) -> None:
-    """Take up what `table_state` returned."""
+    """Restore the state that `table_state` returned."""
     for name, kept in state.items():
         if isinstance(kept, dict):
             for inner, values in kept.items():

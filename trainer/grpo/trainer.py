@@ -1,15 +1,15 @@
 """RL-Sparse: GRPO that samples with eviction active and trains under exactly the attention that the sampler had.
 
-A subclass of TRL's GRPOTrainer; where it departs from it:
+The trainer is a subclass of TRL's GRPOTrainer, with these differences:
 
-- rollouts come from our engine, with an eviction trace per sequence; it samples from the live module, or has its own
-  weights, which are brought up to date after each update and then probed (probe.py);
-- a trace goes with its row from sampling to the loss, and through checkpoints (rows.py);
-- every forward of policy and reference replays it (forward.py; `train_attention: replay`), or not (`full`: the
-  mismatched control, G-KV's "RL on mismatched masks"; RL-Full is the policy `full`);
-- loss_type `grpo` by default: the token-level clipped ratio averaged per response (G-KV eq. 6);
-- advantage 0 for truncated outputs (G-KV), whose reward still counts in the group's baseline (advantages.py);
-- importance correction between sampler and trainer is ours to choose (`none`: old log-probs are the trainer's own);
+- rollouts come from our engine, with an eviction trace per sequence; the engine samples from the live module, or has
+  its own copy of the weights, which is synced after each update and then probed (probe.py);
+- a trace stays with its row from sampling to the loss, and in checkpoints (rows.py);
+- every forward pass of policy and reference model replays the trace (forward.py; `train_attention: replay`), or ignores
+  it (`full`: the mismatched control, G-KV's "RL on mismatched masks"; RL-Full is the policy `full`);
+- loss_type is `grpo` by default: the token-level clipped ratio averaged per response (G-KV eq. 6);
+- truncated outputs have advantage 0 (G-KV), and their reward still counts in the group's baseline (advantages.py);
+- our setting importance_correction selects the correction (`none`: the old log-probs are the trainer's own);
 - the gap between sampler and trainer is measured on every rollout, logged, and guarded (measures.py).
 
 All else that TRL offers (loss types, epsilon_high, GSPO, beta, ...) is unchanged.
@@ -45,18 +45,18 @@ from trainer.weights import load_reference, reference_state
 
 
 class RewardError(UserError):
-    """A reward function that raised: which one, and what."""
+    """A reward function raised an exception; the message has the names of the functions and the exception."""
 
 
 class SparseGRPOTrainer(Resumable, GRPOTrainer):
     """GRPO under a sparse cache.
 
-    Parameters: GRPOTrainer's, with `args` made by `grpo_arguments`; and
+    Parameters are GRPOTrainer's, with `args` made by `grpo_arguments`, and these:
 
-    make_engine : the live transformers model -> the engine that samples, which may sample from it; called once, before
-        training takes its memory
-    sleep : give the memory of an engine that can back while the weights are updated
-    thinking : given to the chat template
+    make_engine : function from the live transformers model to the engine, which may sample from that model; called
+        once, before training takes its memory
+    sleep : True frees the engine's memory while the weights are updated, if the engine supports this
+    thinking : passed to the chat template
     """
 
     args: SparseGRPOArguments
@@ -74,10 +74,11 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         super().__init__(*args, **kwargs)
         check_made(self)
         for model in filter(None, (self.model, self.ref_model)):
-            adopt(base_of(self.accelerator.unwrap_model(model)))  # the reference may be in a wrapper of DeepSpeed's
+            adopt(base_of(self.accelerator.unwrap_model(model)))  # DeepSpeed may wrap the reference model
             refuse_reentrant_checkpointing(model)
-        # TRL's only switch for its importance correction. True in the arguments it would start a vLLM; set here, when
-        # all is built, it switches nothing else: what also asks for it is ours, or under rollout_func and tools.
+        # use_vllm is TRL's only switch for its importance correction. In the arguments, True would start a vLLM engine.
+        # Set here, after construction, it has no other effect: all other code that reads it is overridden here, or runs
+        # only with rollout_func or tools.
         self.use_vllm = self.args.sparse.importance_correction != "none"
         self.clock = StepClock()
         self.engine = make_engine(base_of(self.accelerator.unwrap_model(self.model)))
@@ -87,18 +88,18 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         self.probed_engine = ProbedEngine(self.engine, self, sleep)
         self.replayed = ReplayedForward(self.accelerator, self.args, self.scorer_loss)
         self.measures, self.rows = Measures(self), Rows([])
-        self._generations = 0  # how many times this run has generated, for the sampling seed
+        self._generations = 0  # number of generations so far, for the sampling seed
 
     @property
     def mode(self) -> str:
-        """As TRL has it: train or eval."""
+        """TRL's name of the current mode: train or eval."""
         return "train" if cast(Any, self.model).training else "eval"
 
     def models(self) -> dict[str, Any]:
         return super().models() | ({} if self.ref_model is None else {"the reference model": self.ref_model})
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
-        """TRL's, in an order that a resumed run finds again."""
+        """Return TRL's sampler, with an order that a resumed run reproduces."""
         return EpochSampler(cast(Any, super()._get_train_sampler(dataset)))
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
@@ -107,7 +108,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """One completion per given prompt (TRL repeats them)."""
+        """Sample one completion per prompt (TRL repeats the prompts), and return token ids and log-probs."""
         self._generations += self.mode == "train"
         sampling = SamplingConfig(
             max_tokens=cast(int, self.max_completion_length),
@@ -131,7 +132,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
                 return self.rows.rewards
             except KeyboardInterrupt:
                 raise
-            except BaseException as error:  # a function of the user's, which may call sys.exit
+            except BaseException as error:  # a user's function may even call sys.exit
                 names = ", ".join(self.reward_func_names)
                 what = " ".join(f"{type(error).__name__}: {error}".split())
                 raise RewardError(f"a reward function raised (of: {names}): {what}") from error
@@ -160,16 +161,16 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         rows = self.rows = Rows(inputs["traces"])
-        # off_policy_mask_threshold is about the sampler's policy, not about what top_p or top_k left of it
+        # off_policy_mask_threshold compares with the sampler's policy before top_p and top_k
         loss = super()._compute_loss(model, {**inputs, "sampling_per_token_logps": inputs["model_per_token_logps"]})
         if rows.learned is not None:
             loss = loss + self._own_loss(rows.learned)
-        if "old_per_token_logps" not in inputs:  # then no update has been made since the rollout
+        if "old_per_token_logps" not in inputs:  # then there was no update since the rollout
             self.measures.batch(inputs, rows.logprobs)
         return loss
 
     def _own_loss(self, learned: Learned) -> Tensor:
-        """The boundary loss of scorers, or a method's own, weighted as TRL weighs its own."""
+        """Return the scorers' boundary loss, or a method's loss, scaled like TRL's loss."""
         self.measures.learned(learned)
         weight = 1.0 if self.args.scorers is None else self.args.scorers.weight
         return weight * learned.losses.mean() / self.current_gradient_accumulation_steps
@@ -185,7 +186,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         compute_aux_loss: bool = False,
         **multimodal: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
-        """TRL's, for text: each row is scored under its trace."""
+        """Return log-probs and entropies as TRL does, for text only, with each row under its trace."""
         if any(value is not None for value in multimodal.values()):
             raise UserError("images are not supported")
         size, logps, entropies = batch_size or len(input_ids), [], []
@@ -208,18 +209,18 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         super().log(logs, start_time)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """TRL's, leaving the random state alone: a data loader draws from it, and the next buffer is shuffled by it."""
+        """Evaluate without changing the random state: a data loader draws from it, and it shuffles the next buffer."""
         with torch.random.fork_rng(devices=[]):
             return super().evaluate(*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         before = self.clock.logged_step
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        if self.clock.logged_step != before:  # the clock of a step leaves out evaluation and checkpoints
+        if self.clock.logged_step != before:  # a step's time excludes evaluation and checkpoints
             self.clock.restart()
 
     def extra_state(self) -> dict[str, Any]:
-        """The counters, the buffer of scored rollouts with its traces, and what is logged of the last generation."""
+        """Return the counters, the buffer of scored rollouts with traces, and the logs of the last generation."""
         used_up = self._step % (cast(int, self.args.steps_per_generation) * self.num_iterations) == 0
         buffer = [] if used_up else cast(list, self._buffered_inputs)
         return {
@@ -237,7 +238,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def load_extra_state(self, state: dict[str, Any]) -> None:
         super().load_extra_state(state)
         self._step, self._generations, self.measures.gaps = state["step"], state["generations"], state["gaps"]
-        probed = self.probed_engine  # which has an engine that starts anew
+        probed = self.probed_engine  # its engine is new, and has no weights of this run
         probed.limit, probed.probed, probed.synced = state["gap_limit"], state["probed"], None
         buffer = [unpacked(batch, self.accelerator.device) for batch in state["buffer"]]
         self._buffered_inputs = cast(Any, buffer or None)
