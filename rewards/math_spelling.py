@@ -224,7 +224,7 @@ def _union(latex: str) -> str:
 
 
 def _interval(latex: str) -> tuple[str, str] | None:
-    r"""Variable and interval of an inequality such as x<2 or such as 3<x\le4; None for anything else."""
+    r"""Variable and interval of an inequality such as x<2 or 3<x\le4; None for anything else."""
     pieces = [piece.strip() for piece in _RELATION.split(latex)]
     if not {">", r"\ge"}.isdisjoint(pieces):  # written from right to left
         pieces = [_MIRRORED.get(piece, piece) for piece in reversed(pieces)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased estimate of pass@k if c = `correct` of n samples are: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021)."""
+    """Unbiased estimate of pass@k from c = `correct` of n samples: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021)."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
