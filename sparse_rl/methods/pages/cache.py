@@ -140,7 +140,7 @@ class PagedCache(EvictingCache):
             opened_or_none = opened.masked_fill(opened < 0, most)[:, :, None].expand(*page_logits.shape[:3], -1)
             unopened_logits = F.pad(page_logits, (0, 1)).scatter_(-1, opened_or_none, float("-inf"))[..., :most]
             parts += [(unopened_logits, page_values), (opened_logits, at_slots(layer.values, opened_slots).to(wide))]
-        out, received = _attend_parts(parts)
+        out, received = _weighed(parts)
         if RECEIVED in layer.state:
             layer.state[RECEIVED].scatter_add_(-1, slots, received.mean(2))
         return out.to(value.dtype).reshape(query.shape)
@@ -180,7 +180,7 @@ class PagedCache(EvictingCache):
             )
 
 
-def _attend_parts(read: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _weighed(read: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Attention with one softmax over several parts: output [..., T, D], and weights of the first part [..., T, N].
 
     read : (logits [..., T, N], values [..., N, D]) of each part
