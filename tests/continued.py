@@ -1,4 +1,4 @@
-"""What goes on from a compacted context, judged entry by entry: the reference of both engines."""
+"""Reference of both engines for decoding behind a compacted context, entry by entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker's state asks of a GPU, counted without one: operators (an upper proxy for launches) and waits.
+"""Counts, without a GPU, the operators (an upper proxy for launches) and waits of a worker's state.
 
 `Device` is torch's `meta` device with numbers: tensors there compute on the CPU, but what runs on the host and what on
 the device is told apart as on a GPU, and so is what waits for the device: reading a number, indexing by a mask,

@@ -1,4 +1,4 @@
-"""How the suite judges rollouts: the gap to a replay, wrong traces that must show, and what "the same" means."""
+"""Judges of rollouts: the gap to a replay, wrong traces that must be noticed, and the meaning of "the same"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def in_one_line(work: Callable[[], T]) -> T | str:
-    """What `work` returns, or the line that refuses it: one, bounded. Either within 10 seconds of processor time."""
+    """Return the result of `work`, or its one-line error of bounded length, within 10 seconds of processor time."""
     start = time.process_time()
     try:
         return work()

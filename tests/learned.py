@@ -48,7 +48,7 @@ def with_scorers(model: PreTrainedModel, policy: Policy, seed: int = 0, scale: f
 
 
 def save_learned(model: PreTrainedModel, policy: Policy, folder: Any) -> None:
-    """What a retrofit leaves: the model, its scorers and its policy."""
+    """A retrofitted model directory: the model, its scorers and its policy."""
     model.save_pretrained(folder)
     write_scorers(folder, model.state_dict())
     save_policy(folder, policy)
@@ -97,7 +97,7 @@ def wrong_decisions(model: PreTrainedModel, policy: Any, rollouts: Sequence[Roll
 
 
 def overshoot(recorded: torch.Tensor, priority: torch.Tensor, config: Any, prompt: int) -> float:
-    """How far the recorded evictions of one head were from dropping the worst that competed, relative.
+    """Relative distance of one head's recorded evictions from dropping the worst competing token.
 
     inf: another count of entries than the policy says.
     """

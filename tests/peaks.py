@@ -1,4 +1,4 @@
-"""How many bytes operators make."""
+"""Counts the bytes that operators allocate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which policies the suite samples under from any model: all of the registry but the learned ones."""
+"""The policies that the suite samples under with any model: all registered ones except the learned ones."""
 
 from __future__ import annotations
 

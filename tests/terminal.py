@@ -24,7 +24,7 @@ COLUMNS = 100
 
 
 class Seen(io.StringIO):
-    """What is written to a terminal."""
+    """Output of a command on a terminal."""
 
     def isatty(self) -> bool:
         return True

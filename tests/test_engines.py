@@ -1,4 +1,4 @@
-"""Which engine samples: what `auto` becomes, what is refused and how, and what an engine is given of a recipe."""
+"""The choice of the sampling engine: the meaning of `auto`, refusals, and the engine's arguments from a recipe."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ def test_caches_of_one_name_are_told_apart(recipe_of):
 
 
 def test_an_answer_is_forced_at_the_limit(recipe_of, tmp_path):
-    """What has not ended by then goes on with the text; what came before is what it would have been anyway."""
+    """A completion that has not ended continues with the forced text; the tokens before it are unchanged."""
     free = evaluate(recipe_of(rows_of(6)), progress=False)[0]
     before = completions(tmp_path)
     row = evaluate(recipe_of(rows_of(6), forced_answer={"text": "=[5]=", "tokens": 7}), progress=False)[0]

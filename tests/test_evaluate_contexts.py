@@ -75,7 +75,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def studies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
-    """What is read: (tokens of the context, kinds of reference queries) of each time."""
+    """Contexts that are read: (tokens, kinds of reference queries) of each read."""
     seen: list[tuple[int, list[str]]] = []
     study = HFEngine.study
 

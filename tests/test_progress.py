@@ -156,7 +156,7 @@ def test_without_a_terminal_nothing_is_drawn(monkeypatch, kind, file):
 
 
 class Silence:
-    """An end that comes after so many times of waiting, in which the clock goes on."""
+    """An event that is set after a number of waits, during which the clock advances."""
 
     def __init__(self, time: SimpleNamespace, waits: int) -> None:
         self.time, self.waits = time, waits

@@ -99,7 +99,7 @@ def entries(cls: type) -> set[str]:
 
 
 def has_prose(cls: type) -> bool:
-    """Whether a class's docstring begins with words of the class itself."""
+    """True if a class's docstring is its own and not generated."""
     return own_docstring(cls) != "" and not ENTRY.match(own_docstring(cls))
 
 
@@ -228,7 +228,7 @@ def homes(package: str, name: str) -> Iterator[str]:
 
 
 def offers(package: str) -> set[str]:
-    """What a package defines, and what it imports from its own modules."""
+    """Names that a package defines, and names that it imports from its own modules."""
     found, own = (
         set(),
         ("sparse_rl.methods.", "sparse_rl.policies.") if package.endswith("methods.config") else f"{package}.",
@@ -295,7 +295,7 @@ class Mute:
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Its name."""
         return ""
 
 

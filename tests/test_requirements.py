@@ -47,7 +47,7 @@ def pinned(requirements: Iterable[str]) -> dict[str, Version]:
 
 
 def contradictions(pins: dict[str, Version], asked: Iterable[str]) -> Iterator[str]:
-    """What is asked for on some machine, and pinned to a version that does not do."""
+    """Requirements of some machine that are pinned to a version that does not satisfy them."""
     for requirement in map(Requirement, asked):
         pin = pins.get(canonicalize_name(requirement.name))
         if pin is None or requirement.specifier.contains(pin, prereleases=True):

@@ -365,7 +365,10 @@ DAMAGE = {
     "float": (put("evict_at", FULL.float()), "must be int32"),
     "rank 2": (put("evict_at", FULL[0].clone()), r"evict_at \[2, 10\] does not hold sequences of 10 tokens in total"),
     "too short": (put("evict_at", FULL[..., :9].clone()), r"\[2, 2, 9\] does not hold sequences of 10 tokens in total"),
-    "lengths too long": (put("evict_at.lengths", torch.tensor([4, 7])), "does not hold sequences of 11 tokens in total"),
+    "lengths too long": (
+        put("evict_at.lengths", torch.tensor([4, 7])),
+        "does not hold sequences of 11 tokens in total",
+    ),
     "too early": (put("evict_at", FULL.masked_fill(FULL > 0, 2)), r"evict_at\[0, 0, 2\] = 2: a token is evicted"),
     "too late": (
         put("evict_at", FULL - 1),

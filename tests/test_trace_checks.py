@@ -55,7 +55,7 @@ def compacted(luck: random.Random, prompt: int, length: int) -> Sections:
 
 
 def refitted(luck: random.Random, prompt: int, length: int) -> Sections:
-    """Attention Matching: between sinks and window so many stay at each compaction."""
+    """Attention Matching: the number of entries between sinks and window that stay at each compaction."""
     sinks, window, stay, period = luck.randint(0, 2), luck.randint(0, 3), luck.randint(1, 3), luck.randint(1, 4)
     budget = sinks + window + stay
     times = [seen for seen in range(max(prompt, budget + period), length - 1, period)]
@@ -115,7 +115,7 @@ def drawn(kind: str, seed: int) -> tuple[Sections, int]:
 
 
 def possible(sections: Mapping[str, torch.Tensor], prompt: int) -> bool:
-    """Whether a sampler can have recorded it, one number at a time."""
+    """True if a sampler can have recorded it; checked one number at a time."""
     have, further = set(sections), {name: values.tolist() for name, values in sections.items()}
     evict_at = further["evict_at"]
     length = len(evict_at[0][0])
@@ -389,7 +389,7 @@ def test_a_record_of_another_prompt_is_refused(model_of: Callable) -> None:
 
 
 def test_a_page_of_the_future_would_leak(model_of: Callable) -> None:
-    """What the check is for: unchecked, an earlier log-prob depends on a later token."""
+    """The reason for the check: without it, an earlier log-prob depends on a later token."""
     model = model_of("qwen3")
 
     def logits(last: int, future: bool) -> torch.Tensor:

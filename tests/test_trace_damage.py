@@ -24,7 +24,7 @@ LONGEST = 600  # characters of an error, besides the path
 
 
 def read(path: Path) -> tuple[list[EvictionTrace], dict[str, str]] | None:
-    """What a file says; None where it is refused, which takes one line of bounded length."""
+    """Content of a file; None if it is refused, in one line of bounded length."""
     try:
         return load_traces(path), read_fingerprint(path)
     except TraceError as error:
@@ -34,7 +34,7 @@ def read(path: Path) -> tuple[list[EvictionTrace], dict[str, str]] | None:
 
 
 def says(path: Path, rows: list[EvictionTrace], made_by: dict[str, str]) -> bool:
-    """Whether a file is refused, or holds what was written."""
+    """True if a file is refused, or holds the data that were written."""
     if (found := read(path)) is None:
         return True
     same = (torch.equal(a.evict_at, b.evict_at) for a, b in zip(found[0], rows, strict=True))

@@ -1,4 +1,4 @@
-"""What a trace holds beside evict_at goes wherever the trace goes, or is refused by name; with made-up sections."""
+"""The sections of a trace go wherever the trace goes, or are refused by name; with made-up sections."""
 
 from __future__ import annotations
 
@@ -123,7 +123,9 @@ def test_traces_with_other_sections_do_not_go_together(traces: list[EvictionTrac
     says = "trace 1 has the sections evict_at, but trace 0 has evict_at, visits, gains"
     with pytest.raises(TraceError, match=says):
         batch_traces(mixed, [0, 0], 6)
-    with pytest.raises(TraceError, match=r"^trace 1 has the sections evict_at, visits, gains, but trace 0 has evict_at$"):
+    with pytest.raises(
+        TraceError, match=r"^trace 1 has the sections evict_at, visits, gains, but trace 0 has evict_at$"
+    ):
         batch_traces(mixed[::-1], [0, 0], 6)
     with pytest.raises(TraceError, match=says):
         pack_traces(mixed)

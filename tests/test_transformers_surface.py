@@ -1,4 +1,4 @@
-"""What we rely on in transformers outside trainer/, name by name: docs/internals.md says where and why."""
+"""Names of transformers that we rely on outside trainer/: docs/internals.md says where and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may differ between two samplers of the same tokens: decisions that hang on less than 1e-5, and nothing else.
+"""Two samplers of the same tokens may differ only in decisions that depend on less than 1e-5.
 
 Rounding differs with the shape of a batch, and with the kernel. So at most one sequence may differ, and then the first
 decisions that differ must be ties. That is checked, not assumed: the sequence is sampled again, alone, by the reference
@@ -24,7 +24,7 @@ TIE = 1e-5
 
 @dataclass
 class Decisions:
-    """What one sequence, sampled alone, decided on: scores by (tokens seen, layer), and each step's logits and draw."""
+    """Inputs of one sequence's decisions: scores by (tokens seen, layer), and each step's logits and draw."""
 
     scores: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     draws: list[tuple[torch.Tensor, float | None]] = field(default_factory=list)
@@ -68,7 +68,7 @@ def relative(a: float, b: float) -> float:
 
 
 def first_difference(alone: Rollout, other: Rollout, decisions: Decisions, temperature: float) -> float:
-    """How far from a tie the first decisions were that went another way, relative to what was compared.
+    """Relative distance from a tie of the first decisions that differ.
 
     A layer compacts after it has attended. So what is decided once the same number of tokens has been seen, the
     evictions of every layer and the next token, is decided on the same grounds, and all of it is judged.

@@ -1,4 +1,4 @@
-"""What is compiled before the first step is what the steps use: a model trains without another graph."""
+"""The steps use the kernels that were compiled before the first step: training compiles no further graph."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_causal_layers_have_neither(new_model: Callable, trace_of: Callable) -> 
 
 
 class Copies(TorchDispatchMode):
-    """Which layers' slices were copied out of a batch of traces."""
+    """The layers whose slices were copied out of a batch of traces."""
 
     def __init__(self, batch: torch.Tensor) -> None:
         super().__init__()

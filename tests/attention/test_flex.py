@@ -101,7 +101,7 @@ def test_the_compiled_forward(layout: str, in_segments: bool, trace_of: Callable
 def test_the_graph_that_is_trained(
     in_segments: bool, flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch, trace_of: Callable
 ) -> None:
-    """What a GPU compiles, traced forward and backward, its lists by keys among it; run by torch's own operators."""
+    """A GPU's graph, traced forward and backward with its lists by keys, and run by torch's own operators."""
     traced = torch.compile(flex._attend, backend="aot_eager", dynamic=False, fullgraph=True)
     monkeypatch.setattr(flex, "_compiled", lambda: traced)
     evict_at = batched("right", trace_of)

@@ -133,7 +133,7 @@ def test_at_the_edge_of_a_tile(end: int) -> None:
 def test_under_every_policy(
     policy: str, model_of: Callable, policy_of: Callable, prompts_of: Callable, record_property: Callable
 ) -> None:
-    """What the reference engine records, a prompt longer than the budget among it."""
+    """The evictions that the reference engine records, also for a prompt longer than the budget."""
     made = policy_of(policy, budget=64, window=8, period=16)
     engine = make_engine("hf", model=model_of("qwen3"), policy=made)
     prompts, completions = prompts_of("qwen3", (100, 7)), prompts_of("qwen3", (200, 150), seed=1)

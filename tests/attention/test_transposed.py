@@ -119,7 +119,7 @@ def test_lists_of_tiles(layout: str, window: int, lookahead: int | None) -> None
 
 
 def compiled_sum(tiles: tuple[torch.Tensor, ...], first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """What the compiled operator makes of random values under these lists, [B, Hq, N, D]."""
+    """Output of the compiled operator for random values under these lists, [B, Hq, N, D]."""
     query, key = (torch.nn.functional.pad(x, (0, 0, 0, padded(S) - S)) for x in random_qk())
     value, lse = torch.randn(query.shape, generator=torch.Generator().manual_seed(2)), query.sum(-1)
 
@@ -152,7 +152,7 @@ def test_the_compiled_operator_visits_the_lists() -> None:
 
 
 def test_one_graph_for_all_layers_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU compiles, traced: one for the log-sum-exp and one for the mass, over other lengths, windows, ends."""
+    """A GPU's traced graphs: one for the log-sum-exp and one for the mass, for several lengths, windows and ends."""
     for module, name, called in ((flex, "_attend", "flex_attend"), (transposed, "_log_mass", "mass_by_flex")):
         traced = torch.compile(getattr(module, name), backend="aot_eager", dynamic=False, fullgraph=True)
         monkeypatch.setattr(module, "_compiled", lambda traced=traced: traced)

@@ -248,7 +248,7 @@ def test_an_interrupt_that_a_library_turns_into_an_error_is_one(capsys):
 
 
 def asked_of_ours(work):
-    """Whether a mistake is answered as the user's: one line, status 2; else it is a fault, with its traceback."""
+    """True if the mistake is reported as the user's, in one line with status 2; else it is a fault with a traceback."""
     err = io.StringIO()
     with contextlib.redirect_stderr(err):
         status = guarded(work, Session())
@@ -259,7 +259,7 @@ def asked_of_ours(work):
 
 
 def test_only_errors_of_our_class_are_the_users():
-    """A library's ValueError is a fault of ours, however it came about, and whoever raised it."""
+    """A library's ValueError is a fault of ours, even if it has a cause or another library raised it."""
     from rollout import SamplingConfig, make_engine
     from sparse_rl.data.running_sum import RunningSum
     from sparse_rl.kernels import running_topk

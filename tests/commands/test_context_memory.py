@@ -1,4 +1,4 @@
-"""What `doctor` says of contexts that are compacted, against what is really allocated."""
+"""The memory that `doctor` predicts for compacted contexts, against the memory that is allocated."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ def test_a_plan_counts_what_stands_beside_the_cache_of_vllm(monkeypatch):
 
 @pytest.mark.parametrize(("cuda", "block", "rest"), [(True, 16, 24e9), (False, 32, 2**30)])
 def test_a_pool_is_no_larger_than_all_sequences_can_fill(monkeypatch, cuda, block, rest):
-    """What they fill, in blocks; and at most the share of a GPU, or 1 GiB on a CPU."""
+    """The pool holds the blocks that they fill, limited to the share of a GPU, or to 1 GiB on a CPU."""
     monkeypatch.setattr(memory, "device_memory", lambda: 80 * 10**9)
     monkeypatch.setattr("sparse_rl.commands.prepared.choice.choose_engine", lambda *_: ("vllm", ""))
     cache = {"policy": "streaming", "budget": 100, "period": 10}  # 110 tokens: 7 blocks of 16, or 4 of 32
@@ -309,7 +309,7 @@ def test_weights_that_a_sleep_keeps_are_in_host_memory(monkeypatch):
 
 
 def test_a_compaction_is_counted_where_vllm_samples(monkeypatch):
-    """What it reads and scores; what fits and similarities take is counted beside it, in either engine."""
+    """Its reads and scores are counted; fits and similarities are counted separately, in either engine."""
     h2o, am = {"policy": "h2o", "budget": 32}, {"policy": "am", "budget": 32, "period": 32}
     for engine in ("hf", "vllm"):
         monkeypatch.setattr("sparse_rl.commands.prepared.choice.choose_engine", lambda *_, engine=engine: (engine, ""))

@@ -32,7 +32,7 @@ print(json.dumps(answers))
 """
 DRY_RUNS = """
 import json, sys
-sys.modules["trl"] = None  # whoever imports it fails
+sys.modules["trl"] = None  # importing it fails
 from sparse_rl.commands.main import main
 sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
 """
@@ -63,7 +63,7 @@ def mistakes() -> list[tuple[list[str], str]]:
         ]
         if recipe.prompt_caches():
             values.append(("prompt_cache.ratio=2", "prompt_cache.ratio: expected a number above 0, at most 1, got 2"))
-            values.append(("cache=full", "cache: nothing is evicted behind a context"))
+            values.append(("cache=full", "cache: nothing is evicted after a context"))
         elif recipe.caches() and recipe.caches()[0] is not None:
             values.append(("cache.policy=gvk", "unknown cache policy 'gvk'"))
             if not (isinstance(recipe, EvalRecipe) and recipe.sweep.budget):  # there the sweep's budgets count

@@ -23,7 +23,7 @@ HF = "rollout.engine=hf"
 
 
 def answer(capsys, *arguments, status=0):
-    """What a command says on stdout, or where it fails the one line on stderr."""
+    """The stdout of a command, or its single line on stderr if it fails."""
     assert main([str(argument) for argument in arguments]) == status
     out, err = capsys.readouterr()
     assert status == 0 or len(err.splitlines()) == 1, err

@@ -95,7 +95,7 @@ def test_a_full_cache_has_the_perplexity_of_a_plain_forward(
 
 
 def test_a_sweep_has_a_row_for_each_cache(book: Callable, here: Path) -> None:
-    """What evicts has another perplexity, as long as its budget is smaller than a piece."""
+    """An evicting policy changes the perplexity if its budget is smaller than a piece."""
     clustered = {"policy": "clustered", "page": 4, "window": 4, "open_pages": 1}
     sweep = {"policy": ["full", "streaming", clustered], "budget": [8, 500]}
     rows = measure(book(model=QUICKSTART, sweep=sweep), progress=False)

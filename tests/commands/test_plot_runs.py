@@ -149,7 +149,7 @@ def test_an_unknown_metric_is_a_short_line(
 
 
 def held(layers: Sequence[int]) -> EvictionTrace:
-    """60 tokens, of which a layer keeps the last so many."""
+    """Trace of 60 tokens; each layer keeps its own number of last tokens."""
     evict_at = torch.stack([torch.arange(60).add(kept).expand(2, 60) for kept in layers])
     return EvictionTrace(torch.where(evict_at >= 59, NEVER, evict_at).int())
 

@@ -1,4 +1,4 @@
-"""What surrounds a command may be broken, or break it: each is one line, and an exit status that is not 0."""
+"""A broken environment of a command gives one line and a nonzero exit status."""
 
 from __future__ import annotations
 

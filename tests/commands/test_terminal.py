@@ -1,4 +1,4 @@
-"""What a user sees of a command: on a terminal its stages, and in the end the lines that a file of its output holds."""
+"""The output of a command: its stages on a terminal, and finally the lines that redirected output would have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMBER = re.compile(r"\d[\d.e+-]*")
 
 
 def lines(words: list[str], folder: Path) -> list[str]:
-    """What is written where it is no terminal, with its errors; without the signs of life of a slow machine."""
+    """The output without a terminal, including stderr, without the progress lines of a slow machine."""
     command = [sys.executable, "-P", "-m", "sparse_rl.cli", *words]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(command, cwd=folder, env=environment(), text=True, check=True, **streams)  # type: ignore[call-overload]

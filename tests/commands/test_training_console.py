@@ -1,4 +1,4 @@
-"""What a training says besides its logs: what was chosen, that it is alive, where it resumes, what to do next."""
+"""The lines of a training besides its logs: its choices, its progress, the resumed step, and the next commands."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_takes_a_while_on_a_gpu_is_said_before(here, without_vllm, capsys, 
 
 
 def test_what_a_training_needs_is_found_once(here, without_vllm, monkeypatch):
-    """What it means on this machine, its data and its rewards."""
+    """The dry run prints the resolved choices, the data and the rewards."""
     counted = Counter()
 
     def count(place):
@@ -100,7 +100,7 @@ def test_what_a_training_needs_is_found_once(here, without_vllm, monkeypatch):
 
 
 class Touched(BaseException):
-    """What the first use of a GPU raises."""
+    """The error that the first use of a GPU raises."""
 
 
 def test_a_process_of_several_takes_its_gpu_before_it_touches_any(here, monkeypatch):

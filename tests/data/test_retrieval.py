@@ -110,7 +110,7 @@ def test_refusals_of_the_task():
 
 def test_what_is_made_for_the_other_task_is_not_offered():
     """Neither its grader, nor its evaluation as what to do next."""
-    with pytest.raises(UserError, match="stop_at_accuracy: grades answers to the task running_sum; remove it"):
+    with pytest.raises(UserError, match="stop_at_accuracy: can only grade answers to the task running_sum; remove it"):
         load_recipe("retrieval/short", ["stop_at_accuracy=0.9"])
     commands = {name: what_next(load_recipe(name)) for name in ("retrieval/sft", "quickstart/sft")}
     assert " eval " not in commands["retrieval/sft"] and " eval " in commands["quickstart/sft"]

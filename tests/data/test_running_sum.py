@@ -150,7 +150,7 @@ def test_ids_round_trip_up_to_the_padded_vocabulary(tokenizer):
 
 
 def test_a_training_text_ends_in_exactly_one_end_token(tokenizer):
-    """What TRL's SFTTrainer does to a prompt-completion row: append the end token where it lacks, then tokenize."""
+    """Process a prompt-completion row as TRL's SFTTrainer: append the end token if it is missing, then tokenize."""
     for row in rows("train", 20, 0, True):
         completion = row["completion"]
         if not completion.endswith(tokenizer.eos_token):

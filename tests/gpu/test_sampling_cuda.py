@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @contextmanager
 def no_waits() -> Iterator[None]:
-    """What waits for the GPU is an error."""
+    """Waiting for the GPU is an error."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

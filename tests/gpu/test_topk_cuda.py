@@ -30,7 +30,7 @@ def test_equals_the_heap(length: int, window: int, k: int, ties: bool, kernel: s
 
 
 def test_the_check_finds_it_right() -> None:
-    """Whether it is the faster, the finding says."""
+    """The finding says if it is the faster one."""
     found = topk_choice()
     print(found)
     assert found.kernel == "triton" or " ms, torch's form " in found.finding

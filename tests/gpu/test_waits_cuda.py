@@ -1,4 +1,4 @@
-"""What tests/counting.py counts without a GPU, on one: a decode step waits for nothing, a compaction for a few numbers.
+"""The counts of tests/counting.py, on a GPU: a decode step never waits, and a compaction waits for a few numbers.
 
 NOT RUN YET: written on a machine without one. torch says of each call that waits, its copies among them.
 """

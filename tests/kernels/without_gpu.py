@@ -30,7 +30,7 @@ for generation in (80, 90):
 
 
 def run(program: str, **environment: str) -> str:
-    """What a program prints."""
+    """Output of a program."""
     pytest.importorskip("triton")
     known = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     known |= {"PYTHONPATH": str(ROOT), **environment}
@@ -40,7 +40,7 @@ def run(program: str, **environment: str) -> str:
 
 
 def used(module: str, kernels: str, cache: Path) -> list[dict[str, int]]:
-    """What kernels take, compiled for sm_80 and then for sm_90: REG and so on; what spills is LOCAL or on the STACK.
+    """Resources of kernels compiled for sm_80 and then for sm_90, such as REG; spills are LOCAL or on the STACK.
 
     module : of sparse_rl.kernels; kernels : an expression that gives them, of `kernels`, the module, and `target`
     """

@@ -79,7 +79,7 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 @st.composite
 def damages(draw: Any) -> Callable[[Path], None]:
-    """What is done to a directory."""
+    """Kinds of damage to a model directory."""
     name = draw(st.sampled_from((*TEXT, "config.json", WEIGHTS, WEIGHTS)))
     how = draw(st.sampled_from(("cut", "bytes", "whole", "gone", "folder", "value", "value", "value", "less")))
     share, junk = draw(st.floats(0, 1)), draw(st.binary(min_size=1, max_size=12))

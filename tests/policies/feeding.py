@@ -78,7 +78,7 @@ def small(name: str, **parameters: Any) -> dict[str, Any]:
 
 @dataclass
 class Fed:
-    """What came of it, per row: evict_at as recorded, int32 [Hkv, S_b], and the attention's output, [Hq, S_b, D]."""
+    """Results per row: the recorded evict_at, int32 [Hkv, S_b], and the attention output, [Hq, S_b, D]."""
 
     records: list[torch.Tensor]
     outputs: list[torch.Tensor]

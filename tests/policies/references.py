@@ -100,7 +100,7 @@ class Life:
         self.compacted()
 
     def follow(self, kv: int, dropped: set[int], scores: dict[int, float]) -> set[int]:
-        """What the record drops here; it may differ from `dropped` only among scores that are equal to TIE."""
+        """The entries that the record drops here; they may differ from `dropped` only among scores equal within TIE."""
         recorded = {j for j in self.held[kv] if self.recorded[kv][j] == self.now + 1}
         if recorded == dropped:
             return dropped

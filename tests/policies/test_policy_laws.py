@@ -38,12 +38,12 @@ class Given(Policy):
         return self.worth[entries.positions]
 
     def choose(self, positions: list[list[int]], seen: list[int]) -> Kept:
-        """What a compaction of one kv head keeps of these entries."""
+        """Entries that a compaction of one kv head keeps."""
         return self.compact(0, replace(entries_at(positions, seen), left=[self.config.budget] * len(seen)))
 
 
 def held_after(record: torch.Tensor, seen: int) -> list[list[int]]:
-    """What each kv head holds once `seen` tokens have been seen and a compaction, if any, has run."""
+    """Entries of each kv head after `seen` tokens, after the compaction if there is one."""
     return [[t for t in range(seen) if int(head[t]) > seen] for head in record]
 
 
@@ -286,7 +286,7 @@ def entries_at(positions: list[list[int]], seen: list[int]) -> Entries:
 
 
 def slots(kept: Kept) -> list[list[list[int]]]:
-    """What is kept of each row and head, ascending."""
+    """Kept entries of each row and head, ascending."""
     return [[head.nonzero()[:, 0].tolist() for head in row] for row in kept.keep]
 
 
@@ -389,7 +389,7 @@ def test_a_policy_does_not_mind_the_order_of_its_entries(
 
 
 def looks_at(name: str) -> set[str]:
-    """What a policy's score depends on, by what it declares: "queries", "keys"."""
+    """Inputs of a policy's score as it declares them: "queries", "keys"."""
     policy = make_policy(name, **small(name))
     queries = {"queries"} if policy.last_queries or policy.every_query else set()
     return queries | {*policy.score_reads, *(policy.observe_reads if policy.every_query else ())}

@@ -40,7 +40,7 @@ def changed(kind: str, *overrides: str, without: str | None = None) -> dict[str,
 
 
 def refusal(mapping: dict[str, Any]) -> str | None:
-    """What the loader refuses a recipe with; None where it takes it."""
+    """The loader's error for a recipe; None if it accepts the recipe."""
     try:
         make_recipe(json.loads(json.dumps(mapping)))
     except UserError as error:
@@ -86,7 +86,7 @@ def blocks(hint: Any) -> list[type]:
 
 
 def forms(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What a value, or an entry of a list, may be."""
+    """Schemas that a value, or an entry of a list, may have."""
     yield schema
     for inner in [*schema.get("anyOf", []), *([schema["items"]] if "items" in schema else [])]:
         yield from forms(inner)

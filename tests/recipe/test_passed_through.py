@@ -46,7 +46,7 @@ def choices(kinds):
 
 
 def fits(ours, theirs):
-    """Whether a type is that of the library, or a narrower one that has choices where the library takes any text."""
+    """True if a type is the library's, or lists choices for the library's plain text."""
     ours, theirs = members(ours), members(theirs)
     mine, closed = choices(ours)
     known, free = choices(theirs)[0], str in theirs

@@ -67,7 +67,7 @@ def test_defaults_are_those_of_the_kind():
 def test_docstrings_are_read_entry_by_entry():
     @dataclass
     class Example:
-        """What it is.
+        """A sentence about it.
 
         one : of these
             two lines
@@ -77,7 +77,7 @@ def test_docstrings_are_read_entry_by_entry():
 
     together = "together | apart"
     assert read_docstring(Example) == (
-        "What it is. Further prose.",
+        "A sentence about it. Further prose.",
         {"one": "of these two lines", "two": together, "three": together},
     )
 

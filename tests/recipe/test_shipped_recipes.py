@@ -444,7 +444,7 @@ def test_the_perplexity_of_a_text(tiny_model: Callable, tmp_path: Path) -> None:
     ("task", "name"), [(t, f"eval/{t}") for t in ("aime24", "aime25", "amc23", "math500", "gsm8k")]
 )
 def test_the_real_problems(task: str, name: str, tiny_model: Callable) -> None:
-    """What the recipe's comment says of a local file is enough to read the real problems, answers and all."""
+    """The recipe's comment on local files is enough to read the real problems with their answers."""
     from rewards import make_rewards
 
     file = DATA / ("gsm8k_test.jsonl" if task == "gsm8k" else f"{task}.jsonl")

@@ -1,4 +1,4 @@
-"""What the reward tests share: hostile texts, and a guard that turns a hang into a failure."""
+"""Hostile texts for the reward tests, and a guard that turns a hang into a failure."""
 
 import json
 import threading

@@ -101,7 +101,7 @@ def test_the_cache_holds_what_the_record_says(
 
 @pytest.mark.parametrize("policy_name", EVICTING)
 def test_a_frozen_row_stays(policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
-    """What a frozen row holds and has recorded does not change, bit for bit; an active row's does."""
+    """The entries and records of a frozen row do not change, bit for bit; those of an active row do."""
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=PERIOD)
     driver = Driver(model_of("qwen3"), policy, prompts_of("qwen3", [20, 19, 30]))
     cache = driver.cache

@@ -1,4 +1,4 @@
-"""What an engine shows a policy: the right keys, values, queries and positions, and a memory that moves with its entry.
+"""An engine gives a policy the right keys, values, queries and positions, and a memory that moves with its entry.
 
 Replay is exact whatever a policy decides, so a cache that showed it the wrong things would go unnoticed there.
 """

@@ -53,7 +53,7 @@ def test_it_decides_as_training_does(
 
 @pytest.mark.parametrize("scorer", SCORERS)
 def test_every_query_sees_exactly_b(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """From the moment at which there are so many; the storage never has room for more, but for a prompt's."""
+    """The cache holds the budget once there are enough tokens; only a prompt needs room for more."""
     policy = learned_policy(scorer, B)
     model = with_scorers(model_of("qwen3"), policy)
     engine = make_engine("hf", model=model, policy=policy)

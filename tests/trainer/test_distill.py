@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {"use_cpu": True, "report_to": [], "gradient_checkpoi
 
 
 def examples_of(recipe: Any) -> list[Any]:
-    """What a recipe trains on."""
+    """Sequences that a recipe trains on."""
     return taught_examples(prepare_training(recipe))[0]
 
 

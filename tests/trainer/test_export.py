@@ -1,4 +1,4 @@
-"""What a training leaves: the model card, permissions as the user's umask has them, and what is pushed to a hub."""
+"""Files that a training writes: the model card, permissions by the user's umask, and the push to a hub."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REPOSITORY = "somebody/small"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What huggingface_hub asks of a hub to make a repository and to upload small files to it."""
+    """The requests of huggingface_hub that create a repository and upload small files."""
 
     files: dict[str, bytes] = {}
     refuses = ""

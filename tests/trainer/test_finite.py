@@ -1,4 +1,4 @@
-"""What is no number is not kept: a run whose loss, gradient or weights are none stops, and leaves what it had."""
+"""A run whose loss, gradient or weights are not finite stops, and keeps its earlier checkpoints."""
 
 from __future__ import annotations
 

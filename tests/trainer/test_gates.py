@@ -101,7 +101,7 @@ def test_rl_under_gates(recipe: Callable, tmp_path: Path) -> None:
     train(make_recipe(content))
     lines = [line for line in read_metrics(tmp_path / "rl") if "loss" in line]
     assert len(lines) == 2 and all(line["replay/gap_max"] <= 1e-5 for line in lines)
-    with pytest.raises(UserError, match="scorers: dms has none that learn on"):
+    with pytest.raises(UserError, match="scorers: dms has no scorers to train"):
         make_recipe({**content, "scorers": {}})
-    with pytest.raises(UserError, match="lora: not under dms"):
+    with pytest.raises(UserError, match=r"lora: does not work with cache\.policy dms"):
         make_recipe({**content, "lora": {"r": 4}})

@@ -188,7 +188,7 @@ def gradient_gap(left: Watch, right: Watch) -> float:
 
 
 def alike(left: Watch, right: Watch) -> bool:
-    """Whether no gradient differs by more than rounding."""
+    """True if no gradient differs by more than rounding."""
     same_steps = [one.keys() == other.keys() for one, other in zip(left.gradients, right.gradients, strict=False)]
     return all(same_steps) and gradient_gap(left, right) <= 10 * TOLERANCE
 

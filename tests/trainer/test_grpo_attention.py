@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 
 class Gradients(TrainerCallback):
-    """What the optimizer was about to take, by parameter."""
+    """Gradients before the optimizer's step, by parameter."""
 
     def __init__(self) -> None:
         self.of: dict[str, torch.Tensor] = {}

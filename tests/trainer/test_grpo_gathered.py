@@ -1,4 +1,4 @@
-"""What GRPO logs of a policy is over all processes, not the first one's."""
+"""GRPO logs the metrics of a policy over all processes, not only the first."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_bfloat16(shared: bool, grpo: Callable, tiny: Callable) -> None:
 
 @pytest.mark.parametrize("probe", [0.0, 1e-3, 0.03, 0.05])
 def test_the_limit_in_bfloat16(probe: float) -> None:
-    """What vLLM and a bfloat16 trainer were measured to differ by passes, whatever the probe saw; G-KV's lag does not.
+    """The measured difference of vLLM and a bfloat16 trainer passes for any probe; G-KV's lag does not.
 
     The measurement: sd 0.05 over 3,916 tokens of Qwen2.5-0.5B-Instruct (TRL issue 6789).
     """

@@ -147,7 +147,7 @@ def test_vllm(stage: int, command: Callable, tiny: Callable, tmp_path: Path) -> 
 
 
 def test_stages_agree(command: Callable, tmp_path: Path) -> None:
-    """How the optimizer is partitioned changes nothing but rounding: the first step's loss and gradient are equal."""
+    """Partitioning the optimizer changes only rounding: the first step's loss and gradient are equal."""
     first = {}
     for stage in (0, 2):
         words = ("max_steps=1", "save_steps=0", f"launch.zero_stage={stage}")
@@ -182,7 +182,7 @@ def test_one_process_alone_is_stopped_with_the_others(command: Callable, tmp_pat
 
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--nproc-per-node", "2")])
 def test_a_directory_in_use_is_refused(launcher: tuple[str, ...], command: Callable, tmp_path: Path) -> None:
-    """In one line, whoever starts the processes: ours looks before it does, and of others' the first one looks."""
+    """One line under any launcher: ours checks before it starts processes, else the first process checks."""
     with locked(str(tmp_path / "run")):
         done = command("run", launcher=(*launcher, "-m", "sparse_rl.cli"))
     lines = [line for line in done.stderr.splitlines() if line.startswith("sparse-rl: error:")]

@@ -1,4 +1,4 @@
-"""What TRL offers runs under replay: every loss, every importance correction, the KL to a reference model."""
+"""TRL's options run under replay: every loss, every importance correction, the KL to a reference model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run logs: the panels of every step, and validation, which changes nothing of the training."""
+"""The logs of a run: the panels of every step, and validation, which does not change the training."""
 
 from __future__ import annotations
 

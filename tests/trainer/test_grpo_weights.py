@@ -212,7 +212,7 @@ def test_a_tied_head_may_come_once_or_twice(twice: bool, new_model: Callable, ti
 
 
 def test_an_adapter_is_merged_into_a_copy(new_model: Callable) -> None:
-    """What the engine gets computes what base and adapter compute; the frozen weights keep their bits."""
+    """The engine's weights compute the same as base and adapter; the frozen weights keep their bits."""
     model = get_peft_model(new_model("qwen3"), LoraConfig(**LORA))
     for name, weight in model.named_parameters():
         if "lora_B" in name:
@@ -315,7 +315,7 @@ def test_from_a_recipe_to_the_end(
 
 
 def test_closing_hides_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    """What goes wrong with it is logged; a trainer without an engine has none to close."""
+    """An error while closing is logged; a trainer without an engine has nothing to close."""
     trainer.export.close_engine(SimpleNamespace(engine=SimpleNamespace(close=lambda: 1 // 0)))
     assert "the engine could not be closed" in caplog.text and "ZeroDivisionError" in caplog.text
     trainer.export.close_engine(SimpleNamespace())

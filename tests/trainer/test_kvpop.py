@@ -317,7 +317,7 @@ def test_texts_as_rows(recipe: Callable) -> None:
         ({"cache": {"policy": "gkv", "budget": 64}}, "cache.policy: recipes of kind kvpop train kvpop"),
         ({"cache": {**CACHE, "scorer": "mpl"}}, "cache.scorer: unknown scorer 'mpl' (did you mean 'mlp'?)"),
         ({"cache": {**CACHE, "budget": 6}}, "cache.budget: 6 must exceed window 4 + sinks 2"),
-        ({"lora": {"r": 4}}, "lora: the whole model is trained"),
+        ({"lora": {"r": 4}}, "lora: not in kind kvpop: it trains the whole model"),
         ({"boundary": {"late": 2}}, "boundary.late: "),
         ({"target": {"floor": 0}}, "target.floor: "),
         ({"scorer_final_learning_rate": 1.0}, "scorer_final_learning_rate: must not exceed scorer_learning_rate"),
@@ -383,7 +383,7 @@ def test_an_optimizer_that_transformers_knows(recipe: Callable) -> None:
         assert type(optimizer).__name__ == kind
         assert {(group["scorer"], group["lr"]) for group in optimizer.param_groups} == {(False, 1e-3), (True, 1e-2)}
     for name in ("lomo", "galore_adamw_8bit_layerwise"):
-        with pytest.raises(UserError, match="optim: it groups the weights itself"):
+        with pytest.raises(UserError, match="optim: groups parameters itself"):
             recipe(optim=name)
 
 

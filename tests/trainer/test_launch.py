@@ -1,4 +1,4 @@
-"""How many processes a machine is asked to run."""
+"""Number of processes that a machine is asked to run."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_no_reference_model_follows(with_own_engine: Callable) -> None:
 
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_what_is_refused(kind: str, recipe: Callable, tiny: Callable) -> None:
-    with pytest.raises(UserError, match="lora: does not work with cache.policy kvpop"):
+    with pytest.raises(UserError, match=r"lora: does not work with cache\.policy kvpop"):
         recipe(kind, lora={"r": 4})
     with pytest.raises(UserError, match="has no scorers, which kvpop needs"):
         train(recipe(kind, model=tiny()))

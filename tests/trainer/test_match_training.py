@@ -41,7 +41,7 @@ def recipe(tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_a_run(kind: str, recipe: Callable, tmp_path: Path) -> None:
-    """What comes out is sampled from with no flags, and its replay is exact; with constants another model comes out."""
+    """The trained model is sampled without flags, and its replay is exact; constants give another model."""
     final = train(recipe(kind))
     lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
     assert len(lines) == 3 and all(0 < line["cache/retention"] < 1 for line in lines)

@@ -108,7 +108,7 @@ def test_two_processes_do_what_one_does(kind: str, zero: int, seen: Callable) ->
 
 
 def test_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the launcher has made, its processes are given; what it has not, each makes; and nothing outlives it."""
+    """Processes get the results of the launcher and make missing ones themselves; no file outlives the launcher."""
     import datasets
 
     calls: list[str] = []

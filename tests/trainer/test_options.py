@@ -87,7 +87,7 @@ def test_arguments_made_without_grpo_arguments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["grpo", "distill", "kvpop"])
 def test_gradient_checkpointing(kind: str, tmp_path: Path) -> None:
-    """What is asked for is used, or refused in one line; never reentrant checkpointing, which is torch's default."""
+    """The requested checkpointing is used, or refused in one line; never torch's default, the reentrant one."""
     for kept in ({"preserve_rng_state": False}, {}):
         made = arguments(kind, tmp_path, gradient_checkpointing_kwargs=kept)
         assert made.gradient_checkpointing_kwargs == {"use_reentrant": False, **kept}

@@ -192,7 +192,9 @@ def test_a_full_disk_ends_the_run_in_one_line(kind: str, runs: Runs) -> None:
     expected, name = runs.left_alone(kind), f"{kind}-limited"
     status, said = runs(kind, name, full_after=4, largest_file=60_000)
     assert status == 1 and "Traceback" not in said
-    line = f"checkpoint-4 could not be written: .*File too large.*; in {name} checkpoint-3 is complete, --resume continues"
+    line = (
+        f"checkpoint-4 could not be written: .*File too large.*; in {name} checkpoint-3 is complete, --resume continues"
+    )
     assert re.fullmatch(f"sparse-rl: stopped: {line} from it", only_line(said))
     assert [path.name for path in checkpoints(runs.folder / name)] == ["checkpoint-2", "checkpoint-3"]
     assert not (runs.folder / name / "_partial").exists()

@@ -1,4 +1,4 @@
-"""What we override or read inside TRL and transformers is there, with the signature we rely on (docs/internals.md).
+"""The members of TRL and transformers that we override or read exist with their signatures (docs/internals.md).
 
 A failure here after an update names what has changed; the table says why we touch it.
 """
@@ -108,7 +108,7 @@ def test_attributes(owner: type) -> None:
 
 
 def test_what_asks_for_vllm() -> None:
-    """What reads `use_vllm`, which we set once everything is built: the correction, and what is not reached."""
+    """The readers of `use_vllm`, which we set after construction: the correction, and code that is not reached."""
     readers = {
         name
         for name, function in vars(GRPOTrainer).items()

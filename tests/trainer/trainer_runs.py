@@ -1,4 +1,4 @@
-"""What the trainer's tests share: settings of a short run, a reward, problems, and reading its metrics."""
+"""Helpers of the trainer's tests: settings of a short run, a reward, problems, and a reader of metrics."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def imports_are_set_aside() -> None:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """What makes a tiny engine start quickly; and what vLLM leaves in the environment is not left to other tests."""
+    """Make a tiny engine start quickly, and restore the environment that vLLM changes."""
     fast = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     with mock.patch.dict(os.environ, fast):
         yield

@@ -1,4 +1,4 @@
-"""Who may use the server: vLLM's own app, from the arguments that `sparse-rl serve` writes down, without an engine."""
+"""Access to the server: vLLM's own app, from the arguments that `sparse-rl serve` writes, without an engine."""
 
 from __future__ import annotations
 

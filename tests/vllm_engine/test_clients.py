@@ -1,4 +1,4 @@
-"""What a server refuses, before it starts and to its clients, by vLLM's own code; one test needs an engine.
+"""Refusals of a server, at its start and to its clients, by vLLM's own code; one test needs an engine.
 
 Over HTTP, with an engine behind it: test_serve.py.
 """
@@ -24,7 +24,7 @@ WINDOW = json.dumps({"layer_types": None, "sliding_window": 16})
 
 @pytest.fixture
 def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a server replaces in its own process's vLLM is put back."""
+    """Restore the members of vLLM that a server replaces in its process."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin

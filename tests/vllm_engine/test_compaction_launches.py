@@ -1,4 +1,4 @@
-"""What a compaction in vLLM costs a GPU beyond its arithmetic: operators (an upper proxy for launches) and waits.
+"""The cost of a compaction in vLLM beyond its arithmetic: operators (an upper proxy for launches) and waits.
 
 All layers are compacted at once where vLLM has them in one allocation. test_cuda_layout.py holds what a compaction
 does, in every memory order.

@@ -1,4 +1,4 @@
-"""What a compaction of all layers at once takes beside the cache, as `doctor` counts it, against what it allocates."""
+"""Memory of a compaction of all layers beside the cache: `doctor`'s count against the real allocation."""
 
 from __future__ import annotations
 

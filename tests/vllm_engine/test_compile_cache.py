@@ -1,4 +1,4 @@
-"""What vLLM's compile cache goes by: one compilation serves every policy and budget, and no other forward takes it."""
+"""The key of vLLM's compile cache: one compilation serves every policy and budget, and no other forward pass."""
 
 from __future__ import annotations
 

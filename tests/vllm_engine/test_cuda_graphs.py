@@ -44,7 +44,7 @@ EMPTY = {"empty", "empty_like", "empty_strided", "new_empty"}
 
 
 class Graph(TorchDispatchMode):
-    """What runs in it is recorded; `replay` runs it again."""
+    """Records the calls in its block; `replay` runs them again."""
 
     recording: Graph | None = None
 

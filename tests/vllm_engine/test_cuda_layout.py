@@ -26,7 +26,7 @@ BITS = {2: torch.int16, 4: torch.int32}
 
 
 def allocate(order: str, blocks: int = BLOCKS) -> dict[str, torch.Tensor]:
-    """What vLLM's model runners register: per layer [blocks, Hkv, block size, 2 D], all of it NaN."""
+    """KV caches as vLLM's model runners register them: per layer [blocks, Hkv, block size, 2 D], filled with NaN."""
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheConfig,
@@ -137,7 +137,7 @@ class Arithmetic(Policy):
 
 @dataclass
 class Entry:
-    """What a slot must hold."""
+    """Expected content of a slot."""
 
     key: list[int]
     value: list[int]
@@ -404,7 +404,7 @@ def one_row_of_queries(state: Any) -> None:
 
 
 def rows_of_the_plan(state: Any) -> None:
-    """What V1 alone would forgive: rows that are known when the plan is made."""
+    """A fault that only V1 would forgive: rows that are known when the plan is made."""
     make_plan, after_layer = state.make_plan, state.after_layer
 
     def early(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a decode step in vLLM costs a GPU beyond vLLM's own: operators (an upper proxy for launches), and no waits.
+"""The cost of a decode step beyond vLLM's own: operators (an upper proxy for launches), and no waits.
 
 What a step does to every layer alike is found once before the forward; what can wait until after it is done there, for
 all layers at once. What that gives, test_cuda_layout.py and the comparisons with hf hold.

@@ -1,4 +1,4 @@
-"""What a worker writes down of a run: all of it leaves, once, and in one piece per request."""
+"""The records of a worker: each leaves once, in one piece per request."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_an_eviction_of_the_last_step_is_there(record: Any) -> None:
 
 
 def test_a_request_that_begins_again_was_preempted(record: Any) -> None:
-    """What it had dropped is forgotten; its neighbour goes on."""
+    """Its dropped entries are forgotten; its neighbour continues."""
     record.begin("a-1")
     a, b = record.take({7: 6, 3: 5})
     assert a["preempted"] and a["evict_at"] is None

@@ -90,7 +90,7 @@ def test_of_equal_ones_the_latest_goes(
 def test_blocks_of_exactly_b_and_no_preemption(
     scorer: str, learned: Callable, open_engine: Callable, random_prompts: Callable
 ) -> None:
-    """In a pool of so many blocks as all need at once: ceil(max(P, B) / block) each, and B's once a prompt is cut."""
+    """In a pool with exactly the blocks that all need: ceil(max(P, B) / block) each, and B's once a prompt is cut."""
     folder, prompts = learned(scorer), random_prompts([5, 40, 41, 70, 130])
     size, needed = 32, [2, 2, 2, 3, 5]
     block_bytes = 2 * 2 * size * 2 * 32 * 4  # layers, keys and values, tokens, kv heads, dim, float32
@@ -153,7 +153,9 @@ def test_what_stands_beside_the_cache_is_counted(learned: Callable, open_engine:
 def test_what_is_refused(learned: Callable, directory_of: Callable, open_engine: Callable) -> None:
     with pytest.raises(UserError, match="vllm does not mask prompts"):
         open_engine(learned_policy("mlp", B, prefill="masked"), learned("mlp"))
-    with pytest.raises(UserError, match="dms: vllm holds the same number of entries in every kv head; or use the hf engine"):
+    with pytest.raises(
+        UserError, match="dms: vllm holds the same number of entries in every kv head; or use the hf engine"
+    ):
         open_engine({"policy": "dms", "scorer": "mlp"}, learned("mlp"))
     with pytest.raises(UserError, match="has no scorers, which kvpop needs"):
         open_engine(learned_policy("mlp", B), directory_of("qwen3"))

@@ -1,4 +1,4 @@
-"""What eviction drops is really freed: sequences run side by side in the blocks of their budgets, never preempted."""
+"""Evicted entries are really freed: sequences run side by side in the blocks of their budgets, never preempted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def policy(policy_of: Callable) -> Policy:
 
 @pytest.fixture
 def with_blocks(open_engine: Callable, directory_of: Callable) -> Callable[..., Any]:
-    """with_blocks(policy, blocks, max_batch) -> an engine over one layer whose pool has so many, and the null block."""
+    """with_blocks(policy, blocks, max_batch) -> an engine with one layer and a pool of `blocks` blocks and the null block."""
 
     def make(policy: Policy, blocks: int, max_batch: int) -> Any:
         engine = open_engine(

@@ -69,7 +69,7 @@ FAILED = [(("error", "not finite"), [], [])] * len(BAD)
 
 
 def served(engine: Any, texts: list[list[int]], spoil: Callable[[int], None] = lambda step: None) -> list[Any]:
-    """What vLLM says of each: why it ended, its tokens and their log-probs. spoil : called before each step"""
+    """vLLM's output for each request: finish reason, tokens and log-probs. spoil : called before each step"""
     import vllm
 
     sampling = vllm.SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=0, detokenize=False, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""What the vLLM engine refuses, and that it goes on after an error or an interrupt as if nothing had been."""
+"""Refusals of the vLLM engine, and its recovery after an error or an interrupt."""
 
 from __future__ import annotations
 

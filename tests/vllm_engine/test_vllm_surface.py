@@ -1,4 +1,4 @@
-"""What we override, replace or read of vLLM beyond its documented interface is there, and looks as we take it to.
+"""Members of vLLM that we override, replace or read beyond its documented interface exist as we expect.
 
 The table stands in docs/internals.md. No engine is started.
 """
@@ -162,7 +162,7 @@ ASSIGNED = {  # class -> what its objects are given when they are made
 
 
 def of_vllm(name: str) -> Any:
-    """What "v1.module.Class.member" names under vllm."""
+    """The object that "v1.module.Class.member" names under vllm."""
     words = ["vllm", *name.split(".")]
     for count in range(len(words), 0, -1):
         try:
@@ -214,7 +214,7 @@ def test_attributes(name: str) -> None:
 
 
 def test_the_plugin_stands_in_vllm() -> None:
-    """What is replaced by assignment reaches those who call it: they look it up in the module, at each call."""
+    """Members that we replace by assignment reach their callers, who look them up in the module at each call."""
     from rollout.vllm.compat import plugin
 
     assert of_vllm("_custom_ops._supports_onednn") is False
@@ -252,7 +252,7 @@ def test_processes_of_vllm_are_known_by_name() -> None:
 
 
 def test_the_padding_of_a_graphs_batch_has_the_null_block() -> None:
-    """Which no request ever has: what a graph writes for its padding goes there."""
+    """No request ever has this block: the padding of a graph is written there."""
     from vllm.v1.core.block_pool import BlockPool
 
     assert of_vllm(f"{BACKENDS}.utils.NULL_BLOCK_ID") == 0 == BlockPool(4, False, 16).null_block.block_id
@@ -272,7 +272,7 @@ def test_head_sizes_are_those_of_the_cpu_kernel() -> None:
 
 
 def test_one_block_is_nobodys() -> None:
-    """What our padding writes goes there."""
+    """Our padding is written there."""
     from rollout.vllm.plan import NOBODYS
 
     pool = of_vllm("v1.core.block_pool.BlockPool")(4, False, 16)

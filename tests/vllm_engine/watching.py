@@ -1,4 +1,4 @@
-"""What vLLM's scheduler does while an in-process engine samples."""
+"""Observes vLLM's scheduler while an in-process engine samples."""
 
 from __future__ import annotations
 
