@@ -168,7 +168,7 @@ def test_pages_of_other_origins_are_refused(app_of: Callable) -> None:
     ],
 )
 def test_what_does_not_stand_behind_the_dashes(words: list[str], app_of: Callable) -> None:
-    with pytest.raises(UserError, match=f"{words[0]} does not stand behind --"):
+    with pytest.raises(UserError, match=f"{words[0]} must be given before --"):
         app_of(*words)
 
 

@@ -54,7 +54,7 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("full", "float32", [], None),
         ("full", "float32", ["--hf-overrides", SLIDES], "has sliding-window layers"),
         ("full", "float32", ["--hf-overrides", WINDOW], "not know a sliding window"),
-        ("full", "float32", ["--hf-overrides", '{"is_causal": false}'], "does not know attention to later tokens"),
+        ("full", "float32", ["--hf-overrides", '{"is_causal": false}'], "does not support attention to later tokens"),
         ("full", "bfloat16", ["--hf-overrides", SLIDES], None),  # by vLLM's own kernel
         (POLICY, "bfloat16", ["--hf-overrides", SLIDES], "has sliding-window layers"),
         (POLICY, "float32", [], None),
@@ -133,10 +133,10 @@ def test_what_no_client_may_say(name: str, policy_of: Callable, open_engine: Cal
     assert not asked(
         SamplingParams(extra_args={"seed": 1, "forced": [3], "place": 0, "context": ["x", 2, 1]})
     ).resumable
-    with pytest.raises(VLLMValidationError, match=f"vllm_xargs: '{KEY}' is a name of the server's own"):
+    with pytest.raises(VLLMValidationError, match=f"vllm_xargs: the name '{KEY}' is reserved for the server"):
         asked(SamplingParams(extra_args={KEY: {"seed": 1}}))
     assert asked(SamplingParams(seed=1)).sampling_params.seed == 1
     engine.llm.llm_engine.input_processor.speculative_config = object()  # this process never drafts
     assert asked(SamplingParams(seed=1, temperature=0)) and asked(SamplingParams())
-    with pytest.raises(VLLMValidationError, match="seed: vLLM keeps none on a CPU with speculative decoding"):
+    with pytest.raises(VLLMValidationError, match="seed: vLLM does not support a seed on a CPU with spec"):
         asked(SamplingParams(seed=1))

@@ -292,7 +292,7 @@ def test_layers_that_are_refused(name: str, value: Any, message: str) -> None:
         "attn_type": "decoder",
     }
     refused = SimpleNamespace(**{**plain, name: value})
-    for physical, why in ((True, "vLLM cannot evict from a layer with"), (False, "does not know")):
+    for physical, why in ((True, "vLLM cannot evict from a layer with"), (False, "does not support")):
         config: Any = SimpleNamespace(physical=physical)
         refusals.refuse_layer(SimpleNamespace(**plain), config)
         with pytest.raises(ValueError, match=f"{why} {message}"):

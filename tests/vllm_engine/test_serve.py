@@ -81,7 +81,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         (["garbled"], "garbled has no tokenizer that can be read"),
         (
             ["small-heads"],
-            "vLLM on a CPU cannot run head size 8 (it takes 32, 64, 80, 96, 112, 128, 160, 192, 224, 256",
+            "vLLM on a CPU cannot run head size 8 (it supports 32, 64, 80, 96, 112, 128, 160, 192, 224, 256",
         ),
         (["MODEL", "--cache", "policy=gvk,budget=48"], "--cache: unknown cache policy 'gvk' (did you mean 'gkv'?)"),
         (["MODEL", "--cache", "budgte=48"], "--cache: cache policy 'gkv' has no parameter 'budgte' (did you mean"),
@@ -242,7 +242,7 @@ def test_vllm_reads_the_arguments_and_eviction_keeps_its_own(
         (["--api-server-count", "2"], "--api-server-count cannot be chosen, as the server is a single process"),
         (["--additional-config", '{"a": 1}'], "--additional-config cannot be chosen, as the server has its own"),
         (["--enable-auto-tool-choice"], "Error: --enable-auto-tool-choice requires --tool-call-parser"),
-        (["--dtype", "bfloat16"], "--dtype does not stand behind --"),
+        (["--dtype", "bfloat16"], "--dtype must be given before --"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["word"], "'word' is not a flag"),
     ):
@@ -398,7 +398,7 @@ def test_beam_search_and_names_of_our_own_are_refused(server: Server, random_pro
                 message = refused.json()["error"]["message"]
                 assert refused.status_code == 400 and "beam search" in message and "\n" not in message, (path, more)
         refused = answer(path, **ours)
-        assert refused.status_code == 400 and "is a name of the server's own" in refused.text, (path, refused.text)
+        assert refused.status_code == 400 and "is reserved for the server" in refused.text, (path, refused.text)
     assert answer("inference/v1/generate", sampling_params={"seed": 2**70}).status_code == 400
     assert len(server.complete(prompt, 60).choices[0].token_ids) == 60
 

@@ -292,7 +292,7 @@ def test_layers_that_our_attention_would_get_wrong(
     monkeypatch.setattr(backend.EvictingImpl, "longest", 0)
     plain = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
     refused = what is not None and dtype == "float32"
-    says = f"which does not know {what}; set another dtype"
+    says = f"which does not support {what}; set another dtype"
     with (
         set_current_vllm_config(configuration_of(dtype)),
         pytest.raises(UserError, match=says) if refused else nullcontext(),

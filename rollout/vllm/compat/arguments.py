@@ -204,6 +204,4 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if len(os.fsencode(folder := temporary_folder())) <= MOST_BYTES:
-        os.environ.setdefault(
-            "VLLM_RPC_BASE_PATH", folder
-        )  # folder of its sockets, which a killed server does not delete
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)  # for its sockets, which a killed server leaves behind

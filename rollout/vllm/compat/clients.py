@@ -1,4 +1,4 @@
-"""Requests that a server refuses: vLLM would let a client crash the engine, or go round the cache's policy."""
+"""Requests that a server refuses, because with plain vLLM they would crash the engine or bypass the cache policy."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from rollout.vllm.compat.finite import REASON
 
 NOT_FINITE = (
     "the model's log-probabilities for this request are not finite: its weights, or its activations in this dtype, are "
-    "NaN or infinite; serve a checkpoint that is whole, or another --dtype"
+    "NaN or infinite; serve an undamaged checkpoint, or use another --dtype"
 )
-DEEPEST = 100  # levels of a JSON schema
+DEEPEST = 100  # maximum nesting of a JSON schema
 
 
 class RefusedError(VLLMValidationError, ValueError):
-    """Status 400: the client routes make it of a VLLMValidationError, the development routes of a ValueError."""
+    """Leads to status 400. The client routes expect a VLLMValidationError, the development routes a ValueError."""
 
 
 def refuse_what_stops_the_engine() -> None:
-    """Answer with status 400 to requests that vLLM lets through, at which its engine dies, stands still or gives up,
-    and with status 500 to one whose log-probs are not finite (finite.py).
+    """Answer with status 400 to requests that vLLM accepts although its engine then crashes, hangs or gives up.
+
+    Answer with status 500 to requests whose log-probs are not finite (finite.py).
     """
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.sampling_params import SamplingParams
@@ -38,39 +39,43 @@ def refuse_what_stops_the_engine() -> None:
     generate: Any = AsyncLLM.generate
 
     def validate_tokens(self: Any, prompt_input: Any, prompt_type: Any) -> None:
-        """A token that the tokenizer has and the model has not would crash the engine."""
+        """Refuse a token that is in the tokenizer but not in the model, because it would crash the engine."""
         validate_prompt(self, prompt_input, prompt_type)
         largest = max(prompt_input.get("prompt_token_ids") or (0,))
         if largest >= self.model_config.get_vocab_size():
             raise RefusedError(f"Token id {largest} is out of vocabulary")
 
     def validate_what_is_ours(self: Any, params: Any, supported_tasks: Any) -> None:
-        """Refuse KEY, which workers take for ours, and a seed that would crash a CPU's engine (seeds.py)."""
+        """Refuse KEY, which workers would treat as ours, and a seed that would crash an engine on a CPU (seeds.py)."""
         validate_parameters(self, params, supported_tasks)
         if KEY in (getattr(params, "extra_args", None) or {}):
-            raise RefusedError(f"vllm_xargs: {KEY!r} is a name of the server's own")
+            raise RefusedError(f"vllm_xargs: the name {KEY!r} is reserved for the server; leave it out")
         seeded = getattr(params, "seed", None) is not None and params.temperature > 0
         if seeded and self.speculative_config is not None and on_cpu():
-            raise RefusedError("seed: vLLM keeps none on a CPU with speculative decoding; leave one of the two out")
+            raise RefusedError(
+                "seed: vLLM does not support a seed on a CPU with speculative decoding; leave one of the two out"
+            )
 
     def validate_depth(self: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any) -> None:
-        """The time that a schema takes to compile grows with its depth so fast that a deep one holds everybody up."""
-        asked = self.structured_outputs
-        if asked is not None and _depth(asked.json or asked.structural_tag) > DEEPEST:
+        """Refuse a deeply nested schema: its compilation takes so long that it blocks all other requests."""
+        structure = self.structured_outputs
+        if structure is not None and _depth(structure.json or structure.structural_tag) > DEEPEST:
             raise RefusedError(f"the JSON schema is nested deeper than {DEEPEST} levels")
         validate_structure(self, model_config, structured_outputs_config, tokenizer)
 
     def raise_if_error(self: Any, finish_reason: str | None, request_id: str) -> None:
-        """The engine gives a request up where no token fits the structure that it asks for: {"$ref": "#"}."""
+        """Refuse a structure that no token fits, such as {"$ref": "#"}: the engine ends such requests with an error."""
         if finish_reason == "error":
             raise RefusedError("no text fits the structure that the request asks for")
 
     async def generate_or_fail(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """All endpoints ask here; behind it, a stream would drop an error without a token."""
+        """Raise an error for log-probs that are not finite. All endpoints call this; later code would drop the error of
+        a stream without tokens.
+        """
         outputs = generate(self, *args, **kwargs)
         try:
             async for output in outputs:
-                if any((one.finish_reason, one.stop_reason) == ("error", REASON) for one in output.outputs):
+                if any((sample.finish_reason, sample.stop_reason) == ("error", REASON) for sample in output.outputs):
                     raise GenerationError(NOT_FINITE)
                 yield output
         finally:
@@ -84,38 +89,38 @@ def refuse_what_stops_the_engine() -> None:
 
 
 def refuse_what_goes_round_the_policy() -> None:
-    """Answer with status 400 to what has the engine prefill again, densely, what it had sampled of a request.
+    """Answer with status 400 to calls that would make the engine prefill a request's sampled tokens again, densely.
 
-    Nothing would be evicted then, or the wrong entries. A new turn of a chat is a new prompt, and is served.
+    Then no entries would be evicted, or the wrong ones. A new turn of a chat is a new prompt, and is served.
     """
     from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
     from vllm.v1.engine.async_llm import AsyncLLM
 
     pause, reset, sleep = AsyncLLM.pause_generation, AsyncLLM.reset_prefix_cache, AsyncLLM.sleep
-    forgets = "where the cache evicts, running requests cannot be prefilled anew; let them end first"
+    reason = "if the cache evicts, running requests cannot be prefilled again; let them end first"
 
     def beam_search(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        """All routes ask here, before they answer. Each step of a beam would be a request of its own."""
+        """Refuse beam search, of which each step would be a new request. All routes call this before they answer."""
         raise RefusedError(
-            "use_beam_search: beam search is not served under a cache that evicts, as each of its steps prefills the "
-            "whole text anew; serve with --cache policy=full, or leave it out"
+            "use_beam_search: beam search is not served under a cache that evicts, because each of its steps prefills "
+            "the whole text again; leave it out, or serve with --cache policy=full"
         )
 
     async def pause_generation(self: Any, *, mode: Any = "abort", clear_cache: bool = True, **more: Any) -> None:
         if mode == "keep" and clear_cache:
-            raise RefusedError(f"mode=keep with clear_cache: {forgets}")
+            raise RefusedError(f"mode=keep with clear_cache: {reason}")
         await pause(self, mode=mode, clear_cache=clear_cache, **more)
 
     async def reset_prefix_cache(
         self: Any, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         if reset_running_requests:
-            raise RefusedError(f"reset_running_requests: {forgets}")
+            raise RefusedError(f"reset_running_requests: {reason}")
         return await reset(self, reset_running_requests, reset_connector)
 
     async def sleep_once_idle(self: Any, level: int = 1, mode: Any = "abort") -> None:
         if mode == "keep" and level >= 1:
-            raise RefusedError(f"mode=keep: {forgets}")
+            raise RefusedError(f"mode=keep: {reason}")
         await sleep(self, level, mode)
 
     BeamSearchOnlineMixin.beam_search = beam_search  # type: ignore[assignment, method-assign]
@@ -125,10 +130,10 @@ def refuse_what_goes_round_the_policy() -> None:
 
 
 def refuse_input_sessions() -> None:
-    """Answer with status 400 to a prompt that comes in pieces, each behind what was sampled of those before.
+    """Answer with status 400 to an input session: a prompt in pieces, each of which follows the tokens sampled so far.
 
-    vLLM keeps its cache and schedules it again, which our connectors would take for a new request. In every process,
-    for every engine whose places in the cache are ours.
+    vLLM keeps the session's cache and schedules it again, which our connectors would treat as a new request. This
+    applies in every process, for every engine in which our code assigns the slots of the cache.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -137,19 +142,19 @@ def refuse_input_sessions() -> None:
     @wraps(process)
     def process_whole_prompts(self: Any, *args: Any, resumable: bool = False, **kwargs: Any) -> Any:
         if resumable and (config := cache_config(self.vllm_config)) is not None and config.physical:
-            raise RefusedError("an input session cannot be served where the cache evicts, or behind a context")
+            raise RefusedError("an input session cannot be served if the cache evicts or requests continue a context")
         return process(self, *args, resumable=resumable, **kwargs)
 
     InputProcessor.process_inputs = process_whole_prompts  # type: ignore[method-assign]
 
 
 def _depth(schema: Any) -> int:
-    """How deep a schema is nested, as a value or as text; without recursion."""
+    """Nesting depth of a schema, given as a value or as text. Computed without recursion."""
     if isinstance(schema, str):
         depths = accumulate((c in "{[") - (c in "}]") for c in re.sub(r'"(?:\\.|[^"\\])*"', "", schema))
         return max(depths, default=0)
     depth, level = 0, [schema]
-    while level := [each for each in level if isinstance(each, (dict, list))]:
+    while level := [item for item in level if isinstance(item, (dict, list))]:
         depth += 1
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
     return depth

@@ -1,11 +1,11 @@
-"""A request whose log-probs are not finite fails in the step in which it would draw; the others go on.
+"""Failure of a request whose log-probs are not finite, in the step that would sample from them. Others continue.
 
-worker     finds such rows before anything is drawn, and puts NOT_FINITE in the place of their tokens. That travels with
-           all other tokens, so that no step waits for the device because of it.
-scheduler  ends a request that gets it, as vLLM ends one that has failed: finish_reason "error", stop_reason REASON.
-           What had it before this step stays as it is.
+worker     finds such rows before sampling, and replaces their tokens by NOT_FINITE. This value is sent together with
+           all other tokens, so that no step needs another wait for the device.
+scheduler  ends a request that receives it, as vLLM ends a failed request: finish_reason "error", stop_reason REASON.
+           The tokens of earlier steps are kept.
 
-Who asked then says so: the engine with NotFiniteError (engine.py), the server with status 500 (server.py).
+The caller then reports it: the engine with NotFiniteError (engine.py), the server with status 500 (clients.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REASON = "not finite"
 
 
 def refuse_what_is_not_finite() -> None:
-    """Replace what draws in vLLM's V1 runner, and what its scheduler makes of it. Engines that are not ours stay."""
+    """Replace functions of vLLM's V1 runner and of its scheduler. Engines that are not ours behave as before."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import RequestStatus
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -33,7 +33,7 @@ def refuse_what_is_not_finite() -> None:
 
     @wraps(sample_tokens)
     def look_and_sample_tokens(self: Any, grammar_output: Any) -> Any:
-        """Look at the logits as the model gave them: a grammar then writes -inf into them."""
+        """Check the model's own logits, because a grammar then writes -inf into them."""
         state = self.execute_model_state
         ours = KEY in (self.vllm_config.additional_config or {})
         self.not_finite = not_finite(state.logits) if ours and state is not None and state.logits is not None else None
@@ -59,10 +59,10 @@ def refuse_what_is_not_finite() -> None:
 
 
 def not_finite(logits: Tensor) -> Tensor:
-    """Which rows of logits [B, V] give no log-probs, or have failed in the forward: bool [B].
+    """True for rows of logits [B, V] whose log-probs are not finite, or that failed in the forward pass: bool [B].
 
-    A maximum passes NaN on. +inf gives NaN, and so does a row of nothing but -inf; -inf among others is a probability
-    of 0.
+    The maximum of a row is NaN if the row has NaN. A row with +inf, or with only -inf, gives NaN log-probs. A -inf
+    among finite logits is valid: a probability of 0.
     """
     failed = ~logits.amax(-1).isfinite()
     state = live_state()

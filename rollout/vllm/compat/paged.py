@@ -1,4 +1,4 @@
-"""How a layer's paged cache lies in memory, and what else a worker reads of the vLLM around it."""
+"""Memory layout of a layer's paged cache, and other data that a worker reads from vLLM."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rollout.vllm.compat.arguments import on_cpu
 
 
 def live_state() -> Any:
-    """The CacheState of this process's engine; None where it evicts nothing."""
+    """Return the CacheState of this process's engine; None if it does not evict."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     return getattr(get_kv_transfer_group(), "state", None) if has_kv_transfer_group() else None
 
 
 def attention_layers(vllm_config: Any, names: Iterable[str]) -> dict[str, Any]:
-    """The attention layers in the order of the model."""
+    """Return the attention layers in the order of the model."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.models.utils import extract_layer_index
@@ -28,16 +28,17 @@ def attention_layers(vllm_config: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def keys_are_transposed() -> bool:
-    """How this platform's kernels lay a cache out: see key_value_views."""
+    """True if this platform's kernels store transposed keys: see key_value_views."""
     return on_cpu()
 
 
 def key_value_views(cache: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    """A layer's cache as keys and values [blocks, Hkv, block size, D]: views, to read and to write.
+    """Return keys and values of a layer's cache as writable views [blocks, Hkv, block size, D].
 
-    The cache is [blocks, Hkv, block size, 2 D], in any order in memory. FlashAttention and Triton hold key and value of
-    a token side by side. `transposed`: a (block, head) is contiguous, and holds keys [D, block size], then values
-    [block size, D], as on the CPU (isa "vec").
+    cache : [blocks, Hkv, block size, 2 D], in any order in memory
+    transposed : True if a (block, head) is contiguous and holds keys [D, block size], then values [block size, D], as
+        on the CPU (isa "vec"); False if key and value of a token are next to each other, as in FlashAttention and
+        Triton
     """
     blocks, heads, size, double = cache.shape
     dim = double // 2
@@ -50,9 +51,10 @@ def key_value_views(cache: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
 
 
 def read_blocks(paged: Tensor, blocks: Tensor) -> Tensor:
-    """[blocks, Hkv, block size, ...] at int64 [R, n] -> [R, Hkv, n * block size, ...], copied in whole runs of memory.
+    """Read blocks as [R, Hkv, n * block size, ...], copied in contiguous runs. Transposed keys stay transposed.
 
-    paged : keys or values of `key_value_views`, or what stands beside them. Transposed keys stay transposed.
+    paged : [blocks, Hkv, block size, ...], keys or values of `key_value_views`, or a buffer of ours of this shape
+    blocks : int64 [R, n]
     """
     rows, count = blocks.shape
     if paged.stride(-1) == 1:
@@ -67,14 +69,17 @@ def read_blocks(paged: Tensor, blocks: Tensor) -> Tensor:
 
 
 def stored_scorers(vllm_config: Any) -> dict[str, Tensor]:
-    """The scorers that the model's directory carries, by name."""
+    """Return the weights of the scorers in the model's directory, by name."""
     from sparse_rl.models import directory
 
     return directory.stored_scorers(vllm_config.model_config.model)
 
 
 def own_heads(count: int) -> slice:
-    """The kv heads of this tensor-parallel rank, which has `count`, among those of all ranks."""
+    """Return the slice of this tensor-parallel rank's kv heads among those of all ranks.
+
+    count : number of kv heads per rank
+    """
     from vllm.distributed import get_tensor_model_parallel_rank
 
     first = get_tensor_model_parallel_rank() * count
@@ -82,7 +87,7 @@ def own_heads(count: int) -> slice:
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    """The mean over tensor-parallel ranks, which hold equally many heads each."""
+    """Return the mean over the tensor-parallel ranks, each of which has the same number of heads."""
     from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 
     ranks = get_tensor_model_parallel_world_size()

@@ -1,4 +1,4 @@
-"""What is registered with vLLM and replaced in it, in each of its processes; what an engine must not leave behind."""
+"""Registration of our parts and replacement of vLLM's, in each of its processes; cleanup of side effects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _registered = False
 
 
 def register() -> None:
-    """Make the backend, the specs and their managers known to vLLM, in this process."""
+    """Register the backend, the cache specifications and their managers with vLLM, in this process."""
     global _registered
     if _registered:
         return
@@ -46,7 +46,7 @@ def register() -> None:
     for spec, manager in managers:
         KVCacheSpecRegistry.register(spec, manager, uniform_type_base_spec=FullAttentionSpec)
     if on_cpu():
-        # The CPU platform takes no other backend than CPU_ATTN; ours is the stock one where no policy is set.
+        # The CPU platform only supports the backend CPU_ATTN. Without a policy, ours behaves like the stock one.
         register_backend(AttentionBackendEnum.CPU_ATTN, "rollout.vllm.backend_cpu.EvictingCPUBackend")
         keep_weights_in_place()
         run_uncompiled()
@@ -55,7 +55,7 @@ def register() -> None:
 
 
 def give_out_clean_blocks() -> None:
-    """Have vLLM clear the blocks of our specifications."""
+    """Make vLLM clear the blocks of our cache specifications."""
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from rollout.vllm.spec import CleanSpec
@@ -69,7 +69,7 @@ def give_out_clean_blocks() -> None:
 
 
 def keep_weights_in_place() -> None:
-    """Stop the CPU build from packing Linear weights away: updates would not reach the packed copies, silently."""
+    """Keep the CPU build from packing Linear weights, because weight updates would silently miss the packed copies."""
     import vllm._custom_ops as ops
     from vllm.model_executor.layers import utils
 
@@ -79,7 +79,7 @@ def keep_weights_in_place() -> None:
 
 
 def run_uncompiled() -> None:
-    """The rank of each sampled token, which nobody asks for, is worth no 20 seconds of compilation on a CPU."""
+    """Do not compile the ranking of sampled tokens on a CPU: it takes 20 seconds, and the ranks are not used."""
     from vllm.v1.sample import sampler
 
     compiled = sampler.batched_count_greater_than
@@ -87,19 +87,19 @@ def run_uncompiled() -> None:
 
 
 def _linear(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What vLLM calls for every Linear on a CPU."""
+    """Compute a Linear on a CPU. vLLM calls this for every Linear."""
     return padded(lambda rows: layer.cpu_linear(rows, weight, bias), x)
 
 
 @contextmanager
 def undisturbed(had_group: bool) -> Iterator[None]:
-    """Starting and closing an in-process engine leaves the caller's process as it was.
+    """Restore the state of the caller's process after an in-process engine is started or closed.
 
-    had_group : whether there was a process group before the engine was started
+    had_group : True if there was a process group before the engine was started
 
-    vLLM seeds every random generator, forbids torch.set_num_threads on a CPU, and at its end destroys the process
-    group, also one that it did not make; where it cannot start, it leaves the one that it made. The processes that it
-    starts look at models first, and would import our plugin from the working directory.
+    vLLM seeds every random generator, disables torch.set_num_threads on a CPU, and destroys the process group when it
+    closes, even if the group is not its own. If it fails to start, it does not destroy its own group. The processes
+    that it starts first inspect models, and would import our plugin from the working directory.
     """
     safe_path = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -113,8 +113,8 @@ def undisturbed(had_group: bool) -> Iterator[None]:
     if had_group:
         distributed.destroy_process_group = destroy_theirs
     try:
-        own = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices=own):
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=devices):
             yield
     except BaseException:
         from vllm.distributed import cleanup_dist_env_and_memory

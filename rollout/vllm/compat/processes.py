@@ -1,4 +1,4 @@
-"""The processes that vLLM starts end with the one that started them, also where that one is killed."""
+"""End of the processes that vLLM starts: together with the process that started them, even if that one is killed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import threading
 from multiprocessing.connection import wait
 from typing import Any
 
-OF_VLLM = ("EngineCore", "VllmWorker")  # how their names begin
-WATCH = "end_with_parent"  # the thread's name
-_run_engine_core: Any = None  # vLLM's own, where ours stands in its place
+OF_VLLM = ("EngineCore", "VllmWorker")  # prefixes of the names of vLLM's processes
+WATCH = "end_with_parent"  # name of the watching thread
+_run_engine_core: Any = None  # vLLM's own function, once ours has replaced it
 
 
 def end_with_parent() -> None:
-    """Kill this process, if it is one of vLLM's own, once the one that started it is gone.
+    """Kill this process, if it is one of vLLM's own, once its parent process has ended.
 
-    A process that is killed can tell nobody: its engine would wait for requests for ever, with the model in memory. The
-    kernel's own signal (PR_SET_PDEATHSIG) is sent when the thread ends that started the process, which is too early.
+    A parent that is killed cannot notify its engine, which would wait for requests forever, with the model in memory.
+    The kernel's own signal (PR_SET_PDEATHSIG) is sent when the thread that started the process ends, which is too
+    early.
     """
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith(OF_VLLM):
@@ -36,9 +37,9 @@ def end_with_parent() -> None:
 
 
 def watch_from_the_start() -> None:
-    """Have the engine's process, started from this one, watch its parent before it does anything else.
+    """Make the engine's process, which this one starts, watch its parent before it does anything else.
 
-    vLLM loads plugins there only once it has shaken hands with its server, for which it waits up to 5 minutes.
+    vLLM loads plugins in the engine's process only after the handshake with its server, which may take up to 5 minutes.
     """
     global _run_engine_core
     from vllm.v1.engine.core import EngineCoreProc
@@ -48,7 +49,7 @@ def watch_from_the_start() -> None:
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """What the engine's process runs: vLLM's own function, watched. Found by its name where the process is spawned."""
+    """Watch the parent, and run vLLM's own function. A spawned engine process imports this function by its name."""
     from vllm.v1.engine.core import EngineCoreProc
 
     end_with_parent()

@@ -1,4 +1,4 @@
-"""What vLLM can be told, or can do by itself, that would break eviction or its record: each is refused in one line."""
+"""Checks for settings and defaults of vLLM that would break eviction or its record: each raises a one-line error."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from sparse_rl.policies.base import Policy
 
 
 def refuse_engine(policy: Policy, config: Any, sleep_mode: bool = False, otherwise: str = "") -> None:
-    """Raises UserError for a policy, a model or an allocator with which vLLM cannot sample.
+    """Raise UserError for a policy, a model or an allocator with which vLLM cannot sample.
 
-    config : the model's; otherwise : what else the user can do, as the end of the message
+    config : configuration of the model
+    otherwise : end of the message, an alternative for the user
     """
     if policy.config.only_hf:
         raise UserError(f"{policy.name}: {policy.config.only_hf}{otherwise}", "cache.policy")
@@ -26,22 +27,25 @@ def refuse_engine(policy: Policy, config: Any, sleep_mode: bool = False, otherwi
     head_dim = cache_shape(config)[2]
     if on_cpu() and head_dim not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        raise UserError(f"vLLM on a CPU cannot run head size {head_dim} (it takes {sizes}){otherwise}")
+        raise UserError(f"vLLM on a CPU cannot run head size {head_dim} (it supports {sizes}){otherwise}")
     refuse_expandable_segments(policy, sleep_mode, otherwise)
 
 
 def refuse_expandable_segments(policy: Policy, sleep_mode: bool, otherwise: str = "") -> None:
-    """Raises UserError for an allocator that vLLM does not have beside a connector, unless its cache has another."""
+    """Raise UserError for an allocator that vLLM does not support together with a connector.
+
+    sleep_mode : True if the cache has an allocator of its own
+    """
     chosen = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if chosen and policy.schedule.evicts and not sleep_mode and not on_cpu():
         raise UserError(
             "vLLM cannot evict under PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; unset the variable, "
-            f"or have sleep mode on{otherwise}"
+            f"or turn sleep mode on{otherwise}"
         )
 
 
 def refuse_unsupported(vllm_config: Any, full_graphs: bool = False) -> None:
-    """Raises UserError for what breaks eviction or its record, whoever configured it (`vllm serve`, for example).
+    """Raise UserError for settings that break eviction or its record, also if plain `vllm serve` has set them.
 
     full_graphs : see CacheConfig
     """
@@ -80,15 +84,15 @@ def refuse_unsupported(vllm_config: Any, full_graphs: bool = False) -> None:
         ),
         "with breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH=0)": graphs and envs.VLLM_USE_BREAKABLE_CUDAGRAPH,
     }
-    for what, is_so in wrong.items():
-        if is_so:
-            raise UserError(f"vLLM cannot evict {what}")
+    for feature, is_set in wrong.items():
+        if is_set:
+            raise UserError(f"vLLM cannot evict {feature}")
 
 
 def refuse_configuration(vllm_config: Any) -> None:
-    """Raises UserError for what the engine's processes would refuse: there it would come after a traceback.
+    """Raise UserError for settings that the engine's processes would refuse, but only after a traceback.
 
-    Options may have changed the model that was checked before (`--hf-overrides`).
+    The model is checked again, because options may have changed it (`--hf-overrides`).
     """
     config = cache_config(vllm_config)
     if config is None or not (config.physical or config.exact):
@@ -104,8 +108,8 @@ def refuse_configuration(vllm_config: Any) -> None:
 
 
 def refuse_layer(impl: Any, config: CacheConfig) -> None:
-    """Raises UserError for attention that policies, or the trainer's attention (exact.py), do not model, or that goes
-    by a token's place in the cache.
+    """Raise UserError for attention that policies, or the trainer's attention (exact.py), do not support, or that
+    depends on a token's slot in the cache.
     """
     wrong = {
         "a sliding window": impl.sliding_window not in (-1, (-1, -1)),
@@ -115,19 +119,20 @@ def refuse_layer(impl: Any, config: CacheConfig) -> None:
         "keys and values of another layer": impl.kv_sharing_target_layer_name is not None,
         f"{impl.attn_type} attention": impl.attn_type != "decoder",
     }
-    for what, is_so in wrong.items():
-        if is_so:
-            raise UserError(_layer(config, what))
+    for feature, is_set in wrong.items():
+        if is_set:
+            raise UserError(_layer(config, feature))
 
 
-def _layer(config: CacheConfig, what: str) -> str:
+def _layer(config: CacheConfig, feature: str) -> str:
+    """Return the message for a layer with an unsupported feature."""
     if config.physical:
-        return f"vLLM cannot evict from a layer with {what}; use a full cache"
-    return f"float32 on a CPU is computed by the trainer's attention, which does not know {what}; set another dtype"
+        return f"vLLM cannot evict from a layer with {feature}; use a full cache"
+    return f"float32 on a CPU uses the trainer's attention, which does not support {feature}; set another dtype"
 
 
 def refuse_spec(spec: Any) -> None:
-    """Raises UserError for a layer whose cache is not the plain one: other specs keep or pack it in their own way."""
+    """Raise UserError for a layer with another specification than full attention: others may drop or pack entries."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
     if type(spec) is not FullAttentionSpec or spec.head_size_v != spec.head_size:
@@ -137,7 +142,7 @@ def refuse_spec(spec: Any) -> None:
 
 
 def refuse_cache(kv_cache_config: Any, kv_caches: dict[str, Tensor] | None = None) -> None:
-    """Raises UserError for a cache that is not that of BoundedSpec layers alone, or whose blocks a kernel splits."""
+    """Raise UserError for a cache with layers that are not BoundedSpec layers, or whose blocks a kernel splits."""
     from rollout.vllm.spec import BoundedSpec
 
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]

@@ -1,9 +1,10 @@
-"""A server's requests with a seed draw what a rollout's sequence draws: by samplers.SeededSampler, in the workers.
+"""Sampling of a server's requests that have a seed: as in a rollout, by samplers.SeededSampler in the workers.
 
-The seed of a sequence is made from (the request's seed, prompt, sample index), as everywhere (rollout/requests.py). The
-server's process, which alone knows all three, puts it into the request's `extra_args`, and takes the request's own seed
-away: vLLM would make a generator of it, and give sample i the seed + i. Where vLLM throws a token away, between two
-chunks of a prompt, it also sets the generator's offset back: a CPU's has none, and the engine would crash.
+The seed of a sequence is computed from (the request's seed, prompt, sample index), as for rollouts
+(rollout/requests.py). Only the server's process has all three. It puts the sequence's seed into the request's
+`extra_args`, and removes the request's own seed. Otherwise vLLM would make a generator from the latter, and give sample
+i the seed + i. When vLLM discards a token between two chunks of a prompt, it also resets the generator's offset;
+generators on a CPU have none, so the engine would crash.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rollout.vllm.compat.arguments import KEY
 
 
 def draw_seeded_requests() -> None:
-    """In a worker: put our sampler before vLLM's, which goes on to draw all requests without a seed of ours."""
+    """In a worker, wrap vLLM's sampler with ours. vLLM's sampler still samples requests without a seed of ours."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from rollout.vllm.samplers import SeededSampler
@@ -33,7 +34,7 @@ def draw_seeded_requests() -> None:
 
 
 def give_sequences_their_seeds() -> None:
-    """In the server: each sequence of a request passes here, the samples of n > 1 one by one."""
+    """In the server, give each sequence its seed. With n > 1, vLLM adds the samples of a request one by one."""
     from vllm.v1.engine.output_processor import OutputProcessor
 
     add: Any = OutputProcessor.add_request
@@ -42,11 +43,11 @@ def give_sequences_their_seeds() -> None:
     def seed_and_add(
         self: Any, request: Any, prompt: Any, parent_req: Any = None, request_index: int = 0, queue: Any = None
     ) -> None:
-        own = request.sampling_params
-        if own is not None and own.seed is not None and own.temperature > 0:
-            seed = own.seed if parent_req is None else parent_req.sampling_params.seed
-            drawn = sequence_seed(seed, request.prompt_token_ids or (), request_index)
-            own.extra_args, own.seed = {**(own.extra_args or {}), KEY: {"seed": drawn}}, None
+        params = request.sampling_params
+        if params is not None and params.seed is not None and params.temperature > 0:
+            seed = params.seed if parent_req is None else parent_req.sampling_params.seed
+            own_seed = sequence_seed(seed, request.prompt_token_ids or (), request_index)
+            params.extra_args, params.seed = {**(params.extra_args or {}), KEY: {"seed": own_seed}}, None
         add(self, request, prompt, parent_req, request_index, queue)
 
     OutputProcessor.add_request = seed_and_add  # type: ignore[method-assign]

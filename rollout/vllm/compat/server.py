@@ -1,4 +1,4 @@
-"""vLLM's own OpenAI server, run by its arguments: what `vllm serve` does, with what eviction needs held fixed."""
+"""vLLM's own OpenAI server, run like `vllm serve`, but with fixed values of the options that eviction depends on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from rollout.vllm.compat import access, arguments, refusals, seeds
 from sparse_rl.errors import StoppedError, UserError
 
-FIXED = (  # vLLM's arguments that eviction needs as they are
+FIXED = (  # arguments of vLLM that the user cannot change under eviction
     "async_scheduling",
     "attention_backend",
     "decode_context_parallel_size",
@@ -33,21 +33,22 @@ FIXED = (  # vLLM's arguments that eviction needs as they are
     "speculative_config",
     "worker_cls",
 )
-NOT_TAKEN = {  # vLLM's arguments that this server does not take, and why
+NOT_TAKEN = {  # arguments of vLLM that this server does not support, with the reason
     "additional_config": "the server has its own",
     "api_server_count": "the server is a single process",
     "data_parallel_multi_port_external_lb": "the server is a single process",
     "grpc": "the server speaks HTTP",
     "headless": "the server speaks HTTP",
 }
-IN_FRONT = ("model", "dtype", "allowed_hosts", "allowed_origins")  # options of ours, which stand before --
-GRACE = 1  # seconds that open connections have once the engine has ended: they would wait for ever
+IN_FRONT = ("model", "dtype", "allowed_hosts", "allowed_origins")  # our own options, which must be given before --
+GRACE = 1  # seconds until open connections are closed once the engine has ended; otherwise they would wait forever
 
 
 def read_arguments(ours: list[str], further: list[str]) -> Namespace:
-    """The arguments of `vllm serve`, and `allowed_hosts`. Raises UserError for what is wrong with them.
+    """Parse the arguments of `vllm serve`, and `allowed_hosts`. Raises UserError for invalid arguments.
 
-    ours : the words that `serve.serve` wrote down; further : the user's, which win but for what eviction needs
+    ours : words that `serve.serve` has built
+    further : words of the user, which take precedence, but cannot change settings that eviction needs
     """
     from vllm import envs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -59,30 +60,30 @@ def read_arguments(ours: list[str], further: list[str]) -> Namespace:
 
     parser = make_arg_parser(Parser(prog="vllm serve"))
     parser.add_argument("--allowed-hosts", type=json.loads, default=[])
-    default, asked, together = (parser.parse_args(words) for words in ([], further, [*ours, *further]))
-    if asked.model_tag is not None:
-        raise UserError(f"{asked.model_tag!r} is not a flag")
-    wrong = dict.fromkeys(IN_FRONT, "does not stand behind --")
-    if together.kv_transfer_config is not None:
+    default, user, combined = (parser.parse_args(words) for words in ([], further, [*ours, *further]))
+    if user.model_tag is not None:
+        raise UserError(f"{user.model_tag!r} is not a flag")
+    wrong = dict.fromkeys(IN_FRONT, "must be given before --")
+    if combined.kv_transfer_config is not None:
         wrong |= dict.fromkeys(FIXED, "cannot be chosen under this cache; leave it out")
     wrong |= {name: f"cannot be chosen, as {why}; leave it out" for name, why in NOT_TAKEN.items()}
     for name, why in wrong.items():
-        if getattr(asked, name) != getattr(default, name):
+        if getattr(user, name) != getattr(default, name):
             raise UserError(f"--{name.replace('_', '-')} {why}")
     with user_errors():
-        validate_parsed_serve_args(together)
-    together.api_key = [key for key in together.api_key or [envs.VLLM_API_KEY] if key]
-    together.middleware = [*together.middleware, access.GUARD]  # the last stands around all others
-    return together
+        validate_parsed_serve_args(combined)
+    combined.api_key = [key for key in combined.api_key or [envs.VLLM_API_KEY] if key]
+    combined.middleware = [*combined.middleware, access.GUARD]  # the last one wraps all others
+    return combined
 
 
 def run_server(ours: list[str], further: list[str]) -> None:
-    """Serve as `vllm serve` does, until a signal ends it. See `read_arguments`.
+    """Serve as `vllm serve` does, until a signal ends it. See `read_arguments` for the arguments.
 
-    The command `vllm serve` itself does not start from the CPU build, whose distribution has another name. While the
-    engine starts, signals are left as they are; vLLM's own handling then waits for the engine to have started.
+    The command `vllm serve` itself does not start with the CPU build, whose distribution has another name. The handling
+    of signals does not change until the engine has started; then vLLM's own handling replaces it.
 
-    Raises RuntimeError where the engine dies.
+    Raises StoppedError if the engine dies.
     """
     import uvloop
     from vllm.entrypoints.launchers.api_server import entry
@@ -102,15 +103,15 @@ def run_server(ours: list[str], further: list[str]) -> None:
         async with entry.build_async_engine_client(words) as engine:
             end = await entry.build_and_serve(engine, address, listening, words, timeout_graceful_shutdown=GRACE)
         await end
-        return end.__name__ == "dummy_shutdown"  # type: ignore[attr-defined]  # no signal, but the engine's own end
+        return end.__name__ == "dummy_shutdown"  # type: ignore[attr-defined]  # the engine ended without a signal
 
     if uvloop.run(serve()):
-        raise StoppedError("vLLM's engine died; what it said stands above")
+        raise StoppedError("vLLM's engine died; see its messages above")
 
 
 def check_before_it_starts() -> None:
-    """Once vLLM has made its configuration, and before it starts a process: hold it against ours, and refuse to clients
-    what that cannot serve.
+    """Make vLLM check its configuration, once it is complete and before a process starts, and refuse the requests of
+    clients that this configuration cannot serve.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -127,7 +128,7 @@ def check_before_it_starts() -> None:
         config = arguments.cache_config(vllm_config)
         if config is not None and config.policy.schedule.evicts:
             clients.refuse_what_goes_round_the_policy()
-        if vllm_config.speculative_config is None:  # with it, what draws is another part of vLLM
+        if vllm_config.speculative_config is None:  # with speculative decoding, vLLM uses another sampler
             seeds.give_sequences_their_seeds()
         return vllm_config
 
@@ -136,8 +137,8 @@ def check_before_it_starts() -> None:
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Whatever vLLM makes of arguments that are wrong: KeyError, TypeError, NotImplementedError and others, which have
-    nothing but their text in common.
+    """Turn vLLM's errors for wrong arguments into a UserError. They are KeyError, TypeError, NotImplementedError and
+    others, of which only the text is useful.
     """
     try:
         yield
@@ -148,9 +149,9 @@ def user_errors() -> Iterator[None]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a log entry says more than that the end of the server cut a request off, which it does at length.
+    """True for log entries other than the long ones about requests that the end of the server has interrupted.
 
-    An entry without an exception has nothing to be known by but its text.
+    An entry without an exception can be recognised only by its text.
     """
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, asyncio.CancelledError) and "listen_for_disconnect" not in record.getMessage()
