@@ -1,13 +1,13 @@
-"""A user's words, checked: one flat YAML file becomes one typed dataclass before any model is loaded.
+"""Recipes: one flat YAML file becomes one typed, validated dataclass before any model is loaded.
 
 load.py       finds a recipe, reads it, applies overrides
-kinds/        what each kind of recipe may say, one file each
-schema.py     YAML, and overrides of its keys
-refused.py    keys of TRL that are not taken, and why;  passed_through.py  those that are handed on as they are
-keys.py       every key with its type, default and words; shown by reference.py, the page docs/recipes.md, by
-              json_schema.py, for editors, and by the command `sparse-rl keys`
+kinds/        the keys of each kind of recipe, one file per kind
+schema.py     reads YAML, and overrides of its keys
+refused.py    TRL options that a recipe rejects, and why;  passed_through.py  those that are passed on unchanged
+keys.py       every key with its type, default and description; used by reference.py (the page docs/recipes.md), by
+              json_schema.py (for editors), and by the command `sparse-rl keys`
 
-The dataclasses themselves stand beside the components that they configure.
+The configuration dataclasses are defined beside the components that they configure.
 """
 
 from sparse_rl.recipe.kinds import KINDS

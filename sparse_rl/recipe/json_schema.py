@@ -1,11 +1,12 @@
-"""The JSON Schema of recipes (draft 2020-12), by which an editor completes and checks one.
+"""JSON Schema of recipes (draft 2020-12), with which an editor completes and checks a recipe.
 
-`sparse-rl keys --json-schema` prints it. It is made of the dataclasses (keys.py), and holds names of keys, types and
-choices. It refuses nothing that the loader takes, but for settings beside a sweep that none of its caches has use for.
-The loader refuses more: the bounds of a value are words here, and what must hold between keys is not said.
+`sparse-rl keys --json-schema` prints it. It is generated from the dataclasses (keys.py), and holds the keys' names,
+types and choices. It accepts every recipe that the loader accepts, except for settings beside a sweep that none of its
+caches uses. The loader rejects more: here the bounds of a value are only described, and conditions between keys are
+missing.
 
-A definition in $defs is a dataclass, of its name, or a kind of recipe, `kind_NAME`. Which definition a mapping must
-meet is said by `if` and `then`, not by `oneOf`: so an editor's message is about the one that was named.
+A definition in $defs has the name of its dataclass or, for a kind of recipe, `kind_NAME`. A mapping selects its
+definition by `if` and `then`, not by `oneOf`, so that an editor reports errors of the selected definition only.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SIMPLE = {int: "integer", float: "number", bool: "boolean", str: "string", type
 
 
 def recipe_schema(kind: str | None = None) -> Schema:
-    """The schema of the recipes of one kind; None: of all recipes, each by its `kind`."""
+    """Return the schema of recipes of one kind; None means all recipes, each selected by its `kind`."""
     writer = SchemaWriter()
     if kind is not None:
         schema, title = writer.recipe(kind), f"A sparse-rl recipe of kind {kind}"
@@ -40,44 +41,45 @@ def recipe_schema(kind: str | None = None) -> Schema:
 
 
 class SchemaWriter:
-    """Writes schemas, and keeps those that several places share."""
+    """Writes schemas, and collects the definitions that several places share."""
 
     def __init__(self) -> None:
         self.definitions: dict[str, Schema] = {}
 
     def refer(self, name: str, write: Callable[[], Schema]) -> Schema:
-        """A reference to a definition, which is written when it is first referred to."""
+        """Return a reference to a definition, which is written on first use."""
         if name not in self.definitions:
-            self.definitions[name] = {}  # what it holds may refer to it
+            self.definitions[name] = {}  # its content may refer to the definition itself
             self.definitions[name] = write()
         return {"$ref": f"#/$defs/{name}"}
 
     # ---- recipes ---------------------------------------------------------------------------------------------------
 
     def recipe(self, kind: str) -> Schema:
-        """A kind of recipe, with the options that are handed on to TRL."""
+        """Return the schema of a kind of recipe, with the options that are passed on to TRL."""
         cls = KINDS[kind]
         schema = self.mapping(cls)
         schema["properties"] = {"kind": {"const": kind}, **schema["properties"]}
         schema["required"] = ["kind", *schema["required"]]
         for option, hint in PASSED_THROUGH.get(kind, {}).items():
-            words = f"{describe(hint)}: handed on to TRL and transformers as it is"
+            words = f"{describe(hint)}: passed on unchanged to TRL and transformers"
             schema["properties"][option] = {"description": words, **self.type(hint)}
         return self.swept(schema) if issubclass(cls, SweptRecipe) else schema
 
     def swept(self, schema: Schema) -> Schema:
-        """A recipe whose cache need not be whole where a sweep says the rest, which its types leave open.
+        """Refine the schema of a swept recipe, whose `cache` may be incomplete if a sweep supplies the rest.
 
-        SweptRecipe.read_points says what is taken: in `cache` the keys of any policy, in `sweep.policy` those of the
-        one that is named; what a policy needs may stand in either. Without a sweep, `cache` is one whole policy.
+        The types of the keys do not express this. SweptRecipe.read_points defines what is accepted: `cache` takes the
+        keys of any policy, an entry of `sweep.policy` those of the policy it names, and required keys may be in either.
+        Without a sweep, `cache` is one complete policy.
         """
         members = {name: self.member(config, whole=False) for name, config in PolicyConfig.members().items()}
         name = {"enum": list(members)}
-        found: dict[str, list[Schema]] = {PolicyConfig.name_key: [name]}
+        schemas_of_key: dict[str, list[Schema]] = {PolicyConfig.name_key: [name]}
         for key, value in (pair for member in members.values() for pair in member["properties"].items()):
-            if key != PolicyConfig.name_key and value not in found.setdefault(key, []):
-                found[key].append(value)
-        keys = {key: values[0] if len(values) == 1 else {"anyOf": values} for key, values in found.items()}
+            if key != PolicyConfig.name_key and value not in schemas_of_key.setdefault(key, []):
+                schemas_of_key[key].append(value)
+        keys = {key: values[0] if len(values) == 1 else {"anyOf": values} for key, values in schemas_of_key.items()}
         base = {"type": "object", "properties": keys, "additionalProperties": False}
         entry = {"anyOf": [name, _chosen(PolicyConfig.name_key, members)]}
         self.definitions[SweepConfig.__name__]["properties"]["policy"] |= _list_of(entry, promote=True)
@@ -88,7 +90,7 @@ class SchemaWriter:
     # ---- dataclasses -----------------------------------------------------------------------------------------------
 
     def mapping(self, cls: type) -> Schema:
-        """A dataclass."""
+        """Return the schema of a dataclass."""
         keys = list(all_keys(cls))
         return {
             "type": "object",
@@ -99,7 +101,7 @@ class SchemaWriter:
         }
 
     def property(self, key: Key) -> Schema:
-        """A key: its type, its default, and what is said of it."""
+        """Return the schema of a key: its type, default and description."""
         words = ": ".join(filter(None, [describe(key.hint), key.words]))
         schema = {"description": words, **self.type(key.hint)}
         if not key.required and not dataclasses.is_dataclass(key.default):
@@ -109,7 +111,7 @@ class SchemaWriter:
         return schema
 
     def family(self, cls: type[NamedConfiguration]) -> Schema:
-        """One of a family: by its name alone, where it needs no more, or as a mapping that says its name."""
+        """Return the schema of a family: a mapping with a member's name, or the name alone if no key is required."""
         choices = {
             name: self.refer(member.__name__, partial(self.member, member)) for name, member in cls.members().items()
         }
@@ -117,7 +119,7 @@ class SchemaWriter:
         return {"anyOf": [{"enum": alone}, _chosen(cls.name_key, choices)]}
 
     def member(self, cls: type[NamedConfiguration], whole: bool = True) -> Schema:
-        """A member of a family as a mapping; not `whole`: what it needs may stand elsewhere."""
+        """Return the schema of a family's member as a mapping. If not `whole`, its required keys may be elsewhere."""
         schema = self.mapping(cls)
         schema["properties"] = {cls.name_key: {"const": cls.name}, **schema["properties"]}
         schema["required"] = [cls.name_key, *(schema["required"] if whole else [])]
@@ -126,9 +128,9 @@ class SchemaWriter:
     # ---- types -----------------------------------------------------------------------------------------------------
 
     def type(self, hint: Any, promote: bool = True) -> Schema:
-        """What `coerce` (sparse_rl/config.py) takes for a type, but for the bounds of its rules.
+        """Return the schema of the values that `coerce` (sparse_rl/config.py) accepts for a type, without its rules.
 
-        promote : whether a single value passes as a list of one
+        promote : True if a single value is accepted as a list with one item
         """
         origin, args = get_origin(hint), get_args(hint)
         if origin is Annotated:
@@ -150,13 +152,13 @@ class SchemaWriter:
 
 
 def _list_of(item: Schema, promote: bool) -> Schema:
-    """A list; with `promote` also a single value in its place."""
+    """Return the schema of a list; with `promote` a single item is accepted too."""
     items = {"type": "array", "items": item}
     return {"anyOf": [items, item]} if promote else items
 
 
 def _chosen(key: str, choices: Mapping[str, Schema]) -> Schema:
-    """A mapping that must meet the schema that it names under this key."""
+    """Return the schema of a mapping whose value under this key selects the schema that it must match."""
     return {
         "type": "object",
         "properties": {key: {"enum": list(choices)}},

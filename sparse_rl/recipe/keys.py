@@ -1,8 +1,8 @@
-"""What a recipe may say, read from the configurations' dataclasses: every key with its type, default and words.
+"""All keys of a recipe, read from the configurations' dataclasses: each key with its type, default and description.
 
-This is the only reading. The page docs/recipes.md (reference.py), `sparse-rl keys` and the JSON Schema (json_schema.py)
-are made of it. A key, its type and its default are those of the field; its words are those that the dataclass's
-docstring has for it: an entry `name : text`, or `a, b : text` for several, whose further lines are indented.
+The page docs/recipes.md (reference.py), `sparse-rl keys` and the JSON Schema (json_schema.py) are generated from this.
+Name, type and default of a key are those of the dataclass field. Its description comes from the dataclass's docstring:
+an entry `name : text`, or `a, b : text` for several keys, with continuation lines indented.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ENTRY = re.compile(r"(\w+(?:, \w+)*) : (.*)")
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a dataclass: its name, its type, its default (dataclasses.MISSING: it is required), and its words."""
+    """One key of a dataclass: its name, type, default (dataclasses.MISSING if it is required) and description."""
 
     name: str
     hint: Any
@@ -33,16 +33,16 @@ class Key:
 
     @property
     def required(self) -> bool:
-        """Whether a recipe must give it."""
+        """True if a recipe must give the key."""
         return self.default is dataclasses.MISSING
 
 
 @dataclass(frozen=True)
 class Row:
-    """One key as it is shown: its dotted name, its type, its default in YAML's words, and what is said of it.
+    """One key as displayed: its dotted name, type, default as YAML text, and description.
 
-    default : REQUIRED where there is none; empty for a block, whose keys have defaults of their own
-    file : of a block, the file that sets its keys
+    default : REQUIRED if the key has no default; empty for a block, whose keys have their own defaults
+    file : for a block, the file that defines its keys; else empty
     """
 
     key: str
@@ -54,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """The keys that one dataclass sets, with those of its blocks: what it is, the file that sets them, a row each."""
+    """The keys of one dataclass and of its blocks: a description, the file that defines the keys, and their rows."""
 
     prose: str
     file: str
@@ -65,9 +65,9 @@ class Section:
 
 
 def read_docstring(cls: type) -> tuple[str, dict[str, str]]:
-    """The prose of a dataclass's own docstring, and its entries: name -> words."""
+    """Return the prose of a dataclass's own docstring, and its entries: name -> description."""
     text = cls.__dict__.get("__doc__") or ""
-    if text.startswith(f"{cls.__name__}("):  # the signature, which dataclasses write where there is none
+    if text.startswith(f"{cls.__name__}("):  # the signature that dataclasses insert if there is no docstring
         return "", {}
     prose: list[str] = []
     entries: dict[str, str] = {}
@@ -84,40 +84,40 @@ def read_docstring(cls: type) -> tuple[str, dict[str, str]]:
     return " ".join(" ".join(prose).split()), entries
 
 
-def _words(cls: type, key: str) -> str:
-    """What the docstrings of a dataclass, and of those that it extends, say of a key; the nearest one counts."""
-    found = (entries[key] for base in cls.__mro__ if key in (entries := read_docstring(base)[1]))
-    return next(found, "").replace("None", "null")
+def _description(cls: type, key: str) -> str:
+    """Return the description of a key from the docstring of a dataclass or its bases; the first in MRO order wins."""
+    descriptions = (entries[key] for base in cls.__mro__ if key in (entries := read_docstring(base)[1]))
+    return next(descriptions, "").replace("None", "null")
 
 
 # ---- keys --------------------------------------------------------------------------------------------------
 
 
 def own_keys(cls: type) -> Iterator[Key]:
-    """The keys that a dataclass has itself, without what it holds flat."""
+    """Yield the dataclass's own keys, without those of its flat fields."""
     hints = own_fields(cls)
     for f in dataclasses.fields(cls):
         if f.name in hints:
-            yield Key(f.name, hints[f.name], default_of(f), _words(cls, f.name))
+            yield Key(f.name, hints[f.name], default_of(f), _description(cls, f.name))
 
 
 def all_keys(cls: type) -> Iterator[Key]:
-    """The keys that stand beside each other in YAML: a dataclass's own, and those of what it holds flat."""
+    """Yield the keys at one level of the YAML: the dataclass's own keys, and those of its flat fields."""
     return itertools.chain.from_iterable(map(own_keys, holders(cls)))
 
 
 def holders(cls: type) -> Iterator[type]:
-    """A dataclass and those that it holds flat."""
+    """Yield a dataclass and, recursively, the dataclasses of its flat fields."""
     yield cls
     for held in flat_fields(cls).values():
         yield from holders(held)
 
 
-# ---- as they are shown -------------------------------------------------------------------------------------
+# ---- rows and sections -------------------------------------------------------------------------------------
 
 
 def list_sections(cls: type, prefix: str = "") -> list[Section]:
-    """The keys of a dataclass: a section of its own, and one for each configuration that it holds flat."""
+    """Return the sections of a dataclass: one for its own keys, and one for each flat field."""
     places: dict[type, str] = {}
     return [
         Section(read_docstring(holder)[0], _file(holder), list(_list_rows(holder, prefix, places)))
@@ -126,9 +126,9 @@ def list_sections(cls: type, prefix: str = "") -> list[Section]:
 
 
 def _list_rows(cls: type, prefix: str, places: dict[type, str]) -> Iterator[Row]:
-    """A row for each key that a dataclass has itself, and for those of its blocks.
+    """Yield a row for each of a dataclass's own keys, and for the keys of its blocks.
 
-    places : where a block's keys have been listed before; there they are not listed again
+    places : block dataclass -> key under which its keys were listed; they are not listed a second time
     """
     for key in own_keys(cls):
         name, value, words, kind = f"{prefix}{key.name}", key.default, key.words, describe(key.hint)
@@ -136,19 +136,19 @@ def _list_rows(cls: type, prefix: str, places: dict[type, str]) -> Iterator[Row]
         if block is None:
             yield Row(name, kind, _show(value), words)
             continue
-        held, by_name = block
-        inner, kind = (f"{name}.NAME", describe(held)) if by_name else (name, kind)
-        if held in places:
-            words = " ".join(filter(None, [words, f"Its keys are those of `{places[held]}`."]))
-            yield Row(inner, kind, _show(value), words)
+        block_class, by_name = block
+        dotted_name, kind = (f"{name}.NAME", describe(block_class)) if by_name else (name, kind)
+        if block_class in places:
+            words = " ".join(filter(None, [words, f"It has the keys of `{places[block_class]}`."]))
+            yield Row(dotted_name, kind, _show(value), words)
             continue
-        places[held] = inner
-        yield Row(inner, kind, _show(value), words or read_docstring(held)[0], _file(held))
-        yield from _list_rows(held, f"{inner}.", places)
+        places[block_class] = dotted_name
+        yield Row(dotted_name, kind, _show(value), words or read_docstring(block_class)[0], _file(block_class))
+        yield from _list_rows(block_class, f"{dotted_name}.", places)
 
 
 def _block(hint: Any) -> tuple[type, bool] | None:
-    """The dataclass that a key of this type holds, and whether it holds several by name; None: a plain value."""
+    """Return the dataclass of a key's type, and True if the key maps names to several; None for a plain value."""
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return hint, False
     for member in get_args(hint):

@@ -1,9 +1,10 @@
-"""Finding and reading a recipe: one flat YAML file, with overrides, becomes one typed, validated dataclass.
+"""Finds and reads a recipe: one flat YAML file, with overrides, becomes one typed, validated dataclass.
 
     recipe = load_recipe("quickstart/grpo", ["learning_rate=1e-5", "cache.budget=64"])
 
-The keys are TRL's where TRL has one; blocks (cache, data, rollout, lora, launch, validation) are mappings. The other
-options of TRL's trainers (passed_through.py) are further flat keys. Nothing here imports torch, transformers or TRL.
+A key has TRL's name if TRL has such an option; blocks (cache, data, rollout, lora, launch, validation) are mappings.
+The other options of TRL's trainers (passed_through.py) are also flat keys. This module imports neither torch nor
+transformers nor TRL.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ from sparse_rl.recipe.schema import MOST_CHARACTERS, apply_overrides, parse_yaml
 
 
 def _shipped() -> dict[str, Path]:
-    """Name -> file, of every YAML file with a `kind` in the recipes package."""
+    """Return every YAML file with a `kind` in the package `recipes`: name -> file."""
     try:
         folder = Path(str(importlib.resources.files("recipes")))
-    except ModuleNotFoundError:  # the package alone ships none
+    except ModuleNotFoundError:  # sparse_rl is installed without the package `recipes`
         return {}
     files = [file for file in folder.rglob("*.yaml") if re.search(r"^kind:", file.read_text("utf-8"), re.M)]
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
 
 
 def list_recipes() -> list[str]:
-    """The names of the shipped recipes, such as "quickstart/grpo"."""
+    """Return the names of the shipped recipes, such as "quickstart/grpo"."""
     return sorted(_shipped())
 
 
 def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a YAML file, or a shipped one by its name, checked.
+    """Load and check the recipe of a YAML file, or a shipped recipe by its name.
 
-    path_or_name : a file ending in .yaml or .yml, or a name of `list_recipes`
-    overrides : "key=value" each, with dots into blocks: "cache.budget=64"; the value is read as YAML
+    path_or_name : a file ending in .yaml or .yml, or a name from `list_recipes`
+    overrides : strings "key=value", with dots for keys of blocks: "cache.budget=64"; the value is read as YAML
 
-    Raises UserError, in one line, where there is no such recipe, and as `make_recipe` does.
+    Raises UserError in one line if there is no such recipe, and as `make_recipe` does.
     """
     name = str(path_or_name)
     path = Path(name)
@@ -61,25 +62,25 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{name}: cannot be read: {error}") from None
     elif (path / RECIPE_FILE).is_file():
-        raise UserError(f"{name}: the directory of a run, not a recipe; its recipe is {path / RECIPE_FILE}")
+        raise UserError(f"{name}: this is the directory of a run, not a recipe; its recipe is {path / RECIPE_FILE}")
     elif Path(f"{name}.yaml").is_file():
-        raise UserError(f"{name}: no shipped recipe has this name; for the file write {name}.yaml")
+        raise UserError(f"{name}: no shipped recipe has this name; to load the file, write {name}.yaml")
     else:
         names = list_recipes()
-        asked = name.removesuffix(".yaml").removesuffix(".yml").removeprefix("recipes/")
-        near = nearest(asked, names)
-        mend = f"did you mean {near}?" if near else f"shipped recipes: {listed(names, asked) or 'none'}"
+        query = name.removesuffix(".yaml").removesuffix(".yml").removeprefix("recipes/")
+        near = nearest(query, names)
+        mend = f"did you mean {near}?" if near else f"shipped recipes: {listed(names, query) or 'none'}"
         raise UserError(f"{one_line(name, 100)}: neither a file nor a shipped recipe; {mend}")
     return make_recipe(parse_yaml(text, name), overrides, name)
 
 
 def make_recipe(mapping: Any, overrides: Sequence[str] = (), name: str = "recipe") -> Recipe:
-    """The recipe that a mapping describes, its `kind` among the keys; options of TRL's go to `trainer_options`.
+    """Return the recipe of a mapping, whose keys include `kind`; options of TRL are stored in `trainer_options`.
 
-    overrides : "key=value" each, as in `load_recipe`
-    name : what errors call it
+    overrides : strings "key=value", as in `load_recipe`
+    name : name of the recipe in errors
 
-    Raises UserError (one line) for anything that is wrong; `recipe.warnings` holds what is merely unwise.
+    Raises UserError in one line for an invalid recipe; `recipe.warnings` holds warnings about a valid but unwise one.
     """
     if not isinstance(mapping, dict):
         raise UserError(f"{name}: expected a mapping of keys to values, got {show(mapping)}")
@@ -112,7 +113,7 @@ def make_recipe(mapping: Any, overrides: Sequence[str] = (), name: str = "recipe
 
 
 def _places(cls: type[Recipe]) -> dict[str, str]:
-    """A key's name -> where it belongs, for a key that was put at another level."""
+    """Return where each key belongs (key -> dotted key), to suggest it for a key at the wrong level."""
     places = {key: f"cache.{key}" for key in ("policy", *yaml_fields(EvictingConfig))}
     for key, hint in yaml_fields(cls).items():
         for block in () if get_origin(hint) is dict else (hint, *get_args(hint)):

@@ -1,8 +1,8 @@
-"""The options of transformers' and TRL's trainers that a recipe passes through as they are: key -> type.
+"""Options of transformers' and TRL's trainers that a recipe passes on unchanged: key -> type.
 
-Checked in, so that a recipe is checked without importing TRL; tests/recipe/test_passed_through.py holds this list
-against the installed versions. Left out is what a recipe names itself, and what refused.py refuses. A type is narrower
-than the library's where the library would find a wrong value only once it trains.
+The list is written out so that a recipe can be checked without importing TRL; tests/recipe/test_passed_through.py
+compares it with the installed versions. It leaves out the options that are keys of our own, and those that refused.py
+rejects. A type is narrower than the library's if the library would detect a wrong value only during training.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ TRAINING: dict[str, Any] = {
     "skip_memory_metrics": bool,
 }
 
-VALIDATED: dict[str, Any] = {  # where something can be validated
+VALIDATED: dict[str, Any] = {  # for the kinds that can have a validation dataset
     "metric_for_best_model": str | None,
     "greater_is_better": bool | None,
 }
@@ -123,7 +123,7 @@ SFT: dict[str, Any] = {
     "neftune_noise_alpha": Positive | None,
     "include_num_input_tokens_seen": Literal["all", "non_padding", "no"] | bool,
     "data_seed": int | None,
-    # group_by_length is drawn from the process's random state, so that a resumed run would not find it in a later epoch
+    # group_by_length is left out: it draws from the process's random state, so a resumed run could not repeat its order
     "train_sampling_strategy": Order | Literal["batch_rebalance"],
     "router_aux_loss_coef": float | None,
     "chat_template_path": str | None,

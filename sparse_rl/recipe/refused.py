@@ -1,7 +1,7 @@
-"""Keys of TRL and its scripts that a recipe does not take, each with what to write instead.
+"""Options of TRL and its scripts that a recipe rejects, each with a hint on what to write instead.
 
-Here are those for which a recipe has other words. What would silently do nothing, or break eviction replay, whoever
-asked for it, is in trainer/options.py. All else that TRL offers passes through (passed_through.py).
+This file lists the options that a recipe expresses with other keys. trainer/options.py lists those that would silently
+do nothing or break eviction replay. All other options of TRL are passed on (passed_through.py).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from trainer.options import instead
 
 _VALIDATION = "use the validation block"
-_ATTENTION = "attention under evictions is made here; remove it, or use attention_kernel (not in kinds sft and eval)"
-_DEVICE = "the device is the one that is present; remove it"
+_ATTENTION = "sparse-rl computes attention itself; remove it, or use attention_kernel (not in kinds sft and eval)"
+_DEVICE = "the device is detected automatically; remove it"
 
 REFUSED: dict[str, str] = {
     # names of TRL's scripts and of older versions
@@ -31,7 +31,7 @@ REFUSED: dict[str, str] = {
     "lora_dropout": "a dropped weight cannot be replayed; remove it",
     "lora_target_modules": "use lora.target_modules",
     "num_processes": "use launch.processes",
-    # what the recipe says, or the command decides
+    # set by other keys of the recipe, or by the command
     "model_init_kwargs": "use model and dtype",
     "bf16": "use dtype: bfloat16",
     "fp16": "use dtype: float16",
@@ -40,13 +40,13 @@ REFUSED: dict[str, str] = {
     "deepspeed": "use launch.zero_stage and launch.offload",
     "remove_unused_columns": "it is always false, since rewards read the other columns; remove it",
     "resume_from_checkpoint": "use the option --resume of the command",
-    "restore_callback_states_from_checkpoint": "no callback of a recipe has a state; remove it",
+    "restore_callback_states_from_checkpoint": "the callbacks of a recipe have no state; remove it",
     "save_strategy": "use save_steps",
     "generation_batch_size": "use steps_per_generation",
     "hub_token": "a recipe is saved with the run; log in with `hf auth login` instead",
     "hub_strategy": "push_to_hub pushes the final model, at the end; remove it",
     "hub_always_push": "push_to_hub pushes the final model, at the end; remove it",
-    # evaluation while training
+    # evaluation during training
     "do_train": "the command decides; remove it",
     "do_eval": _VALIDATION,
     "eval_steps": "use validation.every",
@@ -59,7 +59,7 @@ PREFIXES: dict[str, str] = {"eval_": _VALIDATION}
 
 
 def refusal(key: str, kind: str) -> str | None:
-    """What to write instead of `key` in a recipe of a kind, or None if it is not refused."""
-    by_prefix = (mend for prefix, mend in PREFIXES.items() if key.startswith(prefix))
-    mend = REFUSED.get(key) or next(by_prefix, None) or instead(key, kind)
-    return mend and f"not a key here: {mend}"
+    """Return the error for `key` in a recipe of this kind, with a hint what to write instead; None if it is allowed."""
+    prefix_hints = (hint for prefix, hint in PREFIXES.items() if key.startswith(prefix))
+    hint = REFUSED.get(key) or next(prefix_hints, None) or instead(key, kind)
+    return hint and f"not a key here: {hint}"

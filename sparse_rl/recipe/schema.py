@@ -1,8 +1,8 @@
-"""YAML, and overrides of it from the command line. What a configuration makes of the values: sparse_rl/config.py.
+"""Reads YAML, and overrides from the command line. sparse_rl/config.py checks the values against the configuration.
 
 YAML is read with the 1.2 core rules for plain scalars, because the 1.1 rules of PyYAML turn `1e-6` into text, `no` into
-False and `2024-01-01` into a date. A key given twice is an error, and so is a text that only a machine would write: of
-so many characters, levels or values, those that aliases repeat included.
+False and `2024-01-01` into a date. A duplicate key is an error, and so is a text beyond the limits MOST_CHARACTERS,
+MOST_VALUES and MOST_LEVELS, which no person would write. Values repeated by aliases count each time.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ _FLOAT = re.compile(
 )
 _INT = re.compile(r"[-+]?[0-9][0-9_]*$")
 _TAG = "tag:yaml.org,2002:"
-_TYPES = (None, *(f"{_TAG}{name}" for name in ("null", "bool", "float", "str", "seq", "map")))  # None: any other
+# None stands for any other tag
+_TYPES = (None, *(f"{_TAG}{name}" for name in ("null", "bool", "float", "str", "seq", "map")))
 _SIGNED = list("-+.0123456789")
 MOST_CHARACTERS, MOST_VALUES, MOST_LEVELS, MOST_DIGITS = 100_000, 10_000, 32, 40
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {}  # none of PyYAML's own, filled below; and none of its types beyond JSON's
-    yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in _TYPES}
+    yaml_implicit_resolvers = {}  # replaces PyYAML's resolvers; filled below
+    yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in _TYPES}  # JSON types
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.level = self.deepest = self.values = 0
-        self.whole: dict[Any, tuple[int, int]] = {}  # the values and the levels of each node that is complete
+        self.whole: dict[Any, tuple[int, int]] = {}  # number of values and levels of each complete node
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Counts values and levels, as often as aliases repeat them, before anything is made of them."""
+        """Count values and levels, including those repeated by aliases, before any object is constructed."""
         alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
         values, deepest = self.values, self.deepest
         self.level += 1
@@ -44,7 +45,7 @@ class _Loader(yaml.SafeLoader):
         self._refuse_large(mark)
         node = super().compose_node(parent, index)
         if alias and node not in self.whole:
-            raise yaml.composer.ComposerError(None, None, "an alias stands within what it repeats", mark)
+            raise yaml.composer.ComposerError(None, None, "an alias repeats a node that contains it", mark)
         held = self.whole[node] if alias else (self.values - values + 1, self.deepest - self.level + 1)
         self.whole[node] = held
         self.values, self.deepest = values + held[0], max(deepest, self.level + held[1] - 1)
@@ -61,7 +62,7 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError):  # !!int abc
-            wrong = f"{show(node.value)} is no {node.tag.rpartition(':')[2]}"
+            wrong = f"{show(node.value)} is not a valid {node.tag.rpartition(':')[2]}"
             raise yaml.constructor.ConstructorError(None, None, wrong, node.start_mark) from None
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
@@ -86,7 +87,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever YAML 1.1 or these rules would not read back as text."""
+    """Quotes any text that YAML 1.1 or the rules above would not read back as text."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -102,32 +103,32 @@ for _class in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """The value of a YAML text. Raises UserError, with the line where it can: no YAML, a duplicate key, too large."""
+    """Return the value of a YAML text. Raises UserError, if possible with a line: not YAML, duplicate key, too long."""
     if len(text) > MOST_CHARACTERS:
-        raise UserError(f"{name}: longer than {MOST_CHARACTERS} characters, which no recipe is")
+        raise UserError(f"{name}: longer than {MOST_CHARACTERS} characters, the limit for a recipe")
     try:
         return _unshared(yaml.load(text, Loader=_Loader))  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{name}{line}: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # a ValueError: an escape such as "\\UFFFFFFFF"
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # ValueError: an escape such as "\\UFFFFFFFF"
         raise UserError(f"{name}: not YAML: {error}") from None
 
 
 def dump_yaml(mapping: Mapping[str, Any]) -> str:
-    """YAML that `parse_yaml` reads back unchanged, keys in the order given."""
+    """Return YAML that `parse_yaml` reads back unchanged, with the keys in the given order."""
     return yaml.dump(dict(mapping), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def _unshared(value: Any) -> Any:
-    """A copy in which an aliased node is no longer one object, so that an override changes one place only."""
+    """Copy a value so that aliased nodes become separate objects, and an override changes only one of them."""
     if isinstance(value, dict):
         return {key: _unshared(item) for key, item in value.items()}
     return [_unshared(item) for item in value] if isinstance(value, list) else value
 
 
 def apply_overrides(mapping: dict[str, Any], overrides: Iterable[str]) -> frozenset[str]:
-    """Set each `key=value` (dotted for blocks, the value in YAML) in `mapping`; returns the keys that were set."""
+    """Set each `key=value` (dotted for blocks, the value in YAML) in `mapping`, and return the keys that were set."""
     keys = set()
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -140,7 +141,7 @@ def apply_overrides(mapping: dict[str, Any], overrides: Iterable[str]) -> frozen
                 block[name] = {}
             if not isinstance(block[name], dict):
                 where = ".".join(blocks[: depth + 1])
-                wrong = f"{where} is not a block but {show(block[name])}; set it whole"
+                wrong = f"{where} is not a block but {show(block[name])}; set the whole key"
                 raise UserError(f"command line: {one_line(text, 60)}: {wrong}")
             block = block[name]
         block[last] = parse_yaml(value, f"command line: {one_line(text, 60)}")

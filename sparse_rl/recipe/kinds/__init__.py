@@ -1,11 +1,11 @@
-"""The kinds of recipe, one file each: what its YAML may say, and what it answers about itself.
+"""The kinds of recipe, one file each: the keys of its YAML, and methods that derive facts from them.
 
-A kind nests the configurations of the components that it sets up (trainer/*/config.py, rollout/config.py, ...). Where
-it holds one `flat`, its keys stand at the top level of the YAML. So a new key of a component is one edit, there.
+A kind nests the configurations of its components (trainer/*/config.py, rollout/config.py, ...). The keys of a `flat`
+field appear at the top level of the YAML. So a new key of a component is added in the component's configuration only.
 
-To add a kind: a file here with a subclass of Recipe, one entry in KINDS, and, if it is trained, what makes its trainer
-in TRAINERS of sparse_rl/commands/trainers.py, and the options that it hands on to TRL in PASSED_THROUGH of
-passed_through.py. Then make docs/recipes.md anew (reference.py).
+To add a kind, write a file here with a subclass of Recipe, and add the class to KINDS. If the kind is trained, also add
+a function that creates its trainer to TRAINERS in sparse_rl/commands/trainers.py, and the options that it passes on to
+TRL to PASSED_THROUGH in passed_through.py. Then regenerate docs/recipes.md (reference.py).
 """
 
 from __future__ import annotations
@@ -26,4 +26,4 @@ KINDS: dict[str, type[Recipe]] = {
     "eval": EvalRecipe,
     "perplexity": PerplexityRecipe,
 }
-"""The class of each kind of recipe, by what the key `kind` says."""
+"""The class of each kind of recipe, by the value of the key `kind`."""

@@ -1,7 +1,7 @@
-"""What every kind of recipe has, and what it answers about itself.
+"""Base classes of all kinds of recipe.
 
-What kinds answer in different ways is a method here; what only one place asks, that place takes from the kind's class.
-A command that needs a recipe of one class has it by `expect`, which refuses the others in one line.
+A question that the kinds answer differently is a method here; a fact that is used in one place only is read from the
+kind's own class. A command that needs a recipe of a certain class calls `expect`, which rejects others in one line.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ R = TypeVar("R", bound="Recipe")
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig(Configuration):
-    """What GRPO measures on held-out problems every so many steps (rewards and entropy of samples), and distillation
-    and KVpop also before their first step (KL and cross-entropy; `samples` does not count there).
+    """Validation on held-out problems at regular intervals. GRPO measures rewards and entropy of sampled completions;
+    distillation and KVpop measure KL and cross-entropy, also before the first step, and do not use `samples`.
+
+    every : steps between two validations
+    problems : number of held-out problems, at most
+    samples : completions sampled for each problem
     """
 
     data: DataConfig
@@ -36,99 +40,101 @@ class ValidationConfig(Configuration):
     samples: PositiveInt = 4
 
     def limited_data(self) -> DataConfig:
-        """The dataset, cut to so many problems."""
+        """Return the dataset's configuration, limited to `problems` problems."""
         return dataclasses.replace(self.data, limit=self.problems)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Configuration):
-    """What every kind of recipe has.
+    """Keys that every kind of recipe has.
 
-    model : the directory of a model, or of a run that has left one, or a name on the hub; weights are safetensors only
-    output_dir : the folder of the run
-    seed : of samples, of the order in which training takes the data, and of new weights
-    dtype : of the computation
+    model : directory of a model, directory of a run with a final model, or name on the hub; only safetensors weights
+        are loaded
+    output_dir : directory of the run
+    seed : seed of sampling, of the order of the training data, and of newly initialized weights
+    dtype : dtype of the computation
     """
 
     kind: ClassVar[str]
-    wanting: ClassVar[str]  # what a recipe that is none of a class lacks, said by `expect`; {} is its kind
-    completion_key: ClassVar[str] = "max_completion_length"  # bounds a completion
-    rollout = cast(RolloutConfig | None, None)  # the sampling engine: a key of the kinds that have one
+    wanting: ClassVar[str]  # rest of the error message of `expect` for recipes of other classes; {} is their kind
+    completion_key: ClassVar[str] = "max_completion_length"  # the key that limits a completion
+    rollout = cast(RolloutConfig | None, None)  # the sampling engine; only some kinds have this key
     model: PathText
     output_dir: PathText
     seed: Seed = 42
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     trainer_options: dict[str, Any] = field(default_factory=dict, metadata=NOT_YAML)
-    """Options of TRL's and transformers' trainers (passed_through.py), which are flat keys of the YAML."""
+    """Options of TRL's and transformers' trainers (passed_through.py), which are flat keys in the YAML."""
     warnings: list[str] = field(default_factory=list, init=False)
-    """What is allowed and unwise, a line each."""
+    """Warnings about valid but unwise settings, one line each."""
 
     def resolved(self) -> dict[str, Any]:
-        """Every key with its value, as YAML would give it: make_recipe(recipe.resolved()) == recipe."""
+        """Return every key with its value, as plain YAML data; make_recipe(recipe.resolved()) == recipe."""
         return {"kind": self.kind, **as_mapping(self), **self.trainer_options}
 
     def as_yaml(self) -> str:
-        """The text of a recipe file that says the same, every key written out."""
+        """Return the text of an equivalent recipe file, with every key written out."""
         return dump_yaml(self.resolved())
 
     def with_models(self, directory_of: Callable[[str], str]) -> Self:
-        """The same recipe with each model that it names replaced by what `directory_of` says of it."""
+        """Return a copy of the recipe with each model name replaced by `directory_of(name)`."""
         return dataclasses.replace(self, model=directory_of(self.model))
 
     def expect(self, cls: type[R]) -> R:
-        """Itself, where it is a recipe of this class. Raises UserError otherwise."""
+        """Return the recipe itself if it is of class `cls`. Raises UserError otherwise."""
         if not isinstance(self, cls):
             raise UserError(f"a recipe of kind {self.kind} {cls.wanting.format(self.kind)}", "kind")
         return self
 
     def evaluation(self, run: str) -> dict[str, Any] | None:
-        """The mapping of a recipe of kind eval for the model that a training by this recipe has left in the directory
-        `run`; None where it does not say which problems tell how good that model is.
+        """Return the mapping of an eval recipe for the final model in the directory `run` of a run of this recipe.
+
+        Returns None if this recipe names no problems to evaluate the model on.
         """
         return None
 
     # ---- sampling -----------------------------------------------------------------------------------------------
 
     def with_rollout(self, **changed: Any) -> Self:
-        """The same recipe with other settings of its engine."""
+        """Return a copy of the recipe with some engine settings replaced."""
         assert self.rollout is not None
-        key: dict[str, Any] = {"rollout": dataclasses.replace(self.rollout, **changed)}
-        return dataclasses.replace(self, **key)
+        replacement: dict[str, Any] = {"rollout": dataclasses.replace(self.rollout, **changed)}
+        return dataclasses.replace(self, **replacement)
 
     def check_model_len(self) -> None:
-        """Raise a UserError where the engine's longest sequence does not hold a prompt and a completion."""
+        """Raise UserError if `rollout.max_model_len` is too small for a prompt and a completion."""
         need = max(bound or 1 for bound in self.prompt_bounds()) + self.sampling().max_tokens
         if self.rollout is not None and (self.rollout.max_model_len or need) < need:
             wrong = f"must hold a prompt and a completion, at least {need} tokens here; raise or remove it"
             raise UserError(wrong, "rollout.max_model_len")
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
-        """How its engine samples. samples : completions of each prompt"""
+        """Return the sampling settings of the engine. samples : number of completions per prompt"""
         raise NotImplementedError
 
     def caches(self) -> list[PolicyConfig | None]:
-        """The caches that its engine samples under, in turn; None: the one that the model's directory names."""
+        """Cache policies that the engine samples under, one after another; None means the one saved with the model."""
         return []
 
     def prompt_caches(self) -> list[PromptCacheConfig]:
-        """How the contexts of its prompts are compacted, in turn; empty: they are not."""
+        """Settings for compacting the contexts of prompts, used one after another; empty if none are compacted."""
         return []
 
     def prompt_sources(self) -> dict[str, DataConfig]:
-        """Where its prompts come from: dotted key -> dataset."""
+        """Datasets that supply prompts: dotted key -> dataset."""
         return {}
 
     def prompt_bounds(self) -> list[int | None]:
-        """The most tokens of a prompt, of each source of prompts; None: not known."""
+        """Maximum number of tokens of a prompt, for each source of prompts; None means unknown."""
         return [data.max_prompt_tokens for data in self.prompt_sources().values()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRecipe(Recipe):
-    """What every training has."""
+    """Keys of every kind of recipe that trains a model."""
 
     wanting: ClassVar[str] = "is not trained; use sparse-rl {}"
-    validation = cast(ValidationConfig | None, None)  # a key of the kinds that hold problems out
+    validation = cast(ValidationConfig | None, None)  # only the kinds that use held-out problems have this key
     data: DataConfig
     training: TrainingConfig = flat(TrainingConfig)
     lora: LoraConfig | None = None
@@ -142,63 +148,63 @@ class TrainRecipe(Recipe):
             wrong = "the eviction trace does not survive reentrant checkpointing; set it to false or remove it"
             raise UserError(wrong, "gradient_checkpointing_kwargs.use_reentrant")
         if self.lora is not None and self.launch.zero_stage == 3:
-            wrong = "LoRA under ZeRO-3 takes reentrant checkpointing, which cannot be replayed; use stage 2 or lower"
+            wrong = "LoRA under ZeRO-3 requires reentrant checkpointing, which cannot be replayed; use stage 2 or lower"
             raise UserError(wrong, "launch.zero_stage")
 
     def prompt_sources(self) -> dict[str, DataConfig]:
         return {"data": self.data} | ({} if self.validation is None else {"validation.data": self.validation.data})
 
-    # ---- what it trains on --------------------------------------------------------------------------------------
+    # ---- training data ------------------------------------------------------------------------------------------
 
     def samples_behind_prompts(self) -> bool:
-        """Whether completions are sampled behind the prompts of its dataset, as it trains."""
+        """True if training samples completions of the dataset's prompts."""
         return False
 
     def columns(self) -> tuple[str, ...]:
-        """The columns that its dataset must have."""
+        """Columns that the dataset must have."""
         return ("prompt", "completion")
 
     def named_rewards(self) -> tuple[str, list[Any]]:
-        """(the key that names rewards, what it names)"""
+        """Return (the key that names rewards, its list of rewards)."""
         return "rewards", []
 
     # ---- batches ------------------------------------------------------------------------------------------------
 
     def update_rows(self) -> int:
-        """Rows of one update, over all processes."""
+        """Number of rows of one update, over all processes."""
         training = self.training
         return training.per_device_train_batch_size * training.gradient_accumulation_steps * self.launch.processes
 
     def describe_batches(self, rows: int) -> str:
-        """The arithmetic of batches in words, for a dataset of so many rows.
+        """Describe rows per step, steps per epoch and steps in total, for a dataset of `rows` rows.
 
-        Raises UserError where these do not fill what the training takes at once.
+        Raises UserError if the dataset is too small for the batches of the training.
         """
         per_epoch = -(-rows // self.update_rows())
         return f"{self.update_rows()} rows a step, {per_epoch} steps an epoch, {self.count_steps(per_epoch)} steps"
 
     def count_steps(self, per_epoch: int) -> int:
-        """Steps of the whole training. per_epoch : steps of one epoch"""
+        """Number of steps of the whole training. per_epoch : steps of one epoch"""
         training = self.training
         return training.max_steps if training.max_steps > 0 else max(1, round(per_epoch * training.num_train_epochs))
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def longest_row(self, prompt: int) -> int | None:
-        """Tokens of the longest row that is trained on, where a prompt has so many; None: no bound is known."""
+        """Maximum number of tokens of a training row if a prompt has `prompt` tokens; None means no known bound."""
         raise NotImplementedError
 
     def keeps_traces(self) -> bool:
-        """Whether recorded traces are kept for training."""
+        """True if recorded traces are kept for training."""
         return False
 
     def sequences_sampled(self) -> int:
-        """Sequences that one process has from its engine at a time."""
+        """Number of sequences that the engine returns to one process at once."""
         return self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
 
     def further_models(self, own_engine: bool) -> list[tuple[str, str]]:
-        """(name, note) of each further copy of the model that one process holds.
+        """Return (name, note) of each further copy of the model in one process.
 
-        own_engine : the engine has weights of its own, which are counted with it
+        own_engine : True if the engine has its own copy of the weights, which is counted elsewhere
         """
         return []

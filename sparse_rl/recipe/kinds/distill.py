@@ -23,11 +23,11 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.scorers is not None and self.distill.packing:
-            raise UserError("scorers remember a sequence from its beginning; set it to false", "packing")
+            raise UserError("scorers read each sequence from its start; set it to false", "packing")
         if self.distill.packing and not self.cache.packs:
             raise UserError(f"sequences under {self.cache.name} cannot be packed; set it to false", "packing")
         if self.distill.completions == "student" and self.taught_by.teacher_cache is not None:
-            wrong = "holds what the teacher says of the dataset's completions; the student's own are new each time"
+            wrong = "it covers only the dataset's completions, but the student samples new ones; remove it"
             raise UserError(wrong, "teacher_cache")
         if self.distill.refresh_every and self.training.save_steps % self.distill.refresh_every:
             every = self.training.save_steps
@@ -49,12 +49,12 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
         return "keep", [] if self.distill.keep is None else [self.distill.keep]
 
     def attending_models(self) -> list[str]:
-        """With packing a teacher of its own attends by the kernel too: no sequence of a row sees another."""
+        """Include a separate teacher under packing, because the kernel also keeps its packed sequences apart."""
         teacher = self.taught_by.teacher
         return [self.model, *([teacher] if self.distill.packing and teacher is not None else [])]
 
     def further_models(self, own_engine: bool) -> list[tuple[str, str]]:
-        shared = self.own_teacher and self.launch.zero_stage < 3 and not self.distill.refresh_every
-        if own_engine or self.distill.completions == "student" or shared:
+        uses_same_weights = self.own_teacher and self.launch.zero_stage < 3 and not self.distill.refresh_every
+        if own_engine or self.distill.completions == "student" or uses_same_weights:
             return []
         return [("simulating model", self.dtype)]

@@ -17,11 +17,12 @@ from sparse_rl.recipe.kinds.swept import SweepConfig, SweptRecipe
 
 @dataclass(frozen=True, kw_only=True)
 class ForcedAnswerConfig(Configuration):
-    """An answer at the limit: a completion that has not ended when text and tokens are all that is left of
-    max_completion_length goes on with the text, also where its answer has begun. `forced` of a row: how many did.
+    """Forced answers near the length limit: if a completion has not ended when only `text` and `tokens` still fit into
+    max_completion_length, it continues with `text`, even if its answer has already begun. The column `forced` of the
+    results counts such completions.
 
-    text : ends the thinking, and begins the answer
-    tokens : left for the answer behind it
+    text : text that ends the thinking and begins the answer
+    tokens : number of tokens reserved for the answer after the text
     """
 
     text: Text
@@ -30,18 +31,18 @@ class ForcedAnswerConfig(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptCacheSweep(PromptCacheConfig):
-    """How contexts are compacted once, before all their questions are asked.
+    """Settings for compacting each context once, before its questions are asked.
 
-    ratio : of the tokens of the context's text that stay; each of several is evaluated
-    first, last : further tokens at the beginning and end of the context's text that stay as they are; what the chat
-        template puts in front of it always does
+    ratio : fraction of the tokens of the context's text that is kept; each value of a list is evaluated
+    first, last : number of further tokens kept unchanged at the start and end of the context's text; tokens that the
+        chat template puts before it are always kept
     """
 
-    ratio: list[Fraction] = field(default_factory=lambda: [0.1])  # type: ignore[assignment]  # several of the one
+    ratio: list[Fraction] = field(default_factory=lambda: [0.1])  # type: ignore[assignment]  # a list
     first: NonNegativeInt = 0
 
     def points(self) -> list[PromptCacheConfig]:
-        """The settings of each ratio; a policy that chooses nothing has none."""
+        """Return one configuration for each ratio; a policy that selects no entries uses only the first ratio."""
         ratios = self.ratio if self.chooses else self.ratio[:1]
         same = {f.name: getattr(self, f.name) for f in fields(PromptCacheConfig) if f.name != "ratio"}
         return [PromptCacheConfig(**same, ratio=ratio) for ratio in ratios]
@@ -51,16 +52,17 @@ class PromptCacheSweep(PromptCacheConfig):
 class EvalRecipe(SweptRecipe):
     """pass@1 over tasks × policies × budgets.
 
-    samples : of each problem
-    temperature : of sampling; 0 takes the most likely token
-    top_p : the smallest set of tokens with at least this probability is sampled from
-    top_k : the so many most likely tokens are sampled from; null: all
-    max_completion_length : tokens of a completion, at most
-    accuracy : the reward that says whether an answer is right
-    further_accuracy : name -> another such reward, by which the same completions are judged too
-    forced_answer : what is forced upon completions that come near the limit; null: they are cut off
-    prompt_cache : how the contexts of the problems are compacted, once for all questions about one; a block, or
-        several, each of which is evaluated. Behind a context nothing is evicted. null: it is a part of each prompt
+    tasks : name -> dataset
+    samples : completions per problem
+    temperature : sampling temperature; 0 takes the most likely token
+    top_p : sampling is restricted to the smallest set of tokens with at least this total probability
+    top_k : sampling is restricted to the top_k most likely tokens; null means all
+    max_completion_length : maximum number of tokens of a completion
+    accuracy : reward that decides if an answer is correct
+    further_accuracy : name -> another such reward, also computed for the same completions
+    forced_answer : answer forced on completions that come near the length limit; null means they are truncated
+    prompt_cache : settings for compacting each context once for all its questions: a block, or a list of blocks, each
+        of which is evaluated. Nothing is evicted after a context. null means that the context is part of each prompt
     """
 
     kind: ClassVar[str] = "eval"
@@ -83,18 +85,18 @@ class EvalRecipe(SweptRecipe):
         self._check_prompt_cache()
         self.check_model_len()
         if self.temperature == 0 and self.samples > 1:
-            self.warnings.append(
-                f"temperature 0 gives {self.samples} equal samples per problem; samples: 1 says as much"
-            )
+            self.warnings.append(f"temperature 0 gives {self.samples} equal samples per problem; use samples: 1")
 
     def _check_prompt_cache(self) -> None:
         if self.prompt_cache is None:
             return
         if not self.prompt_caches():
             raise UserError("name at least one, for example {policy: am, ratio: 0.05}, or remove this", "prompt_cache")
-        for key, given in (("cache", self.cache is not None), ("sweep", self.sweep != SweepConfig())):
-            if given:
-                raise UserError("nothing is evicted behind a context that prompt_cache compacts; remove one", key)
+        for key, is_set in (("cache", self.cache is not None), ("sweep", self.sweep != SweepConfig())):
+            if is_set:
+                raise UserError(
+                    "nothing is evicted after a context that prompt_cache compacts; remove one of them", key
+                )
         for name, data in self.tasks.items():
             if not data.has_context:
                 wrong = "prompt_cache compacts contexts; say which column holds them, as in columns: {context: article}"
@@ -116,25 +118,28 @@ class EvalRecipe(SweptRecipe):
         )
 
     def forcing(self, encode: Callable[[str], list[int]]) -> dict[str, Any]:
-        """What `SamplingConfig` has to say of a forced answer. encode : a text's tokens, without special ones"""
+        """Return the fields of `SamplingConfig` for a forced answer.
+
+        encode : returns a text's token ids, without special tokens
+        """
         if self.forced_answer is None:
             return {}
         forced = encode(self.forced_answer.text)
         start = self.max_completion_length - self.forced_answer.tokens - len(forced)
         if start < 1:
-            taken = f"its text has {len(forced)} tokens, with {self.forced_answer.tokens} behind it"
-            raise UserError(f"{taken}: nothing is left of {self.max_completion_length}; lower tokens", "forced_answer")
+            parts = f"its text has {len(forced)} tokens, with {self.forced_answer.tokens} after it"
+            raise UserError(f"{parts}: nothing is left of {self.max_completion_length}; lower tokens", "forced_answer")
         return {"forced": tuple(forced), "forced_from": start}
 
     def prompt_sources(self) -> dict[str, DataConfig]:
         return {f"tasks.{name}": data for name, data in self.tasks.items()}
 
     def accuracies(self) -> dict[str, str | dict[str, Any]]:
-        """The rewards that completions are judged by, the one of `accuracy` first: dotted key -> reward."""
+        """Rewards that decide if a completion is correct, that of `accuracy` first: dotted key -> reward."""
         further = {f"further_accuracy.{name}": reward for name, reward in self.further_accuracy.items()}
         return {"accuracy": self.accuracy, **further}
 
     def sequences(self) -> int | None:
         problems = [data.synthetic.size if data.synthetic else data.limit for data in self.tasks.values()]
-        known = [count for count in problems if count is not None]
-        return max(known) * self.samples if len(known) == len(problems) else None
+        sizes = [count for count in problems if count is not None]
+        return max(sizes) * self.samples if len(sizes) == len(problems) else None

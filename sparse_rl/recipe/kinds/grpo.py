@@ -17,7 +17,7 @@ from trainer.grpo.config import SparseGRPOConfig
 class GRPORecipe(SampledRecipe):
     """RL under a sparse cache; {policy: full} is RL with a full cache.
 
-    rewards : names of rewards, or mappings {name: ..., weight: ..., its parameters}
+    rewards : names of rewards, or mappings {name: ..., weight: ..., parameters of the reward}
     """
 
     kind: ClassVar[str] = "grpo"
@@ -28,7 +28,7 @@ class GRPORecipe(SampledRecipe):
         super().__post_init__()
         self.grpo.check_options(self.trainer_options)
         if self.trainer_options.get("sync_ref_model"):
-            self._check_followed()
+            self._check_sync_ref_model()
         if not self.rewards or not all(self.rewards):
             raise UserError("name at least one reward, for example [math]", "rewards")
         if self.completions_per_generation % self.grpo.num_generations:
@@ -41,33 +41,39 @@ class GRPORecipe(SampledRecipe):
                 "num_generations",
             )
         if self.validation is not None and self.validation.data.thinking != self.data.thinking:
-            raise UserError("must be as in data.thinking", "validation.data.thinking")
+            raise UserError("must equal data.thinking", "validation.data.thinking")
         if self.grpo.top_p < 1 or self.grpo.top_k is not None:
             self.warnings.append(
                 "top_p < 1 or top_k truncates the sampler's support, which biases the policy ratio; "
                 "train with top_p: 1.0 and top_k: null, and use them in evaluation"
             )
 
-    def _check_followed(self) -> None:
-        """What a reference model that follows the policy asks of the rest."""
+    def _check_sync_ref_model(self) -> None:
+        """Raise UserError for settings that exclude a reference model that follows the policy."""
         if self.lora is not None:
-            wrong = "an adapter's reference is the model without it, which does not change; remove one of them"
+            wrong = "with lora the reference is the model without the adapter, which never changes; remove one of them"
             raise UserError(wrong, "sync_ref_model")
         if isinstance(self.cache, LearnedConfig):
-            raise UserError(f"not under {self.cache.name}, whose scorers the reference model lacks", "sync_ref_model")
+            raise UserError(
+                f"does not work with cache.policy {self.cache.name}: the reference model has no scorers",
+                "sync_ref_model",
+            )
 
     @property
     def steps_per_generation(self) -> int:
-        """Micro-batches of one process for which completions are sampled at once."""
+        """Number of micro-batches of one process whose completions are sampled at once."""
         return self.grpo.steps_per_generation or self.training.gradient_accumulation_steps
 
     @property
     def completions_per_generation(self) -> int:
-        """Completions that are sampled at once, over all processes."""
+        """Number of completions that are sampled at once, over all processes."""
         return self.training.per_device_train_batch_size * self.launch.processes * self.steps_per_generation
 
     def check_prompts(self, count: int) -> int:
-        """The prompts of one generation. Raises UserError where the data hold fewer: TRL would train on nothing."""
+        """Return the number of prompts of one generation.
+
+        Raises UserError if the dataset has fewer, because TRL would then train on nothing.
+        """
         need = self.completions_per_generation // self.grpo.num_generations
         if count < need:
             raise UserError(
@@ -84,8 +90,9 @@ class GRPORecipe(SampledRecipe):
         return ("prompt",)
 
     def evaluation(self, run: str) -> dict[str, Any] | None:
-        """Its held-out problems, sampled as in training, under the cache that the model carries; right is what its
-        first reward calls so.
+        """Evaluate the held-out problems, sampled as in training, under the cache policy saved with the model.
+
+        The first reward decides if a completion is correct.
         """
         if self.validation is None:
             return None

@@ -14,7 +14,7 @@ from trainer.kvpop.config import KVpopConfig, KVpopLossConfig, KVpopTrainingConf
 
 @dataclass(frozen=True, kw_only=True)
 class KVpopRecipe(TaughtRecipe):
-    """Retrofit of the learned policy `kvpop`, whose scorers are trained beside the model.
+    """Retrofit of the learned policy `kvpop`, whose scorers are trained together with the model.
 
     cache : {policy: kvpop, its parameters}
     """
@@ -30,7 +30,9 @@ class KVpopRecipe(TaughtRecipe):
         if not self.cache.schedule.before_attending:
             raise UserError("recipes of kind kvpop train kvpop or dms", "cache.policy")
         if self.lora is not None:
-            raise UserError("the whole model is trained, or with train_base: false the scorers alone", "lora")
+            raise UserError(
+                "not in kind kvpop: it trains the whole model, or with train_base: false only the scorers", "lora"
+            )
         policy: Any = self.cache
         if policy.scorer.name == "recency" and not self.kvpop.train_base:
             raise UserError("the scorer recency has no parameters, so nothing would be trained", "train_base")
@@ -47,7 +49,7 @@ class KVpopRecipe(TaughtRecipe):
         if not self.kvpop.packing:
             return super().describe_batches(rows)
         length = self.kvpop.max_length
-        return f"{self.update_rows()} rows of {length} tokens a step; how many the texts fill is not known before"
+        return f"{self.update_rows()} rows of {length} tokens a step; the number of rows is known only after packing"
 
     def longest_row(self, prompt: int) -> int | None:
         return self.kvpop.max_length

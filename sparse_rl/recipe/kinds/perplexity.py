@@ -1,4 +1,4 @@
-"""kind: perplexity, of a text under a cache or a sweep of caches."""
+"""kind: perplexity, the perplexity of a text under one cache policy or a sweep of policies."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sparse_rl.recipe.kinds.swept import SweptRecipe
 class PerplexityRecipe(SweptRecipe):
     """Perplexity of a text, decoded token by token under policies × budgets.
 
-    text : a file, UTF-8; it is cut into pieces of prompt_tokens + completion_tokens tokens
-    prompt_tokens : of a piece, prefilled with full attention, and not counted
-    completion_tokens : of a piece, decoded behind them under the cache
-    pieces : at most so many, the first of the text; null: all
+    text : UTF-8 file; it is cut into pieces of prompt_tokens + completion_tokens tokens
+    prompt_tokens : tokens of a piece that are prefilled with full attention and not counted
+    completion_tokens : following tokens of a piece, decoded under the cache
+    pieces : maximum number of pieces, taken from the start of the text; null means all
     """
 
     kind: ClassVar[str] = "perplexity"

@@ -1,4 +1,4 @@
-"""Training under evictions, and training on sequences that an engine samples, or simulates, under a cache."""
+"""Base classes for training under evictions, and for training on sequences that an engine samples or simulates."""
 
 from __future__ import annotations
 
@@ -14,31 +14,37 @@ from sparse_rl.recipe.kinds.base import TrainRecipe, ValidationConfig
 from trainer.config import ReplayConfig
 from trainer.scored.config import ScorersConfig
 
-GROUPS_OF_THEIR_OWN = ("lomo", "adalomo", "galore", "apollo")  # optimizers that transformers hands its own groups
+GROUPS_OF_THEIR_OWN = ("lomo", "adalomo", "galore", "apollo")  # optimizers with their own parameter groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayedRecipe(TrainRecipe):
-    """Training whose attention sees what a cache under evictions would have held, recorded or decided as it trains."""
+    """Training whose attention sees only the entries that a cache under evictions would have held.
+
+    The evictions are recorded earlier, or decided during training.
+    """
 
     replay: ReplayConfig = flat(ReplayConfig)
     validation: ValidationConfig | None = None
 
     def attending_models(self) -> list[str]:
-        """The models that attend by its kernel."""
+        """Models that use the recipe's attention kernel."""
         return [self.model]
 
     def foresees(self) -> bool:
-        """Whether KVpop's scorers learn: for that their target is computed, the mass of future attention."""
+        """True if KVpop's scorers are trained, which requires computing their target, the mass of future attention."""
         raise NotImplementedError
 
     def refuse_own_groups(self) -> None:
-        """Raise UserError for an optimizer under which model and scorers cannot have a learning rate each."""
+        """Raise UserError for an optimizer that cannot use separate learning rates for model and scorers."""
         if str(self.trainer_options.get("optim")).startswith(GROUPS_OF_THEIR_OWN):
-            raise UserError("it groups the weights itself, and model and scorers have a learning rate each", "optim")
+            raise UserError(
+                "groups parameters itself, so model and scorers cannot have separate learning rates; use another",
+                "optim",
+            )
 
     def with_attention_kernel(self, kernel: str) -> Self:
-        """The same recipe with another attention kernel."""
+        """Return a copy of the recipe with another attention kernel."""
         replay = dataclasses.replace(self.replay, attention_kernel=kernel)  # type: ignore[arg-type]  # a kernel's name
         return dataclasses.replace(self, replay=replay)
 
@@ -47,8 +53,8 @@ class ReplayedRecipe(TrainRecipe):
 class SampledRecipe(ReplayedRecipe):
     """Training on sequences that an engine samples, or simulates, under a cache.
 
-    cache : {policy: a name, its parameters}, or the name alone
-    scorers : how a learned policy's scorers go on learning; null: they stay as they are
+    cache : cache policy: {policy: name, parameters of the policy}, or just the name
+    scorers : settings for training a learned policy's scorers further; null leaves them unchanged
     """
 
     cache: PolicyConfig
@@ -68,14 +74,14 @@ class SampledRecipe(ReplayedRecipe):
         self.check_model_len()
 
     def _check_learned(self) -> None:
-        """What a learned policy, and scorers that go on learning, ask of the rest."""
+        """Raise UserError for settings that do not work with a learned policy, or with training its scorers."""
         if isinstance(self.cache, LearnedConfig) and self.lora is not None:
-            raise UserError(f"not under {self.cache.name}; remove one of them", "lora")
+            raise UserError(f"does not work with cache.policy {self.cache.name}; remove one of them", "lora")
         if self.scorers is None:
             return
         if not isinstance(self.cache, KVpopPolicyConfig):
             raise UserError(
-                f"{self.cache.name} has none that learn on; remove this, or name kvpop as cache.policy", "scorers"
+                f"{self.cache.name} has no scorers to train; remove this, or set cache.policy to kvpop", "scorers"
             )
         if self.cache.scorer.name == "recency":
             raise UserError(

@@ -13,7 +13,7 @@ from trainer.sft.config import SFTConfig, SFTTrainingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SFTRecipe(TrainRecipe):
-    """Supervised fine-tuning with a full cache: the start of the quickstart, of cold starts, and uptraining."""
+    """Supervised fine-tuning with a full cache, for the first stage of the quickstart, cold starts and uptraining."""
 
     kind: ClassVar[str] = "sft"
     training: SFTTrainingConfig = flat(SFTTrainingConfig)
@@ -23,11 +23,11 @@ class SFTRecipe(TrainRecipe):
         super().__post_init__()
         if self.sft.stop_at_accuracy is not None:
             if self.data.synthetic is None:
-                raise UserError("needs fresh problems, so a data.synthetic dataset; remove it", "stop_at_accuracy")
+                raise UserError("needs fresh problems: use a data.synthetic dataset, or remove it", "stop_at_accuracy")
             if self.data.synthetic.task != "running_sum":
-                raise UserError("grades answers to the task running_sum; remove it", "stop_at_accuracy")
+                raise UserError("can only grade answers to the task running_sum; remove it", "stop_at_accuracy")
         if self.sft.from_scratch and self.lora is not None:
-            raise UserError("adapters on random weights learn nothing of use; remove from_scratch or lora", "lora")
+            raise UserError("adapters on random weights learn nothing useful; remove from_scratch or lora", "lora")
 
     def longest_row(self, prompt: int) -> int | None:
         return self.sft.max_length

@@ -1,4 +1,4 @@
-"""What is measured under a cache, or under each cache of a sweep of policies and budgets."""
+"""Base of the recipes that evaluate under one cache policy, or under each of a sweep of policies and budgets."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from sparse_rl.recipe.kinds.base import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig(Configuration):
-    """Evaluate every policy at every budget; an empty list keeps what the cache block says.
+    """Sweep that evaluates every policy at every budget; an empty list keeps the value of the cache block.
 
-    policy : names, or {policy: name, its parameters}; one with a budget of its own is evaluated at that one alone
+    policy : names, or mappings {policy: name, parameters of the policy}; a policy that sets a budget itself is
+        evaluated only at that budget
+    budget : budgets at which each policy is evaluated
     """
 
     policy: list[Text | dict[str, Any]] = field(default_factory=list)
@@ -25,10 +27,10 @@ class SweepConfig(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class SweptRecipe(Recipe):
-    """What is measured under one cache, or under each of a sweep.
+    """Recipe that is evaluated under one cache policy, or under each of a sweep.
 
-    cache : the policy; in a sweep, with a policy or without, its other keys go to each swept policy that has them and
-        does not say them itself. Without cache and sweep the model's own cache_policy.json, if any
+    cache : cache policy. In a sweep, the other keys of this block, with or without `policy`, are defaults for each
+        swept policy that has them. Without cache and sweep, the model's own cache_policy.json is used, if any
     """
 
     cache: Text | dict[str, Any] | None = None
@@ -36,7 +38,7 @@ class SweptRecipe(Recipe):
     rollout: EvalRolloutConfig = field(default_factory=EvalRolloutConfig)
 
     points: list[PolicyConfig | None] = field(default_factory=list, init=False, compare=False)
-    """The cache of each point of the sweep."""
+    """Cache policy of each point of the sweep."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,44 +47,46 @@ class SweptRecipe(Recipe):
         object.__setattr__(self, "points", self.read_points())
 
     def sequences(self) -> int | None:
-        """The most sequences that the engine is given for one task under one cache; None: not known."""
+        """Maximum number of sequences that the engine gets for one task under one cache; None if unknown."""
         raise NotImplementedError
 
     def caches(self) -> list[PolicyConfig | None]:
         return self.points
 
     def read_points(self) -> list[PolicyConfig | None]:
-        """The cache of every point of the sweep; [None] leaves it to the model's directory.
+        """Return the cache policy of every point of the sweep; [None] means the policy saved with the model.
 
-        A parameter of the cache block goes to each swept policy that has it and does not say it itself; one that none
-        of them has is an error.
+        A parameter of the cache block is a default for each swept policy that has it. A parameter that no swept policy
+        has is an error.
         """
         if not self.sweep.policy and not self.sweep.budget:
             if self.cache is None:
                 return [None]
             return [PolicyConfig.from_block(self.cache, "cache", Source())]
         base = dict(self.cache) if isinstance(self.cache, dict) else {}
-        own = base.pop("policy", None)
-        if own is not None and own not in list(CONFIGS):
-            PolicyConfig.from_block({"policy": own}, "cache", Source())  # refused, though the sweep may name its own
-        swept = self.sweep.policy or ([own] if own is not None else [])
+        own_policy = base.pop("policy", None)
+        if own_policy is not None and own_policy not in list(CONFIGS):
+            PolicyConfig.from_block(
+                {"policy": own_policy}, "cache", Source()
+            )  # raises, even if the sweep names other policies
+        swept = self.sweep.policy or ([own_policy] if own_policy is not None else [])
         if not swept:
-            raise UserError("name the policies too, here or as cache.policy", "sweep.budget")
+            raise UserError("name the policies too, as sweep.policy or cache.policy", "sweep.budget")
         points: list[PolicyConfig | None] = []
         used: set[str] = set()
         blocks = [{"policy": entry} if isinstance(entry, str) else entry for entry in swept]
         for block in blocks:
             name: Any = block.get("policy")
-            known = name in list(CONFIGS)
-            accepted = accepted_parameters(name) if known else []
-            mine = {key: value for key, value in base.items() if key in accepted}
-            used |= mine.keys()
+            is_policy = name in list(CONFIGS)
+            accepted = accepted_parameters(name) if is_policy else []
+            defaults = {key: value for key, value in base.items() if key in accepted}
+            used |= defaults.keys()
             sweeps_budget = self.sweep.budget and "budget" in accepted and "budget" not in block
             for size in [{"budget": budget} for budget in self.sweep.budget] if sweeps_budget else [{}]:
                 try:
-                    point = PolicyConfig.from_block({**mine, **block, **size})
+                    point = PolicyConfig.from_block({**defaults, **block, **size})
                 except UserError as error:
-                    raise UserError(str(error), "sweep" if known else "sweep.policy") from None
+                    raise UserError(str(error), "sweep" if is_policy else "sweep.policy") from None
                 if point not in points:
                     points.append(point)
         for key in base:

@@ -1,4 +1,4 @@
-"""Training on what a dense teacher says of a text: what distill and kvpop share."""
+"""Base of the recipes of kind distill and kvpop, which train on the predictions of a dense teacher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.teacher.config import TeacherConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TaughtRecipe(ReplayedRecipe):
-    """Training on what a dense teacher says of a text."""
+    """Training on the predictions of a dense teacher."""
 
     wanting: ClassVar[str] = "has no teacher; use one of distill or kvpop"
     taught_by: TeacherConfig = flat(TeacherConfig)
@@ -25,7 +25,9 @@ class TaughtRecipe(ReplayedRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.taught_by.teacher_cache is not None and self.loss.top_k is None:
-            raise UserError("needs top_k: that many log-probs are kept, for example 256", "teacher_cache")
+            raise UserError(
+                "needs top_k, the number of log-probabilities to keep per token, for example 256", "teacher_cache"
+            )
 
     def with_models(self, directory_of: Callable[[str], str]) -> Self:
         recipe, teacher = super().with_models(directory_of), self.taught_by.teacher
@@ -35,18 +37,18 @@ class TaughtRecipe(ReplayedRecipe):
 
     @property
     def teacher_model(self) -> str:
-        """The directory or hub name of the teacher."""
+        """Directory or hub name of the teacher."""
         return self.taught_by.teacher or self.model
 
     @property
     def own_teacher(self) -> bool:
-        """Whether the starting model itself is the teacher, in memory."""
+        """True if the starting model itself is the teacher, and is held in memory."""
         return self.taught_by.teacher is None and self.taught_by.teacher_cache is None
 
     def expected_teacher_facts(self, vocab_size: int) -> dict[str, Any]:
-        """What a teacher cache has to be for this recipe: fields of trainer.teacher.cache.TeacherFacts.
+        """Facts that a teacher cache must have for this recipe: fields of trainer.teacher.cache.TeacherFacts.
 
-        vocab_size : of the student
+        vocab_size : size of the student's vocabulary
         """
         return {
             "source": self.teacher_model,
