@@ -55,9 +55,7 @@ def crowded(asked: LaunchConfig) -> str | None:
     # A container or a job may have only some of the cores; sched_getaffinity says which, where it exists.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     places, kind = (cards, "GPU") if cards else (cores, "CPU core")
-    return (
-        f"{local} processes on {places} {kind}{'s' * (places > 1)}; lower it" if local > places else None
-    )
+    return f"{local} processes on {places} {kind}{'s' * (places > 1)}; lower it" if local > places else None
 
 
 def launch(asked: LaunchConfig, arguments: Sequence[str]) -> int:

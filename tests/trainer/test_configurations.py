@@ -55,7 +55,7 @@ grpo: Any = SparseGRPOConfig
         (lambda: grpo(uniform_groups="drop", beta=0.1), "uniform_groups: drop needs beta 0"),
         (lambda: TargetConfig(group="most"), "group: expected one of max, mean"),  # type: ignore[arg-type]
         (lambda: DistillationLossConfig(kl_weight=0.0), "kl_weight: one of kl_weight and ce_weight"),
-        (lambda: DistillationLossConfig(renormalise=True), "renormalise: is about the teacher's top k"),
+        (lambda: DistillationLossConfig(renormalise=True), "renormalise: needs the teacher's top k"),
         (lambda: DistillConfig(completions="student", refresh_every=2), "refresh_every: is for the dataset's"),
         (lambda: KVpopTrainingConfig(lr_scheduler_type="greedy"), "lr_scheduler_type: depends on a metric"),
     ],

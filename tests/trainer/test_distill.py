@@ -81,10 +81,10 @@ def reference(trainer: DistillTrainer, rollouts: list[Example]) -> tuple[float, 
         with torch.no_grad():
             t = (dense_logits(teacher, rollout, full) / loss.temperature).log_softmax(-1)
         if top_k is not None:
-            known = t.argsort(-1, descending=True)[:, :top_k]
+            likeliest = t.argsort(-1, descending=True)[:, :top_k]
             s, t = (
                 torch.cat([k, (1 - k.exp().sum(-1, keepdim=True)).log()], -1)
-                for k in (s.gather(1, known), t.gather(1, known))
+                for k in (s.gather(1, likeliest), t.gather(1, likeliest))
             )
         total = total + loss.temperature**2 * (t.exp() * (t - s)).sum()
         tokens += len(rollout.completion)
@@ -237,9 +237,9 @@ def test_whose_evictions_are_simulated(
 
     def keep(self: DistillTrainer, given: Any) -> Any:
         before = copy.deepcopy(self.accelerator.unwrap_model(self.model))
-        found = rollouts(self, given)
-        seen.append((found, before))
-        return found
+        result = rollouts(self, given)
+        seen.append((result, before))
+        return result
 
     monkeypatch.setattr(DistillTrainer, "_prepared", keep)
     data = {"synthetic": {"task": "running_sum", "size": 16, "n": 4}}
@@ -251,10 +251,10 @@ def test_whose_evictions_are_simulated(
     wrong = [seen[3][1]] * 4
     for source, right in ((followed, True), (wrong, False)):
         same = []
-        for (found, _), model in zip(seen, source, strict=True):
+        for (result, _), model in zip(seen, source, strict=True):
             engine = make_engine("hf", model=copy.deepcopy(model), policy=POLICY)
-            again = engine.simulate([r.prompt for r in found], [r.completion for r in found])
-            same += [torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in zip(again, found, strict=True)]
+            again = engine.simulate([r.prompt for r in result], [r.completion for r in result])
+            same += [torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in zip(again, result, strict=True)]
         assert all(same) is right
 
 
@@ -328,19 +328,19 @@ def test_rows_that_are_cut_off(recipe: Callable, tmp_path: Path, caplog: pytest.
     longest = max(row.length for row in whole)
     for limits in ({"max_completion_length": 9}, {"max_length": longest - 1}, {"max_length": len(whole[-1].prompt)}):
         caplog.clear()
-        found = examples_of(recipe(**given, **limits))
+        computed = examples_of(recipe(**given, **limits))
         most, completion = limits.get("max_length", 10**6), limits.get("max_completion_length", 10**6)
         fit = [row for row in whole if len(row.prompt) < most]
         cut = [row for row in fit if row.length > most or len(row.completion) > completion]
-        gone = 24 - len(fit)
-        assert gone == (12 if most < longest - 1 else 0)
-        assert [row.prompt for row in found] == [row.prompt for row in fit]
-        for one, row in zip(found, fit, strict=True):
+        dropped_count = 24 - len(fit)
+        assert dropped_count == (12 if most < longest - 1 else 0)
+        assert [row.prompt for row in computed] == [row.prompt for row in fit]
+        for one, row in zip(computed, fit, strict=True):
             assert one.completion == row.completion[: min(most - len(row.prompt), completion)]
-        told = f"{len(cut) + gone} of 24 sequences are too long: {len(cut)} are truncated, {gone} dropped"
-        assert told in caplog.text and len(cut) + gone > 0
+        message = f"{len(cut) + dropped_count} of 24 sequences are too long: {len(cut)} are truncated, {dropped_count} dropped"
+        assert message in caplog.text and len(cut) + dropped_count > 0
     train(recipe(**given, max_completion_length=9))
-    with pytest.raises(UserError, match="overlong: is for the dataset's completions"):
+    with pytest.raises(UserError, match="overlong: applies only to the dataset's completions"):
         recipe(completions="student", overlong="drop")
 
 

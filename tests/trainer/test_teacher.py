@@ -165,7 +165,7 @@ def test_a_teacher_that_is_not_finite_writes_nothing(teacher: Any, rows: list[Ex
 
 def test_another_cache_than_the_one_asked_for(teacher: Any, rows: list[Example], tmp_path: Path) -> None:
     write(tmp_path, teacher, rows)
-    with pytest.raises(TeacherCacheError, match=r"written with temperature 0.7, and 1.0 is asked for"):
+    with pytest.raises(TeacherCacheError, match=r"written with temperature 0.7, but the recipe needs 1.0"):
         TeacherCache(tmp_path, {"temperature": 1.0})
     with pytest.raises(TeacherCacheError, match="another teacher cache; dtype float32 instead of bfloat16"):
         write(tmp_path, teacher, rows, "bfloat16")
@@ -173,7 +173,7 @@ def test_another_cache_than_the_one_asked_for(teacher: Any, rows: list[Example],
     other.lm_head.weight.data[0, 0] += 1
     with pytest.raises(TeacherCacheError, match="another teacher cache; teacher"):
         write(tmp_path, other, rows)
-    with pytest.raises(TeacherCacheError, match="written with source a teacher, and another is asked for"):
+    with pytest.raises(TeacherCacheError, match="written with source a teacher, but the recipe needs another"):
         TeacherCache(tmp_path, {"source": "another"})
     cache = TeacherCache(tmp_path, {"temperature": 0.7, "top_k": TOP})
     assert rows[0] in cache and Example(rows[0].prompt, rows[1].completion) not in cache

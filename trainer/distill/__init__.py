@@ -1,1 +1,1 @@
-"""Distillation under recorded evictions: config.py, what it is told (no torch); trainer.py."""
+"""Distillation under recorded evictions: its settings (config.py, no torch) and its trainer (trainer.py)."""

@@ -1,4 +1,4 @@
-"""What distillation under recorded evictions is told. No torch."""
+"""Settings of distillation under recorded evictions. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from sparse_rl.errors import UserError
 class DistillConfig(Configuration):
     """KL distillation under recorded evictions: a teacher with a full cache, a student with `cache` (G-KV appendix C).
 
-    completions : those of the dataset, whose evictions are simulated; or the student's own, sampled under eviction
-    keep : a reward that the dataset's completions must score `keep_from` with; the others are dropped
-    refresh_every : steps after which the simulating model takes the student's weights; 0: it stays the starting model
-    packing : put several short sequences into one row; none sees another
-    max_length : tokens of the longest sequence, prompt and completion; null: what the model and its engine can hold
-    max_completion_length : tokens of the longest completion
-    overlong : what is longer is cut off, as in G-KV section 7.4; or such a sequence is dropped
+    completions : data uses the dataset's completions and simulates their evictions; student samples completions from
+        the student, under eviction
+    keep : reward that selects the dataset's completions; those that score below `keep_from` are dropped
+    keep_from : minimum score for `keep`
+    refresh_every : number of steps after which the simulating model gets the student's weights; 0 keeps the starting
+        model
+    packing : put several short sequences into one row, where none sees another
+    max_length : maximum number of tokens in prompt and completion; null means the limit of the model and its engine
+    max_completion_length : maximum number of tokens in the completion
+    overlong : truncate longer completions, as in G-KV section 7.4, or drop these sequences
     """
 
     max_completion_length: PositiveInt = 4096
@@ -34,6 +37,6 @@ class DistillConfig(Configuration):
     def __post_init__(self) -> None:
         super().__post_init__()
         drops = self.overlong == "drop"
-        for key, given in (("keep", self.keep), ("refresh_every", self.refresh_every), ("overlong", drops)):
-            if given and self.completions == "student":
-                raise UserError("is for the dataset's completions; remove it", key)
+        for key, value in (("keep", self.keep), ("refresh_every", self.refresh_every), ("overlong", drops)):
+            if value and self.completions == "student":
+                raise UserError("applies only to the dataset's completions (completions: data); remove it", key)

@@ -1,9 +1,9 @@
-"""Distillation under recorded evictions (G-KV appendix C): the student learns to say under a small cache what the
-teacher says with a full one.
+"""Distillation under recorded evictions (G-KV appendix C): with a small cache, the student learns the distribution of a
+teacher with a full cache.
 
-The completions are those of a dataset (outputs of the teacher, kept where a reward accepts them), whose evictions an
-engine simulates: it decodes the given tokens with the starting model under the policy, and records. Or the student
-samples them itself, under eviction. Either way the student is trained under the recorded trace.
+The completions come from a dataset (the teacher's outputs, filtered by a reward) or from the student. For a dataset, an
+engine simulates the evictions: it decodes the given tokens with the starting model under the policy, and records the
+trace. The student samples its completions under eviction. In both cases it is trained under the recorded trace.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ from trainer.weights import give_weights, live_weights
 
 @dataclass
 class DistillArguments(TaughtArguments):
-    """What a DistillTrainer has: `distill` is what distillation adds; `scorers` see ScorersConfig, None: they stay."""
+    """Arguments of a DistillTrainer.
+
+    distill : settings of distillation
+    scorers : training of a learned policy's scorers; None keeps them fixed
+    """
 
     kind: ClassVar[str] = "distill"
     distill: DistillConfig = field(default_factory=DistillConfig)
@@ -39,10 +43,10 @@ class DistillArguments(TaughtArguments):
 class DistillTrainer(TaughtTrainer):
     """Distils a teacher into a model under the evictions of an engine.
 
-    Parameters: TaughtTrainer's (model, teacher, args, examples, validation); and
+    Parameters are TaughtTrainer's (model, teacher, args, examples, validation), and these:
 
-    engine : records the evictions; its policy is the one that the student is trained under
-    sleep : give the memory of an engine that can back while the student is trained
+    engine : engine that records the evictions; the student is trained under its policy
+    sleep : True frees the engine's memory while the student is trained, if the engine supports this
     """
 
     args: DistillArguments
@@ -66,11 +70,11 @@ class DistillTrainer(TaughtTrainer):
         self._sampling = None
         if args.distill.completions == "student":
             self._sampling = SamplingConfig(args.distill.max_completion_length, args.loss.temperature)
-        self._live = getattr(engine, "model", None) is base_of(self.model)  # it samples from the student as it is
+        self._live = getattr(engine, "model", None) is base_of(self.model)  # the engine uses the live student
         self._synced: int | None = None
 
     def _prepared(self, examples: Sequence[Example]) -> list[Example]:
-        """The examples under eviction: simulated, or sampled by the student."""
+        """Return the examples with traces: simulated, or sampled by the student."""
         prompts = [example.prompt for example in examples]
         with self.refused_at_this_step(), self._engine_weights() as engine:
             if self._sampling is None:
@@ -82,9 +86,9 @@ class DistillTrainer(TaughtTrainer):
         return [Example.from_rollout(rollout) for rollout in rollouts]
 
     def _count(self, examples: Sequence[Example]) -> Tensor:
-        """Also how much of the cache is kept."""
-        tokens = sum(len(one.completion) for one in examples)
-        retention = sum(one.trace.retention() for one in examples if one.trace is not None)
+        """Return the completion tokens of all processes, and add the retention to the sums."""
+        tokens = sum(len(example.completion) for example in examples)
+        retention = sum(example.trace.retention() for example in examples if example.trace is not None)
         local = torch.tensor([[tokens, len(examples), retention]], dtype=torch.float64, device=self.accelerator.device)
         local *= self._weight
         tokens, sequences, retention = self.accelerator.gather(local).sum(0).tolist()
@@ -94,7 +98,7 @@ class DistillTrainer(TaughtTrainer):
 
     @contextmanager
     def _engine_weights(self) -> Iterator[Engine]:
-        """The engine with the weights that it has to have: the starting ones, or from time to time the student's."""
+        """Yield the engine with the weights it needs: the starting model's, or the student's of the last refresh."""
         every = 1 if self._sampling is not None else self.args.distill.refresh_every
         with ExitStack() as stack:
             if self._sleeper is not None:
@@ -126,7 +130,7 @@ class DistillTrainer(TaughtTrainer):
         return loss + args.scorers.weight * boundary, *others, boundary.detach(), count
 
     def _measured(self) -> dict[str, float]:
-        """Also the boundary loss, where scorers learn."""
+        """Add the boundary loss, if scorers are trained."""
         own = {"boundary_loss": self._sums["boundary"] / self._sums["tokens"]} if self.scorer_loss is not None else {}
         return {**super()._measured(), **own}
 

@@ -1,1 +1,1 @@
-"""KVpop's retrofit: config.py, what it is told (no torch); trainer.py; gates.py, that of DMS."""
+"""KVpop's retrofit: its settings (config.py, no torch) and trainer (trainer.py), and the trainer of DMS (gates.py)."""

@@ -1,4 +1,4 @@
-"""What KVpop's retrofit is told. No torch."""
+"""Settings of KVpop's retrofit. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.losses.config import DistillationLossConfig
 
 @dataclass(frozen=True, kw_only=True)
 class KVpopTrainingConfig(TrainingConfig):
-    """TrainingConfig with the papers' optimizer. Its rates are the model's; the scorers' are KVpopConfig's."""
+    """TrainingConfig with the papers' optimizer. Its learning rate is the model's; KVpopConfig has the scorers'."""
 
     learning_rate: Positive = 8e-5
     weight_decay: NonNegative = 1e-4
@@ -23,7 +23,7 @@ class KVpopTrainingConfig(TrainingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-            raise UserError("depends on a metric; name one that depends on the step alone", "lr_scheduler_type")
+            raise UserError("depends on a metric; choose one that depends on the step alone", "lr_scheduler_type")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,11 @@ class KVpopLossConfig(DistillationLossConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GatesConfig(Configuration):
-    """How DMS's gates are trained (trainer/kvpop/gates.py); all ours, the papers leave it open.
+    """Training of DMS's gates (trainer/kvpop/gates.py). All values are our choice; the papers do not give them.
 
     temperature : tau of the Gumbel-sigmoid
-    weight : of the loss of what is missing of the target ratio
-    anneal_steps : over so many the ratio that is aimed at rises to cache.compression
+    weight : weight of the loss for too few open gates
+    anneal_steps : number of steps in which the target ratio rises to cache.compression
     """
 
     temperature: Positive = 0.5
@@ -49,19 +49,21 @@ class GatesConfig(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class KVpopConfig(Configuration):
-    """Retrofit of the learned policy `kvpop`: a student under the mask of its own scorers, which are trained beside it.
+    """Retrofit of the learned policy `kvpop`: a student under the mask of its own scorers, which are trained with it.
 
-    A prompt sees the whole of itself where `cache.prefill` is dense, as in decoding. Rows that are packed have none.
+    If `cache.prefill` is dense, prompt tokens see all tokens before them, as in sampling. Packed rows have no prompt.
 
-    max_length : S; longer texts are dropped
-    packing : join texts into rows of S tokens; each sees those before it (the papers' choice). Off: one text to a row,
-        and only its completion is learned
-    target : what the scorers are to foresee
-    boundary, boundary_weight : their loss
-    gates : of the policy dms, which has neither target nor boundary
-    scorer_learning_rate, scorer_final_learning_rate, scorer_warmup_steps : theirs: it rises, and falls along a cosine;
-        learning_rate and lr_scheduler_type are the model's
-    train_base : whether the model learns too, from KL and cross-entropy
+    max_length : S, maximum number of tokens of a text; longer texts are dropped
+    packing : true joins texts into rows of S tokens, where each text sees those before it (the papers' choice); false
+        puts one text into a row, and only its completion is learned
+    target : future attention that the scorers learn to predict
+    boundary : the scorers' loss
+    boundary_weight : weight of the scorers' loss
+    gates : training of the gates of policy dms, for which target and boundary have no effect
+    scorer_learning_rate : maximum learning rate of the scorers; learning_rate and lr_scheduler_type are the model's
+    scorer_final_learning_rate : final learning rate of the scorers, after a cosine decay
+    scorer_warmup_steps : number of steps in which the scorers' learning rate rises to its maximum
+    train_base : train the model too, by KL and cross-entropy
     """
 
     max_length: PositiveInt = 16384

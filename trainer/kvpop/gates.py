@@ -1,13 +1,13 @@
-"""DMS's retrofit: gates learn what may go, from the model's own losses, and how much has to, from a target.
+"""DMS's retrofit: gates learn from the model's losses which tokens to drop, and from a target ratio how many.
 
 The student runs under soft gates (sparse_rl/methods/dms/view.py). Per micro-batch of N completion tokens
 
     loss = 1/N sum over tokens of (kl_weight tau^2 KL(teacher || student) + ce_weight CE)
            + weight * max(0, target - mean alpha),       target = 1 - 1 / CR,
 
-where the mean is over all tokens, layers and kv heads, and CR rises evenly from 1 to `compression` over `anneal_steps`.
-One-sided: gates that open further than they have to cost nothing but what the model then says worse. Validation, as
-decoding, has hard gates.
+with the mean over all tokens, layers and kv heads; CR rises linearly from 1 to `compression` over `anneal_steps`. The
+last term is one-sided: gates that open more than the target costs nothing there, only in KL and CE. Validation uses
+hard gates, as decoding does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GateTrainer(KVpopTrainer):
     summed: tuple[str, ...] = ("kl", "ce", "ratio", "open", "retention", "sequences")
 
     def compression(self) -> float:
-        """The ratio that this step aims at."""
+        """Return the target compression ratio of the current step."""
         done = min(1.0, self.state.global_step / max(1, self.args.kvpop.gates.anneal_steps))
         return 1 + (self.policy.config.compression - 1) * done
 
@@ -51,7 +51,7 @@ class GateTrainer(KVpopTrainer):
         return self.args.kvpop.gates.weight * ratio, ratio, share * count
 
     def _measured(self) -> dict[str, float]:
-        """Also the share of open gates, and how far it is from its target."""
+        """Add the share of open gates, and the amount by which it is below its target."""
         sums = self._sums
         own = {"gates_open": sums["open"] / sums["tokens"], "ratio_loss": sums["ratio"] / sums["tokens"]}
         return {**super(KVpopTrainer, self)._measured(), **own}

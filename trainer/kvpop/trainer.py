@@ -1,14 +1,15 @@
-"""KVpop's retrofit (algorithm 1): a model learns to live under a small cache, and its scorers which tokens to keep.
+"""KVpop's retrofit (algorithm 1): a model learns to work with a small cache, and its scorers which tokens to keep.
 
 The student runs under the mask that its own scorers induce, over the whole text: query q sees the sinks, the window and
-the k tokens that rank best; within a prompt all, where `cache.prefill` is dense. Per micro-batch of N completion tokens
+the k tokens that rank best, or within a prompt all tokens, if `cache.prefill` is dense. Per micro-batch of N completion
+tokens
 
     loss = 1/N sum over tokens of (kl_weight tau^2 KL(teacher || student) + ce_weight CE)
            + boundary_weight * mean over layers of the boundary loss (sparse_rl/methods/kvpop/loss.py)
 
-The scorers see keys and values without their gradient, and a mask has none: so the model learns from KL and CE alone,
-and scorers and gamma from the boundary loss alone. The teacher is dense. Two learning rates: the model's is that
-of every training; the scorers' rises, and falls along a cosine.
+The scorers get detached keys and values, and a mask has no gradient. So the model learns from KL and CE alone, and
+scorers and gamma learn from the boundary loss alone. The teacher is dense. There are two learning rates: the model's is
+set as in every training; the scorers' has a warm-up and a cosine decay.
 """
 
 from __future__ import annotations
@@ -38,21 +39,23 @@ from trainer.teacher.trainer import TaughtArguments, TaughtTrainer
 
 @dataclass
 class KVpopArguments(TaughtArguments):
-    """What a KVpopTrainer has: `kvpop` is what the retrofit adds."""
+    """Arguments of a KVpopTrainer. kvpop : settings of the retrofit"""
 
     kind: ClassVar[str] = "kvpop"
     kvpop: KVpopConfig = field(default_factory=KVpopConfig)
 
 
 class KVpopTrainer(TaughtTrainer):
-    """Retrofits a model with scorers, which are attached to it where it has none.
+    """Retrofits a model with scorers. Attaches new scorers to a model that has none.
 
-    Parameters: TaughtTrainer's (model, teacher, args, examples, validation); policy : of the cache, with its scorer
+    Parameters are TaughtTrainer's (model, teacher, args, examples, validation), and this one:
+
+    policy : cache policy, with its scorer
     """
 
     args: KVpopArguments
     policy: LearnedPolicy
-    scorer_loss: ScorerLoss  # none under dms
+    scorer_loss: ScorerLoss  # not set under dms
     summed: tuple[str, ...] = ("kl", "ce", "boundary", "held", "of", "retention", "sequences")
 
     def __init__(
@@ -68,7 +71,9 @@ class KVpopTrainer(TaughtTrainer):
         if not hasattr(model, SCORERS):
             set_seed(args.seed)
             attach_scorers(model, policy)
-        scorers = getattr(model, SCORERS).to(model.dtype)  # ZeRO-3 wants one dtype; they compute in float32 in any case
+        scorers = getattr(model, SCORERS).to(
+            model.dtype
+        )  # ZeRO-3 needs a single dtype; scorers compute in float32 anyway
         if not args.kvpop.train_base:
             model.requires_grad_(False)
             scorers.requires_grad_(True)
@@ -93,27 +98,27 @@ class KVpopTrainer(TaughtTrainer):
         return loss + own, kl, ce, *(x.detach().to(count) for x in measured), count
 
     def _view(self, student: Any, batch: Batch) -> Any:
-        """What the student attends by, in which its scorers decide."""
+        """Return the view of the student's attention, in which its scorers decide."""
         learns = any(True for _ in base_of(student).cache_scorers.parameters())
         width, kernel = batch.ids.shape[1], self.args.attention_kernel
         measure = not student.training
         return self.scorer_loss.view(student, *batch.sizes(), width, kernel=kernel, learn=learns, measure=measure)
 
     def _own_loss(self, view: Any, count: Tensor) -> tuple[Tensor, ...]:
-        """The scorers' loss, times the tokens; and what is `summed` of it."""
+        """Return the scorers' loss times the number of tokens, and its values for `summed`."""
         losses = torch.stack(list(view.losses.values())) if view.losses else count.new_zeros(1)
         boundary = losses.mean() * count
-        held, of = (sum((pair[i] for pair in view.recalls.values()), torch.zeros(())) for i in (0, 1))
-        return self.args.kvpop.boundary_weight * boundary, boundary, held, of
+        held, total = (sum((pair[i] for pair in view.recalls.values()), torch.zeros(())) for i in (0, 1))
+        return self.args.kvpop.boundary_weight * boundary, boundary, held, total
 
     def _measured(self) -> dict[str, float]:
-        """Also the boundary loss, and how much of what the target would keep is kept."""
+        """Add the boundary loss, and the recall: the kept share of the tokens that the target would keep."""
         sums = self._sums
         measured = {**super()._measured(), "boundary_loss": sums["boundary"] / sums["tokens"]}
         return measured | ({"recall": sums["held"] / sums["of"]} if sums["of"] else {})
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The model's rate as any training has it; the scorers' rises over the warm-up and falls along a cosine."""
+        """Create the schedule: the model's as in every training, and for scorers a warm-up and a cosine decay."""
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
             base: Any = super().create_scheduler(num_training_steps, optimizer)
@@ -121,13 +126,13 @@ class KVpopTrainer(TaughtTrainer):
             args = self.args.kvpop
             low = args.scorer_final_learning_rate / args.scorer_learning_rate
             cosine = partial(_warm_cosine, warmup=args.scorer_warmup_steps, steps=num_training_steps, low=low)
-            both = [cosine if group["scorer"] else own for group in optimizer.param_groups]
-            self.lr_scheduler = LambdaLR(optimizer, both)
+            lambdas = [cosine if group["scorer"] else own for group in optimizer.param_groups]
+            self.lr_scheduler = LambdaLR(optimizer, lambdas)
         return self.lr_scheduler
 
 
 def _warm_cosine(step: int, *, warmup: int, steps: int, low: float) -> float:
-    """The share of the peak at a step: linear up to 1, then a cosine down to `low`."""
+    """Return the share of the peak rate at a step: linear up to 1, then a cosine down to `low`."""
     if step < warmup:
         return step / warmup
     done = min(1.0, (step - warmup) / max(1, steps - warmup))

@@ -1,1 +1,1 @@
-"""What is minimised against a teacher: config.py (no torch); distillation.py."""
+"""The loss against a teacher: its settings (config.py, no torch) and its computation (distillation.py)."""

@@ -1,4 +1,4 @@
-"""What the losses of the taught trainings are told. No torch."""
+"""Settings of the loss of trainings with a teacher. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from sparse_rl.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationLossConfig(Configuration):
-    """The loss of one token against a teacher (trainer/losses/distillation.py), and how it is computed.
+    """The loss per token against a teacher (trainer/losses/distillation.py).
 
-    temperature : tau, of both distributions, and of sampling
-    divergence, jsd_beta : forward KL(teacher || student), reverse, or the generalised JSD between them
-    top_k : the teacher's most probable tokens that count one by one, the rest as one; None: the whole vocabulary
-    renormalise : drop the rest instead
-    kl_weight, ce_weight : of tau^2 KL, and of the cross-entropy with the completions
-    chunk : positions whose logits are alive at a time
+    temperature : tau, the temperature of both distributions, and of sampling
+    divergence : forward KL(teacher || student), reverse KL(student || teacher), or the generalised JSD between them
+    jsd_beta : weight of the teacher in the generalised JSD
+    top_k : number of the teacher's most probable tokens that count separately, with all others as one outcome; None
+        means the whole vocabulary
+    renormalise : leave out the other tokens, and renormalise the top_k
+    kl_weight : weight of tau^2 KL
+    ce_weight : weight of the cross-entropy with the completions
+    chunk : number of positions whose logits are in memory at a time
     """
 
     temperature: Positive = 1.0
@@ -35,6 +38,6 @@ class DistillationLossConfig(Configuration):
         if self.kl_weight == 0 and self.ce_weight == 0:
             raise UserError("one of kl_weight and ce_weight must be above 0", "kl_weight")
         if self.divergence == "jsd" and not 0 < self.jsd_beta < 1:
-            raise UserError("must be between 0 and 1; the ends are forward and reverse", "jsd_beta")
+            raise UserError("must be above 0 and below 1; for 0 or 1 use divergence forward or reverse", "jsd_beta")
         if self.renormalise and self.top_k is None:
-            raise UserError("is about the teacher's top k; name top_k", "renormalise")
+            raise UserError("needs the teacher's top k; set top_k", "renormalise")

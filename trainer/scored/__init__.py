@@ -1,1 +1,1 @@
-"""Trainings whose model carries the scorers of a learned policy: config.py (no torch); loss.py; trainer.py."""
+"""Training of models with the scorers of a learned policy: config.py (no torch), loss.py and trainer.py."""

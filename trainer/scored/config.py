@@ -1,4 +1,4 @@
-"""How the scorers of a learned policy go on learning beside another training. No torch."""
+"""Settings for training a learned policy's scorers during another training. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sparse_rl.methods.kvpop.config import BoundaryConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ScorersConfig(Configuration):
-    """A learned policy's scorers go on learning, by their boundary loss beside the training's own; else they stay.
+    """Continue to train a learned policy's scorers by adding their boundary loss. Without this block they stay fixed.
 
-    weight : of the boundary loss
-    learning_rate : theirs, on the schedule of the model's
-    target : what they are to foresee
-    boundary : their loss
+    weight : weight of the boundary loss
+    learning_rate : learning rate of the scorers, on the model's schedule
+    target : future attention that the scorers learn to predict
+    boundary : the scorers' loss
     """
 
     weight: Positive = 1.0

@@ -1,4 +1,4 @@
-"""The boundary loss of scorers, on the keys and values of a forward, whatever else is learned from that."""
+"""The scorers' boundary loss, on the keys and values of a forward pass that may serve other losses too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.examples import Example
 
 
 class ScorerLoss:
-    """What scorers are to foresee, and how they are told; the settings are described with these configurations."""
+    """Target and boundary loss of scorers. The configuration classes describe the settings."""
 
     def __init__(self, policy: KVpopPolicyConfig, target: TargetConfig, boundary: BoundaryConfig) -> None:
         self.policy, self.target, self.boundary = policy, FutureTarget(target), BoundaryLoss(boundary)
@@ -39,12 +39,14 @@ class ScorerLoss:
         learn: bool = True,
         measure: bool = True,
     ) -> LearnedView:
-        """The view of one forward over B rows, in which the scorers' loss is computed.
+        """Return the view of one forward pass over B rows, which computes the scorers' loss.
 
-        student : the model that carries the scorers
-        lengths, prompts : int64 [B], tokens of each row, right-padded to `width`, and of its prompt
-        traces : of each row, from an engine: what attention sees; None: what the scorers decide
-        learn : whether the boundary loss is computed; measure : whether what the target would keep is compared
+        student : model that carries the scorers
+        lengths, prompts : number of tokens of each row and of its prompt, int64 [B]; rows are right-padded to `width`
+        kernel : attention kernel
+        traces : traces from an engine, one per row, under which attention runs; None means the scorers' own decisions
+        learn : True computes the boundary loss
+        measure : True compares the kept tokens with those that the target would keep
         """
         policy = self.policy
         decay: dict[str, Any] = {"decay_every": policy.decay_every}
@@ -64,10 +66,10 @@ class ScorerLoss:
 
 @torch.no_grad()
 def decisions_agree(model: Any, policy: KVpopPolicyConfig, rollouts: Sequence[Any]) -> float | None:
-    """The share of evictions on which an engine and the model's own scorers agree, of all that either makes: 0 to 1.
-    None where neither makes one.
+    """Return the share of evictions on which an engine and the model's own scorers agree, of all that either makes.
 
-    An eviction is a layer, kv head and token with its evict_at; the scorers decide anew on the rollouts' tokens.
+    The share is from 0 to 1; None means that neither makes any. An eviction is a layer, kv head and token with its
+    evict_at. The scorers decide again on the rollouts' tokens.
     """
     same = either = 0
     for rollout in rollouts:

@@ -1,7 +1,7 @@
-"""A model that carries a learned policy's scorers, in any training: kept with it, and the same in an engine of its own.
+"""Training of a model that carries a learned policy's scorers: saves them with it, and checks them in the engine.
 
-transformers knows no scorers: they are written beside each model that is saved. What an engine holds of them is
-compared with the trainer's: its record is replayed whoever made it, so stale ones would not show in the replay gap.
+transformers does not know scorers, so they are written beside each saved model. The engine's scorers are compared with
+the trainer's: stale scorers would not show in the replay gap, because recorded evictions are replayed in any case.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from trainer.scored.loss import ScorerLoss
 class Scored(Trainer):
     """A Trainer of models that may carry scorers, as the module list `cache_scorers`.
 
-    learned_policy : the policy that the scorers are of; None where the model has none
-    scorer_learning_rate : None where the scorers do not learn
-    scorer_loss : from which they learn, where they learn by the boundary loss
+    learned_policy : policy to which the scorers belong; None if the model has no scorers
+    scorer_learning_rate : learning rate of the scorers; None if they are not trained
+    scorer_loss : boundary loss of the scorers; None if they are not trained by it
     """
 
     learned_policy: Policy | None = None
@@ -36,7 +36,11 @@ class Scored(Trainer):
     scorer_loss: ScorerLoss | None = None
 
     def carry_scorers_of(self, policy: Policy, learn: ScorersConfig | None) -> None:
-        """Keep the scorers of an engine's policy, if it has any, with the model. learn : how they go on learning"""
+        """Save the scorers of an engine's policy, if it has any, with the model.
+
+        policy : the engine's policy
+        learn : settings for training the scorers; None keeps them fixed
+        """
         self.learned_policy = policy if policy.layered_parameters else None
         if learn is not None:
             self.scorer_learning_rate = learn.learning_rate
@@ -44,7 +48,7 @@ class Scored(Trainer):
             base_of(self.model).cache_scorers.requires_grad_(True)
 
     def create_optimizer(self, model: Any = None) -> Optimizer:
-        """The training's, over the model, at its learning rate, and over scorers that learn, at theirs."""
+        """Create the optimizer, in which trained scorers form groups with their own learning rate."""
         if self.scorer_learning_rate is None:
             return super().create_optimizer(*([] if model is None else [model]))
         if self.optimizer is None:
@@ -69,12 +73,12 @@ class Scored(Trainer):
         return self.optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The model without its scorers, which transformers would not know, and these beside it."""
+        """Save the model without its scorers, which transformers does not know, and the scorers beside it."""
         if self.learned_policy is None:
             super()._save(output_dir, state_dict)
             return
         weights = dict(base_of(self.model).state_dict() if state_dict is None else state_dict)
-        super()._save(output_dir, state_dict)  # takes the scorers out of what it is given
+        super()._save(output_dir, state_dict)  # removes the scorers from its state_dict
         folder = str(output_dir or self.args.output_dir)
         write_scorers(folder, weights)
         save_policy(folder, self.learned_policy)
@@ -86,25 +90,25 @@ class Scored(Trainer):
 
 
 def carry_scorers(model: Any, policy: Policy, directory: str) -> Any:
-    """The model; under a learned policy with the scorers of its directory, which are not trained.
+    """Return the model; under a learned policy with the frozen scorers of its directory attached.
 
-    Raises UserError where the directory has none, or others.
+    Raises UserError if the directory has no scorers, or scorers of another policy.
     """
     if isinstance(policy, LearnedPolicy) and not hasattr(model, SCORERS):
         check_scorers(directory, policy)
         load_scorers(directory, model, policy)
-        getattr(model, SCORERS).to(model.dtype).requires_grad_(False)  # ZeRO-3 wants one dtype
+        getattr(model, SCORERS).to(model.dtype).requires_grad_(False)  # ZeRO-3 needs a single dtype
     return model
 
 
 def check_scorers_in(engine: Any, weights: dict[str, Any]) -> None:
-    """Raise StoppedError where an engine holds other scorers than these, by their names in a checkpoint."""
+    """Raise StoppedError if an engine's scorers differ from these. weights : name in a checkpoint -> tensor"""
     prefix = f"{SCORERS}."
     own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     held = engine.scorer_digests() if own else {}
     wrong = [name for name, value in head_digests(own).items() if held.get(name) != value]
     if wrong:
         raise StoppedError(
-            f"the engine's scorers are not the trainer's ({len(wrong)} of {len(own)} tensors, {wrong[0]} among them): "
-            "it would evict by stale ones, which no replay gap shows. The last checkpoint is untouched"
+            f"the engine's scorers are not the trainer's ({len(wrong)} of {len(own)} tensors, such as {wrong[0]}): "
+            "evictions by stale scorers would not show in the replay gap. The last checkpoint is untouched"
         )

@@ -1,1 +1,1 @@
-"""Supervised fine-tuning: config.py, what it is told (no torch); trainer.py."""
+"""Supervised fine-tuning: its settings (config.py, no torch) and its trainer (trainer.py)."""

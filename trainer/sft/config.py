@@ -1,4 +1,4 @@
-"""What supervised fine-tuning is told. No torch."""
+"""Settings of supervised fine-tuning. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.config import Scheduler, TrainingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SFTTrainingConfig(TrainingConfig):
-    """TrainingConfig with fine-tuning's usual rate and schedule."""
+    """TrainingConfig with the usual learning rate and schedule of fine-tuning."""
 
     learning_rate: Positive = 2e-5
     lr_scheduler_type: Scheduler = "linear"
@@ -18,12 +18,13 @@ class SFTTrainingConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(Configuration):
-    """Supervised fine-tuning with a full cache: the start of the quickstart, of cold starts, and uptraining.
+    """Supervised fine-tuning with a full cache: for the quickstart's first stage, cold starts, and uptraining.
 
-    Packing is TRL's: packing: true keeps documents apart, with packing_strategy: wrapped they see each other.
+    Packing is TRL's: packing: true keeps documents apart; with packing_strategy: wrapped they see each other.
 
-    from_scratch : draw new weights, from the recipe's seed; the model gives its configuration and tokenizer only
-    stop_at_accuracy : stop once full-cache accuracy on fresh problems reaches it, looked at every stop_check_every
+    from_scratch : initialise new weights from the recipe's seed; only configuration and tokenizer come from the model
+    stop_at_accuracy : stop once full-cache accuracy on fresh problems reaches this value
+    stop_check_every : number of steps between these checks of the accuracy
     """
 
     max_length: PositiveInt | None = 4096

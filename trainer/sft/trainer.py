@@ -23,7 +23,7 @@ from trainer.sft.config import SFTConfig
 
 
 class ResumableSFTTrainer(Resumable, trl.SFTTrainer):
-    """TRL's SFTTrainer, whose runs resume exactly."""
+    """TRL's SFTTrainer with runs that resume exactly."""
 
 
 def make_trainer(
@@ -36,11 +36,13 @@ def make_trainer(
     callbacks: Sequence[TrainerCallback],
     problems: Any = None,
 ) -> ResumableSFTTrainer:
-    """TRL's trainer on prompt-completion rows; the loss is on the completion.
+    """Return TRL's trainer for rows of prompt and completion.
 
-    model : a directory or hub name, or the model itself; lora : PEFT's configuration, or None
-    options : of TRL and transformers
-    problems : rows with prompt and answer, which `stop_at_accuracy` is measured on
+    model : a directory or Hub name, or the model itself
+    config : our settings, such as `completion_only_loss`
+    options : options of TRL and transformers
+    lora : PEFT's configuration, or None
+    problems : rows with prompt and answer on which `stop_at_accuracy` is measured
     """
     check_options(options, "sft")
     if options.get("activation_offloading") and not torch.cuda.is_available():
@@ -63,7 +65,7 @@ def make_trainer(
 
 
 class StopAtAccuracy(TrainerCallback):
-    """Stop once full-cache accuracy on `problems` reaches `target`, looked at `every` so many steps."""
+    """Stops once full-cache accuracy on `problems`, measured every `every` steps, reaches `target`."""
 
     def __init__(self, target: float, every: int, trainer: ResumableSFTTrainer, tokenizer: Any, problems: Any) -> None:
         self.target, self.every, self.problems = target, every, problems
@@ -71,7 +73,9 @@ class StopAtAccuracy(TrainerCallback):
         self.max_tokens = max(map(len, cast(Any, trainer.train_dataset)["input_ids"]))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step >= self.every:  # a resumed run: the first check has left the model under this attention
+        if (
+            state.global_step >= self.every
+        ):  # a resumed run whose first check has already switched the model's attention
             adopt(self.trainer.accelerator.unwrap_model(self.trainer.model))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -83,9 +87,9 @@ class StopAtAccuracy(TrainerCallback):
         with stage("evaluating"):
             rollouts = engine.generate(prompts, SamplingConfig(self.max_tokens, seed=args.seed))
         texts = self.tokenizer.batch_decode([r.completion_ids for r in rollouts], skip_special_tokens=True)
-        right = [grade(text, answer) for text, answer in zip(texts, self.problems["answer"], strict=True)]
-        accuracy = sum(right) / len(right)
-        due = control.should_log  # which a log resets: this step's loss would be lost
+        correct = [grade(text, answer) for text, answer in zip(texts, self.problems["answer"], strict=True)]
+        accuracy = sum(correct) / len(correct)
+        due = control.should_log  # `log` resets it, and this step's loss would be lost
         self.trainer.log({"accuracy_full": accuracy})
         control.should_log = due
         if accuracy >= self.target:

@@ -1,3 +1,5 @@
-"""Training on what a dense teacher says: config.py (no torch); trainer.py, shared by distillation and KVpop's retrofit;
-cache.py, what a teacher says, written down once.
+"""Training with a dense teacher.
+
+config.py   settings (no torch);  trainer.py  base trainer of distillation and KVpop's retrofit
+cache.py    a teacher's log-probs on disk
 """

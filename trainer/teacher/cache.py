@@ -1,12 +1,12 @@
-"""What a teacher says of a dataset, written down once: its top-k log-probs at one temperature, and the rest's mass.
+"""A teacher's log-probs for a dataset on disk: its top k at one temperature, and the mass of all other tokens.
 
-Distillation then needs no teacher in memory. A folder of shards:
+Distillation then needs no teacher in memory. The cache is a folder of shards:
 
-    teacher.json          what was asked for, and for each shard its size, checksum, and the key and length of its rows
+    teacher.json          TeacherFacts, and for each shard its size, checksum, and the key and length of its rows
     shard-00000.safetensors   ids int32 [N, K], logprobs [N, K], tail float32 [N], over its rows' N completion tokens
 
-A shard appears whole or not at all, and a run that was interrupted goes on after the last one. A row is found by its
-tokens, so that neither order nor number of the rows matters.
+A shard is complete or absent, and an interrupted run continues after the last complete one. Rows are looked up by their
+tokens, so that neither the order nor the number of the rows matters.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ INDEX, FORMAT = "teacher.json", 1
 
 
 class TeacherCacheError(UserError):
-    """A teacher cache that cannot be used: what is wrong, and where."""
+    """A teacher cache cannot be used; the message names the file and the problem."""
 
 
 @dataclass(frozen=True)
 class TeacherFacts:
-    """What the log-probs are of; two caches with equal facts say the same of the same row.
+    """The origin of the log-probs. Two caches with equal facts hold equal log-probs for equal rows.
 
-    source : the directory or hub name that the teacher was read from
-    teacher : a fingerprint of its weights
-    dtype : of the log-probs on disk
+    source : directory or Hub name from which the teacher was loaded
+    teacher : fingerprint of its weights
+    dtype : dtype of the log-probs on disk
     """
 
     source: str
@@ -68,13 +68,13 @@ class _Shard:
 
 
 def row_key(example: Example) -> str:
-    """The name of a row: of its tokens, and of where the completion begins."""
+    """Return the key of a row: a hash of its tokens and of the position where the completion begins."""
     tokens = f"{','.join(map(str, example.prompt))},{','.join(map(str, example.completion))}"
     return hashlib.blake2b(f"{len(example.prompt)}|{tokens}".encode(), digest_size=12).hexdigest()
 
 
 def weights_fingerprint(model: torch.nn.Module) -> str:
-    """A hash of the names and bytes of all weights, 24 hexadecimal digits."""
+    """Return a hash of the names and bytes of all weights, 24 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=12)
     for name, weight in model.named_parameters():
         digest.update(name.encode())
@@ -85,19 +85,23 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
 class TeacherCache:
     """A teacher's log-probs that `sparse-rl teacher` has written to a folder.
 
-    Raises TeacherCacheError: no such cache, an unfinished one, other facts than `expected` (a mapping of TeacherFacts'
-    fields), a shard that is missing, truncated or altered (each by its name), a row that is not there.
+    expected : values that fields of TeacherFacts must have, by name
+
+    Raises TeacherCacheError if the cache does not exist or is unfinished, if its facts differ from `expected`, if a
+    shard (named in the message) is missing, truncated or altered, or if a row is missing.
     """
 
     def __init__(self, folder: str | Path, expected: dict[str, Any] | None = None) -> None:
         self.folder = Path(folder)
         content = _read_index(self.folder)
         if not content["complete"]:
-            raise TeacherCacheError(f"{self.folder} is not finished; run sparse-rl teacher again, it goes on")
+            raise TeacherCacheError(f"{self.folder} is not finished; run sparse-rl teacher again to complete it")
         self.facts, self.shards = content["facts"], content["shards"]
         for name, value in (expected or {}).items():
             if (written := getattr(self.facts, name)) != value:
-                raise TeacherCacheError(f"{self.folder} was written with {name} {written}, and {value} is asked for")
+                raise TeacherCacheError(
+                    f"{self.folder} was written with {name} {written}, but the recipe needs {value}"
+                )
         self.places: dict[str, tuple[str, int, int]] = {}
         for name, shard in self.shards.items():
             file, start = self.folder / name, 0
@@ -115,12 +119,12 @@ class TeacherCache:
         return row_key(example) in self.places
 
     def read(self, examples: Sequence[Example], device: torch.device | str) -> TopK:
-        """What the teacher says of the examples' completion tokens, one after another."""
+        """Return the teacher's top k for the completion tokens of the examples, concatenated."""
         parts = []
         for example in examples:
             place = self.places.get(row_key(example))
             if place is None:
-                raise TeacherCacheError(f"{self.folder} does not know a row of the dataset; write it for this dataset")
+                raise TeacherCacheError(f"{self.folder} lacks a row of the dataset; write it for this dataset")
             name, start, end = place
             parts.append([self._open(name).get_slice(part)[start:end] for part in ("ids", "logprobs", "tail")])
         ids, logprobs, tail = (torch.cat(tensors).to(device) for tensors in zip(*parts, strict=True))
@@ -130,7 +134,7 @@ class TeacherCache:
         if name not in self.opened:
             file = self.folder / name
             if sha256(file) != self.shards[name].sha256:
-                raise TeacherCacheError(f"{file} was altered: its checksum is another; delete it and write it again")
+                raise TeacherCacheError(f"{file} was altered: its checksum differs; delete it and write it again")
             self.opened[name] = safe_open(file, "pt")
         return self.opened[name]
 
@@ -146,9 +150,9 @@ def write_teacher_cache(
     chunk: int = 512,
     progress: bool = False,
 ) -> int:
-    """Write what `teacher` says of the examples. Returns how many shards were there already, whole.
+    """Write the teacher's top k for the examples. Returns the number of complete shards that already existed.
 
-    Raises TeacherCacheError where the folder holds something else.
+    Raises TeacherCacheError if the folder holds a cache with other facts.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -156,9 +160,11 @@ def write_teacher_cache(
     done: dict[str, _Shard] = {}
     if (folder / INDEX).exists():
         content = _read_index(folder)
-        there, here = dataclasses.asdict(content["facts"]), dataclasses.asdict(facts)
-        if other := [f"{name} {there[name]} instead of {here[name]}" for name in here if there[name] != here[name]]:
-            raise TeacherCacheError(f"{folder} holds another teacher cache; {', '.join(other)}")
+        stored, current = dataclasses.asdict(content["facts"]), dataclasses.asdict(facts)
+        if differences := [
+            f"{name} {stored[name]} instead of {current[name]}" for name in current if stored[name] != current[name]
+        ]:
+            raise TeacherCacheError(f"{folder} holds another teacher cache; {', '.join(differences)}")
         done = content["shards"]
     shards: dict[str, _Shard] = {}
     whole = 0
@@ -182,20 +188,20 @@ def write_teacher_cache(
 def _shard_tensors(
     teacher: Any, examples: Sequence[Example], facts: TeacherFacts, batch_size: int, chunk: int
 ) -> dict[str, Tensor]:
-    """The tensors of a shard."""
+    """Return the tensors of a shard."""
     device = next(teacher.parameters()).device
     head = base_of(teacher).get_output_embeddings()
-    known: list[TopK] = []
+    batches: list[TopK] = []
     for start in range(0, len(examples), batch_size):
         hidden = Batch.make(examples[start : start + batch_size], device).hidden(teacher, replayed=False)
-        known.append(TopK.of_hidden(hidden, head, facts.top_k, facts.temperature, chunk))
-        if bool(known[-1].logprobs.isnan().any()):
+        batches.append(TopK.of_hidden(hidden, head, facts.top_k, facts.temperature, chunk))
+        if bool(batches[-1].logprobs.isnan().any()):
             raise NotFiniteError(
                 f"the log-probabilities of the teacher {facts.source} are not finite: its weights, or its activations "
-                "in this dtype, are NaN or infinite; take a copy of it that is whole, or set another dtype. Shards "
-                "that were written before are whole"
+                "in this dtype, are NaN or infinite; use an undamaged copy, or set another dtype. Shards that were "
+                "written before are complete"
             )
-    whole = TopK.joined(known)
+    whole = TopK.joined(batches)
     logprobs = whole.logprobs.to(getattr(torch, facts.dtype))
     return {"ids": whole.ids.int().cpu(), "logprobs": logprobs.cpu(), "tail": whole.tail.cpu()}
 
@@ -210,7 +216,7 @@ def _write_shard(file: Path, tensors: dict[str, Tensor], rows: list[tuple[str, i
         partial.unlink(missing_ok=True)
         if not full:
             raise
-        raise OSError(ENOSPC, f"{file} was not written; sparse-rl teacher goes on there") from error
+        raise OSError(ENOSPC, f"{file} was not written; run sparse-rl teacher again to continue there") from error
     os.replace(partial, file)
     return _shard(file, rows)
 
@@ -227,11 +233,11 @@ def _write_index(folder: Path, facts: TeacherFacts, shards: dict[str, _Shard], c
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
-    """{"facts": TeacherFacts, "complete": bool, "shards": name -> _Shard}"""
+    """Return {"facts": TeacherFacts, "complete": bool, "shards": name -> _Shard}."""
     try:
         content = json.loads(read_text(folder / INDEX, MOST_TEXT))
         if content.pop("format_version") != FORMAT:
-            raise UserError(f"this reads format version {FORMAT}")
+            raise UserError(f"its format version is not {FORMAT}")
         shards = {
             name: _Shard(s["size"], s["sha256"], [(key, count) for key, count in s["rows"]])
             for name, s in content.pop("shards").items()

@@ -1,4 +1,4 @@
-"""Which teacher a taught training has. No torch."""
+"""Settings of the teacher of a training. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sparse_rl.config import Configuration, PathText
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig(Configuration):
-    """Training on what a dense teacher says of a text.
+    """Training on the token distributions of a dense teacher.
 
-    teacher : a model with the student's vocabulary; None: the starting model itself
-    teacher_cache : a folder that `sparse-rl teacher` writes and training reads; the teacher is then not loaded
-    teacher_cache_dtype : of the log-probs in it
+    teacher : model with the student's vocabulary; None means the starting model itself
+    teacher_cache : folder that `sparse-rl teacher` writes and training reads; the teacher is then not loaded
+    teacher_cache_dtype : dtype of the log-probs in the teacher cache
     """
 
     teacher: PathText | None = None

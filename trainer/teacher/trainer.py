@@ -1,11 +1,11 @@
-"""Training on what a dense teacher says of a text: what distillation and KVpop's retrofit share.
+"""Training on the token distributions of a dense teacher: the base of distillation and KVpop's retrofit.
 
-The teacher attends to everything. It is a model in memory, or what cache.py has written. Per update, over the N
+The teacher attends to everything. It is a model in memory, or a teacher cache (cache.py). Per update, over the N
 completion tokens of all processes,
 
     loss = 1/N sum of  kl_weight tau^2 KL(teacher || student) + ce_weight CE  (losses/distillation.py)
 
-Subclasses say what the student sees, in `_losses`, and what is trained on, in `_prepared`.
+Subclasses define the student's attention in `_losses`, and the training examples in `_prepared`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainer.weights import partitioned
 
 @dataclass
 class TaughtArguments(ReplayedArguments, TrainingArguments):
-    """What every TaughtTrainer has. loss : what is minimised"""
+    """Arguments of every TaughtTrainer. loss : settings of the loss"""
 
     loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
 
@@ -47,12 +47,13 @@ class TaughtArguments(ReplayedArguments, TrainingArguments):
 class TaughtTrainer(Resumable):
     """A student, `model`, that learns from a teacher.
 
-    teacher : a model with the student's vocabulary, or what one has written down; never trained
-    examples, validation : the dataset, and the held-out one
+    teacher : model with the student's vocabulary, or a teacher cache; never trained
+    examples : training examples
+    validation : held-out examples, or None
     """
 
     args: TaughtArguments
-    summed: tuple[str, ...] = ("kl", "ce")  # what `_losses` returns between the loss and the count
+    summed: tuple[str, ...] = ("kl", "ce")  # names of the sums that `_losses` returns between loss and count
 
     def __init__(
         self,
@@ -66,14 +67,14 @@ class TaughtTrainer(Resumable):
         check_adapters(model)
         data = {"train_dataset": list(examples), "eval_dataset": None if validation is None else list(validation)}
         super().__init__(model=model, args=args, data_collator=list, **data, **kwargs)
-        self.model_accepts_loss_kwargs = True  # our loss is already divided by all that one update counts
+        self.model_accepts_loss_kwargs = True  # our loss is already divided by the tokens of the whole update
         adopt(base_of(self.model))
         refuse_reentrant_checkpointing(cast(Any, self.model))
         self.teacher = teacher if isinstance(teacher, TeacherCache) else self._prepare_teacher(adopt(teacher))
         self.loss = DistillationLoss(args.loss)
         self._redirect = _ForwardRedirection()
         self._sums: dict[str, float] = defaultdict(float)  # over all processes, since the last log
-        self._weight = 1.0  # of a batch in the sums; 0 where a process repeats one because the others have one more
+        self._weight = 1.0  # of a batch in the sums; 0 if a process repeats a batch because others have one more
 
     def _prepare_teacher(self, teacher: Any) -> Any:
         teacher.requires_grad_(False).eval()
@@ -86,7 +87,7 @@ class TaughtTrainer(Resumable):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
-        """The micro-batches of one update, lists of examples, and the completion tokens of all processes."""
+        """Return the micro-batches of one update, as lists of examples, and the completion tokens of all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return [], None
@@ -95,47 +96,47 @@ class TaughtTrainer(Resumable):
         return [[next(following) for _ in batch] for batch in batches], self._count(examples)
 
     def _prepared(self, examples: Sequence[Example]) -> list[Example]:
-        """What is trained on for these of the dataset."""
+        """Return the examples to train on for these examples of the dataset."""
         return list(examples)
 
     def _count(self, examples: Sequence[Example]) -> Tensor:
-        """The completion tokens of all processes."""
-        local = torch.tensor([sum(len(one.completion) for one in examples)], device=self.accelerator.device)
+        """Return the number of completion tokens of all processes."""
+        local = torch.tensor([sum(len(example.completion) for example in examples)], device=self.accelerator.device)
         return self.accelerator.gather(local * int(self._weight)).sum()
 
     def floating_point_ops(self, inputs: Any) -> int:
-        return 0  # transformers' estimate wants a dict of tensors
+        return 0  # transformers' estimate needs a dict of tensors
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Any:
-        """The whole of it runs inside the wrapper's forward, where DeepSpeed and DDP expect the parameters' use."""
+        """Return the loss. It is computed inside the wrapper's forward, as DeepSpeed and DDP need it."""
         student = self.accelerator.unwrap_model(model)
         loss, *others = self._redirect(model, student, self._losses, student, inputs)
         sums = self.accelerator.gather(torch.stack(others)[None].detach() * self._weight).sum(0)
         for name, value in zip((*self.summed, "tokens"), sums.tolist(), strict=True):
             self._sums[name] += value
         total = sums[-1] if num_items_in_batch is None else num_items_in_batch
-        return loss / total * self.accelerator.num_processes  # whose gradients are averaged
+        return loss / total * self.accelerator.num_processes  # the gradients of the processes are averaged
 
     def _losses(self, student: Any, examples: Sequence[Example]) -> tuple[Tensor, ...]:
-        """Sums over the completion tokens: the loss, what is `summed`, count."""
+        """Return sums over the completion tokens: the loss, the values named in `summed`, and the count."""
         raise NotImplementedError
 
     def _distilled(self, student: Any, batch: Batch, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Sums over the completion tokens, under autocast if in use: loss, divergence, cross-entropy, count."""
-        said = self._taught(batch)
-        sums = self.loss(hidden, base_of(student).get_output_embeddings(), said, batch.targets)
+        """Return sums over the completion tokens, under autocast if in use: loss, divergence, cross-entropy, count."""
+        teacher_outputs = self._teacher_outputs(batch)
+        sums = self.loss(hidden, base_of(student).get_output_embeddings(), teacher_outputs, batch.targets)
         return *sums, torch.tensor(float(len(batch.targets)), device=hidden.device)
 
     @torch.no_grad()
-    def _taught(self, batch: Batch) -> Callable[[slice], Tensor | TopK]:
-        """What the teacher says of a slice of the completion tokens."""
+    def _teacher_outputs(self, batch: Batch) -> Callable[[slice], Tensor | TopK]:
+        """Return a function from a slice of the completion tokens to the teacher's logits or top k."""
         if isinstance(self.teacher, TeacherCache):
             return self.teacher.read(batch.examples, self.accelerator.device).__getitem__
         whole, config = cast(Any, self.accelerator.unwrap_model(self.teacher)), self.loss.config
         head = whole.get_output_embeddings()
-        # through DeepSpeed's own forward, where it wraps the teacher
+        # goes through DeepSpeed's forward if DeepSpeed wraps the teacher
         hidden = self._redirect(self.teacher, whole, lambda: batch.hidden(whole, replayed=False))
         if config.top_k is None:
             return lambda part: head(hidden[part])
@@ -148,13 +149,13 @@ class TaughtTrainer(Resumable):
         super().log(logs, start_time)
 
     def _measured(self) -> dict[str, float]:
-        """The means per token; and per sequence the share of the tokens that is held at its end."""
+        """Return the means per token, and the mean retention per sequence."""
         sums = self._sums
         means = {name: sums[name] / sums["tokens"] for name in ("kl", "ce")}
         return {**means, "cache/retention": sums["retention"] / sums["sequences"]}
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """KL to the teacher and cross-entropy per token, on the held-out examples, as the student is trained."""
+        """Measure KL to the teacher and cross-entropy per token on the held-out examples, with training's attention."""
         before, self._sums = self._sums, defaultdict(float)
         model, rows = cast(Any, self.model), cast(Any, self.eval_dataset)
         training = model.training
@@ -162,11 +163,11 @@ class TaughtTrainer(Resumable):
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             batches = list(DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=list))
             ranks = self.accelerator.num_processes
-            for mine in range(self.accelerator.process_index, -(-len(batches) // ranks) * ranks, ranks):
+            for index in range(self.accelerator.process_index, -(-len(batches) // ranks) * ranks, ranks):
                 self._weight = float(
-                    mine < len(batches)
+                    index < len(batches)
                 )  # a process without a batch repeats one, and does not count it
-                examples = self._prepared(batches[min(mine, len(batches) - 1)])
+                examples = self._prepared(batches[min(index, len(batches) - 1)])
                 self._count(examples)
                 self.compute_loss(self.model_wrapped, examples)
         model.train(training)
