@@ -133,8 +133,8 @@ def state_of(
     peak = policy.schedule.peak
     assert peak is not None
     layers, dim = shape
-    each = peak // SIZE + 1
-    blocks, layer = requests * each + 1, SimpleNamespace(impl=SimpleNamespace(scale=1.0), num_heads=HEADS * GROUP)
+    item = peak // SIZE + 1
+    blocks, layer = requests * item + 1, SimpleNamespace(impl=SimpleNamespace(scale=1.0), num_heads=HEADS * GROUP)
     outer = (layers, blocks) if blocks_inside else (blocks, layers)
     whole = torch.randn(*outer, SIZE, HEADS, 2 * dim).to(device, dtype).transpose(-2, -3)
     whole = whole if blocks_inside else whole.transpose(0, 1)
@@ -152,9 +152,9 @@ def state_of(
         scheduler_config=SimpleNamespace(max_num_seqs=requests), model_config=SimpleNamespace(dtype=dtype)
     )
     state = kind(config, CacheConfig(policy, None, True), dict(zip(names, whole, strict=True)))
-    table = torch.arange(1, blocks, dtype=torch.int32).view(requests, each)
+    table = torch.arange(1, blocks, dtype=torch.int32).view(requests, item)
     state.begin([], [Begun(str(i), int(row[0]), SIZE) for i, row in enumerate(table)])
-    positions = torch.arange(each * SIZE, dtype=torch.int32).view(each, 1, SIZE).to(device)
+    positions = torch.arange(item * SIZE, dtype=torch.int32).view(item, 1, SIZE).to(device)
     for row in table.long().to(device):
         state.positions[:, row] = positions
     return state, table

@@ -69,13 +69,13 @@ def same(ours: list[Rollout], theirs: list[Rollout]) -> bool:
 
 def shortened(r: Rollout, stop: set[int]) -> Rollout:
     """The rollout as it would have been with these stop tokens: its beginning, up to the first of them."""
-    found = [i for i, token in enumerate(r.completion_ids) if token in stop]
-    n = found[0] + 1 if found else len(r.completion_ids)
+    results = [i for i, token in enumerate(r.completion_ids) if token in stop]
+    n = results[0] + 1 if results else len(r.completion_ids)
     return Rollout(
         r.prompt_ids,
         r.completion_ids[:n],
         r.logprobs[:n],
         r.model_logprobs[:n],
         EvictionTrace.recorded(r.trace.evict_at[..., : len(r.prompt_ids) + n]),
-        "stop" if found else "length",
+        "stop" if results else "length",
     )

@@ -103,11 +103,11 @@ def overshoot(recorded: torch.Tensor, priority: torch.Tensor, config: Any, promp
     """
     worst = 0.0
     for q in sorted(set(recorded[recorded < NEVER].tolist())):
-        gone = (recorded == q).nonzero()[:, 0]
+        evicted = (recorded == q).nonzero()[:, 0]
         held = torch.arange(config.sinks, q - config.window + 1)
         held = held[recorded[held] > q]
-        if len(held) != config.k or int(gone.max()) > q - config.window or (len(gone) > 1 and q != prompt):
+        if len(held) != config.k or int(evicted.max()) > q - config.window or (len(evicted) > 1 and q != prompt):
             return float("inf")
         low = float(priority[held].min())
-        worst = max(worst, (float(priority[gone].max()) - low) / max(abs(low), 1e-30))
+        worst = max(worst, (float(priority[evicted].max()) - low) / max(abs(low), 1e-30))
     return worst

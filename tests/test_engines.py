@@ -162,9 +162,11 @@ def test_few_reference_queries_are_warned_of(queries: int, warned: bool, machine
     """Two query heads to a kv head: each reference query is two equations, for 20 entries that are fitted."""
     machine(None)
     cache = {"policy": "am", "budget": 24, "window": 4, "period": 8, "reference_queries": queries}
-    said = resolve(grpo(cache=cache), config()).remarks
-    assert len(said) == warned
-    assert all("am: 9 reference queries of 2 heads are 18 conditions for the 20 entries" in remark for remark in said)
+    warnings = resolve(grpo(cache=cache), config()).remarks
+    assert len(warnings) == warned
+    assert all(
+        "am: 9 reference queries of 2 heads are 18 conditions for the 20 entries" in remark for remark in warnings
+    )
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

@@ -108,8 +108,8 @@ def test_a_row_is_what_its_completions_say(recipe_of, tmp_path):
     lines = completions(tmp_path)
     assert len(lines) == 2 * 6 * 4
     for row in rows:
-        mine = [line for line in lines if line["policy"] == row.policy]
-        by_problem = {i: [x["correct"] for x in mine if x["problem"] == i] for i in range(6)}
+        own_lines = [line for line in lines if line["policy"] == row.policy]
+        by_problem = {i: [x["correct"] for x in own_lines if x["problem"] == i] for i in range(6)}
         assert by_problem.pop(2) == [None] * 4
         shares = [sum(flags) / 4 for flags in by_problem.values()]
         assert (row.problems, row.excluded, row.samples) == (5, 1, 4)
@@ -117,12 +117,12 @@ def test_a_row_is_what_its_completions_say(recipe_of, tmp_path):
         assert row.standard_error == pytest.approx(statistics.stdev(shares) / 5**0.5)
         assert row.pass_at_k[4] == pytest.approx(statistics.mean(any(f) for f in by_problem.values()))
         assert list(row.pass_at_k) == [1, 2, 4]
-        assert row.retention == pytest.approx(statistics.mean(x["retention"] for x in mine))
-        right = [x["retention"] for x in mine if x["correct"]]
+        assert row.retention == pytest.approx(statistics.mean(x["retention"] for x in own_lines))
+        right = [x["retention"] for x in own_lines if x["correct"]]
         assert row.retention_correct == pytest.approx(statistics.mean(right))
-        assert row.length == pytest.approx(statistics.mean(x["tokens"] for x in mine))
-        assert row.truncated == pytest.approx(statistics.mean(x["finish_reason"] == "length" for x in mine))
-        assert row.tokens == sum(x["tokens"] for x in mine) and row.seconds > 0
+        assert row.length == pytest.approx(statistics.mean(x["tokens"] for x in own_lines))
+        assert row.truncated == pytest.approx(statistics.mean(x["finish_reason"] == "length" for x in own_lines))
+        assert row.tokens == sum(x["tokens"] for x in own_lines) and row.seconds > 0
     assert rows[0].peak_entries == 9 < rows[1].peak_entries == max(x["tokens"] for x in completions(tmp_path)) + 6 - 1
     fed = [x["tokens"] + 5 if x["tokens"] > 1 else 0 for x in completions(tmp_path) if x["policy"] == "full"]
     assert 0 < rows[0].mean_peak_entries <= 9 and rows[1].mean_peak_entries == pytest.approx(statistics.mean(fed))
@@ -345,16 +345,16 @@ def test_samples_are_kept_with_their_traces(recipe_of, tmp_path, model, kind):
         keys |= {"num_generations": 4, "max_completion_length": 40, "rollout": {"engine": "hf"}}
         recipe = make_recipe(keys)
     recipe = replace(recipe, rollout=replace(recipe.rollout, max_batch=8))  # two problems at a time
-    found = sample(recipe, tmp_path / "samples", problems=3)
+    outputs = sample(recipe, tmp_path / "samples", problems=3)
     lines = [json.loads(line) for line in (tmp_path / "samples" / "completions.jsonl").read_text().splitlines()]
     made_by = {"model": model_fingerprint(load_config(str(model))), "policy": fingerprint(make_policy(cache))}
     files = sorted((tmp_path / "samples").glob("traces-*.safetensors"))
     parts = [load_traces(file, made_by) for file in files]
     assert [len(part) for part in parts] == [8, 4]
-    for line, trace, fact in zip(lines, [trace for part in parts for trace in part], found, strict=True):
+    for line, trace, fact in zip(lines, [trace for part in parts for trace in part], outputs, strict=True):
         assert {name: line[name] for name in fact} == fact
         assert line["retention"] == trace.retention()
-    assert min(fact["retention"] for fact in found) < 1
+    assert min(fact["retention"] for fact in outputs) < 1
     assert [line["prompt"] for line in lines[::4]] == [row["prompt"] for row in rows_of(3)]
 
 

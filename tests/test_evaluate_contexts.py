@@ -92,10 +92,10 @@ def test_a_context_of_which_everything_stays_is_a_part_of_the_prompt(recipe_of: 
     (whole,) = evaluate(recipe_of(), progress=False)
     answers = {line["problem"]: line["completion"] for line in lines_of(tmp_path / "out")}
     full, none = evaluate(recipe_of([{"policy": "full"}, {"policy": "none"}]), progress=False)
-    found: dict[str, dict[int, str]] = {"full": {}, "none": {}}
+    results: dict[str, dict[int, str]] = {"full": {}, "none": {}}
     for line in lines_of(tmp_path / "out"):
-        found[line["policy"]][line["problem"]] = line["completion"]
-    assert found["full"] == answers and found["none"] != answers
+        results[line["policy"]][line["problem"]] = line["completion"]
+    assert results["full"] == answers and results["none"] != answers
     assert (full.accuracy, full.retention, full.peak_entries) == (whole.accuracy, 1.0, whole.peak_entries)
     assert none.retention < 0.6 and none.peak_entries < 25
     assert cache_labels([full, none]) == ["full", "none"] and full.parameters == {"first": 0, "last": 0}
@@ -111,7 +111,7 @@ def test_rows_are_those_of_a_loop_over_the_engine(recipe_of: Callable, tmp_path:
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     study = [encode(f"\n\n{text}]>;") for text in STUDY_PROMPTS]
     for row in rows:
-        mine = [line for line in lines if line["parameters"] == row.parameters]
+        own_lines = [line for line in lines if line["parameters"] == row.parameters]
         retained, contexts = [], []
         for number, text in enumerate(CONTEXTS):
             config = PromptCacheConfig(**{**block, "ratio": row.parameters["ratio"]}, first=1)
@@ -120,11 +120,11 @@ def test_rows_are_those_of_a_loop_over_the_engine(recipe_of: Callable, tmp_path:
             sampling = SamplingConfig(12, n=2, temperature=1.0, top_p=0.95, seed=42)
             made = engine.generate(questions, sampling, context=contexts[-1])
             texts = tokenizer.batch_decode([r.completion_ids for r in made], skip_special_tokens=True)
-            asked = [line for line in mine if line["problem"] % 2 == number]
+            asked = [line for line in own_lines if line["problem"] % 2 == number]
             assert [line["completion"] for line in asked] == texts
             assert [line["problem"] for line in asked] == [p for p in range(number, 5, 2) for _ in range(2)]
             retained += [r.trace.retention() for r in made]
-        assert row.accuracy == pytest.approx(mean(";" not in line["completion"] for line in mine))
+        assert row.accuracy == pytest.approx(mean(";" not in line["completion"] for line in own_lines))
         assert row.retention == pytest.approx(mean(retained)) and row.problems == 5 and row.samples == 2
         assert row.contexts is not None and row.contexts.contexts == 2 and row.contexts.tokens == mean((41, 31))
         assert row.contexts.bytes == mean(c.nbytes for c in contexts) < row.contexts.whole_bytes
@@ -157,14 +157,14 @@ def test_what_one_reading_serves_are_settings_of_the_compaction() -> None:
 
 def test_stages_are_told(model: str) -> None:
     """Each stage of each context, before it begins; seconds of a compaction are its own."""
-    said: list[str] = []
+    messages: list[str] = []
     questions = Questions([SplitPrompt([5, *range(6, 40)], 1, [7]), SplitPrompt([5, *range(7, 40)], 1, [7])], [])
     caches = [PromptCacheConfig(first=0, ratio=ratio) for ratio in (0.1, 0.5)]
     engine = make_engine("hf", model=model, policy="full")
-    for one in compacted_contexts(engine, questions, caches, said.append):
-        said.append(f"made {one.cache} {one.problems} {len(one.context.layers[0].keys[0, 0])}")
+    for one in compacted_contexts(engine, questions, caches, messages.append):
+        messages.append(f"made {one.cache} {one.problems} {len(one.context.layers[0].keys[0, 0])}")
         assert one.costs.seconds["compaction"] > 0
-    assert said == [
+    assert messages == [
         "context 1 of 2: 35 tokens, prefill", "context 1 of 2: 35 tokens, queries, second reading of the context",
         "context 1 of 2: compaction, am 0.1", "made 0 [0] 4",
         "context 1 of 2: compaction, am 0.5", "made 1 [0] 18",
@@ -198,10 +198,10 @@ def test_rollouts_behind_a_context(
 ) -> None:
     """Under the first prompt cache; traces follow their lines, and say what was gone behind the context."""
     recipe = recipe_of([{"policy": policy, "ratio": 0.2}, {"policy": "full"}], samples=2, temperature=1.0)
-    found = sample(recipe, tmp_path / "kept", problems=3)
+    outputs = sample(recipe, tmp_path / "kept", problems=3)
     lines = [json.loads(line) for line in (tmp_path / "kept" / "completions.jsonl").read_text().splitlines()]
     traces = [t for file in sorted((tmp_path / "kept").glob("traces-*")) for t in load_traces(file)]
-    assert len(found) == len(lines) == len(traces) == 6
+    assert len(outputs) == len(lines) == len(traces) == 6
     tokenizer = load_tokenizer(model)
     asked = [[{"role": "user", "content": f"{CONTEXTS[i % 2]}Q{c}?"}] for i, c in enumerate("abc")]
     assert [line["prompt"] for line in lines] == [asked[i] for i in (0, 0, 2, 2, 1, 1)]
@@ -262,8 +262,8 @@ def test_what_is_wrong_with_a_context_or_a_file_is_one_line(
     assert len(studies) == 1  # nothing was read before the file was, and before all were counted
     (tmp_path / "e.yaml").write_text(recipe_of({"ratio": 0.5}).as_yaml(), encoding="utf-8")
     assert main(["eval", "e.yaml", "prompt_cache=[{ratio: 2}]"]) == 2
-    said = capsys.readouterr().err
-    assert "error: command line: prompt_cache[0].ratio: expected a number" in said.splitlines()[-1]
+    output = capsys.readouterr().err
+    assert "error: command line: prompt_cache[0].ratio: expected a number" in output.splitlines()[-1]
     assert main(["eval", "e.yaml", "rollout.progress=false", "--overwrite"]) == 0
     assert "am 0.5" in capsys.readouterr().out
     assert main(["rollout", "e.yaml", "rollout.progress=false"]) == 0
@@ -295,7 +295,7 @@ def test_vllm_goes_on_from_contexts_that_hf_has_compacted(
     assert of(lines_of(tmp_path / "out")) == of(wanted)
     ours, theirs = (sample(recipe_of(blocks[1], **more), tmp_path / name) for more, name in (({}, "a"), (on_vllm, "b")))
     assert [one["tokens"] for one in ours] == [one["tokens"] for one in theirs]
-    for mine, other in zip(load_traces(next((tmp_path / "a").glob("traces*"))),
+    for own_rows, other in zip(load_traces(next((tmp_path / "a").glob("traces*"))),
                            load_traces(next((tmp_path / "b").glob("traces*"))), strict=True):  # fmt: skip
-        assert mine.evict_at.equal(other.evict_at) and {*mine.sections} == {*other.sections}
+        assert own_rows.evict_at.equal(other.evict_at) and {*own_rows.sections} == {*other.sections}
     assert not [*tmp_path.rglob("contexts-*")]

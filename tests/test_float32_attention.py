@@ -48,14 +48,14 @@ def test_the_gap_stays_small(
     """On trained models, which amplify rounding: not the 1e-5 of float64 on all, but near it. Controls: the bits are
     others than those of float64, whose gap is below 1e-5.
     """
-    model, cache, found = model_of(name), policy_of(policy, budget=24, window=8, period=8), {}
+    model, cache, results = model_of(name), policy_of(policy, budget=24, window=8, period=8), {}
     prompts, sampling = prompts_of(name, (3, 20, 41)), SamplingConfig(max_tokens=60, seed=1, ignore_eos=True)
     for exact in (True, False):
         compute_exactly(exact)
         rollouts = make_engine("hf", model=model, policy=cache).generate(prompts, sampling)
         with torch.no_grad():
-            found[exact] = replay_logprobs(model, rollouts)
-        own = gap(found[exact], rollouts)
+            results[exact] = replay_logprobs(model, rollouts)
+        own = gap(results[exact], rollouts)
         record_property(f"gap, exact {exact}", own)
         assert own <= (1e-5 if exact else most)
-    assert any(not torch.equal(a, b) for a, b in zip(found[True], found[False], strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(results[True], results[False], strict=True))

@@ -109,7 +109,7 @@ def test_without_a_hub_the_cache_is_taken(listen, at, tmp_path, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             hub.check_available(NAME)
-    assert len(caplog.records) == 1 and "come from the cache" in caplog.text
+    assert len(caplog.records) == 1 and "loaded from the cache" in caplog.text
     assert constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1" and len(asked) == 1
 
 
@@ -133,10 +133,10 @@ def test_a_name_that_no_hub_has() -> None:
 def test_a_command_says_so_at_once(words, listen, tmp_path) -> None:
     """One question to the hub, in place of six with waits between them; one line; no heavy library is imported."""
     address, asked = listen(b"")
-    known = {key: value for key, value in os.environ.items() if not key.endswith("_OFFLINE")}
-    known |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_ENDPOINT": address, "HF_HOME": str(tmp_path)}
+    environment = {key: value for key, value in os.environ.items() if not key.endswith("_OFFLINE")}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_ENDPOINT": address, "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", ANSWER, json.dumps([*words, f"model={NAME}"])]
-    done = subprocess.run(command, env=known, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     status, heavy, seconds = json.loads(done.stdout.splitlines()[-1])
     assert status == 2 and heavy == [] and seconds < 2 and len(asked) == 1, (done, asked)
     (line,) = done.stderr.splitlines()

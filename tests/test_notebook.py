@@ -95,9 +95,9 @@ def test_its_claims_hold(tmp_path: Path) -> None:
     words = [sys.executable, "-c", IN_ONE_NAMESPACE, "cells.json", "found.json"]
     ran = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["accuracy"]["replayed"] > found["accuracy"]["before RL"] + 0.3
-    gaps = found["gaps"]
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert report["accuracy"]["replayed"] > report["accuracy"]["before RL"] + 0.3
+    gaps = report["gaps"]
     assert gaps.pop("kv heads exchanged, streaming") <= 1e-5, "streaming drops the same tokens in all heads"
     right = {name: gap for name, gap in gaps.items() if name.startswith("as recorded")}
     wrong = {name: gap for name, gap in gaps.items() if name not in right}

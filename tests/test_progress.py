@@ -78,10 +78,10 @@ def test_what_is_printed_goes_above_the_rows():
         print(long)
         print("\rweights 10%\rweights 100%\n\x1b[31mred\x1b[0m", end="")
         refresh()
-        *said, row = shown(seen)
-    assert said == ["rollouts: hf engine [bold]", MESSAGE, long[:100], long[100:200], long[200:], "weights 100%"]
+        *text, row = shown(seen)
+    assert text == ["rollouts: hf engine [bold]", MESSAGE, long[:100], long[100:200], long[200:], "weights 100%"]
     assert row.startswith("loading quickstart/model ")
-    assert shown(seen) == [*said, "red"]
+    assert shown(seen) == [*text, "red"]
     assert "\x1b[31mred" in seen.getvalue() and "\x1b[?25l" not in seen.getvalue()  # the cursor stays
 
 

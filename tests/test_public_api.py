@@ -65,7 +65,7 @@ def said_of(cls: type, name: str) -> str:
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:
     """(name, what the nearest class has under it) of public methods and properties of ours."""
-    found = {}
+    results = {}
     fields = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
     for base in cls.__mro__:
         for name, member in vars(base).items() if ours(base.__module__) else ():
@@ -75,8 +75,8 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
                 and not name.startswith("_")
                 and isinstance(member, FunctionType | classmethod | staticmethod | property | cached_property)
             ):
-                found.setdefault(name, member)
-    yield from found.items()
+                results.setdefault(name, member)
+    yield from results.items()
 
 
 # ---- everything is said ------------------------------------------------------------------------------------
@@ -111,13 +111,13 @@ def without_words(cls: type) -> list[str]:
     """
     if not dataclasses.is_dataclass(cls):
         return []
-    said = {name for base in cls.__mro__ for name in entries(base)}
+    documented = {name for base in cls.__mro__ for name in entries(base)}
     if issubclass(cls, Configuration):
         keys = own_fields(cls)
-        said |= flat_fields(cls).keys()
-        said |= {name for name, hint in keys.items() if any(map(is_said_block, (hint, *get_args(hint))))}
-        said |= {name for base in cls.__mro__ if ours(base.__module__) for name in said_below(base)} - keys.keys()
-    return [field.name for field in dataclasses.fields(cls) if field.name not in said]
+        documented |= flat_fields(cls).keys()
+        documented |= {name for name, hint in keys.items() if any(map(is_said_block, (hint, *get_args(hint))))}
+        documented |= {name for base in cls.__mro__ if ours(base.__module__) for name in said_below(base)} - keys.keys()
+    return [field.name for field in dataclasses.fields(cls) if field.name not in documented]
 
 
 def is_said_block(hint: Any) -> bool:
@@ -203,14 +203,14 @@ def tree(module: str) -> ast.Module:
 
 def with_text_below(body: Sequence[ast.stmt]) -> set[str]:
     """The names that a module or a class assigns with a text right below."""
-    found = set()
+    names = set()
     for node, below in pairwise(body):
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         )
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
-            found |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return found
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
 
 
 def said_below(cls: type) -> set[str]:
@@ -229,20 +229,20 @@ def homes(package: str, name: str) -> Iterator[str]:
 
 def offers(package: str) -> set[str]:
     """Names that a package defines, and names that it imports from its own modules."""
-    found, own = (
+    result, own = (
         set(),
         ("sparse_rl.methods.", "sparse_rl.policies.") if package.endswith("methods.config") else f"{package}.",
     )
     for node in ast.walk(tree(package)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(own):
-            found |= {alias.asname or alias.name for alias in node.names}
+            result |= {alias.asname or alias.name for alias in node.names}
     for node in tree(package).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            result.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return {name for name in found if not name.startswith("_")}
+            result |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in result if not name.startswith("_")}
 
 
 # What the package takes from its own modules, and does not offer.

@@ -69,7 +69,7 @@ def test_the_pins_do_for_us() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
     assert not list(contradictions(PINS, asked))
-    assert {canonicalize_name(Requirement(each).name) for each in asked} <= PINS.keys()
+    assert {canonicalize_name(Requirement(item).name) for item in asked} <= PINS.keys()
 
 
 def test_the_pins_do_for_one_another() -> None:

@@ -56,12 +56,12 @@ LONGEST = 400
 @cache
 def sources() -> dict[str, Path]:
     """Module -> file."""
-    found = {}
+    results = {}
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):
             parts = file.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    return found
+            results[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return results
 
 
 def imported(file: Path) -> Iterator[str]:
@@ -99,9 +99,9 @@ def arrows() -> Iterator[tuple[str, str]]:
 def test_parts_import_only_what_stands_below_them() -> None:
     wrong = []
     for module, name in arrows():
-        mine, theirs = part_of(module), part_of(name)
-        if theirs not in ("base", mine) and (mine == "base" or theirs not in MAY_IMPORT[mine]):
-            wrong.append(f"{module} imports {name}: {mine} may not import {theirs}")
+        own, theirs = part_of(module), part_of(name)
+        if theirs not in ("base", own) and (own == "base" or theirs not in MAY_IMPORT[own]):
+            wrong.append(f"{module} imports {name}: {own} may not import {theirs}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -19,8 +19,8 @@ PARENT = WAITS.replace("import sys", "import subprocess, sys; subprocess.Popen([
 
 
 def start(place: Path, code: str, *words: str) -> subprocess.Popen:
-    known = {key: value for key, value in os.environ.items() if key != FOLDER}
-    environment = known | {"TMPDIR": str(place), "PYTHONPATH": str(ROOT)}
+    inherited = {key: value for key, value in os.environ.items() if key != FOLDER}
+    environment = inherited | {"TMPDIR": str(place), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, *words]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 

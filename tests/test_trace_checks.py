@@ -230,9 +230,9 @@ def changed(sections: Sections, luck: random.Random) -> Sections:
     place, other = luck.randrange(len(numbers)), luck.randrange(len(numbers))
     near = int(numbers[place]) + luck.choice([-1, 1])
     if kind == "set":
-        known = [near, -1, 0, 1, luck.randint(2, 18), len(numbers), NEVER, int(numbers[other])]
+        candidates = [near, -1, 0, 1, luck.randint(2, 18), len(numbers), NEVER, int(numbers[other])]
         numbers[place] = luck.choice(
-            [n for n in known if torch.iinfo(torch.int16).max > n or values.dtype != torch.int16]
+            [n for n in candidates if torch.iinfo(torch.int16).max > n or values.dtype != torch.int16]
         )
     elif kind == "swap":
         numbers[[place, other]] = numbers[[other, place]]

@@ -35,10 +35,10 @@ def read(path: Path) -> tuple[list[EvictionTrace], dict[str, str]] | None:
 
 def says(path: Path, rows: list[EvictionTrace], made_by: dict[str, str]) -> bool:
     """True if a file is refused, or holds the data that were written."""
-    if (found := read(path)) is None:
+    if (computed := read(path)) is None:
         return True
-    same = (torch.equal(a.evict_at, b.evict_at) for a, b in zip(found[0], rows, strict=True))
-    return len(found[0]) == len(rows) and all(same) and found[1] == made_by
+    same = (torch.equal(a.evict_at, b.evict_at) for a, b in zip(computed[0], rows, strict=True))
+    return len(computed[0]) == len(rows) and all(same) and computed[1] == made_by
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 11])
@@ -159,11 +159,11 @@ def check_crafted(folder: Path, whole: bytes) -> None:
     """Refused, or a trace that can be shown, drawn from and written again."""
     path = folder / "crafted.safetensors"
     path.write_bytes(whole)
-    found = read(path)
-    assert main(["inspect", str(path)]) == (2 if found is None else 0)
-    if found is not None:
-        save_traces(path, *found)
-        assert says(path, *found)
+    result = read(path)
+    assert main(["inspect", str(path)]) == (2 if result is None else 0)
+    if result is not None:
+        save_traces(path, *result)
+        assert says(path, *result)
 
 
 @FAST

@@ -23,7 +23,7 @@ def brute(q: torch.Tensor, k: torch.Tensor, ends: Any, window: int, options: dic
     """float64 [B, Hq, S]: m_t, pair by pair."""
     q, k = q.double(), k.double().repeat_interleave(HQ // HKV, dim=1)
     given, look = options.get("log_sum_exp"), options.get("lookahead")
-    found = torch.zeros(B, HQ, S, dtype=torch.float64)
+    result = torch.zeros(B, HQ, S, dtype=torch.float64)
     for b, h in itertools.product(range(B), range(HQ)):
         end = [S] * S if ends is None else ends[b]
         lse = []
@@ -34,8 +34,8 @@ def brute(q: torch.Tensor, k: torch.Tensor, ends: Any, window: int, options: dic
             last = end[t] if look is None else min(end[t], t + window + look + 1)
             who = range(t + window, last)
             mass = sum(float((q[b, h, d] @ k[b, h, t] * SCALE - lse[d]).exp()) for d in who)
-            found[b, h, t] = mass / (max(1, len(who)) if options.get("normalise", True) else 1)
-    return found
+            result[b, h, t] = mass / (max(1, len(who)) if options.get("normalise", True) else 1)
+    return result
 
 
 @pytest.fixture
@@ -54,12 +54,12 @@ def test_equals_the_loop(where: str, window: int, option: dict, tensors: Any) ->
     expected = brute(*tensors, ends, window, option)
     given = {"window": window, "scaling": SCALE, "ends": None if ends is None else torch.tensor(ends), **option}
     for how in ({"chunk": 512}, {"chunk": 7}, {"kernel": "flex"}):
-        found = future_attention_mass(*tensors, **given, **how)
-        assert found.shape == (B, HQ, S) and found.dtype == torch.float32 and not found.isnan().any()
-        assert torch.equal(found == float("-inf"), expected == 0)
-        assert (found.exp() - expected).abs().max() <= 1e-5
+        mass = future_attention_mass(*tensors, **given, **how)
+        assert mass.shape == (B, HQ, S) and mass.dtype == torch.float32 and not mass.isnan().any()
+        assert torch.equal(mass == float("-inf"), expected == 0)
+        assert (mass.exp() - expected).abs().max() <= 1e-5
         some = expected > 0
-        assert not some.any() or (found[some] - expected[some].log()).abs().max() <= 1e-4
+        assert not some.any() or (mass[some] - expected[some].log()).abs().max() <= 1e-4
     by_head = expected.view(B, HKV, -1, S)
     for group, wanted in (("max", (1e-6 + by_head).log().amax(2)), ("mean", (1e-6 + by_head.mean(2)).log())):
         joined = future_attention_mass(*tensors, **given, group=group, floor=1e-6)
@@ -70,8 +70,8 @@ def test_what_is_wrong_shows(tensors: Any) -> None:
     expected = brute(*tensors, None, 5, {})
 
     def gap(**changed: Any) -> float:
-        found = future_attention_mass(*tensors, **{"window": 5, "scaling": SCALE, **changed})
-        return float((found.exp() - expected).abs().max())
+        mass = future_attention_mass(*tensors, **{"window": 5, "scaling": SCALE, **changed})
+        return float((mass.exp() - expected).abs().max())
 
     assert gap() <= 1e-5
     assert all(gap(**wrong) > 1e-2 for wrong in ({"window": 4}, {"scaling": 0.5}, {"lookahead": 3}))
@@ -80,7 +80,7 @@ def test_what_is_wrong_shows(tensors: Any) -> None:
 
 def test_no_gradient_and_any_width(tensors: Any) -> None:
     query, key = (tensor.clone().requires_grad_() for tensor in tensors)
-    found = future_attention_mass(query, key, window=5, scaling=SCALE)
-    assert not found.requires_grad
+    target = future_attention_mass(query, key, window=5, scaling=SCALE)
+    assert not target.requires_grad
     half = future_attention_mass(query.bfloat16(), key.bfloat16(), window=5, scaling=SCALE)
-    assert half.dtype == torch.float32 and (half.exp() - found.exp()).abs().max() < 0.05
+    assert half.dtype == torch.float32 and (half.exp() - target.exp()).abs().max() < 0.05

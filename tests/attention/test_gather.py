@@ -97,14 +97,14 @@ def test_every_visible_pair_once(layout: str, trace_of: Callable) -> None:
     """And no other, but each query itself; a chunk is given no more than what its fullest row sees, and its own."""
     evict_at = batched(layout, trace_of).flatten(0, 1)
     wanted = visible_mask(evict_at[:, None])[:, 0]
-    found = torch.zeros_like(wanted, dtype=torch.int32)
+    computed = torch.zeros_like(wanted, dtype=torch.int32)
     for chunk in make_chunks(evict_at):
         queries = slice(chunk.first, chunk.last)
         at = chunk.columns[:, None].expand(-1, chunk.last - chunk.first, -1)
-        found[:, queries].scatter_add_(2, at, chunk.visible()[:, 0].int())
+        computed[:, queries].scatter_add_(2, at, chunk.visible()[:, 0].int())
         before = wanted[:, queries, : chunk.first].any(1).sum(-1).max()
         assert chunk.columns.shape[1] == before + chunk.last - chunk.first
-    assert torch.equal(found, wanted.int())
+    assert torch.equal(computed, wanted.int())
 
 
 @pytest.mark.parametrize(("length", "budget", "most"), [(16384, 2048, 0.14), (4096, 256, 0.08), (1056, 256, 0.27)])

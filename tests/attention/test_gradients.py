@@ -98,9 +98,9 @@ def test_gradients_are_the_dense_references(
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     starts = starts_of(side, LENGTHS)
-    found = distance(replayed(model, rows, traces, starts), wanted)
-    record_property("gradient", found)
-    assert found <= 1e-5
+    result = distance(replayed(model, rows, traces, starts), wanted)
+    record_property("gradient", result)
+    assert result <= 1e-5
 
     for wrong in (
         [EvictionTrace.dense(LAYERS, 2, n) for n in LENGTHS],

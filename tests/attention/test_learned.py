@@ -97,12 +97,12 @@ def test_the_lse_of_a_sparse_attention(chunk: int) -> None:
     cache = policy()
     best = running_topk(scores, cache.sinks, window=cache.window, k=cache.k, log_decay=log_decay, lengths=LENGTHS)
     ends = LENGTHS[:, None].expand(-1, S)
-    found = attention_lse(query, key, scaling=SCALE, ends=ends, evict_at=best.evict_at, chunk=chunk)
+    result = attention_lse(query, key, scaling=SCALE, ends=ends, evict_at=best.evict_at, chunk=chunk)
     logits = query.double() @ key.double().repeat_interleave(2, 1).transpose(-1, -2) * SCALE
     mask = papers_mask(scores, log_decay, cache).repeat_interleave(2, 1)
     expected = logits.masked_fill(~mask, float("-inf")).logsumexp(-1)
     real = (torch.arange(S) < LENGTHS[:, None])[:, None].expand(-1, HQ, -1)
-    assert (found - expected)[real].abs().max() <= 1e-5
+    assert (result - expected)[real].abs().max() <= 1e-5
 
 
 def test_the_target_by_either_normaliser() -> None:
@@ -110,14 +110,14 @@ def test_the_target_by_either_normaliser() -> None:
     ends, evict_at = LENGTHS[:, None].expand(-1, S), torch.full((B, HKV, S), 2**30, dtype=torch.int32)
     evict_at[:, :, 3:9] = 15
     common = {"window": 5, "scaling": SCALE, "ends": ends, "group": "max", "floor": 1e-6}
-    found = {
+    targets = {
         n: FutureTarget(TargetConfig(normaliser=n))(query, key, SCALE, 5, ends, evict_at) for n in ("sparse", "dense")
     }
     lse = attention_lse(query, key, scaling=SCALE, ends=ends, evict_at=evict_at)
-    assert torch.equal(found["dense"], future_attention_mass(query, key, **common))
-    assert torch.equal(found["sparse"], future_attention_mass(query, key, log_sum_exp=lse, **common))
-    assert (found["sparse"] >= found["dense"] - 1e-5).all() and (found["sparse"] - found["dense"]).max() > 0.1
-    assert not found["sparse"].requires_grad and found["sparse"].isfinite().all()
+    assert torch.equal(targets["dense"], future_attention_mass(query, key, **common))
+    assert torch.equal(targets["sparse"], future_attention_mass(query, key, log_sum_exp=lse, **common))
+    assert (targets["sparse"] >= targets["dense"] - 1e-5).all() and (targets["sparse"] - targets["dense"]).max() > 0.1
+    assert not targets["sparse"].requires_grad and targets["sparse"].isfinite().all()
 
 
 def test_the_target_is_of_float32_under_autocast_and_finite_for_any_logits() -> None:
@@ -129,8 +129,8 @@ def test_the_target_is_of_float32_under_autocast_and_finite_for_any_logits() -> 
         assert torch.equal(plain, FutureTarget(TargetConfig())(query, key, SCALE, 5, ends, evict_at))
     key[:, :, 3:5] *= 100  # evicted, and far above all that is seen
     query[:, :, 20:] = key[:, :, 3:4].repeat_interleave(2, 1)
-    found = FutureTarget(TargetConfig())(query, key, SCALE, 5, ends, evict_at)
-    assert found.isfinite().all() and found.max() > 30
+    mass = FutureTarget(TargetConfig())(query, key, SCALE, 5, ends, evict_at)
+    assert mass.isfinite().all() and mass.max() > 30
 
 
 def test_recall_counts_sets() -> None:
@@ -146,13 +146,13 @@ def test_recall_counts_sets() -> None:
         for h in range(HKV):
             for q in range(first + window + k, int(LENGTHS[b])):
                 kept = [
-                    {t for t in range(first, q - window + 1) if q < int(found.evict_at[b, h, t])}
-                    for found in (one, other)
+                    {t for t in range(first, q - window + 1) if q < int(computed.evict_at[b, h, t])}
+                    for computed in (one, other)
                 ]
                 assert len(kept[0]) == len(kept[1]) == k
                 held, of = held + len(kept[0] & kept[1]), of + k
-    found = recall(one, other, sinks, window=window, k=k, lengths=LENGTHS)
-    assert [float(x) for x in found] == [held, of] and 0 < held < of
+    computed = recall(one, other, sinks, window=window, k=k, lengths=LENGTHS)
+    assert [float(x) for x in computed] == [held, of] and 0 < held < of
     same = recall(one, one, sinks, window=window, k=k, lengths=LENGTHS)
     assert float(same[0]) == float(same[1]) == of
     short = recall(one, other, window=60, k=k, lengths=LENGTHS)
@@ -162,7 +162,7 @@ def test_recall_counts_sets() -> None:
 @pytest.mark.parametrize("scorer", ["linear", "mlp", "mlstm"])
 def test_recomputed_layers_replay_their_decisions(new_model: Callable, scorer: str) -> None:
     """Gradient checkpointing changes neither losses nor gradients, though scores change between the two forwards."""
-    cache, found = policy(scorer), []
+    cache, results = policy(scorer), []
     ids = torch.randint(3, 64, (B, S), generator=torch.Generator().manual_seed(0))
     for checkpointing in (False, True):
         model = adopt(new_model("qwen3", num_hidden_layers=3))
@@ -187,7 +187,7 @@ def test_recomputed_layers_replay_their_decisions(new_model: Callable, scorer: s
         loss = out.square().mean() + sum(view.losses.values())
         loss.backward()
         assert all(torch.equal(decided[i].evict_at, view._decided[i].evict_at) for i in decided)
-        found.append((loss.detach(), {name: weight.grad for name, weight in model.named_parameters()}))
-    assert torch.equal(found[0][0], found[1][0])
-    for name, gradient in found[0][1].items():
-        assert (gradient - found[1][1][name]).abs().max() <= 1e-5 * max(1.0, float(gradient.abs().max())), name
+        results.append((loss.detach(), {name: weight.grad for name, weight in model.named_parameters()}))
+    assert torch.equal(results[0][0], results[1][0])
+    for name, gradient in results[0][1].items():
+        assert (gradient - results[1][1][name]).abs().max() <= 1e-5 * max(1.0, float(gradient.abs().max())), name

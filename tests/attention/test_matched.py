@@ -249,8 +249,8 @@ def test_padding_changes_nothing(side: str, sampled: Callable) -> None:
         ).logits
         assert logits.isfinite().all()
         for row, (r, start) in enumerate(zip(rollouts, places, strict=True)):
-            said = logits[row, start : start + len(r.trace) - 1].log_softmax(-1)
-            ours = said.gather(-1, torch.tensor([*r.prompt_ids, *r.completion_ids])[1:, None])[:, 0]
+            logprobs = logits[row, start : start + len(r.trace) - 1].log_softmax(-1)
+            ours = logprobs.gather(-1, torch.tensor([*r.prompt_ids, *r.completion_ids])[1:, None])[:, 0]
             assert gap([ours[len(r.prompt_ids) - 1 :]], [r]) <= 1e-5
 
 

@@ -32,11 +32,11 @@ def plain(flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kernel", ["flex", "flex_sorted"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_exact_passes(kernel: str, dtype: torch.dtype, plain: None) -> None:
-    found = check_parity(kernel, "cpu", dtype, **SHAPES)
-    assert found.failure is None
-    assert set(found.errors) == {"out", "dq", "dk", "dv", "lse"}
-    assert all(0 <= error <= allowed for error, allowed in found.errors.values())
-    assert str(found).startswith(f"{kernel} is exact here (error / allowed: out ")
+    parity = check_parity(kernel, "cpu", dtype, **SHAPES)
+    assert parity.failure is None
+    assert set(parity.errors) == {"out", "dq", "dk", "dv", "lse"}
+    assert all(0 <= error <= allowed for error, allowed in parity.errors.values())
+    assert str(parity).startswith(f"{kernel} is exact here (error / allowed: out ")
 
 
 def wrong_dq(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -100,17 +100,19 @@ def test_what_is_wrong_does_not(
     faulty = lambda evict_at, q, *args, **kwargs: fault(*attend(evict_at, q, *args, **kwargs), q)  # noqa: E731
     monkeypatch.setattr("sparse_rl.attention.kernels.masked.flex_attend", faulty)
     monkeypatch.setattr("sparse_rl.attention.parity.flex_attend", faulty)
-    found = check_parity("flex_sorted", "cpu", dtype, **SHAPES)
-    assert found.failure is not None and found.failure.startswith("it is not exact on this machine (error / allowed: ")
-    assert all(f"{name} " in found.failure for name in shows)
+    parity = check_parity("flex_sorted", "cpu", dtype, **SHAPES)
+    assert parity.failure is not None and parity.failure.startswith(
+        "it is not exact on this machine (error / allowed: "
+    )
+    assert all(f"{name} " in parity.failure for name in shows)
 
 
 def test_a_kernel_that_raises_is_not_used() -> None:
     """torch itself refuses to differentiate on a CPU: its word, in one line."""
-    found = check_parity("flex", "cpu", torch.float32, **SHAPES)
-    assert found.failure is not None
-    assert found.failure.startswith("NotImplementedError: FlexAttention does not support backward on CPU.")
-    assert "\n" not in str(found) and str(found).startswith("flex is not used: ")
+    parity = check_parity("flex", "cpu", torch.float32, **SHAPES)
+    assert parity.failure is not None
+    assert parity.failure.startswith("NotImplementedError: FlexAttention does not support backward on CPU.")
+    assert "\n" not in str(parity) and str(parity).startswith("flex is not used: ")
 
 
 def test_the_traces_of_the_check() -> None:
@@ -184,8 +186,8 @@ def test_the_check_says_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("sparse_rl.attention.parity.check_parity", lambda kernel, *_, **__: Parity(kernel))
     monkeypatch.setattr("sparse_rl.attention.future_parity.check_target", lambda *_: Parity("flex", failure="no"))
     clock = iter((0.0, 31.4, 100.0, 107.0)).__next__
-    (found,) = choice.check_kernels(["flex"], [CONFIG, CONFIG], "float32", clock)
-    assert str(found) == "flex is exact here (error / allowed: ); checked in 31 s"
+    (parity,) = choice.check_kernels(["flex"], [CONFIG, CONFIG], "float32", clock)
+    assert str(parity) == "flex is exact here (error / allowed: ); checked in 31 s"
     assert str(choice.check_target(CONFIG, "float32", clock)) == "flex is not used: no; checked in 7 s"
 
 
@@ -236,8 +238,8 @@ def test_doctor_shows_the_form_of_other_kernels(
     monkeypatch.setattr(choice, "check_target", lambda *_: Parity("flex"))
     for place in ("machine", "memory"):
         monkeypatch.setattr(f"sparse_rl.commands.{place}.device_memory", lambda: None)
-    found = shown(*gkv)
-    assert len(found) == 1 and found[0].startswith("redundancy: ")
+    result = shown(*gkv)
+    assert len(result) == 1 and result[0].startswith("redundancy: ")
     assert shown(*gkv, "cache.redundancy=false") == []
     assert shown(*gkv, "dtype=float32") == ["redundancy: torch (the keys are float32)"]
     monkeypatch.setattr("sparse_rl.kernels.topk.topk_choice", lambda: Choice("triton", "1 ms, torch's form 2 ms"))

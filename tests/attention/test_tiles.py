@@ -89,11 +89,11 @@ def check_sorted(evict_at: torch.Tensor, segment: int) -> None:
 def dense(count: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
     """Lists as bool [R, n, n]."""
     size = which.shape[-1]
-    found = torch.zeros(len(which), size, size, dtype=torch.bool)
+    result = torch.zeros(len(which), size, size, dtype=torch.bool)
     for row, (counts, listed) in enumerate(zip(count[:, 0].tolist(), which[:, 0].tolist(), strict=True)):
         for q, (n, keys) in enumerate(zip(counts, listed, strict=True)):
-            found[row, q, keys[:n]] = True
-    return found
+            result[row, q, keys[:n]] = True
+    return result
 
 
 def random_lengths(seed: int) -> list[int]:

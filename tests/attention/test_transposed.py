@@ -69,15 +69,15 @@ def test_equals_the_loop(layout: str) -> None:
         torch.testing.assert_close(lse, loop, rtol=0, atol=1e-5)
         for window, lookahead in ((100, None), (40, 60)):
             options = {**common, "window": window, "lookahead": lookahead, "log_sum_exp": lse}
-            found, wanted = (
+            computed, wanted = (
                 future_attention_mass(query, key, kernel=kernel, **options) for kernel in ("flex", "torch")
             )
             exact = future_attention_mass(query.double(), key.double(), **options)
-            assert found.dtype == torch.float32 and exact.dtype == torch.float64
-            assert torch.equal(found.isinf(), exact.isinf())
-            torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
-            torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-5)
-        assert (found > 0).any() == (seen is not None)
+            assert computed.dtype == torch.float32 and exact.dtype == torch.float64
+            assert torch.equal(computed.isinf(), exact.isinf())
+            torch.testing.assert_close(computed, wanted, rtol=0, atol=2e-5)
+            torch.testing.assert_close(computed.double(), exact, rtol=0, atol=2e-5)
+        assert (computed > 0).any() == (seen is not None)
 
 
 def test_what_is_evicted_is_bounded_as_in_the_loop() -> None:
@@ -88,10 +88,10 @@ def test_what_is_evicted_is_bounded_as_in_the_loop() -> None:
     lse[1, :, 600:] = float("-inf")
     ends = torch.tensor([[S] * S, [600] * 600 + [0] * 100])
     options: dict[str, Any] = {"window": 5, "scaling": SCALE, "ends": ends, "log_sum_exp": lse}
-    found, wanted = (future_attention_mass(query, key, kernel=kernel, **options) for kernel in ("flex", "torch"))
-    assert torch.equal(found.isinf(), wanted.isinf()) and not found.isnan().any()
-    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
-    assert found.max() > LARGEST - 7  # a mean over up to 695 queries
+    mass, wanted = (future_attention_mass(query, key, kernel=kernel, **options) for kernel in ("flex", "torch"))
+    assert torch.equal(mass.isinf(), wanted.isinf()) and not mass.isnan().any()
+    torch.testing.assert_close(mass, wanted, rtol=0, atol=2e-5)
+    assert mass.max() > LARGEST - 7  # a mean over up to 695 queries
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -102,11 +102,11 @@ def test_lists_of_tiles(layout: str, window: int, lookahead: int | None) -> None
     truth, width = counted(first, last), first.shape[1]
     theirs = create_block_mask(lambda b, _, t, d: truth[b, t, d], B, None, width, width, device="cpu", BLOCK_SIZE=TILE)
     ours = transposed_tiles(first, last)
-    assert all(found.is_contiguous() for found in ours)  # kernels do not look at the last stride
+    assert all(result.is_contiguous() for result in ours)  # kernels do not look at the last stride
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
     if layout != "packed":
-        for name, found in zip(names, ours, strict=True):
-            assert torch.equal(found, getattr(theirs, name)), name
+        for name, result in zip(names, ours, strict=True):
+            assert torch.equal(result, getattr(theirs, name)), name
         return
     assert torch.equal(ours[2], theirs.full_kv_num_blocks) and torch.equal(ours[3], theirs.full_kv_indices)
     for b in range(B):
@@ -136,7 +136,7 @@ def test_the_compiled_operator_visits_the_lists() -> None:
     for layout, window, lookahead in (("right", 100, None), ("packed", 40, 60)):
         first, last = spans(layout, window, lookahead)
         tiles = transposed_tiles(first, last)
-        found = compiled_sum(tiles, first, last)
+        total = compiled_sum(tiles, first, last)
         query, key = (torch.nn.functional.pad(x, (0, 0, 0, padded(S) - S)).double() for x in random_qk())
         value = torch.randn(query.shape, generator=torch.Generator().manual_seed(2)).double()
         logits = key.repeat_interleave(2, 1) @ query.transpose(-1, -2) * SCALE - query.sum(-1)[:, :, None]
@@ -144,7 +144,7 @@ def test_the_compiled_operator_visits_the_lists() -> None:
         some = truth.any(-1, keepdim=True)
         weights = logits.clamp(max=LARGEST).masked_fill(~truth, float("-inf")).softmax(-1)
         wanted = (weights.masked_fill(~some, 0) @ value).float()
-        torch.testing.assert_close(found * some, wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(total * some, wanted, rtol=0, atol=1e-5)
     fewer = ((tiles[0] - 1).clamp(min=0), *tiles[1:])
     without_mask = (torch.zeros_like(tiles[0]), tiles[1].clone(), *tiles[:2])
     for damaged in (fewer, without_mask):
@@ -170,8 +170,8 @@ def test_one_graph_for_all_layers_and_steps(monkeypatch: pytest.MonkeyPatch) -> 
         lse, loop = (attention_lse(query, key, evict_at=seen, kernel=kernel, **common) for kernel in ("flex", "torch"))
         torch.testing.assert_close(lse, loop, rtol=0, atol=1e-5)
         options = {**common, "window": 5 + 30 * step, "log_sum_exp": lse, "group": "max", "floor": 1e-6}
-        found, wanted = (future_attention_mass(query, key, kernel=kernel, **options) for kernel in ("flex", "torch"))
-        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+        mass, wanted = (future_attention_mass(query, key, kernel=kernel, **options) for kernel in ("flex", "torch"))
+        torch.testing.assert_close(mass, wanted, rtol=0, atol=2e-5)
         assert counters["stats"]["unique_graphs"] == 2
 
 
@@ -194,8 +194,8 @@ def test_the_check_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """It passes what is exact, and stops what is not: one percent, a query too few, what is no number, what raises."""
     for dtype in (torch.float32, torch.bfloat16):
         at = torch.device("cpu"), dtype, (HQ, HKV, D)
-        found = check_target.__wrapped__(*at, 256)
-        assert found.failure is None and set(found.errors) == {"sparse", "dense"}
+        parity = check_target.__wrapped__(*at, 256)
+        assert parity.failure is None and set(parity.errors) == {"sparse", "dense"}
     right = transposed.mass_by_flex
 
     def one_percent(*args: Any, **kwargs: Any) -> torch.Tensor:

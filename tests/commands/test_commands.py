@@ -282,13 +282,13 @@ def test_a_message_is_said_once_per_launch(tmp_path, capsys, monkeypatch):
     """Whichever rank fails first says it; another launch, or another message, is said again."""
     session = Session()
     session.folder = tmp_path
-    said = []
+    messages = []
     for rank, port, text in ((1, "1", "a"), (0, "1", "a"), (2, "1", "b"), (1, "2", "a")):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("MASTER_PORT", port)
         console._report(ReplayGapError(text), session)
-        said.append(capsys.readouterr().err.strip())
-    assert said == ["sparse-rl: stopped: a", "", "sparse-rl: stopped: b", "sparse-rl: stopped: a"]
+        messages.append(capsys.readouterr().err.strip())
+    assert messages == ["sparse-rl: stopped: a", "", "sparse-rl: stopped: b", "sparse-rl: stopped: a"]
 
 
 def test_what_could_not_be_written_is_said_once_whatever_the_reasons(tmp_path, capsys, monkeypatch):
@@ -296,12 +296,12 @@ def test_what_could_not_be_written_is_said_once_whatever_the_reasons(tmp_path, c
     session = Session()
     session.folder = tmp_path
     monkeypatch.setenv("MASTER_PORT", "1")
-    said = []
+    messages = []
     for rank, what, why in ((1, "checkpoint-10", "a"), (0, "checkpoint-10", "b"), (2, "checkpoint-1", "a")):
         monkeypatch.setenv("RANK", str(rank))
         console._report(NotWrittenError(what, why), session)
-        said.append(capsys.readouterr().err.strip().removeprefix("sparse-rl: stopped: "))
-    assert said == ["checkpoint-10 could not be written: a", "", "checkpoint-1 could not be written: a"]
+        messages.append(capsys.readouterr().err.strip().removeprefix("sparse-rl: stopped: "))
+    assert messages == ["checkpoint-10 could not be written: a", "", "checkpoint-1 could not be written: a"]
     session.folder = tmp_path / "error.log"  # a file: nothing can be written into it
     for error, says in ((NotWrittenError("it", "a"), True), (ReplayGapError("a"), False)):
         console._report(error, session)
@@ -364,9 +364,11 @@ def test_rollout_inspect_and_plot(here, capsys):
     out = capsys.readouterr().out
     assert "6 traces, 2 layers × 2 kv heads" in out and '"policy": "streaming"' in out and "head 1" in out
     assert main(["inspect", traces, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     assert (
-        found["traces"] == 6 and len(found["kept_per_head"]) == 2 and found["fingerprint"]["model"].startswith("qwen3")
+        report["traces"] == 6
+        and len(report["kept_per_head"]) == 2
+        and report["fingerprint"]["model"].startswith("qwen3")
     )
     assert main(["plot", traces, "--out", "density.png"]) == 0
     assert (here / "density.png").stat().st_size > 5000
@@ -535,8 +537,8 @@ def test_a_run_is_readable_and_quiet(here):
     done = run(here, "train", "grpo.yaml", "max_steps=2", "rewards=[my_rewards:fair]")
     lines = [line for line in done.stdout.splitlines() if not line.endswith(" s after the start")]  # of a slow machine
     assert done.returncode == 0, done.stderr
-    said = ["rollouts:", "attention", "step", "step", "2", "model:", "next:", "next:", "next:"]
-    assert [line.split()[0] for line in lines] == said, done.stdout
+    first_words = ["rollouts:", "attention", "step", "step", "2", "model:", "next:", "next:", "next:"]
+    assert [line.split()[0] for line in lines] == first_words, done.stdout
     assert done.stderr == ""
     plotted = run(here, "plot", "out")
     assert plotted.returncode == 0 and (here / "out" / "plots" / "gap.png").exists()

@@ -63,9 +63,9 @@ def nothing_is_loaded(here: Path, model: Path, monkeypatch: pytest.MonkeyPatch) 
     ids=lambda words: words if isinstance(words, str) else " ".join(words),
 )
 def test_completions(words: list[str], key: str, engine: str, here: Path, capsys: pytest.CaptureFixture) -> None:
-    said = fails(capsys, *words, f"rollout.engine={engine}", f"{key}=1024")
-    assert said.startswith(f"sparse-rl: error: {key}: 1,024 tokens, after a prompt of ")
-    assert "exceed the model's window of 1,024 tokens" in said and not (here / "out/model").exists()
+    output = fails(capsys, *words, f"rollout.engine={engine}", f"{key}=1024")
+    assert output.startswith(f"sparse-rl: error: {key}: 1,024 tokens, after a prompt of ")
+    assert "exceed the model's window of 1,024 tokens" in output and not (here / "out/model").exists()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -85,8 +85,8 @@ def test_completions_of_a_dataset_are_cut(here: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_engines_own_bound(here: Path, capsys: pytest.CaptureFixture) -> None:
-    said = fails(capsys, "train", "grpo.yaml", "--dry-run", "rollout.max_model_len=1025")
-    assert "rollout.max_model_len: 1,025 exceeds the model's window of 1,024 tokens" in said
+    output = fails(capsys, "train", "grpo.yaml", "--dry-run", "rollout.max_model_len=1025")
+    assert "rollout.max_model_len: 1,025 exceeds the model's window of 1,024 tokens" in output
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -104,10 +104,10 @@ def test_prompts_without_a_bound(
     words: list[str], key: str, engine: str, here: Path, capsys: pytest.CaptureFixture
 ) -> None:
     data = "tasks={long: {path: long.jsonl}}" if "eval" in words else "data={path: long.jsonl}"
-    said = fails(capsys, *words, f"rollout.engine={engine}", data)
+    output = fails(capsys, *words, f"rollout.engine={engine}", data)
     completion = 20 if "eval" in words else 24
-    assert said.startswith(f"sparse-rl: error: {key}: the prompt of problem 1 has 1,020 tokens")
-    assert f"leaves {1024 - completion:,}" in said and f"max_prompt_tokens: {1024 - completion}" in said
+    assert output.startswith(f"sparse-rl: error: {key}: the prompt of problem 1 has 1,020 tokens")
+    assert f"leaves {1024 - completion:,}" in output and f"max_prompt_tokens: {1024 - completion}" in output
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_a_prompt_of_megabytes(
     task = "tasks.long." if "eval" in words else "data."
     data = "tasks={long: {path: long.jsonl}}" if "eval" in words else "data={path: long.jsonl}"
     accuracy = ["accuracy=format"] if "eval" in words else ["rewards=[format]"]
-    said = fails(capsys, *words, *accuracy, data)
-    assert said.startswith(f"sparse-rl: error: {key}: the prompt of problem 1 has at least ")
+    output = fails(capsys, *words, *accuracy, data)
+    assert output.startswith(f"sparse-rl: error: {key}: the prompt of problem 1 has at least ")
     if "--dry-run" in words:
         main([*words, *accuracy, data, f"{task}max_prompt_tokens=100", "num_generations=4"])
         assert "dropped 1 prompts" in capsys.readouterr().err

@@ -183,9 +183,9 @@ def test_gathered_pages_take_about_what_is_counted(length, changed):
     out = view.attend(0, q, k, v, 0.25)
     with Peak() as peak:
         out.sum().backward()
-    told = 4 * 8 * (q.numel() + k.numel() + v.numel())  # copies in float64, and their gradients
+    copied = 4 * 8 * (q.numel() + k.numel() + v.numel())  # copies in float64, and their gradients
     counted = 8 * pages_bytes(1, 4, 2, 16, length, policy.config)
-    assert counted / 2 < peak.bytes < 2 * counted + told
+    assert counted / 2 < peak.bytes < 2 * counted + copied
 
 
 @pytest.mark.parametrize(("length", "heads", "kv_heads"), [(600, 4, 2), (1200, 4, 2), (600, 8, 2), (600, 2, 2)])
@@ -201,9 +201,9 @@ def test_soft_gates_take_about_what_is_counted(length, heads, kv_heads, monkeypa
         with Peak() as peak:
             view.attend(0, q, k, v, 0.25).sum().backward()
         took.append(peak.bytes)
-    told = 3 * 8 * (q.numel() + k.numel() + v.numel())  # copies in float64, their gradients, outputs
-    assert counted / 2 < took[0] < counted + told
-    assert took[1] > 1.5 * (counted + told) and took[1] > length / CHUNK / 1.5 * took[0]
+    copied = 3 * 8 * (q.numel() + k.numel() + v.numel())  # copies in float64, their gradients, outputs
+    assert counted / 2 < took[0] < counted + copied
+    assert took[1] > 1.5 * (counted + copied) and took[1] > length / CHUNK / 1.5 * took[0]
 
 
 def test_a_plan_counts_soft_gates():

@@ -90,15 +90,15 @@ def test_eval_of_a_run_takes_its_held_out_problems(trained, capsys):
     """Sampled as it was trained, under the cache that its model carries; overrides are an evaluation's."""
     out = answer(capsys, "eval", "run", HF, PATIENT)
     assert "validation" in out and "streaming 16" in out and "3×2" in out and out.endswith("run/eval/eval.json\n")
-    found = json.loads((trained / "eval" / "eval.json").read_text())
-    recipe = found["recipe"]
+    report = json.loads((trained / "eval" / "eval.json").read_text())
+    recipe = report["recipe"]
     assert (recipe["model"], recipe["accuracy"], recipe["temperature"]) == ("run/model", "boxed", 1.0)
     assert (recipe["max_completion_length"], recipe["dtype"]) == (24, "float32")
     assert "full" in answer(capsys, "eval", "run", "cache=full", "output_dir=full", "samples=1", HF, PATIENT)
     again = answer(capsys, "eval", "run/eval", "--overwrite", PATIENT)  # what an evaluation was asked, once more
     assert again.endswith("run/eval/eval.json\n")
     rows = json.loads((trained / "eval" / "eval.json").read_text())["rows"]
-    assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in found["rows"]]
+    assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in report["rows"]]
 
 
 def test_eval_of_what_names_no_problems_says_what_to_write(trained, capsys):

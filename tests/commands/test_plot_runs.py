@@ -30,8 +30,8 @@ def run(folder: Path, values: Sequence[float], recipe: str = "", **more: float) 
 
 def plot(capsys: pytest.CaptureFixture, *words: object, status: int = 0) -> str:
     assert main(["plot", *map(str, words)]) == status
-    said = capsys.readouterr()
-    return said.err if status else said.out
+    output = capsys.readouterr()
+    return output.err if status else output.out
 
 
 @pytest.fixture
@@ -123,8 +123,8 @@ def test_curves_say_what_they_show(steps: int, tmp_path: Path, capsys: pytest.Ca
 
 def test_a_single_step_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     one, two = run(tmp_path / "one", [0.125]), run(tmp_path / "two", [0.5])
-    said = plot(capsys, one, two)
-    assert "0.125" in said and "0.5" in said and "1e-07" in said and not (one / "plots").exists()
+    output = plot(capsys, one, two)
+    assert "0.125" in output and "0.5" in output and "1e-07" in output and not (one / "plots").exists()
     longer = run(tmp_path / "longer", [0.25, 0.5])
     assert all(Path(file).is_file() for file in plot(capsys, one, longer).split())
 
@@ -136,13 +136,13 @@ def test_an_unknown_metric_is_a_short_line(
 ) -> None:
     more = {f"rewards/of_a_long_name_{i}/mean": 1.0 for i in range(60)} | {"y" * 1000: 1.0}
     folders = [run(tmp_path / f"run{i}", [0.1, 0.2], **more) for i in range(runs)]
-    said = plot(capsys, *folders, "--metric", metric, status=2)
-    assert said.count("\n") == 1 and len(said) < 300 and " more" in said, said
-    assert ("the nearest names are reward, " in said) or metric != "rewrad"
+    output = plot(capsys, *folders, "--metric", metric, status=2)
+    assert output.count("\n") == 1 and len(output) < 300 and " more" in output, output
+    assert ("the nearest names are reward, " in output) or metric != "rewrad"
     for folder in folders:
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **more}))
-    said = plot(capsys, *folders, status=2)
-    assert "no reward and no loss" in said and said.count("\n") == 1 and len(said) < 300, said
+    output = plot(capsys, *folders, status=2)
+    assert "no reward and no loss" in output and output.count("\n") == 1 and len(output) < 300, output
 
 
 # ---- traces ---------------------------------------------------------------------------------------------------------

@@ -118,8 +118,8 @@ def test_a_method_has_its_colour_and_several_lines_of_it_its_shades(monkeypatch:
 
 def plot(capsys: pytest.CaptureFixture, *words: object, status: int = 0) -> str:
     assert main(["plot", *map(str, words)]) == status
-    said = capsys.readouterr()
-    return said.err if status else said.out
+    output = capsys.readouterr()
+    return output.err if status else output.out
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -144,16 +144,16 @@ def test_perplexities(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch
     assert axes.get_title(loc="left") == "Perplexity of novel.txt; a-model" and "nats" in axes.get_ylabel()
     assert [(4, 2.25), (8, 2.125)] in lines(axes) and [(4, 1.9), (8, 1.9)] in lines(axes)
     (tmp_path / "perplexity.json").write_text(json.dumps({"rows": rows[:1] + rows[4:]}))
-    said = plot(capsys, tmp_path)
-    assert "2.1250 ± 0.1000" in said and "8.37" in said and "full" in said
+    output = plot(capsys, tmp_path)
+    assert "2.1250 ± 0.1000" in output and "8.37" in output and "full" in output
 
 
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS[-1:], [ROWS[0], ROWS[3], ROWS[-1]]])
 def test_a_single_point_is_a_table(rows: list, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "eval.json"
     file.write_text(json.dumps({"rows": rows}))
-    said = plot(capsys, file)
-    assert "pass@1" in said and all(f"{100 * one['accuracy']:.1f}" in said for one in rows)
+    output = plot(capsys, file)
+    assert "pass@1" in output and all(f"{100 * one['accuracy']:.1f}" in output for one in rows)
     assert not (tmp_path / "eval.png").exists()
 
 
@@ -191,5 +191,5 @@ def test_a_damaged_file_is_one_line(content: Any, says: str, tmp_path: Path, cap
     file = tmp_path / "eval.json"
     text = content if isinstance(content, str) else json.dumps(content)
     file.write_bytes(text.encode(errors="surrogateescape"))
-    said = plot(capsys, file, status=2)
-    assert re.search(says, said) and said.count("\n") == 1 and len(said) < 300, said
+    output = plot(capsys, file, status=2)
+    assert re.search(says, output) and output.count("\n") == 1 and len(output) < 300, output

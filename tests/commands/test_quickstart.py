@@ -109,11 +109,11 @@ def test_a_stage_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_terminal_shows_all_stages_and_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with terminal() as seen:
         stage(tmp_path, monkeypatch, 0)
-        told = re.sub(r"\x1b\[[\d;]*[mAK]", "", seen.getvalue())
-    assert re.search(r"[\r\n]quickstart +━+ +0:0\d +0/1 stages", told)
-    assert re.search(r"\nseed 0: RL-Sparse ━*[╺╸]?━+ 1/2 steps +0:0\d left reward 0.25", told)
-    assert "  start  seed 0: RL-Sparse\n" in told and "  done   seed 0: RL-Sparse  step 2  reward 0.50" in told
-    assert told.count("RL-Sparse  step 1") == 0  # no news in lines
+        text = re.sub(r"\x1b\[[\d;]*[mAK]", "", seen.getvalue())
+    assert re.search(r"[\r\n]quickstart +━+ +0:0\d +0/1 stages", text)
+    assert re.search(r"\nseed 0: RL-Sparse ━*[╺╸]?━+ 1/2 steps +0:0\d left reward 0.25", text)
+    assert "  start  seed 0: RL-Sparse\n" in text and "  done   seed 0: RL-Sparse  step 2  reward 0.50" in text
+    assert text.count("RL-Sparse  step 1") == 0  # no news in lines
 
 
 def test_a_stage_that_fails_stops_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,14 +64,14 @@ def test_every_link_leads_to_a_file() -> None:
     links = {page: re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")) for page in PAGES}
     assert sum(map(len, links.values())) > 10
     missing = [
-        f"{page.name}: {link}" for page, found in links.items() for link in found if not (page.parent / link).exists()
+        f"{page.name}: {link}" for page, result in links.items() for link in result if not (page.parent / link).exists()
     ]
     assert not missing
 
 
 def test_every_command_is_tried_below() -> None:
-    known = [word for word in INSTEAD if any(command.startswith(word) for command in commands())]
-    assert known == list(INSTEAD), "a command that the README no longer names"
+    beginnings = [word for word in INSTEAD if any(command.startswith(word) for command in commands())]
+    assert beginnings == list(INSTEAD), "a command that the README no longer names"
     unknown = [command for command in commands() if not any(command.startswith(word) for word in INSTEAD)]
     assert not unknown
 
@@ -82,14 +82,14 @@ def test_its_recipe_is_one() -> None:
 
 
 def test_recipes_on_pages_are_recipes(tmp_path: Path) -> None:
-    found = [
+    results = [
         (page, text)
         for page in PAGES
         for text in re.findall(r"```yaml\n(kind: .*?)```", page.read_text(encoding="utf-8"), re.S)
         if "output_dir:" in text  # else it is a part of one
     ]
-    assert len(found) >= 5
-    for page, text in found:
+    assert len(results) >= 5
+    for page, text in results:
         (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
         own = ["rewards=[math]"] if "rewards:" in text else []  # a function of one's own stands in another block
         assert load_recipe(tmp_path / "recipe.yaml", own).kind in text, page.name

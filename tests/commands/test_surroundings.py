@@ -34,10 +34,10 @@ RAISED = ["raise SystemExit(0)", "exit()", "raise Own('gone')", "raise Generator
 
 
 def as_a_process(here: Path, *words: str, code: str = "", **environment: str) -> subprocess.CompletedProcess:
-    known = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment}
+    merged = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment}
     program = code + "import sys; from sparse_rl.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, *words]
-    return subprocess.run(command, cwd=here, env=known, capture_output=True, text=True, timeout=300, errors="replace")
+    return subprocess.run(command, cwd=here, env=merged, capture_output=True, text=True, timeout=300, errors="replace")
 
 
 # ---- code of the user's --------------------------------------------------------------------------------------------
@@ -46,8 +46,8 @@ def as_a_process(here: Path, *words: str, code: str = "", **environment: str) ->
 @pytest.mark.parametrize("end", RAISED)
 def test_a_reward_file_that_ends_the_program(end: str, here: Path, capsys: pytest.CaptureFixture) -> None:
     (here / "ends.py").write_text(REWARD.format("pass", "pass") + end)
-    said = fails(capsys, "train", "grpo.yaml", "--dry-run", "rewards=['ends.py:reward']")
-    assert "rewards: reward 'ends.py:reward' cannot be imported: " in said
+    output = fails(capsys, "train", "grpo.yaml", "--dry-run", "rewards=['ends.py:reward']")
+    assert "rewards: reward 'ends.py:reward' cannot be imported: " in output
     assert "accuracy: " in fails(capsys, "eval", "eval.yaml", "accuracy=ends.py:reward")
     assert "keep: " in fails(capsys, "train", "distill.yaml", "--dry-run", "keep=ends.py:reward")
 
@@ -55,16 +55,16 @@ def test_a_reward_file_that_ends_the_program(end: str, here: Path, capsys: pytes
 @pytest.mark.parametrize("end", RAISED)
 def test_a_reward_class_that_ends_the_program(end: str, here: Path, capsys: pytest.CaptureFixture) -> None:
     (here / "made.py").write_text(REWARD.format("pass", end))
-    said = fails(capsys, "train", "grpo.yaml", "--dry-run", "rewards=['made.py:Made']")
-    assert "reward 'made.py:Made' cannot be made: " in said
+    text = fails(capsys, "train", "grpo.yaml", "--dry-run", "rewards=['made.py:Made']")
+    assert "reward 'made.py:Made' cannot be made: " in text
 
 
 @pytest.mark.parametrize("end", RAISED)
 def test_a_reward_that_ends_the_program_as_it_judges(end: str, here: Path, capsys: pytest.CaptureFixture) -> None:
     (here / "judge.py").write_text(REWARD.format(end, "pass"))
     assert "accuracy: reward raised " in fails(capsys, "eval", "eval.yaml", "accuracy=judge.py:reward", "samples=1")
-    said = fails(capsys, "train", "distill.yaml", "keep=judge.py:reward", "data.synthetic.size=4")
-    assert "the reward reward raised " in said
+    output = fails(capsys, "train", "distill.yaml", "keep=judge.py:reward", "data.synthetic.size=4")
+    assert "the reward reward raised " in output
     assert main(["train", "grpo.yaml", "rewards=['judge.py:reward']", f"output_dir={here / 'grpo'}"]) != 0
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "a reward function raised (of: reward)" in line
@@ -79,8 +79,8 @@ def test_whatever_else_ends_a_command(error: BaseException, tmp_path: Path, caps
         raise error
 
     assert guarded(work, session) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"sparse-rl: unexpected {type(error).__name__}") and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith(f"sparse-rl: unexpected {type(error).__name__}") and output.count("\n") == 1
 
 
 # ---- environment ---------------------------------------------------------------------------------------------------
@@ -112,9 +112,9 @@ def test_numbers_that_cannot_be(
 
 
 def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    done = as_a_process(gone, "doctor", code="import os; os.rmdir(os.getcwd()); ")
+    removed = tmp_path / "gone"
+    removed.mkdir()
+    done = as_a_process(removed, "doctor", code="import os; os.rmdir(os.getcwd()); ")
     assert done.returncode == 2 and done.stdout == ""
     assert (
         done.stderr.startswith("sparse-rl: error: the working directory cannot be used")
@@ -139,9 +139,9 @@ def test_a_file_that_may_not_grow(capsys: pytest.CaptureFixture) -> None:
         raise OSError(EFBIG, os.strerror(EFBIG), "out/metrics.jsonl")
 
     assert guarded(work, Session()) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("sparse-rl: stopped: a file has reached its size limit") and said.count("\n") == 1
-    assert "out/metrics.jsonl" in said
+    output = capsys.readouterr().err
+    assert output.startswith("sparse-rl: stopped: a file has reached its size limit") and output.count("\n") == 1
+    assert "out/metrics.jsonl" in output
 
 
 @pytest.mark.parametrize("number", [EFBIG, ENOSPC])
@@ -157,8 +157,8 @@ def test_what_follows_from_a_lack_of_room(number: int, capsys: pytest.CaptureFix
         return 0
 
     assert guarded(work, Session()) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("sparse-rl: stopped: ") and "data.arrow" in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith("sparse-rl: stopped: ") and "data.arrow" in output and output.count("\n") == 1
 
 
 def test_a_run_whose_output_nobody_reads(here: Path, capsys: pytest.CaptureFixture) -> None:
@@ -178,8 +178,8 @@ def test_a_run_whose_output_nobody_reads(here: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("machines", [1, 2])
 def test_more_processes_than_any_machine_holds(machines: int, here: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["train", "sft.yaml", "--dry-run", f"launch.machines={machines}", "launch.main_process_ip=here"]
-    said = fails(capsys, *words, f"launch.processes={10**9}")
-    assert f"launch.processes: {10**9 // machines:,} processes on a machine; at most 256" in said
+    output = fails(capsys, *words, f"launch.processes={10**9}")
+    assert f"launch.processes: {10**9 // machines:,} processes on a machine; at most 256" in output
 
 
 @pytest.mark.parametrize(
@@ -205,11 +205,11 @@ def test_an_error_names_a_few(words: list[str], here: Path, capsys: pytest.Captu
     wide = ", ".join(f'"column_{number}": 1' for number in range(100))
     (here / "wide.jsonl").write_text(f"{{{wide}}}\n")
     assert main(words) == 2
-    _, sign, said = capsys.readouterr().err.partition("sparse-rl: error: ")
-    assert sign and len(said.replace(str(here), "")) <= 300
+    _, sign, output = capsys.readouterr().err.partition("sparse-rl: error: ")
+    assert sign and len(output.replace(str(here), "")) <= 300
 
 
 def test_the_nearest_recipes(capsys: pytest.CaptureFixture) -> None:
-    said = fails(capsys, "train", "grpo")
-    assert "grpo" in said.partition("shipped recipes: ")[2] or "did you mean" in said
+    output = fails(capsys, "train", "grpo")
+    assert "grpo" in output.partition("shipped recipes: ")[2] or "did you mean" in output
     assert len(list_recipes()) > 10

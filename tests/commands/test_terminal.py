@@ -85,8 +85,8 @@ def test_a_terminal_shows_the_stages_of_a_training(words, value, tmp_path):
 @pytest.mark.slow
 def test_a_short_training_says_its_loss_without_a_terminal(tmp_path):
     """Fewer steps than one log takes."""
-    said = lines(["train", *SFT, "max_steps=3", "output_dir=run"], tmp_path)
-    assert re.fullmatch(r"3 steps in \d+ s  loss \d\.\d{4}", said[0])
+    output = lines(["train", *SFT, "max_steps=3", "output_dir=run"], tmp_path)
+    assert re.fullmatch(r"3 steps in \d+ s  loss \d\.\d{4}", output[0])
 
 
 @pytest.mark.slow

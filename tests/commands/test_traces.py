@@ -61,14 +61,14 @@ def counted(traces: Sequence[EvictionTrace], layers: Sequence[int]) -> dict[str,
                 sets = [{page for page in row if page >= 0} for row in head]
                 closed_at = trace.further["closed_at"].tolist()
                 having = [sum(at <= query for at in closed_at) for query in range(len(trace) - 1)]
-                for query, (mine, count) in enumerate(zip(sets, having, strict=False)):
+                for query, (ours, count) in enumerate(zip(sets, having, strict=False)):
                     if not count:
                         continue
-                    opened.append(len(mine))
+                    opened.append(len(ours))
                     closed.append(count)
-                    back += [query - (PAGES.sinks + PAGES.size * (page + 1) - 1) for page in mine]
-                    if mine and having[query - 1]:
-                        repeated.append(mine == sets[query - 1])
+                    back += [query - (PAGES.sinks + PAGES.size * (page + 1) - 1) for page in ours]
+                    if ours and having[query - 1]:
+                        repeated.append(ours == sets[query - 1])
     return {
         "opened": pytest.approx(sum(opened) / max(len(opened), 1), abs=1e-4),
         "closed": pytest.approx(sum(closed) / max(len(closed), 1), abs=1e-4),
@@ -79,10 +79,10 @@ def counted(traces: Sequence[EvictionTrace], layers: Sequence[int]) -> dict[str,
 
 @pytest.mark.parametrize("traces", [TRACES, *([trace] for trace in TRACES)])
 def test_what_was_opened_is_what_a_loop_counts(traces: list[EvictionTrace]) -> None:
-    found = page_statistics(traces)
-    assert found is not None
-    assert found.pop("layers") == [counted(traces, [0]), counted(traces, [1])]
-    assert found == counted(traces, [0, 1])
+    result = page_statistics(traces)
+    assert result is not None
+    assert result.pop("layers") == [counted(traces, [0]), counted(traces, [1])]
+    assert result == counted(traces, [0, 1])
 
 
 @pytest.mark.parametrize(("wide", "high"), [(1, 1), (7, 1), (1, 3), (4, 2), (100, 100)])
@@ -138,23 +138,23 @@ def said(capsys: pytest.CaptureFixture[str], *words: object, status: int = 0) ->
 def test_traces_with_pages_are_shown_as_what_they_are(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said(capsys, "rollout", "grpo.yaml", CLUSTERED, *LONG)
     file = here / "out/rollouts/traces-00000.safetensors"
-    found = json.loads(said(capsys, "inspect", file, "--json"))
-    assert found["pages"]["opened"] > 1 and found["pages"]["median_back"] > 8 and len(found["pages"]["layers"]) == 2
-    assert list(found["sections"]) == ["paged_with", "closed_at", "opened"]
-    shape = found["sections"]["opened"]["shape"]
+    report = json.loads(said(capsys, "inspect", file, "--json"))
+    assert report["pages"]["opened"] > 1 and report["pages"]["median_back"] > 8 and len(report["pages"]["layers"]) == 2
+    assert list(report["sections"]) == ["paged_with", "closed_at", "opened"]
+    shape = report["sections"]["opened"]["shape"]
     assert shape == {"layer": 2, "kv_head": 2, "token": shape["token"], "open_page": 2}
-    assert found["sections"]["opened"]["bytes"] == found["traces"] * found["length"]["mean"] * 2 * 2 * 2 * 2
-    assert found["retention"] == {"min": 1, "mean": 1, "max": 1}
+    assert report["sections"]["opened"]["bytes"] == report["traces"] * report["length"]["mean"] * 2 * 2 * 2 * 2
+    assert report["retention"] == {"min": 1, "mean": 1, "max": 1}
     fed = [len(trace) - 1 for trace in load_traces(file)]
     read = [n - (n - 10) // 4 * 4 for n in fed]  # all but the pages that have closed for the last query
-    assert found["unpaged"]["mean"] == pytest.approx(sum(r / n for r, n in zip(read, fed, strict=True)) / len(fed))
-    assert found["unpaged_per_head"] == [[round(sum(read) / len(read), 2)] * 2] * 2
-    assert found["unpaged_density"][10] == 0 and found["unpaged_density"][-1] == 1
+    assert report["unpaged"]["mean"] == pytest.approx(sum(r / n for r, n in zip(read, fed, strict=True)) / len(fed))
+    assert report["unpaged_per_head"] == [[round(sum(read) / len(read), 2)] * 2] * 2
+    assert report["unpaged_density"][10] == 0 and report["unpaged_density"][-1] == 1
     text = said(capsys, "inspect", file)
     assert "retention  100.0% at the end" in text and "tokens held outside closed pages at the end" in text
     assert "held at the end" not in text
-    assert f"unpaged    {found['unpaged']['mean']:.1%} at the end" in text and "so read token by token" in text
-    assert f"{found['pages']['median_back']} tokens back (median)" in text
+    assert f"unpaged    {report['unpaged']['mean']:.1%} at the end" in text and "so read token by token" in text
+    assert f"{report['pages']['median_back']} tokens back (median)" in text
     assert f"2 layers × 2 kv heads × {shape['token']} tokens × 2 open pages of int16" in text
     assert said(capsys, "plot", file).strip() == str(file.with_suffix(".png"))
     assert file.with_suffix(".png").stat().st_size > 5000

@@ -58,8 +58,8 @@ def test_what_takes_a_while_on_a_gpu_is_said_before(here, without_vllm, capsys, 
     recipe = read_recipe(parse(["train", "grpo.yaml", *QUIET]))
     monkeypatch.setattr(type(recipe), "foresees", lambda _: True)
     chosen = prepare_training(recipe).recipe
-    said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if not line.startswith("rollouts: ")] == [
+    output = capsys.readouterr().out.splitlines()
+    assert [line for line in output if not line.startswith("rollouts: ")] == [
         "attention kernel: compiling and checking FlexAttention on this GPU, which takes a while",
         "attention kernel: flex_sorted is exact here (error / allowed: ); checked in 31 s",
         "scorers' target: flex is not used: no; checked in 7 s",
@@ -71,8 +71,8 @@ def test_what_takes_a_while_on_a_gpu_is_said_before(here, without_vllm, capsys, 
     monkeypatch.setattr("sparse_rl.attention.ahead.compile_ahead", lambda *args, **more: done.append((*args, more)))
     monkeypatch.setattr(type(recipe), "longest_row", lambda *_: 1000)
     compile_attention(trainer, chosen)
-    said = "attention kernel: compiling for rows of 1024 tokens; 5 smaller sizes follow when first needed"
-    assert capsys.readouterr().out.splitlines() == [said]
+    output = "attention kernel: compiling for rows of 1024 tokens; 5 smaller sizes follow when first needed"
+    assert capsys.readouterr().out.splitlines() == [output]
     rows = recipe.training.per_device_train_batch_size
     place = accelerator.device, torch.float32
     assert done == [("flex_sorted", "its configuration", rows, 1000, *place, {"target": True})]
@@ -126,9 +126,9 @@ def test_a_training_ends_with_what_to_do_next_and_says_where_it_resumes(here, ca
     monkeypatch.setattr(progress, "FIRST_SIGN", 0.01)
     words = ["train", "sft.yaml", "output_dir=my run", "save_steps=1", "lr_scheduler_type=constant", "logging_steps=1"]
     assert main(words) == 0
-    *said, model, evaluate, serve, plot = capsys.readouterr().out.splitlines()
+    *text, model, evaluate, serve, plot = capsys.readouterr().out.splitlines()
     assert model == "model: my run/model"
-    assert said[0].startswith(("loading, ", "checking, ")) and any(line.startswith("step 1/1  ") for line in said)
+    assert text[0].startswith(("loading, ", "checking, ")) and any(line.startswith("step 1/1  ") for line in text)
     assert evaluate.startswith("next:  sparse-rl eval quickstart/eval model='my run' ")
     assert serve.startswith("next:  sparse-rl serve 'my run' ") and plot.startswith("next:  sparse-rl plot 'my run' ")
     for line, more in (

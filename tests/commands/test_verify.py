@@ -56,8 +56,8 @@ def rollouts(here: Path, capfd: pytest.CaptureFixture[str]) -> Run:
     """rollouts(words of `rollout`) -> the folder that it wrote: 12 completions of the quickstart's trained model."""
 
     def make(*words: str, recipe: str = "grpo.yaml") -> Path:
-        told = ["model=quickstart/model", "max_completion_length=80", "rollout.progress=false", *words]
-        assert main(["rollout", recipe, *told, "--problems", "6", "--out", "sampled", "--overwrite"]) == 0
+        arguments = ["model=quickstart/model", "max_completion_length=80", "rollout.progress=false", *words]
+        assert main(["rollout", recipe, *arguments, "--problems", "6", "--out", "sampled", "--overwrite"]) == 0
         capfd.readouterr()
         return here / "sampled"
 
@@ -134,21 +134,21 @@ def test_every_policy_obeys_the_law(
         shutil.copy(QUICKSTART / "tokenizer_config.json", here / "learned")
         words = ["model=learned"]
     folder = rollouts(*words, f"cache={json.dumps(cache)}")
-    status, found = verified(folder)
-    record_property("gap", found["largest"])
-    assert status == 0 and found["holds"] and found["largest"] <= found["bound"] == 1e-5
-    assert json.loads(found["made_by"]["policy"])["policy"] == name and found["rollouts"] == 12
+    status, report = verified(folder)
+    record_property("gap", report["largest"])
+    assert status == 0 and report["holds"] and report["largest"] <= report["bound"] == 1e-5
+    assert json.loads(report["made_by"]["policy"])["policy"] == name and report["rollouts"] == 12
     lines = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
-    assert found["tokens"] == sum(line["tokens"] for line in lines) > 300
+    assert report["tokens"] == sum(line["tokens"] for line in lines) > 300
     if name == "full":
-        assert [file["file"] for file in found["files"]] == ["completions.jsonl"]
+        assert [file["file"] for file in report["files"]] == ["completions.jsonl"]
         assert main(["inspect", str(folder)]) == 0
         assert "rollouts under a full cache; sparse-rl verify" in capfd.readouterr().out
         return
     change_traces(folder, swapped if name in ("am", "clustered", "layered") else later)  # what a trace can say
-    status, found = verified(folder)
-    assert status == 1 and not found["holds"] and found["largest"] > 1e-3 and found["beyond"] > 0
-    assert [file["file"] for file in found["files"]] == ["traces-00000.safetensors"]
+    status, report = verified(folder)
+    assert status == 1 and not report["holds"] and report["largest"] > 1e-3 and report["beyond"] > 0
+    assert [file["file"] for file in report["files"]] == ["traces-00000.safetensors"]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -159,8 +159,8 @@ def test_log_probs_are_compared_as_they_were_sampled(
     """At the temperature, before top-p and top-k; at another temperature they are others."""
     words = ["sweep={}", "top_p=1.0", "top_k=null", *settings.split()]
     folder = rollouts(cache, *words, recipe="eval.yaml")
-    status, found = verified(folder)
-    assert status == 0 and found["largest"] <= 1e-5
+    status, usage = verified(folder)
+    assert status == 0 and usage["largest"] <= 1e-5
     line = json.loads((folder / "completions.jsonl").read_text().splitlines()[0])
     assert ("model_logprobs" in line) is ("top" in settings)
     change_origin(folder, lambda origin: origin["sampling"].update(temperature=0.9))
@@ -172,17 +172,17 @@ def test_log_probs_are_compared_as_they_were_sampled(
 
 def test_several_files_have_a_gap_each(rollouts: Run, verified: Callable, capfd: pytest.CaptureFixture) -> None:
     folder = rollouts(GKV, "rollout.max_batch=4")
-    status, found = verified(folder)
-    assert status == 0 and [file["rollouts"] for file in found["files"]] == [4, 4, 4]
+    status, report = verified(folder)
+    assert status == 0 and [file["rollouts"] for file in report["files"]] == [4, 4, 4]
     last = sorted(folder.glob("traces-*"))[-1]
     save_traces(last, [swapped(trace) for trace in load_traces(last)], read_fingerprint(last))
-    status, found = verified(folder)
-    assert status == 1 and [file["beyond"] > 0 for file in found["files"]] == [False, False, True]
-    assert 9 <= found["line"] <= 12
+    status, report = verified(folder)
+    assert status == 1 and [file["beyond"] > 0 for file in report["files"]] == [False, False, True]
+    assert 9 <= report["line"] <= 12
     assert main(["verify", str(folder)]) == 1
     out, err = capfd.readouterr()
     assert out.count("4 rollouts, ") == 3 and "by hf in float32, temperature 1\n" in out and '"policy": "gkv"' in out
-    assert f"in line {found['line']} of completions.jsonl at token {found['token']} of its completion" in err
+    assert f"in line {report['line']} of completions.jsonl at token {report['token']} of its completion" in err
 
 
 def test_what_is_wrong_shows(rollouts: Run, verified: Callable, here: Path) -> None:
@@ -195,21 +195,21 @@ def test_what_is_wrong_shows(rollouts: Run, verified: Callable, here: Path) -> N
     model.save_pretrained(here / "touched")
     assert verified(folder, here / "touched")[0] == 1
     save_untrained(here / "other", 0)
-    status, found = verified(folder, here / "other")
-    assert status == 1 and found["mean"] > 1
+    status, report = verified(folder, here / "other")
+    assert status == 1 and report["mean"] > 1
     assert verified(folder, QUICKSTART)[0] == 0
 
     kept = (folder / "completions.jsonl").read_text()
     change_line(folder, 5, lambda line: line["logprobs"].__setitem__(7, line["logprobs"][7] - 1e-3))
-    status, found = verified(folder)
-    assert status == 1 and (found["line"], found["token"], found["beyond"]) == (5, 7, 1)
-    assert found["largest"] == pytest.approx(1e-3, rel=0.02)
+    status, report = verified(folder)
+    assert status == 1 and (report["line"], report["token"], report["beyond"]) == (5, 7, 1)
+    assert report["largest"] == pytest.approx(1e-3, rel=0.02)
     assert verified(folder, "--bound", 0.01)[0] == 0
     (folder / "completions.jsonl").write_text(kept)
 
     change_traces(folder, swapped)
-    status, found = verified(folder)
-    assert status == 1 and found["largest"] > 1
+    status, report = verified(folder)
+    assert status == 1 and report["largest"] > 1
 
 
 def test_a_model_that_gives_nan_is_refused(rollouts: Run, here: Path, capfd: pytest.CaptureFixture) -> None:
@@ -227,9 +227,9 @@ def test_attention_in_float32_has_a_wider_bound(
     """And is replayed as it was sampled."""
     monkeypatch.setattr("sparse_rl.attention.kernels.sdpa._exact", True)  # so that it is put back
     folder = rollouts(GKV, "rollout.exact=false")
-    status, found = verified(folder)
-    assert status == 0 and found["bound"] == 1e-4 and found["largest"] <= 1e-4
-    mean = found["mean"]
+    status, report = verified(folder)
+    assert status == 0 and report["bound"] == 1e-4 and report["largest"] <= 1e-4
+    mean = report["mean"]
     change_origin(folder, lambda origin: origin.update(exact=True))
     assert verified(folder)[1]["mean"] != mean
 
@@ -239,12 +239,12 @@ def test_half_precision_has_a_bound_of_its_own(
     dtype: str, rollouts: Run, verified: Callable, record_property: Callable
 ) -> None:
     folder = rollouts(GKV, f"dtype={dtype}")
-    status, found = verified(folder)
-    record_property("gap", found["largest"])
-    assert status == 0 and found["dtype"] == dtype and 1e-5 < found["largest"] <= found["bound"]
+    status, report = verified(folder)
+    record_property("gap", report["largest"])
+    assert status == 0 and report["dtype"] == dtype and 1e-5 < report["largest"] <= report["bound"]
     assert verified(folder, "--bound", 1e-5)[0] == 1
     in_float32 = verified(folder, "--dtype", "float32")[1]  # the bound is that of the coarser of the two
-    assert in_float32["bound"] == found["bound"] and in_float32["largest"] != found["largest"]
+    assert in_float32["bound"] == report["bound"] and in_float32["largest"] != report["largest"]
     change_traces(folder, later)
     assert verified(folder)[0] == 1
 
@@ -257,8 +257,8 @@ def test_rollouts_are_read_as_they_were_sampled(rollouts: Run, monkeypatch: pyte
     generate = HFEngine.generate
 
     def listening(*args: Any, **options: Any) -> Any:
-        sampled.extend(found := generate(*args, **options))
-        return found
+        sampled.extend(outputs := generate(*args, **options))
+        return outputs
 
     monkeypatch.setattr(HFEngine, "generate", listening)
     for words in ([GKV, "top_p=0.8", "rollout.max_batch=4"], ["cache=full"]):
@@ -284,9 +284,9 @@ def test_what_vllm_has_sampled_obeys_the_law(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folder = rollouts(GKV, "rollout={engine: vllm, kv_cache_gb: 0.05}", f"dtype={dtype}", "top_p=0.9")
     assert json.loads((folder / "rollouts.json").read_text())["engine"] == "vllm"
-    status, found = verified(folder)
-    record_property("gap", found["largest"])
-    assert status == 0 and found["bound"] == BOUNDS[dtype]
+    status, report = verified(folder)
+    record_property("gap", report["largest"])
+    assert status == 0 and report["bound"] == BOUNDS[dtype]
     change_traces(folder, later)
     assert verified(folder)[0] == 1
 

@@ -93,7 +93,7 @@ def test_a_wrong_file_is_one_line(
     (tmp_path / "file").write_text(json.dumps(content))
     words = ["--patients", "1"] if job == "longhealth" else []
     assert main([job, str(tmp_path / "file"), *words]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output and output.count("\n") == 1
     assert main([job, str(tmp_path / "absent")]) == 2 and "cannot be read" in capsys.readouterr().err
     assert main([job]) == 2 and "required: FILE" in capsys.readouterr().err

@@ -29,10 +29,10 @@ def tokenizer():
 def test_every_answer_is_what_the_document_says(task):
     for row in rows("train", 5, 1, True, task):
         document, first = row["prompt"].split(" asked: ")
-        said = Counter(word for word in document.split() if "=" in word)
-        facts = dict(word.split("=") for word in said)
-        assert len(facts) == len(said) == task.facts, "no name has two digits"
-        assert set(said.values()) == {task.restated}
+        counts = Counter(word for word in document.split() if "=" in word)
+        facts = dict(word.split("=") for word in counts)
+        assert len(facts) == len(counts) == task.facts, "no name has two digits"
+        assert set(counts.values()) == {task.restated}
         words = [first, *row["completion"].split()]
         assert row["answer"] == words[1] and row["completion"].startswith(" ")
         assert dict(zip(words[::2], words[1::2], strict=True)) == {f"{name}?": digit for name, digit in facts.items()}
@@ -60,9 +60,9 @@ def test_splits_never_meet_whatever_the_seed():
     drawn = {split: set() for split in ("train", "calibration", "evaluation")}
     for split, seen in drawn.items():
         for seed in range(2):
-            found = list(islice(problems(split, seed, task), 400))
-            assert {split_of(problem) for problem in found} == {split}
-            seen.update(found)
+            result = list(islice(problems(split, seed, task), 400))
+            assert {split_of(problem) for problem in result} == {split}
+            seen.update(result)
     assert not drawn["train"] & (drawn["calibration"] | drawn["evaluation"])
     assert not drawn["calibration"] & drawn["evaluation"]
     # the control: on a task this small, seeds alone would not keep two draws apart

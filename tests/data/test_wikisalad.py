@@ -106,8 +106,8 @@ def test_squad_is_read_in_each_of_its_forms(file: Callable) -> None:
     assert read_squad(file(rows, "a.jsonl")) == read_squad(file(rows, "a.json")) == SOURCE
     paragraphs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for question in SOURCE:
-        found = [{"text": text, "answer_start": 3} for text in question.answers * 2]  # a true answer given twice
-        asked = {"id": "x", "question": question.question, "answers": found, "is_impossible": not found}
+        results = [{"text": text, "answer_start": 3} for text in question.answers * 2]  # a true answer given twice
+        asked = {"id": "x", "question": question.question, "answers": results, "is_impossible": not results}
         paragraphs.setdefault((question.title, question.context), []).append(asked)
     articles = [
         {"title": title, "paragraphs": [{"context": c, "qas": q} for (t, c), q in paragraphs.items() if t == title]}
@@ -163,11 +163,11 @@ def test_the_authors_rows(
     assert len(rows) == questions and sum(bool(row["answers"]) for row in rows) == answerable
     cut_off = [row for row in rows if row["answers"] and row["answers"][0].strip().lower() not in row["prompt"].lower()]
     assert len(cut_off) == nowhere  # their paragraphs end after three sentences
-    said = [f" {row['answers'][0]}\nmore" if row["answers"] else " none" for row in rows]
+    answers_given = [f" {row['answers'][0]}\nmore" if row["answers"] else " none" for row in rows]
     true = [row["answers"] for row in rows]
-    judged = ShortAnswerReward(match="contained", unanswerable="left_out")(said, answers=true)
+    judged = ShortAnswerReward(match="contained", unanswerable="left_out")(answers_given, answers=true)
     assert judged == [1.0 if answers else None for answers in true]
-    exact = ShortAnswerReward(unanswerable="left_out")(said, answers=true)
+    exact = ShortAnswerReward(unanswerable="left_out")(answers_given, answers=true)
     refused = [answers for answers, reward in zip(true, exact, strict=True) if reward == 0]
     assert len(refused) <= 1 and all(len(answers[0]) > 100 for answers in refused)
 

@@ -28,8 +28,8 @@ KERNELS = pytest.mark.parametrize("kernel", ["flex", "flex_sorted"])
     [(28, 4, 128, 4096), (32, 8, 128, 4096), (14, 2, 64, 2048), (14, 2, 64, 2000), (4, 4, 32, 300)],
 )
 def test_parity(kernel: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, length: int) -> None:
-    found = check_parity(kernel, "cuda", dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, length=length)
-    assert found.failure is None
+    parity = check_parity(kernel, "cuda", dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, length=length)
+    assert parity.failure is None
 
 
 @KERNELS
@@ -72,18 +72,18 @@ def test_a_model_trains_as_under_sdpa(kernel: str, checkpointing: bool) -> None:
     counters.clear()
     for width in (700, 650, 768, 900):
         ids = torch.randint(64, (2, width), generator=generator).cuda()
-        each = [random_evictions(1, 2, width, 90, generator) for _ in range(12)]
-        traces = [EvictionTrace.recorded(torch.cat(each[i::2])) for i in range(2)]
-        found = []
+        item = [random_evictions(1, 2, width, 90, generator) for _ in range(12)]
+        traces = [EvictionTrace.recorded(torch.cat(item[i::2])) for i in range(2)]
+        results = []
         for which in (kernel, "sdpa"):
             model.zero_grad()
             view = make_view(traces, [0, 0], width, "cuda", which)
             out = model(input_ids=ids, attention_mask=NO_MASK.cuda(), kv_view=view, use_cache=False).logits
             out.log_softmax(-1)[..., 0].mean().backward()
-            found.append((out.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
-        torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-4)
-        for name, grad in found[1][1].items():
-            torch.testing.assert_close(found[0][1][name], grad, rtol=0, atol=1e-4 * float(grad.abs().max()))
+            results.append((out.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+        torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-4)
+        for name, grad in results[1][1].items():
+            torch.testing.assert_close(results[0][1][name], grad, rtol=0, atol=1e-4 * float(grad.abs().max()))
     assert counters["stats"]["unique_graphs"] == 2  # sizes 768 and 1024
 
 
@@ -108,11 +108,11 @@ def test_the_target_is_taken_by_flex_and_of_one_graph() -> None:
         ends = torch.full((2, length), length, device="cuda")
         ends[1] = length - 100
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            found = FutureTarget(TargetConfig())(query, key, 0.125, window, ends, evict_at)
+            mass = FutureTarget(TargetConfig())(query, key, 0.125, window, ends, evict_at)
         query, key = query.bfloat16(), key.bfloat16()
         lse = attention_lse(query, key, scaling=0.125, ends=ends, evict_at=evict_at)
         options = {"window": window, "scaling": 0.125, "ends": ends, "log_sum_exp": lse, "group": "max", "floor": 1e-6}
-        torch.testing.assert_close(found, future_attention_mass(query, key, **options), rtol=0, atol=1e-3)
+        torch.testing.assert_close(mass, future_attention_mass(query, key, **options), rtol=0, atol=1e-3)
         assert counters["stats"]["unique_graphs"] == 2  # the log-sum-exp of queries, and the mass
 
 

@@ -31,6 +31,6 @@ def test_equals_the_heap(length: int, window: int, k: int, ties: bool, kernel: s
 
 def test_the_check_finds_it_right() -> None:
     """The finding says if it is the faster one."""
-    found = topk_choice()
-    print(found)
-    assert found.kernel == "triton" or " ms, torch's form " in found.finding
+    topk = topk_choice()
+    print(topk)
+    assert topk.kernel == "triton" or " ms, torch's form " in topk.finding

@@ -185,8 +185,8 @@ def test_behind_a_compacted_context_it_is_as_near_as_behind_a_whole_one(
 ) -> None:  # fmt: skip
     """To the hf engine, in the 99th percentile; biases are a coordinate of the keys, and heads are padded with -inf."""
     hf = make_engine("hf", model=folder, policy="full", dtype=dtype)
-    context, gone = prompts[-1], len(prompts[-1]) // 10
-    ragged = [[gone + 7 * layer + 3 * head for head in range(2)] for layer in range(4)]
+    context, dropped = prompts[-1], len(prompts[-1]) // 10
+    ragged = [[dropped + 7 * layer + 3 * head for head in range(2)] for layer in range(4)]
     contexts = [
         hf.compact(context, PromptCacheConfig(policy="full")),
         hf.compact(context, PromptCacheConfig(ratio=0.1)),
@@ -219,7 +219,7 @@ def test_graphs(
     """Piecewise graphs or none: the gap is the same, prompts in chunks too."""
     policy = policy_of("gkv", **BUDGET)
     options = {"kernels": kernels, "max_num_batched_tokens": 256}
-    found = []
+    results = []
     for eager in (False, True):
         engine = open_engine(policy, eager=eager, **options)
         config = engine.llm.llm_engine.vllm_config
@@ -228,9 +228,9 @@ def test_graphs(
         for _ in range(2):  # blocks that come round again, too
             rollouts = engine.generate(prompts, GREEDY)
             assert evicts(rollouts)
-            found.append(p99(replayed(rollouts, temperature=0.0)))
-    record_property("p99", found)
-    assert max(found) <= 1.5 * min(found)
+            results.append(p99(replayed(rollouts, temperature=0.0)))
+    record_property("p99", results)
+    assert max(results) <= 1.5 * min(results)
 
 
 @pytest.mark.parametrize("policy_name", ["gkv", "streaming", "am", "h2o"])
@@ -247,7 +247,7 @@ def test_whole_decode_steps_as_graphs(
     """full_graphs: the gap is that of piecewise graphs, with padded batches too, and no Python runs in decoding."""
     from rollout.vllm.compat.paged import live_state
 
-    policy, found = policy_of(policy_name, **BUDGET), []
+    policy, result = policy_of(policy_name, **BUDGET), []
     for full_graphs in (False, True):
         engine = open_engine(policy, kernels=kernels, full_graphs=full_graphs, max_num_batched_tokens=256)
         mode = engine.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
@@ -260,9 +260,9 @@ def test_whole_decode_steps_as_graphs(
             rollouts = engine.generate(batch, GREEDY)
             assert (len(calls) > SIZES["num_hidden_layers"] * 100) is not full_graphs
             assert evicts(rollouts)
-            found.append(p99(replayed(rollouts, temperature=0.0)))
-    record_property("p99", found)
-    assert max(found) <= 1.5 * min(found)
+            result.append(p99(replayed(rollouts, temperature=0.0)))
+    record_property("p99", result)
+    assert max(result) <= 1.5 * min(result)
 
 
 def test_blocks_are_freed(open_engine: Callable, policy_of: Callable, prompts: list) -> None:

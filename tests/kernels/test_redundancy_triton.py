@@ -61,18 +61,18 @@ def test_interpreted_it_equals_the_reference() -> None:
 
 def test_compiled_it_spills_nothing(tmp_path: Path) -> None:
     """And two programs or more have room on a multiprocessor."""
-    found = used("redundancy_triton", "kernels.compiled(target, 128)", tmp_path)
-    assert len(found) == 4
-    for each in found:
-        assert each["LOCAL"] == each["STACK"] == 0
-        assert 2 * each["REG"] * 32 * 8 <= 65536 and 2 * each["SHARED_BY_TRITON"] <= 160_000
+    report = used("redundancy_triton", "kernels.compiled(target, 128)", tmp_path)
+    assert len(report) == 4
+    for item in report:
+        assert item["LOCAL"] == item["STACK"] == 0
+        assert 2 * item["REG"] * 32 * 8 <= 65536 and 2 * item["SHARED_BY_TRITON"] <= 160_000
 
 
 @pytest.mark.slow
 def test_larger_tiles_spill(tmp_path: Path) -> None:
     """The control."""
     small = "kernels.__dict__.update(COLUMNS=128, WARPS=4) or kernels.compiled(target, 128)"
-    assert [each["STACK"] > 0 for each in used("redundancy_triton", small, tmp_path)] == [False, True] * 2
+    assert [entry["STACK"] > 0 for entry in used("redundancy_triton", small, tmp_path)] == [False, True] * 2
 
 
 # ---- the check -----------------------------------------------------------------------------------------------------

@@ -30,21 +30,23 @@ def cases(draw: Any, longest: int) -> dict[str, Any]:
     if levels is not None:
         scores = (scores * levels).round() / levels
         scores[scores < -1] = float("-inf")
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "scores": scores.to(dtype),
         "window": draw(st.one_of(st.integers(1, 8), st.integers(1, length + 2))),
         "k": draw(st.one_of(st.integers(1, 8), st.integers(1, length + 2))),
     }
     if draw(st.booleans()):
-        found["log_decay"] = torch.log(1 - torch.rand(heads, generator=generator) * draw(st.sampled_from([1e-3, 0.5])))
-        found["decay_every"] = draw(st.sampled_from([1, 2, 7]))
+        results["log_decay"] = torch.log(
+            1 - torch.rand(heads, generator=generator) * draw(st.sampled_from([1e-3, 0.5]))
+        )
+        results["decay_every"] = draw(st.sampled_from([1, 2, 7]))
     if draw(st.booleans()):
-        found["lengths"] = torch.randint(length + 1, (batch,), generator=generator)
+        results["lengths"] = torch.randint(length + 1, (batch,), generator=generator)
     most = min(length, 9)
-    found["sinks"] = torch.randint(most + 1, (batch,), generator=generator) if draw(st.booleans()) else draw(
+    results["sinks"] = torch.randint(most + 1, (batch,), generator=generator) if draw(st.booleans()) else draw(
         st.integers(0, most)
     )  # fmt: skip
-    return found
+    return results
 
 
 @settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
@@ -70,7 +72,7 @@ def test_the_mask_is_the_papers(length: int, sinks: int, window: int, k: int, ti
     if ties:
         scores = (2 * scores).round()
     log_decay = torch.tensor([0.999, 0.9999, 0.99]).log().double()
-    found = running_topk(scores, sinks, window=window, k=k, log_decay=log_decay)
+    topk = running_topk(scores, sinks, window=window, k=k, log_decay=log_decay)
     t = torch.arange(length)
     for q in range(length):
         aged = scores + (q - t) * log_decay[:, None]
@@ -78,13 +80,13 @@ def test_the_mask_is_the_papers(length: int, sinks: int, window: int, k: int, ti
         order = aged.masked_fill(~eligible, float("-inf")).sort(dim=-1, descending=True, stable=True).indices
         best = torch.zeros_like(aged, dtype=torch.bool).scatter_(-1, order[..., :k], True) & eligible
         seen = (t <= q) & ((t < sinks) | (q - t < window) | best)
-        assert torch.equal(seen, (t <= q) & (q < found.evict_at)), q
+        assert torch.equal(seen, (t <= q) & (q < topk.evict_at)), q
 
 
 def test_ties_go_to_the_earlier_token_and_decay_breaks_them() -> None:
     equal = torch.zeros(1, 1, 12)
-    found = running_topk(equal, 1, window=2, k=3)
-    assert found.evict_at[0, 0].tolist() == [NEVER] * 4 + [6, 7, 8, 9, 10, 11, 12, 13][: 12 - 4 - 2] + [NEVER] * 2
+    topk = running_topk(equal, 1, window=2, k=3)
+    assert topk.evict_at[0, 0].tolist() == [NEVER] * 4 + [6, 7, 8, 9, 10, 11, 12, 13][: 12 - 4 - 2] + [NEVER] * 2
     later = running_topk(equal, 1, window=2, k=3, log_decay=torch.tensor([-0.01]))
     assert later.evict_at[0, 0, 1:7].tolist() == [6, 7, 8, 9, 10, 11]  # the oldest goes
 

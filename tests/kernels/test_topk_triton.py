@@ -46,16 +46,16 @@ def test_interpreted_it_equals_the_heap() -> None:
 
 
 def test_compiled_it_spills_nothing(tmp_path: Path) -> None:
-    found = used("topk_triton", "[kernels.compiled(target)]", tmp_path)
-    assert len(found) == 2
-    assert all(0 < each["REG"] <= 255 and each["LOCAL"] == each["STACK"] == 0 for each in found)
+    report = used("topk_triton", "[kernels.compiled(target)]", tmp_path)
+    assert len(report) == 2
+    assert all(0 < item["REG"] <= 255 and item["LOCAL"] == item["STACK"] == 0 for item in report)
 
 
 @pytest.mark.slow
 def test_too_large_a_block_spills(tmp_path: Path) -> None:
     """The control."""
-    found = used("topk_triton", "[setattr(kernels, 'BLOCK', 16384) or kernels.compiled(target)]", tmp_path)
-    assert all(each["LOCAL"] + each["STACK"] > 0 for each in found)
+    usage = used("topk_triton", "[setattr(kernels, 'BLOCK', 16384) or kernels.compiled(target)]", tmp_path)
+    assert all(entry["LOCAL"] + entry["STACK"] > 0 for entry in usage)
 
 
 def absent() -> Callable:
@@ -63,9 +63,9 @@ def absent() -> Callable:
 
 
 def one_off(ranks: torch.Tensor, k: int) -> torch.Tensor:
-    found = kth_smallest_of_prefixes(ranks, k)
-    found[-1, -1] += 1
-    return found
+    result = kth_smallest_of_prefixes(ranks, k)
+    result[-1, -1] += 1
+    return result
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ for generation in (80, 90):
 def run(program: str, **environment: str) -> str:
     """Output of a program."""
     pytest.importorskip("triton")
-    known = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    known |= {"PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=known, check=False)
+    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    inherited |= {"PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=inherited, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -46,4 +46,4 @@ def used(module: str, kernels: str, cache: Path) -> list[dict[str, int]]:
     """
     lines = run(USED.format(module=module, kernels=kernels), TRITON_CACHE_DIR=str(cache)).splitlines()
     pairs = [[pair.split(":") for pair in line.split() if ":" in pair] for line in lines]
-    return [{name: int(number) for name, number in each if not name.startswith("CONSTANT")} for each in pairs]
+    return [{name: int(number) for name, number in item if not name.startswith("CONSTANT")} for item in pairs]

@@ -63,10 +63,10 @@ def test_weights_come_near_the_best_within_their_bounds(bound: float, tally: Cal
     for phi, wanted in zip(kept, mass, strict=True):
         best, ours = naive_weights(phi, wanted, bound), fit_weights(phi, wanted, bound)
         long = descended(phi, wanted, ours, bound, 3000)
-        least, mine, plain = (float((phi @ w - wanted).square().sum()) for w in (best, ours, torch.ones_like(best)))
+        least, own_part, plain = (float((phi @ w - wanted).square().sum()) for w in (best, ours, torch.ones_like(best)))
         assert bool((ours.log().abs() <= bound + 1e-12).all())
         torch.testing.assert_close(long, best, atol=1e-6, rtol=0)
-        assert least <= mine <= 1.02 * least and plain > 1.5 * least
+        assert least <= own_part <= 1.02 * least and plain > 1.5 * least
         tally("am, fitted numbers", best.numel())
 
 
@@ -77,11 +77,11 @@ def test_values_are_the_stacked_least_squares(asked: int, ridge: float, tally: C
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(3, asked, 12, generator=generator, dtype=torch.float64).softmax(-1)
     y, values = (torch.randn(3, n, 5, generator=generator, dtype=torch.float64) for n in (asked, 12))
-    found = fit_values(x, y, values, ridge)
+    result = fit_values(x, y, values, ridge)
     for one in range(3):
-        torch.testing.assert_close(found[one], naive_values(x[one], y[one], values[one], ridge), atol=1e-9, rtol=0)
-    tally("am, fitted numbers", found.numel())
-    assert (found - values).abs().max() > 0.1  # control
+        torch.testing.assert_close(result[one], naive_values(x[one], y[one], values[one], ridge), atol=1e-9, rtol=0)
+    tally("am, fitted numbers", result.numel())
+    assert (result - values).abs().max() > 0.1  # control
 
 
 @pytest.mark.parametrize("gram", [False, True])
@@ -171,9 +171,9 @@ def test_what_stays_says_nearly_what_all_said(name: str) -> None:
     raw = block.queries.double() @ block.keys.double().gather(2, deep).mT * block.scaling
 
     def error(beta: torch.Tensor, held: torch.Tensor) -> tuple[float, float]:
-        said = raw + beta.double()[:, :, None]
-        return float((said.softmax(-1) @ held.double() - y).norm() / y.norm()), float(
-            (said.logsumexp(-1) - mass).abs().mean()
+        biased_logits = raw + beta.double()[:, :, None]
+        return float((biased_logits.softmax(-1) @ held.double() - y).norm() / y.norm()), float(
+            (biased_logits.logsumexp(-1) - mass).abs().mean()
         )
 
     old_bias, old_values = block.bias.gather(2, index), block.values.gather(2, deep)

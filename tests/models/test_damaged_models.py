@@ -54,10 +54,10 @@ def refusal(folder: Path) -> str | None:
         saved_policy(place)
         return tokenizer, load_model(place)
 
-    found = in_one_line(load)
-    if isinstance(found, str):
-        return found
-    tokenizer, model = found
+    result = in_one_line(load)
+    if isinstance(result, str):
+        return result
+    tokenizer, model = result
     assert tokenizer("Qa1?")["input_ids"]
     assert all(weight.numel() for weight in model.parameters())
     return None
@@ -70,11 +70,11 @@ VALUES = (None, True, -1, 0, 1, 3, 2**31, 2**70, 1e308, -0.5, "", "nonsense", "\
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
     """The path of every value in JSON; of a long list its first."""
-    found = [path] if path else []
+    results = [path] if path else []
     inner = value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
     for key, item in list(inner)[:40]:
-        found += places(item, (*path, key))
-    return found
+        results += places(item, (*path, key))
+    return results
 
 
 @st.composite
@@ -99,7 +99,7 @@ def damages(draw: Any) -> Callable[[Path], None]:
             file.mkdir()
         elif how in ("value", "less") and name in TEXT:
             read = json.loads(data)
-            *path, last = (found := places(read))[pick % len(found)]
+            *path, last = (computed := places(read))[pick % len(computed)]
             block = read
             for key in path:
                 block = block[key]
@@ -152,7 +152,7 @@ def test_an_id_that_no_vocabulary_reaches(place: str, damaged: Path) -> None:
     else:
         content["added_tokens"][0]["id"] = 2**31
     file.write_text(json.dumps(content))
-    assert "2147483648 is no token's id" in str(refusal(damaged))
+    assert "2147483648 is not a valid token id" in str(refusal(damaged))
 
 
 def test_a_whole_model_is_taken(damaged: Path) -> None:
@@ -161,10 +161,10 @@ def test_a_whole_model_is_taken(damaged: Path) -> None:
     weights = load_file(damaged / WEIGHTS)
     half = len(weights) // 2
     shards = {"a.safetensors": list(weights)[:half], "b.safetensors": list(weights)[half:]}
-    for name, mine in shards.items():
-        save_file({one: weights[one] for one in mine}, damaged / name, {"format": "pt"})
+    for name, ours in shards.items():
+        save_file({one: weights[one] for one in ours}, damaged / name, {"format": "pt"})
     (damaged / WEIGHTS).unlink()
-    index = {"metadata": {}, "weight_map": {one: name for name, mine in shards.items() for one in mine}}
+    index = {"metadata": {}, "weight_map": {one: name for name, ours in shards.items() for one in ours}}
     (damaged / INDEX).write_text(json.dumps(index))
     assert refusal(damaged) is None
     (damaged / "b.safetensors").unlink()

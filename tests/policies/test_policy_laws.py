@@ -98,9 +98,9 @@ def test_the_cache_holds_what_the_policy_says(name: str, period: int, sinks: int
             assert bool((positions.diff(dim=-1) > 0).all()), "not in order of position"
             assert int(positions.min()) >= 0 and int(positions.max()) < seen
             own = ((batch.key, layer.keys), (batch.value, layer.values))
-            for mine, buffer in own[:1] if name == "am" else own:  # which gives them other values
+            for own_part, buffer in own[:1] if name == "am" else own:  # which gives them other values
                 wide = positions[..., None].expand(-1, -1, buffer.shape[-1])
-                assert torch.equal(buffer[row, :, :length], mine[row].gather(1, wide))
+                assert torch.equal(buffer[row, :, :length], own_part[row].gather(1, wide))
 
     fed = feed(policy, batch, look)
     for seens, positions in snapshots:

@@ -69,14 +69,14 @@ def test_it_is_a_schema(kind: str | None) -> None:
 
 
 def test_a_definition_is_of_one_dataclass() -> None:
-    found: set[type] = set(POLICIES.values()) | set(SCORERS.values())
-    waiting = [*KINDS.values(), *found]
+    names: set[type] = set(POLICIES.values()) | set(SCORERS.values())
+    waiting = [*KINDS.values(), *names]
     while waiting:
         for holder in holders(waiting.pop()):
             held = [member for hint in own_fields(holder).values() for member in blocks(hint)]
-            waiting += [each for each in held if each not in found]
-            found |= {*held}
-    assert len({cls.__name__ for cls in found}) == len(found) > 25
+            waiting += [entry for entry in held if entry not in names]
+            names |= {*held}
+    assert len({cls.__name__ for cls in names}) == len(names) > 25
 
 
 def blocks(hint: Any) -> list[type]:
@@ -130,9 +130,9 @@ def test_defaults_are_what_is_run(kind: str) -> None:
 
 
 def test_every_default_is_valid() -> None:
-    found = [part for part in parts(ALL) if "default" in part and "description" in part]
-    wrong = [part for part in found if not Validator(part | {"$defs": ALL["$defs"]}).is_valid(part["default"])]
-    assert not wrong and len(found) > 200
+    results = [part for part in parts(ALL) if "default" in part and "description" in part]
+    wrong = [part for part in results if not Validator(part | {"$defs": ALL["$defs"]}).is_valid(part["default"])]
+    assert not wrong and len(results) > 200
     assert ALL["$defs"]["DMSConfig"]["properties"]["scorer"]["default"] == {
         "name": "mlp",
         "gamma": None,
@@ -146,8 +146,8 @@ def test_every_default_is_valid() -> None:
 @pytest.mark.parametrize("name", list_recipes())
 def test_a_shipped_recipe_is_valid(name: str) -> None:
     mapping = parse_yaml(_shipped()[name].read_text(encoding="utf-8"), name)
-    for each in (mapping, load_recipe(name).resolved()):
-        errors = [*OF_ALL.iter_errors(each), *OF_KIND[each["kind"]].iter_errors(each)]
+    for item in (mapping, load_recipe(name).resolved()):
+        errors = [*OF_ALL.iter_errors(item), *OF_KIND[item["kind"]].iter_errors(item)]
         assert not errors, errors[0]
 
 
@@ -250,8 +250,8 @@ def test_what_is_left_out_is_refused(kind: str) -> None:
 
 def test_what_is_said_is_about_the_policy_that_is_named() -> None:
     (error,) = OF_ALL.iter_errors(changed("grpo", "cache={policy: gkv, budget: 64, budge: 3}"))
-    said = [inner.message for inner in error.context]
-    assert any("'budge' was unexpected" in message for message in said) and len(said) == 2
+    messages = [inner.message for inner in error.context]
+    assert any("'budge' was unexpected" in message for message in messages) and len(messages) == 2
     (error,) = OF_ALL.iter_errors(changed("grpo", "temperature=hot"))
     assert error.json_path == "$.temperature"
 
@@ -278,7 +278,7 @@ def unbounded(hint: Any) -> Any:
 
 def hints() -> dict[str, Any]:
     """Every type of a key that holds no block, by the words of its repr."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     waiting: list[Any] = [*KINDS.values(), *POLICIES.values(), *SCORERS.values()]
     seen: set[Any] = set()
     while waiting:
@@ -288,10 +288,10 @@ def hints() -> dict[str, Any]:
             seen.add(holder)
             for hint in own_fields(holder).values():
                 waiting += blocks(hint)
-                found |= {} if blocks(hint) else {str(unbounded(hint)): unbounded(hint)}
-    found["of a union no single value is a list of one"] = list[int] | bool
+                results |= {} if blocks(hint) else {str(unbounded(hint)): unbounded(hint)}
+    results["of a union no single value is a list of one"] = list[int] | bool
     handed_on = (unbounded(hint) for options in PASSED_THROUGH.values() for hint in options.values())
-    return found | {str(hint): hint for hint in handed_on}
+    return results | {str(hint): hint for hint in handed_on}
 
 
 @pytest.mark.parametrize("hint", [pytest.param(hint, id=name[:60]) for name, hint in hints().items()])

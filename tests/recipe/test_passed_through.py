@@ -48,15 +48,15 @@ def choices(kinds):
 def fits(ours, theirs):
     """True if a type is the library's, or lists choices for the library's plain text."""
     ours, theirs = members(ours), members(theirs)
-    mine, closed = choices(ours)
-    known, free = choices(theirs)[0], str in theirs
+    our_choices, closed = choices(ours)
+    their_choices, free = choices(theirs)[0], str in theirs
     rest, others = ({one for one in kinds if typing.get_origin(one) is not typing.Literal} for kinds in (ours, theirs))
-    if closed and mine and free:  # text is taken by its choices alone
+    if closed and our_choices and free:  # text is taken by its choices alone
         others = others - {str}
     lists = [next((one[1] for one in kinds if isinstance(one, tuple)), None) for kinds in (rest, others)]
     if None not in lists and all(choices(inner)[0] for inner in lists):
         return choices(lists[0])[0] <= choices(lists[1])[0]
-    return rest == others and (mine == known or (free and mine >= known))
+    return rest == others and (our_choices == their_choices or (free and our_choices >= their_choices))
 
 
 def configuration(kind):
@@ -88,14 +88,14 @@ def test_what_fits():
 def test_choices_are_those_of_the_installed_versions(kind):
     """Where our list has choices and the library takes any text, its help names the choices, or its metadata do."""
     for f in dataclasses.fields(configuration(kind)):
-        mine = choices(members(PASSED_THROUGH[kind].get(f.name, int)))[0] - {"", False}
-        if not mine or str not in members(f.type):
+        our_choices = choices(members(PASSED_THROUGH[kind].get(f.name, int)))[0] - {"", False}
+        if not our_choices or str not in members(f.type):
             continue
         given = f.metadata.get("choices")
         words = set(given or re.findall(r"[`'\"](\w+)[`'\"]", f.metadata["help"]))
-        assert mine <= words, (f.name, mine, words)
+        assert our_choices <= words, (f.name, our_choices, words)
         if given:
-            assert words - mine <= LEFT_OUT.get(f.name, set()), f.name
+            assert words - our_choices <= LEFT_OUT.get(f.name, set()), f.name
 
 
 def test_what_breaks_replay_or_does_nothing_is_refused_by_kind():

@@ -47,8 +47,8 @@ def test_it_solves_the_task_and_its_recipes_budget_hurts_it() -> None:
 def test_from_scratch_draws_new_weights_from_the_seed() -> None:
     """The configuration and tokenizer of the shipped model are those of the task's file; weights are the seed's own."""
     for seed in (0, 3):
-        made, known = untrained_model(str(SHIPPED), seed).state_dict(), build_model(seed).state_dict()
-        assert made.keys() == known.keys() and all(torch.equal(made[name], known[name]) for name in made)
+        made, expected = untrained_model(str(SHIPPED), seed).state_dict(), build_model(seed).state_dict()
+        assert made.keys() == expected.keys() and all(torch.equal(made[name], expected[name]) for name in made)
     other, text = untrained_model(str(SHIPPED), 1).state_dict(), rows("train", 1, seed=0)[0]["prompt"]
     assert not torch.equal(other["model.norm.weight"], load_model(str(SHIPPED)).state_dict()["model.norm.weight"])
     assert load_tokenizer(str(SHIPPED))(text)["input_ids"] == build_tokenizer()(text)["input_ids"]

@@ -83,7 +83,7 @@ def problems_for(tmp_path: Path) -> Callable[[Any], str]:
         file = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
         question, answer = data.columns.get("prompt", "prompt"), data.columns.get("answer", "answer")
         marker = f"so {data.answer_after} " if data.answer_after else ""
-        said, context = data.columns.get("completion", "completion"), data.columns.get("context", "context")
+        completion, context = data.columns.get("completion", "completion"), data.columns.get("context", "context")
         pairs = [(a, b) for a in range(8) for b in range(5)]
         rows = [
             {
@@ -91,7 +91,7 @@ def problems_for(tmp_path: Path) -> Callable[[Any], str]:
                 answer: f"{marker}{a + b}",
                 "answers": [str(a + b)],
                 context: "1+2=3;" * 4,
-                said: f"{a}+{b} makes it \\boxed{{{a + b}}}",
+                completion: f"{a}+{b} makes it \\boxed{{{a + b}}}",
             }
             for a, b in pairs
         ]
@@ -284,13 +284,13 @@ def test_the_sweep_has_its_policies_at_the_same_budgets() -> None:
     """As many as its comment says; but StreamingLLM, whose 4 sinks are counted beside its window."""
     recipe, text = load_recipe("eval/reasoning"), (ROOT / "recipes/eval/reasoning.yaml").read_text()
     assert isinstance(recipe, EvalRecipe)
-    found: dict[str, list[int]] = {}
+    results: dict[str, list[int]] = {}
     for cache in recipe.caches():
         assert cache is not None
-        found.setdefault(cache.name, []).append(getattr(cache, "budget", 0))
-    bounded = [name for name in found if name in BOUNDED]
+        results.setdefault(cache.name, []).append(getattr(cache, "budget", 0))
+    bounded = [name for name in results if name in BOUNDED]
     expected = {name: [512, 1024, 2048] for name in bounded} | {"full": [0]}
-    assert found == expected | {"streaming": [4 + 512, 4 + 1024, 4 + 2048]}
+    assert results == expected | {"streaming": [4 + 512, 4 + 1024, 4 + 2048]}
     assert f"1 full + {len(bounded)} policies x 3 budgets = {len(recipe.caches())} caches" in text
 
 

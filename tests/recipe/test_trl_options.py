@@ -35,6 +35,6 @@ def test_every_option_is_the_same_or_ours_or_refused() -> None:
     assert {name: theirs[name] for name in KEYS if ours[name] != theirs[name]} == THEIRS
 
     for name in theirs:
-        found = [name in KEYS, name in PASSED_THROUGH["grpo"], refusal(name, "grpo") is not None]
-        assert found.count(True) == 1, name
+        results = [name in KEYS, name in PASSED_THROUGH["grpo"], refusal(name, "grpo") is not None]
+        assert results.count(True) == 1, name
     assert OURS.keys() <= {*KEYS} | PASSED_THROUGH["grpo"].keys()

@@ -24,9 +24,9 @@ numbers = st.integers(1, 10**9)
 @settings(derandomize=True, max_examples=10, deadline=None)
 @given(n=numbers)
 def test_a_number_is_itself_however_written_and_not_its_neighbour(way: str, n: int) -> None:
-    said = way.format(n=n, less=n - 1, twice=2 * n).replace("_", r"\,")
-    assert is_equal(str(n), said)
-    assert not is_equal(str(n + 1), said)
+    text = way.format(n=n, less=n - 1, twice=2 * n).replace("_", r"\,")
+    assert is_equal(str(n), text)
+    assert not is_equal(str(n + 1), text)
 
 
 @settings(derandomize=True, max_examples=50, deadline=None)

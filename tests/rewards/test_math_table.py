@@ -12,13 +12,13 @@ FOLDER = Path(__file__).parent
 
 def rows(table: str) -> list[tuple[str, str]]:
     """(gold, completion) of each line of a table; a completion stands in a box, unless its line says `text:`."""
-    found = []
+    results = []
     for line in (FOLDER / f"math_{table}.txt").read_text(encoding="utf-8").splitlines():
         if line.strip() and not line.startswith("#"):
-            gold, said = line.split(" => ")
-            text = said.removeprefix("text: ").replace(r"\n", "\n")
-            found.append((gold, text if said.startswith("text: ") else rf"So it is \boxed{{{said}}}."))
-    return found
+            gold, statement = line.split(" => ")
+            text = statement.removeprefix("text: ").replace(r"\n", "\n")
+            results.append((gold, text if statement.startswith("text: ") else rf"So it is \boxed{{{statement}}}."))
+    return results
 
 
 @pytest.fixture(scope="module")

@@ -91,11 +91,11 @@ def test_one_of_the_true_answers(said: str, answers: list[str], exact: float, co
 
 def test_equality_implies_containment_and_order_does_not_matter() -> None:
     texts = ["the Danube", "Danube river", "a Rhine", "", "42", "4"]
-    for said in texts:
+    for statement in texts:
         for one in texts:
             for two in texts:
                 rewards = {
-                    (match, order): ShortAnswerReward(match=match)([said], answers=[list(order)])  # type: ignore[arg-type]
+                    (match, order): ShortAnswerReward(match=match)([statement], answers=[list(order)])  # type: ignore[arg-type]
                     for match in ("exact", "contained")
                     for order in ((one, two), (two, one))
                 }
@@ -107,10 +107,10 @@ def test_equality_implies_containment_and_order_does_not_matter() -> None:
 @pytest.mark.parametrize("match", ["exact", "contained"])
 @pytest.mark.parametrize("empty", [[], None])
 def test_an_unanswerable_question_is_wrong_or_left_out(match: str, empty: list | None) -> None:
-    said, answers = ["no answer", "", "7"], [empty, empty, ["7"]]
+    completions, answers = ["no answer", "", "7"], [empty, empty, ["7"]]
     for unanswerable, expected in (("wrong", [0.0, 0.0, 1.0]), ("left_out", [None, None, 1.0])):
         (function,), _ = make_rewards([{"name": "short_answer", "match": match, "unanswerable": unanswerable}])
-        assert function(said, answers=answers) == expected
+        assert function(completions, answers=answers) == expected
 
 
 def test_a_wrong_parameter_or_column_is_one_line() -> None:

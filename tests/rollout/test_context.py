@@ -158,10 +158,10 @@ def test_heads_keep_what_they_are_given(
     """And what pads a shorter head is seen by nobody: continuations and replay agree with it."""
     engine, (tokens, question) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
     config = PromptCacheConfig(policy=policy, first=2)
-    mine = [[1 + layer + 3 * head for head in range(4)] for layer in range(5)]
-    context = engine.compact(tokens, config, counts=mine)
+    sizes = [[1 + layer + 3 * head for head in range(4)] for layer in range(5)]
+    context = engine.compact(tokens, config, counts=sizes)
     kept = (context.evict_at() > 60).sum(-1) - 2
-    assert kept.tolist() == mine
+    assert kept.tolist() == sizes
     (r,) = engine.generate([question], SAMPLING, context)
     assert gap([slow_logprobs(model_of("stories260K"), context, question, r.completion_ids)], [r]) <= 1e-5
     if policy == "evict":
@@ -203,10 +203,10 @@ def curve_of(ratios: Sequence[float], losses: Sequence[float]) -> Callable[[floa
 
 def held_to_algorithm_4(curves: torch.Tensor, ratio: float) -> tuple[list[float], int]:
     """The shares of `allocate` are those of the plain algorithm: (the shares, how often entries were moved)."""
-    found = allocate(curves, RATIOS, ratio)
+    result = allocate(curves, RATIOS, ratio)
     shares, moves = naive_allocation([curve_of(RATIOS, one) for one in curves.flatten(0, 1).tolist()], ratio, STEPS)
-    assert found.flatten().tolist() == pytest.approx(shares, abs=1e-12)
-    assert float(found.mean()) == pytest.approx(ratio) and 0 <= float(found.min()) <= float(found.max()) <= 1 + 1e-9
+    assert result.flatten().tolist() == pytest.approx(shares, abs=1e-12)
+    assert float(result.mean()) == pytest.approx(ratio) and 0 <= float(result.min()) <= float(result.max()) <= 1 + 1e-9
     return shares, moves
 
 

@@ -36,7 +36,7 @@ def stories(model_of: Callable, prompts_of: Callable) -> tuple[Any, list[int], l
 
 def same(ours: Context, theirs: Context) -> bool:
     pairs = zip(ours.layers, theirs.layers, strict=True)
-    return all(torch.equal(a, b) for mine, other in pairs for a, b in zip(mine, other, strict=True))
+    return all(torch.equal(a, b) for own_part, other in pairs for a, b in zip(own_part, other, strict=True))
 
 
 def kept(context: Context) -> list[list[int]]:
@@ -92,8 +92,8 @@ def test_the_window_is_the_contexts_last_tokens(window: int, stories: tuple) -> 
     engine, tokens, _ = stories
     own = engine.study(tokens, PromptCacheConfig(queries=["context"])).queries
     ours = engine.study(tokens, PromptCacheConfig(queries=["window"], window=window)).queries
-    for mine, theirs in zip(ours, own, strict=True):
-        assert torch.equal(mine, theirs.unflatten(2, (2, TOKENS))[:, :, :, -window:].flatten(2, 3))
+    for own_part, theirs in zip(ours, own, strict=True):
+        assert torch.equal(own_part, theirs.unflatten(2, (2, TOKENS))[:, :, :, -window:].flatten(2, 3))
     both = engine.study(tokens, PromptCacheConfig(queries=["window", "context"], window=window)).queries
     assert torch.equal(both[1], torch.cat([ours[1], own[1]], dim=2))
 
@@ -155,18 +155,22 @@ def competing(first: int, last: int, tokens: int = TOKENS) -> torch.Tensor:
     ],
 )
 def test_a_pyramid_is_linear(mean: int, most: int, layers: int, ends: tuple[int, int]) -> None:
-    found = pyramid(mean, most, layers)
-    assert sum(found) == mean * layers and min(found) >= 1 and max(found) <= most
+    result = pyramid(mean, most, layers)
+    assert sum(result) == mean * layers and min(result) >= 1 and max(result) <= most
     wanted = torch.linspace(*ends, layers)
-    assert (torch.tensor(found) - wanted).abs().max() <= 1
+    assert (torch.tensor(result) - wanted).abs().max() <= 1
 
 
 def test_every_pyramid_has_its_mean() -> None:
     for mean in range(1, 30):
         for most in (mean, mean + 1, mean + 7, 60):
             for layers in range(1, 9):
-                found = pyramid(mean, most, layers)
-                assert sum(found) == mean * layers and min(found) >= 1 and max(found) <= most, (mean, most, layers)
+                computed = pyramid(mean, most, layers)
+                assert sum(computed) == mean * layers and min(computed) >= 1 and max(computed) <= most, (
+                    mean,
+                    most,
+                    layers,
+                )
 
 
 def test_layers_keep_what_is_planned(stories: tuple, tmp_path: Path) -> None:
@@ -226,8 +230,8 @@ def test_one_part_is_the_whole(select: str, stories: tuple) -> None:
         block = Block(entries.keys, entries.values, studied.queries[layer], entries.bias, competing(2, 3), DIM**-0.5)
         index, bias, values = match(block, 11, Fit(select))
         ours = context.layers[layer]
-        for mine, theirs in zip((ours.positions, ours.bias, ours.values), (index, bias, values), strict=True):
-            assert torch.equal(mine[:, :, 5:], theirs)
+        for own_rows, theirs in zip((ours.positions, ours.bias, ours.values), (index, bias, values), strict=True):
+            assert torch.equal(own_rows[:, :, 5:], theirs)
     assert not same(context, studied.compacted(replace(config, chunk=54)))
 
 
@@ -246,10 +250,10 @@ def test_each_part_is_compacted_on_its_own(changed: dict, stories: tuple) -> Non
             for head, row in enumerate(of_heads):
                 one, behind = slice(head, head + 1), 5
                 for part, count in enumerate(shares[row]):
-                    mine = slice(edges[part], edges[part + 1])
-                    held = LayerEntries(*(x[:, one, mine] for x in entries))
+                    span = slice(edges[part], edges[part + 1])
+                    held = LayerEntries(*(x[:, one, span] for x in entries))
                     alone = Studied(
-                        Context(tokens[mine], [held], False),
+                        Context(tokens[span], [held], False),
                         [studied.queries[layer][:, one]],
                         DIM**-0.5,
                         studied.seconds,

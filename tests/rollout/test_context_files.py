@@ -32,7 +32,8 @@ def made(dtype: torch.dtype = torch.float32) -> Context:
 def alike(ours: Context, theirs: Context) -> bool:
     if (ours.tokens, ours.fitted, ours.seconds) != (theirs.tokens, theirs.fitted, theirs.seconds):
         return False
-    parts = [(a, b) for mine, other in zip(ours.layers, theirs.layers, strict=True) for a, b in zip(mine, other)]  # noqa: B905
+    layers = zip(ours.layers, theirs.layers, strict=True)
+    parts = [pair for own, other in layers for pair in zip(own, other)]  # noqa: B905
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in parts)
 
 

@@ -127,8 +127,8 @@ def test_every_query_is_observed_once(spy: Spy, model_of: Callable, prompts_of: 
     engine = make_engine("hf", model=model, policy=spy)
     (r,) = engine.generate(prompts_of("qwen3", [19]), SamplingConfig(24, seed=0, ignore_eos=True))
     for layer, (q, _, _) in captured(model, r).items():
-        mine = [entry for entry in spy.observed if entry[0] == layer]
-        positions = torch.cat([p[0] for _, _, p, _ in mine])
+        ours = [entry for entry in spy.observed if entry[0] == layer]
+        positions = torch.cat([p[0] for _, _, p, _ in ours])
         assert positions.tolist() == list(range(len(r.trace) - 1))  # the last token is never fed
-        assert close(torch.cat([queries[0] for _, queries, _, _ in mine], dim=1), q[:, :-1])
-        assert [int(seen[0]) for _, _, _, seen in mine] == [19, *range(20, len(r.trace))]
+        assert close(torch.cat([queries[0] for _, queries, _, _ in ours], dim=1), q[:, :-1])
+        assert [int(seen[0]) for _, _, _, seen in ours] == [19, *range(20, len(r.trace))]

@@ -78,10 +78,10 @@ class Decided(GatedView):
     """Notes what hard gates drop."""
 
     def evict_at(self, logits: torch.Tensor, may_go: torch.Tensor, goes_at: torch.Tensor) -> torch.Tensor:
-        found = super().evict_at(logits, may_go, goes_at)
-        self.__dict__.setdefault("decided", {})[len(self.__dict__.get("decided", {}))] = found
+        result = super().evict_at(logits, may_go, goes_at)
+        self.__dict__.setdefault("decided", {})[len(self.__dict__.get("decided", {}))] = result
         self.__dict__.setdefault("logits", []).append(logits)
-        return found
+        return result
 
 
 def test_it_holds_what_it_says(model_of: Callable, prompts_of: Callable) -> None:
@@ -172,19 +172,19 @@ def test_soft_gates_are_made_for_some_queries_at_a_time(monkeypatch: pytest.Monk
     """Outputs and all gradients are those of the plain loop, whatever the chunk. Control: a longer window."""
     policy, lengths, prompts = gated("linear", sinks=0).config, [21, 15], [9, 0]
     generator = torch.Generator().manual_seed(0)
-    *told, scores = (
+    *tensors, scores = (
         torch.randn(2, *shape, generator=generator, dtype=torch.float64).requires_grad_()
         for shape in ((4, 21, 8), (2, 21, 8), (2, 21, 8), (2, 21))
     )
     real = (torch.arange(21) < torch.tensor(lengths)[:, None])[:, None, :, None]
     weigh = torch.randn(2, 4, 21, 8, generator=generator, dtype=torch.float64) * real
     stays = torch.nn.functional.logsigmoid(-(scores + policy.bias) / 0.7)
-    found = {}
+    results = {}
     for name, window in (("plain", policy.window), ("control", policy.window + 1)):
-        out = slow_gates(*told, stays, window, prompts)
-        found[name] = (
+        out = slow_gates(*tensors, stays, window, prompts)
+        results[name] = (
             (out * weigh).detach(),
-            *torch.autograd.grad((out * weigh).sum(), (*told, scores), retain_graph=True),
+            *torch.autograd.grad((out * weigh).sum(), (*tensors, scores), retain_graph=True),
         )
     for chunk in (4, 7, 256):
         monkeypatch.setattr("sparse_rl.methods.dms.view.CHUNK", chunk)
@@ -196,9 +196,9 @@ def test_soft_gates_are_made_for_some_queries_at_a_time(monkeypatch: pytest.Monk
             temperature=0.7,
         )
         view._noise = {0: torch.zeros(2, 2, 21)}
-        out = view.attend(0, *told, 0.3)
-        ours = ((out * weigh).detach(), *torch.autograd.grad((out * weigh).sum(), (*told, scores)))
-        for one, plain, control in zip(ours, found["plain"], found["control"], strict=True):
+        out = view.attend(0, *tensors, 0.3)
+        ours = ((out * weigh).detach(), *torch.autograd.grad((out * weigh).sum(), (*tensors, scores)))
+        for one, plain, control in zip(ours, results["plain"], results["control"], strict=True):
             assert float((one - plain).abs().max()) < 1e-12 < 1e-4 < float((one - control).abs().max())
 
 

@@ -164,8 +164,8 @@ def test_recall_against_an_oracle(scorer: str, model_of: Callable, prompts_of: C
     (r,) = rollouts_of(model, policy, prompts_of("quickstart", [30]), 30)
     tokens, config = [*r.prompt_ids, *r.completion_ids], policy.config
     decay = torch.stack([one.log_decay() for one in model.cache_scorers])
-    found = oracle_recall(model, tokens, 30, r.trace, config, decay)
-    assert found.shape == r.trace.shape[:2] and ((found > 0) & (found < 1)).all()
+    result = oracle_recall(model, tokens, 30, r.trace, config, decay)
+    assert result.shape == r.trace.shape[:2] and ((result > 0) & (result < 1)).all()
     assert (oracle_recall(model, tokens, 30, r.trace.dense_like(), config, decay) == 1).all()
 
     fed, heard = len(tokens) - 1, Listening(batch_traces([r.trace.dense_like()], [0], len(tokens)), "cpu")
@@ -184,7 +184,7 @@ def test_recall_against_an_oracle(scorer: str, model_of: Callable, prompts_of: C
                 best = sorted(competing, key=lambda t: (-float(priority[t]), t))[: config.k]
                 held += sum(int(r.trace.evict_at[layer, head, t]) > q for t in best)
                 of += config.k
-            assert float(found[layer, head]) == pytest.approx(held / of, abs=1e-9)
+            assert float(result[layer, head]) == pytest.approx(held / of, abs=1e-9)
 
 
 def test_new_scorers_are_loaded_as_weights_are(model_of: Callable, prompts_of: Callable) -> None:

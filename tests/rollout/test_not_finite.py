@@ -63,16 +63,16 @@ def test_weights_that_are_not_finite(policy: Any, place: str, dtype: str, new_mo
         for way in ways.values():
             with pytest.raises(NotFiniteLogprobError) as error:
                 engine.generate(prompts, replace(way, n=2))
-            found = error.value
+            result = error.value
             if place == "embedding" or math.isnan(
                 value
             ):  # with infinite weights it depends on the sign of what they meet
-                assert (found.prompt, found.sample, found.step) == (where, 0, 0)
+                assert (result.prompt, result.sample, result.step) == (where, 0, 0)
         with pytest.raises(
             NotFiniteError, match=r"^prompt \d, sample 0: the log-probability of token \d of the comple"
         ):
             engine.simulate(prompts, [[7, 8, 9]] * 4)
-    assert "\n" not in str(found) and dtype in str(found) and ("overflows" in str(found)) == (dtype == "float16")
+    assert "\n" not in str(result) and dtype in str(result) and ("overflows" in str(result)) == (dtype == "float16")
 
 
 def test_it_is_refused_in_the_step_in_which_it_is_drawn(new_model: Callable) -> None:

@@ -25,9 +25,9 @@ def test_bit_for_bit_what_sampling_records(
     policy = policy_of(name, budget=10, window=4, period=period)
     engine = make_engine("hf", model=model_of("qwen3"), policy=policy)
     wanted = sampled(engine, prompts_of("qwen3", LENGTHS))
-    found = engine.simulate([r.prompt_ids for r in wanted], [r.completion_ids for r in wanted])
+    outputs = engine.simulate([r.prompt_ids for r in wanted], [r.completion_ids for r in wanted])
     assert name == "full" or any(r.trace.retention() < 1 for r in wanted)
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(outputs, wanted, strict=True):
         assert torch.equal(ours.trace.evict_at, theirs.trace.evict_at)
         assert ours.completion_ids == theirs.completion_ids
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-6)  # rows leave the batch at other times
@@ -38,14 +38,14 @@ def test_another_completion_has_another_trace(model_of: Callable, policy_of: Cal
     engine = make_engine("hf", model=model_of("qwen3"), policy=policy_of("gkv", budget=10, window=4, period=4))
     wanted = sampled(engine, prompts_of("qwen3", LENGTHS))
     other = [[(token + 7) % 60 + 3 for token in r.completion_ids] for r in wanted]
-    found = engine.simulate([r.prompt_ids for r in wanted], other)
-    assert any(not torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in zip(found, wanted, strict=True))
+    sampled_again = engine.simulate([r.prompt_ids for r in wanted], other)
+    assert any(not torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in zip(sampled_again, wanted, strict=True))
 
 
 def test_stop_tokens_inside_do_not_end_it(model_of: Callable, policy_of: Callable) -> None:
     engine = make_engine("hf", model=model_of("qwen3"), policy=policy_of("streaming", budget=10, period=4))
-    (found,) = engine.simulate([[5, 6]], [[2, 7, 2, 2, 9] * 6])  # 2 is the model's end of sequence
-    assert found.completion_ids == [2, 7, 2, 2, 9] * 6 and found.finish_reason == "length"
+    (outputs,) = engine.simulate([[5, 6]], [[2, 7, 2, 2, 9] * 6])  # 2 is the model's end of sequence
+    assert outputs.completion_ids == [2, 7, 2, 2, 9] * 6 and outputs.finish_reason == "length"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def tensors(ties: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 def loop(loss: BoundaryLoss, scores: Any, target: Any, log_decay: Any, n: int, queries: Any) -> torch.Tensor:
     """One query, head and row at a time, in float64."""
-    found = []
+    results = []
     for row in range(B):
         for head in range(H):
             for q in queries[row].tolist():
@@ -52,14 +52,16 @@ def loop(loss: BoundaryLoss, scores: Any, target: Any, log_decay: Any, n: int, q
                         + (1 - loss.config.margin_floor) * (margin / loss.config.margin_temperature).sigmoid()
                     )
                 lead = at(scores, new) - at(scores, boundary)
-                found.append((head, y, weight, torch.nn.functional.softplus(-y * lead / loss.config.temperature)))
+                results.append((head, y, weight, torch.nn.functional.softplus(-y * lead / loss.config.temperature)))
     balance = []
-    for head, y, _, _ in found:
-        same = [other[1] for other in found if other[0] == head]
+    for head, y, _, _ in results:
+        same = [other[1] for other in results if other[0] == head]
         share = same.count(y) / len(same)
         balance.append(min(max(0.5 / share, loss.config.balance_min), loss.config.balance_max))
     mean = sum(balance) / len(balance)
-    return torch.stack([b / mean * margin * each for b, (*_, margin, each) in zip(balance, found, strict=True)]).mean()
+    return torch.stack(
+        [b / mean * margin * item for b, (*_, margin, item) in zip(balance, results, strict=True)]
+    ).mean()
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -87,9 +89,9 @@ def test_equals_the_loop(options: dict, n: int, ties: bool) -> None:
         lambda s, g: loop(loss, s, target, g, n, queries),
     ):
         s, g = scores.clone().requires_grad_(), log_decay.clone().requires_grad_()
-        found = value(s, g)
-        found.backward()
-        gradients.append((found.detach(), s.grad, g.grad))
+        computed = value(s, g)
+        computed.backward()
+        gradients.append((computed.detach(), s.grad, g.grad))
     for ours, wanted in zip(*gradients, strict=True):
         assert torch.allclose(ours, wanted, atol=1e-6, rtol=1e-5)
     assert gradients[0][1].abs().max() > 1e-4 and gradients[0][2].abs().min() > 1e-6  # scores and gamma learn
@@ -105,8 +107,8 @@ def test_the_balance_has_a_mean_of_1_and_then_the_margin_weighs(balance: dict) -
         """With all margins scaled: of the target and of what decays."""
         loss = BoundaryLoss(BoundaryConfig(queries=None, **balance, **options))
         queries = loss.draw(LENGTHS, SINKS + WINDOW + K, S)
-        known = LayerTarget(target * scale, best)
-        return loss.pairs(known, log_decay * scale, queries, window=WINDOW, decay_every=1)
+        scaled = LayerTarget(target * scale, best)
+        return loss.pairs(scaled, log_decay * scale, queries, window=WINDOW, decay_every=1)
 
     plain, floor = pairs(margin=False), 0.2
     real = plain.weight > 0
@@ -157,6 +159,6 @@ def test_no_pair_is_no_loss_and_no_nan() -> None:
     queries = loss.draw(short, SINKS + WINDOW + K, S)
     pairs = loss.pairs(LayerTarget(target, best), log_decay, queries, window=WINDOW, decay_every=1)
     scores.requires_grad_()
-    found = loss(scores, log_decay, pairs, decay_every=1)
-    found.backward()
-    assert float(found) == 0 and (scores.grad == 0).all()
+    result = loss(scores, log_decay, pairs, decay_every=1)
+    result.backward()
+    assert float(result) == 0 and (scores.grad == 0).all()

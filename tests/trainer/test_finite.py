@@ -78,8 +78,8 @@ def test_spoilt_weights_are_not_kept(
     for step in (3, 4):
         monkeypatch.setattr(Spoil, "step", step)
         folder = tmp_path / str(step)
-        said = stopped(recipe_of(kind, folder, tiny("qwen3"), logging_steps=logging_steps), folder)
-        assert said == (
+        output = stopped(recipe_of(kind, folder, tiny("qwen3"), logging_steps=logging_steps), folder)
+        assert output == (
             f"at step {step} lm_head.weight is not finite: start again with a lower learning_rate or max_grad_norm; "
             f"{folder}/checkpoint-{step - 1} is complete"
         )
@@ -91,8 +91,8 @@ def test_a_learning_rate_out_of_bounds_leaves_no_model(kind: str, tiny: Callable
     for steps, logged in ((1, 1), (4, 2), (4, 100)):
         folder = tmp_path / f"{steps}-{logged}"
         changed = {"learning_rate": 1e30, "max_steps": steps, "logging_steps": logged, "save_steps": 0}
-        said = stopped(recipe_of(kind, folder, tiny("qwen3"), **changed), folder)
-        assert "\n" not in said and len(said) < 500
+        output = stopped(recipe_of(kind, folder, tiny("qwen3"), **changed), folder)
+        assert "\n" not in output and len(output) < 500
 
 
 def spoilt(folder: str, place: Path, name: str) -> str:
@@ -141,19 +141,19 @@ def test_an_engine_that_refuses_says_at_which_step(
     once = {"steps_per_generation": 1, "num_iterations": 1} if kind == "grpo" else {}
     more = {"completions": "student", "max_completion_length": 12} if kind == "distill" else {}
     recipe = recipe_of(kind, tmp_path / "run", tiny("qwen3"), logging_steps=1, save_steps=100, **once, **more)
-    said = stopped(recipe, tmp_path / "run")
-    assert said.startswith(
+    output = stopped(recipe, tmp_path / "run")
+    assert output.startswith(
         "at step 2 prompt 0, sample 0: the log-probability of token 0 of the completion is not finite"
     )
-    assert said.endswith(f"; {tmp_path / 'run'} has no checkpoint")
+    assert output.endswith(f"; {tmp_path / 'run'} has no checkpoint")
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2]
 
 
 def test_what_is_not_finite_is_logged_all_the_same(tiny: Callable, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    said = stopped(recipe_of("sft", folder, tiny("qwen3"), learning_rate=1e30, save_steps=0, logging_steps=1), folder)
+    text = stopped(recipe_of("sft", folder, tiny("qwen3"), learning_rate=1e30, save_steps=0, logging_steps=1), folder)
     *before, last = read_metrics(folder)
-    assert f"at step {last['step']} loss is nan" in said and math.isnan(last["loss"])
+    assert f"at step {last['step']} loss is nan" in text and math.isnan(last["loss"])
     assert before and all(math.isfinite(line["loss"]) for line in before)
 
 

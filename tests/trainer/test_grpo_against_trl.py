@@ -199,15 +199,15 @@ SEEN: dict[str, Watch] = {}  # of ours, by name of the options: what others are 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_losses_gradients_and_metrics_are_trls(name: str, ours: Callable, theirs: Callable) -> None:
     """And the options do something: the control is the run without them."""
-    found, sampled = ours(OPTIONS[name])
+    result, sampled = ours(OPTIONS[name])
     wanted = theirs(OPTIONS[name], sampled)
-    assert len(found.gradients) == len(wanted.gradients) and gradient_gap(found, wanted) <= TOLERANCE
-    for line, other in zip(found.logged, wanted.logged, strict=True):
+    assert len(result.gradients) == len(wanted.gradients) and gradient_gap(result, wanted) <= TOLERANCE
+    for line, other in zip(result.logged, wanted.logged, strict=True):
         assert {"loss", "grad_norm", "entropy"} <= other.keys() <= line.keys()
         assert {key: line[key] for key in other} == pytest.approx(other, rel=TOLERANCE, abs=TOLERANCE)
-    SEEN[name] = found
+    SEEN[name] = result
     if name != "grpo":
         without = UNLIKE.get(name, "grpo")
         if without not in SEEN:
             SEEN[without] = ours(OPTIONS[without])[0]
-        assert not alike(SEEN[without], found)
+        assert not alike(SEEN[without], result)

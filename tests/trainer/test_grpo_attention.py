@@ -25,7 +25,7 @@ class Gradients(TrainerCallback):
 )
 def test_every_kernel_has_the_same_step(checkpointing: bool, flex_trains: list[bool], grpo: Callable) -> None:
     """Loss, log-probs and gradients within 1e-5, padded on both sides; full attention, the control, is far off."""
-    found = {}
+    results = {}
     for name in ("sdpa", "gather", "flex", "flex_sorted", "dense", "full"):
         seen = Gradients()
         which: dict[str, Any] = {"train_attention": "full"} if name == "full" else {"attention_kernel": name}
@@ -34,16 +34,16 @@ def test_every_kernel_has_the_same_step(checkpointing: bool, flex_trains: list[b
         )
         flex_trains.clear()
         trainer.train()
-        found[name] = trainer.state.log_history[0], seen.of
+        results[name] = trainer.state.log_history[0], seen.of
         assert set(flex_trains) == {"flex": {False}, "flex_sorted": {True}}.get(name, set())
 
     def distance(name: str) -> float:
-        pairs = [(found[name][1][key], right) for key, right in found["sdpa"][1].items()]
+        pairs = [(results[name][1][key], right) for key, right in results["sdpa"][1].items()]
         return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
     for name in ("gather", "flex", "flex_sorted", "dense"):
         for key in ("loss", "replay/gap_max", "entropy", "grad_norm"):
-            assert found[name][0][key] == pytest.approx(found["sdpa"][0][key], abs=1e-5), key
+            assert results[name][0][key] == pytest.approx(results["sdpa"][0][key], abs=1e-5), key
         assert distance(name) <= 1e-5
     assert distance("full") > 1e-2
 

@@ -75,9 +75,9 @@ def test_a_resumed_run_writes_the_same_tables(grpo: Callable) -> None:
         grpo("stopped", reward=noting, callbacks=(KillAt(3),), **TABLES).train()
     resumed = grpo("stopped", reward=noting, **TABLES)
     resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-3")
-    found = tables(resumed)
-    assert found.keys() == expected.keys()
-    for name, table in found.items():
+    result = tables(resumed)
+    assert result.keys() == expected.keys()
+    for name, table in result.items():
         pandas.testing.assert_frame_equal(table, expected[name])
 
 

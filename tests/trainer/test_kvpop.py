@@ -83,11 +83,11 @@ def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.T
         decided = torch.cat([view._decided[layer].evict_at for layer in range(2)])
         trace = EvictionTrace(decided, validate=False)  # here the last token is fed
         assert (trace.evict_at < ids.shape[1]).any() or ids.shape[1] <= 21
-        said = []
+        messages = []
         for one, masks in ((student, trace), (teacher, EvictionTrace.dense(3, 2, ids.shape[1]))):
             out = adopt(one)(input_ids=ids, attention_mask=NO_MASK, kv_view=DenseView(masks), use_cache=False).logits
-            said.append(out[0, len(row.prompt) - 1 : -1].log_softmax(-1))
-        s, t = said[0], said[1].detach()
+            messages.append(out[0, len(row.prompt) - 1 : -1].log_softmax(-1))
+        s, t = messages[0], messages[1].detach()
         total = total + loss.kl_weight * (t.exp() * (t - s)).sum()
         total = total - loss.ce_weight * s.gather(-1, torch.tensor(row.completion)[:, None]).sum()
         tokens += len(row.completion)
@@ -334,19 +334,19 @@ def test_what_a_recipe_may_not_say(keys: dict, says: str, recipe: Callable) -> N
 
 def test_a_budget_that_is_never_reached_is_said(recipe: Callable) -> None:
     assert not recipe().warnings
-    (said,) = recipe(cache={**CACHE, "budget": 400}).warnings
-    assert "rows of at most 128 tokens never exceed the budget" in said
+    (warnings,) = recipe(cache={**CACHE, "budget": 400}).warnings
+    assert "rows of at most 128 tokens never exceed the budget" in warnings
 
 
 def test_the_seed_says_how_scorers_start(recipe: Callable, tmp_path: Path) -> None:
-    found = []
+    results = []
     for seed in (3, 3, 4):
         torch.manual_seed(torch.seed() % 2**32)  # as another process would have it
-        folder = tmp_path / f"run{len(found)}"
+        folder = tmp_path / f"run{len(results)}"
         train(recipe(output_dir=str(folder), seed=seed, max_steps=1, scorer_learning_rate=1e-9,
                      scorer_final_learning_rate=1e-9))  # fmt: skip
-        found.append(load_file(folder / "model/cache_scorer.safetensors")["0.inner"])
-    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+        results.append(load_file(folder / "model/cache_scorer.safetensors")["0.inner"])
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize(

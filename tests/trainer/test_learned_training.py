@@ -177,7 +177,7 @@ def test_scorers_that_learn(kind: str, recipe: Callable, tmp_path: Path) -> None
 
 def test_the_models_gradients_are_those_of_frozen_scorers(recipe: Callable, learned: Callable, grpo: Callable) -> None:
     """Rows begin at column 0 where scorers learn: log-probs and gradients are those of the plain replay."""
-    found = []
+    results = []
     for scorers in (None, ScorersConfig(boundary=BoundaryConfig(queries=None))):
         model = load_model(learned("delayed"))
         model.cache_scorers.requires_grad_(False)
@@ -187,8 +187,8 @@ def test_the_models_gradients_are_those_of_frozen_scorers(recipe: Callable, lear
         trainer.current_gradient_accumulation_steps = 1
         trainer.model.train()
         trainer._compute_loss(trainer.model, inputs).backward()
-        found.append({name: weight.grad for name, weight in trainer.model.named_parameters()})
-    frozen, learning = found
+        results.append({name: weight.grad for name, weight in trainer.model.named_parameters()})
+    frozen, learning = results
     for name, gradient in frozen.items():
         if "cache_scorers" in name:
             assert gradient is None and learning[name].abs().max() > 0

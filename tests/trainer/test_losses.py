@@ -38,8 +38,8 @@ def reference(
         s = (logits / loss.temperature).softmax(-1)
         p = (case["teacher"][n].double() / loss.temperature).softmax(-1)
         if top_k is not None:
-            known = p.argsort(descending=True)[:top_k]
-            p, s = p[known], s[known]
+            likeliest = p.argsort(descending=True)[:top_k]
+            p, s = p[likeliest], s[likeliest]
             if loss.renormalise:
                 p, s = p / p.sum(), s / s.sum()
             elif top_k < VOCAB:
@@ -81,22 +81,24 @@ def test_equals_the_formulas(divergence: str, temperature: float, top_k: int | N
     loss = DistillationLossConfig(
         temperature=temperature, divergence=divergence, jsd_beta=0.3, kl_weight=0.9, ce_weight=0.1, chunk=7
     )
-    for mine, theirs in zip(ours(case, loss, top_k), reference(case, loss, top_k), strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
+    for own_part, theirs in zip(ours(case, loss, top_k), reference(case, loss, top_k), strict=True):
+        torch.testing.assert_close(own_part.double(), theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("divergence", KINDS)
 def test_renormalised(divergence: str, case: dict) -> None:
     loss = DistillationLossConfig(temperature=1.3, divergence=divergence, top_k=8, renormalise=True)
-    for mine, theirs in zip(ours(case, loss, 8), reference(case, loss, 8), strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
+    for own_rows, theirs in zip(ours(case, loss, 8), reference(case, loss, 8), strict=True):
+        torch.testing.assert_close(own_rows.double(), theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, POSITIONS, 100])
 def test_the_chunk_changes_nothing(chunk: int, case: dict) -> None:
     whole = ours(case, DistillationLossConfig(ce_weight=0.5, chunk=POSITIONS), None)
-    for mine, theirs in zip(ours(case, DistillationLossConfig(ce_weight=0.5, chunk=chunk), None), whole, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    for own_part, theirs in zip(
+        ours(case, DistillationLossConfig(ce_weight=0.5, chunk=chunk), None), whole, strict=True
+    ):
+        torch.testing.assert_close(own_part, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_coarsening_never_adds(case: dict) -> None:
@@ -145,12 +147,12 @@ def test_memory_grows_with_the_chunk_not_with_the_sequence(top_k: int | None) ->
 
     def measure(chunk: int) -> tuple[int, int]:
         weight = torch.randn(vocab, WIDTH).requires_grad_()
-        said = torch.randn(positions, WIDTH)
+        text = torch.randn(positions, WIDTH)
         hidden, targets = torch.randn(positions, WIDTH).requires_grad_(), torch.zeros(positions, dtype=torch.long)
         kept: list[int] = []
 
         def teacher(part: slice) -> torch.Tensor | TopK:
-            logits = said[part] @ weight.detach().T
+            logits = text[part] @ weight.detach().T
             return logits if top_k is None else TopK.of_logits(logits, top_k, 1.0)
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -66,8 +66,8 @@ KINDS: dict[str, dict[str, Any]] = {
 def seen(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Counter, int, str]]:
     """seen(kind, processes, *words) -> (how often each text is tokenised, files hashed, stderr) of `sparse-rl train`"""
     (tmp_path / "sitecustomize.py").write_text(WATCH)
-    said = rows("train", 16, 1, True)
-    (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in said))
+    dataset = rows("train", 16, 1, True)
+    (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dataset))
 
     def run(kind: str, processes: int, *words: str, zero: int = 0) -> tuple[Counter, int, str]:
         recipe = {
@@ -88,7 +88,7 @@ def seen(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Counter, int, st
         lines = [json.loads(line) for line in notes.read_text().splitlines()]
         tried = "text"  # by which each process finds out whether the tokenizer works
         texts = Counter(given for _, what, given in lines if what == "text" and given != tried)
-        assert set(texts) >= {row["prompt"] for row in said}  # the control: the watch sees what is tokenised
+        assert set(texts) >= {row["prompt"] for row in dataset}  # the control: the watch sees what is tokenised
         return texts, sum(what == "hashed" for _, what, _ in lines), done.stderr
 
     return run
@@ -98,11 +98,11 @@ def seen(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Counter, int, st
 @pytest.mark.parametrize(("kind", "zero"), [("distill", 0), ("distill", 2), ("kvpop", 0), ("sft", 0), ("sft", 2)])
 def test_two_processes_do_what_one_does(kind: str, zero: int, seen: Callable) -> None:
     """No text is tokenised more often; a checkpoint that is resumed is hashed once; what is dropped is said once."""
-    alone, nothing, _ = seen(kind, 1, zero=zero)
-    together, none, told = seen(kind, 2, zero=zero)
-    assert together == alone and nothing == none == 0
+    alone, without_words, _ = seen(kind, 1, zero=zero)
+    together, none, given_words = seen(kind, 2, zero=zero)
+    assert together == alone and without_words == none == 0
     if kind == "distill":
-        assert told.count("16 of 16 sequences are too long: 16 are truncated, 0 dropped") == 1
+        assert given_words.count("16 of 16 sequences are too long: 16 are truncated, 0 dropped") == 1
     again, hashed, _ = seen(kind, 2, "max_steps=2", "--resume", zero=zero)
     assert again == alone and hashed == 1
 

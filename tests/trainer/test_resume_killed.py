@@ -95,8 +95,8 @@ class Runs:
     def left_alone(self, kind: str) -> tuple:
         if kind not in self.whole:
             record = self.folder / "operations.json"
-            status, said = self(kind, f"{kind}-whole", record=str(record))
-            assert status == 0, said
+            status, output = self(kind, f"{kind}-whole", record=str(record))
+            assert status == 0, output
             self.whole[kind] = self.end(f"{kind}-whole")
             self.operations[kind] = json.loads(record.read_text())
         return self.whole[kind]
@@ -111,8 +111,8 @@ def runs(tiny: Callable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 
 def number_of(operations: list[str], *words: str, last: bool = False) -> int:
-    found = [i for i, operation in enumerate(operations, 1) if all(word in operation for word in words)]
-    return found[-1 if last else 0]
+    results = [i for i, operation in enumerate(operations, 1) if all(word in operation for word in words)]
+    return results[-1 if last else 0]
 
 
 PLACES: dict[str, tuple[str, Callable[[list[str]], int], int]] = {  # kind, where it is killed, newest whole checkpoint
@@ -138,8 +138,8 @@ def test_killed_at_a_checkpoint(place: str, runs: Runs) -> None:
     assert status == -9 and not (folder / "model").exists() and (folder / "_partial").exists()
     assert checkpoints(folder)[-1].name == f"checkpoint-{newest}"
     assert all(damage(path) is None for path in checkpoints(folder))
-    status, said = runs(kind, name, "--resume")
-    assert status == 0 and "skipped" not in said, said
+    status, output = runs(kind, name, "--resume")
+    assert status == 0 and "skipped" not in output, output
     assert runs.end(name) == expected and not (folder / "_partial").exists()
     assert len(checkpoints(folder)) == 2
 
@@ -149,13 +149,13 @@ def test_a_damaged_checkpoint_is_skipped_and_its_end_is_the_same(runs: Runs) -> 
     expected = runs.left_alone("grpo")
     shutil.copytree(runs.folder / "grpo-whole", folder := runs.folder / "damaged")
     (folder / "checkpoint-6" / "progress_0.pt").unlink()
-    status, said = runs("grpo", "damaged", "--resume")
-    assert status == 0 and runs.end("damaged") == expected, said
-    assert said.count("skipped") == 1 and "skipped damaged/checkpoint-6: progress_0.pt is missing" in said
+    status, text = runs("grpo", "damaged", "--resume")
+    assert status == 0 and runs.end("damaged") == expected, text
+    assert text.count("skipped") == 1 and "skipped damaged/checkpoint-6: progress_0.pt is missing" in text
     assert {path.name for path in folder.glob("*checkpoint-*")} == {f"{x}checkpoint-{n}" for x, n in PAIRS}
-    status, said = runs("grpo", "damaged", "--resume", "damaged/later-checkpoint-6")
+    status, text = runs("grpo", "damaged", "--resume", "damaged/later-checkpoint-6")
     line = "error: --resume: damaged/later-checkpoint-6 is not a complete checkpoint: progress_0.pt is missing"
-    assert status == 2 and said == f"sparse-rl: {line}\n"
+    assert status == 2 and text == f"sparse-rl: {line}\n"
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,11 @@ def test_no_code_in_a_checkpoint_runs(file: str, runs: Runs) -> None:
         shutil.rmtree(place.parent, ignore_errors=True)
         shutil.copytree(runs.folder / "sft-whole/checkpoint-5", place)
         craft(place / file, content)
-        status, said = runs("sft", "crafted", "--resume")
-        assert status == 2 and not made.exists(), said
-        assert only_line(said).startswith("sparse-rl: error: --resume: crafted/checkpoint-5 cannot be loaded: "), said
+        status, output = runs("sft", "crafted", "--resume")
+        assert status == 2 and not made.exists(), output
+        assert only_line(output).startswith("sparse-rl: error: --resume: crafted/checkpoint-5 cannot be loaded: "), (
+            output
+        )
 
 
 PAIRS = (("", 5), ("", 6), ("later-", 6))
@@ -190,21 +192,21 @@ def test_a_changed_recipe_is_refused_by_its_keys(kind: str, runs: Runs) -> None:
 def test_a_full_disk_ends_the_run_in_one_line(kind: str, runs: Runs) -> None:
     """A limit on the size of files stands for it: writes fail from step 4 on. What was whole is, and resumes."""
     expected, name = runs.left_alone(kind), f"{kind}-limited"
-    status, said = runs(kind, name, full_after=4, largest_file=60_000)
-    assert status == 1 and "Traceback" not in said
+    status, output = runs(kind, name, full_after=4, largest_file=60_000)
+    assert status == 1 and "Traceback" not in output
     line = (
         f"checkpoint-4 could not be written: .*File too large.*; in {name} checkpoint-3 is complete, --resume continues"
     )
-    assert re.fullmatch(f"sparse-rl: stopped: {line} from it", only_line(said))
+    assert re.fullmatch(f"sparse-rl: stopped: {line} from it", only_line(output))
     assert [path.name for path in checkpoints(runs.folder / name)] == ["checkpoint-2", "checkpoint-3"]
     assert not (runs.folder / name / "_partial").exists()
     assert runs(kind, name, "--resume")[0] == 0 and runs.end(name) == expected
 
 
 def only_line(said: str) -> str:
-    found = [line for line in said.splitlines() if line.startswith("sparse-rl:")]
-    assert len(found) == 1, said
-    return found[0]
+    rows = [line for line in said.splitlines() if line.startswith("sparse-rl:")]
+    assert len(rows) == 1, said
+    return rows[0]
 
 
 @pytest.fixture
@@ -227,10 +229,10 @@ def test_a_disk_that_is_really_full(small_disk: Callable, runs: Runs) -> None:
     expected = runs.left_alone("sft")
     size = sum(file.stat().st_size for file in (runs.folder / "sft-whole/checkpoint-6").rglob("*"))
     disk = small_disk(int(2.6 * size))  # two checkpoints and a part of the third
-    status, said = runs("sft", str(disk / "run"))
+    status, output = runs("sft", str(disk / "run"))
     assert status == 1
     line = "sparse-rl: stopped: checkpoint-3 could not be written: the disk is full; in "
-    assert only_line(said) == f"{line}{disk}/run checkpoint-2 is complete, --resume continues from it"
+    assert only_line(output) == f"{line}{disk}/run checkpoint-2 is complete, --resume continues from it"
     subprocess.run(["mount", "-o", f"remount,size={9 * size}", str(disk)], check=True)
     assert runs("sft", str(disk / "run"), "--resume")[0] == 0 and runs.end(str(disk / "run")) == expected
 
@@ -257,10 +259,10 @@ def test_killed_at_random_moments(kind: str, runs: Runs) -> None:
             if left and kills < KILLS:
                 place = {"kill_at": draw.randint(1, first if kills % 3 == 0 else len(operations))}
                 moment = {"kill_after": draw.uniform(0, runs.seconds[f"{kind}-whole"])} if kills % 3 == 2 else place
-            status, said = runs(kind, name, *["--resume"] * bool(whole), **moment)
+            status, output = runs(kind, name, *["--resume"] * bool(whole), **moment)
             if status == 0:
                 break
-            assert status == -9, said  # neither way on is a dead end
+            assert status == -9, output  # neither way on is a dead end
             kills += 1
             partial += (runs.folder / name / "_partial").exists()
             fresh += not checkpoints(runs.folder / name)

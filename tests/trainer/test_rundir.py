@@ -54,8 +54,8 @@ def checkpoint(folder: Path, step: int, of=None, **about) -> Path:
         (made / name).write_bytes(f"{name} of step {step}".encode())
     recipe = of or recipe_of(folder)
     launch = {"processes": recipe.launch.processes, "zero_stage": recipe.launch.zero_stage}
-    known = {"step": step, **launch, "recipe": recipe.resolved(), "versions": versions(), **about}
-    write_manifest(made, file_digests(made), **known)
+    manifest = {"step": step, **launch, "recipe": recipe.resolved(), "versions": versions(), **about}
+    write_manifest(made, file_digests(made), **manifest)
     publish(made, place)
     return place
 
@@ -216,9 +216,11 @@ def test_a_checkpoint_of_quite_another_recipe_is_one_bounded_line(tmp_path: Path
     crafted(place, {**read_manifest(place), "recipe": {}})
     with pytest.raises(UserError) as error:
         checkpoint_to_resume(recipe, "newest")
-    said = str(error.value)
-    assert said.count(" was null and is now ") == 20 and re.search(r"; and \d+ more keys\. Set the old values", said)
-    assert len(said) < LONGEST and "\n" not in said
+    output = str(error.value)
+    assert output.count(" was null and is now ") == 20 and re.search(
+        r"; and \d+ more keys\. Set the old values", output
+    )
+    assert len(output) < LONGEST and "\n" not in output
 
 
 def test_a_manifest_that_is_deep_or_not_text(tmp_path: Path) -> None:

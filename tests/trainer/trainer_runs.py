@@ -127,8 +127,8 @@ def check_resumed(make: Callable[..., Any], folder: Path, **settings: Any) -> Pa
     whole, resumed = folder / "whole", folder / "resumed"
     final = Path(train(make(output_dir=str(whole), **shared)))
     shutil.copytree(whole, resumed)
-    for gone in ("model", "checkpoint-4", "checkpoint-5"):
-        shutil.rmtree(resumed / gone)
+    for dropped in ("model", "checkpoint-4", "checkpoint-5"):
+        shutil.rmtree(resumed / dropped)
     train(make(output_dir=str(resumed), **shared), resume="newest")
     files = sorted(file.name for file in final.glob("*.safetensors"))
     assert files == sorted(file.name for file in (resumed / "model").glob("*.safetensors"))

@@ -85,10 +85,10 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """vLLM's metrics, without their labels; `blocks` is the size of the pool."""
         text = httpx.get(f"{self.url}/metrics").text
-        found = {name: float(value) for name, value in re.findall(r"^vllm:(\w+)\{.*\} (\S+)$", text, re.MULTILINE)}
+        result = {name: float(value) for name, value in re.findall(r"^vllm:(\w+)\{.*\} (\S+)$", text, re.MULTILINE)}
         match = re.search(r'num_gpu_blocks="(\d+)"', text)
         assert match
-        return {**found, "blocks": int(match[1])}
+        return {**result, "blocks": int(match[1])}
 
     def idle(self) -> None:
         """Wait until nothing runs and no block is held."""

@@ -69,9 +69,9 @@ def test_with_a_key_every_route_asks_for_it(
     """Each route that the app has itself, so a new one of vLLM is tried, too."""
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     app = app_of("--api-key", "other", "secret", *WIDE, tasks=tasks)
-    found = {(method, path) for method, path in routes(app) if path != "/health"}
-    assert len(found) > 40 and {("POST", "/invocations"), ("GET", "/metrics"), ("GET", "/docs")} <= found
-    for method, path in sorted(found | {("GET", "/nothing"), ("GET", "/"), ("GET", "//health"), ("GET", "/health/")}):
+    result = {(method, path) for method, path in routes(app) if path != "/health"}
+    assert len(result) > 40 and {("POST", "/invocations"), ("GET", "/metrics"), ("GET", "/docs")} <= result
+    for method, path in sorted(result | {("GET", "/nothing"), ("GET", "/"), ("GET", "//health"), ("GET", "/health/")}):
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"X-Api-Key": "secret"}):
             assert answer(app, method, path, headers) == 401, (method, path, headers)
         assert answer(app, method, path, KEY) != 401, (method, path)

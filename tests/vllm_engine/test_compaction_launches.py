@@ -69,12 +69,12 @@ def test_layers_that_lie_elsewhere_are_refused() -> None:
         with pytest.raises(UserError, match="are not at equal distances in one allocation"):
             Arrangement.of(views)
     for views in (list(whole), list(whole.transpose(0, 1))):
-        found = Arrangement.of(views)
-        joined = found.joined(views)
+        result = Arrangement.of(views)
+        joined = result.joined(views)
         for layer, view in enumerate(views):
             for block in range(len(view)):
-                place = joined[layer * found.of_layer + block * found.of_block]
+                place = joined[layer * result.of_layer + block * result.of_block]
                 assert place.data_ptr() == view[block].data_ptr()
-        apart = found.apart(joined, len(views))
+        apart = result.apart(joined, len(views))
         for layer, view in zip(apart, views, strict=True):
             assert (layer.shape, layer.stride(), layer.data_ptr()) == (view.shape, view.stride(), view.data_ptr())

@@ -65,8 +65,10 @@ def check_counted(made: Policy, slack: float, dtype: torch.dtype, monkeypatch: p
             state.after_forward()
             state.compact([Due(str(i), int(row[0]), peak, peak, left) for i, row in enumerate(table)])
         shape = (LAYERS, HEADS, DIM)
-        found = transient_bytes(made, REQUESTS, peak, shape, GROUP, str(dtype).removeprefix("torch."), "cpu", vllm=True)
-        counted = sum(size for size, _ in found.values())
+        result = transient_bytes(
+            made, REQUESTS, peak, shape, GROUP, str(dtype).removeprefix("torch."), "cpu", vllm=True
+        )
+        counted = sum(size for size, _ in result.values())
         assert 0.98 * taken.bytes <= counted <= slack * taken.bytes, (taken.bytes, counted)
 
 

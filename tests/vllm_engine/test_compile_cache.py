@@ -45,10 +45,10 @@ def test_no_policy_and_no_budget_is_compiled_anew(as_words: bool, config_of: Cal
     """On a GPU, in an engine and in a server; and each worker knows its own policy all the same."""
     configs = [config_of(name, parameters, as_words=as_words) for name, parameters in EVICTING]
     configs.append(config_of(*EVICTING[0], as_words=as_words, max_prompt=700))
-    known = [arguments.cache_config(config) for config in configs]
-    assert [one.policy.config.name for one in known] == [name for name, _ in EVICTING] + ["gkv"]
-    assert [one.policy.config.budget for one in known] == [64, 128, 64, 64, 64, 64]
-    assert [one.max_prompt for one in known] == [None] * len(EVICTING) + [700]
+    keys = [arguments.cache_config(config) for config in configs]
+    assert [one.policy.config.name for one in keys] == [name for name, _ in EVICTING] + ["gkv"]
+    assert [one.policy.config.budget for one in keys] == [64, 128, 64, 64, 64, 64]
+    assert [one.max_prompt for one in keys] == [None] * len(EVICTING) + [700]
     assert len({config.compute_hash() for config in configs}) == 1
 
 
@@ -64,8 +64,8 @@ def test_what_changes_the_forward_is_compiled_anew(config_of: Callable) -> None:
     hashes = {what: config.compute_hash() for what, config in {"plain": plain, **others}.items()}
     assert len(set(hashes.values())) == len(hashes), hashes
     for config in (plain, *others.values()):
-        known = arguments.cache_config(config)
-        assert config.additional_config[arguments.KEY] == {"exact": known.exact, "folds": known.folds}
+        stored = arguments.cache_config(config)
+        assert config.additional_config[arguments.KEY] == {"exact": stored.exact, "folds": stored.folds}
 
 
 def test_the_hash_sees_what_is_ours(config_of: Callable) -> None:

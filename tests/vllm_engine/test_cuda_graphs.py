@@ -254,8 +254,8 @@ def padding_in_somebodys_row(runner: Any, patch: pytest.MonkeyPatch) -> None:
 
     def wrong(ended: Any, begun: Any) -> None:
         begin(ended, begun)
-        for each in begun:
-            state.row[0] = state.row_of[each.block]
+        for item in begun:
+            state.row[0] = state.row_of[item.block]
 
     patch.setattr(state, "begin", wrong)
 

@@ -248,8 +248,8 @@ class Pool:
         counts = [1 if r.seen >= r.prompt else rng.randint(1, r.prompt - r.seen) for r in batch]
         for r, count in zip(batch, counts, strict=True):
             r.blocks += [self.free.pop() for _ in range(self.blocks(r, r.seen + count) - len(r.blocks))]
-        mine = sorted({b for r in batch for b in r.blocks})
-        others = [b for b in range(1, BLOCKS) if b not in mine]  # 0 is where what is padding goes
+        used_blocks = sorted({b for r in batch for b in r.blocks})
+        others = [b for b in range(1, BLOCKS) if b not in used_blocks]  # 0 is where what is padding goes
         before = self.bits(others)
 
         from rollout.vllm.messages import Begun
@@ -316,9 +316,9 @@ class Pool:
                 positions = self.state.positions[layer][at].tolist()
                 history, mass = (self.state.state[n][layer][at].tolist() for n in ("history", "mass"))
                 rows = zip(positions, keys, values, history, mass, strict=True)
-                found = {p: Entry(k[head], v[head], h, m) for p, k, v, h, m in rows}
-                assert len(found) == length
-                assert found == r.held[layer][head]
+                result = {p: Entry(k[head], v[head], h, m) for p, k, v, h, m in rows}
+                assert len(result) == length
+                assert result == r.held[layer][head]
 
     def bits(self, blocks: list[int]) -> list[torch.Tensor]:
         """These blocks of the cache and of what stands beside it, to the bit."""

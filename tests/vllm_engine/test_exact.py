@@ -37,8 +37,8 @@ def attended(counts: list[int], lengths: list[int], largest: Largest) -> tuple[t
     keys, values = key_value_views(torch.randn(BLOCKS, HEADS, SIZE, 2 * DIM), transposed=True)
     needed = [-(-length // SIZE) for length in lengths]
     blocks = torch.full((len(lengths), max(needed)), BLOCKS - 1, dtype=torch.int32)
-    for row, mine in enumerate(torch.randperm(BLOCKS - 1)[: sum(needed)].split(needed)):
-        blocks[row, : len(mine)] = mine
+    for row, ours in enumerate(torch.randperm(BLOCKS - 1)[: sum(needed)].split(needed)):
+        blocks[row, : len(ours)] = ours
     keys[-1], values[-1] = math.nan, math.nan  # another's, as behind a request's own blocks in a table
     query = torch.randn(sum(counts), HEADS * GROUP, DIM)
     starts, out = torch.tensor([0, *counts]).cumsum(0), torch.empty_like(query)

@@ -149,6 +149,6 @@ def test_what_was_dropped_is_put_where_it_stood(counts: list[int]) -> None:
         dropped.append(Dropped(at, piece.transpose(2, 0, 1)))
         np.put_along_axis(wanted, piece.astype(np.int64), at[None, None], axis=-1)
         start += count
-    found = _evict_at(dropped, length)
-    assert found.dtype == np.int32 and found.tobytes() == wanted.astype(np.int32).tobytes()
-    assert (found == NEVER).sum() == layers * heads * (length - sum(counts))
+    computed = _evict_at(dropped, length)
+    assert computed.dtype == np.int32 and computed.tobytes() == wanted.astype(np.int32).tobytes()
+    assert (computed == NEVER).sum() == layers * heads * (length - sum(counts))

@@ -66,9 +66,9 @@ def run(*words: Any) -> int:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The command lines that a command would become."""
-    found: list[list[str]] = []
-    monkeypatch.setattr(serve, "_become", found.append)
-    return found
+    results: list[list[str]] = []
+    monkeypatch.setattr(serve, "_become", results.append)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -284,10 +284,10 @@ def offline(model: Path) -> Callable[..., list[list[int]]]:
     def sample(prompts: list[list[int]], tokens: int, policy: Any = None) -> list[list[int]]:
         engine = make_engine("vllm", model=model, policy=policy, kv_cache_gb=0.05, max_batch=50)
         try:
-            found = engine.generate(prompts, SamplingConfig(tokens, temperature=0, ignore_eos=True))
+            outputs = engine.generate(prompts, SamplingConfig(tokens, temperature=0, ignore_eos=True))
         finally:
             engine.close()
-        return [rollout.completion_ids for rollout in found]
+        return [rollout.completion_ids for rollout in outputs]
 
     return sample
 
@@ -488,9 +488,9 @@ def test_a_thousand_hostile_requests(server: Server, random_prompts: Callable) -
     """Any values for any fields that vLLM knows: an answer in time, never status 500, and the engine is as before."""
     (prompt,) = random_prompts([40], seed=5)
     before = server.complete(prompt, 60).choices[0].token_ids
-    known = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
+    schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
     kinds = {"completions": "CompletionRequest", "chat/completions": "ChatCompletionRequest"}
-    fields = {path: sorted(known[kind]["properties"]) for path, kind in kinds.items()}
+    fields = {path: sorted(schemas[kind]["properties"]) for path, kind in kinds.items()}
     good = {
         "completions": {"prompt": prompt, "max_tokens": 2},
         "chat/completions": {"messages": [{"role": "user", "content": "1"}], "max_tokens": 2, "chat_template": "{{1}}"},

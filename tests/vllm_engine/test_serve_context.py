@@ -50,9 +50,9 @@ def text(tmp_path: Path) -> Path:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The command lines that a command would become."""
-    found: list[list[str]] = []
-    monkeypatch.setattr(serve, "_become", found.append)
-    return found
+    results: list[list[str]] = []
+    monkeypatch.setattr(serve, "_become", results.append)
+    return results
 
 
 def run(*words: Any) -> int:

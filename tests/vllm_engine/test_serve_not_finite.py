@@ -62,8 +62,8 @@ def test_the_request_fails_with_status_500_and_the_server_lives(server: Server) 
         assert [tokens_of(server, prompt) for prompt in GOOD] == wanted
     mixed = [prompt for pair in zip(GOOD, BAD, strict=True) for prompt in pair] * 4
     with ThreadPoolExecutor(len(mixed)) as pool:
-        found = list(pool.map(lambda p: failed(server, p).status_code if POISON in p else tokens_of(server, p), mixed))
-    assert [one for one in found if one != 500] == wanted * 4 and found.count(500) == 12
+        result = list(pool.map(lambda p: failed(server, p).status_code if POISON in p else tokens_of(server, p), mixed))
+    assert [one for one in result if one != 500] == wanted * 4 and result.count(500) == 12
     assert [tokens_of(server, prompt) for prompt in GOOD] == wanted
     server.idle()
 

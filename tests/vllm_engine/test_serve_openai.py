@@ -108,7 +108,7 @@ def test_chats(server: Server, rollout: Callable, decoded: Callable) -> None:
         assert tokens_of(answer) == [one.completion_ids for one in wanted]
         for choice, one in zip(answer.choices, wanted, strict=True):
             assert choice.message.content == decoded(one.completion_ids)
-            seen = [each.logprob for each in choice.logprobs.content]
+            seen = [item.logprob for item in choice.logprobs.content]
             assert seen == pytest.approx(one.model_logprobs, abs=1e-5)
 
 

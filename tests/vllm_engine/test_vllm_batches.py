@@ -98,8 +98,8 @@ def test_what_stops(
     wanted = [shortened(r, set(tokens)) for r in endless]
     assert len({len(r.completion_ids) for r in wanted}) >= 3 and "stop" in {r.finish_reason for r in wanted}
     assert same(engine.generate(prompts, SamplingConfig(50, seed=4, stop_token_ids=tokens)), wanted)
-    told = SamplingConfig(50, seed=4, stop_token_ids=tokens, ignore_eos=True)
-    assert same(engine.generate(prompts, told), wanted)
+    explicit = SamplingConfig(50, seed=4, stop_token_ids=tokens, ignore_eos=True)
+    assert same(engine.generate(prompts, explicit), wanted)
     one = engine.generate(prompts, SamplingConfig(9, seed=4, stop_token_ids=range(64)))
     assert {(len(r.completion_ids), r.finish_reason) for r in one} == {(1, "stop")}
 
@@ -147,8 +147,8 @@ def test_a_temperature_near_zero(
     """vLLM alone would raise it to 0.01; temperature and all else of sampling are ours."""
     policy, sampling = policy_of("streaming", budget=40, period=16), SamplingConfig(60, temperature=0.002, seed=5)
     prompts = random_prompts((5, 90, 33))
-    found = open_engine(policy).generate(prompts, sampling)
+    outputs = open_engine(policy).generate(prompts, sampling)
     wanted = make_engine("hf", model=loaded(directory_of("qwen2")), policy=policy).generate(prompts, sampling)
-    assert [r.completion_ids for r in found] == [r.completion_ids for r in wanted]
-    for ours, theirs in zip(found, wanted, strict=True):
+    assert [r.completion_ids for r in outputs] == [r.completion_ids for r in wanted]
+    for ours, theirs in zip(outputs, wanted, strict=True):
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)  # a gap of 1e-6 is 5e-4 at this temperature

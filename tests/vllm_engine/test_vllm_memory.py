@@ -27,7 +27,7 @@ def policy(policy_of: Callable) -> Policy:
 
 @pytest.fixture
 def with_blocks(open_engine: Callable, directory_of: Callable) -> Callable[..., Any]:
-    """with_blocks(policy, blocks, max_batch) -> an engine with one layer and a pool of `blocks` blocks and the null block."""
+    """with_blocks(policy, blocks, max_batch) -> a one-layer engine; its pool has `blocks` blocks and the null block."""
 
     def make(policy: Policy, blocks: int, max_batch: int) -> Any:
         engine = open_engine(

@@ -57,10 +57,10 @@ def poisoned(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> C
 
 def prompts(lengths: Sequence[int], poisoned_at: Sequence[int] = ()) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
-    found = [torch.randint(3, POISON, (n,), generator=generator).tolist() for n in lengths]
-    for prompt, place in zip(found, poisoned_at, strict=False):
+    results = [torch.randint(3, POISON, (n,), generator=generator).tolist() for n in lengths]
+    for prompt, place in zip(results, poisoned_at, strict=False):
         prompt[place] = POISON
-    return found
+    return results
 
 
 GOOD = prompts((40, 90, 33, 120, 5, 64))
@@ -74,7 +74,7 @@ def served(engine: Any, texts: list[list[int]], spoil: Callable[[int], None] = l
 
     sampling = vllm.SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=0, detokenize=False, ignore_eos=True)
     sampling.output_kind = vllm.sampling_params.RequestOutputKind.FINAL_ONLY
-    inner, found, step = engine.llm.llm_engine, {}, 0
+    inner, rows, step = engine.llm.llm_engine, {}, 0
     for number, text in enumerate(texts):
         inner.add_request(str(number), {"prompt_token_ids": text}, sampling)
     while inner.has_unfinished_requests():
@@ -82,9 +82,9 @@ def served(engine: Any, texts: list[list[int]], spoil: Callable[[int], None] = l
         step += 1
         for output in inner.step():
             one = output.outputs[0]
-            logprobs = [next(iter(each.values())).logprob for each in one.logprobs]
-            found[int(output.request_id)] = (one.finish_reason, one.stop_reason), list(one.token_ids), logprobs
-    return [found[number] for number in range(len(texts))]
+            logprobs = [next(iter(item.values())).logprob for item in one.logprobs]
+            rows[int(output.request_id)] = (one.finish_reason, one.stop_reason), list(one.token_ids), logprobs
+    return [rows[number] for number in range(len(texts))]
 
 
 def abort_in_the_prompt(engine: Any) -> None:
@@ -112,9 +112,9 @@ def test_what_is_nan_stays_in_its_sequence(
     clean = served(engine, GOOD)
     assert [why for why, *_ in clean] == [("length", None)] * len(GOOD)
     mixed, is_bad = in_one_batch()
-    found = served(engine, mixed)
-    assert [one for one, bad in zip(found, is_bad, strict=True) if not bad] == clean
-    assert [one for one, bad in zip(found, is_bad, strict=True) if bad] == [(("error", "not finite"), [], [])] * len(
+    outputs = served(engine, mixed)
+    assert [one for one, bad in zip(outputs, is_bad, strict=True) if not bad] == clean
+    assert [one for one, bad in zip(outputs, is_bad, strict=True) if bad] == [(("error", "not finite"), [], [])] * len(
         BAD
     )
     for _ in range(3):  # until every block has been theirs
@@ -169,11 +169,11 @@ def test_a_nan_that_decides_an_eviction_ends_the_request(poisoned: Callable, ope
             state.queries[-1, state.row_of[first]] = math.nan
             spoilt.append(first)
 
-    found = served(engine, GOOD, spoil)
-    failed = [number for number, one in enumerate(found) if one[0] == ("error", "not finite")]
+    sampled_again = served(engine, GOOD, spoil)
+    failed = [number for number, one in enumerate(sampled_again) if one[0] == ("error", "not finite")]
     assert len(failed) == len(spoilt) == 1
-    assert 10 <= len(found[failed[0]][1]) <= 10 + GKV["period"]
-    assert [one for number, one in enumerate(found) if number not in failed] == [
+    assert 10 <= len(sampled_again[failed[0]][1]) <= 10 + GKV["period"]
+    assert [one for number, one in enumerate(sampled_again) if number not in failed] == [
         one for number, one in enumerate(clean) if number not in failed
     ]
     assert served(engine, GOOD) == clean

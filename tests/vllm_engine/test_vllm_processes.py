@@ -32,8 +32,8 @@ def any_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_plugin_is_installed() -> None:
     """vLLM finds it in every process by its entry point."""
-    found = [e.value for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "sparse_rl"]
-    assert set(found) == {"rollout.vllm:register"}
+    results = [e.value for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "sparse_rl"]
+    assert set(results) == {"rollout.vllm:register"}
 
 
 PARENT = """

@@ -198,8 +198,8 @@ def test_several_threads_wait_for_one_another(policy: Policy, open_engine: Calla
     asked = [random_prompts((90, 200, 17), seed=i) for i in range(4)]
     wanted = [engine.generate(prompts, SAMPLING) for prompts in asked]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda prompts: engine.generate(prompts, SAMPLING), asked))
-    assert all(same(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+        outputs = list(pool.map(lambda prompts: engine.generate(prompts, SAMPLING), asked))
+    assert all(same(ours, theirs) for ours, theirs in zip(outputs, wanted, strict=True))
 
 
 @pytest.mark.parametrize(

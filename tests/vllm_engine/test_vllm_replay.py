@@ -63,8 +63,8 @@ def test_equal_to_hf_to_the_last_bit(cache: dict, open_engine: Callable) -> None
     prompts, sampling = quickstart_prompts(16), SamplingConfig(60, seed=2, ignore_eos=True)
     policy = make_policy({**cache, "budget": 40, "period": 8})
     wanted = make_engine("hf", model=TRAINED, policy=policy).generate(prompts, sampling)
-    found = open_engine(policy, TRAINED).generate(prompts, sampling)
-    for ours, theirs in zip(found, wanted, strict=True):
+    outputs = open_engine(policy, TRAINED).generate(prompts, sampling)
+    for ours, theirs in zip(outputs, wanted, strict=True):
         assert ours.completion_ids == theirs.completion_ids and ours.logprobs == theirs.logprobs
         assert torch.equal(ours.trace.evict_at, theirs.trace.evict_at)
     others = open_engine(policy, TRAINED, exact=False).generate(prompts, sampling)

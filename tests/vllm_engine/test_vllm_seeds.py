@@ -38,16 +38,16 @@ def served(engine: Any, prompts: Sequence[list[int]], asked: Sequence[dict[str, 
     import vllm
 
     core = engine.llm.llm_engine
-    for i, (prompt, each) in enumerate(zip(prompts, asked, strict=True)):
-        given = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False, **each}
+    for i, (prompt, item) in enumerate(zip(prompts, asked, strict=True)):
+        given = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False, **item}
         parameters = vllm.SamplingParams(**given, output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY)
         core.add_request(str(i), {"prompt_token_ids": prompt}, parameters)
-    found: dict[int, list[list[int]]] = {}
+    results: dict[int, list[list[int]]] = {}
     while core.has_unfinished_requests():
         for output in core.step():
             if output.finished:
-                found[int(output.request_id)] = [list(one.token_ids) for one in output.outputs]
-    return [found[i] for i in range(len(prompts))]
+                results[int(output.request_id)] = [list(one.token_ids) for one in output.outputs]
+    return [results[i] for i in range(len(prompts))]
 
 
 def test_rows_with_a_seed_are_drawn_without_a_wait() -> None:
@@ -110,15 +110,15 @@ def test_a_seed_gives_the_tokens_of_a_rollout(
         for seed, (temperature, top_p, top_k) in zip(seeds, SUPPORTS, strict=True)
     ]
     asked += [{"seed": 1, "temperature": 0}, {"temperature": 1, "top_p": 0.9}]
-    found = served(engine, prompts, asked)
+    outputs = served(engine, prompts, asked)
     again = served(engine, prompts[5:], asked[5:])
     for i, (seed, (temperature, top_p, top_k)) in enumerate(zip(seeds, SUPPORTS, strict=True)):
         sampling = SamplingConfig(TOKENS, temperature, top_p, top_k, n=2, seed=seed, ignore_eos=True)
-        assert found[i] == [one.completion_ids for one in reference.generate([prompts[i]], sampling)], i
-        assert found[i][0] != found[i][1]
+        assert outputs[i] == [one.completion_ids for one in reference.generate([prompts[i]], sampling)], i
+        assert outputs[i][0] != outputs[i][1]
     greedy = reference.generate([prompts[5]], SamplingConfig(TOKENS, temperature=0, ignore_eos=True))
-    assert found[5] == again[0] == [greedy[0].completion_ids]
-    assert found[6] != again[1]  # the control: without a seed
+    assert outputs[5] == again[0] == [greedy[0].completion_ids]
+    assert outputs[6] != again[1]  # the control: without a seed
 
 
 @pytest.mark.usefixtures("as_a_server")
@@ -130,8 +130,8 @@ def test_preempted_requests_go_on_with_their_numbers(
     engine = open_engine(policy, kv_cache_gb=0.0008, max_model_len=160, max_num_batched_tokens=64)
     prompts = random_prompts([70] * 8)
     with watched(engine) as seen:
-        found = served(engine, prompts, [{"seed": 3, "max_tokens": 60}] * 8)
+        sampled_again = served(engine, prompts, [{"seed": 3, "max_tokens": 60}] * 8)
     assert seen.preempted
     reference = make_engine("hf", model=loaded(directory_of("qwen2")), policy=policy)
     wanted = reference.generate(prompts, SamplingConfig(60, seed=3, ignore_eos=True))
-    assert found == [[one.completion_ids] for one in wanted]
+    assert sampled_again == [[one.completion_ids] for one in wanted]

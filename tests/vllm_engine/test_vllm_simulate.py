@@ -27,8 +27,8 @@ def test_what_sampling_records(
     wanted = engine.generate(prompts, SamplingConfig(70, seed=1))
     completions = [rollout.completion_ids for rollout in wanted]
     reference = make_engine("hf", model=loaded(directory_of("qwen2")), policy=policy)
-    for found in (engine.simulate(prompts, completions), reference.simulate(prompts, completions)):
-        for ours, theirs in zip(found, wanted, strict=True):
+    for outputs in (engine.simulate(prompts, completions), reference.simulate(prompts, completions)):
+        for ours, theirs in zip(outputs, wanted, strict=True):
             assert ours.completion_ids == theirs.completion_ids
             assert torch.equal(ours.trace.evict_at, theirs.trace.evict_at)
             assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)

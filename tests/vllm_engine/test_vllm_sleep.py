@@ -30,12 +30,12 @@ def tensors(value: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
-        for name, each in value.items():
+        for name, item in value.items():
             if not str(name).endswith("_cpu"):  # so vLLM names what stays in host memory
-                yield from tensors(each, seen)
+                yield from tensors(item, seen)
     elif isinstance(value, list | tuple | set):
-        for each in value:
-            yield from tensors(each, seen)
+        for item in value:
+            yield from tensors(item, seen)
     elif type(value).__module__.startswith(OWNERS) and hasattr(value, "__dict__"):
         yield from tensors(vars(value), seen)
 
@@ -50,8 +50,8 @@ class Memory:
 
     def load(self, runner: Any, load: Callable) -> None:
         load(runner)
-        found = {each.untyped_storage().data_ptr(): each for each in tensors(runner.model, {})}
-        self.weights = [each.untyped_storage() for each in found.values()]
+        results = {entry.untyped_storage().data_ptr(): entry for entry in tensors(runner.model, {})}
+        self.weights = [entry.untyped_storage() for entry in results.values()]
         self.runner = runner
 
     def suspend(self, level: int) -> None:

@@ -185,9 +185,9 @@ def test_weights_are_handed_over_bit_for_bit(new_model: Callable) -> None:
     before = os.listdir("/proc/self/fd")
     with handed_over(one_at_a_time()) as (path, places):
         assert drawn == list(weights)
-        for (name, weight), found in zip(weights.items(), received(path, places), strict=True):
-            assert found[0] == name and found[1].dtype == weight.dtype and found[1].shape == weight.shape
-            assert same_bits(found[1], weight.detach())
+        for (name, weight), result in zip(weights.items(), received(path, places), strict=True):
+            assert result[0] == name and result[1].dtype == weight.dtype and result[1].shape == weight.shape
+            assert same_bits(result[1], weight.detach())
     assert not os.path.exists(path) and os.listdir("/proc/self/fd") == before
     with pytest.raises(ZeroDivisionError), handed_over((str(1 // 0), w) for w in weights.values()):
         raise AssertionError
@@ -205,11 +205,11 @@ def test_an_engine_apart_gets_all_weights(
     engine, prompts = open_engine(policy, "qwen3"), random_prompts(LENGTHS)
     other = new_model("qwen3", seed=1, hidden_size=128, head_dim=32, intermediate_size=96)
     before = engine.generate(prompts, SAMPLING)
-    found = []
+    results = []
     for separate in (False, True):
         engine.separate = separate
         engine.load_weights(other.named_parameters())
         engine.separate = False  # as it is, when it is closed
-        found.append(engine.generate(prompts, SAMPLING))
+        results.append(engine.generate(prompts, SAMPLING))
         engine.load_weights((name, weight * 0) for name, weight in other.named_parameters())
-    assert same(*found) and not same(found[0], before)
+    assert same(*results) and not same(results[0], before)

@@ -41,7 +41,7 @@ def tokens(length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def recurrent(model: MLSTM, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
     """Token by token, with a state of one size."""
     x = torch.cat([key, value], dim=-1)
-    parts, asks, found = model.parts(x), model.asks(x), torch.zeros(x.shape[:3])
+    parts, asks, computed = model.parts(x), model.asks(x), torch.zeros(x.shape[:3])
     state = State.empty((B, H), parts.key.shape[-1], parts.value.shape[-1])
     size = state.memory.numel()
     for q in range(x.shape[2]):
@@ -49,9 +49,9 @@ def recurrent(model: MLSTM, key: torch.Tensor, value: torch.Tensor, window: int)
         u = q - window if model.delayed else q
         if u >= 0:
             read = state.read(asks[:, :, u])
-            found[:, :, u] = model.rate(read[:, :, None], x[:, :, u : u + 1])[:, :, 0]
+            computed[:, :, u] = model.rate(read[:, :, None], x[:, :, u : u + 1])[:, :, 0]
     assert state.memory.numel() == size
-    return found
+    return computed
 
 
 @pytest.mark.parametrize("options", MLSTMS, ids=str)
@@ -60,11 +60,11 @@ def recurrent(model: MLSTM, key: torch.Tensor, value: torch.Tensor, window: int)
 )
 def test_chunkwise_is_recurrent(options: dict, length: int, window: int, chunk: int) -> None:
     model = scorer(name="mlstm", chunk=chunk, **options)
-    found, _ = model(*tokens(length), window)
+    actual, _ = model(*tokens(length), window)
     expected = recurrent(model, *tokens(length), window)
-    assert found.shape == (B, H, length) and (found - expected).abs().max() <= 1e-5
+    assert actual.shape == (B, H, length) and (actual - expected).abs().max() <= 1e-5
     if window < length - 1:
-        assert found.std() > 0.01  # a control: not all the same
+        assert actual.std() > 0.01  # a control: not all the same
 
 
 EVERY = [{"name": name} for name in SCORERS if name != "mlstm"] + [{"name": "mlstm", **one} for one in MLSTMS]
@@ -80,14 +80,14 @@ def test_following_a_text_gives_the_scores_of_the_whole(options: dict, chunks: l
     x, delay = torch.cat([key, value], dim=-1), window if model.delayed else 0
     wanted = model(key, value, window)[0][:, :, : 60 - delay]
     memory = {name: one.expand(B, *one.shape).clone() for name, one in model.memory().items()}
-    found, start = [], 0
+    results, start = [], 0
     for count in chunks:
         at = torch.arange(start, start + count)
         asked = x[:, :, (at - delay).clamp(min=0)]
         given = None if count == 1 else torch.tensor([count] * B)
-        found.append(model.follow(memory, x[:, :, at], asked, (at - delay).expand(B, -1), given))
+        results.append(model.follow(memory, x[:, :, at], asked, (at - delay).expand(B, -1), given))
         start += count
-    scores = torch.cat(found, dim=-1)[:, :, delay:]
+    scores = torch.cat(results, dim=-1)[:, :, delay:]
     assert scores.shape == wanted.shape and (scores - wanted).abs().max() <= 1e-5
     assert options["name"] == "recency" or wanted.std() > 0.01
     assert model.state_bytes() == sum(m[0].nbytes for m in memory.values())
@@ -130,7 +130,7 @@ def test_a_score_is_what_the_equations_say(options: dict) -> None:
     def capped(gate: torch.Tensor) -> torch.Tensor:
         return gate if cap is None else cap * (gate / cap).tanh()
 
-    found = model(*tokens(length), window)[0]
+    result = model(*tokens(length), window)[0]
     for b in range(B):
         for h in range(H):
             gate = x[b, h] @ gates[h]
@@ -150,7 +150,7 @@ def test_a_score_is_what_the_equations_say(options: dict) -> None:
                 if options.get("norm", False):
                     read = read / (read.square().mean() + torch.finfo(torch.float32).eps).sqrt() * model.scale[h, 0]
                 expected = (read * read.sigmoid()) @ out[h, :, 0]
-                assert abs(float(found[b, h, u]) - float(expected)) <= 1e-5, (b, h, u)
+                assert abs(float(result[b, h, u]) - float(expected)) <= 1e-5, (b, h, u)
 
 
 def test_the_softcap_bounds_the_gates() -> None:
@@ -170,9 +170,9 @@ def test_gates_of_any_size_keep_it_finite(softcap: float | None) -> None:
     model = scorer(name="mlstm", softcap=softcap)
     model.gates.data *= 50
     key, value = tokens(3000)
-    found, _ = model(key, value, 16)
-    assert found.isfinite().all() and (found - recurrent(model, key, value, 16)).abs().max() <= 1e-5
-    found.sum().backward()
+    result, _ = model(key, value, 16)
+    assert result.isfinite().all() and (result - recurrent(model, key, value, 16)).abs().max() <= 1e-5
+    result.sum().backward()
     assert all(weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None)
 
 
@@ -206,10 +206,10 @@ def test_the_delayed_readout_is_another_than_the_immediate() -> None:
 def test_untrained_it_keeps_the_most_recent(name: str) -> None:
     model, window, k, sinks = make_scorer({"name": name}, heads=H, dim=D), 4, 6, 2
     scores, log_decay = model(*tokens(50), window)
-    found = running_topk(scores, sinks, window=window, k=k, log_decay=log_decay)
+    topk = running_topk(scores, sinks, window=window, k=k, log_decay=log_decay)
     token = torch.arange(50)
-    gone = torch.where((token >= sinks) & (token + window + k < 50), token + window + k, 2**30)
-    assert (found.evict_at == gone).all()
+    evicted_at = torch.where((token >= sinks) & (token + window + k < 50), token + window + k, 2**30)
+    assert (topk.evict_at == evicted_at).all()
 
 
 @pytest.mark.parametrize("name", SCORERS)

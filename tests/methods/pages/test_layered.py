@@ -118,17 +118,17 @@ def test_checkpointing_changes_no_bit_of_a_gradient(
         return view
 
     monkeypatch.setattr("sparse_rl.attention.logprobs.make_view", counted)
-    found = []
+    results = []
     for checkpointing in (False, True):
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train(checkpointing)
         model.zero_grad()
         torch.cat(replay_logprobs(model, rollouts)).sum().backward()
-        found.append([weight.grad.clone() for weight in model.parameters()])
+        results.append([weight.grad.clone() for weight in model.parameters()])
         assert model.is_gradient_checkpointing is checkpointing
     assert len(calls) == 5 + 2 * 5  # each layer again, as its gradients are computed
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and found[0][0].abs().sum() > 0
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and results[0][0].abs().sum() > 0
 
 
 @pytest.mark.parametrize("cache", [PAGES, GKV, LINED], ids=lambda cache: cache["policy"])

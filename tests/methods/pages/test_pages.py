@@ -90,14 +90,15 @@ def naive(
                 if p == len(closed_at):
                     closed_at.append(q)
                     mean = torch.ones(pages.size).double() / pages.size
-                    found = received[own].softmax(0) if config.compressor == "attention" else mean
-                    pi[own] = found if given is None else given[own].double()
+                    result = received[own].softmax(0) if config.compressor == "attention" else mean
+                    pi[own] = result if given is None else given[own].double()
         inside = {t: p for p in closed for t in range(pages.sinks + p * pages.size, pages.sinks + (p + 1) * pages.size)}
         raw = [t for t in range(q + 1) if t not in inside]
-        mine = {p: [t for t, page in inside.items() if page == p] for p in closed}
+        tokens_of = {p: [t for t, page in inside.items() if page == p] for p in closed}
         entries = [(key[t], value[t], 0.0, None) for t in raw]
         entries += [
-            (pi[mine[p]] @ key[mine[p]], pi[mine[p]] @ value[mine[p]] * pages.valued, pages.bias, p) for p in closed
+            (pi[tokens_of[p]] @ key[tokens_of[p]], pi[tokens_of[p]] @ value[tokens_of[p]] * pages.valued, pages.bias, p)
+            for p in closed
         ]
         mass, shares = {p: -math.inf for p in closed}, []
         for g in range(group):
@@ -112,14 +113,14 @@ def naive(
         if config.fraction is not None:
             chosen = chosen[: math.ceil(config.fraction * len(closed))]
         read = [(k, v, b, t) for (k, v, b, p), t in zip(entries, raw + closed, strict=True) if p not in chosen]
-        read += [(key[t], value[t], 0.0, None) for p in chosen for t in mine[p]]
+        read += [(key[t], value[t], 0.0, None) for p in chosen for t in tokens_of[p]]
         for g in range(group):
             share = torch.stack([query[g, q] @ k * scaling + b for k, _, b, _ in read]).softmax(0)
             if not pages.joint:  # equation 3
                 kept = [a for a, (_, _, _, p) in zip(shares[g], entries, strict=True) if p not in chosen]
                 for p in chosen:
                     whole = shares[g][len(raw) + closed.index(p)]
-                    kept += list(whole * (key[mine[p]] @ query[g, q] * scaling).softmax(0))
+                    kept += list(whole * (key[tokens_of[p]] @ query[g, q] * scaling).softmax(0))
                 share = torch.stack(kept)
             out[g, q] = sum(a * v for a, (_, v, _, _) in zip(share, read, strict=True))
             with torch.no_grad():
@@ -153,20 +154,20 @@ def test_the_sampler_and_the_trainer_do_what_the_equations_say(changed: dict, ta
         if policy.pages.joint:
             replayed = make_view([trace], [0], total + 1, "cpu").attend(0, *padded, dim**-0.5)
         for head in range(heads):
-            mine = slice(head * group, (head + 1) * group)
-            told = (q[row, mine, :total], k[row, head, :total], v[row, head, :total])
+            part = slice(head * group, (head + 1) * group)
+            tensors = (q[row, part, :total], k[row, head, :total], v[row, head, :total])
             pi = trace.further["pi"][0, head, :total] if "pi" in trace.further else None
             if policy.config.compressor == "attention":
                 assert isinstance(pi, torch.Tensor) and pi.sum() >= 1
-                torch.testing.assert_close(naive(*told, prompt, policy)[3], pi, atol=1e-6, rtol=0)
-            said, opened, closed_at, _ = naive(*told, prompt, policy, pi)
+                torch.testing.assert_close(naive(*tensors, prompt, policy)[3], pi, atol=1e-6, rtol=0)
+            output, opened, closed_at, _ = naive(*tensors, prompt, policy, pi)
             if replayed is not None:
-                torch.testing.assert_close(replayed[0, mine, :total], said, atol=1e-10, rtol=0)
+                torch.testing.assert_close(replayed[0, part, :total], output, atol=1e-10, rtol=0)
             for at in range(prompt, total):
                 theirs = set(trace.further["opened"][0, head, at].tolist()) - {-1}
                 assert theirs == opened[at], (row, head, at)
-                sampled_out = outputs[1 + at - prompt][row, mine, 0]
-                torch.testing.assert_close(sampled_out, said[:, at], atol=1e-10, rtol=0)
+                sampled_out = outputs[1 + at - prompt][row, part, 0]
+                torch.testing.assert_close(sampled_out, output[:, at], atol=1e-10, rtol=0)
             assert trace.further["closed_at"].tolist() == closed_at
             assert bool((trace.evict_at == NEVER).all())
             tally("clustered", total - prompt)
@@ -361,8 +362,8 @@ def test_padding_changes_nothing(side: str, sampled: Callable) -> None:
                 input_ids=ids, position_ids=positions, attention_mask=NO_MASK, kv_view=view, use_cache=False
             ).logits
         assert logits.isfinite().all()
-        said = logits[0, start : start + len(tokens) - 1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
-        assert gap([said[len(r.prompt_ids) - 1 :]], [r]) <= 1e-5
+        logprobs = logits[0, start : start + len(tokens) - 1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        assert gap([logprobs[len(r.prompt_ids) - 1 :]], [r]) <= 1e-5
 
 
 def fed_whole(
@@ -388,7 +389,7 @@ def test_gradients_are_those_of_the_equations(changed: dict, kernel: str, monkey
     prompt, total, group, dim = 9, 34, 2, 8
     given = [torch.randn(1, n, total, dim, generator=generator, dtype=torch.float64) for n in (group, 1, 1)]
     weights = torch.randn(1, group, total, dim, generator=generator, dtype=torch.float64)
-    found = []
+    results = []
     opened: list[set[int]] = []
     closed_at: list[int] = []
     picked = random_weights(0, 1, torch.arange(total // policy.pages.size), policy.pages.size).flatten()
@@ -402,11 +403,11 @@ def test_gradients_are_those_of_the_equations(changed: dict, kernel: str, monkey
             out, opened, closed_at, _ = naive(q[0], k[0, 0], v[0, 0], prompt, policy, pi)
             out = out[None]
         else:
-            pages = [(sorted(each) + [-1] * 5)[: policy.pages.most] for each in opened]
+            pages = [(sorted(entry) + [-1] * 5)[: policy.pages.most] for entry in opened]
             trace = fed_whole(policy, pages, closed_at, pi)
             out = make_view([trace], [0], total, "cpu", kernel).attend(0, q, k, v, dim**-0.5)
-        found.append([out.detach(), *torch.autograd.grad((out * weights).sum(), (q, k, v))])
-    for theirs, ours in zip(*found, strict=True):
+        results.append([out.detach(), *torch.autograd.grad((out * weights).sum(), (q, k, v))])
+    for theirs, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
 
 
@@ -421,7 +422,7 @@ def test_the_gathered_path_is_the_masked_one(chunk: int, sampled: Callable, monk
     kv_heads = traces[0].kv_heads
     for n in (2 * kv_heads, kv_heads, kv_heads):
         given.append(torch.randn(len(traces), n, width, 8, generator=generator))
-    found = []
+    results = []
     for kernel in ("sdpa", "dense"):
         q, k, v = (x.clone().requires_grad_() for x in given)
         out = make_view(traces, starts, width, "cpu", kernel).attend(1, q, k, v, 0.3)
@@ -429,8 +430,8 @@ def test_the_gathered_path_is_the_masked_one(chunk: int, sampled: Callable, monk
         rows = zip(starts, traces, strict=True)
         real = torch.stack([(column >= start) & (column < start + len(trace)) for start, trace in rows])
         kept = out * real[:, None, :, None]
-        found.append([kept.detach(), *torch.autograd.grad(kept.square().sum(), (q, k, v))])
-    for ours, theirs in zip(*found, strict=True):
+        results.append([kept.detach(), *torch.autograd.grad(kept.square().sum(), (q, k, v))])
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
@@ -541,7 +542,7 @@ def test_gradients_are_finite_differences(compressor: str) -> None:
     prompt, total, dim = 5, 26, 4
     given = [torch.randn(1, n, total, dim, generator=generator, dtype=torch.float64) for n in (2, 1, 1)]
     _, opened, closed_at, pi = naive(given[0][0], given[1][0, 0], given[2][0, 0], prompt, policy)
-    pages = [(sorted(each) + [-1] * 5)[: policy.pages.most] for each in opened]
+    pages = [(sorted(item) + [-1] * 5)[: policy.pages.most] for item in opened]
     trace = fed_whole(policy, pages, closed_at, None if policy.pages.uniform else pi)
     view = make_view([trace], [0], total, "cpu")
     leaves = [x.requires_grad_() for x in given]
