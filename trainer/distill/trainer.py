@@ -131,8 +131,10 @@ class DistillTrainer(TaughtTrainer):
 
     def _measured(self) -> dict[str, float]:
         """Add the boundary loss, if scorers are trained."""
-        own = {"boundary_loss": self._sums["boundary"] / self._sums["tokens"]} if self.scorer_loss is not None else {}
-        return {**super()._measured(), **own}
+        scorer_metrics = (
+            {"boundary_loss": self._sums["boundary"] / self._sums["tokens"]} if self.scorer_loss is not None else {}
+        )
+        return {**super()._measured(), **scorer_metrics}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         super().load_extra_state(state)

@@ -62,7 +62,7 @@ def check_given(given: Mapping[str, Any]) -> None:
         raise UserError(wrong, "args")
     for name in ("tools", "environment_factory", "rollout_func"):
         if given.get(name):
-            raise UserError("a trace covers a single completion that our engine samples at once; remove it", name)
+            raise UserError("a trace covers one completion, which our engine samples in one call; remove it", name)
     check_adapters(given["model"], given.get("peft_config"))
 
 

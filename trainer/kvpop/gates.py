@@ -53,5 +53,5 @@ class GateTrainer(KVpopTrainer):
     def _measured(self) -> dict[str, float]:
         """Add the share of open gates, and the amount by which it is below its target."""
         sums = self._sums
-        own = {"gates_open": sums["open"] / sums["tokens"], "ratio_loss": sums["ratio"] / sums["tokens"]}
-        return {**super(KVpopTrainer, self)._measured(), **own}
+        gate_metrics = {"gates_open": sums["open"] / sums["tokens"], "ratio_loss": sums["ratio"] / sums["tokens"]}
+        return {**super(KVpopTrainer, self)._measured(), **gate_metrics}

@@ -104,11 +104,11 @@ def carry_scorers(model: Any, policy: Policy, directory: str) -> Any:
 def check_scorers_in(engine: Any, weights: dict[str, Any]) -> None:
     """Raise StoppedError if an engine's scorers differ from these. weights : name in a checkpoint -> tensor"""
     prefix = f"{SCORERS}."
-    own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-    held = engine.scorer_digests() if own else {}
-    wrong = [name for name, value in head_digests(own).items() if held.get(name) != value]
+    scorers = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    held = engine.scorer_digests() if scorers else {}
+    wrong = [name for name, value in head_digests(scorers).items() if held.get(name) != value]
     if wrong:
         raise StoppedError(
-            f"the engine's scorers are not the trainer's ({len(wrong)} of {len(own)} tensors, such as {wrong[0]}): "
+            f"the engine's scorers are not the trainer's ({len(wrong)} of {len(scorers)} tensors, such as {wrong[0]}): "
             "evictions by stale scorers would not show in the replay gap. The last checkpoint is untouched"
         )
