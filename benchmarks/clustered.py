@@ -29,9 +29,9 @@ import torch
 
 from benchmarks.cpu_seconds import seconds, show
 from benchmarks.results import write
-from rollout import paged
 from sparse_rl.attention.kernels.sdpa import sdpa
 from sparse_rl.methods.eviction.cache import EvictingCache
+from sparse_rl.methods.pages import cache as paged
 from sparse_rl.methods.pages.cache import PagedCache
 from sparse_rl.methods.pages.clustered import Clustered
 from sparse_rl.methods.pages.view import PagedView
