@@ -258,8 +258,8 @@ class NamedConfiguration(Configuration):
             raise UserError(f"missing; name a {cls.family}, one of {', '.join(members)}", cls.name_key)
         name = block[cls.name_key]
         if not isinstance(name, str) or name not in members:
-            known = f"known: {listed(members, name)}"
-            raise UserError(f"unknown {cls.family} {show(name)}{did_you_mean(name, members)}; {known}")
+            choices = f"known: {listed(members, name)}"
+            raise UserError(f"unknown {cls.family} {show(name)}{did_you_mean(name, members)}; {choices}")
         accepted = list(yaml_fields(members[name]))
         for key in block:
             if key not in (cls.name_key, *accepted):

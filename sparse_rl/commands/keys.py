@@ -111,8 +111,10 @@ def only(listing: Listing, topic: str, part: str) -> Listing:
     if matches := [entry for entry in listing if entry[0] == part] or [entry for entry in rows if entry[2]]:
         return matches
     keys = [row.key for *_, rows in listing for row in rows]
-    known = dict.fromkeys(filter(None, [*(name for name, *_ in listing), *keys, *(k.rpartition(".")[2] for k in keys)]))
-    hint = f"{did_you_mean(part, known)}; all: sparse-rl keys {topic}"
+    suggestions = dict.fromkeys(
+        filter(None, [*(name for name, *_ in listing), *keys, *(k.rpartition(".")[2] for k in keys)])
+    )
+    hint = f"{did_you_mean(part, suggestions)}; all: sparse-rl keys {topic}"
     if topic in KINDS and any(part in row.key for *_, rows in family_listing("policies") for row in rows):
         hint = f"; it is a key of cache policies: sparse-rl keys policies {part}"
     raise UserError(f"no key or part of {topic} has this name{hint}", part)

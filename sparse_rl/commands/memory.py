@@ -152,8 +152,10 @@ class _Process:
         items = [Item(f"KV cache of {at_once}", at_once * (unit_bytes + state), when=when, note=note)]
         if policy.schedule.first(prompt) <= fed or policy.every_query:
             device, group = "cuda" if self.cuda else "cpu", self.heads // kv_heads
-            found = transient_bytes(policy, at_once, entries, shape, group, self.recipe.dtype, device, self.vllm)
-            items += [Item(n, size, when="sampling", note=f"{name}: {how}") for n, (size, how) in found.items() if size]
+            transients = transient_bytes(policy, at_once, entries, shape, group, self.recipe.dtype, device, self.vllm)
+            items += [
+                Item(n, size, when="sampling", note=f"{name}: {how}") for n, (size, how) in transients.items() if size
+            ]
         return items
 
 

@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=file_path,
         help="run, trace file or evaluation, or a folder that holds one",
     )
-    known = "reward, loss, length, retention, entropy, tokens_per_second"
-    parser.add_argument("--metric", help=f"metric to draw against the step: {known}, or any key of metrics.jsonl")
+    examples = "reward, loss, length, retention, entropy, tokens_per_second"
+    parser.add_argument("--metric", help=f"metric to draw against the step: {examples}, or any key of metrics.jsonl")
     place = "default: beside the file, or in plots/ of the first run (with the names of further runs in the file name)"
     parser.add_argument("--out", metavar="FILE", type=file_path, help=place)
 

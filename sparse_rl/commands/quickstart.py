@@ -244,8 +244,10 @@ def choose_budget(accuracy: dict[int, float]) -> int:
             return budget
     usable = [b for b in sorted(accuracy) if accuracy[b] >= LEAST]
     if not usable:
-        found = ", ".join(f"{b}: {a:.2f}" for b, a in sorted(accuracy.items()))
-        raise QuickstartError(f"no budget reaches an accuracy of {LEAST} under eviction ({found}); try another seed")
+        accuracies = ", ".join(f"{b}: {a:.2f}" for b, a in sorted(accuracy.items()))
+        raise QuickstartError(
+            f"no budget reaches an accuracy of {LEAST} under eviction ({accuracies}); try another seed"
+        )
     return min(usable, key=lambda b: max(AIM[0] - accuracy[b], accuracy[b] - AIM[1]))
 
 

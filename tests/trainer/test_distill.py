@@ -332,13 +332,13 @@ def test_rows_that_are_cut_off(recipe: Callable, tmp_path: Path, caplog: pytest.
         most, completion = limits.get("max_length", 10**6), limits.get("max_completion_length", 10**6)
         fit = [row for row in whole if len(row.prompt) < most]
         cut = [row for row in fit if row.length > most or len(row.completion) > completion]
-        dropped_count = 24 - len(fit)
-        assert dropped_count == (12 if most < longest - 1 else 0)
+        dropped = 24 - len(fit)
+        assert dropped == (12 if most < longest - 1 else 0)
         assert [row.prompt for row in computed] == [row.prompt for row in fit]
         for one, row in zip(computed, fit, strict=True):
             assert one.completion == row.completion[: min(most - len(row.prompt), completion)]
-        message = f"{len(cut) + dropped_count} of 24 sequences are too long: {len(cut)} are truncated, {dropped_count} dropped"
-        assert message in caplog.text and len(cut) + dropped_count > 0
+        message = f"{len(cut) + dropped} of 24 sequences are too long: {len(cut)} are truncated, {dropped} dropped"
+        assert message in caplog.text and len(cut) + dropped > 0
     train(recipe(**given, max_completion_length=9))
     with pytest.raises(UserError, match="overlong: applies only to the dataset's completions"):
         recipe(completions="student", overlong="drop")

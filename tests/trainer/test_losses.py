@@ -147,12 +147,12 @@ def test_memory_grows_with_the_chunk_not_with_the_sequence(top_k: int | None) ->
 
     def measure(chunk: int) -> tuple[int, int]:
         weight = torch.randn(vocab, WIDTH).requires_grad_()
-        text = torch.randn(positions, WIDTH)
+        teacher_states = torch.randn(positions, WIDTH)
         hidden, targets = torch.randn(positions, WIDTH).requires_grad_(), torch.zeros(positions, dtype=torch.long)
         kept: list[int] = []
 
         def teacher(part: slice) -> torch.Tensor | TopK:
-            logits = text[part] @ weight.detach().T
+            logits = teacher_states[part] @ weight.detach().T
             return logits if top_k is None else TopK.of_logits(logits, top_k, 1.0)
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
