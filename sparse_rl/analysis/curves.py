@@ -104,8 +104,8 @@ def logged_series(runs: Mapping[str, Path], metric: str) -> dict[str, list[tuple
     if not series_of:
         where = one_line(next(iter(runs)), 60) if len(runs) == 1 else f"{len(runs)} runs"
         logged = {name for folder in runs.values() for name in logged_metrics(folder)}
-        known = {name for name, (key, _) in METRICS.items() if key in logged}
-        hint = f"the nearest names are {nearest_few(metric, known | logged)}" if logged else "no metric is logged there"
+        drawable = {name for name, (key, _) in METRICS.items() if key in logged}
+        hint = f"the nearest names are {nearest_few(metric, drawable | logged)}" if logged else "no metric is logged there"
         raise UserError(f"no {one_line(metric, 60)} in the metrics of {where}; {hint}", "--metric")
     return series_of
 
