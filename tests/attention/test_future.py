@@ -66,7 +66,7 @@ def test_equals_the_loop(where: str, window: int, option: dict, tensors: Any) ->
         assert joined.shape == (B, HKV, S) and (joined.exp() - wanted.exp()).abs().max() <= 1e-5
 
 
-def test_what_is_wrong_shows(tensors: Any) -> None:
+def test_wrong_targets_differ_from_the_reference(tensors: Any) -> None:
     expected = brute(*tensors, None, 5, {})
 
     def gap(**changed: Any) -> float:

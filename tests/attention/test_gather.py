@@ -136,8 +136,8 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_nothing_is_of_the_size_of_a_mask() -> None:
-    """Forward and backward."""
+def test_no_tensor_is_as_large_as_a_mask() -> None:
+    """Check both the forward and the backward pass."""
     length, evict_at = 1024, best(1024, 64).expand(1, KV_HEADS, -1)
     q, k, v = random_inputs(1, length)
     with Largest() as largest:
@@ -146,7 +146,7 @@ def test_nothing_is_of_the_size_of_a_mask() -> None:
 
 
 @pytest.mark.parametrize("most", [2**30, 0], ids=["held", "gathered again"])
-def test_what_is_held_is_counted(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_bytes_equal_the_counted_bytes(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "HELD", most)
     evict_at = best(WIDTH, 20).expand(1, KV_HEADS, -1)
     q, k, v = random_inputs(1, WIDTH)

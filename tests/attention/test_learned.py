@@ -53,8 +53,8 @@ def papers_mask(scores: torch.Tensor, log_decay: torch.Tensor, cache: KVpopPolic
 
 @pytest.mark.parametrize("prefill", ["masked", "dense"])
 @pytest.mark.parametrize("decay_every", [1, 3])
-def test_it_attends_by_the_papers_predicate(decay_every: int, prefill: str) -> None:
-    """A dense prefill sees all; what the cache has dropped by its end is gone for the first query after it."""
+def test_attention_mask_equals_the_papers_predicate(decay_every: int, prefill: str) -> None:
+    """A dense prefill sees every entry; entries dropped by its end are hidden from the first query after it."""
     cache = policy(decay_every=decay_every)
     prompts = torch.tensor([30, 33])
     query, key, value = tensors()

@@ -62,8 +62,10 @@ def other_settings(rollouts: list[Rollout], **changed: float) -> list[Rollout]:
     ids=lambda changed: "-".join(map(str, changed)) or "as it is",
 )
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("quickstart", marks=pytest.mark.slow), "llama", "stories260K"])
-def test_the_trainer_makes_what_the_sampler_had(name: str, changed: dict, sampled: Callable, tally: Callable) -> None:
-    """Nothing but what went and when is recorded; biases and values are made again, to rounding."""
+def test_trainer_recomputes_the_biases_and_values_of_the_sampler(
+    name: str, changed: dict, sampled: Callable, tally: Callable
+) -> None:
+    """Only the evictions are recorded; the trainer recomputes biases and values, equal up to rounding."""
     model, rollouts = sampled(name, **changed)
     with torch.no_grad():
         own = gap(replay_logprobs(model, rollouts), rollouts)
@@ -231,7 +233,7 @@ def test_gradients_are_those_of_finite_differences(seed: int, model_of: Callable
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
-def test_padding_changes_nothing(side: str, sampled: Callable) -> None:
+def test_replay_does_not_depend_on_padding(side: str, sampled: Callable) -> None:
     model, rollouts = sampled("qwen3")
     width = max(len(r.trace) for r in rollouts) + 3
     starts = {"left": lambda n: width - n, "right": lambda n: 0, "both": lambda n: (width - n) // 2}[side]
@@ -257,7 +259,7 @@ def test_padding_changes_nothing(side: str, sampled: Callable) -> None:
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-def test_no_other_view_replays_it(sampled: Callable) -> None:
+def test_other_views_refuse_refitted_traces(sampled: Callable) -> None:
     _, rollouts = sampled("qwen3")
     trace = rollouts[0].trace
     assert isinstance(make_view([trace], [0], len(trace), "cpu"), MatchedView)

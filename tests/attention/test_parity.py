@@ -31,7 +31,7 @@ def plain(flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kernel", ["flex", "flex_sorted"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_exact_passes(kernel: str, dtype: torch.dtype, plain: None) -> None:
+def test_exact_kernels_pass_the_check(kernel: str, dtype: torch.dtype, plain: None) -> None:
     parity = check_parity(kernel, "cpu", dtype, **SHAPES)
     assert parity.failure is None
     assert set(parity.errors) == {"out", "dq", "dk", "dv", "lse"}
@@ -93,7 +93,7 @@ def nan_in_the_gradient_of_padding(out: torch.Tensor, lse: Any, q: torch.Tensor)
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_wrong_does_not(
+def test_wrong_kernels_fail_the_check(
     fault: Callable, shows: list[str], dtype: torch.dtype, plain: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attend = flex.flex_attend
@@ -152,10 +152,10 @@ def test_without_a_gpu() -> None:
         ({"flex"}, "flex_sorted", None),
     ],
 )
-def test_on_a_gpu_only_what_is_exact(
+def test_only_exact_kernels_are_chosen_on_a_gpu(
     exact: set[str], asked: str, chosen: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The best that passes; by name, it or an error. The checks themselves are those above."""
+    """`auto` takes the best kernel that passes; a kernel asked for by name is taken or is an error."""
     done: list[str] = []
 
     def check(kernel: str, device: torch.device, dtype: torch.dtype, **shapes: int) -> Parity:
@@ -180,8 +180,8 @@ def test_on_a_gpu_only_what_is_exact(
     assert done == (wanted[chosen] if asked == "auto" else [asked])
 
 
-def test_the_check_says_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all models together, whatever it finds."""
+def test_the_check_reports_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seconds add up over all models, whether the check passes or fails."""
     monkeypatch.setattr(choice, "own_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr("sparse_rl.attention.parity.check_parity", lambda kernel, *_, **__: Parity(kernel))
     monkeypatch.setattr("sparse_rl.attention.future_parity.check_target", lambda *_: Parity("flex", failure="no"))

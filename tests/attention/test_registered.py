@@ -27,7 +27,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("theirs", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_transformers_own(family: str, theirs: str, new_model: Callable, batch: tuple) -> None:
+def test_logits_equal_those_of_transformers(family: str, theirs: str, new_model: Callable, batch: tuple) -> None:
     """On left-padded batches with a mask, and without padding; without the mask the padding would show."""
     ids, mask = batch
     plain = new_model(family)
@@ -78,7 +78,7 @@ def test_several_tokens_after_a_cache(new_model: Callable, batch: tuple) -> None
     assert (alone - parts[1]).abs().max() > 1e-2
 
 
-def test_adopting_twice_changes_nothing(new_model: Callable, batch: tuple) -> None:
+def test_adopting_twice_equals_adopting_once(new_model: Callable, batch: tuple) -> None:
     model = new_model("qwen3")
     assert adopt(model) is model and adopt(model) is model
     assert model.config._attn_implementation == ATTENTION
@@ -116,7 +116,7 @@ def small(config_class: type, **settings: object) -> object:
     ],
     ids=["family", "sliding window", "dropout"],
 )
-def test_what_adopt_refuses(build: Callable, message: str) -> None:
+def test_unsupported_models_are_refused_by_adopt(build: Callable, message: str) -> None:
     """In one line, and the model is left as it was; the same model without the fault is taken."""
     model = build()
     before = model.config._attn_implementation

@@ -120,8 +120,8 @@ def test_a_layer_without_evictions_is_causal(side: str, trace_of: Callable, star
 @pytest.mark.parametrize(
     ("lengths", "starts"), [((9, 4), (0, 0)), ((9, 9), (0, 0)), ((9, 4), (0, 5))], ids=["right", "none", "left"]
 )
-def test_which_layers_are_causal(lengths: tuple, starts: tuple, trace_of: Callable) -> None:
-    """Padding on either side needs no mask; packed documents do, which do not see one another."""
+def test_layers_without_evictions_are_marked_causal(lengths: tuple, starts: tuple, trace_of: Callable) -> None:
+    """Padding on either side needs no mask; packed documents need one, since they do not see one another."""
     traces = [trace_of(n, causal=[1]) for n in lengths]
     view = make_view(traces, starts, 9, "cpu")
     assert view.causal == [False, True, False] and view.starts == list(starts)

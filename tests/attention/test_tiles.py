@@ -154,7 +154,7 @@ def test_under_a_learned_policy(scores: str) -> None:
     check_sorted(evict_at, 256)
 
 
-def test_what_is_wrong_shows(trace_of: Callable) -> None:
+def test_wrong_tiles_are_detected(trace_of: Callable) -> None:
     """The comparison can fail: another token's eviction, a tile left out, a tile too many."""
     evict_at = short_lived(trace_of(400, layers=1)).evict_at[0]
     truth = visible(evict_at, 512)
@@ -166,7 +166,7 @@ def test_what_is_wrong_shows(trace_of: Callable) -> None:
         assert any(not torch.equal(a, getattr(theirs, name)) for a, name in zip(lists(ours), BY_QUERY, strict=True))
 
 
-def test_padding_visits_nothing(trace_of: Callable) -> None:
+def test_padding_visits_no_tile(trace_of: Callable) -> None:
     """A ragged batch visits the tiles of its rows, whatever stands beside them and however wide it is."""
     lengths = (700, 129, 128, 1)
     traces = [trace_of(n, layers=1) for n in lengths]
@@ -210,7 +210,7 @@ def test_how_many_tiles_are_left(scores: str, length: int, most: float, record_p
     assert visible_share(evict_at) < ordered <= most < 1.3 * most < natural
 
 
-def test_what_is_held_is_what_is_said(trace_of: Callable) -> None:
+def test_held_bytes_equal_the_memory_plan(trace_of: Callable) -> None:
     """The memory plan's bytes; where keys are sorted, their way back is held beside the tiles."""
     from sparse_rl.attention.kernels.flex import tiles_bytes
 

@@ -80,7 +80,7 @@ def test_equals_the_loop(layout: str) -> None:
         assert (computed > 0).any() == (seen is not None)
 
 
-def test_what_is_evicted_is_bounded_as_in_the_loop() -> None:
+def test_evicted_probabilities_are_bounded_as_in_the_loop() -> None:
     """log p beyond 40 counts as 40, and a query that sees nothing gives nothing."""
     query, key = random_qk()
     lse = attention_lse(query, key, scaling=SCALE)
@@ -175,7 +175,7 @@ def test_one_graph_for_all_layers_and_steps(monkeypatch: pytest.MonkeyPatch) -> 
         assert counters["stats"]["unique_graphs"] == 2
 
 
-def test_what_is_held_is_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_bytes_equal_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory plan's bytes of one layer: queries, and keys for each of them."""
     held = []
 
@@ -219,8 +219,8 @@ def test_the_check_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failure == "RuntimeError: no triton"
 
 
-def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that passes the check, of queries and keys as the attention has them; else the loop."""
+def test_flex_is_used_only_on_a_gpu_that_passes_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flex runs on a GPU that passes the check, with the attention's query and key shapes; else the loop runs."""
     shape, gpu = (HQ, HKV, D), torch.device("cuda", 0)
     for failure, kernel in ((None, "flex"), ("no", "torch")):
         monkeypatch.setattr(future_parity, "check_target", lambda *_, failure=failure: Parity("flex", failure=failure))

@@ -117,7 +117,7 @@ def metrics(folder, values, name="reward"):
         (["dance"], "invalid choice: 'dance'"),
     ],
 )
-def test_what_a_user_can_get_wrong_is_one_line_and_status_2(here, model, capsys, arguments, says):
+def test_user_errors_are_one_line_and_status_2(here, model, capsys, arguments, says):
     for name, kind in (("nobody", None), ("gpt2", "gpt2")):
         (here / name).mkdir()
         if kind:
@@ -164,8 +164,8 @@ def test_more_processes_than_places_are_warned_of_before_they_start(processes, w
     assert (line in capsys.readouterr().err.splitlines()) == warned
 
 
-def test_what_wandb_cannot_do_ends_no_training(here, capsys, monkeypatch):
-    """A settings file that it cannot read, offline neither: the run goes on without it."""
+def test_errors_of_wandb_do_not_stop_training(here, capsys, monkeypatch):
+    """The run goes on without W&B if W&B cannot read its settings file, even offline."""
     (here / "wandb").mkdir()
     (here / "wandb" / "settings").write_text("[default]\nbase_url = https://a%b.example\n")
     monkeypatch.setenv("WANDB_DIR", "")
@@ -278,7 +278,7 @@ def test_only_errors_of_our_class_are_the_users():
     assert asked_of_ours(refusals()(refused))  # where the options that it is given are the user's
 
 
-def test_a_message_is_said_once_per_launch(tmp_path, capsys, monkeypatch):
+def test_a_message_is_printed_once_per_launch(tmp_path, capsys, monkeypatch):
     """Whichever rank fails first says it; another launch, or another message, is said again."""
     session = Session()
     session.folder = tmp_path
@@ -291,7 +291,7 @@ def test_a_message_is_said_once_per_launch(tmp_path, capsys, monkeypatch):
     assert messages == ["sparse-rl: stopped: a", "", "sparse-rl: stopped: b", "sparse-rl: stopped: a"]
 
 
-def test_what_could_not_be_written_is_said_once_whatever_the_reasons(tmp_path, capsys, monkeypatch):
+def test_a_failed_write_is_reported_once_per_launch(tmp_path, capsys, monkeypatch):
     """The processes of a launch may each have one; checkpoint-1 is not checkpoint-10. Without a log each says it."""
     session = Session()
     session.folder = tmp_path
@@ -327,7 +327,7 @@ def test_overrides_stand_anywhere(words, resume, overrides):
     assert (options.resume, options.overrides) == (resume, overrides)
 
 
-def test_a_dry_run_says_what_it_found_and_what_it_left(here, capsys):
+def test_a_dry_run_prints_the_resolved_settings_and_skipped_checks(here, capsys):
     assert main(["train", "grpo.yaml", "--dry-run", "log_completions=true", "top_p=0.9"]) == 0  # one of TRL's keys
     out, err = capsys.readouterr()
     assert "2 prompts × 2 samples a generation, 4 completions a step, 1 steps" in out
@@ -411,7 +411,7 @@ def test_the_parts_of_pictures(tmp_path):
     assert lines[0].endswith("┤    ██") and lines[1].endswith("┤  ████")
 
 
-def test_trackio_is_reported_to_where_it_is_installed(here, capsys, monkeypatch):
+def test_trackio_is_used_only_if_installed(here, capsys, monkeypatch):
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     monkeypatch.setitem(sys.modules, "trackio", None)  # not installed, whatever this machine has
@@ -509,7 +509,7 @@ RAISES = "def unfair(completions, **_):\n    raise KeyError('no such\\nthing')\n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_an_interrupted_run_says_so(here, processes):
+def test_an_interrupted_run_reports_the_interrupt(here, processes):
     words = ["max_steps=100000", f"launch.processes={processes}"]
     command = [sys.executable, "-m", "sparse_rl.cli", "train", "grpo.yaml", *words]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path]), "OMP_NUM_THREADS": "1"}

@@ -45,7 +45,9 @@ def test_contexts_and_their_queries_are_counted_as_they_are(policy: str, new_mod
 @pytest.mark.parametrize(
     "changed", [{}, {"select": "omp", "ratio": 0.1}, {"policy": "evict"}, {"chunk": 70}, {"most_queries": 90}]
 )
-def test_a_compaction_takes_about_what_is_counted(changed: dict[str, Any], new_model: Callable) -> None:
+def test_measured_bytes_of_a_compaction_are_near_the_counted_bytes(
+    changed: dict[str, Any], new_model: Callable
+) -> None:
     config = PromptCacheConfig(**{"ratio": 0.2, **changed})
     studied = HFEngine(new_model("qwen2"), make_policy("full")).study(TOKENS, config)
     with Peak() as peak:
@@ -82,7 +84,9 @@ def test_the_plan_of_contexts(new_model: Callable) -> None:
     assert "KV cache of 8" in {item.name for item in plan(recipe_of(None), config, cuda=False).items}
 
 
-def test_doctor_says_what_time_grows_with(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_doctor_reports_which_settings_increase_time(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     (tmp_path / "e.yaml").write_text(recipe_of({"ratio": 0.05}, model=str(model)).as_yaml(), encoding="utf-8")
     assert main(["doctor", str(tmp_path / "e.yaml")]) == 0
     out = " ".join(capsys.readouterr().out.split())

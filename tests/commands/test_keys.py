@@ -72,7 +72,7 @@ def test_policies_scorers_and_rewards(capsys):
     assert any(line.startswith("    timeout : seconds of processor time") for line in said(capsys, "rewards", "math"))
 
 
-def test_without_a_kind_it_says_what_there_is(capsys):
+def test_without_a_kind_the_topics_are_listed(capsys):
     assert [line.split(":")[0] for line in said(capsys)] == [*TOPICS]
 
 

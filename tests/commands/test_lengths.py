@@ -84,7 +84,7 @@ def test_completions_of_a_dataset_are_cut(here: Path, capsys: pytest.CaptureFixt
     assert "1,024 tokens, after a prompt of up to 24" in fails(capsys, *words, "rollout.engine=vllm")
 
 
-def test_the_engines_own_bound(here: Path, capsys: pytest.CaptureFixture) -> None:
+def test_max_model_len_is_limited_by_the_models_window(here: Path, capsys: pytest.CaptureFixture) -> None:
     output = fails(capsys, "train", "grpo.yaml", "--dry-run", "rollout.max_model_len=1025")
     assert "rollout.max_model_len: 1,025 exceeds the model's window of 1,024 tokens" in output
 

@@ -57,7 +57,7 @@ def test_the_numbers_of_the_design():
     assert mask_bytes(16, 2, 4096, 28) == pytest.approx(15.0e9, rel=0.01)
 
 
-def test_traces_and_masks_are_counted_as_they_are():
+def test_counted_bytes_of_traces_and_masks_are_exact():
     traces = [EvictionTrace.dense(3, 2, 50) for _ in range(4)]
     assert trace_bytes(3, 2, 50, 4) == sum(t.evict_at.nbytes for t in traces)
     assert mask_bytes(4, 2, 50) == visible_mask(torch.stack([t.layer(0) for t in traces])).nbytes
@@ -73,7 +73,7 @@ def test_traces_and_masks_are_counted_as_they_are():
         ("float32", False, False, 4),
     ],
 )
-def test_the_mask_is_counted_again_as_sdpa_converts_it(dtype, cuda, exact, itemsize):
+def test_mask_bytes_include_the_copy_that_sdpa_converts(dtype, cuda, exact, itemsize):
     recipe = make_recipe(GRPO | {"dtype": dtype, "rollout": {"engine": "hf", "exact": exact}})
     assert (8 if memory.computes_exactly(recipe, cuda) else ITEMSIZE[dtype]) == itemsize
     mask = visible_mask(torch.stack([EvictionTrace.dense(1, 2, 50).layer(0)] * 4))
@@ -82,7 +82,7 @@ def test_the_mask_is_counted_again_as_sdpa_converts_it(dtype, cuda, exact, items
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_redundancy_takes_no_more_than_is_counted(rows):
+def test_redundancy_takes_at_most_the_counted_bytes(rows):
     """However many rows at a time; and no less than half of it."""
     keys, lengths = torch.randn(rows, 2, 300, 4), torch.full((rows,), 300)
     positions = torch.arange(300).expand(rows, 2, 300)
@@ -115,7 +115,7 @@ def test_redundancy_by_tritons_kernel_takes_the_keys_and_a_few_numbers(monkeypat
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "share"), [(1.0, None, 0.75), (0.6, None, 0.75), (1.0, 20, 1.0)])
-def test_drawing_a_token_takes_what_is_counted(temperature, top_k, share):
+def test_measured_bytes_of_sampling_equal_the_counted_bytes(temperature, top_k, share):
     logits = torch.randn(6, 5000)
     with Peak() as peak:
         sample(logits, SamplingConfig(1, temperature, top_k=top_k), torch.rand(6, dtype=torch.float64))
@@ -124,7 +124,7 @@ def test_drawing_a_token_takes_what_is_counted(temperature, top_k, share):
 
 
 @pytest.mark.parametrize(("queries", "entries", "kept", "select"), [(64, 96, 40, "attention"), (16, 128, 60, "omp")])
-def test_fits_take_no_more_than_is_counted(queries, entries, kept, select):
+def test_fits_take_at_most_the_counted_bytes(queries, entries, kept, select):
     rows, heads, dim = 3, 2, 16
     shape = rows, heads, entries, dim
     block = Block(torch.randn(shape), torch.randn(shape), torch.randn(rows, heads, queries, dim),
@@ -170,7 +170,7 @@ def test_recorded_pages_are_counted(new_model, changed):
 
 
 @pytest.mark.parametrize(("length", "changed"), [(300, {}), (2000, {"page": 16, "window": 128})])
-def test_gathered_pages_take_about_what_is_counted(length, changed):
+def test_measured_bytes_of_gathered_pages_are_near_the_counted_bytes(length, changed):
     policy = make_policy({**PAGES, **changed})
     query = torch.arange(length)
     closed = policy.pages.closed(torch.ones_like(query), query)
@@ -189,7 +189,7 @@ def test_gathered_pages_take_about_what_is_counted(length, changed):
 
 
 @pytest.mark.parametrize(("length", "heads", "kv_heads"), [(600, 4, 2), (1200, 4, 2), (600, 8, 2), (600, 2, 2)])
-def test_soft_gates_take_about_what_is_counted(length, heads, kv_heads, monkeypatch):
+def test_measured_bytes_of_soft_gates_are_near_the_counted_bytes(length, heads, kv_heads, monkeypatch):
     """In forward and backward. Control: all queries at once, as S x S biases are, take far more."""
     policy = make_policy("dms", window=64, scorer={"name": "linear"}).config
     scores = torch.randn(1, kv_heads, length, requires_grad=True)
@@ -262,8 +262,8 @@ def test_a_plan_widens_heads_for_biases(monkeypatch):
     assert "heads of 136" in notes["float32", True] and "heads of 160" in notes["bfloat16", False]
 
 
-def test_a_plan_counts_what_stands_beside_the_cache_of_vllm(monkeypatch):
-    """For a GPU of 80 GB: weights, cache and what stands beside it fill the share, and no more."""
+def test_a_plan_counts_vllm_memory_outside_the_cache(monkeypatch):
+    """On a GPU of 80 GB the weights, the cache and the other buffers fill the share exactly."""
     monkeypatch.setattr(memory, "device_memory", lambda: 80 * 10**9)
     monkeypatch.setattr("sparse_rl.commands.prepared.choice.choose_engine", lambda *_: ("vllm", ""))
     gkv = {"policy": "gkv", "budget": 4096, "window": 16, "period": 128}
@@ -323,7 +323,7 @@ def test_a_compaction_is_counted_where_vllm_samples(monkeypatch):
     assert held["streaming"]["compaction"] < held["h2o"]["compaction"] < held["am"]["compaction"] < held["am"]["fits"]
 
 
-def test_redundancy_is_counted_where_a_policy_has_it():
+def test_redundancy_is_counted_only_for_policies_that_use_it():
     size = {"budget": 40, "window": 8, "period": 8}
     for name, parameters, has in (("rkv", {}, 1), ("gkv", {}, 1), ("gkv", {"redundancy": False}, 0), ("snapkv", {}, 0)):
         policy = make_policy(name, **size, **parameters)
@@ -337,7 +337,7 @@ def test_redundancy_is_counted_where_a_policy_has_it():
 
 @pytest.mark.parametrize("name", ["full", "streaming", "tova", "gkv"])
 @pytest.mark.parametrize(("prompt", "total"), [(5, 30), (24, 60), (40, 90), (200, 260), (6, 7)])
-def test_most_held_is_the_most_that_is_ever_held(policy_of, name, prompt, total):
+def test_most_held_is_the_maximum_over_all_steps(policy_of, name, prompt, total):
     policy = policy_of(name, budget=24, window=4, period=8, sinks=1)
     held = [prompt] + [policy.schedule.held(prompt, n - 1) + 1 for n in range(prompt + 1, total)]
     assert policy.schedule.most_held(prompt, total - 1) == max(held)
@@ -393,7 +393,7 @@ def test_adapter_parameters_are_those_of_peft(new_model, targets):
     assert counted == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
 
 
-def test_training_state_is_what_adamw_holds(new_model):
+def test_training_state_equals_the_bytes_that_adamw_holds(new_model):
     model = new_model("llama")
     optimizer = torch.optim.AdamW(model.parameters())
     model(input_ids=torch.tensor([[3, 4, 5]])).logits.sum().backward()
@@ -422,7 +422,7 @@ def test_zero_partitions_more_with_each_stage():
 
 
 @pytest.mark.parametrize(("length", "layers"), [(300, 3), (3000, 1)])
-def test_gathered_keys_are_counted_as_they_are_held(length, layers):
+def test_counted_bytes_of_gathered_keys_are_exact(length, layers):
     """Of every layer; of one where that is too much: it is gathered again."""
     evict_at = (torch.arange(length, dtype=torch.int32) + 60).clamp(min=100).expand(16, -1)
     held = held_bytes(make_chunks(evict_at), 64, 8)
@@ -430,7 +430,7 @@ def test_gathered_keys_are_counted_as_they_are_held(length, layers):
     assert gathered_bytes(16, 100, length, 60, 64, 8, 3) == layers * held
 
 
-def test_a_plan_adds_up():
+def test_parts_of_a_plan_sum_to_its_total():
     recipe = make_recipe(GRPO)
     made = plan(recipe, tiny_config(), cuda=False)
     by = {item.name: item for item in made.items}
@@ -502,7 +502,7 @@ def test_supervised_training_counts_its_logits():
     assert large - small > 8 * 200 * (1000 - 64) * 8
 
 
-def test_verdicts():
+def test_verdict_depends_on_free_memory():
     assert "fits" in verdict(50, 100, "x") and "tight" in verdict(95, 100, "x") and "does not" in verdict(101, 100, "x")
     made = plan(make_recipe(GRPO), tiny_config())
     launch = LaunchConfig(processes=4, machines=2, main_process_ip="head")
@@ -519,7 +519,7 @@ def test_sizes_are_readable(size, text):
     assert show(size) == text
 
 
-def test_a_distillation_counts_its_teacher_as_it_is(tmp_path):
+def test_a_distillation_counts_the_teachers_real_size(tmp_path):
     config, larger = tiny_config(), tiny_config(num_hidden_layers=6)
     larger.save_pretrained(tmp_path)
     parameters, of_teacher = (count_parameters(meta_model(c)) for c in (config, larger))

@@ -44,7 +44,7 @@ def trained(here, model, capsys):
 # ---- a run where a model is wanted ---------------------------------------------------------------------------------
 
 
-def test_a_run_stands_for_the_model_that_it_left(trained, model, tmp_path):
+def test_a_run_directory_resolves_to_its_model(trained, model, tmp_path):
     assert model_directory("run") == "run/model"
     for other in ("run/model", str(model), "nowhere", "org/name"):
         assert model_directory(other) == other
@@ -80,7 +80,7 @@ def test_serve_takes_a_run(trained, monkeypatch):
     assert served == ["run/model", "run/model"]
 
 
-def test_a_run_without_a_model_says_so(trained, capsys):
+def test_a_run_directory_without_a_model_is_refused(trained, capsys):
     shutil.rmtree(trained / "model")
     says = answer(capsys, "train", "sft.yaml", "model=run", status=2)
     assert "run is the directory of a run that has left no model" in says and "--resume" in says
@@ -101,7 +101,7 @@ def test_eval_of_a_run_takes_its_held_out_problems(trained, capsys):
     assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in report["rows"]]
 
 
-def test_eval_of_what_names_no_problems_says_what_to_write(trained, capsys):
+def test_eval_without_problems_prints_the_key_to_set(trained, capsys):
     for override in ("validation=null", None):
         if override:
             recipe = read_recipe(parse(["train", "run/recipe.yaml", override]))
@@ -130,7 +130,7 @@ def contents(folder):
         (["eval", "eval.yaml"], "out", "eval.json"),
     ],
 )
-def test_what_an_earlier_call_wrote_is_kept(here, capsys, monkeypatch, words, place, first):
+def test_files_of_an_earlier_call_are_not_overwritten(here, capsys, monkeypatch, words, place, first):
     """The second call is refused before a model is read, unless it may overwrite."""
     words = [*words, PATIENT]
     answer(capsys, *words)
@@ -145,7 +145,7 @@ def test_what_an_earlier_call_wrote_is_kept(here, capsys, monkeypatch, words, pl
     assert ("rollout" in words) != (here / place / "traces-00009.safetensors").exists()
 
 
-def test_traces_alone_are_kept_too(here, capsys):
+def test_a_folder_with_only_traces_is_not_overwritten(here, capsys):
     (here / "there").mkdir()
     (here / "there" / "traces-00000.safetensors").write_text("of a call that was killed")
     says = answer(capsys, "rollout", "grpo.yaml", "--out", "there", status=2)
@@ -162,7 +162,7 @@ def test_the_directory_of_a_training_is_never_overwritten(trained, capsys):
 # ---- what is there -------------------------------------------------------------------------------------------------
 
 
-def test_inspect_says_what_else_there_is(trained, here, capsys):
+def test_inspect_describes_runs_models_checkpoints_and_results(trained, here, capsys):
     answer(capsys, "rollout", "grpo.yaml", PATIENT, "--problems", "1")
     answer(capsys, "eval", "eval.yaml", "output_dir=score", PATIENT)
     (here / "empty").mkdir()

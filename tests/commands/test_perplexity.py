@@ -114,7 +114,7 @@ def test_a_sweep_has_a_row_for_each_cache(book: Callable, here: Path) -> None:
     assert make_recipe(content["recipe"]) == book(model=QUICKSTART, sweep=sweep)
 
 
-def test_the_batch_changes_nothing_and_the_first_pieces_are_taken(book: Callable) -> None:
+def test_results_do_not_depend_on_the_batch_and_pieces_keep_their_order(book: Callable) -> None:
     cache = {"policy": "h2o", "budget": 8}
     rows = [
         measure(book(cache=cache, rollout={"max_batch": batch}, **keys), progress=False)[0]

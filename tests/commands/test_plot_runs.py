@@ -101,7 +101,7 @@ def test_the_quickstart_draws_a_method_in_one_colour(tmp_path: Path, figures: li
             assert text.get_color() == colour_of[label]
 
 
-def test_every_method_has_a_colour_of_its_own() -> None:
+def test_each_method_has_a_different_colour() -> None:
     methods = {*CONFIGS, *get_args(get_type_hints(PromptCacheConfig)["policy"])}
     methods |= {*quickstart.DRAWN_AS.values()}
     assert {"streaming", "evict", "none", "mismatched"} <= methods == {*drawing.COLOURS}
@@ -109,7 +109,9 @@ def test_every_method_has_a_colour_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4, 9, 10, 40])
-def test_curves_say_what_they_show(steps: int, tmp_path: Path, capsys: pytest.CaptureFixture, figures: list) -> None:
+def test_curves_have_titles_and_labels(
+    steps: int, tmp_path: Path, capsys: pytest.CaptureFixture, figures: list
+) -> None:
     """Whole steps, a title, and a bold line with its name where there is one beside the faint one."""
     plot(capsys, run(tmp_path / "a", [0.1 * (i % 3) for i in range(steps)]))
     assert len(figures) == 2
@@ -158,7 +160,7 @@ def held(layers: Sequence[int]) -> EvictionTrace:
     ("layers", "legend"),
     [((20, 30), {"each layer", "mean over layers"}), ((20, 20), {"all layers alike"}), ((20,), {"its one layer"})],
 )
-def test_the_density_names_its_policy_and_shows_what_its_legend_promises(
+def test_the_density_plot_shows_its_policy_and_every_legend_entry(
     layers: tuple, legend: set, tmp_path: Path, capsys: pytest.CaptureFixture, figures: list
 ) -> None:
     file = tmp_path / "t.safetensors"

@@ -57,7 +57,7 @@ ROWS = [
 ]
 
 
-def test_methods_are_named_by_what_tells_them_apart() -> None:
+def test_methods_are_labelled_by_the_settings_that_differ() -> None:
     assert names(ROWS) == [
         "am, omp, repeat", "am, omp, repeat", "am, attention, repeat+random",
         "evict, pool 3", "evict, pool 1", "evict, pool 1", "full",
@@ -100,7 +100,7 @@ def test_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert axes.get_title(loc="left") == "Accuracy on one; a model"
 
 
-def test_a_method_has_its_colour_and_several_lines_of_it_its_shades(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_has_one_colour_and_its_lines_are_shades(monkeypatch: pytest.MonkeyPatch) -> None:
     both = [row(p, a, budget=b) for p in ("gkv", "streaming") for b, a in ((8, 0.1), (16, 0.2))]
     for rows in (both, both[::-1], [*both, row("full", 0.9)]):
         named = {text.get_text(): text.get_color() for text in drawn_of(rows, monkeypatch).texts}

@@ -37,7 +37,7 @@ def test_else_the_nearest_that_is_not_at_chance() -> None:
     assert choose_budget({32: 0.12, 40: 0.17, 48: 0.55, 64: 0.9}) == 48  # .17 is nearer than .9, but at chance
 
 
-def test_all_at_chance_is_an_error_that_says_what_was_found() -> None:
+def test_budgets_all_at_chance_are_an_error_with_their_accuracies() -> None:
     with pytest.raises(QuickstartError, match=r"no budget .* 0\.18 .*32: 0\.10, 40: 0\.17"):
         choose_budget({32: 0.10, 40: 0.17})
     assert LEAST < AIM[0] < AIM[1]
@@ -98,7 +98,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     assert shown.done == 1
 
 
-def test_a_stage_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def test_a_stage_prints_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     stage(tmp_path, monkeypatch, 0)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["start", "seed", "0:", "RL-Sparse"]
@@ -121,5 +121,5 @@ def test_a_stage_that_fails_stops_with_its_log(tmp_path: Path, monkeypatch: pyte
         stage(tmp_path, monkeypatch, 3)
 
 
-def test_no_progress_is_said_before_the_first_log(tmp_path: Path) -> None:
+def test_progress_is_zero_before_the_first_log(tmp_path: Path) -> None:
     assert how_far(tmp_path) == (0, "")

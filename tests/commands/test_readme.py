@@ -56,7 +56,7 @@ def commands() -> list[str]:
     return list(dict.fromkeys(words))
 
 
-def test_it_is_read_in_minutes() -> None:
+def test_readme_has_at_most_1200_words() -> None:
     assert len(README.split()) <= 1200
 
 
@@ -76,7 +76,7 @@ def test_every_command_is_tried_below() -> None:
     assert not unknown
 
 
-def test_its_recipe_is_one() -> None:
+def test_the_recipe_in_the_readme_is_valid() -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", README, re.S)
     assert make_recipe(yaml.safe_load(text), ["rewards=[math]"]).cache.budget == 128
 

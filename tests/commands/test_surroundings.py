@@ -60,7 +60,7 @@ def test_a_reward_class_that_ends_the_program(end: str, here: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("end", RAISED)
-def test_a_reward_that_ends_the_program_as_it_judges(end: str, here: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_reward_that_exits_while_scoring_is_an_error(end: str, here: Path, capsys: pytest.CaptureFixture) -> None:
     (here / "judge.py").write_text(REWARD.format(end, "pass"))
     assert "accuracy: reward raised " in fails(capsys, "eval", "eval.yaml", "accuracy=judge.py:reward", "samples=1")
     output = fails(capsys, "train", "distill.yaml", "keep=judge.py:reward", "data.synthetic.size=4")
@@ -71,7 +71,9 @@ def test_a_reward_that_ends_the_program_as_it_judges(end: str, here: Path, capsy
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), SystemExit("no"), GeneratorExit()])
-def test_whatever_else_ends_a_command(error: BaseException, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_other_exceptions_that_end_a_command(
+    error: BaseException, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     session = Session()
     session.folder = tmp_path
 
@@ -145,8 +147,8 @@ def test_a_file_that_may_not_grow(capsys: pytest.CaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("number", [EFBIG, ENOSPC])
-def test_what_follows_from_a_lack_of_room(number: int, capsys: pytest.CaptureFixture) -> None:
-    """A library that could not write goes on to find its file closed; no option is to blame."""
+def test_a_full_disk_is_not_blamed_on_an_option(number: int, capsys: pytest.CaptureFixture) -> None:
+    """A library that cannot write later finds its file closed; the error must not blame an option."""
 
     def work() -> int:
         with refusals():
@@ -161,7 +163,7 @@ def test_what_follows_from_a_lack_of_room(number: int, capsys: pytest.CaptureFix
     assert output.startswith("sparse-rl: stopped: ") and "data.arrow" in output and output.count("\n") == 1
 
 
-def test_a_run_whose_output_nobody_reads(here: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_run_with_a_closed_output_pipe(here: Path, capsys: pytest.CaptureFixture) -> None:
     def work() -> int:
         raise BrokenPipeError
 

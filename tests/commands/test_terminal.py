@@ -38,8 +38,8 @@ def wrapped(written: list[str], columns: int = 100) -> list[str]:
     return [line[start : start + columns] for line in written for start in range(0, len(line), columns)]
 
 
-def test_on_a_terminal_the_launcher_says_why_another_process_than_the_first_ended(tmp_path, monkeypatch):
-    """The first one draws its rows over whatever stands there."""
+def test_on_a_terminal_the_launcher_prints_why_a_later_rank_died(tmp_path, monkeypatch):
+    """Rank 0 draws its progress rows over any text on the terminal."""
 
     def fails() -> int:
         raise UserError("of the second process")
@@ -83,8 +83,8 @@ def test_a_terminal_shows_the_stages_of_a_training(words, value, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_short_training_says_its_loss_without_a_terminal(tmp_path):
-    """Fewer steps than one log takes."""
+def test_a_short_training_prints_its_loss_without_a_terminal(tmp_path):
+    """The run has fewer steps than one logging interval."""
     output = lines(["train", *SFT, "max_steps=3", "output_dir=run"], tmp_path)
     assert re.fullmatch(r"3 steps in \d+ s  loss \d\.\d{4}", output[0])
 

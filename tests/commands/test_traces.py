@@ -78,7 +78,7 @@ def counted(traces: Sequence[EvictionTrace], layers: Sequence[int]) -> dict[str,
 
 
 @pytest.mark.parametrize("traces", [TRACES, *([trace] for trace in TRACES)])
-def test_what_was_opened_is_what_a_loop_counts(traces: list[EvictionTrace]) -> None:
+def test_page_statistics_equal_a_counting_loop(traces: list[EvictionTrace]) -> None:
     result = page_statistics(traces)
     assert result is not None
     assert result.pop("layers") == [counted(traces, [0]), counted(traces, [1])]
@@ -86,7 +86,7 @@ def test_what_was_opened_is_what_a_loop_counts(traces: list[EvictionTrace]) -> N
 
 
 @pytest.mark.parametrize(("wide", "high"), [(1, 1), (7, 1), (1, 3), (4, 2), (100, 100)])
-def test_a_cell_of_the_map_is_the_largest_share_in_it(wide: int, high: int) -> None:
+def test_a_cell_of_the_map_is_the_maximum_share_of_its_pages(wide: int, high: int) -> None:
     chosen = TRACES[0].further["opened"]
     shares = opened_shares(chosen, wide, high)
     count = int(chosen.max()) + 1
@@ -135,7 +135,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: object, status: int = 0) ->
     return captured.err if status else captured.out
 
 
-def test_traces_with_pages_are_shown_as_what_they_are(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_pages_of_clustered_traces(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said(capsys, "rollout", "grpo.yaml", CLUSTERED, *LONG)
     file = here / "out/rollouts/traces-00000.safetensors"
     report = json.loads(said(capsys, "inspect", file, "--json"))
@@ -160,7 +160,7 @@ def test_traces_with_pages_are_shown_as_what_they_are(here: Path, capsys: pytest
     assert file.with_suffix(".png").stat().st_size > 5000
 
 
-def test_traces_that_opened_nothing_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_traces_without_opened_pages_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, trace in (("short", paged(4, 6)), ("none", paged(4, 30, pages=Pages(3, 2, 1, 0, True, True)))):
         file = tmp_path / f"{name}.safetensors"
         save_traces(file, [trace], {})
@@ -168,7 +168,7 @@ def test_traces_that_opened_nothing_say_so(tmp_path: Path, capsys: pytest.Captur
         assert "no map to draw" in said(capsys, "plot", file, status=2)
 
 
-def test_refitted_traces_say_how_often(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refitted_traces_report_the_number_of_refits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said(capsys, "rollout", "grpo.yaml", AM, *LONG)
     file = here / "out/rollouts/traces-00000.safetensors"
     times = json.loads(said(capsys, "inspect", file, "--json"))["compactions"]

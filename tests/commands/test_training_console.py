@@ -32,7 +32,7 @@ def without_vllm(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
-def test_what_auto_falls_back_to_is_said_with_the_reason(here, without_vllm, capsys):
+def test_the_fallback_of_auto_is_printed_with_its_reason(here, without_vllm, capsys):
     fallback = 'rollouts: hf engine (vllm is not installed: pip install "vllm==0.31.*")'
     assert main(["rollout", "grpo.yaml", *QUIET]) == 0
     assert capsys.readouterr().out.splitlines()[0] == fallback
@@ -42,14 +42,14 @@ def test_what_auto_falls_back_to_is_said_with_the_reason(here, without_vllm, cap
     assert capsys.readouterr().out.splitlines() == [fallback, f"attention kernel: gather ({NO_GPU})"]
 
 
-def test_of_several_processes_the_first_says_it(here, without_vllm, capsys, monkeypatch):
+def test_only_rank_0_prints_the_choices(here, without_vllm, capsys, monkeypatch):
     recipe = read_recipe(parse(["train", "grpo.yaml", *QUIET]))
     monkeypatch.setenv("RANK", "1")
     prepare_training(recipe)
     assert capsys.readouterr().out == ""
 
 
-def test_what_takes_a_while_on_a_gpu_is_said_before(here, without_vllm, capsys, monkeypatch):
+def test_slow_steps_on_a_gpu_are_announced(here, without_vllm, capsys, monkeypatch):
     """The check, with its seconds; of the sizes of rows the largest is compiled before the first step."""
     choice = "sparse_rl.attention.choice"
     monkeypatch.setattr(f"{choice}.will_check", lambda wanted: wanted == "auto")
@@ -80,7 +80,7 @@ def test_what_takes_a_while_on_a_gpu_is_said_before(here, without_vllm, capsys, 
     assert len(done) == 1 and not capsys.readouterr().out
 
 
-def test_what_a_training_needs_is_found_once(here, without_vllm, monkeypatch):
+def test_a_training_resolves_its_settings_once(here, without_vllm, monkeypatch):
     """The dry run prints the resolved choices, the data and the rewards."""
     counted = Counter()
 
@@ -103,8 +103,8 @@ class Touched(BaseException):
     """The error that the first use of a GPU raises."""
 
 
-def test_a_process_of_several_takes_its_gpu_before_it_touches_any(here, monkeypatch):
-    """On a machine that seems to have two: until then "cuda" is the first of them, for each process."""
+def test_each_rank_selects_its_gpu_before_using_cuda(here, monkeypatch):
+    """On a simulated machine with two GPUs: until a rank selects its GPU, "cuda" is the first one in every rank."""
     events = []
 
     def touch():
@@ -121,7 +121,7 @@ def test_a_process_of_several_takes_its_gpu_before_it_touches_any(here, monkeypa
     assert events == [1, "touched"]
 
 
-def test_a_training_ends_with_what_to_do_next_and_says_where_it_resumes(here, capsys, monkeypatch):
+def test_a_training_ends_with_the_next_commands_and_reports_resuming(here, capsys, monkeypatch):
     """The commands that it prints work as they stand."""
     monkeypatch.setattr(progress, "FIRST_SIGN", 0.01)
     words = ["train", "sft.yaml", "output_dir=my run", "save_steps=1", "lr_scheduler_type=constant", "logging_steps=1"]

@@ -122,7 +122,7 @@ def swapped(trace: EvictionTrace) -> EvictionTrace:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_policy_obeys_the_law(
+def test_rollouts_of_every_policy_replay_exactly(
     name: str, rollouts: Run, verified: Callable, here: Path, record_property: Callable, capfd: pytest.CaptureFixture
 ) -> None:
     """Its rollouts on disk, under the model that they name; with other traces they do not."""
@@ -185,7 +185,7 @@ def test_several_files_have_a_gap_each(rollouts: Run, verified: Callable, capfd:
     assert f"in line {report['line']} of completions.jsonl at token {report['token']} of its completion" in err
 
 
-def test_what_is_wrong_shows(rollouts: Run, verified: Callable, here: Path) -> None:
+def test_wrong_rollouts_are_detected(rollouts: Run, verified: Callable, here: Path) -> None:
     """Other weights, other heads, and one log-prob of one token moved by a thousandth."""
     folder = rollouts(GKV)
     assert verified(folder)[0] == 0
@@ -235,7 +235,7 @@ def test_attention_in_float32_has_a_wider_bound(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_has_a_bound_of_its_own(
+def test_half_precision_has_a_separate_bound(
     dtype: str, rollouts: Run, verified: Callable, record_property: Callable
 ) -> None:
     folder = rollouts(GKV, f"dtype={dtype}")
@@ -277,7 +277,7 @@ def test_rollouts_are_read_as_they_were_sampled(rollouts: Run, monkeypatch: pyte
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_vllm_has_sampled_obeys_the_law(
+def test_rollouts_of_vllm_replay_exactly(
     dtype: str, rollouts: Run, verified: Callable, monkeypatch: pytest.MonkeyPatch, record_property: Callable
 ) -> None:
     pytest.importorskip("vllm")
@@ -294,7 +294,7 @@ def test_what_vllm_has_sampled_obeys_the_law(
 # ---- mistakes -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_folder_of_rollouts_is_refused(rollouts: Run, refused: Callable, here: Path) -> None:
+def test_paths_that_are_not_rollout_folders_are_refused(rollouts: Run, refused: Callable, here: Path) -> None:
     assert "nowhere does not exist" in refused("nowhere")
     folder = rollouts(GKV)
     assert f"is a file; name its folder, {folder}" in refused(folder / "traces-00000.safetensors")
