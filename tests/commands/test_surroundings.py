@@ -181,7 +181,7 @@ def test_a_run_with_a_closed_output_pipe(here: Path, capsys: pytest.CaptureFixtu
 def test_more_processes_than_any_machine_holds(machines: int, here: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["train", "sft.yaml", "--dry-run", f"launch.machines={machines}", "launch.main_process_ip=here"]
     output = fails(capsys, *words, f"launch.processes={10**9}")
-    assert f"launch.processes: {10**9 // machines:,} processes on a machine; at most 256" in output
+    assert f"launch.processes: {10**9 // machines:,} processes on each machine are too many; at most 256" in output
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ grpo: Any = SparseGRPOConfig
         (lambda: TargetConfig(group="most"), "group: expected one of max, mean"),  # type: ignore[arg-type]
         (lambda: DistillationLossConfig(kl_weight=0.0), "kl_weight: one of kl_weight and ce_weight"),
         (lambda: DistillationLossConfig(renormalise=True), "renormalise: needs the teacher's top k"),
-        (lambda: DistillConfig(completions="student", refresh_every=2), "refresh_every: is for the dataset's"),
+        (lambda: DistillConfig(completions="student", refresh_every=2), "refresh_every: applies only to the dataset's"),
         (lambda: KVpopTrainingConfig(lr_scheduler_type="greedy"), "lr_scheduler_type: depends on a metric"),
     ],
 )

@@ -199,7 +199,7 @@ def test_a_full_disk_says_so_and_the_next_run_goes_on(
         save_file(tensors, file)
 
     monkeypatch.setattr("trainer.teacher.cache.save_file", full)
-    with pytest.raises(OSError, match=r"shard-00001.safetensors was not written; sparse-rl teacher goes on") as caught:
+    with pytest.raises(OSError, match=r"shard-00001.safetensors was not written; run sparse-rl teacher again") as caught:
         write(tmp_path, teacher, rows)
     assert caught.value.errno == errno.ENOSPC and not written[1].exists()
     monkeypatch.undo()
