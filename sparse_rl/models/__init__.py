@@ -1,7 +1,8 @@
 """Models on disk and in memory.
 
-load.py       configuration, tokenizer and weights, each refused in one line where it cannot be used
-weights.py    whether a directory holds weights that can be loaded, by the headers of its files
-hub.py        whether a model that is named on a hub can be had
-directory.py  the cache policy and the scorers that a model's directory carries
+load.py       loads configuration, tokenizer and weights; rejects unusable ones in one line
+weights.py    checks from the file headers that a directory's weights can be loaded
+hub.py        checks that a hub model is available
+known.py      the shapes of the hub models that the shipped recipes name
+directory.py  the cache policy and the scorers saved in a model's directory
 """

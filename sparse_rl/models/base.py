@@ -1,4 +1,4 @@
-"""The transformers model inside what training wraps around it."""
+"""Access to the transformers model inside a training wrapper."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def base_of(model: Any) -> Any:
-    """The transformers model, without PEFT's wrapper."""
+    """Return the transformers model without PEFT's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

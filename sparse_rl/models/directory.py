@@ -1,6 +1,6 @@
-"""Which directory holds a model, and what it carries beside it: its cache policy, and the scorers of a learned one.
+"""Directories of models, and the files that we add to them: the cache policy, and the scorers of a learned policy.
 
-cache_policy.json says under which cache a model was trained; engines and evaluation use it with no flags.
+cache_policy.json holds the cache policy that the model was trained under; engines and evaluation use it by default.
 cache_scorer.safetensors holds the scorers, which plain transformers ignores. In memory they are the module list
 `model.cache_scorers`, one per layer.
 """
@@ -17,12 +17,12 @@ from sparse_rl.errors import UserError, one_line
 from sparse_rl.files import read_text
 from sparse_rl.methods.kvpop.scorers.config import ATTACHED_AS as SCORERS
 
-if TYPE_CHECKING:  # so that a path is answered before torch is imported
+if TYPE_CHECKING:  # model_directory must not import torch
     from sparse_rl.methods.kvpop.learned import LearnedPolicy
     from sparse_rl.policies.base import Policy
 
 CONFIG_FILE = "config.json"
-RUN_MODEL = "model"  # where a training leaves its model, in the directory of the run
+RUN_MODEL = "model"  # subdirectory of a run's directory that holds the trained model
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 POLICY_FILE = "cache_policy.json"
 POLICY_VERSION = 1
@@ -30,8 +30,10 @@ SCORER_FILE = "cache_scorer.safetensors"
 
 
 def model_directory(name: str) -> str:
-    """The directory that a user means by `name`: of a run, that of the model which it has left; of a shipped model,
-    such as "quickstart/model", where it is installed. Any other name stands for itself.
+    """Return the model directory that a user means by `name`.
+
+    For the directory of a run it is that of the trained model, and for a shipped model, such as "quickstart/model", the
+    installed directory. Any other name is returned unchanged.
     """
     path = Path(name)
     if (path / CONFIG_FILE).is_file():
@@ -43,24 +45,24 @@ def model_directory(name: str) -> str:
 
 
 def _shipped_model(name: str) -> Path | None:
-    """The directory of a model in the package `recipes`, beside the recipes that use it; None where there is none."""
+    """Return the directory of a model in the package `recipes`, or None if there is no such model."""
     try:
         folder = Path(str(importlib.resources.files("recipes"))) / name
-    except ModuleNotFoundError:  # the package alone ships none
+    except ModuleNotFoundError:  # sparse_rl is installed without the package `recipes`
         return None
     return folder if (folder / CONFIG_FILE).is_file() else None
 
 
 def save_policy(directory: str | Path, policy: Policy) -> None:
-    """Write cache_policy.json into a model's directory: the policy that it is sampled under unless told otherwise."""
+    """Write cache_policy.json into a model's directory: the default policy for sampling from the model."""
     content = {"format_version": POLICY_VERSION, **policy.config.as_block()}
     (Path(directory) / POLICY_FILE).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def saved_policy(directory: str | Path) -> Policy | None:
-    """The policy that a model directory carries, or None.
+    """Return the policy saved in a model directory, or None if there is none.
 
-    Raises UserError where the file is there but cannot be used.
+    Raises UserError if the file exists but cannot be used.
     """
     from sparse_rl.policies.registry import make_policy
 
@@ -73,7 +75,9 @@ def saved_policy(directory: str | Path) -> Policy | None:
             raise UserError("it is not a mapping")
         version = content.pop("format_version", None)
         if version != POLICY_VERSION:
-            raise UserError(f"format version {show(version)}, this reads {POLICY_VERSION}")
+            raise UserError(
+                f"it has format version {show(version)}, but this version of sparse-rl reads {POLICY_VERSION}"
+            )
         return make_policy(content)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be used: {error}") from error
@@ -83,7 +87,7 @@ def saved_policy(directory: str | Path) -> Policy | None:
 
 
 def attach_scorers(model: Any, policy: LearnedPolicy) -> None:
-    """Give a model untrained scorers, float32. Saved as a whole it leaves them out: see write_scorers."""
+    """Attach untrained float32 scorers to a model. Saving the model leaves them out: see write_scorers."""
     from torch import nn
 
     from sparse_rl.attention.families import cache_shape
@@ -98,15 +102,15 @@ def attach_scorers(model: Any, policy: LearnedPolicy) -> None:
 def write_scorers(directory: str | Path, weights: Any) -> None:
     """Write cache_scorer.safetensors from a model's state dict, beside the weights of the model itself.
 
-    And an index of those, where there is none: vLLM would load every safetensors file that no index leaves out.
+    Also writes an index of those weights if there is none: without it, vLLM would load the scorers' file as well.
     """
     from safetensors import safe_open
     from safetensors.torch import save_file
 
     prefix = f"{SCORERS}."
-    own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    scorer_weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     folder = Path(directory)
-    save_file({name: value.detach().cpu().contiguous() for name, value in own.items()}, folder / SCORER_FILE)
+    save_file({name: value.detach().cpu().contiguous() for name, value in scorer_weights.items()}, folder / SCORER_FILE)
     if (folder / WEIGHTS).is_file() and not (folder / INDEX).is_file():
         with safe_open(folder / WEIGHTS, "pt") as stored:
             names = list(stored.keys())
@@ -118,10 +122,10 @@ def write_scorers(directory: str | Path, weights: Any) -> None:
 
 
 def load_scorers(directory: str | Path, model: Any, policy: LearnedPolicy) -> None:
-    """Give a model the scorers of its directory. Raises UserError as `read_scorers`."""
+    """Attach the scorers of a directory to a model. Raises UserError as `read_scorers` does."""
     import torch
 
-    with torch.random.fork_rng(devices=[]):  # what they are drawn as is replaced at once
+    with torch.random.fork_rng(devices=[]):  # the random initial weights are replaced at once
         attach_scorers(model, policy)
     read_scorers(directory, model)
 
@@ -129,36 +133,36 @@ def load_scorers(directory: str | Path, model: Any, policy: LearnedPolicy) -> No
 def read_scorers(directory: str | Path, model: Any) -> None:
     """Load cache_scorer.safetensors into a model's scorers.
 
-    Raises UserError where it is missing, unreadable, or of other scorers.
+    Raises UserError if the file is missing, unreadable, or holds scorers of another shape.
     """
     weights = stored_scorers(directory)
     try:
         getattr(model, SCORERS).load_state_dict(weights)
-    except Exception as error:  # of other scorers
+    except Exception as error:  # the file holds scorers of another shape
         raise UserError(f"{Path(directory) / SCORER_FILE} cannot be used: {one_line(error, 1000)}", "model") from error
 
 
 def stored_scorers(directory: str | Path) -> dict[str, Any]:
-    """The tensors of cache_scorer.safetensors by name: a layer's number, and the parameter's name.
+    """Return the tensors of cache_scorer.safetensors by name, "LAYER.PARAMETER".
 
-    Raises UserError where it is missing or unreadable.
+    Raises UserError if the file is missing or unreadable.
     """
     from safetensors.torch import load_file
 
     file = Path(directory) / SCORER_FILE
     if not file.is_file():
-        raise UserError(f"{file} is missing: the model carries a learned policy without its scorers", "model")
+        raise UserError(f"{file} is missing: the model has a learned policy, but not its scorers", "model")
     try:
         return load_file(file)
-    except Exception as error:  # damaged
+    except Exception as error:  # the file is damaged
         raise UserError(f"{file} cannot be used: {one_line(error, 1000)}", "model") from error
 
 
 def check_scorers(directory: str | Path, policy: Policy) -> None:
-    """Raise UserError where a policy needs scorers, and the directory has none or others; nothing is loaded for it."""
+    """Raise UserError if a policy needs scorers and the directory has none or other ones; builds no model."""
     from sparse_rl.methods.kvpop.learned import LearnedPolicy
 
     if isinstance(policy, LearnedPolicy):
-        own = saved_policy(directory)
-        policy.check(own.config.scorer if isinstance(own, LearnedPolicy) else None, str(directory))
+        own_policy = saved_policy(directory)
+        policy.check(own_policy.config.scorer if isinstance(own_policy, LearnedPolicy) else None, str(directory))
         stored_scorers(directory)

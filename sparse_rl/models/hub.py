@@ -1,6 +1,6 @@
-"""Whether a model that is named, and is no directory here, can be had: asked once, before anything heavy is imported.
+"""Checks once, before any heavy import, that a model named on the hub is available.
 
-huggingface_hub itself asks for each file, and again after 1, 2, 4, 8 and 8 seconds.
+huggingface_hub itself would ask for each file, and retry after 1, 2, 4, 8 and 8 seconds.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ CONNECT_SECONDS = 1.5
 
 
 class UnavailableError(UserError):
-    """A hub model is neither in the cache nor to be had from the hub."""
+    """A hub model is neither in the cache, nor can it be downloaded."""
 
 
 def check_available(model: str) -> None:
-    """Raise UnavailableError where `model` is neither here, nor in the hub's cache, nor to be had from the hub.
+    """Raise UnavailableError if `model` is no local directory, is not in the hub's cache, and the hub is unreachable.
 
-    Raise UserError where it can be no model's name.
-
-    Where the hub cannot be reached, this process and those that it starts look into the cache only.
+    Raises UserError if `model` cannot be the name of a model. If the hub is unreachable and the model is in the cache,
+    this process and its child processes use only the cache from now on.
     """
     if Path(model).exists():
         return
@@ -41,19 +40,19 @@ def check_available(model: str) -> None:
     if not cached:
         raise UnavailableError(
             f"there is no directory {model}, the cache of hub models ({constants.HF_HUB_CACHE}) does not hold it, and "
-            f"{why}. Give the path of a local copy; or run `hf download {model}` where there is a network, and take "
-            "that cache along with HF_HUB_OFFLINE=1",
+            f"{why}. Give the path of a local copy; or run `hf download {model}` on a machine with network access, "
+            "copy its cache here, and set HF_HUB_OFFLINE=1",
             "model",
         )
     if not constants.HF_HUB_OFFLINE:
-        logger.warning("%s: hub models come from the cache, as with HF_HUB_OFFLINE=1", why)
+        logger.warning("%s: hub models are loaded from the cache only, as with HF_HUB_OFFLINE=1", why)
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True
 
 
 @cache
 def _unreachable() -> str | None:
-    """Why the hub is not asked; None where it answers, whatever it says."""
+    """Reason why the hub cannot be used; None if it answers, with any status."""
     import httpx
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
@@ -62,7 +61,7 @@ def _unreachable() -> str | None:
         return "HF_HUB_OFFLINE is set"
     try:
         get_session().head(constants.ENDPOINT, timeout=httpx.Timeout(CONNECT_SECONDS))
-    except httpx.ReadTimeout:  # it is there, and slow
+    except httpx.ReadTimeout:  # the hub is reachable but slow
         return None
     except httpx.TransportError as error:
         return f"{constants.ENDPOINT} cannot be reached ({' '.join(str(error).split()) or type(error).__name__})"

@@ -1,9 +1,9 @@
-"""The shapes of the hub models that the shipped recipes name, for `sparse-rl doctor` where the hub cannot be reached.
+"""Shapes of the hub models that the shipped recipes name, for `sparse-rl doctor` if the hub cannot be reached.
 
-Sources, read in November 2026: layers, heads and sizes are those of litgpt/config.py (github.com/Lightning-AI/litgpt,
-commit 26857050), which quotes each model's config.json; it lacks DeepSeek-R1-Distill-Qwen-7B, whose shape is that of
-Qwen2.5-Math-7B, from which it was made. The context lengths are those of the models' cards. The parameters that these
-shapes come to are the published numbers (tests/models/test_known_models.py). A model that is not here is unknown.
+Sources, read in November 2026: layers, heads and sizes are from litgpt/config.py (github.com/Lightning-AI/litgpt,
+commit 26857050), which quotes each model's config.json. It lacks DeepSeek-R1-Distill-Qwen-7B, which has the shape of
+Qwen2.5-Math-7B, from which it was derived. The context lengths are from the model cards. The parameter counts computed
+from these shapes equal the published ones (tests/models/test_known_models.py). Other models are not in the table.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ SHAPES = {name: {**dict(zip(KEYS, row, strict=True)), "head_dim": 128} for name,
 
 
 def load_shape(model: str) -> Any:
-    """The configuration of a directory or hub name, as `load_config` has it; of a model of SHAPES that cannot be had,
-    one that says the same of its shape, and nothing of its eos, rope and dtype.
+    """Load the configuration of a directory or hub name with `load_config`. If a model of SHAPES is unavailable, return
+    a configuration with its shape, but without its eos, rope and dtype.
 
-    Raises UnavailableError for any other model that cannot be had, and UserError as `load_config` does.
+    Raises UnavailableError for any other unavailable model, and UserError as `load_config` does.
     """
     try:
         return load_config(model)
@@ -46,7 +46,7 @@ def load_shape(model: str) -> Any:
 
 
 def is_tabled(model: str) -> bool:
-    """Whether `load_shape` has to look into the table for this model."""
+    """True if `load_shape` takes this model's shape from the table."""
     try:
         check_available(model)
     except UnavailableError:

@@ -1,4 +1,4 @@
-"""Loading a model: its configuration, checked before anything is loaded, its tokenizer, and its weights."""
+"""Loads a model: its configuration, which is checked first, its tokenizer, and its weights."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from sparse_rl.models.hub import check_available
 from sparse_rl.models.weights import stored_shapes
 
 GENERATION_FILE, TOKENIZER_FILE = "generation_config.json", "tokenizer.json"
-MOST_TOKENS = 2**24  # of a vocabulary
+MOST_TOKENS = 2**24  # limit for the size of a vocabulary
 
 
 def load_config(model: str) -> Any:
-    """The configuration of a directory or hub name, checked to be of a family that we replay.
+    """Load the configuration of a directory or hub name, and check that its model family supports replay.
 
-    Raises UserError: no such model, not a causal language model of the families, sliding windows, dropout.
+    Raises UserError: no such model, not a causal language model of a supported family, sliding windows, dropout.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
     if Path(model).exists() and not (Path(model) / CONFIG_FILE).is_file():
         if (Path(model) / RECIPE_FILE).is_file():
-            mend = f"a training writes {RUN_MODEL}/ at its end, train --resume goes on with one that was interrupted"
-            raise UserError(f"{model} is the directory of a run that has left no model: {mend}", "model")
+            hint = f"training writes {RUN_MODEL}/ when it ends; continue an interrupted run with train --resume"
+            raise UserError(f"{model} is the directory of a run that has left no model: {hint}", "model")
         raise UserError(f"{model} is not a model directory: it has no {CONFIG_FILE}", "model")
     check_available(model)
     _check_files(model)
@@ -42,23 +42,23 @@ def load_config(model: str) -> Any:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except UserError:
         raise
-    except Exception as error:  # what the library makes of a file that is none of its own
+    except Exception as error:  # any exception of the library for an invalid file
         wrong = f"{model} is neither a model directory nor a hub name that can be read: {reason(error)}"
         raise UserError(wrong, "model") from error
     check_replayable(config, model)
-    for found in (config, load_generation_config(model) if Path(model).is_dir() else None):
-        ends = getattr(found, "eos_token_id", None)
+    for source in (config, load_generation_config(model) if Path(model).is_dir() else None):
+        ends = getattr(source, "eos_token_id", None)
         if any(type(end) is not int for end in (ends if isinstance(ends, list) else [ends]) if ends is not None):
             raise UserError(
-                f"eos_token_id of {model} is {show(ends)}; it must be a token's number, or several", "model"
+                f"eos_token_id of {model} is {show(ends)}; it must be a token id, or a list of token ids", "model"
             )
     return config
 
 
 def load_generation_config(model: str | Path) -> Any:
-    """How a directory or hub name says that it is sampled from, and ended; None where it does not.
+    """Load the generation config of a directory or hub name; None if there is none.
 
-    Raises UserError where the file is there but cannot be read.
+    Raises UserError if the file exists but cannot be read.
     """
     from transformers import GenerationConfig
 
@@ -67,14 +67,14 @@ def load_generation_config(model: str | Path) -> Any:
         return None
     try:
         return GenerationConfig.from_pretrained(str(model))
-    except Exception as error:  # what the library makes of a file that is none of its own
-        if not is_here and isinstance(error, OSError):  # a hub model without one
+    except Exception as error:  # any exception of the library for an invalid file
+        if not is_here and isinstance(error, OSError):  # a hub model without a generation config
             return None
         raise UserError(f"{GENERATION_FILE} of {model} cannot be read: {reason(error)}", "model") from error
 
 
 def _check_files(model: str) -> None:
-    """Raise UserError where a directory's settings, tokenizer or template have no end: libraries read them whole."""
+    """Raise UserError for endless or too large settings, tokenizer or template files, which libraries read whole."""
     for file in (file for suffix in ("json", "jinja", "txt", "model") for file in Path(model).glob(f"*.{suffix}")):
         try:
             check_readable(file)
@@ -83,19 +83,19 @@ def _check_files(model: str) -> None:
 
 
 def _check_token_ids(file: Path) -> None:
-    """Raise ValueError where a tokenizer has ids that no vocabulary reaches: the library makes a list as long."""
+    """Raise ValueError for a token id beyond MOST_TOKENS: the library would allocate a list of that length."""
     if not file.is_file():
         return
     content = json.loads(read_text(file))
     vocabulary = content["model"].get("vocab")
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
     ids += [token["id"] for token in content.get("added_tokens") or ()]
-    if wrong := [one for one in ids if not 0 <= one < MOST_TOKENS][:1]:
-        raise ValueError(f"{show(wrong[0])} is no token's id")
+    if wrong := [token_id for token_id in ids if not 0 <= token_id < MOST_TOKENS][:1]:
+        raise ValueError(f"{show(wrong[0])} is not a valid token id")
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a model, padding on the left, with a pad token."""
+    """Load the tokenizer of a model, with padding on the left and a pad token."""
     from transformers import AutoTokenizer
 
     _check_files(model)
@@ -103,7 +103,7 @@ def load_tokenizer(model: str) -> Any:
         _check_token_ids(Path(model) / TOKENIZER_FILE)
         tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", trust_remote_code=False)
         tokenizer("text")
-    except Exception as error:  # what the libraries make of files that are none of their own
+    except Exception as error:  # any exception of the libraries for invalid files
         raise UserError(f"{model} has no tokenizer that can be read: {reason(error)}", "model") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -111,21 +111,21 @@ def load_tokenizer(model: str) -> Any:
 
 
 def model_fingerprint(config: Any) -> str:
-    """A short name of an architecture, for trace files: family, layers, kv heads, head dim and a hash of the rest."""
+    """Return a short name of an architecture for trace files: family, layers, kv heads, head dim and a config hash."""
     layers, kv_heads, head_dim = cache_shape(config)
-    own = {
+    settings = {
         k: v
         for k, v in config.to_dict().items()
         if not k.startswith("_") and k not in ("transformers_version", "dtype")
     }
-    digest = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]
     return f"{config.model_type}-L{layers}-H{kv_heads}-D{head_dim}-{digest}"
 
 
 def load_model(directory: str | Path, dtype: str = "float32") -> Any:
-    """The model of a directory or hub name, with the scorers that it carries; its policy is `saved_policy(directory)`.
+    """Load the model of a directory or hub name, with its saved scorers; its policy is `saved_policy(directory)`.
 
-    Raises UserError where a file is missing or cannot be used.
+    Raises UserError if a file is missing or cannot be used.
     """
     from sparse_rl.attention.interface import adopt
 
@@ -137,9 +137,9 @@ def load_model(directory: str | Path, dtype: str = "float32") -> Any:
 
 
 def untrained_model(directory: str | Path, seed: int, dtype: str = "float32") -> Any:
-    """A model of the configuration of a directory or hub name, its weights drawn from `seed`.
+    """Create a model with the configuration of a directory or hub name, and random weights drawn from `seed`.
 
-    The weights are drawn in float32 on the CPU, and the global generator is left as it was.
+    The weights are drawn in float32 on the CPU, and the state of the global generator is not changed.
     """
     from transformers import AutoModelForCausalLM
 
@@ -153,10 +153,12 @@ def untrained_model(directory: str | Path, seed: int, dtype: str = "float32") ->
 
 
 def load_plain_model(directory: str | Path, dtype: str = "float32", key: str = "model") -> Any:
-    """The model of a directory as transformers loads it: without scorers, and under transformers' own attention.
+    """Load the model of a directory with transformers: without scorers, and with transformers' own attention.
 
-    dtype : torch's name of it; key : the recipe's key of the model, for errors. Raises UserError where its weights
-    cannot be read.
+    dtype : name of a torch dtype
+    key : recipe key that names the model, for errors
+
+    Raises UserError if the weights cannot be read.
     """
     from transformers import AutoModelForCausalLM
 
@@ -165,5 +167,5 @@ def load_plain_model(directory: str | Path, dtype: str = "float32", key: str = "
         return AutoModelForCausalLM.from_pretrained(
             directory, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
         )
-    except Exception as error:  # what the library makes of files that are none of its own
+    except Exception as error:  # any exception of the library for invalid files
         raise UserError(f"the weights of {directory} cannot be read: {reason(error)}", key) from error

@@ -1,6 +1,6 @@
-"""Whether a model's directory holds weights that can be loaded, before any are: what the headers of its files say.
+"""Checks from the file headers, before loading, that a model's directory holds weights that can be loaded.
 
-Weights are safetensors, and nothing else is read: a pickle (pytorch_model.bin, *.pt) may run code as it is opened.
+Only safetensors files are read, because a pickle (pytorch_model.bin, *.pt) may run code when it is opened.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ CONVERT = (
 
 
 def stored_shapes(model: str | Path, key: str = "model") -> dict[str, list[int]] | None:
-    """Name -> shape of each tensor that a directory's files hold; None for a hub name.
+    """Return the shape of each tensor in a directory's files, by name; None for a hub name.
 
-    Raises UserError: no weights, pickled ones, or a file that is not whole.
+    Raises UserError: no weights, pickled weights, or an incomplete file.
     """
     folder = Path(model)
     if not folder.is_dir():
         return None
     if (folder / ADAPTER).is_file():
-        raise UserError(f"{model} is an adapter ({ADAPTER}); merge it into its model, and name that", key)
+        raise UserError(
+            f"{model} is an adapter ({ADAPTER}); merge it into its base model, and name the merged model", key
+        )
     if not (folder / WEIGHTS).is_file() and not (folder / INDEX).is_file():
         pickled = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
         if pickled:
             convert = f'python -c "{CONVERT.format(str(model))}"'
-            wrong = f"{folder / pickled[0]} is a pickle, which may run code as it is read; weights are safetensors here"
+            wrong = f"{folder / pickled[0]} is a pickle, which may run code as it is read; use safetensors weights"
             raise UserError(f"{wrong}. If you trust it, convert it: {convert}", key)
         raise UserError(f"{model} has no weights: there is no {WEIGHTS}", key)
     file = folder / (WEIGHTS if (folder / WEIGHTS).is_file() else INDEX)
@@ -47,8 +49,8 @@ def stored_shapes(model: str | Path, key: str = "model") -> dict[str, list[int]]
             file = folder / name
             with safe_open(file, framework="pt") as opened:
                 shapes |= {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    except Exception as error:  # whatever the library says of a damaged file
-        raise UserError(f"{file} cannot be read ({reason(error)}); fetch or write it again", key) from error
+    except Exception as error:  # any exception of the library for a damaged file
+        raise UserError(f"{file} cannot be read ({reason(error)}); download or write it again", key) from error
     return shapes
 
 
@@ -60,37 +62,37 @@ def _shards(index: Path) -> list[str]:
 
 
 def meta_model(config: Any, model: str = "the model") -> Any:
-    """The model of a configuration without its memory. Raises UserError where there can be none."""
+    """Create the model of a configuration on the meta device. Raises UserError if the configuration is invalid."""
     import torch
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except Exception as error:  # what a constructor makes of values that its configuration class lets pass
+    except Exception as error:  # any exception of the constructor for values that the configuration class accepted
         raise UserError(f"{CONFIG_FILE} of {model} describes no model: {reason(error)}", "model") from error
 
 
 def check_weights(config: Any, model: str, key: str = "model") -> Any:
-    """The model of a configuration without its memory.
+    """Create the model of a configuration on the meta device.
 
-    Raises UserError where the directory's weights cannot be loaded, or are not those of its configuration.
+    Raises UserError if the directory's weights cannot be loaded, or do not match its configuration.
     """
     shapes = stored_shapes(model, key)
-    made = meta_model(config, model)
+    empty_model = meta_model(config, model)
     if shapes is None or getattr(config, "quantization_config", None) is not None:
-        return made
-    names: dict[int, list[str]] = {}  # of each parameter, tied ones together
+        return empty_model
+    names: dict[int, list[str]] = {}  # names of each parameter; tied parameters share one entry
     sizes: dict[int, list[int]] = {}
-    for name, weight in made.named_parameters(remove_duplicate=False):
+    for name, weight in empty_model.named_parameters(remove_duplicate=False):
         names.setdefault(id(weight), []).append(name)
         sizes[id(weight)] = list(weight.shape)
-    prefix = f"{made.base_model_prefix}."
-    for one, called in names.items():
-        stored = next((n for name in called for n in (name, name.removeprefix(prefix)) if n in shapes), None)
+    prefix = f"{empty_model.base_model_prefix}."
+    for weight_id, aliases in names.items():
+        stored = next((n for name in aliases for n in (name, name.removeprefix(prefix)) if n in shapes), None)
         if stored is None:
-            raise UserError(f"the weights of {model} lack {called[0]}, which its {CONFIG_FILE} asks for", key)
-        if shapes[stored] != sizes[one]:
-            wrong = f"{stored} is {shapes[stored]} in the weights of {model}, {sizes[one]} by its {CONFIG_FILE}"
-            raise UserError(f"{wrong}; one of them is of another model", key)
-    return made
+            raise UserError(f"the weights of {model} lack {aliases[0]}, which its {CONFIG_FILE} requires", key)
+        if shapes[stored] != sizes[weight_id]:
+            wrong = f"{stored} of {model} has shape {shapes[stored]}, but {sizes[weight_id]} by its {CONFIG_FILE}"
+            raise UserError(f"{wrong}; one of the files belongs to another model", key)
+    return empty_model

@@ -155,7 +155,7 @@ def test_an_id_that_no_vocabulary_reaches(place: str, damaged: Path) -> None:
     assert "2147483648 is not a valid token id" in str(refusal(damaged))
 
 
-def test_a_whole_model_is_taken(damaged: Path) -> None:
+def test_an_undamaged_model_is_accepted(damaged: Path) -> None:
     """The control; also in shards, and one that was saved without the head's prefix."""
     assert refusal(damaged) is None
     weights = load_file(damaged / WEIGHTS)
@@ -186,7 +186,7 @@ def test_a_broken_download_is_refused(damaged: Path, share: float) -> None:
     [
         ("num_key_value_heads", -1, "num_key_value_heads is -1 in config.json"),
         ("num_key_value_heads", 3, "3 kv heads do not divide 4 heads"),
-        ("num_key_value_heads", 4, "k_proj.weight is [64, 64] in the weights of"),
+        ("num_key_value_heads", 4, "has shape [64, 64], but [128, 64] by its config.json"),
         ("num_attention_heads", 0, "num_attention_heads is 0"),
         ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000"),
         ("num_hidden_layers", 3, "lack model.layers.2."),
@@ -204,8 +204,8 @@ def test_nonsense_in_the_configuration_does_not_pass(damaged: Path, name: str, v
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}', "\0"])
-def test_nonsense_in_what_ends_a_text_is_not_passed_over(damaged: Path, text: str) -> None:
-    """transformers takes a file that it cannot read for none: the model would not stop where it did."""
+def test_invalid_stop_token_settings_are_refused(damaged: Path, text: str) -> None:
+    """transformers ignores a generation_config.json that it cannot read: the model would miss its stop tokens."""
     (damaged / "generation_config.json").write_text(text)
     assert refusal(damaged)
     (damaged / "generation_config.json").unlink()
@@ -223,7 +223,7 @@ class Touch:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
-def test_a_pickle_is_not_read_and_the_line_converts_it(damaged: Path, tmp_path: Path, name: str) -> None:
+def test_a_pickle_is_refused_and_the_printed_command_converts_it(damaged: Path, tmp_path: Path, name: str) -> None:
     weights = load_file(damaged / WEIGHTS)
     (damaged / WEIGHTS).unlink()
     (damaged / name).write_bytes(pickle.dumps(Touch(tmp_path / "touched")))

@@ -31,7 +31,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def test_every_model_of_a_shipped_recipe_is_in_it() -> None:
+def test_models_of_shipped_recipes_are_in_the_table() -> None:
     named = {load_recipe(name).model for name in list_recipes()}
     assert {model for model in named if not model.startswith(("quickstart/", "retrieval/", "runs/"))} == set(SHAPES)
 
@@ -44,7 +44,7 @@ def test_parameters(model: str) -> None:
 
 
 @pytest.mark.parametrize("name", ON_A_HUB)
-def test_the_shipped_recipes_stay_within_what_their_models_read(name: str) -> None:
+def test_shipped_recipes_fit_the_windows_of_their_models(name: str) -> None:
     check_lengths(ON_A_HUB[name], load_shape(ON_A_HUB[name].model))
 
 
