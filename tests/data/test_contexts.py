@@ -65,8 +65,8 @@ def test_a_chat_is_cut_right_behind_its_context(kind: str, thinking: bool | None
     assert split_prompt(other, CONTEXT, tokenizer, thinking).rest != cut.rest
 
 
-def test_a_token_across_the_cut_is_none() -> None:
-    """`\\boxed{` is one token; cut in its midst it is other tokens, those of the text are the same."""
+def test_tokens_are_split_at_the_cut() -> None:
+    """`\\boxed{` is one token; a cut inside it gives other tokens, which decode to the same text."""
     tokenizer = tokenizer_with(TEMPLATE)
     chat = [{"role": "user", "content": "a\\boxed{1}"}]
     cut = split_prompt(chat, "a\\boxed", tokenizer)
@@ -145,7 +145,7 @@ def test_a_wrong_context_is_one_line(rows: list, columns: dict, message: str, tm
     assert "\n" not in str(caught.value)
 
 
-def test_a_column_of_that_name_is_no_context(tmp_path: Path) -> None:
-    """Only one that is named is: many a dataset has a column `context`."""
+def test_a_column_named_context_is_not_used_as_the_context(tmp_path: Path) -> None:
+    """A column is used only if the recipe names it: many datasets have a column `context`."""
     data = data_of(tmp_path, [{"prompt": "a", "context": "b"}], tokenizer_with())
     assert data[0] == {"prompt": "a", "context": "b"}

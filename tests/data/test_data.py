@@ -67,7 +67,7 @@ def refused(config, tokenizer=None, **options):
 # ---- what comes out ----------------------------------------------------------------------------------------
 
 
-def test_columns_are_mapped_and_the_others_untouched(file):
+def test_unmapped_columns_keep_their_values(file):
     data = load_data(config(file()))
     assert data.column_names == ["prompt", "answer", "level"]
     assert data["prompt"] == [row["problem"] for row in ROWS]
@@ -108,7 +108,7 @@ def test_limit_and_shuffle(file):
     assert load_data(config(path, split="train[2:4]"))["prompt"][:] == everything[2:4]
 
 
-def test_a_template_leaves_other_braces_alone(file):
+def test_a_template_keeps_other_braces(file):
     data = load_data(config(file(), prompt_template=r"{prompt} Put it in \boxed{}. {x}", limit=1))
     assert data["prompt"] == [r"a0 Put it in \boxed{}. {x}"]
 
@@ -207,7 +207,7 @@ def test_synthetic_rows(tokenizer):
 # ---- mistakes ----------------------------------------------------------------------------------------------
 
 
-def test_mistakes_name_the_key_and_what_there_is(file, tmp_path, tokenizer):
+def test_errors_name_the_key_and_the_valid_choices(file, tmp_path, tokenizer):
     path = file()
     assert refused(config("nowhere.jsonl")) == "data.path: no such file: nowhere.jsonl"
     assert refused(config("nowhere.jsonl"), where="tasks.a").startswith("tasks.a.path: no such file")

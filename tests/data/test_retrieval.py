@@ -26,7 +26,7 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("task", TASKS, ids=str)
-def test_every_answer_is_what_the_document_says(task):
+def test_every_answer_is_stated_in_the_document(task):
     for row in rows("train", 5, 1, True, task):
         document, first = row["prompt"].split(" asked: ")
         counts = Counter(word for word in document.split() if "=" in word)
@@ -79,7 +79,7 @@ def test_rows_are_reproducible():
 # ---- what a recipe may say -----------------------------------------------------------------------------------
 
 
-def test_a_recipe_names_it(tokenizer):
+def test_a_recipe_can_load_the_task(tokenizer):
     made = SyntheticConfig(task="retrieval", size=3, split="evaluation", facts=4, restated=2, filler=1)
     assert load_data(DataConfig(synthetic=made), tokenizer).to_list() == rows(
         "evaluation", 3, 0, task=Retrieval(4, 2, 1)
@@ -108,8 +108,8 @@ def test_refusals_of_the_task():
         rows("test", 1, 0)
 
 
-def test_what_is_made_for_the_other_task_is_not_offered():
-    """Neither its grader, nor its evaluation as what to do next."""
+def test_features_of_running_sum_are_refused():
+    """The grader is refused, and the evaluation is not proposed as the next command."""
     with pytest.raises(UserError, match="stop_at_accuracy: can only grade answers to the task running_sum; remove it"):
         load_recipe("retrieval/short", ["stop_at_accuracy=0.9"])
     commands = {name: what_next(load_recipe(name)) for name in ("retrieval/sft", "quickstart/sft")}

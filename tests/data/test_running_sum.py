@@ -49,7 +49,7 @@ def test_examples(prompt, response, tokenizer):
 
 
 @pytest.mark.parametrize("task", TASKS, ids=str)
-def test_every_response_is_right_for_its_own_answer_only(task):
+def test_a_response_is_graded_correct_only_for_its_problems_answer(task):
     rng = random.Random(1)
     for _ in range(50):
         problem = task.problem(rng)
@@ -172,7 +172,7 @@ def test_trl_trains_on_exactly_one_end_token(tmp_path):
     assert ((batch["labels"] == 1).sum(-1) == 1).all() and (batch["labels"][:, :18] == -100).all()
 
 
-def test_models_come_from_their_seed_alone():
+def test_models_depend_only_on_their_seed():
     before = torch.get_rng_state()
     first, again, other = build_model(0), build_model(0), build_model(1)
     assert torch.equal(torch.get_rng_state(), before)

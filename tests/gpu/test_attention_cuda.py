@@ -117,7 +117,7 @@ def test_the_target_is_taken_by_flex_and_of_one_graph() -> None:
 
 
 @KERNELS
-def test_what_is_compiled_ahead_is_what_a_step_uses(kernel: str) -> None:
+def test_a_step_uses_the_kernels_compiled_ahead(kernel: str) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     shape = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 64}

@@ -25,7 +25,7 @@ def entries(rows: int, heads: int, width: int, dim: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 80, 128])
-def test_the_check_finds_it_right(dtype: torch.dtype, dim: int) -> None:
+def test_the_triton_kernel_passes_the_check(dtype: torch.dtype, dim: int) -> None:
     assert redundancy_choice(dtype, dim).kernel == "triton", redundancy_choice(dtype, dim)
 
 
@@ -54,7 +54,7 @@ def test_neither_the_batch_nor_the_slots_show() -> None:
         assert torch.equal(mean_similarity(*alone, "triton")[0], together[row][:, slots])
 
 
-def test_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_triton_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     given = entries(2, 2, 100, 64)
     assert redundancy_choice(torch.bfloat16, 64).kernel == "triton"
     monkeypatch.setattr(redundancy, "total_similarity", None)

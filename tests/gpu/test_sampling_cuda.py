@@ -42,7 +42,7 @@ def test_equals_the_reference(setting: dict, rows: int, coarse: bool) -> None:
     assert all(map(torch.equal, ours, sample_reference(logits, sampling, uniform)))
 
 
-def test_top_p_after_top_k_differs_by_rounding_alone() -> None:
+def test_top_p_after_top_k_differs_only_by_rounding() -> None:
     """A GPU adds up 20 numbers in another order than 151,936 of which 20 are not zero."""
     logits = 3 * torch.randn(64, 151_936, generator=torch.Generator().manual_seed(0)).cuda()
     sampling, uniform = SamplingConfig(1, top_k=20, top_p=0.95), torch.rand(64, dtype=torch.float64).cuda()

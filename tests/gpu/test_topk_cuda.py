@@ -29,7 +29,7 @@ def test_equals_the_heap(length: int, window: int, k: int, ties: bool, kernel: s
             assert torch.equal(getattr(ours, name).cpu(), getattr(right, name)), name
 
 
-def test_the_check_finds_it_right() -> None:
+def test_the_triton_kernel_is_chosen_or_slower() -> None:
     """The finding says if it is the faster one."""
     topk = topk_choice()
     print(topk)

@@ -179,7 +179,7 @@ def test_decisions_are_those_of_the_reference_engine(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernels", ["Flash", "Triton"])
-def test_behind_a_compacted_context_it_is_as_near_as_behind_a_whole_one(
+def test_a_compacted_context_does_not_widen_the_gap_to_hf(
     kernels: str, dtype: str, open_engine: Callable, policy_of: Callable, folder: Path, prompts: list,
     record_property: Callable,
 ) -> None:  # fmt: skip

@@ -54,13 +54,13 @@ print("compared", compared)
 """
 
 
-def test_interpreted_it_equals_the_reference() -> None:
+def test_the_interpreted_kernel_equals_the_reference() -> None:
     """To the last bit, where no cosine is rounded."""
     assert "compared 6" in run(INTERPRETED, TRITON_INTERPRET="1")
 
 
-def test_compiled_it_spills_nothing(tmp_path: Path) -> None:
-    """And two programs or more have room on a multiprocessor."""
+def test_the_compiled_kernel_spills_no_registers(tmp_path: Path) -> None:
+    """At least two programs also fit on one multiprocessor."""
     report = used("redundancy_triton", "kernels.compiled(target, 128)", tmp_path)
     assert len(report) == 4
     for item in report:
@@ -122,7 +122,7 @@ def raises(keys: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -
     ],
 )
 @pytest.mark.parametrize("dim", [16, 80])
-def test_what_is_right_is_taken(form: Callable, kernel: str, finding: str, dim: int) -> None:
+def test_a_correct_kernel_is_chosen(form: Callable, kernel: str, finding: str, dim: int) -> None:
     choice = check_redundancy(lambda: form, torch.bfloat16, dim, "cpu")
     assert choice.kernel == kernel and finding in choice.finding and "\n" not in str(choice)
 

@@ -91,8 +91,8 @@ def test_ties_go_to_the_earlier_token_and_decay_breaks_them() -> None:
     assert later.evict_at[0, 0, 1:7].tolist() == [6, 7, 8, 9, 10, 11]  # the oldest goes
 
 
-def test_what_is_behind_the_window_of_a_row_does_not_count() -> None:
-    """A row beside longer ones, with anything behind its end, is what it is alone."""
+def test_values_behind_the_end_of_a_row_are_ignored() -> None:
+    """A padded row gives the same result as the row without padding, whatever the padding holds."""
     scores = torch.randn(2, 2, 50, generator=torch.Generator().manual_seed(1))
     lengths = torch.tensor([50, 31])
     padded = scores.clone()
@@ -104,7 +104,7 @@ def test_what_is_behind_the_window_of_a_row_does_not_count() -> None:
         assert torch.equal(whole, getattr(alone, field.name)[0])
 
 
-def test_what_cannot_be() -> None:
+def test_invalid_arguments_are_refused() -> None:
     scores = torch.zeros(1, 1, 9)
     for name in ("window", "k", "decay_every"):
         with pytest.raises(ValueError, match=f"running_topk: {name} must be at least 1, got 0"):
@@ -116,7 +116,7 @@ def test_what_cannot_be() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["ties", "window", "cutoff"])
-def test_what_is_wrong_shows(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_top_k_differs_from_the_reference(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case: dict[str, Any] = {"scores": torch.zeros(1, 2, 40).index_fill_(-1, torch.arange(0, 40, 3), 1.0), "sinks": 2}
     expected = running_topk_reference(**case, window=3, k=5)
     assert same(running_topk(**case, window=3, k=5), expected)

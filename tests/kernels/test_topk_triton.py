@@ -41,11 +41,11 @@ print("compared", compared)
 """
 
 
-def test_interpreted_it_equals_the_heap() -> None:
+def test_the_interpreted_kernel_equals_the_heap() -> None:
     assert "compared 10" in run(INTERPRETED, TRITON_INTERPRET="1")
 
 
-def test_compiled_it_spills_nothing(tmp_path: Path) -> None:
+def test_the_compiled_kernel_spills_no_registers(tmp_path: Path) -> None:
     report = used("topk_triton", "[kernels.compiled(target)]", tmp_path)
     assert len(report) == 2
     assert all(0 < item["REG"] <= 255 and item["LOCAL"] == item["STACK"] == 0 for item in report)
@@ -77,7 +77,9 @@ def one_off(ranks: torch.Tensor, k: int) -> torch.Tensor:
         (absent, [0.001, 0.002], "torch", "ImportError: No module named 'triton'"),
     ],
 )
-def test_it_is_taken_where_it_is_right_and_faster(load: Callable, seconds: list, kernel: str, finding: str) -> None:
+def test_the_kernel_is_chosen_if_it_is_exact_and_faster(
+    load: Callable, seconds: list, kernel: str, finding: str
+) -> None:
     choice = check_topk(load, lambda work: seconds.pop(0), "cpu")
     assert choice.kernel == kernel
     assert finding in choice.finding and "\n" not in str(choice)

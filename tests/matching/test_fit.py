@@ -100,9 +100,7 @@ def test_pursuit_chooses_and_weighs_as_the_papers_does(gram: bool, tally: Callab
 
 @pytest.mark.parametrize("gram", [False, True])
 @pytest.mark.parametrize(("count", "asked"), [(8, 10), (10, 12), (11, 12)])
-def test_an_entry_that_is_worth_nothing_gives_its_place_to_another(
-    count: int, asked: int, gram: bool, tally: Callable
-) -> None:
+def test_pruned_entries_are_replaced_by_other_entries(count: int, asked: int, gram: bool, tally: Callable) -> None:
     """Entries with log w < -7 are discarded, and the pursuit goes on from the others until all pass, as the plain
     reference does it (C.2). With 11 of 12 entries chosen, some rows cannot spare all of theirs.
     """
@@ -135,7 +133,7 @@ def test_pruning_goes_on_until_all_pass() -> None:
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_rows_and_heads_are_fitted_each_on_its_own(name: str) -> None:
+def test_rows_and_heads_are_fitted_independently(name: str) -> None:
     """Batched as alone; entries that do not compete, whatever they hold, change nothing and never stay."""
     block = block_of()
     index, bias, values = match(block, 20, FITS[name])
@@ -161,8 +159,8 @@ def test_rows_and_heads_are_fitted_each_on_its_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_what_stays_says_nearly_what_all_said(name: str) -> None:
-    """The output and the mass under new biases and values; without either they are further off."""
+def test_fitted_entries_approximate_the_output_of_all_entries(name: str) -> None:
+    """Output and mass are close under the fitted biases and values, and further off without either."""
     block = block_of()
     index, bias, values = match(block, 20, FITS[name])
     logits = block.logits()
@@ -293,7 +291,7 @@ def test_equal_keys_and_few_queries_are_no_trouble(name: str, asked: int) -> Non
 
 
 @pytest.mark.parametrize("which", ["keys", "values", "queries"])
-def test_what_is_not_finite_is_an_error(which: str) -> None:
+def test_inputs_that_are_not_finite_are_an_error(which: str) -> None:
     block = block_of()
     broken = getattr(block, which).clone()
     broken[0, 1, 3, 2] = float("nan")
@@ -302,7 +300,7 @@ def test_what_is_not_finite_is_an_error(which: str) -> None:
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_the_papers_own_solvers_are_those_of_its_appendix(name: str) -> None:
+def test_the_papers_solvers_follow_its_appendix(name: str) -> None:
     """C.2. Keys of most attention: a least squares in the box of 3, and two projected steps. Pursued keys: no step, and
     w <= e^7, so that biases leave the box of 3 where the least squares does.
     """

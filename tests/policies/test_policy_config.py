@@ -92,8 +92,8 @@ SCORER_OPTIONS = {
 
 
 @pytest.mark.parametrize("name", SCORERS)
-def test_a_directory_says_all_options_of_a_scorer(name: str, tmp_path: Path) -> None:
-    """Usual ones too: a default that changes later does not change what a directory means."""
+def test_a_model_directory_stores_all_scorer_options(name: str, tmp_path: Path) -> None:
+    """Defaults are stored too, so that a later change of a default does not change a saved model."""
     options = SCORER_OPTIONS[name]
     config = SCORER_CONFIGS[name]
     assert set(options) == set(yaml_fields(config))

@@ -102,7 +102,7 @@ def test_the_corners_of_the_parameters(name: str, changed: dict[str, Any], perio
 
 
 @pytest.mark.parametrize("name", EVICTING)
-def test_the_defaults_are_the_methods_own(name: str, check: Callable) -> None:
+def test_the_defaults_are_those_of_the_method(name: str, check: Callable) -> None:
     """Only the budget is given: what the reference takes as the method's default is the policy's default."""
     defaults = {field.name: field.default for field in dataclasses.fields(CONFIGS[name])}
     fixed = sum(size for key in ("sinks", "window") if isinstance(size := defaults.get(key), int))

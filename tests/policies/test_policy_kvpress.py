@@ -116,7 +116,7 @@ def ratio(budget: int) -> float:
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize(("budget", "sinks"), [(12, 4), (20, 0), (17, 1)])
-def test_streaming_keeps_what_streaming_llm_press_keeps(kvpress: Any, family: str, budget: int, sinks: int) -> None:
+def test_streaming_keeps_the_entries_of_streaming_llm_press(kvpress: Any, family: str, budget: int, sinks: int) -> None:
     press = kvpress.StreamingLLMPress(ratio(budget), n_sink=sinks)
     model = tiny_model(family)
     assert_same_entries(model, press, make_policy("streaming", budget=budget, sinks=sinks))
@@ -126,7 +126,7 @@ def test_streaming_keeps_what_streaming_llm_press_keeps(kvpress: Any, family: st
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("budget", [8, 21])
-def test_tova_keeps_what_tova_press_keeps(kvpress: Any, family: str, budget: int) -> None:
+def test_tova_keeps_the_entries_of_tova_press(kvpress: Any, family: str, budget: int) -> None:
     press, model = kvpress.TOVAPress(ratio(budget)), tiny_model(family)
     assert_same_entries(model, press, make_policy("tova", budget=budget, window=1))
     with pytest.raises(AssertionError, match="layer 0"):  # control
@@ -135,7 +135,7 @@ def test_tova_keeps_what_tova_press_keeps(kvpress: Any, family: str, budget: int
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize(("name", "off"), [("morphkv", {}), ("snapkv", {"pooling": 1}), ("cake", {"gamma": 0})])
-def test_the_local_score_keeps_what_snapkv_press_keeps(
+def test_the_local_score_keeps_the_entries_of_snapkv_press(
     kvpress: Any, family: str, name: str, off: dict[str, int]
 ) -> None:
     press, model = kvpress.SnapKVPress(ratio(14), window_size=5, kernel_size=1), tiny_model(family, kv_heads=4)

@@ -81,7 +81,7 @@ def test_compactions_and_entries_held_follow_the_rule(name: str, period: int) ->
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("period", [1, 8])
 @pytest.mark.parametrize("name", SAMPLED)
-def test_the_cache_holds_what_the_policy_says(name: str, period: int, sinks: int) -> None:
+def test_the_cache_follows_the_policys_schedule(name: str, period: int, sinks: int) -> None:
     """After every forward: entries as the schedule says, in order of position, each with its own key and value."""
     policy = make_policy(name, **small(name, period=period, sinks=sinks))
     prompts, totals = lengths_around(12, period)
@@ -183,7 +183,7 @@ def test_a_trace_does_not_depend_on_the_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVICTING)
-def test_several_layers_in_one_call_keep_what_each_keeps_alone(name: str) -> None:
+def test_layers_stacked_in_one_call_equal_separate_calls(name: str) -> None:
     """Layers may be stacked along R."""
     policy = make_policy(name, **small(name, period=3))
     shown: list[Entries] = []
@@ -343,10 +343,8 @@ def test_any_floats_rank_as_they_compare(scores: list[float]) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", EVICTING)
-def test_a_policy_does_not_mind_the_order_of_its_entries(
-    name: str, tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the vLLM engine shows them. Control: what goes by position minds, where it takes the entries as they lie."""
+def test_results_do_not_depend_on_the_order_of_entries(name: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vLLM engine passes entries unordered. Control: policies that assume ordered entries give other results."""
     compactions = 0
 
     def shuffled(self: Policy, layer: int, entries: Entries) -> Kept:
@@ -395,7 +393,7 @@ def looks_at(name: str) -> set[str]:
     return queries | {*policy.score_reads, *(policy.observe_reads if policy.every_query else ())}
 
 
-def test_what_policies_look_at() -> None:
+def test_policies_declare_their_inputs() -> None:
     assert not looks_at("streaming") and looks_at("h2o") == looks_at("gkv") == {"queries", "keys"}
 
 
@@ -419,8 +417,8 @@ def test_a_nan_key_is_an_error_while_decoding(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVICTING)
-def test_what_stands_in_padding_may_be_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vLLM engine writes what a sequence remembers of its padding into a block that others are padded with."""
+def test_padding_may_hold_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vLLM engine writes a sequence's state for padding into a block that also pads other sequences."""
     policy = make_policy(name, **small(name, period=3, sinks=1))
     batch = ragged_batch(3, [5, 17, 30], [40, 40, 44])
     plain = feed(policy, batch)
@@ -473,7 +471,7 @@ def test_streaming_keeps_the_first_and_the_last() -> None:
             assert seen == ([*range(3), *range(q - 9, q + 1)] if q >= 13 else list(range(q + 1)))
 
 
-def test_h2o_protects_half_of_the_budget_unless_told_otherwise() -> None:
+def test_h2o_protects_half_of_the_budget_by_default() -> None:
     assert make_policy("h2o", budget=13).config.window == 6
     assert make_policy("h2o", budget=13, window=0).config.window == 0
 
@@ -585,7 +583,7 @@ def test_names_and_mappings() -> None:
         ("cake", {"budget": 64, "gamma": True}, r"cake: gamma: expected a number >= 0, got true"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(name: str, parameters: dict[str, Any], says: str) -> None:
+def test_invalid_parameters_give_a_one_line_error(name: str, parameters: dict[str, Any], says: str) -> None:
     for arguments, keywords in (((name,), parameters), (({"policy": name, **parameters},), {})):
         with pytest.raises(ValueError, match=says) as caught:
             make_policy(*arguments, **keywords)

@@ -36,7 +36,7 @@ def counted(schedule: Schedule, prompt: int, fed: int) -> list[tuple[int, int, b
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_a_schedule_is_what_counting_gives(schedule: Schedule) -> None:
+def test_a_schedule_equals_counting_step_by_step(schedule: Schedule) -> None:
     for prompt in PROMPTS:
         rows = counted(schedule, prompt, FED)
         due = schedule.next_due(prompt, 0)
@@ -59,7 +59,7 @@ def test_a_schedule_is_what_counting_gives(schedule: Schedule) -> None:
             assert schedule.most_held(prompt, 10**6) == max(prompt, schedule.peak)
 
 
-def test_what_evicts_before_a_query_attends_holds_its_budget() -> None:
+def test_evicting_before_attending_never_exceeds_the_budget() -> None:
     schedule = EvictsBeforeAttending(9)
     for prompt in PROMPTS:
         held, due = 0, schedule.next_due(prompt, 0)
@@ -83,7 +83,7 @@ def test_tensors_are_counted_as_ints_are(schedule: Schedule, name: str) -> None:
     assert torch.equal(torch.as_tensor(count(prompt, seen)).long().expand_as(wanted), wanted)
 
 
-def test_what_evicts_and_what_grows() -> None:
+def test_schedules_report_eviction_and_peak() -> None:
     assert Schedule(8).evicts and not NeverEvicts().evicts
     assert Schedule(8, 3).peak == 11 and NeverEvicts().peak is None and GrowingSchedule(8).peak is None
 

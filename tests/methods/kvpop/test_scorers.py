@@ -116,7 +116,7 @@ def test_padding_leaves_no_trace_in_the_memory(options: dict) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", MLSTMS, ids=str)
-def test_a_score_is_what_the_equations_say(options: dict) -> None:
+def test_a_score_follows_the_equations(options: dict) -> None:
     """Token by token over all before it, in float64 and without a state. Without `norm` no norm is in it."""
     model, length, window = scorer(name="mlstm", **options), 24, 5
     x = torch.cat(tokens(length), dim=-1).double()
@@ -165,7 +165,7 @@ def test_the_softcap_bounds_the_gates() -> None:
 
 
 @pytest.mark.parametrize("softcap", [15.0, None])
-def test_gates_of_any_size_keep_it_finite(softcap: float | None) -> None:
+def test_scores_are_finite_for_gates_of_any_size(softcap: float | None) -> None:
     """A memory that forgets all at once, or nothing over 3,000 tokens; inputs from e^-15 to e^15, or of any size."""
     model = scorer(name="mlstm", softcap=softcap)
     model.gates.data *= 50
@@ -194,7 +194,7 @@ def test_a_score_depends_on_no_token_after_its_use(name: str) -> None:
             assert between > 1e-4 if delayed else between <= 1e-6
 
 
-def test_the_delayed_readout_is_another_than_the_immediate() -> None:
+def test_the_delayed_readout_differs_from_the_immediate() -> None:
     key, value = tokens(40)
     delayed, immediate = scorer(name="mlstm"), scorer(name="mlstm", readout="immediate")
     assert all(torch.equal(a, b) for a, b in zip(delayed.parameters(), immediate.parameters(), strict=True))
@@ -203,7 +203,7 @@ def test_the_delayed_readout_is_another_than_the_immediate() -> None:
 
 
 @pytest.mark.parametrize("name", SCORERS)
-def test_untrained_it_keeps_the_most_recent(name: str) -> None:
+def test_untrained_scorers_keep_the_most_recent_entries(name: str) -> None:
     model, window, k, sinks = make_scorer({"name": name}, heads=H, dim=D), 4, 6, 2
     scores, log_decay = model(*tokens(50), window)
     topk = running_topk(scores, sinks, window=window, k=k, log_decay=log_decay)
@@ -267,13 +267,13 @@ def test_half_precision_inputs_are_scored_in_float32() -> None:
         ({"name": "mlstm", "chunk": True}, "chunk: expected a whole number >= 1, got true"),
     ],
 )
-def test_what_is_refused(scorer: Any, said: str) -> None:
+def test_invalid_scorers_are_refused(scorer: Any, said: str) -> None:
     with pytest.raises(ValueError) as error:
         make_policy("kvpop", budget=40, window=8, scorer=scorer)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_policy_knows_its_counts_and_draws_nothing() -> None:
+def test_building_the_policy_uses_no_random_numbers() -> None:
     state = torch.random.get_rng_state()
     policy: Any = make_policy("kvpop", budget=2276, scorer={"name": "mlstm", "value": "full"})
     assert policy.config.k == 2016 and policy.schedule.peak == 2276 and policy.schedule.before_attending

@@ -71,7 +71,7 @@ def test_replay_is_exact(name: str, mix: str, sampled: Callable, tally: Callable
 
 
 @pytest.mark.parametrize("cache", [block("weighed"), {**PAGES, "compressor": "attention"}], ids=str)
-def test_what_is_simulated_is_what_would_have_been_sampled(cache: dict, sampled: Callable) -> None:
+def test_simulation_equals_sampling(cache: dict, sampled: Callable) -> None:
     model, rollouts = sampled("quickstart", cache)
     engine = make_engine("hf", model=model, policy=cache)
     simulated = engine.simulate([r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts])
@@ -142,8 +142,8 @@ def test_one_part_is_its_policy(cache: dict, sampled: Callable) -> None:
             assert torch.equal(ours.trace.sections[section], values)
 
 
-def test_parts_hold_and_record_what_is_theirs(sampled: Callable, prompts_of: Callable) -> None:
-    """Layer 0 under the first part is what it is under its policy alone: nothing below it differs."""
+def test_each_part_records_as_its_policy_does_alone(sampled: Callable, prompts_of: Callable) -> None:
+    """Layer 0 of the first part equals a run under that part's policy, since no layer below it differs."""
     model, rollouts = sampled("stories260K", block("as in the paper"))
     _, lined = sampled("stories260K", LINED)
     for ours, theirs in zip(rollouts, lined, strict=True):
@@ -195,13 +195,13 @@ def test_layers_are_cut_in_proportion(shares: list[int], layers: int, expected: 
     assert spans(shares, layers) == expected
 
 
-def test_how_layers_are_cut_is_told_where_it_is_not_as_written() -> None:
+def test_a_remark_gives_the_layers_if_they_differ_from_the_recipe() -> None:
     config = make_policy("layered").config
     assert config.remark(2, 36) is None
     assert config.remark(2, 5) == "the model's 5 layers are: 1 lined, 3 clustered, 1 lined"
 
 
-def test_by_default_it_is_the_papers() -> None:
+def test_the_defaults_are_those_of_the_paper() -> None:
     assert make_policy("layered").config.ranges == mixed()
     assert [part.cache.name for part in mixed()] == ["lined", "clustered", "lined"]
     policy = make_policy("layered")
@@ -236,13 +236,13 @@ def test_counts_are_means_over_layers() -> None:
     ],
     ids=str,
 )
-def test_wrong_parts_are_told(parts: list, says: str) -> None:
+def test_wrong_parts_are_refused(parts: list, says: str) -> None:
     with pytest.raises(UserError, match=says) as caught:
         make_policy({"policy": "layered", "parts": [{"layers": n, "cache": cache} for n, cache in parts]})
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_for_evaluation_is_refused_in_training() -> None:
+def test_settings_for_evaluation_are_refused_in_training() -> None:
     cache = {"policy": "layered", "parts": [{"layers": 1, "cache": "full"}, {"layers": 1, "cache": PAGES}]}
     assert load_recipe("quickstart/grpo", [f"cache={json.dumps(cache)}"]).caches()[0].name == "layered"
     cache["parts"][1]["cache"] = {**PAGES, "threshold": 0.1}
@@ -251,7 +251,7 @@ def test_what_is_for_evaluation_is_refused_in_training() -> None:
     assert caught.value.key == "cache.parts[1].cache.threshold"
 
 
-def test_no_other_engine_samples_under_it() -> None:
+def test_vllm_refuses_the_policy() -> None:
     with pytest.raises(UserError, match="hf"):
         make_engine("vllm", model="nowhere", policy="layered")
 

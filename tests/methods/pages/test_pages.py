@@ -131,7 +131,7 @@ def naive(
 
 
 @pytest.mark.parametrize("changed", [*CHANGES, *FOR_EVALUATION], ids=str)
-def test_the_sampler_and_the_trainer_do_what_the_equations_say(changed: dict, tally: Callable) -> None:
+def test_sampler_and_trainer_follow_the_equations(changed: dict, tally: Callable) -> None:
     policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(0)
     prompts, totals, heads, group, dim = [3, 17, 30], [40, 36, 45], 2, 2, 8
     q, k, v = (
@@ -191,8 +191,8 @@ def test_of_equal_pages_the_earlier_is_opened() -> None:
 
 
 @pytest.mark.parametrize("changed", [*CHANGES, {"fraction": 0.5}, {"fraction": 0.3, "open_pages": 4}], ids=str)
-def test_what_is_read_is_counted(changed: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the logits of a step's attention that are not masked."""
+def test_entries_read_equal_the_unmasked_logits(changed: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the unmasked logits in the attention of each step."""
     policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(0)
     read: list[int] = []
 
@@ -302,7 +302,7 @@ def test_controls(name: str, sampled: Callable) -> None:
         assert gap(replay_logprobs(model, closing_late(rollouts)), rollouts) >= 1e-2
 
 
-def test_a_choice_that_rounding_changes_is_replayed_all_the_same(
+def test_choices_that_rounding_would_change_are_replayed(
     model_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Noise of 1e-3 on the logits that choose, as of half precision: other pages, the same gap."""
@@ -347,7 +347,7 @@ def test_a_sequence_does_not_depend_on_its_batch(sampled: Callable, prompts_of: 
 
 
 @pytest.mark.parametrize("side", ["left", "both"])
-def test_padding_changes_nothing(side: str, sampled: Callable) -> None:
+def test_replay_does_not_depend_on_padding(side: str, sampled: Callable) -> None:
     model, rollouts = sampled("qwen3")
     width = max(len(r.trace) for r in rollouts) + 3
     for r in rollouts:
@@ -438,7 +438,7 @@ def test_the_gathered_path_is_the_masked_one(chunk: int, sampled: Callable, monk
 # ---- the record -----------------------------------------------------------------------------------------------------
 
 
-def test_the_record_is_kept_and_refused_where_it_cannot_be_replayed(sampled: Callable, tmp_path) -> None:
+def test_records_round_trip_and_other_views_refuse_them(sampled: Callable, tmp_path) -> None:
     _, rollouts = sampled("qwen3")
     traces = [r.trace for r in rollouts]
     save_traces(tmp_path / "t.safetensors", traces)
@@ -464,7 +464,7 @@ def test_the_record_is_kept_and_refused_where_it_cannot_be_replayed(sampled: Cal
         batch_traces([trace, other[3].trace], [0, 0], 300)
 
 
-def test_weights_are_there_where_they_are_needed_and_there_alone(sampled: Callable) -> None:
+def test_only_the_attention_compressor_records_weights(sampled: Callable) -> None:
     _, plain = sampled("qwen3")
     _, weighed = sampled("qwen3", compressor="attention")
     plain, weighed = plain[3].trace, weighed[3].trace
@@ -480,7 +480,7 @@ def test_weights_are_there_where_they_are_needed_and_there_alone(sampled: Callab
 
 
 @pytest.mark.parametrize("name", ["quickstart", "stories260K"])
-def test_the_recorded_weights_are_what_is_replayed(name: str, sampled: Callable) -> None:
+def test_replay_uses_the_recorded_weights(name: str, sampled: Callable) -> None:
     model, rollouts = sampled(name, compressor="attention")
 
     def heads_swapped(trace: EvictionTrace) -> EvictionTrace:
@@ -492,7 +492,7 @@ def test_the_recorded_weights_are_what_is_replayed(name: str, sampled: Callable)
         assert gap(replay_logprobs(model, wrong), rollouts) > 1e-2
 
 
-def test_each_layer_has_random_summaries_of_its_own(sampled: Callable) -> None:
+def test_random_summaries_differ_between_layers(sampled: Callable) -> None:
     pi = sampled("quickstart", compressor="random")[1][-1].trace.further["pi"]
     assert not torch.equal(pi[0], pi[1])
 
@@ -512,7 +512,7 @@ def test_equation_3_is_sampled_and_not_replayed(sampled: Callable) -> None:
     ],
     ids=str,
 )
-def test_wrong_settings_are_told(changed: dict, says: str) -> None:
+def test_wrong_settings_are_refused(changed: dict, says: str) -> None:
     with pytest.raises(UserError, match=says):
         make_policy({**CACHE, **changed})
 
@@ -522,7 +522,7 @@ def test_a_fraction_is_rounded_up() -> None:
     assert [policy.most_opened(closed) for closed in (0, 1, 14, 15, 100, 101, 2000)] == [0, 1, 1, 2, 7, 8, 90]
 
 
-def test_rules_open_16_pages_at_most_unless_told_otherwise() -> None:
+def test_rules_open_at_most_16_pages_by_default() -> None:
     of = {"policy": "clustered"}
     assert make_policy(of).config.open_pages == 3
     assert make_policy({**of, "threshold": 0.05}).config.open_pages == 16
@@ -530,7 +530,7 @@ def test_rules_open_16_pages_at_most_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("threshold", 0.1), ("fraction", 0.1), ("softmax", "nested")])
-def test_no_training_runs_under_what_is_for_evaluation(key: str, value: object) -> None:
+def test_settings_for_evaluation_are_refused_in_training(key: str, value: object) -> None:
     with pytest.raises(UserError) as caught:
         load_recipe("quickstart/grpo", [f"cache={json.dumps({**CACHE, key: value})}"])
     assert caught.value.key == f"cache.{key}" and "\n" not in str(caught.value)
@@ -556,6 +556,6 @@ def test_more_pages_than_the_record_can_name_are_refused(model_of: Callable, mon
         engine.generate([[1, 2, 3]], SAMPLING)
 
 
-def test_no_other_engine_samples_under_it(model_of: Callable) -> None:
+def test_vllm_refuses_the_policy(model_of: Callable) -> None:
     with pytest.raises(UserError, match="hf"):
         make_engine("vllm", model="nowhere", policy=CACHE)
