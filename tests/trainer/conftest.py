@@ -1,8 +1,8 @@
-"""A short GRPO run of the real trainer on a tiny random model and its metrics: `grpo(...)`.
+"""Fixtures that run the real GRPO trainer for a few steps on a tiny random model: `grpo(...)`, `metrics_of(...)`.
 
 The model reads the running-sum tokenizer (one token per character). Its weights are large enough for attention to
-matter (initializer_range 0.2), so that what is evicted changes what is sampled, and it stops at any of four tokens, so
-that about half of the completions are truncated.
+matter (initializer_range 0.2), so that evictions change the sampled tokens. It stops at any of four tokens, so that
+about half of the completions are truncated.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ def tiny(new_model: Callable, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 @pytest.fixture
 def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
-    """grpo(**settings) -> a SparseGRPOTrainer that is not trained yet, with `output_dir` tmp_path / name.
+    """grpo(**settings) -> an untrained SparseGRPOTrainer, with `output_dir` tmp_path / name.
 
-    family, model, reward, count, held_out, peft_config, trainer_class and callbacks are taken out of the settings, and
-    what the engine is made with: policy, own_weights (a directory) of own_dtype, sleep; the rest overrides SETTINGS.
+    Not passed to the trainer's configuration: family, model, reward, count, held_out, peft_config, trainer_class,
+    callbacks, and the engine's settings policy, own_weights (a directory), own_dtype and sleep. All other settings
+    override SETTINGS.
     """
     from rollout import make_engine
     from sparse_rl.models.load import load_tokenizer
@@ -101,5 +102,5 @@ def grpo(tiny: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.fixture
 def metrics_of(grpo: Callable[..., Any]) -> Callable[..., list[dict[str, Any]]]:
-    """metrics_of(**settings) -> the lines of metrics.jsonl that belong to a step, after training."""
+    """metrics_of(**settings) -> train, then return the lines of metrics.jsonl that belong to a step."""
     return lambda *args, **settings: trained(grpo(*args, **settings))

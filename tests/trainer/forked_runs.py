@@ -1,10 +1,10 @@
-"""A process that has imported everything and forks `sparse-rl` commands: a run with a new memory, without its start.
+"""A process that has imported everything and forks `sparse-rl` commands: each run is fresh, but skips the imports.
 
-    python forked_runs.py      reads one JSON line per command, {"words", "log", ...}, answers with its exit status
+    python forked_runs.py      reads one JSON line per command, {"words", "log", ...}, and answers with its exit status
 
-With "record", a file, it notes the file operations in the run directory (an open, a rename, a removal, ...). How
-it ends may come with it: "kill_at" (the number of such an operation), "kill_after" (seconds), or "largest_file" (bytes)
-from the step "full_after" on.
+If "record" names a file, the file operations in the run directory (open, rename, removal, ...) are written to it. A
+command can also be made to fail: "kill_at" (the number of such an operation), "kill_after" (seconds), or "largest_file"
+(bytes) from the step "full_after" on.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Any
 
 
 def watch_operations(folder: str, kill_at: int | None) -> list[str]:
-    """The operations in a folder as they come; this process is killed before the one given. They are CPython's audit
-    events.
+    """Return a list that collects the file operations in a folder (CPython's audit events) as they happen.
+
+    kill_at : number of the operation before which this process is killed
     """
     seen: list[str] = []
 
@@ -38,7 +39,7 @@ def watch_operations(folder: str, kill_at: int | None) -> list[str]:
 
 
 def limit_files(job: dict[str, Any]) -> None:
-    """No file larger than `largest_file` once `full_after` steps are done: as on a full disk, a write fails."""
+    """Make writes beyond `largest_file` bytes fail once `full_after` steps are done, as on a full disk."""
     from transformers import TrainerCallback
 
     from trainer import rundir

@@ -1,4 +1,4 @@
-"""KVpop's boundary loss and its gradient against a loop over queries that knows no running top-k."""
+"""KVpop's boundary loss and its gradient, compared with a plain loop over queries without a running top-k."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tensors(ties: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def loop(loss: BoundaryLoss, scores: Any, target: Any, log_decay: Any, n: int, queries: Any) -> torch.Tensor:
-    """One query, head and row at a time, in float64."""
+    """Compute the loss one query, head and row at a time, in float64."""
     results = []
     for row in range(B):
         for head in range(H):
@@ -94,17 +94,17 @@ def test_equals_the_loop(options: dict, n: int, ties: bool) -> None:
         gradients.append((computed.detach(), s.grad, g.grad))
     for ours, wanted in zip(*gradients, strict=True):
         assert torch.allclose(ours, wanted, atol=1e-6, rtol=1e-5)
-    assert gradients[0][1].abs().max() > 1e-4 and gradients[0][2].abs().min() > 1e-6  # scores and gamma learn
+    assert gradients[0][1].abs().max() > 1e-4 and gradients[0][2].abs().min() > 1e-6  # scores and gamma get gradients
 
 
 @pytest.mark.parametrize("balance", [{}, {"balance_max": 1.1}, {"balance_min": 0.9}, {"balance_min": 1.0}], ids=str)
 def test_the_balance_has_a_mean_of_1_and_then_the_margin_weighs(balance: dict) -> None:
-    """Kept and dropped pairs weigh the same in total; the margin's weight is not divided out again."""
+    """Kept and dropped pairs weigh the same in total; the balance does not cancel the margin's weight."""
     _, target, log_decay = tensors()
     best = running_topk(target, SINKS, window=WINDOW, k=K, log_decay=log_decay, lengths=LENGTHS)
 
     def pairs(scale: float = 1.0, **options: Any) -> Any:
-        """With all margins scaled: of the target and of what decays."""
+        """The pairs with all margins scaled: those of the target and those of the decayed scores."""
         loss = BoundaryLoss(BoundaryConfig(queries=None, **balance, **options))
         queries = loss.draw(LENGTHS, SINKS + WINDOW + K, S)
         scaled = LayerTarget(target * scale, best)

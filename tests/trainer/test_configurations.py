@@ -1,4 +1,4 @@
-"""The configurations: read without torch, and the same values whether a recipe or Python code makes them."""
+"""The configurations load without torch, and have the same values whether a recipe or Python code makes them."""
 
 from __future__ import annotations
 

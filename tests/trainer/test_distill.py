@@ -1,4 +1,4 @@
-"""Distillation: loss and gradients against a dense float64 reference, what it is trained on, and a run by recipe."""
+"""Distillation: loss and gradients against a dense float64 reference, the training sequences, and runs by recipe."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {"use_cpu": True, "report_to": [], "gradient_checkpoi
 
 
 def examples_of(recipe: Any) -> list[Any]:
-    """Sequences that a recipe trains on."""
+    """Return the sequences that a recipe trains on."""
     return taught_examples(prepare_training(recipe))[0]
 
 
@@ -71,7 +71,7 @@ def dense_logits(model: Any, rollout: Example, trace: EvictionTrace) -> torch.Te
 
 
 def reference(trainer: DistillTrainer, rollouts: list[Example]) -> tuple[float, dict[str, torch.Tensor]]:
-    """The mean loss per token and its gradients: in float64, one sequence at a time, under dense masks."""
+    """Mean loss per token and its gradients, in float64, one sequence at a time, under dense masks."""
     student, teacher = (copy.deepcopy(m).double() for m in (trainer.model, trainer.teacher))
     student.zero_grad()
     total, tokens, loss, top_k = torch.zeros((), dtype=torch.float64), 0, trainer.args.loss, trainer.args.loss.top_k
@@ -122,7 +122,7 @@ def test_loss_and_gradients_equal_the_dense_reference(
 
 
 def test_what_is_wrong_shows(distill: Callable, rows: list[Example]) -> None:
-    """Controls: a trace that is off by one or dense, or a temperature that is not squared, is seen in the loss."""
+    """Controls: the loss changes if the trace is off by one or dense, or if the temperature is not squared."""
     trainer = distill(loss=DistillationLossConfig(temperature=2.0))
     rollouts = trainer._prepared(rows)
     right = float(trainer.compute_loss(trainer.model, rollouts))
@@ -134,7 +134,7 @@ def test_what_is_wrong_shows(distill: Callable, rows: list[Example]) -> None:
 
 
 def test_a_packed_row_holds_no_neighbour(distill: Callable, rows: list[Example]) -> None:
-    """Each sequence's sums are its own, whatever stands beside it; and packing leaves less padding."""
+    """A sequence's sums do not depend on the other sequences in its row, and packing leaves less padding."""
     from trainer.batches import Batch
 
     trainer = distill(packing=True)
@@ -220,10 +220,10 @@ def test_a_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
     held_out = [line["eval_kl"] for line in validations]
     assert len(steps) == 4 and len(held_out) == 3
     assert all(line["kl"] >= 0 and 0 < line["cache/retention"] < 1 for line in steps)
-    assert all("  kept " in str(training_line(0, 4, line)) for line in validations)  # by the name that GRPO has
+    assert all("  kept " in str(training_line(0, 4, line)) for line in validations)  # the same name as in GRPO
     if made.loss.ce_weight == 0:
         assert steps[0]["loss"] == pytest.approx(steps[0]["kl"], rel=1e-5)
-        assert held_out[2] < held_out[0] or made.taught_by.teacher is None  # which starts at its teacher
+        assert held_out[2] < held_out[0] or made.taught_by.teacher is None  # else the student starts as its teacher
     assert (final / "cache_policy.json").is_file() and (final / "model.safetensors").is_file()
 
 
@@ -231,7 +231,7 @@ def test_a_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
 def test_whose_evictions_are_simulated(
     every: int, recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The starting model's in every step; or, every second step, those of the student as it then is."""
+    """Evictions are simulated with the starting model, or are refreshed from the current student every second step."""
     seen: list[tuple[list[Example], Any]] = []
     rollouts = DistillTrainer._prepared
 
@@ -268,9 +268,9 @@ def test_whose_evictions_are_simulated(
     ids=["data", "on-policy", "refreshed"],
 )
 def test_a_resumed_run_is_the_one_that_was_not_stopped(keys: dict, recipe: Callable, tmp_path: Path) -> None:
-    """In the second epoch, between two logs: the same weights and the same lines, to the last bit."""
+    """Resumed in the second epoch, between two logs: weights and logged lines are equal, bit for bit."""
     shared = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "save_total_limit": None, **keys}
-    shared["validation"] = validation(every=3)  # before the first step too, and that of the whole run only
+    shared["validation"] = validation(every=3)  # also before the first step, which only the uninterrupted run logs
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     train(recipe(output_dir=str(whole), **shared))
     shutil.copytree(whole, resumed)
@@ -312,14 +312,14 @@ def test_rows_that_are_dropped(recipe: Callable) -> None:
     longest = max(len(row.completion) for row in rows)
     assert len(rows) == 24 and all(row.completion[-1] == tokenizer.eos_token_id for row in rows)
     assert 0 < len(examples_of(recipe(max_completion_length=longest - 1, overlong="drop"))) < 24
-    assert len(examples_of(recipe(keep="boxed"))) == 24  # the synthetic answers are right
+    assert len(examples_of(recipe(keep="boxed"))) == 24  # all synthetic answers are correct
     with pytest.raises(UserError, match="no sequence is left"):
         examples_of(recipe(max_completion_length=1, overlong="drop"))
 
 
 def test_rows_that_are_cut_off(recipe: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each is the beginning of its whole sequence, as long as the limits let it; how many is said. None is lost but
-    where the prompt leaves no room, and no other sequence is changed."""
+    """A truncated row is the longest beginning of its sequence that the limits allow, and the number of truncated rows
+    is logged. A row is dropped only if its prompt leaves no room, and no other sequence changes."""
     lines = [row for n in (3, 6) for row in running_sum.rows("train", 12, 1, True, running_sum.RunningSum(n=n))]
     (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     given = {"data": {"path": str(tmp_path / "said.jsonl")}, "max_steps": 1, "validation": None}
@@ -345,7 +345,7 @@ def test_rows_that_are_cut_off(recipe: Callable, tmp_path: Path, caplog: pytest.
 
 
 def test_only_accepted_answers_are_kept(recipe: Callable, tmp_path: Path) -> None:
-    """A wrong answer is another row's; of more rows than the reward is asked for at a time."""
+    """The wrong answers are those of other rows; there are more rows than the reward scores in one call."""
     from sparse_rl.data.problems import load_data
     from sparse_rl.models.load import load_tokenizer
 

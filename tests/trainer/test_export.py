@@ -1,4 +1,4 @@
-"""Files that a training writes: the model card, permissions by the user's umask, and the push to a hub."""
+"""Files that a training run writes: the model card, permissions by the user's umask, and the upload to a hub."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REPOSITORY = "somebody/small"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The requests of huggingface_hub that create a repository and upload small files."""
+    """Answers the requests by which huggingface_hub creates a repository and uploads small files."""
 
     files: dict[str, bytes] = {}
     refuses = ""
@@ -77,7 +77,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # made anew, with this address
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # created again, with this address
     monkeypatch.setenv("HF_TOKEN", "hf_nobody")
     monkeypatch.setattr(Hub, "files", {})
     monkeypatch.setattr(Hub, "refuses", "")
@@ -136,7 +136,7 @@ def test_a_run_leaves_a_card_and_files_as_any_others_and_pushes_the_model(tmp_pa
 
 
 def test_a_hub_that_refuses_is_one_line(tmp_path: Path, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the training, where the repository cannot be made; after it the model is whole all the same."""
+    """The run fails before training if the repository cannot be created; if the upload fails, the model is complete."""
     recipe = recipe_of(tmp_path, push_to_hub=True, hub_model_id=REPOSITORY)
     monkeypatch.setattr(hub, "refuses", "/repos/create")
     with pytest.raises(UserError, match=r"^push_to_hub: the Hub did not create the repository \(.*hf auth login"):

@@ -44,7 +44,7 @@ def recipe_of(kind: str, folder: Path, model: str, **more: Any) -> Any:
 
 
 class Spoil(TrainerCallback):
-    """Writes NaN into one weight at the end of a step: as the update of a gradient that is no number would."""
+    """Writes NaN into one weight at the end of a step, as an update with a NaN gradient would."""
 
     step = 0
 
@@ -58,7 +58,7 @@ class Spoil(TrainerCallback):
 
 
 def stopped(recipe: Any, folder: Path) -> str:
-    """Train; why it stopped. No model is left, and every checkpoint is whole and finite."""
+    """Train and return the error that stopped the run. Check that no model is left and all checkpoints are finite."""
     with pytest.raises(StoppedError) as error:
         train(recipe)
     assert not (folder / "model").exists()
@@ -73,7 +73,7 @@ def stopped(recipe: Any, folder: Path) -> str:
 def test_spoilt_weights_are_not_kept(
     kind: str, logging_steps: int, tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the last step too, whose weights no loss has seen; logged or not. The checkpoint before stays."""
+    """This holds in the last step too, after which no loss is computed, logged or not. The earlier checkpoint stays."""
     monkeypatch.setattr(rundir, "RunLog", type("RunLog", (Spoil, rundir.RunLog), {"__init__": rundir.RunLog.__init__}))
     for step in (3, 4):
         monkeypatch.setattr(Spoil, "step", step)
@@ -87,7 +87,7 @@ def test_spoilt_weights_are_not_kept(
 
 @pytest.mark.parametrize("kind", [k if k == "sft" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_a_learning_rate_out_of_bounds_leaves_no_model(kind: str, tiny: Callable, tmp_path: Path) -> None:
-    """Without a checkpoint in between: by the loss, wherever it is logged, by the weights, or by the guard of GRPO."""
+    """Without a checkpoint in between, the run is stopped by the loss (when logged), the weights, or GRPO's guard."""
     for steps, logged in ((1, 1), (4, 2), (4, 100)):
         folder = tmp_path / f"{steps}-{logged}"
         changed = {"learning_rate": 1e30, "max_steps": steps, "logging_steps": logged, "save_steps": 0}
@@ -96,7 +96,7 @@ def test_a_learning_rate_out_of_bounds_leaves_no_model(kind: str, tiny: Callable
 
 
 def spoilt(folder: str, place: Path, name: str) -> str:
-    """A copy of a model directory in which one weight is NaN."""
+    """Copy a model directory, set one weight to NaN, and return the path of the copy."""
     shutil.copytree(folder, place)
     weights = load_file(place / "model.safetensors")
     weights[name][1] = float("nan")
@@ -109,7 +109,7 @@ def spoilt(folder: str, place: Path, name: str) -> str:
 def test_a_model_that_is_damaged_before(
     kind: str, dtype: str, tiny: Callable, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """Before the first step, in one line, with status 2; a teacher too. Control: the same recipe trains with both."""
+    """A damaged model or teacher ends the run before the first step with one line and status 2. Control: sound ones train."""
     name = "model.layers.1.mlp.up_proj.weight"
     good, bad = tiny("qwen3"), spoilt(tiny("qwen3"), tmp_path / "bad", name)
     cases = {"the model": {"model": bad}}
@@ -135,7 +135,7 @@ def test_a_model_that_is_damaged_before(
 def test_an_engine_that_refuses_says_at_which_step(
     kind: str, tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its weights are spoilt after a step, and no loss was logged since; what was logged before is on disk."""
+    """A weight becomes NaN after a step, and no loss has been logged since; the earlier logs are on disk."""
     monkeypatch.setattr(rundir, "RunLog", type("RunLog", (Spoil, rundir.RunLog), {"__init__": rundir.RunLog.__init__}))
     monkeypatch.setattr(Spoil, "step", 2)
     once = {"steps_per_generation": 1, "num_iterations": 1} if kind == "grpo" else {}
@@ -160,7 +160,7 @@ def test_what_is_not_finite_is_logged_all_the_same(tiny: Callable, tmp_path: Pat
 def test_what_is_looked_at() -> None:
     assert not_finite_metric({"loss": 1.0, "grad_norm": 2.0, "accuracy": float("nan")}) is None
     assert not_finite_metric({"loss": 1.0, "grad_norm": float("inf")}) == "grad_norm is inf"
-    for bad in (float("nan"), float("inf"), -float("inf"), 1e30):  # the last overflows as soon as it is squared
+    for bad in (float("nan"), float("inf"), -float("inf"), 1e30):  # the square of the last value overflows
         for place in range(3):
             weights = [(str(i), torch.ones(40, 5)) for i in range(3)]
             assert not_finite_weight(weights) is None
@@ -169,7 +169,7 @@ def test_what_is_looked_at() -> None:
 
 
 def test_a_loss_between_two_logs_is_in_their_sum(tiny: Callable, tmp_path: Path) -> None:
-    """transformers would leave it out (logging_nan_inf_filter), and log a mean that looks well."""
+    """transformers would leave it out (logging_nan_inf_filter), and log a mean that looks normal."""
     from sparse_rl.commands.checks import prepare_training
     from sparse_rl.commands.trainers import TRAINERS
 
@@ -180,7 +180,7 @@ def test_a_loss_between_two_logs_is_in_their_sum(tiny: Callable, tmp_path: Path)
 
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        return plain(*args, **kwargs) + (float("inf") if len(calls) == 2 else 0.0)  # its gradient is a number
+        return plain(*args, **kwargs) + (float("inf") if len(calls) == 2 else 0.0)  # its gradient is finite
 
     trainer.compute_loss = compute_loss
     with pytest.raises(NotFiniteError, match=rf"^at step 2 loss is inf: .*; {folder}/checkpoint-1 is complete"):

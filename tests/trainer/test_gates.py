@@ -1,4 +1,4 @@
-"""DMS's retrofit: gates open as far as they have to, and what comes out is sampled from as it was trained."""
+"""DMS's retrofit: gates open as far as the target requires, and the trained model samples with the same evictions."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def recipe(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
 
 
 def test_gates_open_as_far_as_they_have_to(recipe: Callable, tmp_path: Path) -> None:
-    """From nearly none to half of the tokens, which compression 2 asks for; with a weight of nearly 0 they do not."""
+    """The share of open gates rises from near 0 to the half that compression 2 requires, but not at a weight near 0."""
     problems = {"data": {"synthetic": {"task": "running_sum", "size": 8, "split": "evaluation"}}, "every": 30}
     final = train(recipe(validation=problems))
     lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
     assert lines[0]["gates_open"] < 0.2 and lines[0]["ratio_loss"] == 0  # CR is 1 at the first step
     assert lines[-1]["gates_open"] >= 0.45 and lines[-1]["ratio_loss"] <= 0.05
-    # A token with an open gate is held until it leaves the window, and then until the prompt has been read.
+    # A token with an open gate is kept until it leaves the window, and a prompt token until the prompt has been read.
     assert all(1 > line["cache/retention"] > 1 - line["gates_open"] for line in lines)
     (held_out,) = [line for line in read_metrics(tmp_path / "run") if line["step"] == 30 and "eval_kl" in line]
     assert held_out["eval_gates_open"] >= 0.3 and 1 > held_out["eval_cache/retention"] > 1 - held_out["eval_gates_open"]
@@ -72,7 +72,7 @@ def test_gates_open_as_far_as_they_have_to(recipe: Callable, tmp_path: Path) -> 
 
 
 def test_a_resumed_run_is_the_one_that_was_not_stopped(recipe: Callable, tmp_path: Path) -> None:
-    """With recomputed layers: the noise of a gate is the same in the forward and when it is made again."""
+    """With gradient checkpointing, the noise of a gate is the same in the forward pass and when it is recomputed."""
     check_resumed(recipe, tmp_path, gradient_checkpointing=True)
     whole, plain = tmp_path / "whole", tmp_path / "plain"
     train(recipe(output_dir=str(plain), max_steps=5, save_steps=2, save_total_limit=None, gradient_checkpointing=False))
@@ -81,7 +81,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(recipe: Callable, tmp_pat
 
 
 def test_rl_under_gates(recipe: Callable, tmp_path: Path) -> None:
-    """GRPO from what was retrofitted, its gates frozen; scorers that learn on are KVpop's alone."""
+    """GRPO starts from the retrofitted model with frozen gates; only KVpop's scorers can go on learning."""
     final = train(recipe(max_steps=20))
     content = {
         "kind": "grpo",

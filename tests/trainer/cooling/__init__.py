@@ -1,4 +1,4 @@
-"""A method that the project does not have: after each compaction the queries of a sequence are scaled down.
+"""A method made up for the tests: after each compaction the queries of a sequence are scaled down.
 
-It is StreamingLLM otherwise. The compactions' times are its section of the record; see test_method_added.py.
+Otherwise it is StreamingLLM. Its section of the trace holds the times of the compactions; see test_method_added.py.
 """

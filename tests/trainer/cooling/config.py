@@ -1,4 +1,4 @@
-"""The settings, which name the parts."""
+"""The settings, which name the other parts of the method."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparse_rl.methods.eviction.config import StreamingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class CoolingConfig(StreamingConfig):
-    """factor : by which queries are scaled, again after each compaction"""
+    """factor : number by which queries are multiplied, once more after each compaction"""
 
     name: ClassVar[str] = "cooling"
     policy_class: ClassVar[str] = "cooling.policy:Cooling"

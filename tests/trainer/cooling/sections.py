@@ -1,4 +1,4 @@
-"""The sections of the record."""
+"""The sections of the trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replay, and a loss of its own: the mean square of what a layer's attention says."""
+"""The replay, and a loss of its own: the mean square of a layer's attention output."""
 
 from __future__ import annotations
 
