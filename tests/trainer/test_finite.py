@@ -109,7 +109,7 @@ def spoilt(folder: str, place: Path, name: str) -> str:
 def test_a_model_that_is_damaged_before(
     kind: str, dtype: str, tiny: Callable, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """A damaged model or teacher ends the run before the first step with one line and status 2. Control: sound ones train."""
+    """A damaged model or teacher ends the run before its first step, in one line, status 2. Control: sound models."""
     name = "model.layers.1.mlp.up_proj.weight"
     good, bad = tiny("qwen3"), spoilt(tiny("qwen3"), tmp_path / "bad", name)
     cases = {"the model": {"model": bad}}

@@ -1,4 +1,4 @@
-"""Advantages: truncated outputs, groups without variance, rewards that are None or raise; computed again by hand."""
+"""Advantages with truncated outputs, groups without variance, and rewards that are None or raise, checked by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.grpo.trainer import RewardError, SparseGRPOTrainer
 
 
 class Watched(SparseGRPOTrainer):
-    """Keeps what was sampled and scored, and the gradients of the last step before they are clipped."""
+    """Keeps the scored completions, and the gradients of the last step before clipping."""
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.rewards = super()._calculate_rewards(*args, **kwargs)
@@ -42,7 +42,7 @@ class Watched(SparseGRPOTrainer):
 
 
 class Compared(Watched):
-    """Computes the gradients by hand at the end of the first step, where the weights are still the sampler's."""
+    """Computes the gradients by hand at the end of the first step, when the weights are still the sampler's."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -55,14 +55,14 @@ class Compared(Watched):
 
 
 def normalised(rewards: torch.Tensor, group: int) -> torch.Tensor:
-    """(r - mean) / (std + 1e-4) over each group, std with Bessel's correction, as TRL has it, 0 if all are equal."""
+    """(r - mean) / (std + 1e-4) in each group, std with Bessel's correction as in TRL; 0 if all rewards are equal."""
     groups = rewards.view(-1, group)
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
     return advantages.masked_fill((groups == groups[:, :1]).all(1, keepdim=True), 0.0).flatten()
 
 
 def half_uniform(constant: float) -> Callable[..., list[float]]:
-    """Rewards that vary in every other group, and are `constant` in the rest."""
+    """Return a reward function that varies in every other group and is `constant` in the rest."""
 
     def reward(completions: list[str], prompts: list[str], **_: Any) -> list[float]:
         uniform = sorted(set(prompts))[::2]
@@ -73,7 +73,7 @@ def half_uniform(constant: float) -> Callable[..., list[float]]:
 
 @pytest.mark.parametrize("zeroed", [True, False])
 def test_truncated_outputs(zeroed: bool, grpo: Callable) -> None:
-    """Their advantage is 0, and their reward still counts in the group's mean and deviation."""
+    """A truncated output has advantage 0, but its reward still counts in the group's mean and standard deviation."""
     trainer = grpo(trainer_class=Watched, max_steps=1, zero_truncated_advantages=zeroed)
     trained(trainer)
     expected = normalised(trainer.rewards[:, 0], 4)
@@ -85,10 +85,10 @@ def test_truncated_outputs(zeroed: bool, grpo: Callable) -> None:
     assert list(trainer._logs["advantages"]) == trainer.advantages.tolist(), "TRL's table shows what is trained on"
 
 
-# 0.9 six times: their mean in float32 is not 0.9
+# In float32 the mean of six values 0.9 is not 0.9.
 @pytest.mark.parametrize(("constant", "accumulation"), [(0.0, 1), (0.9, 1), (1.0, 2)])
 def test_groups_without_variance(constant: float, accumulation: int, grpo: Callable) -> None:
-    """`drop`: the gradient is that of the batch without these rows; `keep` (the control): of the batch with them."""
+    """The gradient is computed without these rows under `drop`, and with them under `keep` (the control)."""
     settings = {"per_device_train_batch_size": 12 // accumulation, "gradient_accumulation_steps": accumulation}
     for choice in ("drop", "keep"):
         trainer = grpo(
@@ -112,13 +112,13 @@ def test_groups_without_variance(constant: float, accumulation: int, grpo: Calla
 
 
 def test_all_groups_without_variance(metrics_of: Callable) -> None:
-    """Nothing to learn, nothing to divide by."""
+    """There is nothing to learn, and nothing is divided by 0."""
     (line,) = metrics_of(reward=lambda completions, **_: [1.0] * len(completions), uniform_groups="drop", max_steps=1)
     assert line["grad_norm"] == 0 and line["frac_reward_zero_std"] == 1
 
 
 def test_a_reward_of_none(grpo: Callable) -> None:
-    """None is left out: of the baseline, and with an advantage of 0, not punished."""
+    """A completion with reward None is left out of the baseline, and has advantage 0 instead of a penalty."""
 
     def reward(completions: list[str], **_: Any) -> list[float | None]:
         return [r if i % 4 else None for i, r in enumerate(digits(completions))]
@@ -141,7 +141,7 @@ def test_every_reward_none(metrics_of: Callable) -> None:
 
 
 def test_a_reward_that_raises(grpo: Callable) -> None:
-    """One line, which says which reward and what went wrong."""
+    """The error is one line that names the reward and the failure."""
 
     def picky(completions: list[str], **_: Any) -> list[float]:
         raise ValueError("no such column:\nanswer")

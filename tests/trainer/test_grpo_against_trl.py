@@ -1,6 +1,6 @@
-"""Under a full cache ours is TRL's trainer: the same completions give the same losses, gradients and metrics.
+"""Under a full cache our trainer equals TRL's: the same completions give the same losses, gradients and metrics.
 
-A new TRL that computes anything else, under any option that is handed on to it, is met here.
+If a new TRL version computes anything else, under any option that is passed on to it, a test here fails.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from sparse_rl.models.load import load_tokenizer
 from trainer.grpo.config import Correction, Loss
 from trainer.grpo.trainer import SparseGRPOTrainer
 
-TOLERANCE = 1e-4  # of a gradient, relative to the largest number of all, and of a metric
+TOLERANCE = 1e-4  # of gradients (relative to the largest element of all gradients) and of metrics
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 
-# Each generation of two batches is used twice, so that from the second step on the policy is not the old one. SGD takes
-# a difference in the last bits as it is, where Adam would make a whole step of it.
+# Each generation of two batches is used twice, so that from the second step on the policy differs from the old policy.
+# SGD leaves a difference in the last bits small; Adam would turn it into a whole step.
 RUN: dict[str, Any] = {
     "loss_type": "grpo",
     "optim": "sgd",
@@ -36,7 +36,7 @@ RUN: dict[str, Any] = {
     "max_grad_norm": 0.0,
     "lr_scheduler_type": "constant",
 }
-BETA = {"beta": 1.0, "max_steps": 6, "learning_rate": 0.05}  # by then the policy has left the reference
+BETA = {"beta": 1.0, "max_steps": 6, "learning_rate": 0.05}  # enough steps for the policy to differ from the reference
 OPTIONS: dict[str, dict[str, Any]] = {
     "grpo": {},
     **{loss: {"loss_type": loss} for loss in get_args(Loss)[1:]},
@@ -71,7 +71,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "accumulated": {"gradient_accumulation_steps": 2},
     "in order and padded": {"shuffle_dataset": False, "pad_to_multiple_of": 8},
 }
-UNLIKE = {  # the options that these are compared with, to see that they change something; others: "grpo"
+UNLIKE = {  # for some options, the run they must differ from; for all others it is "grpo"
     "vespo's own": "vespo",
     "vespo, corrected": "vespo",
     "sapo's own": "sapo",
@@ -85,7 +85,7 @@ UNLIKE = {  # the options that these are compared with, to see that they change 
 
 
 class Watch(TrainerCallback):
-    """The gradients of each step, by parameter, and the metrics that are logged of it."""
+    """Records, for each step, the gradients by parameter and the logged metrics."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, torch.Tensor]] = []
@@ -100,8 +100,8 @@ class Watch(TrainerCallback):
 
 
 class Ours(SparseGRPOTrainer):
-    """It keeps what it samples; where ratios are corrected, the sampler's log-probs are made wrong, so that there is
-    something to correct.
+    """Our trainer, which keeps its completions. If ratios are corrected, the sampler's log-probs are made wrong, so
+    that there is something to correct.
     """
 
     sampled: list[tuple]
@@ -115,7 +115,7 @@ class Ours(SparseGRPOTrainer):
 
 
 class Theirs(trl.GRPOTrainer):
-    """TRL's own, but for the completions, which are given."""
+    """TRL's own trainer, except that it is given its completions."""
 
     given: Iterator[tuple]
 
@@ -135,7 +135,7 @@ def rewards_of(options: dict[str, Any]) -> list[Callable]:
 
 @pytest.fixture
 def ours(grpo: Callable) -> Callable[[dict[str, Any]], tuple[Watch, list[tuple]]]:
-    """ours(options) -> what was seen of a run, and what it has sampled."""
+    """ours(options) -> the record of a run, and its completions."""
 
     def run(options: dict[str, Any]) -> tuple[Watch, list[tuple]]:
         watch = Watch()
@@ -149,7 +149,7 @@ def ours(grpo: Callable) -> Callable[[dict[str, Any]], tuple[Watch, list[tuple]]
 
 @pytest.fixture
 def theirs(tiny: Callable, tmp_path: Path) -> Callable[[dict[str, Any], list[tuple]], Watch]:
-    """theirs(options, sampled) -> what was seen of TRL's run on the same completions."""
+    """theirs(options, sampled) -> the record of TRL's run on the same completions."""
 
     def run(options: dict[str, Any], sampled: list[tuple]) -> Watch:
         watch = Watch()
@@ -167,7 +167,7 @@ def theirs(tiny: Callable, tmp_path: Path) -> Callable[[dict[str, Any], list[tup
             peft_config=lora,
             callbacks=[watch],
         )
-        trainer.use_vllm = correction != "none"  # without a vLLM: it is what TRL asks whether to correct
+        trainer.use_vllm = correction != "none"  # no vLLM is used: TRL reads this flag to decide on the correction
         trainer.given = iter(sampled)
         trainer.train()
         return watch
@@ -176,7 +176,7 @@ def theirs(tiny: Callable, tmp_path: Path) -> Callable[[dict[str, Any], list[tup
 
 
 def gradient_gap(left: Watch, right: Watch) -> float:
-    """The largest difference of gradients, relative to the largest number of their step, over the steps of both."""
+    """Largest difference of the gradients of two runs over all steps, relative to the largest element of the step."""
     gaps = []
     for one, other in zip(left.gradients, right.gradients, strict=False):
         assert one.keys() == other.keys()
@@ -193,12 +193,12 @@ def alike(left: Watch, right: Watch) -> bool:
     return all(same_steps) and gradient_gap(left, right) <= 10 * TOLERANCE
 
 
-SEEN: dict[str, Watch] = {}  # of ours, by name of the options: what others are compared with is run once
+SEEN: dict[str, Watch] = {}  # records of our runs by name of the options; shared runs run once
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_losses_gradients_and_metrics_are_trls(name: str, ours: Callable, theirs: Callable) -> None:
-    """And the options do something: the control is the run without them."""
+    """The options also have an effect: the control is the run without them."""
     result, sampled = ours(OPTIONS[name])
     wanted = theirs(OPTIONS[name], sampled)
     assert len(result.gradients) == len(wanted.gradients) and gradient_gap(result, wanted) <= TOLERANCE

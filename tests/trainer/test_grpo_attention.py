@@ -1,4 +1,4 @@
-"""A step of GRPO has one loss and one gradient, whichever kernel computes its attention."""
+"""A GRPO step has the same loss and gradient with every attention kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 
 class Gradients(TrainerCallback):
-    """Gradients before the optimizer's step, by parameter."""
+    """Records the gradients before the optimizer's step, by parameter."""
 
     def __init__(self) -> None:
         self.of: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""GRPO logs the metrics of a policy over all processes, not only the first."""
+"""GRPO logs the metrics of a policy over all processes, not only those of the first process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PANELS = [{"match/mass": 0.25, "match/bias_max": 3.0}, {}, {"match/mass": 0.75, 
 
 
 def test_panels_of_several_processes() -> None:
-    """A process without a compaction has nothing to say, and does not count."""
+    """A process without a compaction has no value, and is left out of the mean."""
     assert over_processes(PANELS) == {"match/mass": 0.5, "match/bias_max": 3.0, "a": 1.0}
     assert over_processes([PANELS[1]]) == {} and over_processes(PANELS[:1]) == PANELS[0]
     for panels in ([3.0, math.nan], [math.nan, 3.0]):
@@ -34,7 +34,7 @@ def test_panels_of_several_processes() -> None:
 
 
 def of_process(rank: int, port: int, folder: str) -> None:
-    """Logs what it alone knows; the first process, which writes metrics.jsonl, writes what it has then."""
+    """Run one process: it logs its own values, and the first process, which writes metrics.jsonl, writes the result."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     from accelerate import Accelerator
@@ -54,7 +54,7 @@ def of_process(rank: int, port: int, folder: str) -> None:
     )
     trainer.measures = Measures(trainer)
     loss = SparseGRPOTrainer._own_loss(trainer, learned)
-    assert float(loss) == 2.0 * (2 + rank)  # its own: gradients are averaged where they are reduced
+    assert float(loss) == 2.0 * (2 + rank)  # the loss of this process: gradients are averaged when they are reduced
     measures.base_of = measures.policy_panel = cast(Any, lambda *_: {"cache/decisions_agree": 1.0 - rank})
     trainer.measures.policy(cast(Any, None))
     if rank == 0:

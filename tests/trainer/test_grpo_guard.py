@@ -1,4 +1,4 @@
-"""The replay guard: a sampler that is not the trainer's model, or a trace that is not the sampler's, stops the run."""
+"""The replay guard stops the run if the sampler's weights or its traces do not fit the trainer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEDULES = {
 
 
 def with_trace(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[Any], None]:
-    """A fault: every trace's evict_at [L, Hkv, S] goes through `change(evict_at, prompt length)`."""
+    """Return a fault that passes every trace's evict_at [L, Hkv, S] through `change(evict_at, prompt length)`."""
 
     def corrupt(trainer: Any) -> None:
         generate = trainer.engine.generate
@@ -45,17 +45,17 @@ def with_trace(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[
 
 
 def one_period_late(evict_at: torch.Tensor, prompt: int) -> torch.Tensor:
-    """As G-KV's published code has it."""
+    """Record each eviction one period late, like G-KV's published code."""
     return torch.where(evict_at < evict_at.shape[-1] - 1 - GKV["period"], evict_at + GKV["period"], NEVER)
 
 
 def later(evict_at: torch.Tensor, prompt: int) -> torch.Tensor:
-    """One position too late."""
+    """Record each eviction one position too late."""
     return torch.where(evict_at < evict_at.shape[-1] - 2, evict_at + 1, evict_at)
 
 
 def stale(trainer: Any) -> None:
-    """The engine samples, after its probe, from a copy of the model that is not the trainer's any more."""
+    """After its probe, let the engine sample from a copy of the model that no longer equals the trainer's."""
     engine = make_engine("hf", model=trainer.args.output_dir + "/stale", policy=trainer.engine.policy)
     right = trainer.engine.generate
     trainer.engine.generate = lambda prompts, sampling: (right if sampling.ignore_eos else engine.generate)(
@@ -103,7 +103,7 @@ CASES = [(fault, "measured in the loss") for fault in FAULTS] + [
 
 @pytest.mark.parametrize(("fault", "schedule"), CASES)
 def test_a_fault_stops_the_run(fault: str, schedule: str, grpo: Callable) -> None:
-    """Before any update, in one line that names the causes; without the guard the same run goes on."""
+    """The run stops before any update, with one line that names the causes; without the guard it goes on."""
     trainer = grpo(**SCHEDULES[schedule])
     break_it(trainer, fault)
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
@@ -136,12 +136,12 @@ def test_the_checkpoint_before_is_untouched(grpo: Callable) -> None:
     with pytest.raises(ReplayGapError):
         second.train(resume_from_checkpoint=str(checkpoint))
     assert digest(checkpoint) == before
-    third = grpo(**{**settings, "max_steps": 3})  # and it can be resumed from
+    third = grpo(**{**settings, "max_steps": 3})  # and the checkpoint can be resumed
     assert [line["step"] for line in trained(third, str(checkpoint))] == [1, 2, 3]
 
 
 def test_a_floor_of_its_own(grpo: Callable) -> None:
-    """its floor raises the limit for those who know better; it never falls below what the probe saw."""
+    """A floor set by the user raises the limit; the limit never falls below the gap of the probe."""
     trainer = grpo(replay_guard=GuardConfig(floor=10.0), max_steps=1)
     break_it(trainer, "one position late")
     assert len(trained(trainer)) == 1
@@ -152,9 +152,9 @@ def test_a_floor_of_its_own(grpo: Callable) -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_bfloat16(shared: bool, grpo: Callable, tiny: Callable) -> None:
-    """A right run goes on, though its gap is far beyond float32's; a trace that lags by a period stops it.
+    """A correct run goes on, though its gap is far larger than in float32; a trace that lags by a period stops the run.
 
-    Sampled from the live module, and from a copy whose weights are bfloat16 themselves, as those of vLLM are.
+    Sampling uses the live module, or a copy with bfloat16 weights, as in vLLM.
     """
     model = None if shared else tiny("qwen3")
 
@@ -171,7 +171,7 @@ def test_bfloat16(shared: bool, grpo: Callable, tiny: Callable) -> None:
 
 @pytest.mark.parametrize("probe", [0.0, 1e-3, 0.03, 0.05])
 def test_the_limit_in_bfloat16(probe: float) -> None:
-    """The measured difference of vLLM and a bfloat16 trainer passes for any probe; G-KV's lag does not.
+    """The measured difference between vLLM and a bfloat16 trainer passes with any probe; G-KV's lag does not.
 
     The measurement: sd 0.05 over 3,916 tokens of Qwen2.5-0.5B-Instruct (TRL issue 6789).
     """
@@ -187,7 +187,7 @@ def test_the_limit_in_bfloat16(probe: float) -> None:
     "check", [lambda gap: check_gap(torch.tensor([0.0, gap]), 1.0), lambda gap: check_sync(gap, 1.0)]
 )
 def test_what_is_no_number_is_said_to_be_none(check: Callable) -> None:
-    """And not that weights are stale; a finite gap beyond the limit (the control) still is."""
+    """A gap that is not finite is not reported as stale weights; a finite gap beyond the limit (the control) is."""
     for gap in (math.nan, math.inf, -math.inf):
         with pytest.raises(NotFiniteError, match="not a finite number") as caught:
             check(abs(gap))

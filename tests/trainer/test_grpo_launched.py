@@ -1,4 +1,4 @@
-"""Several processes and DeepSpeed ZeRO through the command, on CPUs: the invariant; killed and resumed; accelerate."""
+"""The command on several CPU processes and DeepSpeed ZeRO: the invariant, resuming a killed run, accelerate."""
 
 from __future__ import annotations
 
@@ -100,21 +100,21 @@ def good(done: subprocess.CompletedProcess, folder: Path, count: int) -> list[di
 
 
 def test_killed_and_resumed_under_zero_2(command: Callable, tmp_path: Path) -> None:
-    """GSM8K, 4 steps; killed in step 3 and resumed from 2, steps 3 and 4 and the weights are those of the whole run."""
+    """On GSM8K, a run of 4 steps that is killed in step 3 and resumed from 2 ends with the same metrics and weights."""
     whole = killed_and_resumed(command, tmp_path)
     assert whole[0]["reward_std"] > 0 and whole[0]["frac_reward_zero_std"] < 1
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_reference_model_that_follows(stage: int, command: Callable, tmp_path: Path) -> None:
-    """Its mixed weights come back on every process, also where each has a part of them."""
+    """Every process restores the reference model's mixed weights, also if they are partitioned over the processes."""
     words = ("beta=0.1", "sync_ref_model=true", "ref_model_sync_steps=2", f"launch.zero_stage={stage}")
     whole = killed_and_resumed(command, tmp_path, *words)
     assert whole[0]["kl"] < 1e-8 < whole[2]["kl"]
 
 
 def killed_and_resumed(command: Callable, folder: Path, *words: str) -> list[dict[str, Any]]:
-    """The steps of a run, which one that is killed in step 3 and resumed from 2 repeats bit for bit."""
+    """Steps of an uninterrupted run. Check that a run killed in step 3 and resumed from 2 repeats them bit for bit."""
     whole = good(command("whole", *words), folder / "whole", 4)
     died = command("killed", *words, DIE_AFTER="2")
     assert died.returncode not in (0, 2)
@@ -128,7 +128,7 @@ def killed_and_resumed(command: Callable, folder: Path, *words: str) -> list[dic
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_other_stages(stage: int, command: Callable, tmp_path: Path) -> None:
-    """Two steps on two processes; the invariant at each, the second with weights that have moved."""
+    """The invariant holds at two steps on two processes, the second one with updated weights."""
     words = ("max_steps=2", "save_steps=0", f"launch.zero_stage={stage}", "gradient_checkpointing=true")
     good(command("run", *words), tmp_path / "run", 2)
 
@@ -136,9 +136,9 @@ def test_the_other_stages(stage: int, command: Callable, tmp_path: Path) -> None
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_vllm(stage: int, command: Callable, tiny: Callable, tmp_path: Path) -> None:
-    """Each process has an engine with weights of its own; under ZeRO-3 they are gathered one by one. The run is that
-    with the live module."""
-    model = tiny("qwen3", head_dim=32)  # which vLLM takes on a CPU
+    """Each process has an engine with its own weights, which ZeRO-3 gathers one by one. The run equals the run that
+    samples from the live module."""
+    model = tiny("qwen3", head_dim=32)  # a head_dim that vLLM supports on a CPU
     words = (f"model={model}", "max_steps=3", "save_steps=0", f"launch.zero_stage={stage}")
     own = good(command("own", *words, "rollout.engine=vllm", TORCHDYNAMO_DISABLE="1"), tmp_path / "own", 3)
     assert all(line["sync/probe_gap"] <= 1e-5 for line in own)
@@ -157,7 +157,7 @@ def test_stages_agree(command: Callable, tmp_path: Path) -> None:
 
 
 def test_one_process_under_deepspeed(command: Callable, tmp_path: Path) -> None:
-    """DeepSpeed needs a process group of one too: the command makes it, with the same result as without DeepSpeed."""
+    """For one process too, DeepSpeed needs a process group: the command makes it, and the result does not change."""
     plain = good(command("plain", "max_steps=1", "launch.processes=1", "launch.zero_stage=0"), tmp_path / "plain", 1)
     zero = good(command("zero", "max_steps=1", "launch.processes=1"), tmp_path / "zero", 1)
     assert zero[0]["reward"] == plain[0]["reward"]
@@ -165,7 +165,7 @@ def test_one_process_under_deepspeed(command: Callable, tmp_path: Path) -> None:
 
 
 def test_two_machines(command: Callable, tmp_path: Path) -> None:
-    """The same command on each of two machines (here: twice on this one) is one run."""
+    """The same command on two machines (here: twice on this machine) makes one run."""
     several = ("max_steps=1", "save_steps=0", "launch.machines=2", "launch.main_process_ip=127.0.0.1")
     several += ("launch.main_process_port=29643",)
     with ThreadPoolExecutor(2) as pool:
@@ -175,14 +175,14 @@ def test_two_machines(command: Callable, tmp_path: Path) -> None:
 
 
 def test_one_process_alone_is_stopped_with_the_others(command: Callable, tmp_path: Path) -> None:
-    """A process that dies takes the run with it: the other, which waits for it, does not hang."""
+    """If a process dies, the run ends: the other process, which waits for it, does not hang."""
     died = command("run", "save_steps=0", timeout=150, DIE_AFTER="0", DYING="1")
     assert died.returncode not in (0, -signal.SIGKILL) and not steps(tmp_path / "run")
 
 
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--nproc-per-node", "2")])
 def test_a_directory_in_use_is_refused(launcher: tuple[str, ...], command: Callable, tmp_path: Path) -> None:
-    """One line under any launcher: ours checks before it starts processes, else the first process checks."""
+    """The error is one line under any launcher: our launcher checks before it starts processes, else rank 0 checks."""
     with locked(str(tmp_path / "run")):
         done = command("run", launcher=(*launcher, "-m", "sparse_rl.cli"))
     lines = [line for line in done.stderr.splitlines() if line.startswith("sparse-rl: error:")]

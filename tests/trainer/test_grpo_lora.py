@@ -30,7 +30,7 @@ def test_only_the_adapter_learns(grpo: Callable) -> None:
 
 
 def test_the_recipe_exports_a_merged_model(tiny: Callable, tmp_path: Path) -> None:
-    """OUTPUT/model is base + (alpha / r) B A to the bit of its arithmetic, and carries the cache policy."""
+    """OUTPUT/model equals base + (alpha / r) B A bit for bit, and contains the cache policy."""
     recipe = make_recipe(
         {
             "kind": "grpo",

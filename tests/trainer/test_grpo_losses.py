@@ -1,4 +1,4 @@
-"""TRL's options run under replay: every loss, every importance correction, the KL to a reference model."""
+"""TRL's options under replay: every loss, every importance correction, the KL to a reference model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 
 @pytest.mark.parametrize("correction", get_args(Correction))
 def test_every_correction(correction: str, metrics_of: Callable) -> None:
-    """Under replay there is nothing to correct: the ratio is 1."""
+    """Under replay the importance ratio is 1, so there is nothing to correct."""
     lines = metrics_of(importance_correction=correction)
     assert len(lines) == 2
     for line in lines:
@@ -30,7 +30,7 @@ def test_every_correction(correction: str, metrics_of: Callable) -> None:
 
 
 def test_what_a_correction_would_do(metrics_of: Callable) -> None:
-    """The control: without replay the ratio is far from 1, and is cut at the clip."""
+    """The control: without replay the importance ratio is far from 1, and is clipped."""
     lines = metrics_of(importance_correction="token_truncate", importance_clip=1.5, train_attention="full")
     assert all(line["ratio/p5"] < 0.9 and line["ratio/max"] > 1.5 and line["ratio/clipped"] > 0 for line in lines)
     assert all(line["sampling/importance_sampling_ratio/max"] <= 1.5 for line in lines)
@@ -44,13 +44,13 @@ def test_every_loss(loss: str, metrics_of: Callable) -> None:
 
 
 def test_sequence_level_ratios(metrics_of: Callable) -> None:
-    """GSPO, with a buffer that is used twice."""
+    """GSPO's ratios, with a buffer that is used twice."""
     lines = metrics_of(importance_sampling_level="sequence", num_iterations=2, epsilon_high=0.3)
     assert [line["grad_norm"] > 0 for line in lines] == [True, True]
 
 
 class DenseReference(SparseGRPOTrainer):
-    """Scores the reference model without the evictions: what the next test must be able to see."""
+    """Scores the reference model without the evictions, a fault that the next test must detect."""
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         kept = self.rows.traces
@@ -63,7 +63,7 @@ class DenseReference(SparseGRPOTrainer):
 
 
 def test_the_reference_model_replays_too(metrics_of: Callable) -> None:
-    """Before the first update policy and reference are one model: KL 0, unless one of them sees more."""
+    """Before the first update policy and reference are the same model: the KL is 0 unless one sees more tokens."""
     first, second = metrics_of(beta=0.1)
     assert first["kl"] == pytest.approx(0, abs=1e-8) and second["kl"] > 1e-6
     dense, _ = metrics_of("control", beta=0.1, trainer_class=DenseReference)
@@ -80,7 +80,7 @@ def test_the_reference_of_an_adapter(metrics_of: Callable) -> None:
 
 
 class ByTheOldPolicy(SparseGRPOTrainer):
-    """Computes each loss three times: ours, TRL's own by the old policy, and by what top_p left of it."""
+    """Computes each loss three times: ours, TRL's with the old policy, and TRL's with the old policy after top_p."""
 
     losses: ClassVar[list[tuple[float, float, float]]]
 
@@ -94,7 +94,7 @@ class ByTheOldPolicy(SparseGRPOTrainer):
 
 @pytest.mark.parametrize("correction", ["none", "token_truncate"])
 def test_sequences_are_masked_by_the_old_policy(correction: str, metrics_of: Callable) -> None:
-    """off_policy_mask_threshold with top_p < 1: the log-probs before the cut count, as in TRL without vLLM."""
+    """off_policy_mask_threshold with top_p < 1 uses the log-probs before the top-p cut, as in TRL without vLLM."""
     ByTheOldPolicy.losses = []
     metrics_of(
         top_p=0.5,
@@ -129,6 +129,6 @@ def test_what_is_refused(settings: dict, message: str, grpo: Callable) -> None:
 
 
 def test_bfloat16(metrics_of: Callable) -> None:
-    """bfloat16 autocast: a gap far beyond float32's, far below the guard's limit."""
+    """Under bfloat16 autocast the gap is far larger than in float32, and far below the guard's limit."""
     lines = metrics_of(bf16=True)
     assert all(0 < line["replay/gap_mean"] < 0.02 and torch.isfinite(torch.tensor(line["loss"])) for line in lines)
