@@ -1,4 +1,4 @@
-"""Tests of the commands: each in an empty working directory, its process put back as it was."""
+"""Fixtures of the command tests: an empty working directory, and a process that is restored after each test."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch):
-    """A command sets up its process: environment, loggers, warnings. Undone, so that other tests see none of it."""
+    """Undo the changes that a command makes to its process (environment, loggers, warnings) after each test."""
     loggers = {name: logging.getLogger(name) for name in ("", *console.OURS)}  # accelerate sets the root's level
     before = {name: (logger.level, list(logger.handlers)) for name, logger in loggers.items()}
     for key in (*console.QUIET, "TOKENIZERS_PARALLELISM", "DS_ACCELERATOR", "RANK", "WANDB_MODE"):

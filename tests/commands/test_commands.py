@@ -1,4 +1,4 @@
-"""The command: what it prints, its exit statuses, and one clear line for whatever a user can get wrong."""
+"""The command line: its output, its exit statuses, and one clear error line for every mistake a user can make."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OUT_OF_MEMORY = (
 
 
 def fails(capsys, *arguments, status=2):
-    """The one line that a failing command says."""
+    """The one-line error of a failing command."""
     assert main(list(arguments)) == status
     err = capsys.readouterr().err.strip()
     assert len(err.splitlines()) == 1, err
@@ -215,7 +215,7 @@ def test_exit_statuses(tmp_path, capsys, error, status, says):
 
 
 def test_a_nan_score_of_a_policy_is_one_line(tmp_path, capsys):
-    """Ours to say; the same class from elsewhere (above) is unexpected."""
+    """The error is raised by our code; the same class raised by other code (above) counts as unexpected."""
     session = Session()
     session.folder = tmp_path
     zeros, lengths = torch.zeros(1, 1, 9, 2), torch.tensor([9])
@@ -248,7 +248,7 @@ def test_an_interrupt_that_a_library_turns_into_an_error_is_one(capsys):
 
 
 def asked_of_ours(work):
-    """True if the mistake is reported as the user's, in one line with status 2; else it is a fault with a traceback."""
+    """True if the error is reported as a user mistake (one line, status 2); False if it is a fault with a traceback."""
     err = io.StringIO()
     with contextlib.redirect_stderr(err):
         status = guarded(work, Session())
@@ -259,7 +259,7 @@ def asked_of_ours(work):
 
 
 def test_only_errors_of_our_class_are_the_users():
-    """A library's ValueError is a fault of ours, even if it has a cause or another library raised it."""
+    """A ValueError from a library is a fault in our code, even if it has a cause or another library raised it."""
     from rollout import SamplingConfig, make_engine
     from sparse_rl.data.running_sum import RunningSum
     from sparse_rl.kernels import running_topk
@@ -279,7 +279,7 @@ def test_only_errors_of_our_class_are_the_users():
 
 
 def test_a_message_is_printed_once_per_launch(tmp_path, capsys, monkeypatch):
-    """Whichever rank fails first says it; another launch, or another message, is said again."""
+    """The first rank that fails prints the message. Another launch, or another message, is printed again."""
     session = Session()
     session.folder = tmp_path
     messages = []
@@ -292,7 +292,7 @@ def test_a_message_is_printed_once_per_launch(tmp_path, capsys, monkeypatch):
 
 
 def test_a_failed_write_is_reported_once_per_launch(tmp_path, capsys, monkeypatch):
-    """The processes of a launch may each have one; checkpoint-1 is not checkpoint-10. Without a log each says it."""
+    """Several processes of a launch may fail to write. checkpoint-1 is not checkpoint-10. Without a log, each reports."""
     session = Session()
     session.folder = tmp_path
     monkeypatch.setenv("MASTER_PORT", "1")

@@ -1,4 +1,4 @@
-"""`sparse-rl keys`: every key that there is, in a terminal's width, without a heavy library; a mistake is one line."""
+"""`sparse-rl keys` lists every key in a terminal's width and imports no heavy library; a mistake gives one line."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from sparse_rl.recipe.passed_through import PASSED_THROUGH
 
 
 def said(capsys, *words: str) -> list[str]:
-    """The lines of `sparse-rl keys`."""
+    """Output lines of `sparse-rl keys`."""
     assert main(["keys", *words]) == 0
     return capsys.readouterr().out.splitlines()
 
 
 def keys_in(lines: list[str]) -> list[str]:
-    """The keys that lines show: such a line begins with one, and has its type behind a colon."""
+    """Keys in the lines that begin with a key, followed by a colon and the type of the key."""
     return [line.split(":")[0] for line in lines if line and " " not in line.split(":")[0] and ":" in line]
 
 
@@ -50,7 +50,7 @@ def test_a_key_has_its_type_default_and_words(capsys):
 def test_a_part_of_the_keys(capsys):
     assert {key.partition(".")[0] for key in keys_in(said(capsys, "grpo", "rollout."))} == {"rollout"}
     assert keys_in(said(capsys, "grpo", "learning_rate")) == ["scorers.learning_rate", "learning_rate"]
-    assert keys_in(said(capsys, "grpo", "adam_eps")) == ["adam_epsilon"]  # handed on to TRL
+    assert keys_in(said(capsys, "grpo", "adam_eps")) == ["adam_epsilon"]  # passed on to TRL
     assert said(capsys, "grpo", "cache")[-1].endswith("sparse-rl keys policies")
     assert not said(capsys, "sft", "cache")[-1].endswith("sparse-rl keys policies")  # the control: it has no cache
 

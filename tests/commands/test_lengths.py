@@ -1,4 +1,4 @@
-"""A prompt and a completion that are longer than what the model reads: refused by every command, before it is loaded.
+"""Every command refuses a prompt plus completion longer than the model's maximum length before it loads the model.
 
 The model reads 1,024 tokens.
 """
@@ -77,7 +77,7 @@ def test_the_bound_of_prompts_counts(engine: str, here: Path, capsys: pytest.Cap
 
 
 def test_completions_of_a_dataset_are_cut(here: Path, capsys: pytest.CaptureFixture) -> None:
-    """So hf takes any bound; vllm would be asked to hold as many tokens."""
+    """So hf accepts any max_tokens; vllm would have to reserve room for that number of tokens."""
     words = ["train", "distill.yaml", "--dry-run", "max_completion_length=1024", "data.max_prompt_tokens=24"]
     assert main([*words, "rollout.engine=hf"]) == 0
     capsys.readouterr()
@@ -122,7 +122,7 @@ def test_prompts_without_a_bound(
 def test_a_prompt_of_megabytes(
     words: list[str], key: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """It is refused, or dropped, without being tokenized, which takes seconds."""
+    """The prompt is refused or dropped without being tokenized, since tokenizing it takes seconds."""
     (here / "long.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1" * 3_000_000, "12+")))
 
     def tokenized(prompt: Any, *others: Any) -> list[int]:

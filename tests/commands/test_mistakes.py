@@ -1,6 +1,6 @@
-"""A mistake in a recipe is answered at once, before a heavy library is imported; a dry run needs no TRL.
+"""A recipe mistake is reported at once, before any heavy library is imported; a dry run does not need TRL.
 
-What has been imported is seen in fresh processes, one for all recipes: this one has imported everything.
+The imported modules are checked in a fresh process, shared by all recipes: the test process has imported everything.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def in_a_fresh_process(code: str, *arguments: object) -> subprocess.CompletedPro
 
 
 def mistakes() -> list[tuple[list[str], str]]:
-    """(words of a command, what it must say): a wrong key and a wrong value of every shipped recipe."""
+    """(command arguments, expected message) for a wrong key and a wrong value of every shipped recipe."""
     made = []
     for number, name in enumerate(list_recipes()):
         recipe = load_recipe(name)
@@ -95,7 +95,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_dry_run_needs_no_trl(model: Path, tmp_path: Path) -> None:
-    """Of every kind that is trained, also with TRL's own rewards, which are not called."""
+    """For every kind of training, also with TRL's own rewards, which are not called."""
     assert {recipe.kind for recipe in map(load_recipe, list_recipes())} == {*TRAINED, "eval", "perplexity"}
     common = ["--dry-run", f"model={model}", f"output_dir={tmp_path / 'out'}", "data.synthetic.size=256"]
     runs = [["train", f"quickstart/{kind}", *common] for kind in TRAINED]

@@ -1,4 +1,4 @@
-"""Wherever a model is wanted the directory of a run will do; what a file is, is said; and none is destroyed."""
+"""A run directory is accepted as a model, errors name the type of a wrong file, and no file is overwritten."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def answer(capsys, *arguments, status=0):
 
 @pytest.fixture
 def trained(here, model, capsys):
-    """run/, the directory of a GRPO run with held-out problems, whose model carries its cache."""
+    """run/, the directory of a GRPO run with held-out problems; its model stores its cache settings."""
     recipe = read_recipe(parse(["train", "grpo.yaml", "output_dir=run", VALIDATION]))
     shutil.copytree(model, here / "run" / "model")
     save_policy(here / "run" / "model", make_policy(recipe.cache))
@@ -87,7 +87,7 @@ def test_a_run_directory_without_a_model_is_refused(trained, capsys):
 
 
 def test_eval_of_a_run_takes_its_held_out_problems(trained, capsys):
-    """Sampled as it was trained, under the cache that its model carries; overrides are an evaluation's."""
+    """They are sampled as in training, under the model's stored cache; overrides are keys of an evaluation."""
     out = answer(capsys, "eval", "run", HF, PATIENT)
     assert "validation" in out and "streaming 16" in out and "3×2" in out and out.endswith("run/eval/eval.json\n")
     report = json.loads((trained / "eval" / "eval.json").read_text())
@@ -131,7 +131,7 @@ def contents(folder):
     ],
 )
 def test_files_of_an_earlier_call_are_not_overwritten(here, capsys, monkeypatch, words, place, first):
-    """The second call is refused before a model is read, unless it may overwrite."""
+    """The second call is refused before a model is loaded, unless overwriting is allowed."""
     words = [*words, PATIENT]
     answer(capsys, *words)
     before = contents(here)

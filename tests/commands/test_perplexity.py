@@ -1,4 +1,4 @@
-"""`sparse-rl perplexity`: with a full cache it is that of a plain forward; what it prints, writes and refuses."""
+"""`sparse-rl perplexity`: its output, files and errors; with a full cache it equals a plain forward pass."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def book(here: Path, model: Path) -> Callable[..., PerplexityRecipe]:
 
 
 def plain_losses(folder: Path, ids: list[int], prompt: int, length: int) -> list[float]:
-    """Of each piece, the mean loss behind its prompt, by transformers' own forward over the whole piece."""
+    """Mean loss of each piece after its prompt, by transformers' own forward pass over the whole piece."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     losses = []
     for start in range(0, len(ids) - length + 1, length):

@@ -1,4 +1,4 @@
-"""`plot` of runs and of traces: whose pictures they are, what their colours, titles and legends say."""
+"""`plot` of runs and of traces: the pictures, and their colours, titles and legends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plot(capsys: pytest.CaptureFixture, *words: object, status: int = 0) -> str:
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures that are drawn, instead of their files."""
+    """Collect the drawn figures instead of writing them to files."""
     drawn: list[Any] = []
     for module in (accuracy, curves, opened, traces):
         monkeypatch.setattr(module, "save_figure", lambda figure, out: drawn.append(figure) or out)
@@ -83,7 +83,7 @@ def test_a_run_has_the_colour_of_its_method(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_the_quickstart_draws_a_method_in_one_colour(tmp_path: Path, figures: list) -> None:
-    """In all its three pictures: bars, curves and gaps."""
+    """In all three pictures of the quickstart: bars, curves and gaps."""
     rows = []
     for name in quickstart.LABELS:
         rows.append({"name": name, "seed": 0, "budget": 40, "n": 8, "accuracy_evicted": 0.2, "accuracy_full": 0.9})
@@ -112,7 +112,7 @@ def test_each_method_has_a_different_colour() -> None:
 def test_curves_have_titles_and_labels(
     steps: int, tmp_path: Path, capsys: pytest.CaptureFixture, figures: list
 ) -> None:
-    """Whole steps, a title, and a bold line with its name where there is one beside the faint one."""
+    """Steps are integers, there is a title, and a bold line beside a faint one has a label."""
     plot(capsys, run(tmp_path / "a", [0.1 * (i % 3) for i in range(steps)]))
     assert len(figures) == 2
     for figure in figures:

@@ -1,4 +1,4 @@
-"""`plot` of an evaluation: a line for each method, its points at its own ratios, or budgets; else a table."""
+"""`plot` of an evaluation: one line per method with points at its own ratios or budgets; otherwise a table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def names(rows: list[dict[str, Any]], axis: str = "ratio") -> list[str]:
 
 
 def drawn_of(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The axes that are drawn of these rows, of those with an accuracy."""
+    """The axes drawn from the rows that have an accuracy."""
     monkeypatch.setattr(sweeps, "save_figure", lambda figure, out: figure)
     sweep = Sweep("accuracy", "one; a model", points([one for one in rows if one["accuracy"] is not None]))
     figure: Any = plot_sweep(sweep, "unused")
@@ -78,7 +78,7 @@ def test_a_line_for_each_method(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn like ratios: rows that differ in the budget alone are one line."""
+    """Budgets are drawn like ratios: rows that differ only in the budget form one line."""
     swept = [row("gkv", 0.1, budget=32, period=8), row("gkv", 0.4, budget=64, period=8)]
     swept += [row("streaming", 0.3, budget=40, period=p) for p in (1, 8)] + [row("full", 0.9)]
     swept += [row("h2o", 0.2, budget=b, window=b // 2) for b in (32, 40)]  # what h2o makes of no window

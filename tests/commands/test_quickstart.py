@@ -1,4 +1,4 @@
-"""The quickstart's own decisions: which budget, and what it reports. Its stages are tested where they live."""
+"""The quickstart's choice of budget and its report. Its stages have tests of their own."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_results_name_the_largest_gap_of_the_replayed_runs(tmp_path: Path) -> No
 
 
 def test_runs_lie_where_their_recipes_are_called() -> None:
-    """The stages are the shipped recipes, and all start from the shipped model under one budget."""
+    """The stages are the shipped recipes; all start from the shipped model and use one budget."""
     for name in METHODS.values():
         recipe = load_recipe(f"quickstart/{name}")
         assert Path(recipe.output_dir).name == name and recipe.model == "quickstart/model"
@@ -86,7 +86,7 @@ sys.exit(int(sys.argv[2]))
 
 
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    """A stage whose command is WORKS, with news as often as there are any."""
+    """A stage whose command is WORKS, and which reports every progress update."""
     script = tmp_path / "works.py"
     script.write_text(WORKS)
     popen = quickstart.subprocess.Popen

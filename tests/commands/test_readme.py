@@ -1,4 +1,4 @@
-"""The README: short, its links lead somewhere, and its commands work in its order."""
+"""The README is short, its links are valid, and its commands work in the order given."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = "runs/my-run"
 
-# What stands in for models and data of the hub, and makes a run short: the beginning of a command -> overrides.
+# Start of a command -> overrides that replace models and data from the hub and shorten the run.
 TRAINED = [
     "model=quickstart/model", "data={synthetic: {task: running_sum, size: 64}}", "rewards=[boxed]", "dtype=float32",
     "rollout.engine=hf", "per_device_train_batch_size=4", "gradient_accumulation_steps=1", "num_generations=2",
@@ -91,7 +91,7 @@ def test_recipes_on_pages_are_recipes(tmp_path: Path) -> None:
     assert len(results) >= 5
     for page, text in results:
         (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
-        own = ["rewards=[math]"] if "rewards:" in text else []  # a function of one's own stands in another block
+        own = ["rewards=[math]"] if "rewards:" in text else []  # a user's own function is in another block
         assert load_recipe(tmp_path / "recipe.yaml", own).kind in text, page.name
 
 
@@ -115,7 +115,7 @@ def test_its_commands_work_in_its_order(tmp_path: Path) -> None:
         if command.startswith("make"):
             run(more)
             continue
-        if beginning == "sparse-rl train RECIPE --resume":  # what is resumed is a run that was stopped
+        if beginning == "sparse-rl train RECIPE --resume":  # only a stopped run is resumed
             run([*program, "train", "mine.yaml", "max_steps=1"])
         words = [word.replace("RECIPE", "mine.yaml") for word in command.split()[1:]]
         if beginning == "sparse-rl train RECIPE --resume":

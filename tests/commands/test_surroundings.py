@@ -148,7 +148,7 @@ def test_a_file_that_may_not_grow(capsys: pytest.CaptureFixture) -> None:
 
 @pytest.mark.parametrize("number", [EFBIG, ENOSPC])
 def test_a_full_disk_is_not_blamed_on_an_option(number: int, capsys: pytest.CaptureFixture) -> None:
-    """A library that cannot write later finds its file closed; the error must not blame an option."""
+    """A library that fails to write later finds its file closed; the error must not blame an option."""
 
     def work() -> int:
         with refusals():
@@ -168,7 +168,7 @@ def test_a_run_with_a_closed_output_pipe(here: Path, capsys: pytest.CaptureFixtu
         raise BrokenPipeError
 
     session = Session()
-    assert guarded(work, session) == 1 and capsys.readouterr().err == ""  # as of `sparse-rl doctor | head -1`
+    assert guarded(work, session) == 1 and capsys.readouterr().err == ""  # as in `sparse-rl doctor | head -1`
     session.folder = here / "out"
     assert guarded(work, session) == 1
     assert capsys.readouterr().err == "sparse-rl: stopped: the reader of the output has exited\n"

@@ -1,4 +1,4 @@
-"""The output of a command: its stages on a terminal, and finally the lines that redirected output would have."""
+"""Output of a command: its stages on a terminal, then the same lines as in redirected output."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_on_a_terminal_the_launcher_prints_why_a_later_rank_died(tmp_path, monke
         assert guarded(fails, session) == 2
         assert seen.getvalue() == "" and left_words() == "sparse-rl: error: of the second process\n"
         monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("MASTER_PORT", "1")  # another launch, which has said nothing yet
+        monkeypatch.setenv("MASTER_PORT", "1")  # another launch, which has printed nothing yet
         assert guarded(fails, session) == 2 and seen.getvalue() == left_words()
 
 
@@ -76,7 +76,7 @@ def test_a_terminal_shows_the_stages_of_a_training(words, value, tmp_path):
         assert re.search(rf"^saving checkpoint-2 {BAR}", rows, re.M)
     first = screens[0][0]
     training = next(at for at, screen in screens if any(line.startswith("training ") for line in screen))
-    assert first < training / 4  # long before the libraries are there
+    assert first < training / 4  # long before the libraries are imported
     (again := tmp_path / "again").mkdir()
     alike = lines(["train", *words, "max_steps=3", "output_dir=run"], again)
     assert without_numbers(screens[-1][1]) == without_numbers(wrapped(alike))

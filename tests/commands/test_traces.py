@@ -1,4 +1,4 @@
-"""`inspect` and `plot` of traces with further sections: what was opened and refitted, held to what a loop counts."""
+"""`inspect` and `plot` of traces with extra sections: opened pages and refits, compared with counts by a loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONG = ["model=quickstart/model", "max_completion_length=60", "--problems", "2"]
 def paged(
     prompt: int, length: int, seed: int = 0, layers: Sequence[int] = (0, 1), pages: Pages = PAGES
 ) -> EvictionTrace:
-    """2 layers and 2 kv heads, these layers paged; queries open pages by chance, often those of the query before."""
+    """Trace of 2 layers and 2 kv heads, paged in `layers`; queries open random pages, often those of the last query."""
     generator = torch.Generator().manual_seed(seed)
     evict_at = torch.full((2, 2, length), NEVER)
     chosen = torch.full((2, 2, length, pages.most), -1, dtype=torch.int16)
@@ -40,7 +40,7 @@ def paged(
                     picked = chosen[layer, head, query - 1].flip(0)
                 chosen[layer, head, query, : len(picked)] = picked.to(torch.int16)
     further = {"paged_with": pages.settings(), "closed_at": pages.closing(prompt, length), "opened": chosen}
-    if len(layers) == 1:  # the other has a policy of its own, by which tokens leave
+    if len(layers) == 1:  # the other layer has its own policy, which evicts tokens
         further["paged_layers"] = torch.tensor(layers, dtype=torch.int32)
         evict_at[1 - layers[0]] = torch.arange(length) + 4
     return EvictionTrace.recorded(evict_at, further)
@@ -50,7 +50,7 @@ TRACES = [paged(5, 40, 1), paged(12, 23, 2, layers=[1]), paged(9, 61, 3), paged(
 
 
 def counted(traces: Sequence[EvictionTrace], layers: Sequence[int]) -> dict[str, Any]:
-    """The numbers of `page_statistics` of these layers, query by query."""
+    """The numbers of `page_statistics` for these layers, counted query by query."""
     opened, closed, back, repeated = [], [], [], []
     for trace in traces:
         for layer in layers:
@@ -102,7 +102,7 @@ def test_a_cell_of_the_map_is_the_maximum_share_of_its_pages(wide: int, high: in
 def test_the_map_has_each_opened_page_where_its_tokens_are(
     monkeypatch: pytest.MonkeyPatch, traces: list[EvictionTrace], finest: int, lanes: int
 ) -> None:
-    """Of the longest trace, as a share of the layers that open any; below the line, which says what has closed."""
+    """For the longest trace, as a share of the layers that open pages; below the line that marks the closed pages."""
     monkeypatch.setattr(opened, "FINEST", finest)
     monkeypatch.setattr(opened, "save_figure", lambda figure, out: figure)
     drawn: Any = plot_opened(traces, "unused")

@@ -1,4 +1,4 @@
-"""The lines of a training besides its logs: its choices, its progress, the resumed step, and the next commands."""
+"""Console lines of a training besides its logs: choices, progress, the resumed step, and the next commands."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_only_rank_0_prints_the_choices(here, without_vllm, capsys, monkeypatch)
 
 
 def test_slow_steps_on_a_gpu_are_announced(here, without_vllm, capsys, monkeypatch):
-    """The check, with its seconds; of the sizes of rows the largest is compiled before the first step."""
+    """The kernel check is announced with its seconds; the largest row size is compiled before the first step."""
     choice = "sparse_rl.attention.choice"
     monkeypatch.setattr(f"{choice}.will_check", lambda wanted: wanted == "auto")
     monkeypatch.setattr(f"{choice}.choose_kernel", lambda *_: ("flex_sorted", str(Parity("flex_sorted", seconds=31.4))))
@@ -100,7 +100,7 @@ def test_a_training_resolves_its_settings_once(here, without_vllm, monkeypatch):
 
 
 class Touched(BaseException):
-    """The error that the first use of a GPU raises."""
+    """Error raised by the first use of a GPU."""
 
 
 def test_each_rank_selects_its_gpu_before_using_cuda(here, monkeypatch):
@@ -122,7 +122,7 @@ def test_each_rank_selects_its_gpu_before_using_cuda(here, monkeypatch):
 
 
 def test_a_training_ends_with_the_next_commands_and_reports_resuming(here, capsys, monkeypatch):
-    """The commands that it prints work as they stand."""
+    """The printed commands work unchanged."""
     monkeypatch.setattr(progress, "FIRST_SIGN", 0.01)
     words = ["train", "sft.yaml", "output_dir=my run", "save_steps=1", "lr_scheduler_type=constant", "logging_steps=1"]
     assert main(words) == 0

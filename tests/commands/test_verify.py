@@ -1,4 +1,4 @@
-"""`sparse-rl verify`: the law, checked of rollouts on disk; wrong traces, weights and log-probs must show."""
+"""`sparse-rl verify` checks that rollouts on disk replay exactly, and detects wrong traces, weights and log-probs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def rollouts(here: Path, capfd: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def verified(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, Any]]]:
-    """verified(folder, words) -> (exit status, what --json says)"""
+    """verified(folder, words) -> (exit status, output of --json)"""
 
     def check(folder: Path, *words: object) -> tuple[int, dict[str, Any]]:
         status = main(["verify", str(folder), *map(str, words), "--json"])
@@ -79,7 +79,7 @@ def verified(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict
 
 @pytest.fixture
 def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """refused(words) -> the one line with which they are, at exit status 2"""
+    """refused(words) -> the one-line error of the command, which exits with status 2"""
 
     def check(*words: object) -> str:
         assert main(["verify", *map(str, words)]) == 2
@@ -125,7 +125,7 @@ def swapped(trace: EvictionTrace) -> EvictionTrace:
 def test_rollouts_of_every_policy_replay_exactly(
     name: str, rollouts: Run, verified: Callable, here: Path, record_property: Callable, capfd: pytest.CaptureFixture
 ) -> None:
-    """Its rollouts on disk, under the model that they name; with other traces they do not."""
+    """Rollouts on disk replay under the model that they name; with other traces they do not."""
     cache, words = cache_of(name), []
     if name in ("kvpop", "dms"):
         policy = make_policy(cache)
@@ -145,7 +145,7 @@ def test_rollouts_of_every_policy_replay_exactly(
         assert main(["inspect", str(folder)]) == 0
         assert "rollouts under a full cache; sparse-rl verify" in capfd.readouterr().out
         return
-    change_traces(folder, swapped if name in ("am", "clustered", "layered") else later)  # what a trace can say
+    change_traces(folder, swapped if name in ("am", "clustered", "layered") else later)  # possible contents of a trace
     status, report = verified(folder)
     assert status == 1 and not report["holds"] and report["largest"] > 1e-3 and report["beyond"] > 0
     assert [file["file"] for file in report["files"]] == ["traces-00000.safetensors"]
@@ -156,7 +156,7 @@ def test_rollouts_of_every_policy_replay_exactly(
 def test_log_probs_are_compared_as_they_were_sampled(
     cache: str, settings: str, rollouts: Run, verified: Callable
 ) -> None:
-    """At the temperature, before top-p and top-k; at another temperature they are others."""
+    """Log-probs at the sampling temperature, before top-p and top-k; another temperature gives other values."""
     words = ["sweep={}", "top_p=1.0", "top_k=null", *settings.split()]
     folder = rollouts(cache, *words, recipe="eval.yaml")
     status, usage = verified(folder)
@@ -224,7 +224,7 @@ def test_a_model_that_gives_nan_is_refused(rollouts: Run, here: Path, capfd: pyt
 def test_attention_in_float32_has_a_wider_bound(
     rollouts: Run, verified: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And is replayed as it was sampled."""
+    """Float32 attention is replayed as it was sampled."""
     monkeypatch.setattr("sparse_rl.attention.kernels.sdpa._exact", True)  # so that it is put back
     folder = rollouts(GKV, "rollout.exact=false")
     status, report = verified(folder)
@@ -243,7 +243,7 @@ def test_half_precision_has_a_separate_bound(
     record_property("gap", report["largest"])
     assert status == 0 and report["dtype"] == dtype and 1e-5 < report["largest"] <= report["bound"]
     assert verified(folder, "--bound", 1e-5)[0] == 1
-    in_float32 = verified(folder, "--dtype", "float32")[1]  # the bound is that of the coarser of the two
+    in_float32 = verified(folder, "--dtype", "float32")[1]  # the bound of the coarser of the two applies
     assert in_float32["bound"] == report["bound"] and in_float32["largest"] != report["largest"]
     change_traces(folder, later)
     assert verified(folder)[0] == 1
@@ -327,7 +327,7 @@ def test_another_model_is_refused(rollouts: Run, refused: Callable, here: Path) 
 
 
 def test_a_model_of_another_configuration_is_named(rollouts: Run, here: Path, capfd: pytest.CaptureFixture) -> None:
-    """Of the same shape it is replayed: the gap says whether it matters."""
+    """A model of the same shape is still replayed; the gap shows if the difference matters."""
     folder = rollouts(GKV)
     shutil.copytree(QUICKSTART, here / "turned")
     config = json.loads((here / "turned" / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Where vLLM is not installed: what does not sample with it works all the same."""
+"""Without vLLM installed, everything that does not sample with it still works."""
 
 from __future__ import annotations
 

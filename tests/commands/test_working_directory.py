@@ -1,4 +1,4 @@
-"""Nothing is imported from the working directory, whatever it holds, but the rewards that a recipe names there."""
+"""Only the rewards that a recipe names are imported from the working directory, whatever else it contains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from sparse_rl.data.running_sum import save_untrained
 
 ROOT = Path(__file__).parents[2]
 OURS = ("sparse_rl", "rollout", "trainer", "rewards")
-CONSOLE_SCRIPT = "import sys\nfrom sparse_rl.cli import main\nsys.exit(main())\n"  # what pip makes of project.scripts
+CONSOLE_SCRIPT = (
+    "import sys\nfrom sparse_rl.cli import main\nsys.exit(main())\n"  # the script that pip creates from project.scripts
+)
 HOSTILE = "raise SystemExit(f'imported {__name__} from the working directory')\n"
 OWN = """
 import trainer  # ours, wherever it stands
@@ -37,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path, model: Path) -> Path:
-    """A working directory with a recipe that names rewards of the user's, in each way."""
+    """A working directory with a recipe that names the user's rewards in every supported way."""
     here = tmp_path / "here"
     (here / "package").mkdir(parents=True)
     for name in ("mine.py", "trainer.py", "package/inner.py"):
@@ -66,7 +68,7 @@ def place(tmp_path: Path, model: Path) -> Path:
 
 
 def be_hostile(here: Path, names: tuple[str, ...], form: str = "file") -> None:
-    """A module of each name that must not be imported. The file trainer.py is there already: it holds a reward."""
+    """Write a module for each name that must not be imported. trainer.py exists already: it holds a reward."""
     for name in names:
         file = here / (f"{name}.py" if form == "file" else f"{name}/__init__.py")
         file.parent.mkdir(exist_ok=True)
@@ -90,7 +92,7 @@ def run(place: Path) -> Callable[..., subprocess.CompletedProcess]:
 
 DOORS = {
     "the console script": (("../sparse-rl",), OURS),
-    # Python finds a `sparse_rl` of the user's before it finds ours: not ours to prevent, but -P does
+    # Python finds a user's `sparse_rl` before ours. We cannot prevent this; python -P does.
     "python -m": (("-m", "sparse_rl.cli"), OURS[1:]),
     "python -P -m": (("-P", "-m", "sparse_rl.cli"), OURS),
 }
@@ -118,7 +120,7 @@ def test_names_of_ours_in_the_working_directory_are_the_users(
 def test_a_path_that_names_the_working_directory_comes_last(
     place: Path, run: Callable[..., subprocess.CompletedProcess]
 ) -> None:
-    """Also by an entry that is empty, as PYTHONPATH=$PYTHONPATH:more leaves it."""
+    """Also if it is an empty entry, as in PYTHONPATH=$PYTHONPATH:more."""
     be_hostile(place, OURS[1:])
     for path in (f"{place}:{ROOT}", f":{ROOT}"):
         done = run("../sparse-rl", "--help", path=path)
@@ -148,7 +150,7 @@ def test_accelerate(place: Path, run: Callable[..., subprocess.CompletedProcess]
 
 @pytest.mark.slow
 def test_the_processes_of_vllm(place: Path, run: Callable[..., subprocess.CompletedProcess]) -> None:
-    """vLLM looks at a model's class in a process of its own, which loads the plugin, `rollout.vllm`; then caches it."""
+    """vLLM inspects a model's class in a separate process, which loads the plugin `rollout.vllm`, then caches it."""
     pytest.importorskip("vllm")
     be_hostile(place, OURS)
     words = ("rollout", "grpo.yaml", "--problems", "2", "rollout.engine=vllm")
