@@ -143,14 +143,14 @@ def test_a_thousand_hostile_recipes(case: tuple[str, list[str]]) -> None:
         ("a" * (MOST_CHARACTERS + 1), f"longer than {MOST_CHARACTERS} characters"),
     ],
 )
-def test_what_is_wrong_is_said_of_files_and_overrides_alike(value: str, says: str) -> None:
+def test_files_and_overrides_give_the_same_error(value: str, says: str) -> None:
     for line in (answer(f"kind: sft\nseed: {value}"), answer(TEXTS["sft"], [f"seed={value}"])):
         assert isinstance(line, str) and says.removeprefix("line 1: ") in line and len(line) < 300, line
     assert says in answer(TEXTS["sft"], [f"seed={value}"])
 
 
-def test_the_limits_are_beyond_what_anyone_writes() -> None:
-    """The control: as many values, levels and aliases as are allowed, and text that is not ASCII."""
+def test_documents_at_the_limits_are_read() -> None:
+    """Control: the maximum allowed values, levels and aliases, and text that is not ASCII, are read."""
     deep = "[" * MOST_LEVELS + "]" * MOST_LEVELS
     assert str(parse_yaml(deep, "x")).count("[") == MOST_LEVELS
     aliases = "[&a [1, 2], " + ", ".join(["*a"] * 3000) + "]"
@@ -198,7 +198,7 @@ def test_a_value_that_training_would_fail_on_is_refused_where_its_key_is_declare
 
 
 @pytest.mark.parametrize("name", [".", "/", "", "..", "a" * 300, "a\0b", "\ud800", "a/" * 3000])
-def test_what_names_no_recipe(name: str) -> None:
+def test_names_of_missing_recipes_are_refused(name: str) -> None:
     with pytest.raises(UserError) as caught:
         load_recipe(name)
     assert str(caught.value).isprintable() and len(str(caught.value)) < LONGEST

@@ -60,7 +60,7 @@ def parts(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
-def test_it_is_a_schema(kind: str | None) -> None:
+def test_the_schema_is_valid(kind: str | None) -> None:
     schema = recipe_schema(kind)
     Validator.check_schema(schema)
     assert json.loads(json.dumps(schema)) == schema
@@ -122,7 +122,7 @@ def test_the_keys_of_policies_and_scorers_are_those_of_the_reference(config: Any
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_defaults_are_what_is_run(kind: str) -> None:
+def test_defaults_equal_the_resolved_recipe(kind: str) -> None:
     given, run = parse_yaml(TEXTS[kind], kind), make_recipe(parse_yaml(TEXTS[kind], kind)).resolved()
     properties = OF_KIND[kind].schema["properties"]
     defaults = {key: value["default"] for key, value in properties.items() if "default" in value and key not in given}
@@ -238,7 +238,7 @@ def test_a_wrong_shape_is_refused(kind: str, override: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_left_out_is_refused(kind: str) -> None:
+def test_missing_required_keys_are_refused(kind: str) -> None:
     required = OF_KIND[kind].schema["required"]
     assert {"kind", "model", "output_dir"} <= {*required} and OF_ALL.is_valid(changed(kind))
     for key in required:
@@ -248,7 +248,7 @@ def test_what_is_left_out_is_refused(kind: str) -> None:
         )
 
 
-def test_what_is_said_is_about_the_policy_that_is_named() -> None:
+def test_errors_refer_to_the_named_policy() -> None:
     (error,) = OF_ALL.iter_errors(changed("grpo", "cache={policy: gkv, budget: 64, budge: 3}"))
     messages = [inner.message for inner in error.context]
     assert any("'budge' was unexpected" in message for message in messages) and len(messages) == 2
@@ -295,7 +295,7 @@ def hints() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("hint", [pytest.param(hint, id=name[:60]) for name, hint in hints().items()])
-def test_a_type_takes_what_the_loader_takes(hint: Any) -> None:
+def test_a_type_accepts_the_same_values_as_the_loader(hint: Any) -> None:
     validator = Validator(SchemaWriter().type(hint))
     choices = [choice for member in (hint, *get_args(hint)) for choice in get_args(member)]
     for value in (*VALUES, *(choice for choice in choices if isinstance(choice, str | int))):
@@ -314,8 +314,8 @@ SHAPES = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_key_takes_what_the_loader_takes(kind: str) -> None:
-    """Values in the place of each key; of a block also a key that there is not."""
+def test_a_key_accepts_the_same_values_as_the_loader(kind: str) -> None:
+    """Try several values for each key, and an unknown key in each block."""
     taken = refused = 0
     for key in KEYS[kind]:
         for value in ("null", "1", "text", "{no_such_key: 1}"):

@@ -76,8 +76,8 @@ def test_the_list_is_that_of_the_installed_versions(kind):
     assert not {key: hint for key, hint in PASSED_THROUGH[kind].items() if not fits(hint, theirs[key])}
 
 
-def test_what_fits():
-    """The controls of the test above."""
+def test_examples_of_types_that_fit_and_do_not_fit():
+    """Controls for the test above."""
     text = typing.Literal["a", "b"]
     assert fits(int, int) and fits(text | None, str | None) and fits(text | bool, str | bool)
     assert not fits(int | None, float | None) and not fits(text, str | None) and not fits(str, text)
@@ -98,7 +98,7 @@ def test_choices_are_those_of_the_installed_versions(kind):
             assert words - our_choices <= LEFT_OUT.get(f.name, set()), f.name
 
 
-def test_what_breaks_replay_or_does_nothing_is_refused_by_kind():
+def test_options_that_break_replay_are_refused_by_kind():
     """As docs/grpo.md says; fine-tuning without evictions keeps what works there."""
     for option in ("neftune_noise_alpha", "label_smoothing_factor", "use_cache"):
         assert [kind for kind in TRAINED if option in PASSED_THROUGH[kind]] == ["sft"]
@@ -113,8 +113,8 @@ def test_what_breaks_replay_or_does_nothing_is_refused_by_kind():
         assert all(option not in PASSED_THROUGH[kind] and refusal(option, kind) for kind in TRAINED), option
 
 
-def test_what_is_written_instead_is_a_key():
-    """Each key that a refusal names exists; of attention, the one that says how it is computed."""
+def test_replacements_named_in_refusals_are_keys():
+    """Each key that a refusal names exists; for attention it is the key that selects the kernel."""
     keys = {key for kind in KINDS.values() for key in yaml_fields(kind)}
     theirs = {key for passed in PASSED_THROUGH.values() for key in passed}
     refused = {

@@ -148,7 +148,7 @@ def test_an_override_changes_one_place_only():
     assert (recipe.tasks["a"].limit, recipe.tasks["b"].limit) == (3, None)
 
 
-def test_overrides_that_are_none():
+def test_malformed_overrides_are_refused():
     assert "'seed' is not of the form key=value" in refused("seed")
     assert "not of the form" in refused("cache.=3")
     assert "model is not a block but 'some/model'" in refused("model.x=3")
@@ -158,8 +158,8 @@ def test_overrides_that_are_none():
 
 
 @pytest.mark.parametrize("cls", [*KINDS.values(), *CONFIGS.values()])
-def test_the_default_of_a_block_is_what_its_class_makes(cls):
-    """So a block that says some of its keys has the defaults of its class for the others, and is documented by it."""
+def test_the_default_of_a_block_is_an_instance_of_its_class(cls):
+    """A block with some keys set thus takes its class's defaults and documentation for the other keys."""
     for key in all_keys(cls):
         if dataclasses.is_dataclass(key.default):
             assert isinstance(key.default, key.hint) and key.default == type(key.default)()
@@ -241,7 +241,7 @@ def test_a_key_at_the_wrong_level():
         ("kind=null", f"kind: missing; one of {', '.join(KINDS)}"),
     ],
 )
-def test_wrong_values_say_key_expected_and_got(override, says):
+def test_errors_of_wrong_values_name_key_expected_and_found(override, says):
     assert says in refused(override)
 
 
@@ -283,7 +283,7 @@ def test_a_truncated_support_is_warned_about():
     assert make(GRPO, ["top_p=1"]).warnings == []
 
 
-def test_a_changed_policy_says_how_to_replace_the_block():
+def test_changing_a_policy_prints_how_to_replace_the_block():
     assert "cache={policy: ...} replaces the whole block" in refused("cache.policy=full")
     assert "replaces" not in refused(text=GRPO.replace("gkv", "full"))
     assert make(GRPO, ["cache={policy: full}"]).cache == FullConfig()
@@ -294,7 +294,7 @@ def test_stopping_needs_fresh_problems():
     assert make(SFT, ["stop_at_accuracy=0.9"]).sft.stop_at_accuracy == 0.9
 
 
-def test_a_sweep_gives_each_policy_the_parameters_it_has():
+def test_a_sweep_gives_each_policy_only_its_parameters():
     cache = "cache={window: 8, period: 4, sinks: 2}"
     recipe = make(EVAL, [cache, "sweep={policy: [full, streaming, snapkv], budget: [32, 64]}"])
     assert recipe.caches() == [

@@ -28,7 +28,7 @@ def accuracy(folder: str, problems: int, **policy: object) -> float:
     return sum(grade(text, row["answer"]) for text, row in zip(texts, data, strict=True)) / problems
 
 
-def test_it_is_found_by_its_name_wherever_the_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shipped_model_is_found_from_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Path(model_directory("quickstart/model")).samefile(SHIPPED)
     own = tmp_path / "quickstart/model"
@@ -37,8 +37,8 @@ def test_it_is_found_by_its_name_wherever_the_program_runs(tmp_path: Path, monke
     assert model_directory("quickstart/grpo") == "quickstart/grpo" and model_directory("a/b") == "a/b"
 
 
-def test_it_solves_the_task_and_its_recipes_budget_hurts_it() -> None:
-    """So that there is something to learn: nearly right with a full cache, seldom under grpo's, but not by chance."""
+def test_the_shipped_model_solves_the_task_only_with_a_full_cache() -> None:
+    """GRPO has room to learn: accuracy is high with a full cache, and low but above chance under grpo's budget."""
     cache = load_recipe("quickstart/grpo").cache
     assert accuracy(str(SHIPPED), 64, policy="full") > 0.9
     assert 0.1 < accuracy(str(SHIPPED), 64, **cache.as_block()) < 0.5
@@ -55,8 +55,8 @@ def test_from_scratch_draws_new_weights_from_the_seed() -> None:
 
 
 @pytest.mark.slow
-def test_its_recipe_makes_it_again(tmp_path: Path) -> None:
-    """Bit for bit on a machine with the same arithmetic; elsewhere a model as good, made in the same way."""
+def test_the_recipe_reproduces_the_shipped_model(tmp_path: Path) -> None:
+    """Equal bit for bit on a machine with the same arithmetic; elsewhere a model of the same accuracy."""
     command = [sys.executable, "-m", "sparse_rl.cli", "train", "quickstart/sft", f"output_dir={tmp_path / 'sft'}"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -113,8 +113,8 @@ def shortened(recipe: Recipe) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_validates(name: str) -> None:
-    """No warning; an output directory of its own; the opening comment has a command that names it."""
+def test_each_recipe_is_valid(name: str) -> None:
+    """It gives no warning, has a separate output directory, and its opening comment has a command that names it."""
     recipe = load_recipe(name)
     text = (ROOT / "recipes" / f"{name}.yaml").read_text()
     assert recipe.warnings == [] and recipe.output_dir == f"runs/{name}"
@@ -146,7 +146,7 @@ def differing(a: str, b: str) -> set[str]:
     return {key for key in first if first[key] != second[key]} - {"output_dir"}
 
 
-def test_controls_differ_in_what_they_control() -> None:
+def test_controls_differ_only_in_the_controlled_key() -> None:
     assert differing("quickstart/grpo", "quickstart/grpo_full") == {"cache"}
     assert differing("quickstart/grpo", "quickstart/grpo_mismatch") == {"train_attention"}
     for model in ("deepseek-r1-distill-qwen-7b", "deepseek-r1-distill-llama-8b"):
@@ -315,10 +315,10 @@ def test_accelerate_configs() -> None:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_it_trains(
+def test_each_recipe_trains_at_a_small_size(
     name: str, tiny_model: Callable, problems_for: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps of everything that the recipe says, at a hundredth of its size: finite, replayed, exported."""
+    """Run two steps of the recipe at a hundredth of its size: losses are finite, replay is exact, a model is exported."""
     from sparse_rl.commands.train import train
     from sparse_rl.metrics import read_metrics
 
@@ -389,7 +389,9 @@ def test_it_trains(
 
 
 @pytest.mark.parametrize("name", EVALUATED)
-def test_it_evaluates(name: str, tiny_model: Callable, problems_for: Callable, tmp_path: Path) -> None:
+def test_each_evaluation_runs_at_a_small_size(
+    name: str, tiny_model: Callable, problems_for: Callable, tmp_path: Path
+) -> None:
     """Every task of the recipe, under its caches scaled down, on two problems."""
     from sparse_rl.commands.eval import evaluate
 

@@ -23,7 +23,7 @@ numbers = st.integers(1, 10**9)
 @pytest.mark.parametrize("way", WAYS)
 @settings(derandomize=True, max_examples=10, deadline=None)
 @given(n=numbers)
-def test_a_number_is_itself_however_written_and_not_its_neighbour(way: str, n: int) -> None:
+def test_a_number_equals_all_its_notations_and_no_other_number(way: str, n: int) -> None:
     text = way.format(n=n, less=n - 1, twice=2 * n).replace("_", r"\,")
     assert is_equal(str(n), text)
     assert not is_equal(str(n + 1), text)

@@ -110,7 +110,7 @@ def test_real_golds_equal_themselves_and_not_their_neighbours(math_reward, name)
     assert all(r == 0.0 for r, a, b in zip(rewards, golds, neighbours, strict=True) if a != b)
 
 
-def test_an_item_that_hangs_costs_its_limit_and_nothing_else():
+def test_an_item_that_hangs_does_not_affect_other_rewards():
     reward, metrics = MathReward(timeout=2, workers=1), {}
     texts = [boxed(42), HANG, boxed(42), boxed(41)]
     assert within(60, lambda: reward(texts, answer=["42"] * 4, log_metric=metrics.__setitem__)) == [1, 0, 1, 0]
@@ -214,7 +214,7 @@ def test_daemonic_subprocesses_get_the_same_rewards(method):
     assert reward([boxed(42), boxed(41)], answer=["42"] * 2) == [1.0, 0.0]  # the parent's own worker is unharmed
 
 
-def test_a_fork_amid_a_call_of_another_thread_is_not_blocked_by_it():
+def test_a_fork_during_another_threads_call_does_not_block():
     reward = MathReward(timeout=3, workers=1)
     assert reward([boxed(42)], answer=["42"]) == [1.0]
     context = multiprocessing.get_context("fork")
@@ -269,7 +269,7 @@ def test_an_unparseable_gold_is_reported_once_and_not_scored(caplog):
     assert not any("'42'" in report for report in reports)
 
 
-def test_a_missing_answer_column_says_how_to_map_it(math_reward):
+def test_a_missing_answer_column_gives_an_error_that_names_the_key(math_reward):
     with pytest.raises(ValueError, match=r"'answer'.*'solution'.*data\.columns"):
         math_reward(["1"], solution=["1"])
     with pytest.raises(ValueError, match="1 completions but 2"):

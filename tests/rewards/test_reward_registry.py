@@ -63,7 +63,7 @@ def test_a_spec_is_not_changed():
     assert spec == {"name": "format", "weight": 2.0, "style": "think"}
 
 
-def test_every_entry_carries_its_own_name():
+def test_every_registered_class_has_its_registry_name():
     assert all(cls.__dict__["__name__"] == name for name, cls in REWARDS.items())
 
 
@@ -133,15 +133,15 @@ def test_trl_sees_through_a_bound_function(own):
         (["boxed", "own_rewards:boxed"], "two rewards are called 'boxed'"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(own, specs, message):
+def test_invalid_specs_give_a_one_line_error(own, specs, message):
     with pytest.raises(ValueError) as caught:
         make_rewards(specs)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_the_package_stands_alone():
-    """Building rewards and asking for their errors loads neither torch nor the other packages."""
+def test_the_package_imports_no_other_package():
+    """Building rewards and raising their errors loads neither torch nor the other packages."""
     check = (
         "import sys; from rewards import make_rewards; make_rewards(['math', 'boxed', 'format'])\n"
         "loaded = {name.partition('.')[0] for name in sys.modules}\n"

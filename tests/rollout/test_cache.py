@@ -79,7 +79,7 @@ def test_decoding_is_bounded(policy_name: str, model_of: Callable, policy_of: Ca
 
 
 @pytest.mark.parametrize("policy_name", SAMPLED)
-def test_the_cache_holds_what_the_record_says(
+def test_the_cache_holds_the_recorded_entries(
     policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
     """After every step, row, layer and head: the positions held are exactly those that the next query may see."""
@@ -121,8 +121,8 @@ def test_a_frozen_row_stays(policy_name: str, model_of: Callable, policy_of: Cal
     assert not any(torch.equal(a, b) for a, b in zip(active, snapshot(2), strict=True))
 
 
-def test_a_fork_is_a_prompt_of_its_own(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
-    """Rows taken several times go their own ways: decoding one leaves its twin's entries alone."""
+def test_forked_rows_are_independent(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
+    """Copies of one row are independent: decoding one leaves the other's entries unchanged."""
     policy = policy_of("gkv", budget=BUDGET, window=4, period=PERIOD)
     (a, b) = prompts_of("qwen3", [24, 9])
     forked, plain = Driver(model_of("qwen3"), policy, [a, b]), Driver(model_of("qwen3"), policy, [b, a, b])

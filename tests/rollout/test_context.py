@@ -33,7 +33,7 @@ def engine_of(model_of: Callable) -> Callable:
 
 @pytest.mark.parametrize("changed", [{}, {"select": "omp"}, {"policy": "evict"}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_continuations_see_what_is_left(
+def test_continuations_attend_only_to_kept_entries(
     name: str, changed: dict, engine_of: Callable, model_of: Callable, prompts_of: Callable
 ) -> None:
     engine, (tokens, *questions) = engine_of(name), prompts_of(name, [60, 1, 7])
@@ -47,7 +47,9 @@ def test_continuations_see_what_is_left(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_only_evicts_is_replayed(name: str, engine_of: Callable, model_of: Callable, prompts_of: Callable) -> None:
+def test_contexts_with_evictions_only_are_replayed(
+    name: str, engine_of: Callable, model_of: Callable, prompts_of: Callable
+) -> None:
     engine, (tokens, *questions) = engine_of(name), prompts_of(name, [60, 1, 7])
     rollouts = engine.generate(
         questions, SAMPLING, engine.compact(tokens, PromptCacheConfig(ratio=0.3, policy="evict", first=2))
@@ -59,7 +61,7 @@ def test_what_only_evicts_is_replayed(name: str, engine_of: Callable, model_of: 
         replay_logprobs(model_of(name), fitted)
 
 
-def test_with_everything_left_it_is_a_full_cache(engine_of: Callable, prompts_of: Callable) -> None:
+def test_a_context_without_evictions_equals_a_full_cache(engine_of: Callable, prompts_of: Callable) -> None:
     engine, (tokens, question) = engine_of("quickstart"), prompts_of("quickstart", [60, 7])
     (plain,) = engine.generate([[*tokens, *question]], SAMPLING)
     context = engine.compact(tokens, PromptCacheConfig(ratio=1.0, policy="evict"))
@@ -67,7 +69,7 @@ def test_with_everything_left_it_is_a_full_cache(engine_of: Callable, prompts_of
     assert gap([torch.tensor(ours.model_logprobs)], [plain]) <= 1e-5
 
 
-def test_forks_of_one_prefill_are_as_many_prefills(engine_of: Callable, prompts_of: Callable) -> None:
+def test_forks_of_one_prefill_equal_separate_prefills(engine_of: Callable, prompts_of: Callable) -> None:
     engine, (tokens, *questions) = engine_of("quickstart"), prompts_of("quickstart", [60, 1, 7, 4, 12, 7])
     config = PromptCacheConfig(ratio=0.2)
     context = engine.compact(tokens, config)
@@ -124,7 +126,7 @@ def test_reference_queries(
 
 
 @pytest.mark.parametrize("aggregate", ["rms", "mean", "max"])
-def test_what_receives_most_attention_stays(aggregate: str, engine_of: Callable, prompts_of: Callable) -> None:
+def test_entries_with_most_attention_are_kept(aggregate: str, engine_of: Callable, prompts_of: Callable) -> None:
     engine, (tokens,) = engine_of("stories260K"), prompts_of("stories260K", [60])
     config = PromptCacheConfig(ratio=0.2, policy="evict", aggregate=aggregate, first=2, last=1)
     studied = engine.study(tokens, config)
@@ -139,7 +141,7 @@ def test_what_receives_most_attention_stays(aggregate: str, engine_of: Callable,
     assert not torch.equal(paper.layers[0].values, matched.layers[0].values)
 
 
-def test_of_many_queries_some_are_drawn(engine_of: Callable, prompts_of: Callable) -> None:
+def test_many_queries_are_subsampled(engine_of: Callable, prompts_of: Callable) -> None:
     engine, (tokens,) = engine_of("qwen2"), prompts_of("qwen2", [60])
     few = engine.compact(tokens, PromptCacheConfig(ratio=0.2, most_queries=7))
     many = engine.compact(tokens, PromptCacheConfig(ratio=0.2))
@@ -152,10 +154,10 @@ def test_of_many_queries_some_are_drawn(engine_of: Callable, prompts_of: Callabl
 
 
 @pytest.mark.parametrize("policy", ["am", "evict"])
-def test_heads_keep_what_they_are_given(
+def test_heads_keep_the_number_of_entries_assigned_to_them(
     policy: str, engine_of: Callable, model_of: Callable, prompts_of: Callable
 ) -> None:
-    """And what pads a shorter head is seen by nobody: continuations and replay agree with it."""
+    """Padding of a shorter head is never attended to: continuations and replay agree."""
     engine, (tokens, question) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
     config = PromptCacheConfig(policy=policy, first=2)
     sizes = [[1 + layer + 3 * head for head in range(4)] for layer in range(5)]
@@ -223,8 +225,8 @@ def test_shares_are_those_of_algorithm_4(convex: bool, ratio: float) -> None:
         assert moves == 0 if ratio == 1 else moves > STEPS / 2
 
 
-def test_the_best_taker_may_be_the_best_giver() -> None:
-    """A head that gains from more and from less: another one gives all that it has."""
+def test_one_head_may_be_the_best_to_gain_and_to_lose_entries() -> None:
+    """One head's loss falls with more and with fewer entries; another head gives up all its entries."""
     curves = torch.zeros(1, 3, len(RATIOS), dtype=torch.float64)
     curves[0, 0] = torch.tensor([0.0, 0.2, 0.6, 1.0, 0.6, 0.4, 0.2, 0.0])
     curves[0, 1:] = torch.tensor([0.03, 0.02, 0.01, 0.0, 0.0, 0.0, 0.0, 0.0])
@@ -288,7 +290,7 @@ def test_budgets_are_kept_and_refused(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_what_is_refused(engine_of: Callable) -> None:
+def test_invalid_compactions_are_refused(engine_of: Callable) -> None:
     engine = engine_of("qwen2")
     with pytest.raises(UserError, match=r"the context has 3 tokens, but first \+ last are 5"):
         engine.compact([1, 2, 3], PromptCacheConfig(first=5))
@@ -308,10 +310,10 @@ def test_what_is_refused(engine_of: Callable) -> None:
 
 @pytest.mark.parametrize("lengths", [(60,), (3, 61, 8, 24), (1, 9)], ids=str)
 @pytest.mark.parametrize("name", ["stories260K", "qwen3"])
-def test_what_is_read_in_pieces_is_what_is_read_at_once(
+def test_reading_in_pieces_equals_reading_at_once(
     name: str, lengths: tuple[int, ...], engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ragged rows, behind a context and behind none; pieces of 8 tokens, of which some attend at a time."""
+    """Ragged rows, with and without a context; pieces of 8 tokens, a few of which attend at a time."""
     engine, (tokens, *texts) = engine_of(name), prompts_of(name, [60, *lengths])
     for context in (None, engine.compact(tokens, PromptCacheConfig(ratio=0.3, queries=["context"]))):
         caches = []
@@ -354,8 +356,8 @@ def test_a_context_read_in_pieces_is_the_same(
     assert max(widths) == 7 and min(width for width in widths if width > 1) >= 4
 
 
-def test_more_may_be_read_behind_what_was_read(engine_of: Callable, prompts_of: Callable) -> None:
-    """Rows of one batch go on from where each of them ended."""
+def test_reading_may_continue_after_a_first_read(engine_of: Callable, prompts_of: Callable) -> None:
+    """Each row of a batch continues from its end."""
     engine, (first, second, *more) = engine_of("qwen3"), prompts_of("qwen3", [9, 4, 5, 6])
     cache = ContextCache(None)
     engine._read([first, second], cache)

@@ -65,15 +65,15 @@ def test_baselines_read_the_context_once(
     assert (gap([torch.tensor(plain.model_logprobs)], [r]) <= 1e-5) == (policy == "full")
 
 
-def test_of_a_context_nothing_may_stay(stories: tuple) -> None:
-    """Then a question is read as if nothing stood before it but empty places."""
+def test_a_context_may_be_dropped_entirely(stories: tuple) -> None:
+    """The question is then read as if only empty positions came before it."""
     engine, tokens, question = stories
     (r,) = engine.generate([question], SAMPLING, engine.compact(tokens, PromptCacheConfig(policy="none", first=0)))
     (alone,) = engine.simulate([question], [r.completion_ids])  # RoPE: only distances count
     assert gap([torch.tensor(alone.model_logprobs)], [r]) <= 1e-4
 
 
-def test_each_compaction_has_its_own_seconds(stories: tuple) -> None:
+def test_each_compaction_reports_its_seconds(stories: tuple) -> None:
     engine, tokens, _ = stories
     studied = engine.study(tokens, PromptCacheConfig())
     contexts = [studied.compacted(PromptCacheConfig(policy=policy)) for policy in ("am", "evict", "full")]
@@ -173,7 +173,7 @@ def test_every_pyramid_has_its_mean() -> None:
                 )
 
 
-def test_layers_keep_what_is_planned(stories: tuple, tmp_path: Path) -> None:
+def test_layers_keep_the_planned_number_of_entries(stories: tuple, tmp_path: Path) -> None:
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.2, layers="pyramid", first=2)
     assert planned(config, TOKENS, LAYERS, HEADS) == [[count] * HEADS for count in (23, 18, 12, 6, 1)]
@@ -236,8 +236,8 @@ def test_one_part_is_the_whole(select: str, stories: tuple) -> None:
 
 
 @pytest.mark.parametrize("changed", [{}, {"select": "omp"}, {"pool": 3}], ids=str)
-def test_each_part_is_compacted_on_its_own(changed: dict, stories: tuple) -> None:
-    """Three parts of 18, 18 and 19 tokens are the middles of three contexts that are these parts alone."""
+def test_chunks_are_compacted_independently(changed: dict, stories: tuple) -> None:
+    """Chunks of 18, 18 and 19 tokens give the same entries as three contexts that hold one chunk each."""
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.3, first=2, last=3, chunk=20, **changed)
     studied = engine.study(tokens, config)

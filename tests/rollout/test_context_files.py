@@ -38,7 +38,7 @@ def alike(ours: Context, theirs: Context) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_written_is_what_is_read(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_saved_context_loads_unchanged(dtype: torch.dtype, tmp_path: Path) -> None:
     context = made(dtype)
     save_context(tmp_path / "context", context)
     assert alike(load_context(tmp_path / "context"), context)
@@ -94,7 +94,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     assert isinstance(line, str) and "is not a compacted context (format None, expected" in line
 
 
-def test_a_place_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotWrittenError, match=r"absent.*could not be written") as caught:
         save_context(tmp_path / "absent" / "context", made())
     assert "\n" not in str(caught.value)

@@ -35,7 +35,7 @@ def gated(scorer: str, **parameters: Any) -> Any:
 @pytest.mark.parametrize("prefill", ["dense", "masked"])
 @pytest.mark.parametrize("scorer", SCORERS)
 @pytest.mark.parametrize("family", ["qwen3", "quickstart"])
-def test_it_decides_as_training_does(
+def test_decoding_gates_equal_training_gates(
     family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable, tally: Callable
 ) -> None:
     policy = gated(scorer, prefill=prefill)
@@ -84,8 +84,8 @@ class Decided(GatedView):
         return result
 
 
-def test_it_holds_what_it_says(model_of: Callable, prompts_of: Callable) -> None:
-    """Rows alone are the rows of a batch; the storage follows the longest head, not the text."""
+def test_rows_do_not_depend_on_the_batch_and_use_less_memory(model_of: Callable, prompts_of: Callable) -> None:
+    """Single rows equal the rows of a batch; storage grows with the longest head, not with the text."""
     policy = gated("mlp", bias=1.0)
     model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
     sampling = SamplingConfig(120, seed=1, n=2)
@@ -113,7 +113,7 @@ def test_held_entries_are_the_mean_over_kv_heads(model_of: Callable, prompts_of:
         assert peaks.max() > peaks.mean()
 
 
-def test_closed_gates_are_a_full_cache(model_of: Callable, prompts_of: Callable) -> None:
+def test_closed_gates_equal_a_full_cache(model_of: Callable, prompts_of: Callable) -> None:
     policy = gated("mlp", bias=-100.0)
     model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
     sampling = SamplingConfig(40, seed=1, ignore_eos=True)
@@ -202,7 +202,7 @@ def test_soft_gates_are_made_for_some_queries_at_a_time(monkeypatch: pytest.Monk
             assert float((one - plain).abs().max()) < 1e-12 < 1e-4 < float((one - control).abs().max())
 
 
-def test_what_is_refused(model_of: Callable) -> None:
+def test_invalid_gated_policies_are_refused(model_of: Callable) -> None:
     with pytest.raises(UserError, match="scorer: a gate must decide when its token arrives"):
         make_policy("dms", scorer="mlstm")
     with pytest.raises(UserError, match="the model has no scorers, which dms needs"):

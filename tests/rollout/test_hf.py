@@ -42,10 +42,10 @@ def prompts(prompts_of: Callable) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("policy_name", SAMPLED)
-def test_a_row_that_stops_keeps_what_it_had(
+def test_a_stopped_row_equals_the_start_of_an_endless_row(
     policy_name: str, model: PreTrainedModel, policy_of: Callable, prompts: list[list[int]]
 ) -> None:
-    """Rows that end early are the beginnings of the rows that go on, whatever the others do, and equal them alone."""
+    """Rows that end early equal the beginnings of longer rows, in any batch and alone."""
     engine = make_engine("hf", model=model, policy=policy_of(policy_name, budget=BUDGET, window=4, period=4))
     endless = engine.generate(prompts, SamplingConfig(30, seed=2, ignore_eos=True))
     assert [len(r.completion_ids) for r in endless] == [30] * len(prompts)
@@ -95,7 +95,7 @@ def test_finished_rows_are_not_compacted(model: PreTrainedModel, prompts: list[l
     assert due > 20
 
 
-def test_what_stops_by_itself(new_model: Callable, policy: Policy, prompts: list[list[int]]) -> None:
+def test_end_of_sequence_tokens_stop_a_row(new_model: Callable, policy: Policy, prompts: list[list[int]]) -> None:
     """The model's own end-of-sequence tokens stop, one or several, unless ignored or replaced; they are kept."""
     model = new_model("llama")
     engine = make_engine("hf", model=model, policy=policy)
@@ -153,10 +153,10 @@ def test_a_budget_beyond_the_sequence_is_the_full_cache(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_waves_change_nothing(
+def test_results_do_not_depend_on_max_batch(
     temperature: float, model: PreTrainedModel, policy: Policy, prompts: list[list[int]]
 ) -> None:
-    """More sequences than max_batch are sampled in turns; a prompt's samples may fall into several of them."""
+    """More sequences than max_batch are sampled in several waves; a prompt's samples may be split between waves."""
     sampling = SamplingConfig(20, temperature=temperature, n=2, seed=3, stop_token_ids=[9, 10, 11])
     whole = make_engine("hf", model=model, policy=policy).generate(prompts, sampling)
     for max_batch in (1, 3, 5):
@@ -165,8 +165,10 @@ def test_waves_change_nothing(
     assert [r.prompt_ids for r in whole] == [p for p in prompts for _ in range(2)]  # prompt-major
 
 
-def test_forks_are_repeats(model: PreTrainedModel, policy: Policy, prompts: list[list[int]]) -> None:
-    """n samples of a prompt equal the prompt given n times, sampled anew each time; it is prefilled once."""
+def test_forked_prompts_equal_repeated_prompts(
+    model: PreTrainedModel, policy: Policy, prompts: list[list[int]]
+) -> None:
+    """n samples of a prompt equal sampling the prompt n times; the prompt is prefilled once."""
     engine = make_engine("hf", model=model, policy=policy)
     prefilled: list[int] = []
 

@@ -28,7 +28,9 @@ def sampled(model: PreTrainedModel | Path, **options: object) -> list[tuple]:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_a_directory_is_as_good_as_the_live_module(family: str, new_model: Callable, tmp_path: Path) -> None:
+def test_a_directory_gives_the_same_samples_as_the_live_module(
+    family: str, new_model: Callable, tmp_path: Path
+) -> None:
     model = new_model(family)
     model.save_pretrained(tmp_path)
     live = sampled(model)
@@ -119,7 +121,9 @@ def test_bfloat16(new_model: Callable, tmp_path: Path, record_property: Callable
     ],
     ids=lambda case: str(case) if isinstance(case, dict) else "",
 )
-def test_what_make_engine_refuses(options: dict, message: str, new_model: Callable, tmp_path: Path) -> None:
+def test_invalid_arguments_of_make_engine_are_refused(
+    options: dict, message: str, new_model: Callable, tmp_path: Path
+) -> None:
     """Every mistake of a user is a ValueError that names it."""
     model = new_model("qwen3")
     model.save_pretrained(tmp_path)
@@ -133,7 +137,7 @@ def test_an_unsupported_model_is_refused(new_model: Callable) -> None:
         make_engine("hf", model=model, policy=GKV)
 
 
-def test_close_lets_the_model_go(new_model: Callable) -> None:
+def test_close_frees_the_model(new_model: Callable) -> None:
     engine = make_engine("hf", model=new_model("qwen3"), policy=GKV)
     engine.close()
     assert not hasattr(engine, "model")

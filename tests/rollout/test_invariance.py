@@ -32,7 +32,7 @@ BUDGET = 16
     ],
 )
 @pytest.mark.parametrize("policy_name", SAMPLED)
-def test_company_changes_nothing(
+def test_rows_do_not_depend_on_the_batch(
     policy_name: str,
     model_name: str,
     temperature: float,

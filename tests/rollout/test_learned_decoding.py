@@ -32,10 +32,10 @@ def rollouts_of(model: Any, policy: Any, prompts: list[list[int]], tokens: int =
 @pytest.mark.parametrize("prefill", ["dense", "masked"])
 @pytest.mark.parametrize("scorer", SCORERS)
 @pytest.mark.parametrize("family", ["qwen3", "quickstart", "stories260K"])
-def test_it_decides_as_training_does(
+def test_decoding_evicts_as_training_does(
     family: str, scorer: str, prefill: str, model_of: Callable, prompts_of: Callable, tally: Callable
 ) -> None:
-    """And every wrong trace shows in the log-probs, the next token's alone among them."""
+    """Control: every wrong trace changes the log-probs, even if only the next token's."""
     policy = learned_policy(scorer, B, prefill=prefill)
     model = with_scorers(model_of(family), policy)
     rollouts = rollouts_of(model, policy, prompts_of(family, LENGTHS), 30, n=2)
@@ -93,7 +93,7 @@ def test_of_equal_ones_the_latest_goes(scorer: str, model_of: Callable, prompts_
 
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed", "immediate"])
-def test_a_batch_is_its_rows_alone(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
+def test_rows_do_not_depend_on_the_batch(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
     """In any order, with several samples of one prompt, and after rows have left the batch."""
     policy = learned_policy(scorer, B)
     model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
@@ -105,7 +105,7 @@ def test_a_batch_is_its_rows_alone(scorer: str, model_of: Callable, prompts_of: 
         assert same(alone, together[3 * place : 3 * place + 3])
 
 
-def test_what_was_sampled_can_be_simulated(model_of: Callable, prompts_of: Callable) -> None:
+def test_simulation_equals_sampling(model_of: Callable, prompts_of: Callable) -> None:
     policy = learned_policy("delayed", B)
     model = with_scorers(model_of("qwen3"), policy)
     rollouts = rollouts_of(model, policy, prompts_of("qwen3", LENGTHS))
@@ -115,7 +115,7 @@ def test_what_was_sampled_can_be_simulated(model_of: Callable, prompts_of: Calla
 
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed"])
-def test_the_cache_holds_what_the_record_says_and_frozen_rows_stay(
+def test_the_cache_holds_the_recorded_entries_and_frozen_rows_are_kept(
     scorer: str, model_of: Callable, prompts_of: Callable
 ) -> None:
     policy = learned_policy(scorer, B)
@@ -187,7 +187,7 @@ def test_recall_against_an_oracle(scorer: str, model_of: Callable, prompts_of: C
             assert float(result[layer, head]) == pytest.approx(held / of, abs=1e-9)
 
 
-def test_new_scorers_are_loaded_as_weights_are(model_of: Callable, prompts_of: Callable) -> None:
+def test_new_scorers_are_loaded_with_the_weights(model_of: Callable, prompts_of: Callable) -> None:
     policy = learned_policy("mlp", B)
     one, other = (with_scorers(model_of("qwen3"), policy, seed) for seed in (0, 1))
     prompts = prompts_of("qwen3", LENGTHS)
@@ -198,7 +198,7 @@ def test_new_scorers_are_loaded_as_weights_are(model_of: Callable, prompts_of: C
     assert same(rollouts_of(one, policy, prompts), wanted)
 
 
-def test_what_is_refused(tmp_path: Any, model_of: Callable, prompts_of: Callable) -> None:
+def test_mismatched_scorers_are_refused(tmp_path: Any, model_of: Callable, prompts_of: Callable) -> None:
     policy = learned_policy("mlp", B)
     with pytest.raises(UserError, match="the model has no scorers"):
         make_engine("hf", model=model_of("qwen3"), policy=policy)
