@@ -46,7 +46,7 @@ def test_every_panel_at_every_step(settings: dict, metrics_of: Callable) -> None
 
 
 def test_bytes_held_are_those_of_the_policy(metrics_of: Callable) -> None:
-    """With one cache the size of the prompt and one the size of the sequence, exactly what the shapes say."""
+    """With caches as long as the prompt and as long as the sequence, the bytes are exactly those of the shapes."""
     (line,) = metrics_of(policy={"policy": "full"}, max_steps=1)
     assert line["cache/bytes_held"] == line["cache/bytes_full"] and line["cache/retention"] == 1
     assert line["cache/bytes_full"] % (2 * 2 * 2 * 8 * 4) == 0  # K and V x layers x kv heads x head dim x 4 bytes

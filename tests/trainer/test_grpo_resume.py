@@ -1,4 +1,4 @@
-"""Resume: a run that was stopped and resumed is, bit for bit, the run that was not."""
+"""A GRPO run that is stopped and resumed equals an uninterrupted run bit for bit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def everything(trainer: Any) -> list[dict[str, Any]]:
-    """All lines of metrics.jsonl, and the mean loss of the last summary, without what a clock measured."""
+    """All lines of metrics.jsonl, and the mean loss of the last summary, without timings."""
     folder = trainer.args.output_dir
     logs = read_metrics(folder)
     summary = [{"train_loss": line["train_loss"]} for line in logs if "train_loss" in line][-1:]
@@ -79,7 +79,7 @@ SLOW = (
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
 def test_a_resumed_run_is_the_run(case: str, grpo: Callable) -> None:
-    """Metrics of every step and final weights are equal, and no step is logged twice."""
+    """The metrics of every step and the final weights are equal, and no step is logged twice."""
     settings = {"max_steps": 4, "save_strategy": "steps", **CASES[case]}
     save = settings.pop("save")
     stop = settings.pop("stop", save)
@@ -91,7 +91,7 @@ def test_a_resumed_run_is_the_run(case: str, grpo: Callable) -> None:
     first = grpo("stopped", callbacks=(KillAt(stop),), **settings)
     with pytest.raises(Killed):
         first.train()
-    torch.manual_seed(1234)  # another process would not know this one's generator
+    torch.manual_seed(1234)  # another process would not have this process's generator state
     second = grpo("stopped", **settings)
     checkpoint = Path(second.args.output_dir) / f"checkpoint-{save}"
     assert [line["step"] for line in steps(second.args.output_dir)] == [step for step in logged if step <= stop]
@@ -105,7 +105,7 @@ def test_a_resumed_run_is_the_run(case: str, grpo: Callable) -> None:
 
 
 def test_what_would_be_lost(grpo: Callable) -> None:
-    """The controls: with each part of our state taken away the resumed run differs; without the file it is refused."""
+    """The controls: without any one part of our state the resumed run differs; without the file it is refused."""
     settings = {"save_strategy": "steps", **CASES["between two logs, in mid-buffer"]}
     settings["save_steps"] = settings.pop("save")
     whole = grpo("whole", **settings)

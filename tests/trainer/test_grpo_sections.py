@@ -1,4 +1,4 @@
-"""GRPO carries whole traces: every section goes through its buffer, a checkpoint and a resume, into each forward."""
+"""GRPO passes every section of a trace through its buffer, a checkpoint and a resume into each forward pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MID_BUFFER = {
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
-    """A view that takes the made-up sections, and attends as if they were not there; returns the batches of each."""
+    """Install a view that accepts the made-up sections but ignores them; return the batches of every forward pass."""
     batches: list[dict[str, torch.Tensor]] = []
 
     class Takes(ReplayView):
@@ -42,7 +42,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
 
 
 def visiting(trainer: Any, add: Callable) -> Any:
-    """The trainer, whose engine records sections that tell each completion from the others."""
+    """Make the trainer's engine record sections that identify each completion, and return the trainer."""
     generate = trainer.engine.generate
     trainer.engine.generate = lambda prompts, sampling: [
         r if sampling.ignore_eos else dataclasses.replace(r, trace=add(r.trace, r.completion_ids))  # not the probe's
@@ -54,7 +54,7 @@ def visiting(trainer: Any, add: Callable) -> Any:
 def test_every_section_is_there_after_a_resume(
     grpo: Callable, with_visits: Callable, forwards: list[dict[str, torch.Tensor]]
 ) -> None:
-    """The forwards after the checkpoint see bit for bit what those of a run without an interruption see."""
+    """After the checkpoint, forward passes get bit for bit the same sections as in an uninterrupted run."""
     visiting(grpo("whole", **MID_BUFFER), with_visits).train()
     whole = forwards.copy()
     forwards.clear()

@@ -1,4 +1,4 @@
-"""TRL's table of completions, with the columns that rewards add: it shows what is trained on, after a resume too."""
+"""TRL's table of completions, with the columns that rewards add, shows the trained completions, also after a resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.rundir import CompletionLog
 
 TABLES = {
     "log_completions": True,
-    "held_out": 2,  # half of what the table holds
+    "held_out": 2,  # half of the table's rows
     "eval_strategy": "steps",
     "eval_steps": 1,
     "num_generations_eval": 2,
@@ -45,7 +45,7 @@ def tables(trainer: Any) -> dict[str, pandas.DataFrame]:
 
 
 def test_a_checkpoint_keeps_every_column(tmp_path: Path) -> None:
-    """As plain data, and columns hold one generation after a resume, too."""
+    """A checkpoint stores the columns as plain data, and after a resume they still hold one generation."""
 
     def empty() -> dict[str, Any]:
         columns = {name: deque(maxlen=2) for name in ("images", "prompt", "completion", "advantages")}
@@ -66,7 +66,7 @@ def test_a_checkpoint_keeps_every_column(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_resumed_run_writes_the_same_tables(grpo: Callable) -> None:
-    """Stopped in mid-buffer, where the table holds rows of a validation beside those of the last generation."""
+    """The run stops in mid-buffer, when the table holds rows of a validation beside those of the last generation."""
     whole = grpo("whole", reward=noting, **TABLES)
     whole.train()
     expected = tables(whole)
@@ -91,7 +91,7 @@ def test_what_no_checkpoint_could_keep_is_refused(grpo: Callable) -> None:
 
 
 def test_completions_have_the_advantages_that_are_trained_on(grpo: Callable, tmp_path: Path) -> None:
-    """Outputs that were cut off have 0."""
+    """Truncated outputs have advantage 0 in the table."""
     log = CompletionLog(tmp_path)
     log.trainer = grpo(max_steps=1, per_device_train_batch_size=4, max_completion_length=8, callbacks=(log,))
     sampled: list[list[Any]] = []

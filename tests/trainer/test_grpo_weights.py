@@ -1,6 +1,6 @@
-"""An engine with its own weights: they follow the trainer's after every update, and where they do not the run stops.
+"""An engine's own weights follow the trainer's after every update; if they do not, the run stops.
 
-The engine is hf, from a directory: what it samples is, to the bit, what the live module would.
+The engine is hf, loaded from a directory: it samples, bit for bit, the same tokens as the live module.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def without_sync(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_engine_follows_every_update(tied: bool, own: Callable, grpo: Callable, tiny: Callable) -> None:
-    """Five updates: probe and rollouts agree to noise, and the run is the one that samples from the live module."""
+    """Over five updates probe and rollouts agree up to noise, and the run equals one with the live module."""
     config = {"tie_word_embeddings": tied}
     trainer = own(config=config, max_steps=5)
     assert not trainer.engine.shares_weights and trainer.engine.model is not trainer.model
@@ -63,12 +63,18 @@ def test_the_engine_follows_every_update(tied: bool, own: Callable, grpo: Callab
         assert line["sync/probe_gap"] <= NOISE and line["replay/gap_max"] <= NOISE and line["time/sync"] > 0
     live = trained(grpo("live", model=tiny("qwen3", **config), max_steps=5))
     assert without_sync(lines) == without_sync(live)
-    assert [("sync/probe_gap" in line) for line in live] == [True, False, False, False, False]  # only for the limit
+    assert [("sync/probe_gap" in line) for line in live] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]  # only for the limit
 
 
 @pytest.mark.parametrize("policy", [{"policy": "full"}, {"policy": "tova", "budget": 4}, GKV], ids=str)
 def test_nothing_is_evicted_in_a_probe(policy: dict, own: Callable) -> None:
-    """Also where the cache holds less than a prompt; with a full cache they are whole, and what follows is longest."""
+    """With a small cache the probe shortens prompts and completions; with a full cache it does not."""
     trainer = own(policy=policy)
     generate, seen = trainer.engine.generate, []
 
@@ -118,7 +124,7 @@ def test_weights_are_handed_over_once_per_update(schedule: dict, at: list[int], 
 
 
 def test_a_resumed_run_is_the_run(own: Callable) -> None:
-    """The engine starts from the first weights again; the first thing it is given are those of the checkpoint."""
+    """The engine starts from the initial weights again, and first receives the weights of the checkpoint."""
     settings = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
     whole = trained(own("whole", max_steps=4, **settings))
     trained(own("stopped", max_steps=2, **settings))
@@ -132,7 +138,7 @@ def test_a_resumed_run_is_the_run(own: Callable) -> None:
 
 
 def test_stale_weights_stop_the_run(own: Callable) -> None:
-    """An engine that keeps its first weights is found at the first sampling after an update."""
+    """An engine that keeps its initial weights is detected at the first sampling after an update."""
     trainer = own(max_steps=3)
     trainer.engine.load_weights = lambda weights: None
     with pytest.raises(ReplayGapError, match=r"weight sync: .* stale or wrongly loaded weights"):
@@ -148,7 +154,7 @@ def test_without_the_guard_it_is_only_logged(own: Callable) -> None:
 
 
 def test_the_guard_holds_where_replay_is_off(own: Callable) -> None:
-    """Mismatched masks are a choice, stale weights are not."""
+    """Mismatched masks are allowed, but stale weights are not."""
     trainer = own(max_steps=3, train_attention="full")
     trainer.engine.load_weights = lambda weights: None
     with pytest.raises(ReplayGapError, match="weight sync"):
@@ -157,7 +163,7 @@ def test_the_guard_holds_where_replay_is_off(own: Callable) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_first_probe_cannot_excuse_wrong_weights(shared: bool, own: Callable, grpo: Callable, tiny: Callable) -> None:
-    """It sets the limit of what follows, and so has one of its own; a limit of the user's above that is obeyed."""
+    """The first probe sets the limit of later gaps, so it has a limit of its own, which the user can raise."""
     if shared:
         trainer = grpo()
         wrong = rollout.hf.HFEngine(tiny("qwen3", tie_word_embeddings=True), trainer.engine.policy)
@@ -188,7 +194,7 @@ def test_the_limit_of_a_sync(gap: float) -> None:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_names_are_those_of_the_checkpoint(family: str, tied: bool, new_model: Callable) -> None:
-    """Every stored weight once, by its name; with and without an adapter that changes nothing yet."""
+    """Every stored weight occurs once, under its name, with and without a freshly initialised adapter."""
     model = new_model(family, tie_word_embeddings=tied)
     expected = {name: weight.clone() for name, weight in model.state_dict().items()}
     if tied:
@@ -212,7 +218,7 @@ def test_a_tied_head_may_come_once_or_twice(twice: bool, new_model: Callable, ti
 
 
 def test_an_adapter_is_merged_into_a_copy(new_model: Callable) -> None:
-    """The engine's weights compute the same as base and adapter; the frozen weights keep their bits."""
+    """The engine's weights give the same logits as base plus adapter; the frozen weights do not change by a bit."""
     model = get_peft_model(new_model("qwen3"), LoraConfig(**LORA))
     for name, weight in model.named_parameters():
         if "lora_B" in name:
@@ -240,9 +246,9 @@ def test_an_adapter_that_learns(own: Callable) -> None:
 
 
 def as_sleeper(engine: Any) -> list[str]:
-    """Let an engine sleep as vLLM does on a GPU: its weights become NaN, and asleep it takes and samples nothing.
+    """Let an engine sleep like vLLM on a GPU: its weights become NaN, and no load or sampling works during sleep.
 
-    Returns what it is asked to do, as it comes.
+    Returns a list that collects the engine's calls in order.
     """
     done: list[str] = []
     asleep: set[str] = set()
@@ -274,7 +280,7 @@ def as_sleeper(engine: Any) -> list[str]:
 
 
 def test_an_engine_sleeps_between_samplings(own: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights are dropped, and come before its cache; a validation needs them too. The run is the one without."""
+    """Weights are dropped in sleep and return before the cache, also for a validation. The run equals one without sleep."""
     logs, make = [], rollout.hf.HFEngine.__init__
 
     @wraps(make)
@@ -285,7 +291,7 @@ def test_an_engine_sleeps_between_samplings(own: Callable, monkeypatch: pytest.M
     monkeypatch.setattr(rollout.hf.HFEngine, "__init__", make_sleeper)
     awake = trained(own("awake", max_steps=2, **VALIDATED))
     asleep = trained(own("asleep", max_steps=2, sleep=True, **VALIDATED))
-    assert set(logs[0]) == {"load", "generate"}  # only where it is asked to
+    assert set(logs[0]) == {"load", "generate"}  # without the setting the engine never sleeps
     woken = ["wake weights", "load", "wake kv_cache"]
     once, probed = [*woken, "generate", "sleep 2"], [*woken, "generate", "generate", "sleep 2"]
     assert logs[1] == ["sleep 2", *probed, *probed, *once, *probed]
@@ -296,7 +302,7 @@ def test_an_engine_sleeps_between_samplings(own: Callable, monkeypatch: pytest.M
 def test_from_a_recipe_to_the_end(
     reward: str, as_vllm: list[str], tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One engine, opened once and closed last, also where the run fails; the choice is part of the saved recipe."""
+    """One engine is opened once and closed last, also if the run fails; the saved recipe names the engine."""
     monkeypatch.setattr(trainer.export, "export_model", lambda *_, **__: as_vllm.append("exported"))
     mapping = {
         "kind": "grpo", "model": tiny(), "output_dir": str(tmp_path), "dtype": "float32",

@@ -1,4 +1,4 @@
-"""KVpop's retrofit: loss and gradients against a dense float64 reference, runs by recipe, resume, files."""
+"""KVpop's retrofit: loss and gradients against a dense float64 reference, runs by recipe, resume, and files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rows() -> list[Example]:
 
 @pytest.fixture
 def kvpop(new_model: Callable, tmp_path: Path) -> Callable[..., KVpopTrainer]:
-    """kvpop(scorer, **settings) -> a trainer of a tiny student whose scorers are far from where they start."""
+    """kvpop(scorer, **settings) -> a trainer of a tiny student whose scorers are far from their initial values."""
 
     def make(scorer: Any = "mlp", **settings: Any) -> KVpopTrainer:
         student = new_model("qwen3")
@@ -69,7 +69,7 @@ def kvpop(new_model: Callable, tmp_path: Path) -> Callable[..., KVpopTrainer]:
 
 
 def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
-    """KL + CE under dense masks of the decisions, one sequence at a time in float64; and the boundary loss alone."""
+    """KL + CE under dense masks of the decisions, one sequence at a time in float64, and the boundary loss alone."""
     model, loss = trainer.model, trainer.args.loss
     student, teacher = (copy.deepcopy(m).double() for m in (model, trainer.teacher))
     total, tokens = torch.zeros((), dtype=torch.float64), 0
@@ -81,7 +81,7 @@ def reference(trainer: KVpopTrainer) -> dict[str, tuple[float, dict[str, torch.T
         with torch.no_grad():
             adopt(model)(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False)
         decided = torch.cat([view._decided[layer].evict_at for layer in range(2)])
-        trace = EvictionTrace(decided, validate=False)  # here the last token is fed
+        trace = EvictionTrace(decided, validate=False)  # here the last token is fed to the model too
         assert (trace.evict_at < ids.shape[1]).any() or ids.shape[1] <= 21
         messages = []
         for one, masks in ((student, trace), (teacher, EvictionTrace.dense(3, 2, ids.shape[1]))):
@@ -236,7 +236,7 @@ def test_a_run(keys: dict, recipe: Callable, tmp_path: Path, tiny: Callable) -> 
     assert all(0 < line["eval_recall"] <= 1 for line in held_out)
     learned = made.cache.scorer.name != "recency"
     assert all((line["boundary_loss"] > 0) == learned for line in steps)
-    # The directory: a model as any other, the scorers and the policy beside it.
+    # The directory is that of an ordinary model, with the scorers and the policy in files beside it.
     assert not any("cache_scorer" in name for name in load_file(final / "model.safetensors"))
     assert (final / "cache_scorer.safetensors").is_file()
     assert json.loads((final / "cache_policy.json").read_text())["policy"] == "kvpop"
@@ -259,7 +259,7 @@ def test_a_run(keys: dict, recipe: Callable, tmp_path: Path, tiny: Callable) -> 
     ids=["mlp", "mlstm"],
 )
 def test_a_resumed_run_is_the_one_that_was_not_stopped(keys: dict, recipe: Callable, tmp_path: Path) -> None:
-    """In the second epoch, between two logs: the same weights, scorers and lines, to the last bit."""
+    """Resumed in the second epoch, between two logs: weights, scorers and logged lines are equal, bit for bit."""
     shared = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "save_total_limit": None, **keys}
     shared["validation"] = validation(every=3)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -341,7 +341,7 @@ def test_a_budget_that_is_never_reached_is_said(recipe: Callable) -> None:
 def test_the_seed_says_how_scorers_start(recipe: Callable, tmp_path: Path) -> None:
     results = []
     for seed in (3, 3, 4):
-        torch.manual_seed(torch.seed() % 2**32)  # as another process would have it
+        torch.manual_seed(torch.seed() % 2**32)  # another process would have another seed
         folder = tmp_path / f"run{len(results)}"
         train(recipe(output_dir=str(folder), seed=seed, max_steps=1, scorer_learning_rate=1e-9,
                      scorer_final_learning_rate=1e-9))  # fmt: skip
@@ -372,8 +372,8 @@ def test_a_directory_that_cannot_be_used(harm: Callable, says: str, recipe: Call
 
 
 def test_an_optimizer_that_transformers_knows(recipe: Callable) -> None:
-    """Named in the recipe it is the one that trains, with a rate for the model and one for the scorers; but not those
-    that make their own groups."""
+    """The optimizer named in the recipe trains, with one learning rate for the model and one for the scorers.
+    Optimizers that make their own parameter groups are refused."""
     from sparse_rl.commands.trainers import kvpop as make
 
     for name, kind in (("adafactor", "Adafactor"), ("sgd", "SGD"), ("adamw_torch", "AdamW")):
@@ -388,7 +388,7 @@ def test_an_optimizer_that_transformers_knows(recipe: Callable) -> None:
 
 
 def test_scores_that_are_not_finite_stop_the_run(recipe: Callable, capfd: pytest.CaptureFixture) -> None:
-    """A training that diverges ends in one line, which says after which step and what to change, and status 2."""
+    """A run that diverges ends with status 2 and one line that names the step and the settings to change."""
     from sparse_rl.commands.main import main
 
     made = recipe(scorer_learning_rate=1e25, learning_rate=1e20, scorer_warmup_steps=0)

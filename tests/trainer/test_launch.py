@@ -1,4 +1,4 @@
-"""Number of processes that a machine is asked to run."""
+"""The number of processes per machine is checked, and a launched process leaves its group."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trainer.launch import crowded, leave_group
 
 @pytest.mark.parametrize(("cards", "places"), [(0, "3 CPU cores"), (3, "3 GPUs"), (1, "1 GPU")])
 def test_a_machine_that_is_asked_too_much_is_named(cards: int, places: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each machine by its share of the processes; as many as there are places are well."""
+    """Each machine is checked for its share of the processes; one process per GPU or CPU core is allowed."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)  # of which this process may use
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)  # this process may use the three cores below
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4, 6}, raising=False)
     most = int(places[0])
     assert crowded(LaunchConfig(processes=most)) is None
@@ -31,7 +31,7 @@ def test_a_launched_process_leaves_its_group(tmp_path: Path, monkeypatch: pytest
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         leave_group()
-        assert distributed.is_initialized()  # this process was not launched: the group is not our run's
+        assert distributed.is_initialized()  # this process was not launched, so the group does not belong to our run
         monkeypatch.setenv("RANK", "0")
         leave_group()
         assert not distributed.is_initialized()

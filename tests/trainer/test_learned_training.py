@@ -1,4 +1,4 @@
-"""GRPO and distillation under a learned policy: its scorers as they were, kept with the model, and no stale ones."""
+"""GRPO and distillation under a learned policy: its scorers stay, are saved with the model, and are never stale."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def policy_of(scorer: str) -> Any:
 
 @pytest.fixture
 def learned(tiny: Callable, tmp_path: Path) -> Callable[..., str]:
-    """learned(scorer, seed=0) -> a directory as a retrofit leaves it, with a tokenizer."""
+    """learned(scorer, seed=0) -> a model directory like the output of a retrofit, with a tokenizer."""
 
     def make(scorer: str, seed: int = 0) -> str:
         folder = tmp_path / f"{scorer}-{seed}"
@@ -65,7 +65,7 @@ def recipe(learned: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("scorer", ["mlp", "delayed"])
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_a_run_leaves_the_scorers_as_they_were(kind: str, scorer: str, recipe: Callable, tmp_path: Path) -> None:
-    """Bit for bit; what comes out is a directory that is sampled from with no flags, and decides by these scorers."""
+    """The scorers are equal bit for bit; the exported model samples without flags and evicts by these scorers."""
     made = recipe(kind, scorer)
     final = train(made)
     before, after = (load_file(Path(folder) / "cache_scorer.safetensors") for folder in (made.model, final))
@@ -90,7 +90,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(kind: str, recipe: Callab
 
 
 def harmed(trainer: Any) -> None:
-    """From here on one scorer weight of the engine moves by 1e-3 with each sync."""
+    """Make each sync change one scorer weight of the engine by 1e-3."""
     load = trainer.engine.load_weights
 
     def wrong(weights: Any) -> None:
@@ -103,7 +103,7 @@ def harmed(trainer: Any) -> None:
 
 @pytest.fixture
 def with_own_engine(grpo: Callable, learned: Callable) -> Callable[..., Any]:
-    """A GRPO trainer with an engine that has weights, and scorers, of its own."""
+    """A GRPO trainer whose engine has its own weights and scorers."""
 
     def make(name: str = "run", **settings: Any) -> Any:
         folder = learned("mlp")
@@ -115,7 +115,7 @@ def with_own_engine(grpo: Callable, learned: Callable) -> Callable[..., Any]:
 
 
 def test_stale_scorers_stop_the_run(with_own_engine: Callable) -> None:
-    """One weight of one is another than the trainer's: at the first sync, with a message of its own."""
+    """If one scorer weight differs from the trainer's, the run stops at the first sync, with a message of its own."""
     trainer = with_own_engine()
     harmed(trainer)
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
@@ -162,7 +162,7 @@ LEARN = {"weight": 0.5, "learning_rate": 0.01, "boundary": {"queries": 8}}
 
 @pytest.mark.parametrize("kind", ["grpo", pytest.param("distill", marks=pytest.mark.slow)])
 def test_scorers_that_learn(kind: str, recipe: Callable, tmp_path: Path) -> None:
-    """They move, the gap stays, a resumed run is the same, and the model learns what it learns beside frozen ones."""
+    """Scorers move, the gap stays small, a resumed run is equal, the model learns the same as with frozen scorers."""
     final = check_resumed(partial(recipe, kind, scorers=LEARN), tmp_path, gradient_checkpointing=True)
     start = recipe(kind).model
     before, after = (load_file(Path(folder) / "cache_scorer.safetensors") for folder in (start, final))
@@ -176,7 +176,7 @@ def test_scorers_that_learn(kind: str, recipe: Callable, tmp_path: Path) -> None
 
 
 def test_the_models_gradients_are_those_of_frozen_scorers(recipe: Callable, learned: Callable, grpo: Callable) -> None:
-    """Rows begin at column 0 where scorers learn: log-probs and gradients are those of the plain replay."""
+    """If scorers learn, rows begin at column 0: log-probs and gradients equal those of the plain replay."""
     results = []
     for scorers in (None, ScorersConfig(boundary=BoundaryConfig(queries=None))):
         model = load_model(learned("delayed"))
@@ -197,7 +197,7 @@ def test_the_models_gradients_are_those_of_frozen_scorers(recipe: Callable, lear
 
 
 def test_decisions_agree(with_own_engine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 in float32 where the scorers are the same; less where one weight moved (the check for that is off)."""
+    """Agreement is 1 in float32 with equal scorers, and less after one weight moved (with the sync check off)."""
     shares = [line["cache/decisions_agree"] for line in trained(with_own_engine("right"))]
     assert min(shares) >= 0.999
     monkeypatch.setattr("trainer.weights.check_scorers_in", lambda *_: None)
@@ -209,6 +209,6 @@ def test_decisions_agree(with_own_engine: Callable, monkeypatch: pytest.MonkeyPa
         for weight in trainer.engine.model.cache_scorers.parameters():
             weight.data.neg_()
 
-    assert decisions_agree(trainer.model, trainer.engine.policy.config, []) is None  # nothing evicted is no agreement
+    assert decisions_agree(trainer.model, trainer.engine.policy.config, []) is None  # no evictions, no value
     trainer.engine.load_weights = wrong
     assert max(line["cache/decisions_agree"] for line in trained(trainer)) < 0.99

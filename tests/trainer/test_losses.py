@@ -1,4 +1,4 @@
-"""The distillation loss against plain float64 arithmetic: each divergence, top-k, weights, chunk, with gradients."""
+"""The distillation loss and its gradients against plain float64 arithmetic: divergences, top-k, weights, chunks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def case() -> dict[str, torch.Tensor]:
 def reference(
     case: dict[str, torch.Tensor], loss: DistillationLossConfig, top_k: int | None
 ) -> tuple[torch.Tensor, ...]:
-    """The sum, and its gradients of hidden and weight, by the formulas and a loop over positions, in float64."""
+    """The summed loss and its gradients for hidden and weight, by the formulas in a loop over positions, in float64."""
     hidden = case["hidden"].double().requires_grad_()
     weight = case["weight"].double().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
@@ -102,7 +102,7 @@ def test_the_chunk_changes_nothing(chunk: int, case: dict) -> None:
 
 
 def test_coarsening_never_adds(case: dict) -> None:
-    """The divergence of coarsened distributions is a lower bound, and reaches the whole one with k."""
+    """The divergence of the coarsened distributions is a lower bound, and approaches the full divergence as k grows."""
     values = [float(ours(case, DistillationLossConfig(), k)[0]) for k in (1, 4, 16, VOCAB - 1, VOCAB)]
     whole = float(ours(case, DistillationLossConfig(), None)[0])
     assert values == sorted(values) and values[0] < 0.9 * whole
@@ -126,7 +126,7 @@ def test_a_certain_teacher_stays_finite(case: dict) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The elements of the largest tensor that any operation makes."""
+    """Records the number of elements of the largest tensor that any operation makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("top_k", [None, 16])
 def test_memory_grows_with_the_chunk_not_with_the_sequence(top_k: int | None) -> None:
-    """Forward and backward make nothing larger than one chunk's logits; and autograd keeps none of those."""
+    """Forward and backward make no tensor larger than one chunk's logits, and autograd keeps none of the logits."""
     vocab, positions = 5000, 512
 
     def measure(chunk: int) -> tuple[int, int]:
@@ -170,4 +170,4 @@ def test_memory_grows_with_the_chunk_not_with_the_sequence(top_k: int | None) ->
     for chunk in (16, 64):
         made, kept = measure(chunk)
         assert made == max(chunk * vocab, vocab * WIDTH) and kept <= positions * WIDTH
-    assert measure(positions)[0] == positions * vocab  # the control: what is avoided
+    assert measure(positions)[0] == positions * vocab  # the control: the full logits in one chunk

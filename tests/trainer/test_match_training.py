@@ -1,4 +1,4 @@
-"""GRPO and distillation under Attention Matching and under pages: replay and resume are exact."""
+"""GRPO and distillation under Attention Matching and under clustered attention: replay and resume are exact."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def recipe(tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_a_run(kind: str, recipe: Callable, tmp_path: Path) -> None:
-    """The trained model is sampled without flags, and its replay is exact; constants give another model."""
+    """The trained model samples without flags and replays exactly; match_gradient=constant gives another model."""
     final = train(recipe(kind))
     lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
     assert len(lines) == 3 and all(0 < line["cache/retention"] < 1 for line in lines)
