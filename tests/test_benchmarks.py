@@ -20,7 +20,7 @@ SCRIPTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_it_starts(script: Path, tmp_path: Path) -> None:
+def test_every_benchmark_starts(script: Path, tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, str(script), "--help"], cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert f"usage: {script.name}" in ran.stdout
@@ -38,7 +38,7 @@ def test_errors_are_over_seeds(results: ModuleType) -> None:
     assert math.isnan(results.over_seeds([1.0])[1])
 
 
-def test_seeds_are_added_to_a_file_of_the_same_settings_alone(results: ModuleType, tmp_path: Path) -> None:
+def test_seeds_are_added_only_to_a_file_of_the_same_settings(results: ModuleType, tmp_path: Path) -> None:
     def key(row: dict[str, Any]) -> Any:
         return row["seed"]
 
@@ -56,7 +56,7 @@ def test_seeds_are_added_to_a_file_of_the_same_settings_alone(results: ModuleTyp
     assert json.loads(out.read_text())["measured"].keys() >= {"command", "commit", "date", "machine", "torch"}
 
 
-def test_every_file_of_results_says_how_it_was_measured(results: ModuleType) -> None:
+def test_the_docs_list_how_every_results_file_was_measured(results: ModuleType) -> None:
     files = sorted((Path(__file__).parents[1] / "benchmarks/results").glob("*.json"))
     assert len(results.provenance().splitlines()) == 2 + len(files) > 20
     assert results.provenance() in (Path(__file__).parents[1] / "docs/benchmarks.md").read_text()

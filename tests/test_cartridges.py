@@ -62,7 +62,7 @@ def test_gradients_are_those_of_differences(start: str, trial: Callable, cartrid
 
 
 @pytest.mark.parametrize("start", ["first", "am"])
-def test_training_brings_it_nearer(start: str, trial: Callable, cartridges: ModuleType) -> None:
+def test_training_lowers_the_divergence(start: str, trial: Callable, cartridges: ModuleType) -> None:
     model, begun, texts, full = trial(start)
     prefix, losses = cartridges.Prefix(begun, FIRST + LAST), []
     for _ in cartridges.train(model, prefix, texts, full, 0.03, (0, 5, 30), batch=4):
@@ -81,7 +81,7 @@ def test_the_first_entries_are_those_of_the_first_tokens(trial: Callable) -> Non
         assert layer.positions.unique(dim=1).tolist() == [[[0, 38, 39, 1, 2, 3, 4, 5, 6]]]
 
 
-def test_the_whole_context_is_what_it_is_trained_towards(trial: Callable, cartridges: ModuleType) -> None:
+def test_the_training_target_is_the_full_context(trial: Callable, cartridges: ModuleType) -> None:
     model, begun, texts, full = trial("first")
     with torch.no_grad():
         ids = torch.cat([torch.tensor(begun.tokens).expand(len(texts), -1), texts], dim=1)

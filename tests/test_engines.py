@@ -102,7 +102,7 @@ def test_the_default_engine(installed: str | None, name: str, machine: Callable)
     assert default_engine() == name in ENGINES
 
 
-def test_what_only_hf_holds_is_left_to_it(machine: Callable) -> None:
+def test_policies_that_only_hf_supports_use_hf(machine: Callable) -> None:
     machine("cpu")
     masked, plain = (
         PolicyConfig.from_block({"policy": "kvpop", "budget": 600, "prefill": prefill})
@@ -126,7 +126,7 @@ def test_a_refusal_is_not_preceded_by_a_warning(machine: Callable) -> None:
     assert remark.startswith("layered: the model's 2 layers")
 
 
-def test_a_family_that_only_hf_holds_is_left_to_it(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_that_only_hf_supports_use_hf(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine itself and `serve` refuse it, too."""
     machine("cpu")
     assert choose_engine(RolloutConfig(), config(32), (), False) == ("vllm", "vllm engine")
@@ -172,7 +172,7 @@ def test_few_reference_queries_are_warned_of(queries: int, warned: bool, machine
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
-def test_make_engine_says_what_is_missing(machine: Callable, tmp_path: Path) -> None:
+def test_make_engine_names_the_missing_requirement(machine: Callable, tmp_path: Path) -> None:
     machine(None)
     with pytest.raises(ValueError, match=r'not installed: pip install "vllm==0\.31\.\*", or use the engine hf'):
         make_engine("vllm", model=tmp_path)
@@ -197,13 +197,13 @@ def test_make_engine_says_what_is_missing(machine: Callable, tmp_path: Path) -> 
         ({"sleep": 1}, "rollout.sleep: expected true or false"),
     ],
 )
-def test_what_a_recipe_may_not_say(rollout: dict, says: str) -> None:
+def test_invalid_engine_settings_are_refused(rollout: dict, says: str) -> None:
     with pytest.raises(UserError) as caught:
         grpo(rollout=rollout)
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_what_it_may_say() -> None:
+def test_valid_engine_settings_are_accepted() -> None:
     keys = {"kv_cache_gb": 2, "gpu_memory_utilization": 1.0, "max_model_len": 101, "sleep": True, "engine": "vllm"}
     assert grpo(rollout=keys).rollout.kv_cache_gb == 2.0
     bounded = {"data": {**SYNTHETIC, "max_prompt_tokens": 50}}
@@ -212,8 +212,8 @@ def test_what_it_may_say() -> None:
     assert evaluation(rollout={"tensor_parallel": 4}).rollout.tensor_parallel == 4
 
 
-def test_an_evaluation_has_the_gpu_to_itself(machine: Callable) -> None:
-    """It takes the share that serving takes; what a training samples with leaves room for the update."""
+def test_an_evaluation_takes_a_larger_share_of_the_gpu(machine: Callable) -> None:
+    """Evaluation takes the same share as serving; in training the engine leaves room for the update."""
     machine("cuda")
     assert ALONE == 0.9
     assert engine_arguments(evaluation(rollout={"engine": "vllm"}))["gpu_memory_utilization"] == ALONE
@@ -232,7 +232,7 @@ def test_only_vllm_is_spread_over_gpus(machine: Callable) -> None:
             choose_engine(RolloutConfig(engine=engine, tensor_parallel=4), config(), (), True)  # type: ignore[arg-type]
 
 
-def test_a_dry_run_says_it_all(machine: Callable, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_dry_run_prints_the_chosen_engine(machine: Callable, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     machine("cpu")
     save_untrained(tmp_path / "32", 0)
@@ -252,7 +252,7 @@ def test_a_dry_run_says_it_all(machine: Callable, tmp_path: Path, monkeypatch: A
 # ---- options -------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_is_given_what_it_takes() -> None:
+def test_an_engine_is_given_only_its_parameters() -> None:
     rollout = {"max_batch": 7, "kv_cache_gb": 2.0, "gpu_memory_utilization": 0.5, "engine": "vllm"}
     given = engine_arguments(grpo(rollout=rollout, dtype="float32"))
     assert given.keys() < inspect.signature(VLLMEngine.__init__).parameters.keys()
@@ -288,8 +288,8 @@ def test_the_longest_sequence(data: Any, held_out: Any, max_model_len: Any, prom
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
-def test_memory_counts_the_engines_own_weights(machine: Callable) -> None:
-    """And its pool instead of the cache; both only while sampling, where it sleeps. hf has neither."""
+def test_memory_counts_the_engines_copy_of_the_weights(machine: Callable) -> None:
+    """The plan counts vLLM's weights and pool, only while sampling if the engine sleeps; hf has neither."""
     machine("cpu")
     model = build_model(0).config
 

@@ -101,7 +101,7 @@ def test_the_standard_error_is_over_problems():
     assert mean_and_error(samples)[1] < mean_and_error([1.0, 0.0])[1]
 
 
-def test_a_row_is_what_its_completions_say(recipe_of, tmp_path):
+def test_a_row_summarises_its_completions(recipe_of, tmp_path):
     recipe = recipe_of(rows_of(6, none={2}), sweep={"policy": ["streaming", "full"], "budget": [8]})
     rows = evaluate(recipe, progress=False)
     assert [(r.policy, r.budget) for r in rows] == [("streaming", 8), ("full", None)]
@@ -161,8 +161,8 @@ def test_further_accuracies_judge_the_same_completions(recipe_of, tmp_path):
     assert "[/a]" in console.file.getvalue() and "[/b]" in console.file.getvalue()
 
 
-def test_short_answers_over_the_answerable_alone(recipe_of):
-    """Of texts that are all right, or all wrong: an unanswerable question counts as wrong, or does not count."""
+def test_short_answers_may_skip_unanswerable_questions(recipe_of):
+    """An unanswerable question counts as wrong or is left out, for texts that are all right or all wrong."""
     rows = [{"prompt": f"Qa{i}?", "answers": ["Aa", " "] if i < 3 else []} for i in range(4)]
     spec = {"name": "short_answer", "match": "contained"}
     further = {"answerable": {**spec, "unanswerable": "left_out"}, "exact": {"name": "short_answer"}}
@@ -223,7 +223,7 @@ def test_results_do_not_depend_on_the_batch(recipe_of, tmp_path):
     assert first != texts(seed=1)
 
 
-def test_a_live_model_serves_as_well(recipe_of, tmp_path):
+def test_a_live_model_gives_the_same_results(recipe_of, tmp_path):
     first = evaluate(recipe_of(rows_of(3)), progress=False)
     lines = completions(tmp_path)
     second = evaluate(recipe_of(rows_of(3)), model=build_model(0), progress=False)
@@ -235,7 +235,7 @@ def test_correct_means_a_reward_of_at_least_one(recipe_of):
     assert row.accuracy == 0 and row.retention_correct is None
 
 
-def test_what_is_held_and_what_is_read_are_told_apart(recipe_of):
+def test_held_and_read_entries_are_reported_separately(recipe_of):
     clustered = {"policy": "clustered", "page": 4, "window": 4, "open_pages": 1}
     lined = {"policy": "lined", "window": 4, "period": 1}
     parts = [{"layers": 1, "cache": lined}, {"layers": 1, "cache": clustered}]
@@ -253,7 +253,7 @@ def test_what_is_held_and_what_is_read_are_told_apart(recipe_of):
     assert "peak" in [str(column.header) for column in accuracy_table(rows[1:]).columns]
 
 
-def test_caches_of_one_name_are_told_apart(recipe_of):
+def test_labels_of_caches_of_one_policy_show_the_difference(recipe_of):
     swept = [{"policy": "clustered", "open_pages": 1}, {"policy": "clustered", "open_pages": 2}, "full"]
     rows = evaluate(recipe_of(rows_of(2), sweep={"policy": swept}), progress=False)
     assert cache_labels(rows) == ["clustered, open_pages 1", "clustered, open_pages 2", "full"]
@@ -291,7 +291,7 @@ def test_all_problems_left_out(recipe_of):
     assert accuracy_table([row]).row_count == 1
 
 
-def test_the_accuracy_sees_what_a_reward_sees_in_training(recipe_of):
+def test_the_accuracy_gets_the_same_arguments_as_a_reward(recipe_of):
     row = evaluate(recipe_of(rows_of(3), "strange"), progress=False)[0]
     assert row.accuracy == pytest.approx(2 / 3)
 
@@ -326,7 +326,7 @@ def test_math_needs_answers(recipe_of):
         evaluate(replace(recipe_of([{"prompt": "Q?"}]), accuracy="boxed"), progress=False)
 
 
-def test_samples_of_an_engine_with_its_own_weights(recipe_of, tmp_path, as_vllm):
+def test_an_engine_with_separate_weights_gives_the_same_samples(recipe_of, tmp_path, as_vllm):
     recipe = recipe_of(rows_of(3), cache={"policy": "streaming", "budget": 8})
     expected = sample(recipe, tmp_path / "hf")
     own = sample(replace(recipe, rollout=replace(recipe.rollout, engine="vllm")), tmp_path / "own")

@@ -87,8 +87,8 @@ def studies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
     return seen
 
 
-def test_a_context_of_which_everything_stays_is_a_part_of_the_prompt(recipe_of: Callable, tmp_path: Path) -> None:
-    """The same greedy answers to the same tokens; a context of which little stays gives others."""
+def test_a_context_without_evictions_equals_the_full_prompt(recipe_of: Callable, tmp_path: Path) -> None:
+    """The same tokens get the same greedy answers; a context with few entries left gives other answers."""
     (whole,) = evaluate(recipe_of(), progress=False)
     answers = {line["problem"]: line["completion"] for line in lines_of(tmp_path / "out")}
     full, none = evaluate(recipe_of([{"policy": "full"}, {"policy": "none"}]), progress=False)
@@ -136,7 +136,7 @@ def test_rows_are_those_of_a_loop_over_the_engine(recipe_of: Callable, tmp_path:
     assert cells["cache"] == ["am 0.1", "am 0.4"] and len(cells["context"]) == len(cells["made in"]) == 2
 
 
-def test_a_context_is_read_once_for_all_that_reads_it_alike(recipe_of: Callable, studies: list) -> None:
+def test_caches_with_the_same_reading_settings_share_one_reading(recipe_of: Callable, studies: list) -> None:
     blocks = [
         {"policy": "full", "queries": ["random"]},
         {"ratio": [0.1, 0.2], "select": "omp"},
@@ -149,14 +149,14 @@ def test_a_context_is_read_once_for_all_that_reads_it_alike(recipe_of: Callable,
     assert [row.policy for row in rows] == ["full", "am", "am", "evict", "am", "none"]
 
 
-def test_what_one_reading_serves_are_settings_of_the_compaction() -> None:
+def test_keys_are_settings_of_the_reading_or_of_the_compaction() -> None:
     names = {f.name for f in fields(PromptCacheConfig)}
     read = {"queries", "window", "first", "last", "most_queries", "study_samples", "study_tokens", "seed"}
     assert read | COMPACTION == names and not read & COMPACTION  # a new key is one of either
 
 
-def test_stages_are_told(model: str) -> None:
-    """Each stage of each context, before it begins; seconds of a compaction are its own."""
+def test_stages_are_announced(model: str) -> None:
+    """Each stage of each context is announced before it begins; each compaction has separate seconds."""
     messages: list[str] = []
     questions = Questions([SplitPrompt([5, *range(6, 40)], 1, [7]), SplitPrompt([5, *range(7, 40)], 1, [7])], [])
     caches = [PromptCacheConfig(first=0, ratio=ratio) for ratio in (0.1, 0.5)]
@@ -247,7 +247,7 @@ def test_other_kinds_have_no_such_key(kind: str) -> None:
         make_recipe({"kind": kind, "prompt_cache": {}})
 
 
-def test_what_is_wrong_with_a_context_or_a_file_is_one_line(
+def test_errors_of_contexts_and_files_are_one_line(
     recipe_of: Callable, studies: list, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(

@@ -24,8 +24,8 @@ def exact_again() -> Iterator[None]:
     compute_exactly(True)
 
 
-def test_a_recipe_says_so() -> None:
-    """And the next recipe of the process anew."""
+def test_the_key_exact_sets_the_dtype_of_the_engine() -> None:
+    """The next recipe in the same process sets it again."""
     one, half = torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)
     for exact, dtype in ((True, torch.float64), (False, torch.float32), (True, torch.float64)):
         recipe = load_recipe(RECIPE[0], [*RECIPE[1], f"rollout.exact={exact}"])

@@ -113,7 +113,7 @@ def test_without_a_hub_the_cache_is_taken(listen, at, tmp_path, caplog) -> None:
     assert constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1" and len(asked) == 1
 
 
-def test_offline_is_taken_at_its_word(listen, at, monkeypatch, tmp_path) -> None:
+def test_offline_mode_makes_no_request(listen, at, monkeypatch, tmp_path) -> None:
     address, asked = listen(NOT_FOUND)
     at(address)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -130,8 +130,8 @@ def test_a_name_that_no_hub_has() -> None:
 
 
 @pytest.mark.parametrize("words", [["train", "quickstart/grpo", "--dry-run"], ["rollout", "quickstart/grpo"]])
-def test_a_command_says_so_at_once(words, listen, tmp_path) -> None:
-    """One question to the hub, in place of six with waits between them; one line; no heavy library is imported."""
+def test_a_command_fails_after_one_request_to_the_hub(words, listen, tmp_path) -> None:
+    """It makes one request to the hub instead of six with waits, prints one line, and imports no heavy library."""
     address, asked = listen(b"")
     environment = {key: value for key, value in os.environ.items() if not key.endswith("_OFFLINE")}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_ENDPOINT": address, "HF_HOME": str(tmp_path)}

@@ -20,7 +20,7 @@ DEEP = (b"[" * 20_000, b'{"step": ' + b"7" * 5000 + b"}", b'{"step": 18446744073
 @given(
     st.lists(st.sampled_from((*JUNK, *DEEP)) | st.binary(max_size=20), max_size=4), st.randoms(use_true_random=False)
 )
-def test_what_is_no_line_of_a_run_is_left_out(junk, random) -> None:
+def test_damaged_lines_are_skipped(junk, random) -> None:
     junk = [line.replace(b"\n", b"") for line in junk]
     mixed = [*junk, *(json.dumps(line).encode() for line in LINES)]
     random.shuffle(mixed)

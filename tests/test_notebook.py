@@ -53,7 +53,7 @@ def test_the_file_is_a_notebook() -> None:
     assert FILE.stat().st_size <= 400_000
 
 
-def test_it_was_executed_once_from_first_to_last() -> None:
+def test_cells_were_executed_once_in_order() -> None:
     code = cells("code")
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     for number, cell in enumerate(code, 1):

@@ -21,7 +21,7 @@ def modes(folder: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
-def test_what_is_written_is_as_any_new_file(umask: int, new_model: Callable, tmp_path: Path) -> None:
+def test_written_files_follow_the_umask(umask: int, new_model: Callable, tmp_path: Path) -> None:
     """Traces, an untrained model, a teacher cache; tests/trainer/test_export.py has a whole run."""
     before = os.umask(umask)
     try:

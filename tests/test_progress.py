@@ -37,7 +37,7 @@ def refresh() -> None:
     progress.screen.drawn.refresh()
 
 
-def test_a_row_shows_its_stage_the_count_the_time_left_and_what_it_is_told(monkeypatch):
+def test_a_row_shows_its_stage_count_time_left_and_message(monkeypatch):
     time = clock(monkeypatch)
     with terminal() as seen, stage("training", total=4, unit="step") as row:
         time.now += 30
@@ -54,7 +54,7 @@ def test_a_row_shows_its_stage_the_count_the_time_left_and_what_it_is_told(monke
     assert shown(seen) == []
 
 
-def test_the_time_left_is_by_what_this_run_did(monkeypatch):
+def test_the_time_left_uses_the_steps_of_this_run(monkeypatch):
     """A resumed run begins at a later step; the mean of its own steps counts."""
     time = clock(monkeypatch)
     row = Stage("training", "", 10, "step", 6)
@@ -68,7 +68,7 @@ def test_the_time_left_is_by_what_this_run_did(monkeypatch):
     assert row.clock() == "2:23:20" and row.count == "10/10 steps"
 
 
-def test_what_is_printed_goes_above_the_rows():
+def test_printed_lines_appear_above_the_rows():
     """Whole lines, longer than the terminal is wide too; of a bar that a library draws, its last state."""
     long = "next:  sparse-rl " + 30 * "a_path/"
     with terminal() as seen, stage("loading", "quickstart/model"):
@@ -113,7 +113,7 @@ def test_a_row_is_one_line_on_every_terminal(width):
     assert len(first) <= width and first.startswith("loading .../") and second.startswith("evaluating ")
 
 
-def test_a_terminal_that_shows_ascii_alone_gets_no_other_letter(monkeypatch):
+def test_an_ascii_terminal_gets_only_ascii_characters(monkeypatch):
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     console = Quiet(file=file, force_terminal=True, width=50, markup=False)
     screen = Screen(console)
@@ -127,7 +127,7 @@ def test_a_terminal_that_shows_ascii_alone_gets_no_other_letter(monkeypatch):
     assert "na?ve" in written and "3/9 problems" in written and "gr??er" in written
 
 
-def test_other_processes_show_nothing(monkeypatch):
+def test_only_rank_0_shows_progress(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with terminal() as seen, stage("training", total=2, unit="step") as row, stage("sampling", shown=False):
         row.advance()
@@ -147,7 +147,7 @@ def test_a_forked_process_writes_as_if_there_were_no_rows(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "file"), [("dumb", Seen), ("xterm", io.StringIO)])
-def test_without_a_terminal_nothing_is_drawn(monkeypatch, kind, file):
+def test_no_row_is_drawn_without_a_terminal(monkeypatch, kind, file):
     monkeypatch.setenv("FORCE_COLOR", "1")
     with terminal(kind=kind, file=file) as seen, stage("training", total=2, unit="step") as row:
         print(MESSAGE)
@@ -167,8 +167,8 @@ class Silence:
         return self.waits < 0
 
 
-def test_without_a_terminal_a_command_shows_that_it_is_alive(capsys, monkeypatch):
-    """Ever more seldom, over all its stages, until it is heard."""
+def test_without_a_terminal_a_command_prints_signs_of_life(capsys, monkeypatch):
+    """Signs of life become rarer over all stages, until the command prints a line itself."""
     time, screen = clock(monkeypatch), Screen()
     with screen.command():
         for row, signs in (

@@ -184,7 +184,7 @@ def public_functions() -> Iterator[tuple[str, Callable[..., Any], str]]:
                 yield f"{place}.{name}", function, f"{said_of(cls, name)}\n{about}"
 
 
-def test_every_tensor_of_a_public_function_has_its_shape_said() -> None:
+def test_docstrings_give_the_shape_of_every_tensor() -> None:
     missing = [
         f"{place}: {name}" for place, function, text in public_functions() for name in without_shapes(function, text)
     ]
@@ -266,7 +266,7 @@ def lazy(package: str) -> set[str] | None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_all_is_sorted_and_names_what_the_package_offers(package: str) -> None:
+def test_all_is_sorted_and_lists_the_public_names(package: str) -> None:
     module = importlib.import_module(package)
     assert module.__all__ == sorted(module.__all__, key=sorting)
     assert offers(package) - INNER.get(package, set()) == set(module.__all__)
@@ -299,7 +299,7 @@ class Mute:
         return ""
 
 
-def test_what_is_not_said_is_found() -> None:
+def test_missing_docstrings_are_found() -> None:
     assert unsaid(Mute) == ["score"]
     assert without_words(Mute) == ["unsaid"]
     assert without_shapes(Mute.score, "The keys, and what they are worth.") == ["keys", "what it returns"]

@@ -111,7 +111,9 @@ def test_messages_name_a_version_of_vllm_that_this_project_asks_for() -> None:
         ("git+https://there/sparse-rl", "vllm", '`pip install "sparse-rl[vllm] @ git+https://there/sparse-rl"`'),
     ],
 )
-def test_how_to_install_it_needs_no_index(monkeypatch: pytest.MonkeyPatch, url: str, extra: str, command: str) -> None:
+def test_the_install_command_needs_no_package_index(
+    monkeypatch: pytest.MonkeyPatch, url: str, extra: str, command: str
+) -> None:
     monkeypatch.setattr("sparse_rl.source.URL", url)
     assert source.how_to_install(extra) == command
 

@@ -96,7 +96,7 @@ def arrows() -> Iterator[tuple[str, str]]:
                 yield module, name
 
 
-def test_parts_import_only_what_stands_below_them() -> None:
+def test_packages_import_only_packages_below_them() -> None:
     wrong = []
     for module, name in arrows():
         own, theirs = part_of(module), part_of(name)

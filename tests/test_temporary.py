@@ -30,7 +30,7 @@ def said(process: subprocess.Popen) -> Path:
     return Path(process.stdout.readline().strip())
 
 
-def test_it_goes_with_its_command(tmp_path: Path) -> None:
+def test_a_temporary_folder_is_removed_with_its_command(tmp_path: Path) -> None:
     running = start(tmp_path, WAITS)
     folder = said(running)
     assert [*tmp_path.iterdir()] == [folder]
@@ -38,8 +38,8 @@ def test_it_goes_with_its_command(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
-def test_the_next_start_removes_what_killed_ones_left(tmp_path: Path) -> None:
-    """And nothing else: neither of a command that runs, nor of another program."""
+def test_the_next_start_removes_folders_of_killed_commands(tmp_path: Path) -> None:
+    """Folders of running commands and of other programs are kept."""
     (tmp_path / "sparse-rl-of-another").mkdir()
     (tmp_path / "sparse-rl-linked").symlink_to(tmp_path / "sparse-rl-of-another")
     killed, running = [start(tmp_path, WAITS) for _ in range(3)], start(tmp_path, WAITS)
@@ -68,8 +68,8 @@ def test_a_process_that_outlives_its_command_keeps_the_folder(tmp_path: Path) ->
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_program_that_a_process_becomes_keeps_it_too(tmp_path: Path) -> None:
-    """As the server is another program than the command that starts it."""
+def test_a_program_started_by_exec_keeps_the_folder(tmp_path: Path) -> None:
+    """`serve` becomes another program, the server, by exec."""
     becomes = SAYS + "import os, sys; os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
     program = "import sys; sys.stdin.readline(); from sparse_rl.temporary import *; remove_temporary_folder()"
     running = start(tmp_path, becomes, program)
@@ -80,8 +80,8 @@ def test_a_program_that_a_process_becomes_keeps_it_too(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_killed_run_leaves_nothing_for_ever(tmp_path: Path) -> None:
-    """The datasets that a launcher keeps for its processes."""
+def test_files_of_a_killed_run_are_removed_later(tmp_path: Path) -> None:
+    """The files are the datasets that a launcher keeps for its processes."""
     code = (
         "import os, signal; from trainer.once import once, remembered\n"
         "with remembered(): once('x', lambda: 'kept' * 1000); os.kill(os.getpid(), signal.SIGKILL)"
@@ -93,7 +93,7 @@ def test_a_killed_run_leaves_nothing_for_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", ["sparse_rl", "rollout", "trainer", "rewards"])
-def test_nothing_else_is_put_into_the_common_directory(package: str) -> None:
+def test_all_temporary_files_go_into_the_commands_folder(package: str) -> None:
     makes = re.compile(r"(?:mkdtemp|mkstemp|TemporaryDirectory|TemporaryFile)\((?!.*dir=)|DefaultLogsSpecs\(\)")
     files = [file for file in (ROOT / package).rglob("*.py") if file.name != "temporary.py"]
     assert [f"{file}: {line}" for file in files for line in file.read_text().splitlines() if makes.search(line)] == []

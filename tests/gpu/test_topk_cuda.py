@@ -29,8 +29,8 @@ def test_equals_the_heap(length: int, window: int, k: int, ties: bool, kernel: s
             assert torch.equal(getattr(ours, name).cpu(), getattr(right, name)), name
 
 
-def test_the_triton_kernel_is_chosen_or_slower() -> None:
-    """The finding says if it is the faster one."""
+def test_the_triton_kernel_passes_the_exactness_check() -> None:
+    """It is chosen, or the finding gives the times that show that it is slower."""
     topk = topk_choice()
     print(topk)
     assert topk.kernel == "triton" or " ms, torch's form " in topk.finding

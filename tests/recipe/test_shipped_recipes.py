@@ -318,7 +318,7 @@ def test_accelerate_configs() -> None:
 def test_each_recipe_trains_at_a_small_size(
     name: str, tiny_model: Callable, problems_for: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run two steps of the recipe at a hundredth of its size: losses are finite, replay is exact, a model is exported."""
+    """Two steps of the recipe at a hundredth of its size have finite losses and exact replay, and export a model."""
     from sparse_rl.commands.train import train
     from sparse_rl.metrics import read_metrics
 

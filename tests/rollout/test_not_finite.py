@@ -1,4 +1,4 @@
-"""The hf engine refuses log-probs that are not finite, in the step in which they are drawn, in every dtype."""
+"""The hf engine refuses log-probs that are not finite, in the step that samples them, in every dtype."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POISON = 63  # the token whose embedding is not finite
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25]]
 SAMPLING = SamplingConfig(6, seed=1, ignore_eos=True)
 STREAMING = {"policy": "streaming", "budget": 8, "sinks": 2}
-PLACES = {  # name -> the weights of which one is spoilt
+PLACES = {  # name -> the weights in which one value is spoilt
     "embedding": lambda model: model.model.embed_tokens.weight[POISON],
     "layer": lambda model: model.model.layers[1].mlp.down_proj.weight[3],
     "norm": lambda model: model.model.norm.weight,
@@ -47,7 +47,7 @@ def outcome(rollouts: list[Rollout]) -> list[Any]:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("policy", ["full", STREAMING], ids=["full", "streaming"])
 def test_weights_that_are_not_finite(policy: Any, place: str, dtype: str, new_model: Callable) -> None:
-    """However a token is drawn; one line says where. Control: the same model samples before it is spoilt."""
+    """For every sampling setting, one line names the place. Control: the same model samples before it is spoilt."""
     model = new_model("qwen3").to(getattr(torch, dtype))
     engine = make_engine("hf", model=model, policy=make_policy(policy))
     prompts = [*PROMPTS[:1], [5, POISON, 6], *PROMPTS[1:]]
@@ -66,7 +66,7 @@ def test_weights_that_are_not_finite(policy: Any, place: str, dtype: str, new_mo
             result = error.value
             if place == "embedding" or math.isnan(
                 value
-            ):  # with infinite weights it depends on the sign of what they meet
+            ):  # with infinite weights it depends on the sign of the activations
                 assert (result.prompt, result.sample, result.step) == (where, 0, 0)
         with pytest.raises(
             NotFiniteError, match=r"^prompt \d, sample 0: the log-probability of token \d of the comple"
@@ -75,8 +75,8 @@ def test_weights_that_are_not_finite(policy: Any, place: str, dtype: str, new_mo
     assert "\n" not in str(result) and dtype in str(result) and ("overflows" in str(result)) == (dtype == "float16")
 
 
-def test_it_is_refused_in_the_step_in_which_it_is_drawn(new_model: Callable) -> None:
-    """A token whose embedding is NaN is still drawn; what follows is not. In a batch the sequence is named."""
+def test_sampling_stops_one_step_after_a_token_with_a_nan_embedding(new_model: Callable) -> None:
+    """A token with a NaN embedding is still sampled; the next one is not. The error names the sequence in the batch."""
     model = spoil(new_model("qwen3"), "embedding")
     engine = make_engine("hf", model=model, policy=make_policy("full"))
     completions = [[7, 8, 9, 10, 11], [7, 8, POISON, 10, 11], [7, 8, 9, 10, POISON]]
@@ -88,7 +88,7 @@ def test_it_is_refused_in_the_step_in_which_it_is_drawn(new_model: Callable) -> 
 
 
 def test_float16_that_overflows(new_model: Callable) -> None:
-    """Weights that are finite, activations that are not; in float32 the same model samples."""
+    """The weights are finite but the activations are not; in float32 the same model samples."""
     model = new_model("qwen3")
     with torch.no_grad():
         model.lm_head.weight.mul_(1e6)
@@ -102,7 +102,7 @@ def test_float16_that_overflows(new_model: Callable) -> None:
         engine.generate(PROMPTS, SAMPLING)
 
 
-def test_what_a_draw_leaves_out_is_no_error(new_model: Callable) -> None:
+def test_log_probs_of_minus_infinity_of_other_tokens_are_no_error(new_model: Callable) -> None:
     """Log-probs of -inf outside of top-k and top-p, and of tokens that the model itself rules out; a forced token has
     -inf outside, and its own log-prob is finite. But a token that the model rules out cannot be simulated."""
     model = new_model("qwen3")
@@ -128,8 +128,8 @@ def test_what_a_draw_leaves_out_is_no_error(new_model: Callable) -> None:
 
 
 @pytest.mark.parametrize("token", [0, POISON])
-def test_padding_is_none_of_a_sequence(token: int, new_model: Callable) -> None:
-    """A token whose embedding is NaN reaches no sequence without it, be it the one that others pad with; nor replay."""
+def test_a_nan_padding_token_does_not_reach_other_sequences(token: int, new_model: Callable) -> None:
+    """A NaN embedding affects no sequence without its token, even if it is the padding token; nor does it affect replay."""
     model = new_model("qwen3")
     engine = make_engine("hf", model=model, policy=make_policy("gkv", budget=8, window=2, period=2))
     completions = [[30, 31, 32, 33], [34, 35], [36, 37, 38, 39, 40, 41]]
@@ -141,8 +141,8 @@ def test_padding_is_none_of_a_sequence(token: int, new_model: Callable) -> None:
     assert all(torch.equal(a, b) for a, b in zip(replay_logprobs(model, wanted), replayed, strict=True))
 
 
-def test_an_evaluation_names_its_own_problem(new_model: Callable) -> None:
-    """Not the place in the part that is sampled at a time."""
+def test_an_evaluation_names_the_problem_that_failed(new_model: Callable) -> None:
+    """The number is that of the problem, not its place in the part sampled together."""
     engine = make_engine("hf", model=spoil(new_model("qwen3"), "embedding"), policy=make_policy("full"), max_batch=2)
     prompts = [*PROMPTS, [5, POISON, 6], [7, 8]]
     with pytest.raises(NotFiniteError, match=r"^prompt 3, sample 0: "):
@@ -173,10 +173,10 @@ def one_line(capfd: pytest.CaptureFixture) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("command", ["eval", "rollout", "perplexity"])
-def test_a_command_says_so_in_one_line(
+def test_a_command_reports_it_in_one_line(
     command: str, dtype: str, spoilt: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """With status 2, and no results."""
+    """The command exits with status 2 and writes no results."""
     out = tmp_path / "out"
     common = {"model": str(spoilt), "dtype": dtype, "rollout": {"engine": "hf", "progress": False}}
     data = {"synthetic": {"task": "running_sum", "size": 3, "n": 3}}

@@ -1,4 +1,4 @@
-"""Prompts are prefilled once and forked: a fork is the rows that it names, and its own."""
+"""Prompts are prefilled once and forked: a fork holds its own copy of the chosen rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prefill(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> Ca
 
 
 def held(cache: EvictingCache, row: int) -> list[torch.Tensor]:
-    """All that a row has in the cache, without its padding."""
+    """All cache contents of a row, without its padding."""
     count, parts = cache.lengths[row], [cache.evict_at(row, cache.seen[row])]
     for layer in cache.layers.values():
         parts += [buffer[row, :, :count] for buffer in layer.slotted().values()]
@@ -36,7 +36,7 @@ def held(cache: EvictingCache, row: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("policy_name", ["gkv", "h2o", "full"])
-def test_a_fork_is_the_rows_that_it_names(prefill: Callable, policy_name: str) -> None:
+def test_a_fork_equals_the_rows_that_it_selects(prefill: Callable, policy_name: str) -> None:
     whole = prefill([0, 1, 2, 3], policy_name)
     fork = whole.fork(ROWS)
     assert torch.equal(fork.hidden, whole.hidden[ROWS])
@@ -46,8 +46,8 @@ def test_a_fork_is_the_rows_that_it_names(prefill: Callable, policy_name: str) -
     assert not torch.equal(held(fork.cache, 0)[1], held(fork.cache, 2)[1])  # rows do differ
 
 
-def test_what_happens_to_a_fork_happens_to_it_alone(prefill: Callable) -> None:
-    """It decodes as prompts prefilled under no other name would, and what it was forked from stays as it was."""
+def test_decoding_a_fork_does_not_change_the_original(prefill: Callable) -> None:
+    """A fork decodes as separately prefilled prompts do, and the original cache is unchanged."""
     whole = prefill([0, 1, 2, 3])
     before = [part.clone() for row in range(4) for part in held(whole.cache, row)]
     for cache in [whole.fork(rows).cache for rows in (ROWS, [3, 3], [0, 1, 2, 3])]:
@@ -60,7 +60,7 @@ def test_what_happens_to_a_fork_happens_to_it_alone(prefill: Callable) -> None:
 
 
 def test_queries_are_those_of_the_last_tokens(prefill: Callable) -> None:
-    """Oldest first, also in a fork, whatever stands beside a row; a policy that scores by none has none to hand out."""
+    """Oldest first, also in a fork and for any neighbouring rows; a policy that does not score by queries stores none."""
     whole = prefill([0, 1, 2, 3])
     for layer in range(2):
         queries = whole.queries(layer)

@@ -1,4 +1,4 @@
-"""Linear layers and activations over few rows, as engines compute them, round as over many: on a CPU, in float32."""
+"""On a CPU in float32, the engines' linear layers and activations round the same for few rows as for many."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_few_rows_round_as_many_do(inner: int, rows: int) -> None:
         assert torch.equal(F.silu(x[:rows], inplace=False), F.silu(x)[:rows])
 
 
-def test_what_is_padded() -> None:
-    """To the next multiple; nothing in another dtype, and nothing that is a multiple already."""
+def test_only_float32_rows_are_padded() -> None:
+    """Rows are padded to the next multiple, unless they are a multiple already or have another dtype."""
     seen = []
 
     def note(rows: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The sampler against independent references: which distribution it draws from, what it reports, how it is seeded.
+"""The sampler against independent references: its distribution, its reported log-probs, and its seeds.
 
-That it equals `sample_reference` bit for bit is in test_sampling_bits.py.
+test_sampling_bits.py checks that it equals `sample_reference` bit for bit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def reference(
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_tokens_follow_the_distribution(setting: dict) -> None:
-    """On an even grid of N uniforms every token comes up N p times, to within one; another p is refused."""
+    """On an even grid of N uniforms every token occurs N p times, within one; another p is refused."""
     torch.manual_seed(0)
     logits, n = 2 * torch.randn(40), 20_000
     grid = (torch.arange(n, dtype=torch.float64) + 0.5) / n
@@ -67,7 +67,7 @@ def test_tokens_follow_the_distribution(setting: dict) -> None:
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
 def test_no_draw_falls_outside(uniform: float) -> None:
-    """At the ends of the unit interval, too, the token is one that the distribution has."""
+    """Also at the ends of the unit interval, the sampled token has a positive probability."""
     logits = torch.tensor([[-3.0, 1.0, 1.1, -4.0]])
     draw = torch.tensor([uniform], dtype=torch.float64)
     token, logprob, _ = sample(logits, SamplingConfig(max_tokens=1, top_k=2), draw)
@@ -81,8 +81,8 @@ def test_greedy_takes_the_first_of_the_best_and_reports_temperature_one() -> Non
     assert torch.equal(logprobs, logits.log_softmax(-1)[[0, 1], [1, 0]]) and torch.equal(logprobs, model_logprobs)
 
 
-def test_a_sequence_has_its_own_uniforms() -> None:
-    """A stream depends on its seed alone, across blocks, and any step may be read again."""
+def test_uniforms_depend_only_on_the_seed() -> None:
+    """A stream depends only on its seed, across blocks, and any step may be read again."""
     steps = BLOCK + 40
     stream, other = Uniforms(13), Uniforms(12)
     ours = [stream.at(step) for step in range(steps)]
@@ -125,7 +125,7 @@ def test_truncated_support() -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_an_engine_reports_the_distribution_it_drew_from(
+def test_an_engine_reports_the_distribution_that_it_sampled_from(
     setting: dict, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
     """logprobs: after temperature, top-k and top-p; model_logprobs: temperature alone. From the dense reference."""

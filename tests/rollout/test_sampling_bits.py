@@ -1,4 +1,4 @@
-"""The sampler equals its plain reference bit for bit: tokens, log-probs, and those before top-p and top-k."""
+"""The sampler equals its plain reference bit for bit: tokens, and log-probs before and after top-p and top-k."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ def logits_of(kind: str, rows: int, size: int, seed: int = 0) -> torch.Tensor:
 
 
 def uniforms_for(processed: torch.Tensor) -> torch.Tensor:
-    """float64 [B]: the ends of the unit interval, and in the other rows a border between two tokens, or beside it."""
+    """float64 [B]: the ends of the unit interval; in the other rows a border between two tokens, or a number beside it."""
     cdf = processed.double().exp().cumsum(-1)
     rows, size = cdf.shape
     at = torch.randint(size, (rows, 1), generator=torch.Generator().manual_seed(0))
     border = (cdf.gather(-1, at) / cdf[:, -1:])[:, 0].clamp(max=1 - 2**-53)
-    uniform = border.nextafter(torch.arange(rows) % 3 - 1 + border)  # the number before, the border, the one behind
+    uniform = border.nextafter(
+        torch.arange(rows) % 3 - 1 + border
+    )  # the number before the border, the border, the number after it
     uniform[:3] = torch.tensor([0.0, 0.5, 1 - 2**-53])
     return uniform.clamp(0, 1 - 2**-53)
 
@@ -68,7 +70,7 @@ def test_equals_the_reference_over_a_large_vocabulary() -> None:
 
 
 def borders(logprobs: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Of one row [1, V]: the mass before each token that top-k leaves but the first, as the reference rounds it."""
+    """Mass before each token that top-k keeps, except the first, for one row [1, V]; rounded as in the reference."""
     ranked = logprobs.sort(dim=-1, descending=True).values
     ranked[:, top_k:] = float("-inf")
     mass = ranked.log_softmax(-1).exp()
@@ -77,7 +79,7 @@ def borders(logprobs: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 def test_a_prefix_has_the_bits_of_the_whole() -> None:
-    """Also where top_p is a border, so that one bit decides on a token. Control: the next number is another border."""
+    """Also if top_p is a border, so that one bit decides on a token. Control: the next number is another border."""
     for top_k in range(2, 40):
         logprobs = logits_of("random", 1, 200, seed=top_k).log_softmax(-1)
         at = borders(logprobs, top_k)
@@ -101,8 +103,8 @@ def test_the_ranking_is_that_of_a_stable_sort(
         assert torch.equal(ranking(logprobs, count), order[:, :count])
 
 
-def test_ties_at_the_border_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: a ranking with the later of two equals first is not the reference's."""
+def test_ties_at_the_border_go_to_the_earlier_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a ranking that puts the later of two equal tokens first differs from the reference."""
     logprobs = logits_of("tied", 4, 130).log_softmax(-1)
     assert torch.equal(truncate(logprobs, 0.9, 20), truncate_reference(logprobs, 0.9, 20))
 
@@ -115,7 +117,7 @@ def test_ties_at_the_border_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("setting", [{}, {"temperature": 0}, {"top_k": 9, "top_p": 0.8}, {"top_p": 0.8}], ids=str)
 def test_rows_that_a_cpu_takes_one_after_another(setting: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts of any size, with tokens forced in some rows."""
+    """The parts may have any size, and some rows have forced tokens."""
     sampling, logits = SamplingConfig(1, **setting), logits_of("coarse", 7, 100)
     forced = torch.tensor([-1, 4, -1, -1, 99, -1, 0])
     uniform = torch.rand(7, dtype=torch.float64) if sampling.temperature else None
@@ -131,7 +133,7 @@ def test_rows_that_a_cpu_takes_one_after_another(setting: dict, monkeypatch: pyt
     ids=str,
 )
 def test_a_device_is_not_waited_for(setting: dict) -> None:
-    """On tensors without numbers, of which nothing can be asked: what would wait for a GPU fails here."""
+    """Run on meta tensors, which have no values: an operation that would wait for a GPU fails here."""
     logits = torch.empty(3, 200, device="meta")
     sampling = SamplingConfig(1, **setting)
     uniform = torch.empty(3, dtype=torch.float64, device="meta") if sampling.temperature else None

@@ -1,4 +1,4 @@
-"""Simulation: the evictions of given tokens are those that the engine records when it samples these tokens itself."""
+"""Simulation of given tokens yields the evictions that the engine records when it samples these tokens itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sampled(engine: object, prompts: list[list[int]], tokens: int = 40) -> list[
 
 @pytest.mark.parametrize("period", [1, 4])
 @pytest.mark.parametrize("name", SAMPLED)
-def test_bit_for_bit_what_sampling_records(
+def test_simulation_equals_sampling_bit_for_bit(
     name: str, period: int, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
     policy = policy_of(name, budget=10, window=4, period=period)
@@ -34,7 +34,7 @@ def test_bit_for_bit_what_sampling_records(
 
 
 def test_another_completion_has_another_trace(model_of: Callable, policy_of: Callable, prompts_of: Callable) -> None:
-    """The control: what is simulated depends on the tokens."""
+    """Control: the simulated evictions depend on the tokens."""
     engine = make_engine("hf", model=model_of("qwen3"), policy=policy_of("gkv", budget=10, window=4, period=4))
     wanted = sampled(engine, prompts_of("qwen3", LENGTHS))
     other = [[(token + 7) % 60 + 3 for token in r.completion_ids] for r in wanted]
@@ -42,7 +42,7 @@ def test_another_completion_has_another_trace(model_of: Callable, policy_of: Cal
     assert any(not torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in zip(sampled_again, wanted, strict=True))
 
 
-def test_stop_tokens_inside_do_not_end_it(model_of: Callable, policy_of: Callable) -> None:
+def test_stop_tokens_do_not_end_a_simulation(model_of: Callable, policy_of: Callable) -> None:
     engine = make_engine("hf", model=model_of("qwen3"), policy=policy_of("streaming", budget=10, period=4))
     (outputs,) = engine.simulate([[5, 6]], [[2, 7, 2, 2, 9] * 6])  # 2 is the model's end of sequence
     assert outputs.completion_ids == [2, 7, 2, 2, 9] * 6 and outputs.finish_reason == "length"
