@@ -73,7 +73,7 @@ def test_the_engine_follows_every_update(tied: bool, own: Callable, grpo: Callab
 
 
 @pytest.mark.parametrize("policy", [{"policy": "full"}, {"policy": "tova", "budget": 4}, GKV], ids=str)
-def test_nothing_is_evicted_in_a_probe(policy: dict, own: Callable) -> None:
+def test_a_probe_evicts_no_entry(policy: dict, own: Callable) -> None:
     """With a small cache the probe shortens prompts and completions; with a full cache it does not."""
     trainer = own(policy=policy)
     generate, seen = trainer.engine.generate, []
@@ -123,7 +123,7 @@ def test_weights_are_handed_over_once_per_update(schedule: dict, at: list[int], 
     assert not any("eval_sync/probe_gap" in line for line in lines)
 
 
-def test_a_resumed_run_is_the_run(own: Callable) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(own: Callable) -> None:
     """The engine starts from the initial weights again, and first receives the weights of the checkpoint."""
     settings = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
     whole = trained(own("whole", max_steps=4, **settings))
@@ -146,7 +146,7 @@ def test_stale_weights_stop_the_run(own: Callable) -> None:
     assert [line["step"] for line in steps(trainer.args.output_dir)] == [1]
 
 
-def test_without_the_guard_it_is_only_logged(own: Callable) -> None:
+def test_without_the_guard_stale_weights_are_only_logged(own: Callable) -> None:
     trainer = own(max_steps=3, replay_guard=GuardConfig(enabled=False))
     trainer.engine.load_weights = lambda weights: None
     lines = trained(trainer)
@@ -280,7 +280,7 @@ def as_sleeper(engine: Any) -> list[str]:
 
 
 def test_an_engine_sleeps_between_samplings(own: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are dropped in sleep and return before the cache, also for a validation. The run equals one without sleep."""
+    """Sleep drops the weights, which return before the cache, also for a validation. The run equals one without sleep."""
     logs, make = [], rollout.hf.HFEngine.__init__
 
     @wraps(make)

@@ -1,4 +1,4 @@
-"""Adding a method takes its folder (cooling/) and one line of CONFIGS: everything else follows from what it names."""
+"""A new method needs only its folder (cooling/) and one line in CONFIGS: its configuration names all other parts."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ POLICY = {"policy": "cooling", "budget": 12, "period": 4, "sinks": 2}
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CONFIGS, "cooling", CoolingConfig)  # the one line
+    monkeypatch.setitem(CONFIGS, "cooling", CoolingConfig)  # the one line that registers the method
 
 
 @pytest.fixture
 def rollouts(model_of: Callable) -> list[Rollout]:
-    """Ragged, of a prompt that is longer than the budget, too."""
+    """Ragged rollouts, one with a prompt that is longer than the budget."""
     engine = make_engine("hf", model=model_of("qwen3"), policy=POLICY)
     prompts = [[3, 4, 5], list(range(3, 25)), [7] * 12]
     return engine.generate(prompts, SamplingConfig(20, seed=0, ignore_eos=True))
 
 
 def gap(model: Any, rollouts: list[Rollout], changed: Callable[[EvictionTrace], EvictionTrace]) -> float:
-    """The largest difference of log-probs, where the traces are replayed as `changed`."""
+    """Largest difference of log-probs when the replay uses the traces that `changed` returns."""
     replayed = replay_logprobs(model, [dataclasses.replace(r, trace=changed(r.trace)) for r in rollouts])
     return max(
         float((theirs.detach() - torch.tensor(r.logprobs)).abs().max())
@@ -44,8 +44,8 @@ def gap(model: Any, rollouts: list[Rollout], changed: Callable[[EvictionTrace], 
     )
 
 
-def test_it_samples_records_and_replays(model_of: Callable, rollouts: list[Rollout]) -> None:
-    """Controls: without its sections, and one query late."""
+def test_the_method_samples_records_and_replays(model_of: Callable, rollouts: list[Rollout]) -> None:
+    """The replay is exact; the controls replay without the method's sections, or one query late."""
     model = model_of("qwen3")
     for rollout in rollouts:
         assert len(rollout.trace.further["cooled_at"]) >= 2
@@ -69,8 +69,8 @@ def test_its_record_is_written_read_and_checked(rollouts: list[Rollout], tmp_pat
         EvictionTrace(rollouts[0].trace.evict_at, {"cooled_at": sections["cooled_at"]})
 
 
-def test_a_recipe_names_it_and_doctor_counts_it(model_of: Callable) -> None:
-    """The memory of its entries, and what its view holds."""
+def test_recipes_accept_the_method_and_doctor_counts_its_memory(model_of: Callable) -> None:
+    """The memory plan counts the method's entries and the tensors of its view."""
     recipe = {
         "kind": "grpo", "model": "m", "output_dir": "o", "dtype": "float32", "rewards": ["boxed"],
         "data": {"synthetic": {"task": "running_sum", "size": 8}}, "rollout": {"engine": "hf"},
@@ -87,8 +87,8 @@ def test_a_recipe_names_it_and_doctor_counts_it(model_of: Callable) -> None:
     assert "cooled queries" not in made["streaming"]
 
 
-def test_grpo_learns_under_it_with_its_loss(grpo: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gap stays at rounding. Control: without the loss other weights are learned."""
+def test_grpo_trains_under_the_method_with_its_loss(grpo: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gap stays at the level of rounding. Control: without the method's loss, other weights are learned."""
 
     def weights(name: str) -> Iterator[torch.Tensor]:
         trainer = grpo(name, policy=POLICY, max_steps=1, max_completion_length=24)

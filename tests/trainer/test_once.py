@@ -1,7 +1,7 @@
-"""A launched run reads, tokenises and hashes once per machine: as often as a run of one process does.
+"""A launched run reads, tokenises and hashes once per machine, as often as a run of one process.
 
-What the processes do is watched from within, through a sitecustomize that notes each text that a tokenizer is given
-and each file of the checkpoint that Python opens (safetensors opens them by itself: so only hashing shows).
+A sitecustomize module in each process records each text passed to a tokenizer and each checkpoint file that Python
+opens (safetensors does not open files through Python, so only hashing is recorded).
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def seen(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Counter, int, st
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stderr[-3000:]
         lines = [json.loads(line) for line in notes.read_text().splitlines()]
-        tried = "text"  # by which each process finds out whether the tokenizer works
+        tried = "text"  # each process tokenises this text to check that the tokenizer works
         texts = Counter(given for _, what, given in lines if what == "text" and given != tried)
-        assert set(texts) >= {row["prompt"] for row in dataset}  # the control: the watch sees what is tokenised
+        assert set(texts) >= {row["prompt"] for row in dataset}  # the control: tokenised texts are recorded
         return texts, sum(what == "hashed" for _, what, _ in lines), done.stderr
 
     return run
@@ -96,8 +96,8 @@ def seen(tiny: Callable, tmp_path: Path) -> Callable[..., tuple[Counter, int, st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "zero"), [("distill", 0), ("distill", 2), ("kvpop", 0), ("sft", 0), ("sft", 2)])
-def test_two_processes_do_what_one_does(kind: str, zero: int, seen: Callable) -> None:
-    """No text is tokenised more often; a checkpoint that is resumed is hashed once; what is dropped is said once."""
+def test_two_processes_do_the_work_of_one(kind: str, zero: int, seen: Callable) -> None:
+    """Texts are tokenised as often as with one process; resumed checkpoints are hashed once; drops are logged once."""
     alone, without_words, _ = seen(kind, 1, zero=zero)
     together, none, given_words = seen(kind, 2, zero=zero)
     assert together == alone and without_words == none == 0
@@ -107,8 +107,8 @@ def test_two_processes_do_what_one_does(kind: str, zero: int, seen: Callable) ->
     assert again == alone and hashed == 1
 
 
-def test_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes get the results of the launcher and make missing ones themselves; no file outlives the launcher."""
+def test_processes_share_results_through_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes reuse the launcher's results and compute missing ones themselves; no file outlives the launcher."""
     import datasets
 
     calls: list[str] = []
@@ -119,7 +119,10 @@ def test_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     def table(what: str) -> Callable[[], Any]:
         return lambda: calls.append(what) or datasets.Dataset.from_dict({"text": [what]})
 
-    assert once("a", make("a")) == once("a", make("a")) and calls == ["a", "a"]  # nothing is, outside the block
+    assert once("a", make("a")) == once("a", make("a")) and calls == [
+        "a",
+        "a",
+    ]  # outside the block: no reuse
     with remembered():
         folder = Path(os.environ[FOLDER])
         assert once("a", make("1")) == once("a", make("2")) == {"made": "1"}

@@ -1,4 +1,4 @@
-"""Options and arguments that no training takes: one line, in Python as in a recipe, and before a model is loaded."""
+"""Options and arguments that a trainer refuses: in one line, in Python as in a recipe, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPT = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
 
 
 def arguments(kind: str, folder: Path, **options: Any) -> Any:
-    """A trainer's arguments as a caller in Python makes them."""
+    """Make a trainer's arguments as a caller in Python does."""
     given = {"output_dir": str(folder), **CPU, **options}
     if kind == "grpo":
         return grpo_arguments(SparseGRPOConfig(), **given)
@@ -48,7 +48,7 @@ def arguments(kind: str, folder: Path, **options: Any) -> Any:
 
 
 def refused(kind: str) -> list[tuple[str, Any]]:
-    """The options of the library that a kind refuses, each with another value than its default."""
+    """The library's options that a kind refuses, each with a value other than its default."""
     fields = [f for f in dataclasses.fields(LIBRARIES[kind]) if instead(f.name, kind)]
     return [(f.name, not f.default if isinstance(f.default, bool) else "x") for f in fields]
 
@@ -67,7 +67,7 @@ def test_python_refuses_what_a_recipe_refuses(kind: str, tmp_path: Path) -> None
 
 
 def test_what_grpo_refuses() -> None:
-    """The names themselves, so that none goes lost from the list."""
+    """The test repeats the names, so that none can disappear from the list."""
     names = {option for option, _ in refused("grpo")}
     assert names >= {
         *("use_vllm", "min_p", "repetition_penalty", "generation_kwargs", "cache_implementation"),
@@ -116,7 +116,7 @@ def test_gradient_checkpointing(kind: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_the_trainer_is_not_given(given: dict[str, Any], says: str, grpo: Callable) -> None:
-    """Nothing is loaded: there is no such model."""
+    """The model does not exist, so the error shows that nothing is loaded."""
     from trainer.grpo.trainer import SparseGRPOTrainer
 
     def make(**usual: Any) -> Any:
@@ -128,7 +128,7 @@ def test_what_the_trainer_is_not_given(given: dict[str, Any], says: str, grpo: C
 
 
 def test_a_model_that_has_such_adapters(grpo: Callable, new_model: Callable) -> None:
-    """In grpo, and in a training with a teacher."""
+    """The model is refused in GRPO and in distillation."""
     model = peft.get_peft_model(new_model("qwen3"), PROMPT)
     with pytest.raises(UserError, match="only LoRA adapters can be trained under evictions, got PromptTuningConfig"):
         grpo(model=model)
@@ -138,7 +138,7 @@ def test_a_model_that_has_such_adapters(grpo: Callable, new_model: Callable) -> 
 
 
 def test_a_reference_that_follows_the_policy(grpo: Callable, tmp_path: Path) -> None:
-    """There must be one that is a model of its own."""
+    """sync_ref_model needs a reference model that is separate from the policy."""
     learned = {"policy": "kvpop", "budget": 8, "window": 2}
     for changed, says in (
         ({}, "sync_ref_model: needs beta above 0"),
@@ -164,7 +164,7 @@ def test_groups_that_are_dropped_need_one_sum_of_rewards(grpo: Callable) -> None
 
 
 def test_what_trl_switches_on_by_itself() -> None:
-    """For LoRA under ZeRO-3, and for a model of experts whose configuration asks for it."""
+    """Settings that TRL changes (LoRA under ZeRO-3, the auxiliary loss of mixture-of-experts models) are refused."""
     usual = {"args": SimpleNamespace(gradient_checkpointing_kwargs=None), "aux_loss_enabled": False}
     check_made(SimpleNamespace(**usual))
     with pytest.raises(UserError, match="router_aux_loss_coef: experts' auxiliary loss is not supported"):
@@ -207,7 +207,7 @@ def test_values_that_are_refused_in_a_recipe(kind: str, option: str, value: Any,
     ],
 )  # fmt: skip
 def test_what_the_libraries_find_as_they_train(settings: dict[str, Any], says: str, grpo: Callable) -> None:
-    """Data loader, optimizer, schedule and metric are made late: what they refuse is the user's to mend, too."""
+    """Options that the late-made data loader, optimizer, schedule or metric refuse are user errors too."""
     with pytest.raises(UserError, match=f"an option is refused: .*{says}") as caught:
         grpo(**settings).train()
     assert "\n" not in str(caught.value)

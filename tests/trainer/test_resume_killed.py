@@ -1,4 +1,4 @@
-"""The command, killed with SIGKILL or on a full disk, and resumed: the end is that of the run that was left alone."""
+"""A command that is killed with SIGKILL, or fails on a full disk, and is resumed ends like an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMMON = {
     "save_steps": 1,
     "per_device_train_batch_size": 4,
 }
-COMMANDED = ("sft", "grpo")  # for what is the same in every trainer
+COMMANDED = ("sft", "grpo")  # for tests of code that all trainers share
 RECIPES: dict[str, dict[str, Any]] = {
     "sft": {"data": {"synthetic": {"task": "running_sum", "size": 16, "n": 3}}, "logging_steps": 2},
     "grpo": {
@@ -56,7 +56,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 class Runs:
-    """`sparse-rl train` in forked children of one process; `whole` : kind -> the end of a run that was left alone."""
+    """Runs `sparse-rl train` in forked children of one process; `whole` : kind -> the end of an uninterrupted run."""
 
     def __init__(self, folder: Path, model: str) -> None:
         self.folder = folder
@@ -72,7 +72,7 @@ class Runs:
         self.seconds: dict[str, float] = {}
 
     def __call__(self, kind: str, name: str, *words: str, **job: Any) -> tuple[int, str]:
-        """(exit status, or minus the signal; what it printed)"""
+        """Run the command; return (exit status or minus the signal, printed text)."""
         log = self.folder / f"{Path(name).name}.log"
         log.unlink(missing_ok=True)
         job |= {"words": ["train", f"{kind}.yaml", f"output_dir={name}", *words], "log": str(log)}
@@ -83,7 +83,7 @@ class Runs:
         return answer["status"], log.read_text()
 
     def end(self, name: str) -> tuple:
-        """The weights, by hash, every metric, the mean loss of the last summary, the completions; timings aside."""
+        """Hashes of the weights, all metrics but timings, the mean loss of the last summary, and the completions."""
         folder = self.folder / name
         lines = read_metrics(folder)
         mean = [line["train_loss"] for line in lines if "train_loss" in line][-1]
@@ -115,7 +115,7 @@ def number_of(operations: list[str], *words: str, last: bool = False) -> int:
     return results[-1 if last else 0]
 
 
-PLACES: dict[str, tuple[str, Callable[[list[str]], int], int]] = {  # kind, where it is killed, newest whole checkpoint
+PLACES: dict[str, tuple[str, Callable[[list[str]], int], int]] = {  # kind, point of the kill, newest complete one
     "first file": ("sft", lambda done: number_of(done, "open", "_partial/checkpoint-3"), 2),
     "last file": ("grpo", lambda done: number_of(done, "open", "_partial/checkpoint-4/manifest.json"), 3),
     "before the rename": ("grpo", lambda done: number_of(done, "os.rename", "_partial/checkpoint-6"), 5),
@@ -145,7 +145,7 @@ def test_killed_at_a_checkpoint(place: str, runs: Runs) -> None:
 
 
 def test_a_damaged_checkpoint_is_skipped_and_its_end_is_the_same(runs: Runs) -> None:
-    """By the command, on real checkpoints: the newest has lost its rank's file, the one before it is taken."""
+    """The newest checkpoint lacks its rank's file, so the command resumes from the checkpoint before it."""
     expected = runs.left_alone("grpo")
     shutil.copytree(runs.folder / "grpo-whole", folder := runs.folder / "damaged")
     (folder / "checkpoint-6" / "progress_0.pt").unlink()
@@ -162,7 +162,7 @@ def test_a_damaged_checkpoint_is_skipped_and_its_end_is_the_same(runs: Runs) -> 
     "file", slowly(("optimizer.pt", "scheduler.pt", "rng_state.pth", "progress_0.pt"), "optimizer.pt", "scheduler.pt")
 )
 def test_no_code_in_a_checkpoint_runs(file: str, runs: Runs) -> None:
-    """With a manifest that fits: a pickle that runs something, data of another shape, no pickle; one line each."""
+    """With a matching manifest, a pickle that runs code, data of another shape and a non-pickle give one line each."""
     runs.left_alone("sft")
     place, made = runs.folder / "crafted/checkpoint-5", runs.folder / "made"
     contents = (Bomb(made), ["something", "else"], b"nothing that torch has written")
@@ -190,7 +190,7 @@ def test_a_changed_recipe_is_refused_by_its_keys(kind: str, runs: Runs) -> None:
 
 @pytest.mark.parametrize("kind", slowly(COMMANDED, "sft"))
 def test_a_full_disk_ends_the_run_in_one_line(kind: str, runs: Runs) -> None:
-    """A limit on the size of files stands for it: writes fail from step 4 on. What was whole is, and resumes."""
+    """A limit on file sizes imitates a full disk from step 4 on. Complete checkpoints stay complete and resume."""
     expected, name = runs.left_alone(kind), f"{kind}-limited"
     status, output = runs(kind, name, full_after=4, largest_file=60_000)
     assert status == 1 and "Traceback" not in output
@@ -211,7 +211,7 @@ def only_line(said: str) -> str:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """small_disk(bytes) -> a mounted file system of that size; skips where none can be mounted."""
+    """small_disk(bytes) -> a mounted file system of that size; skips the test if none can be mounted."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
@@ -243,9 +243,9 @@ KILLS, CHAIN = 25, 5
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RECIPES)
 def test_killed_at_random_moments(kind: str, runs: Runs) -> None:
-    """25 SIGKILLs, seeded, so 100 over all trainers: in turn at a file operation up to the first checkpoint, at any
-    file operation in the run directory, and at any time. What goes on from a killed run is killed too, up to five
-    times, and where it ends, all is as if nothing had happened.
+    """25 seeded SIGKILLs, 100 over all trainers, alternate between a file operation up to the first checkpoint, any
+    file operation in the run directory, and any time. A resumed run is killed again, up to five times, and then ends
+    like an uninterrupted run.
     """
     expected, operations = runs.left_alone(kind), runs.operations[kind]
     first = number_of(operations, "os.rename", "_partial/checkpoint-1")
@@ -262,7 +262,7 @@ def test_killed_at_random_moments(kind: str, runs: Runs) -> None:
             status, output = runs(kind, name, *["--resume"] * bool(whole), **moment)
             if status == 0:
                 break
-            assert status == -9, output  # neither way on is a dead end
+            assert status == -9, output  # resuming or starting again always works
             kills += 1
             partial += (runs.folder / name / "_partial").exists()
             fresh += not checkpoints(runs.folder / name)

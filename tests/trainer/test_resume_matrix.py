@@ -1,6 +1,6 @@
-"""Resume under every way to run: ZeRO 0, 2 and 3 on one and two processes, LoRA, both engines; a full disk on one rank.
+"""Resume under ZeRO 0, 2 and 3 on one and two processes, LoRA and both engines; a full disk on one rank.
 
-Resumed from checkpoints in mid-buffer, in the first epoch and in the second, a run ends with the same bits.
+A run resumed from a checkpoint in mid-buffer, in the first or second epoch, ends with the same bits.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def command(tiny: Callable, tmp_path: Path) -> Callable[..., subprocess.Complete
 
 
 def end(folder: Path) -> tuple:
-    """The weights, by hash, every metric, the mean loss of the last summary, the completions; timings aside."""
+    """Hashes of the weights, all metrics but timings, the mean loss of the last summary, and the completions."""
     lines = read_metrics(folder)
     mean = [line["train_loss"] for line in lines if "train_loss" in line][-1]
     files = sorted((folder / "model").glob("*.safetensors"))  # scorers are a file of their own
@@ -121,9 +121,9 @@ def resumes_exactly(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("stage", "processes"), [(0, 1), (0, 2), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
 def test_every_stage(kind: str, stage: int, processes: int, command: Callable, tmp_path: Path) -> None:
-    stops = (3, 4, 7) if stage == 0 else (7,)  # in mid-buffer; at the first epoch's end; in mid-buffer of the second
+    stops = (3, 4, 7) if stage == 0 else (7,)  # mid-buffer; end of the first epoch; mid-buffer in the second
     resumes_exactly(command, tmp_path, kind, f"launch.zero_stage={stage}", stops=stops, processes=processes)
-    if (stage, processes, kind) == (2, 2, "sft"):  # and where it cannot be continued, the keys are named
+    if (stage, processes, kind) == (2, 2, "sft"):  # a recipe that cannot be resumed: the error names the keys
         one = command(kind, "run", f"launch.zero_stage={stage}", "--resume", processes=1)
         assert one.returncode == 2 and "launch.processes was 2 and is now 1" in one.stderr
         other = command(kind, "run", "launch.zero_stage=3", "--resume", processes=2)
@@ -136,7 +136,7 @@ def test_every_stage(kind: str, stage: int, processes: int, command: Callable, t
 def test_a_learned_policy(
     stage: int, kind: str, learn: bool, command: Callable, tiny: Callable, tmp_path: Path
 ) -> None:
-    """On two processes; scorers that do not learn are bit for bit what they were, and what is replayed is exact."""
+    """On two processes, scorers that do not learn stay equal bit for bit, and the replay is exact."""
     policy, folder = learned_policy("delayed", 16, window=4), tmp_path / "learned"
     shutil.copytree(tiny("qwen3"), folder)
     write_scorers(folder, with_scorers(load_model(folder), policy).state_dict())
@@ -158,7 +158,7 @@ def test_a_learned_policy(
 @pytest.mark.parametrize("kind", ["grpo", "distill"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_attention_matching(stage: int, kind: str, command: Callable, tmp_path: Path) -> None:
-    """On two processes: compactions are made again in the forward of each, with gradients."""
+    """On two processes, each repeats its compactions in the forward pass, with gradients."""
     words = ["cache={policy: am, budget: 16, sinks: 1, window: 4, period: 8}", f"launch.zero_stage={stage}"]
     words += ["packing=false"] if kind == "distill" else []
     resumes_exactly(command, tmp_path, kind, *words, processes=2)
@@ -185,7 +185,7 @@ def test_the_vllm_engine(kind: str, command: Callable, tiny: Callable, tmp_path:
 
 @pytest.mark.parametrize(("stage", "full"), [(0, "1"), (2, "0"), (2, "1"), (3, "1")])
 def test_a_disk_that_is_full_for_one_rank(stage: int, full: str, command: Callable, tmp_path: Path) -> None:
-    """It says so in one line, the other does not hang, and the checkpoint before is resumed."""
+    """That rank reports it in one line, the other rank does not hang, and the earlier checkpoint is resumed."""
     (tmp_path / "full_disk.py").write_text(FULL_DISK)
     words = (f"launch.zero_stage={stage}", "rewards=[full_disk:digits]")
     done = command("grpo", "run", *words, processes=2, FULL_AFTER="4", FULL=full)
@@ -201,7 +201,7 @@ def test_a_disk_that_is_full_for_one_rank(stage: int, full: str, command: Callab
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_no_code_in_the_files_of_deepspeed_runs(stage: int, command: Callable, tmp_path: Path) -> None:
-    """It reads them with weights_only=False; what is no data is refused in one line all the same."""
+    """DeepSpeed reads its files with weights_only=False, but files with code are still refused in one line."""
     words = (f"launch.zero_stage={stage}", "max_steps=2")
     done = command("sft", "whole", *words)
     assert done.returncode == 0, done.stderr[-3000:]

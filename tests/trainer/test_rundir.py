@@ -1,4 +1,4 @@
-"""A run directory is never overwritten, and only whole checkpoints of the same world are resumed."""
+"""A run directory is never overwritten, and only complete checkpoints of the same world size are resumed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def recipe_of(folder: Path, *overrides: str, **more):
 
 
 def checkpoint(folder: Path, step: int, of=None, **about) -> Path:
-    """A whole one, of two processes' files, as if written by a run of the recipe `of`."""
+    """Write a complete checkpoint of two processes, as if by a run of the recipe `of`, and return its path."""
     made, place = folder / "_partial" / f"checkpoint-{step}", folder / f"checkpoint-{step}"
     (made / f"global_step{step}").mkdir(parents=True)
     for name in ("trainer_state.json", "progress_0.pt", "progress_1.pt", f"global_step{step}/rank_1.pt"):
@@ -78,7 +78,7 @@ def test_a_used_directory_is_refused_where_something_would_be_lost(tmp_path: Pat
 
 @pytest.mark.parametrize("kind", [None, "truncated", "flipped", "rank", "manifest", "torn manifest"])
 def test_resume_and_a_fresh_start_are_never_both_refused(kind: str | None, tmp_path: Path) -> None:
-    """Whatever a killed run, or a disk, leaves: it resumes from a whole checkpoint, or starts again in place."""
+    """After any kill or disk failure, a run resumes from a complete checkpoint or starts again in its directory."""
     recipe = recipe_of(tmp_path)
     (tmp_path / "_partial" / "checkpoint-9").mkdir(parents=True)
     if kind is not None:
@@ -110,7 +110,7 @@ with locked(sys.argv[1]):
 
 
 def test_a_locked_directory_is_refused_until_its_process_dies(tmp_path: Path) -> None:
-    """However it dies; and a child that outlives it does not keep the lock."""
+    """Any death of the process releases the lock, also if a child of the process outlives it."""
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
     forks = HOLDER.replace('print("', 'import os, time; os.fork() or time.sleep(5)\n    print("')
     for script in (HOLDER, forks):
@@ -172,14 +172,14 @@ JSON = st.recursive(
 
 
 def crafted(folder: Path, content: object) -> None:
-    """A manifest of this content, with the checksum that belongs to it."""
+    """Write a manifest with this content and the matching checksum."""
     if isinstance(content, dict):
         content = {**content, "checksum": _checksum(content)}
     (folder / "manifest.json").write_text(json.dumps(content))
 
 
 def skipped_like_any_damaged_one(data: st.DataObject, folder: Path) -> None:
-    """A manifest with a true checksum, a part of it missing or something else: whole all the same, or one line."""
+    """A manifest with a correct checksum but changed or missing parts is accepted or refused in one line."""
     shutil.rmtree(folder, ignore_errors=True)
     recipe = recipe_of(folder)
     before, last = checkpoint(folder, 8), checkpoint(folder, 9)
@@ -211,7 +211,7 @@ def test_a_thousand_crafted_manifests(data: st.DataObject, tmp_path_factory: pyt
 
 
 def test_a_checkpoint_of_quite_another_recipe_is_one_bounded_line(tmp_path: Path) -> None:
-    """It names the first 20 keys that differ, and says how many more there are."""
+    """The error names the first 20 keys that differ, and the number of further ones."""
     recipe, place = recipe_of(tmp_path), checkpoint(tmp_path, 9)
     crafted(place, {**read_manifest(place), "recipe": {}})
     with pytest.raises(UserError) as error:
@@ -318,7 +318,7 @@ def test_what_may_change(word: str, warns: bool, tmp_path: Path, caplog) -> None
 
 
 def test_an_attention_that_is_still_to_be_chosen(tmp_path: Path, caplog) -> None:
-    """A checkpoint holds what was chosen; before the processes start, the recipe still says auto."""
+    """A checkpoint holds the chosen kernel; before the processes start, the recipe still says auto."""
     place = checkpoint(tmp_path / "there", 3, recipe_of(tmp_path / "there", "attention_kernel=sdpa"))
     assert checkpoint_to_resume(recipe_of(tmp_path / "here"), str(place)) == place
     assert not caplog.messages
@@ -351,7 +351,7 @@ def test_a_branch_goes_into_a_directory_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_between_two_refreshes_is_refused(tmp_path: Path) -> None:
-    """transformers saves at the end, whatever the cadence; a longer run needs the weights of the last refresh."""
+    """transformers always saves at the end of a run, but a longer run needs the weights of the last refresh."""
     mapping = {"kind": "distill", "model": "m", "output_dir": str(tmp_path), "data": {"path": "a.jsonl"}}
     mapping |= {"cache": {"policy": "streaming", "budget": 8}, "refresh_every": 4, "save_steps": 4}
     short, longer = (make_recipe(mapping, [f"max_steps={steps}"]) for steps in (6, 8))
@@ -359,7 +359,7 @@ def test_a_checkpoint_between_two_refreshes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"refresh_every: .*checkpoint-6 is between two refreshes"):
         checkpoint_to_resume(longer, "newest")
     assert checkpoint_to_resume(longer, str(places[0])) == places[0]
-    assert checkpoint_to_resume(short, "newest") == places[1]  # where nothing is left to train, only to write the model
+    assert checkpoint_to_resume(short, "newest") == places[1]  # only the model is still to be written
 
 
 def test_other_versions_are_told(tmp_path: Path, caplog) -> None:
@@ -372,7 +372,7 @@ def test_keep_last_counts_whole_checkpoints(tmp_path: Path) -> None:
     made = [checkpoint(tmp_path, step) for step in (9, 10, 11, 12)]
     (made[2] / "progress_0.pt").unlink()
     keep_last(tmp_path, 2, best=str(made[0]))
-    assert checkpoints(tmp_path) == made  # two whole ones besides the best, and a damaged one
+    assert checkpoints(tmp_path) == made  # two complete ones besides the best, and a damaged one
     keep_last(tmp_path, 2)
     assert checkpoints(tmp_path) == made[1:] and not (tmp_path / "_partial").exists()
     keep_last(tmp_path, None)
