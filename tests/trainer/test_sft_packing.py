@@ -1,4 +1,4 @@
-"""Packing in sft is TRL's: `packing: true` keeps documents apart; `packing_strategy: wrapped` makes them one text."""
+"""Packing in sft follows TRL: `packing: true` keeps documents apart; `packing_strategy: wrapped` joins them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.sft.trainer import make_trainer
 
 @pytest.fixture
 def packed(tiny: Callable, tmp_path: Path) -> Callable[[str], tuple[Any, dict[str, Any]]]:
-    """packed(strategy) -> the model, and the first batch that its trainer takes."""
+    """packed(strategy) -> the model, and the first batch of its trainer."""
 
     def make(strategy: str) -> tuple[Any, dict[str, Any]]:
         content = {

@@ -1,4 +1,4 @@
-"""Resume of supervised fine-tuning: bit for bit the run that was not stopped; cadence and length may change."""
+"""A resumed fine-tuning run equals an uninterrupted run bit for bit; its cadence and length may change."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def sft(tiny: Callable, tmp_path: Path) -> Callable[..., Any]:
 
 
 def logged(trainer: Any) -> list[dict[str, Any]]:
-    """Every metric, the mean loss of the summary at the end too, timings aside."""
+    """All metrics but timings, with the mean loss of the final summary."""
     lines = read_metrics(trainer.args.output_dir)
     means = [line["train_loss"] for line in lines if "train_loss" in line][-1:]
     return [*timeless([line for line in lines if "train_loss" not in line]), {"mean": means}]
@@ -93,7 +93,7 @@ def same(one: Any, other: Any) -> bool:
         pytest.param(10, 9, id="in the second epoch"),
     ],
 )
-def test_a_resumed_run_is_the_run(stop: int, at: int, sft: Callable) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(stop: int, at: int, sft: Callable) -> None:
     whole = sft("whole")
     whole.train()
     if stop < 10:
@@ -108,14 +108,14 @@ def test_a_resumed_run_is_the_run(stop: int, at: int, sft: Callable) -> None:
 
     file = Path(second.args.output_dir) / f"checkpoint-{at}" / "progress_0.pt"
     state = torch.load(file, weights_only=True)
-    torch.save({**state, "train_tokens": 0}, file)  # the control: without what we keep, the logs differ
+    torch.save({**state, "train_tokens": 0}, file)  # the control: without our state, the logs differ
     third = sft("stopped")
     third.train(resume_from_checkpoint=str(file.parent))
     assert logged(third) != logged(whole)
 
 
 def test_a_run_that_has_ended_takes_no_further_step(sft: Callable) -> None:
-    """Killed between its last checkpoint and the export; or ended by a callback that will not say so again."""
+    """This holds if it was killed before the export, or was ended by a callback that is absent after the resume."""
     whole = sft("whole", max_steps=3)
     whole.train()
     again = sft("again", max_steps=3)
@@ -130,7 +130,7 @@ def test_a_run_that_has_ended_takes_no_further_step(sft: Callable) -> None:
 
 
 def test_the_cadence_is_that_of_the_resumed_run(sft: Callable) -> None:
-    """Stock transformers keeps that of the checkpoint. And a longer run, where the learning rate is constant."""
+    """Stock transformers keeps the checkpoint's cadence. With a constant learning rate the run can also be longer."""
     constant = {"lr_scheduler_type": "constant", "save_total_limit": 2}
     whole = sft("whole", **constant)
     whole.train()
@@ -146,7 +146,7 @@ def test_the_cadence_is_that_of_the_resumed_run(sft: Callable) -> None:
 
 
 def test_a_finished_run_that_is_resumed_has_one_summary(sft: Callable) -> None:
-    """Also where it goes on."""
+    """This holds also if the resumed run trains further."""
 
     def summaries(trainer: Any) -> list[int]:
         return [line["step"] for line in read_metrics(trainer.args.output_dir) if "train_runtime" in line]
@@ -181,17 +181,17 @@ def test_a_weight_that_is_tied_is_not_missed(
 
 
 def test_later_checkpoints_are_set_aside(sft: Callable) -> None:
-    """A run that goes back writes its checkpoints again; those it had are not taken for new ones, nor lost."""
+    """A run that resumes from an earlier checkpoint moves the later ones away: they are neither used nor lost."""
     sft("run", max_steps=9).train()
     folder = Path(sft("run").args.output_dir)
-    (folder / "_partial" / "checkpoint-12").mkdir(parents=True)  # as a killed run leaves it
+    (folder / "_partial" / "checkpoint-12").mkdir(parents=True)  # a leftover of a killed run
     sft("run", max_steps=6).train(resume_from_checkpoint=str(folder / "checkpoint-3"))
     names = {path.name for path in folder.iterdir() if path.is_dir()}
     assert names == {"checkpoint-3", "checkpoint-6", "later-checkpoint-6", "later-checkpoint-9"}
 
 
 def test_checks_of_accuracy_in_a_resumed_run(tiny: Callable, tmp_path: Path) -> None:
-    """The first one changes the attention's rounding for good; so does the resumed run, from its start."""
+    """The first accuracy check changes the attention's rounding from then on; a resumed run does so from its start."""
     recipe = {
         "kind": "sft", "model": tiny("qwen3"), "dtype": "float32", "gradient_checkpointing": False,
         "data": {"synthetic": {"task": "running_sum", "size": 24}}, "per_device_train_batch_size": 4,

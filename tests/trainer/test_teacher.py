@@ -1,4 +1,4 @@
-"""The teacher cache: the losses of a teacher in memory, an interrupted run that goes on, damage that is named."""
+"""The teacher cache: the same losses as with a teacher in memory, interrupted writes, damaged shards."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write(folder: Path, teacher: Any, rows: list[Example], dtype: str = "float32
 
 @pytest.fixture
 def losses(new_model: Callable, teacher: Any, rows: list[Example], tmp_path: Path) -> Callable[..., list[float]]:
-    """losses(cache or None) -> those of the first steps, by the cache or by the teacher in memory."""
+    """losses(cache or None) -> the losses of the first steps, with the cache or with the teacher in memory."""
 
     def run(cache: TeacherCache | None) -> list[float]:
         student = new_model("qwen3", vocab_size=VOCAB)
@@ -85,7 +85,7 @@ def test_the_losses_of_a_teacher_in_memory(
     error = max(abs(a - b) / a for a, b in zip(online, cached, strict=True))
     record_property(f"{dtype}: relative error of the loss", error)
     assert online[-1] < 0.99 * online[0] and error <= within
-    assert dtype == "float32" or error > 1e-7  # it is stored in this precision
+    assert dtype == "float32" or error > 1e-7  # the cache has this precision
 
 
 def test_a_step_without_the_teacher_runs_no_teacher(
@@ -101,7 +101,7 @@ def test_a_step_without_the_teacher_runs_no_teacher(
     teacher.model.register_forward_hook(count)
     losses(TeacherCache(tmp_path / "cache"))
     assert forwards == 0
-    losses(None)  # the hook is copied with the teacher
+    losses(None)  # the control; the hook is copied with the teacher
     assert forwards > 0
 
 
@@ -148,12 +148,12 @@ def test_a_damaged_shard_is_refused_by_name(how: str, teacher: Any, rows: list[E
 
     with pytest.raises(TeacherCacheError, match="shard-00001"):
         read()
-    assert write(tmp_path, teacher, rows) == 3  # only this one is written again
+    assert write(tmp_path, teacher, rows) == 3  # only this shard is written again
     read()
 
 
 def test_a_teacher_that_is_not_finite_writes_nothing(teacher: Any, rows: list[Example], tmp_path: Path) -> None:
-    """It stops at the first shard that is not; those before stay, and a whole teacher goes on from them."""
+    """Writing stops at the first non-finite shard; earlier shards stay, and a sound teacher continues from them."""
     spoilt = copy.deepcopy(teacher)
     with torch.no_grad():
         spoilt.get_output_embeddings().weight[3, 1] = float("nan")
@@ -188,7 +188,7 @@ def test_another_cache_than_the_one_asked_for(teacher: Any, rows: list[Example],
 def test_a_full_disk_says_so_and_the_next_run_goes_on(
     teacher: Any, rows: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """safetensors raises an error of its own, with the system's words in it."""
+    """safetensors raises its own error, which contains the system's message."""
     written: list[Path] = []
 
     def full(tensors: Any, file: Path) -> None:
@@ -199,7 +199,9 @@ def test_a_full_disk_says_so_and_the_next_run_goes_on(
         save_file(tensors, file)
 
     monkeypatch.setattr("trainer.teacher.cache.save_file", full)
-    with pytest.raises(OSError, match=r"shard-00001.safetensors was not written; run sparse-rl teacher again") as caught:
+    with pytest.raises(
+        OSError, match=r"shard-00001.safetensors was not written; run sparse-rl teacher again"
+    ) as caught:
         write(tmp_path, teacher, rows)
     assert caught.value.errno == errno.ENOSPC and not written[1].exists()
     monkeypatch.undo()

@@ -1,6 +1,6 @@
 """The members of TRL and transformers that we override or read exist with their signatures (docs/internals.md).
 
-A failure here after an update names what has changed; the table says why we touch it.
+After an update, a failure here names the changed member; the table gives the reason why we use it.
 """
 
 from __future__ import annotations
@@ -108,24 +108,24 @@ def test_attributes(owner: type) -> None:
 
 
 def test_what_asks_for_vllm() -> None:
-    """The readers of `use_vllm`, which we set after construction: the correction, and code that is not reached."""
+    """Only the correction and unreachable code read `use_vllm`, which we set after construction."""
     readers = {
         name
         for name, function in vars(GRPOTrainer).items()
         if callable(function) and "self.use_vllm" in inspect.getsource(function)
     }
     assert readers == {
-        "__init__",  # before it is set
-        "_generate_single_turn",  # ours
-        "_generate",  # under rollout_func
-        "_tool_call_loop",  # under tools
+        "__init__",  # runs before we set it
+        "_generate_single_turn",  # overridden by us
+        "_generate",  # only with rollout_func
+        "_tool_call_loop",  # only with tools
         "_generate_and_score_completions",  # the correction
         "_compute_loss",  # the correction
     }
 
 
 def test_the_sampler_is_that_of_trl(grpo: Callable[..., Any]) -> None:
-    """In the first epoch; in another, another order."""
+    """The order of rows equals TRL's in the first epoch; another epoch has another order."""
     schedule = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2}
     trainer = grpo(**schedule)
     ours, theirs = trainer._get_train_sampler(), GRPOTrainer._get_train_sampler(trainer)
@@ -136,7 +136,7 @@ def test_the_sampler_is_that_of_trl(grpo: Callable[..., Any]) -> None:
 
 
 def test_the_table_names_them_all() -> None:
-    """And nothing that is not held here."""
+    """The table lists exactly the members that are checked here."""
     held = {f"{owner.__name__}.{name}" for owner, names in METHODS.items() for name in names if name != "__init__"}
     held |= {f"{owner.__name__}.{name}" for owner, names in ATTRIBUTES.items() for name in names.split()}
     held |= {"add_fused_lm_head", "_ForwardRedirection", "prepare_deepspeed", "unwrap_model_for_generation"}

@@ -1,5 +1,5 @@
-"""Weights & Biases: online where it finds a login itself, else offline; it is not asked over the network, and whatever
-is wrong with it, the training goes on."""
+"""Weights & Biases is online if it finds a login, else offline. The check needs no network, and no failure of W&B stops
+the training."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ KEY = "0123456789" * 4
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home, and working, directory without any login."""
+    """A home and working directory without any login."""
     for name in [name for name in os.environ if name.startswith("WANDB_")] + ["WANDB_DIR", "WANDB_MODE", "NETRC"]:
-        monkeypatch.setenv(name, "")  # is restored, whatever is set below
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
-    monkeypatch.setattr(logging.getLogger("sparse_rl"), "handlers", [])  # another test's, of a console that is closed
+    monkeypatch.setattr(logging.getLogger("sparse_rl"), "handlers", [])  # drops handlers of other tests
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -60,7 +60,7 @@ def test_a_login_to_its_server_counts(
     netrc: str, variable: str | None, settings: str | None, saved: str | None,
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
-    """As `wandb login` stores it. A login to another server does not count; one line says that the run is offline."""
+    """A login by `wandb login` counts. A login to another server does not; one line says that the run is offline."""
     if variable is not None:
         monkeypatch.setenv("WANDB_BASE_URL", variable)
     if settings is not None:
@@ -107,7 +107,7 @@ def test_what_settings_say_is_left_to_them(settings: str, line: str, home: Path,
 
 
 def test_nobody_is_asked_over_the_network(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither whether the key is right, nor whose it is."""
+    """Neither the validity of the key nor its owner is looked up."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -119,7 +119,7 @@ def test_nobody_is_asked_over_the_network(home: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_run_that_starts_afterwards_is_offline(home: Path, caplog) -> None:
-    """W&B sees the mode, though it has been asked before; and a run that somebody has started is left alone."""
+    """W&B uses the new mode although its settings were read before; a run that is already active is left alone."""
     wandb_offline_without_key(home)
     with wandb.init(project="test", settings=wandb.Settings(silent=True)) as run:
         assert run.offline and Path(run.dir).is_relative_to(home / "wandb")
@@ -140,7 +140,7 @@ def test_a_run_that_starts_afterwards_is_offline(home: Path, caplog) -> None:
     ids=["percent", "not UTF-8", "twice", "no scheme"],
 )
 def test_odd_settings_end_no_training(lines: list[str], starts: bool, home: Path, caplog) -> None:
-    """Offline where W&B can start under them, else without it; one line says which."""
+    """The run is offline if W&B can start with these settings, else W&B is off; one line says which."""
     save(home / USER, *lines)
     assert wandb_offline_without_key(home) == starts
     assert ("this run is logged offline" if starts else "this run is not logged to") in said(caplog)[0]

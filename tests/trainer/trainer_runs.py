@@ -1,4 +1,4 @@
-"""Helpers of the trainer's tests: settings of a short run, a reward, problems, and a reader of metrics."""
+"""Helpers for the trainer's tests: settings of a short run, a reward, problems, and a reader of metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
     "logging_steps": 1,
     "report_to": [],
     "use_cpu": True,
-    "bf16": False,  # TRL takes bfloat16 where nothing is said
+    "bf16": False,  # TRL's default is bfloat16
     "disable_tqdm": True,
     "gradient_checkpointing": False,
     "save_strategy": "no",
@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
     "model_init_kwargs": {"dtype": "float32"},
 }
 
-GRPO_KEYS: dict[str, Any] = {  # of a short GRPO recipe that is resumed in mid-buffer
+GRPO_KEYS: dict[str, Any] = {  # keys of a short GRPO recipe that is resumed in mid-buffer
     "rewards": ["trainer_runs:digits"],
     "rollout": {"engine": "hf"},
     "steps_per_generation": 2,
@@ -47,7 +47,7 @@ class Killed(Exception):
 
 
 class KillAt(TrainerCallback):
-    """Ends the run as a kill would: nothing more is saved or logged."""
+    """Ends the run like a kill: nothing more is saved or logged."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -61,7 +61,7 @@ class KillAt(TrainerCallback):
 
 
 def digits(completions: list[str], **_: Any) -> list[float]:
-    """The share of digits: another reward for almost every completion."""
+    """Share of digits in each completion; the reward differs between almost all completions."""
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
@@ -81,20 +81,20 @@ def trained(trainer: Any, resume: str | None = None) -> list[dict[str, Any]]:
 
 
 def steps(folder: str | Path) -> list[dict[str, Any]]:
-    """The training steps logged in a run directory (not its validations, not the summary at the end)."""
+    """The training steps logged in a run directory, without validations and the final summary."""
     from sparse_rl.metrics import read_metrics
 
     return [line for line in read_metrics(folder) if "loss" in line]
 
 
 def timeless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines without what a clock measured."""
+    """The lines without their timings."""
     clocks = ("time/", "step_time", "train_", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
     return [{name: value for name, value in line.items() if not name.startswith(clocks)} for line in lines]
 
 
 def small(model: str, output_dir: Path, **keys: Any) -> dict[str, Any]:
-    """A recipe's content but for its kind: three steps of eight sequences on running sums, sampled by hf in float32."""
+    """A recipe's content without its kind: three steps of eight running sums, sampled by hf in float32."""
     return {
         "model": model,
         "output_dir": str(output_dir),
@@ -109,16 +109,16 @@ def small(model: str, output_dir: Path, **keys: Any) -> dict[str, Any]:
     }
 
 
-SAMPLED: dict[str, dict[str, Any]] = {  # kinds that are trained on what an engine samples -> what a small recipe adds
+SAMPLED: dict[str, dict[str, Any]] = {  # kinds that train on sampled completions -> keys added to a small recipe
     "grpo": {"kind": "grpo", "rewards": ["trainer_runs:digits"], "num_generations": 4, "max_completion_length": 20},
     "distill": {"kind": "distill", "top_k": 8},
 }
 
 
 def check_resumed(make: Callable[..., Any], folder: Path, **settings: Any) -> Path:
-    """A run that is resumed from its checkpoint-2 is the one that was not stopped: every weight, and what it logged.
+    """Check that a run resumed from checkpoint-2 has the weights and logs of an uninterrupted run.
 
-    make : (keys of a recipe) -> the recipe. Returns the model's directory of the run that was not stopped.
+    make : (keys of a recipe) -> the recipe. Returns the model directory of the uninterrupted run.
     """
     from sparse_rl.commands.train import train
     from sparse_rl.metrics import read_metrics
@@ -140,7 +140,7 @@ def check_resumed(make: Callable[..., Any], folder: Path, **settings: Any) -> Pa
 
 
 class Bomb:
-    """Runs a command where it is unpickled."""
+    """Runs a command when it is unpickled."""
 
     def __init__(self, made: Path) -> None:
         self.made = made
@@ -150,7 +150,7 @@ class Bomb:
 
 
 def craft(file: Path, content: Any) -> None:
-    """Write another content (bytes, or what torch saves) into a file of a checkpoint, and a manifest that fits it."""
+    """Replace a checkpoint file (by bytes, or an object for torch.save), and write a manifest that matches it."""
     from trainer.checkpoint import MANIFEST, file_digests, read_manifest, write_manifest
 
     assert file.is_file()
