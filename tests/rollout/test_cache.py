@@ -1,4 +1,4 @@
-"""The physical caches: they really shrink, they hold what the record says, and frozen rows stay as they are."""
+"""The physical caches shrink, hold the entries that the record names, and leave frozen rows unchanged."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ BUDGET, PERIOD = 16, 5
 
 
 def entry_bytes(model: PreTrainedModel) -> int:
-    """Bytes of one token's keys and values, all layers and kv heads, in fp32."""
+    """Bytes of one token's keys and values in fp32, over all layers and kv heads."""
     layers, kv_heads, dim = cache_shape(model.config)
     return 2 * 4 * layers * kv_heads * dim
 
 
 class Driver:
-    """Feeds given tokens to a model over an EvictingCache, as the engine does."""
+    """Feeds given tokens to a model with an EvictingCache, as the engine does."""
 
     def __init__(self, model: PreTrainedModel, policy: Policy, prompts: Sequence[Sequence[int]]) -> None:
         self.model, self.cache = model, EvictingCache(policy)
@@ -49,7 +49,7 @@ class Driver:
 def test_a_long_prompt_is_let_go(
     policy_name: str, model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
-    """After the prefill of 300 tokens the storage is that of the budget; of 300 entries with the full cache."""
+    """After a prefill of 300 tokens the storage has the budget's size, or 300 entries with the full cache."""
     model = model_of("qwen3")
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=PERIOD)
     cache = Driver(model, policy, prompts_of("qwen3", [300, 120])).cache
@@ -95,7 +95,7 @@ def test_the_cache_holds_the_recorded_entries(
                     visible = (record[index, head] > seen).nonzero()[:, 0]
                     assert positions.tolist() == visible.tolist(), (step, row, index, head)
         driver.decode([(7 * step + row) % 60 + 3 for row in range(4)])
-    if policy_name != "full":  # the record says something: every row has let most of its tokens go
+    if policy_name != "full":  # the record is not trivial: every row has evicted tokens
         assert all((cache.evict_at(row, seen) <= seen).any(-1).all() for row, seen in enumerate(cache.seen))
 
 

@@ -1,4 +1,4 @@
-"""A context compacted once, in the hf engine: what stays, what continuations see, and what is refused."""
+"""A context compacted once in the hf engine: the kept entries, the view of continuations, and refusals."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_reference_queries(
         cache = ContextCache(None, captures=True)
         engine._read([[*tokens, *tokens]], cache)
         torch.testing.assert_close(seen[2], cache.captured(2)[:, :, 60:].reshape(1, 4, -1, 8), atol=1e-4, rtol=0)
-    if kind == "self_study":  # the queries of what was sampled, each behind context and prompt
+    if kind == "self_study":  # the queries of the sampled tokens, each after context and prompt
         everything = engine.compact(tokens, PromptCacheConfig(ratio=1.0, policy="evict"))
         answers = engine.generate([asked], SamplingConfig(9, n=3, seed=0), everything)
         wanted = []
@@ -136,7 +136,9 @@ def test_entries_with_most_attention_are_kept(aggregate: str, engine_of: Callabl
         of = {"rms": shares.square().mean(2), "mean": shares.mean(2), "max": shares.amax(2)}[aggregate]
         best = of.topk(round(0.2 * 57), dim=-1).indices.sort(-1).values + 2
         for context in (evicted, matched):
-            assert torch.equal(context.layers[layer].positions[:, :, 3:], best)  # behind what stays as it is
+            assert torch.equal(
+                context.layers[layer].positions[:, :, 3:], best
+            )  # after the part that is left uncompacted
     paper = studied.compacted(replace(config, policy="am", fit="paper"))
     assert not torch.equal(paper.layers[0].values, matched.layers[0].values)
 
@@ -174,7 +176,7 @@ def test_heads_keep_the_number_of_entries_assigned_to_them(
 
 
 def test_entries_go_to_the_heads_that_gain_most() -> None:
-    """The loss of one head falls steeply with its entries, that of another not at all; two are alike."""
+    """One head's loss falls steeply with its entries, another's does not fall at all; two heads are alike."""
     ratios = (0.01, 0.1, 1.0)
     curves = torch.tensor([[[1.0, 0.5, 0.0], [0.1, 0.1, 0.1]], [[0.2, 0.1, 0.0], [0.2, 0.1, 0.0]]]).double()
     shares = allocate(curves, ratios, 0.1)
@@ -190,7 +192,7 @@ def test_entries_go_to_the_heads_that_gain_most() -> None:
 
 
 def curve_of(ratios: Sequence[float], losses: Sequence[float]) -> Callable[[float], float]:
-    """J(ratio), as `allocate` says that it goes between what was measured."""
+    """J(ratio), interpolated between the measured ratios as `allocate` documents it."""
 
     def at(ratio: float) -> float:
         return math.log(ratio) + 1 if ratio >= ratios[1] else ratio / ratios[1] + math.log(ratios[1])
@@ -204,7 +206,7 @@ def curve_of(ratios: Sequence[float], losses: Sequence[float]) -> Callable[[floa
 
 
 def held_to_algorithm_4(curves: torch.Tensor, ratio: float) -> tuple[list[float], int]:
-    """The shares of `allocate` are those of the plain algorithm: (the shares, how often entries were moved)."""
+    """Check `allocate` against the plain algorithm. Returns (shares, number of moves of entries)."""
     result = allocate(curves, RATIOS, ratio)
     shares, moves = naive_allocation([curve_of(RATIOS, one) for one in curves.flatten(0, 1).tolist()], ratio, STEPS)
     assert result.flatten().tolist() == pytest.approx(shares, abs=1e-12)
@@ -215,7 +217,7 @@ def held_to_algorithm_4(curves: torch.Tensor, ratio: float) -> tuple[list[float]
 @pytest.mark.parametrize("ratio", [0.02, 0.05, 0.3, 1.0])
 @pytest.mark.parametrize("convex", [True, False])
 def test_shares_are_those_of_algorithm_4(convex: bool, ratio: float) -> None:
-    """Curves that fall ever more slowly, and curves that go up and down. Where all keep everything nothing moves."""
+    """For convex curves and for curves that go up and down. At ratio 1 all entries are kept and nothing moves."""
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         losses = torch.rand(2, 3, len(RATIOS), generator=generator, dtype=torch.float64)
@@ -235,7 +237,7 @@ def test_one_head_may_be_the_best_to_gain_and_to_lose_entries() -> None:
 
 
 def test_shares_of_a_real_curve(engine_of: Callable, prompts_of: Callable) -> None:
-    """KL of a trained model's next token. Some head ends below 0.01, the least ratio above 0 that is measured."""
+    """KL of a trained model's next token. Some head ends below 0.01, the smallest measured ratio above 0."""
     engine, (tokens, behind) = engine_of("stories260K"), prompts_of("stories260K", [60, 5])
     config = PromptCacheConfig(policy="evict")
     studied = engine.study(tokens, config)
@@ -337,7 +339,7 @@ def test_reading_in_pieces_equals_reading_at_once(
 def test_a_context_read_in_pieces_is_the_same(
     engine_of: Callable, prompts_of: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And so are rollouts whose prompts end in different pieces; no forward brings more tokens than a piece."""
+    """Rollouts whose prompts end in different pieces are equal too; no forward pass has more tokens than a piece."""
     engine, (tokens, asked, *questions) = engine_of("stories260K"), prompts_of("stories260K", [60, 5, 30, 2, 17])
     config = PromptCacheConfig(ratio=0.3, queries=["context", "repeat", "self_study"], study_samples=2, study_tokens=19)
     whole = engine.compact(tokens, config, [asked])

@@ -1,4 +1,4 @@
-"""The ways to keep less of a context: baselines, windows, pooled scores, layers and heads that keep different counts,
+"""Ways to shrink a context: baselines, windows, pooled scores, layers and heads that keep different counts,
 and a long context that is compacted part by part.
 """
 
@@ -100,7 +100,7 @@ def test_the_window_is_the_contexts_last_tokens(window: int, stories: tuple) -> 
 
 @pytest.mark.parametrize("policy", ["am", "evict"])
 def test_scores_are_pooled_over_neighbours(policy: str, stories: tuple) -> None:
-    """Over those that compete, at the ends over fewer; SnapKV, entry by entry."""
+    """Scores are pooled over competing entries, fewer at the ends, as in SnapKV; checked entry by entry."""
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.2, policy=policy, aggregate="mean", queries=["window"], pool=5, first=2, last=3)
     studied = engine.study(tokens, config)
@@ -110,7 +110,7 @@ def test_scores_are_pooled_over_neighbours(policy: str, stories: tuple) -> None:
         near = [shares[..., max(0, at - 2) : at + 3].mean(-1) for at in range(shares.shape[-1])]
         best = torch.stack(near, dim=-1).topk(11, dim=-1).indices.sort(-1).values + 2
         assert torch.equal(context.layers[layer].positions[:, :, 5:], best)
-        if policy == "am":  # fitted as `match` fits what it has chosen itself
+        if policy == "am":  # fitted as `match` fits the entries that it selects itself
             block = Block(entries.keys, entries.values, queries, entries.bias, competing(2, 3), DIM**-0.5)
             bias, values = refit(block, best, Fit())
             assert torch.equal(context.layers[layer].bias[:, :, 5:], bias)
@@ -124,7 +124,7 @@ def test_scores_are_pooled_over_neighbours(policy: str, stories: tuple) -> None:
 
 @pytest.mark.parametrize("policy", ["full", "evict", "am"])
 def test_a_context_that_is_not_finite_is_refused(policy: str, stories: tuple) -> None:
-    """Before anything is chosen: by whatever it is compacted, what stayed would spoil every answer behind it."""
+    """The refusal comes before the selection: under any method the kept entries would spoil every later answer."""
     engine, tokens, _ = stories
     model = copy.deepcopy(engine.model)
     with torch.no_grad():
@@ -220,7 +220,7 @@ def test_settings_that_do_not_go_together() -> None:
 
 @pytest.mark.parametrize("select", ["attention", "omp"])
 def test_one_part_is_the_whole(select: str, stories: tuple) -> None:
-    """To the last bit what `match` makes of all that stands between first and last."""
+    """Equal to the last bit to `match` applied to all entries between first and last."""
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.2, select=select, first=2, last=3)
     studied = engine.study(tokens, config)
@@ -290,7 +290,7 @@ def test_heads_one_after_another_are_all_at_once(
 
 @pytest.mark.parametrize("aggregate", ["rms", "mean", "max"])
 def test_evicted_is_from_the_whole_context(aggregate: str, stories: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever chunk is, and however many queries are asked at a time."""
+    """For any chunk size and any number of queries at a time."""
     engine, tokens, _ = stories
     config = PromptCacheConfig(ratio=0.3, policy="evict", aggregate=aggregate, chunk=20)
     studied = engine.study(tokens, config)

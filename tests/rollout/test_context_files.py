@@ -1,4 +1,4 @@
-"""Contexts as files: what is written is what is read, and anything else is refused in one line."""
+"""Context files: a saved context loads unchanged, and any other file is refused in one line."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from sparse_rl.errors import NotWrittenError
 
 
 def made(dtype: torch.dtype = torch.float32) -> Context:
-    """Two layers of 2 kv heads of 4; the layers share their positions' memory, and no values are contiguous."""
+    """Context of 2 layers, 2 kv heads, head size 4; layers share the memory of positions, values are not contiguous."""
     generator = torch.Generator().manual_seed(0)
     positions = torch.tensor([0, 3, 4, 9]).expand(1, 2, 4)
     layers = []
     for _ in range(2):
         keys, values = (torch.randn(1, 2, 6, 4, generator=generator).to(dtype)[:, :, 1:5] for _ in range(2))
         layers.append(LayerEntries(keys, values, torch.randn(1, 2, 4, generator=generator), positions))
-    layers[0].bias[0, 1, 3] = float("-inf")  # what pads a shorter head
+    layers[0].bias[0, 1, 3] = float("-inf")  # padding of a shorter head
     return Context(list(range(5, 17)), layers, True, {"prefill": 0.5, "compaction": 2.0})
 
 
@@ -57,7 +57,7 @@ def test_rollouts_go_on_from_a_file(policy: str, model_of: Callable, prompts_of:
 
 
 def test_damage_is_refused(tmp_path: Path) -> None:
-    """Cut anywhere, or any byte of it another one."""
+    """The file is cut anywhere, or any one byte is changed."""
     file, broken = tmp_path / "context", tmp_path / "broken"
     save_context(file, made())
     content = file.read_bytes()

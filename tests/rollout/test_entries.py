@@ -1,6 +1,6 @@
-"""An engine gives a policy the right keys, values, queries and positions, and a memory that moves with its entry.
+"""An engine gives a policy the right keys, values, queries and positions, and memory that moves with its entry.
 
-Replay is exact whatever a policy decides, so a cache that showed it the wrong things would go unnoticed there.
+Replay is exact for any decision of a policy, so it would not detect a cache that gives the policy wrong inputs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SpyConfig(EvictingConfig):
 
 
 class Spy(Policy):
-    """Keeps pseudo-random entries, writes down what it is shown, and marks each entry with its position."""
+    """Keeps pseudo-random entries, records its inputs, and marks each entry with its position."""
 
     entry_memory = {"mark": FRESH, "queries": 0.0}
     every_query = True
@@ -58,7 +58,7 @@ class Spy(Policy):
 
 
 class Captures(DenseView):
-    """The dense reference, writing down each layer's queries, keys and values."""
+    """The dense reference, which records each layer's queries, keys and values."""
 
     def __init__(self, trace: EvictionTrace) -> None:
         super().__init__(trace)
@@ -90,7 +90,7 @@ def spy() -> Spy:
 
 @pytest.mark.parametrize("row", range(len(LENGTHS)))
 def test_a_policy_sees_the_truth(row: int, spy: Spy, model_of: Callable, prompts_of: Callable) -> None:
-    """Each compaction of one sequence in a ragged batch: entries, window and memory are the dense reference's."""
+    """In each compaction of one sequence of a ragged batch, entries, window and memory equal the dense reference's."""
     model, prompts = model_of("qwen3"), prompts_of("qwen3", LENGTHS)
     engine = make_engine("hf", model=model, policy=spy)
     r = engine.generate(prompts, SamplingConfig(24, seed=0, ignore_eos=True))[row]
@@ -122,7 +122,7 @@ def test_a_policy_sees_the_truth(row: int, spy: Spy, model_of: Callable, prompts
 
 
 def test_every_query_is_observed_once(spy: Spy, model_of: Callable, prompts_of: Callable) -> None:
-    """Alone: the queries of prompt and completion, in order, each once, equal to the dense reference's."""
+    """A single sequence: the queries of prompt and completion, in order, each once, equal the dense reference's."""
     model = model_of("qwen3")
     engine = make_engine("hf", model=model, policy=spy)
     (r,) = engine.generate(prompts_of("qwen3", [19]), SamplingConfig(24, seed=0, ignore_eos=True))

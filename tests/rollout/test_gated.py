@@ -1,4 +1,4 @@
-"""DMS in the reference engine: its gates decide as in training, per kv head, and what they drop is replayed."""
+"""DMS in the reference engine: gates decide as in training, per kv head, and replay drops the same tokens."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_decoding_gates_equal_training_gates(
 
 
 class Decided(GatedView):
-    """Notes what hard gates drop."""
+    """Records the tokens that hard gates drop."""
 
     def evict_at(self, logits: torch.Tensor, may_go: torch.Tensor, goes_at: torch.Tensor) -> torch.Tensor:
         result = super().evict_at(logits, may_go, goes_at)
@@ -100,7 +100,7 @@ def test_rows_do_not_depend_on_the_batch_and_use_less_memory(model_of: Callable,
 
 
 def test_held_entries_are_the_mean_over_kv_heads(model_of: Callable, prompts_of: Callable) -> None:
-    """By counting in the trace, query by query; the longest head is above it."""
+    """Counted in the trace, query by query; the longest head holds more than the mean."""
     policy = gated("mlp", bias=1.0)
     model = with_scorers(model_of("qwen3"), policy)
     rollouts = make_engine("hf", model=model, policy=policy).generate(
@@ -123,7 +123,7 @@ def test_closed_gates_equal_a_full_cache(model_of: Callable, prompts_of: Callabl
 
 
 def test_soft_gates_become_the_hard_ones(model_of: Callable, prompts_of: Callable) -> None:
-    """At a temperature of nearly 0, without noise: the same logits; and gradients reach every gate."""
+    """At a temperature near 0, without noise, the logits are equal; gradients reach every gate."""
     policy = gated("linear").config
     model = with_scorers(model_of("qwen3"), gated("linear"))
     ids, lengths, prompts = torch.tensor(prompts_of("qwen3", [40])), torch.tensor([40]), torch.tensor([9])
@@ -144,7 +144,7 @@ def test_soft_gates_become_the_hard_ones(model_of: Callable, prompts_of: Callabl
     first, again = (
         model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits for _ in range(2)
     )
-    assert torch.equal(first, again)  # a layer that is made again has the same noise, whatever the generator says
+    assert torch.equal(first, again)  # a recomputed layer has the same noise, whatever the state of the generator
     model.cache_scorers.requires_grad_(True)
     logits(1.0).square().sum().backward()
     assert all(w.grad.abs().max() > 0 for s in model.cache_scorers for n, w in s.named_parameters() if n != "alpha")
@@ -169,7 +169,7 @@ def slow_gates(
 
 
 def test_soft_gates_are_made_for_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and all gradients are those of the plain loop, whatever the chunk. Control: a longer window."""
+    """Outputs and all gradients equal those of the plain loop for any chunk size. Control: a longer window."""
     policy, lengths, prompts = gated("linear", sinks=0).config, [21, 15], [9, 0]
     generator = torch.Generator().manual_seed(0)
     *tensors, scores = (

@@ -1,4 +1,4 @@
-"""The reference engine: how sequences end, batches, waves, forks and seeds; greedy and sampled."""
+"""The reference engine: ends of sequences, batches, waves, forks and seeds; greedy and sampled."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_a_stopped_row_equals_the_start_of_an_endless_row(
 
 
 def differ(rollouts: list[Rollout]) -> bool:
-    """In at least three lengths, and some end early, some do not."""
+    """True if there are at least three lengths, and some rows end early and some do not."""
     lengths = {len(r.completion_ids) for r in rollouts}
     return len(lengths) >= 3 and {r.finish_reason for r in rollouts} == {"stop", "length"}
 
 
 class CountingTova(Tova):
-    """Counts how many sequences it was asked to compact, over all layers."""
+    """Counts the sequences that it compacts, over all layers."""
 
     count = 0
 
@@ -79,7 +79,7 @@ class CountingTova(Tova):
 
 
 def test_finished_rows_are_not_compacted(model: PreTrainedModel, prompts: list[list[int]]) -> None:
-    """As many compactions as the tokens that were really fed call for, though others of the batch go on."""
+    """The number of compactions follows from the tokens fed to each row, even if other rows of the batch go on."""
     policy = CountingTova(TovaConfig(budget=BUDGET, period=3))
     engine = make_engine("hf", model=model, policy=policy)
     tokens = engine.generate(prompts, SamplingConfig(30, seed=2, ignore_eos=True))[0].completion_ids
@@ -96,7 +96,7 @@ def test_finished_rows_are_not_compacted(model: PreTrainedModel, prompts: list[l
 
 
 def test_end_of_sequence_tokens_stop_a_row(new_model: Callable, policy: Policy, prompts: list[list[int]]) -> None:
-    """The model's own end-of-sequence tokens stop, one or several, unless ignored or replaced; they are kept."""
+    """The model's end-of-sequence tokens (one or several) stop a row unless ignored or replaced; they are kept."""
     model = new_model("llama")
     engine = make_engine("hf", model=model, policy=policy)
     endless = engine.generate(prompts, SamplingConfig(30, seed=4, ignore_eos=True))
@@ -117,7 +117,7 @@ def test_end_of_sequence_tokens_stop_a_row(new_model: Callable, policy: Policy, 
 
 
 def test_one_token(model: PreTrainedModel, policy: Policy, prompts: list[list[int]]) -> None:
-    """max_tokens = 1: one token, whose log-prob the dense reference confirms, and no eviction that could be seen."""
+    """max_tokens = 1 gives one token, with the dense reference's log-prob, and no eviction that a query can observe."""
     rollouts = make_engine("hf", model=model, policy=policy).generate(
         prompts, SamplingConfig(1, seed=0, ignore_eos=True)
     )
@@ -130,7 +130,7 @@ def test_one_token(model: PreTrainedModel, policy: Policy, prompts: list[list[in
 
 
 def test_a_completion_is_never_empty(model: PreTrainedModel, policy: Policy, prompts: list[list[int]]) -> None:
-    """Every token stops: each row still has its one token, and says "stop"; at max_tokens = 1, too."""
+    """If every token stops, each row still has one token and the reason "stop"; also at max_tokens = 1."""
     engine = make_engine("hf", model=model, policy=policy)
     for max_tokens in (1, 9):
         rollouts = engine.generate(prompts, SamplingConfig(max_tokens, seed=0, stop_token_ids=range(64)))
@@ -205,7 +205,7 @@ def test_seeds(model: PreTrainedModel, policy: Policy, prompts: list[list[int]])
         for a, b in zip(run(7), run(other), strict=True):
             assert a.completion_ids != b.completion_ids
     assert not same(run(None), run(None))
-    assert torch.equal(state, torch.get_rng_state())  # nobody else's random numbers are used up
+    assert torch.equal(state, torch.get_rng_state())  # the global random generator is not advanced
 
 
 def test_no_prompts_and_empty_prompts(model: PreTrainedModel, policy: Policy) -> None:
@@ -219,7 +219,7 @@ def test_no_prompts_and_empty_prompts(model: PreTrainedModel, policy: Policy) ->
 def test_no_product_is_over_fewer_rows_than_the_kernels_agree_on(
     lengths: list[int], model_of: Callable, policy_of: Callable, prompts_of: Callable
 ) -> None:
-    """One prompt, or the last row of a batch, is decoded among at least LEAST_ROWS: fewer round otherwise on a CPU."""
+    """A single prompt or last row is decoded among at least LEAST_ROWS rows: fewer round differently on a CPU."""
     model, seen = model_of("qwen3"), []
     decoder = model.get_decoder()
     hook = decoder.register_forward_pre_hook(

@@ -19,7 +19,7 @@ PROMPTS = [[5, 6, 7], [9] * 20, [11, 12, 13, 14]]
 
 
 def outcome(rollouts: list[Rollout]) -> list[tuple]:
-    """All that a rollout says, comparable bit for bit."""
+    """All fields of a rollout, comparable bit for bit."""
     return [(r.completion_ids, r.logprobs, r.model_logprobs, r.trace.evict_at.tolist()) for r in rollouts]
 
 
@@ -40,7 +40,7 @@ def test_a_directory_gives_the_same_samples_as_the_live_module(
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_are_replaced_by_name(tied: bool, new_model: Callable) -> None:
-    """After load_weights the engine samples as the other model does, exactly; before, it did not."""
+    """After load_weights the engine samples exactly as the other model does; before, it does not."""
     model, other = (new_model("qwen3", seed=seed, tie_word_embeddings=tied) for seed in (0, 1))
     engine = make_engine("hf", model=model, policy=GKV)
     wanted = sampled(other)
@@ -61,7 +61,7 @@ def test_wrong_weights_are_refused(new_model: Callable) -> None:
 
 
 def test_a_live_module_is_never_stale(new_model: Callable) -> None:
-    """A step of its trainer is seen at once: the engine holds no copy."""
+    """A step of the trainer takes effect at once: the engine holds no copy of the weights."""
     model = new_model("qwen3")
     engine = make_engine("hf", model=model, policy=GKV)
     before = outcome(engine.generate(PROMPTS, SAMPLING))
@@ -74,7 +74,7 @@ def test_a_live_module_is_never_stale(new_model: Callable) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_mode_comes_back(training: bool, new_model: Callable) -> None:
-    """Train mode (with gradient checkpointing) or eval mode after is that before, also after an error; same samples."""
+    """Train mode (with gradient checkpointing) or eval mode is restored, also after an error; samples are the same."""
     model = new_model("qwen3")
     wanted = sampled(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -93,7 +93,7 @@ def test_the_mode_comes_back(training: bool, new_model: Callable) -> None:
 
 
 def test_bfloat16(new_model: Callable, tmp_path: Path, record_property: Callable) -> None:
-    """Runs, records valid traces, and its gap is finite: small, but far beyond that of fp32."""
+    """bfloat16 runs and records valid traces; its gap is small and finite, but far larger than in fp32."""
     new_model("qwen3").save_pretrained(tmp_path)
     engine = make_engine("hf", model=tmp_path, policy=GKV, dtype="bfloat16", device="cpu")
     assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
@@ -124,7 +124,7 @@ def test_bfloat16(new_model: Callable, tmp_path: Path, record_property: Callable
 def test_invalid_arguments_of_make_engine_are_refused(
     options: dict, message: str, new_model: Callable, tmp_path: Path
 ) -> None:
-    """Every mistake of a user is a ValueError that names it."""
+    """Every user mistake raises a ValueError that names the mistake."""
     model = new_model("qwen3")
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""The same prompts alone, batched and in another order give the same tokens and traces, but for ties (ties.py)."""
+"""Prompts alone, batched and reordered give the same tokens and traces, except for ties (ties.py)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def other_token(rollout: Rollout, step: int, token: int) -> Rollout:
 
 
 def swapped_eviction(alone: Rollout, decisions: Decisions, layer: int = 0) -> tuple[Rollout, float]:
-    """Head 0 of a layer drops the best that it kept in place of the first that it dropped; and their margin."""
+    """In head 0, swap the first dropped entry with the best kept entry. Returns the rollout and their score margin."""
     seen = min(n for n, _ in decisions.scores)
     positions, scores = (t[0] for t in decisions.scores[seen, layer])
     evict_at = alone.trace.evict_at.clone()
@@ -87,14 +87,14 @@ def check(recorded: list[tuple[Rollout, Decisions]], others: list[Rollout], temp
 
 
 def test_a_clear_choice_is_no_tie(recorded: tuple[Rollout, Decisions]) -> None:
-    """The controls: a token or an eviction that was decided clearly is refused, and so are two differing sequences."""
+    """Controls: a changed token or eviction that was no tie is refused, and so are two differing sequences."""
     alone, decisions = recorded
     for step, token in ((0, (alone.completion_ids[0] + 1) % 64), (9, (alone.completion_ids[9] + 7) % 64)):
         with pytest.raises(AssertionError, match="clear"):
             check([recorded], [other_token(alone, step, token)], 1.0)
 
     swapped, _ = swapped_eviction(alone, decisions)
-    # The sequences went on to differ in their last token: the eviction came first, and is what is judged.
+    # The sequences also differ in their last token; the check judges the eviction, since it came first.
     differing = other_token(swapped, TOKENS - 1, (alone.completion_ids[-1] + 1) % 64)
     with pytest.raises(AssertionError, match="clear"):
         check([recorded], [differing], 1.0)
@@ -103,7 +103,7 @@ def test_a_clear_choice_is_no_tie(recorded: tuple[Rollout, Decisions]) -> None:
 
 
 def test_a_tie_is_a_tie(recorded: tuple[Rollout, Decisions]) -> None:
-    """One sequence that differs where the choice hung on less than 1e-5 passes: tokens and evictions."""
+    """One sequence may differ in a token or eviction that was decided by less than 1e-5."""
     alone, decisions = recorded
     token = alone.completion_ids[3]
     logits = decisions.draws[3][0]

@@ -1,4 +1,4 @@
-"""Decoding under a learned policy in the reference engine: it decides as training does, with exactly B entries."""
+"""Decoding under a learned policy in the reference engine evicts as in training, with exactly B entries."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_decoding_evicts_as_training_does(
 
 @pytest.mark.parametrize("scorer", SCORERS)
 def test_every_query_sees_exactly_b(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """The cache holds the budget once there are enough tokens; only a prompt needs room for more."""
+    """The cache holds exactly the budget once there are enough tokens; only a prompt needs more room."""
     policy = learned_policy(scorer, B)
     model = with_scorers(model_of("qwen3"), policy)
     engine = make_engine("hf", model=model, policy=policy)
@@ -74,7 +74,7 @@ def test_state_entries_are_taken_from_the_budget(model_of: Callable, prompts_of:
 
 @pytest.mark.parametrize("decay_every", [1, 16])
 def test_the_decay_counts(decay_every: int, model_of: Callable, prompts_of: Callable) -> None:
-    """Scores close enough for a decay of 0.001 to a token to decide."""
+    """Scores are so close that a decay of 0.001 per token decides."""
     policy = learned_policy({"name": "linear", "gamma": 0.9991}, B, decay_every=decay_every)
     model = with_scorers(model_of("qwen3"), policy, scale=0.003)
     rollouts = rollouts_of(model, policy, prompts_of("qwen3", LENGTHS))
@@ -85,7 +85,7 @@ def test_the_decay_counts(decay_every: int, model_of: Callable, prompts_of: Call
 
 @pytest.mark.parametrize("scorer", ["linear", "delayed"])
 def test_of_equal_ones_the_latest_goes(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """As in training, to the token: untrained, all tokens of a step of the decay rank alike."""
+    """The same tokens as in training: without training, all tokens in one step of the decay rank alike."""
     policy = learned_policy(scorer, B, decay_every=8)
     model = with_scorers(model_of("qwen3"), policy, scale=0.0)
     wrong, ties, heads = wrong_decisions(model, policy, rollouts_of(model, policy, prompts_of("qwen3", LENGTHS)))
@@ -94,7 +94,7 @@ def test_of_equal_ones_the_latest_goes(scorer: str, model_of: Callable, prompts_
 
 @pytest.mark.parametrize("scorer", ["mlp", "delayed", "immediate"])
 def test_rows_do_not_depend_on_the_batch(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """In any order, with several samples of one prompt, and after rows have left the batch."""
+    """For any order of rows, with several samples of one prompt, and after rows have left the batch."""
     policy = learned_policy(scorer, B)
     model, prompts = with_scorers(model_of("qwen3"), policy), prompts_of("qwen3", LENGTHS)
     sampling = SamplingConfig(max_tokens=40, seed=3, n=3)  # rows end at their own times
@@ -158,7 +158,7 @@ def test_a_directory_is_sampled_from_with_no_flags(tmp_path: Any, model_of: Call
 
 @pytest.mark.parametrize("scorer", ["mlp", "recency"])
 def test_recall_against_an_oracle(scorer: str, model_of: Callable, prompts_of: Callable) -> None:
-    """By counting, query by query; the oracle's own trace has a recall of 1, and a full cache holds all of it."""
+    """Counted query by query; the oracle's own trace has recall 1, and so does a full cache."""
     policy = learned_policy(scorer, B)
     model = with_scorers(model_of("quickstart"), policy)
     (r,) = rollouts_of(model, policy, prompts_of("quickstart", [30]), 30)
@@ -211,7 +211,7 @@ def test_mismatched_scorers_are_refused(tmp_path: Any, model_of: Callable, promp
 
 
 def test_a_last_eviction_that_is_left_out_shows(model_of: Callable, prompts_of: Callable) -> None:
-    """It is decided before the last token is sampled: an engine that hands its record over too early loses it."""
+    """It is decided before the last token is sampled: an engine that returns its record too early loses it."""
     policy = learned_policy("mlp", B)
     model = with_scorers(model_of("quickstart"), policy)
     rollouts = rollouts_of(model, policy, prompts_of("quickstart", [40, 50]))

@@ -129,7 +129,7 @@ def test_log_probs_of_minus_infinity_of_other_tokens_are_no_error(new_model: Cal
 
 @pytest.mark.parametrize("token", [0, POISON])
 def test_a_nan_padding_token_does_not_reach_other_sequences(token: int, new_model: Callable) -> None:
-    """A NaN embedding affects no sequence without its token, even if it is the padding token; nor does it affect replay."""
+    """A NaN embedding affects no sequence without its token, even if it is the padding token; nor their replay."""
     model = new_model("qwen3")
     engine = make_engine("hf", model=model, policy=make_policy("gkv", budget=8, window=2, period=2))
     completions = [[30, 31, 32, 33], [34, 35], [36, 37, 38, 39, 40, 41]]

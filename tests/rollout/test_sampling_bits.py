@@ -32,7 +32,7 @@ def logits_of(kind: str, rows: int, size: int, seed: int = 0) -> torch.Tensor:
 
 
 def uniforms_for(processed: torch.Tensor) -> torch.Tensor:
-    """float64 [B]: the ends of the unit interval; in the other rows a border between two tokens, or a number beside it."""
+    """float64 [B]: the ends of the unit interval; in other rows a border between two tokens, or a number beside it."""
     cdf = processed.double().exp().cumsum(-1)
     rows, size = cdf.shape
     at = torch.randint(size, (rows, 1), generator=torch.Generator().manual_seed(0))
