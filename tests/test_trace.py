@@ -81,7 +81,7 @@ def test_eviction_is_monotone(trace: EvictionTrace) -> None:
 
 @LAW
 @given(traces())
-def test_events_there_and_back(trace: EvictionTrace) -> None:
+def test_events_round_trip(trace: EvictionTrace) -> None:
     events = trace.to_events()
     assert events.dtype == torch.int64 and events.shape[1] == 4
     assert len(events) == int((trace.evict_at < NEVER).sum())
@@ -104,8 +104,8 @@ def test_a_trace_without_events_is_dense() -> None:
     assert len(trace.to_events()) == 0 and (trace.layers, trace.kv_heads, len(trace)) == (2, 3, 5)
 
 
-def test_recorded_writes_what_nobody_can_observe_as_never() -> None:
-    """The last of 6 tokens is sampled and never fed: queries are 0..4, so an eviction at 5 or later has no witness."""
+def test_recorded_writes_evictions_after_the_last_query_as_never() -> None:
+    """The last of 6 tokens is sampled and never fed: queries are 0..4, so no query sees an eviction at 5 or later."""
     record = torch.tensor([[[4, 5, 6, 7, NEVER, NEVER + 3]]], dtype=torch.int64)
     trace = EvictionTrace.recorded(record)
     assert trace.evict_at.tolist() == [[[4, NEVER, NEVER, NEVER, NEVER, NEVER]]]
@@ -172,7 +172,7 @@ def test_an_eviction_is_after_the_token_and_before_the_last_query_or_never(
 
 @LAW
 @given(traces())
-def test_statistics_are_what_counting_gives(trace: EvictionTrace) -> None:
+def test_statistics_equal_counting(trace: EvictionTrace) -> None:
     fed = max(len(trace) - 1, 1)  # the last token is sampled, never fed
     for query in [None, *range(len(trace))]:
         counts = trace.kept_counts(query)
@@ -224,7 +224,7 @@ def seen_in_batch(batch: torch.Tensor, layer: int, row: int, head: int, query: i
 
 @settings(LAW, max_examples=20)
 @given(st.lists(traces(), min_size=1, max_size=4), st.integers(0, 3), st.sampled_from(["left", "right", "middle"]))
-def test_padding_moves_a_row_and_shows_no_pad(rows: list[EvictionTrace], extra: int, side: str) -> None:
+def test_padding_shifts_a_row_and_stays_hidden(rows: list[EvictionTrace], extra: int, side: str) -> None:
     width = max(len(t) for t in rows) + extra
     room = [width - len(t) for t in rows]
     starts = {"left": room, "right": [0] * len(rows), "middle": [r // 2 for r in room]}[side]
@@ -263,7 +263,7 @@ def test_a_row_that_does_not_fit_is_refused() -> None:
 
 @settings(LAW, max_examples=20)
 @given(st.lists(traces(), min_size=1, max_size=4))
-def test_packed_documents_see_themselves_alone(docs: list[EvictionTrace]) -> None:
+def test_packed_documents_see_only_themselves(docs: list[EvictionTrace]) -> None:
     packed = pack_traces(docs)
     place = [(d, t) for d, doc in enumerate(docs) for t in range(len(doc))]
     assert len(packed) == len(place) and packed.evict_at.dtype == torch.int32
@@ -288,7 +288,7 @@ FINGERPRINT = {"model": "tiny", "policy": '{"budget": 8, "policy": "morphkv"}'}
 
 @settings(LAW, max_examples=15)
 @given(rows=st.lists(traces(layers=3, kv_heads=1), min_size=1, max_size=4))
-def test_files_there_and_back(rows: list[EvictionTrace], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_files_round_trip(rows: list[EvictionTrace], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("traces") / "many.safetensors"
     save_traces(path, rows, FINGERPRINT)
     assert same(load_traces(path), rows) and same(load_traces(str(path), FINGERPRINT), rows)
@@ -296,7 +296,7 @@ def test_files_there_and_back(rows: list[EvictionTrace], tmp_path_factory: pytes
     assert not same(load_traces(path), [*rows[1:], rows[0]]) or same([*rows[1:], rows[0]], rows)  # control
 
 
-def test_one_trace_there_and_back(tmp_path: Path) -> None:
+def test_one_trace_round_trips(tmp_path: Path) -> None:
     trace, path = random_trace(3), tmp_path / "one.safetensors"
     trace.save(path)
     loaded = EvictionTrace.load(path)
@@ -392,7 +392,7 @@ def test_a_damaged_file_is_refused_with_its_path(kind: str, tmp_path: Path) -> N
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_truncated_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
+def test_a_file_truncated_at_any_byte_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cut.safetensors"
     save_traces(path, [random_trace(0, length=40)], FINGERPRINT)
     whole = path.read_bytes()
@@ -410,7 +410,7 @@ def test_a_truncated_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
     assert len(EvictionTrace.load(path)) == 40  # control
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_paths_that_are_not_trace_files_are_refused(tmp_path: Path) -> None:
     missing, text = tmp_path / "missing.safetensors", tmp_path / "text.safetensors"
     with pytest.raises(TraceError, match=r"missing\.safetensors does not exist"):
         load_traces(missing)
@@ -443,7 +443,7 @@ def test_more_damage_is_refused_with_its_path(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("join", ["pack", "save"])
-def test_traces_of_two_models_do_not_go_together(join: str, tmp_path: Path) -> None:
+def test_traces_of_different_models_cannot_be_mixed(join: str, tmp_path: Path) -> None:
     docs = [random_trace(0), random_trace(0, layers=3)]
     with pytest.raises(TraceError):
         pack_traces(docs) if join == "pack" else save_traces(tmp_path / "t.safetensors", docs)

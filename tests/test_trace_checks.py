@@ -210,8 +210,8 @@ def taken(sections: Sections, prompt: int | None) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_sampler_can_record_is_taken(kind: str, tmp_path: Path) -> None:
-    """It is made, saved, loaded and batched, too."""
+def test_valid_records_are_accepted(kind: str, tmp_path: Path) -> None:
+    """A valid record can also be built, saved, loaded and batched."""
     for seed in range(300):
         sections, prompt = drawn(kind, seed)
         assert possible(sections, prompt) and taken(sections, prompt), seed
@@ -247,8 +247,8 @@ def changed(sections: Sections, luck: random.Random) -> Sections:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_no_sampler_can_record_is_refused(kind: str) -> None:
-    """After any change a trace is taken if and only if it is still possible. Both happen to every section."""
+def test_impossible_records_are_refused(kind: str) -> None:
+    """A changed trace is accepted if and only if it is still possible. Every section has cases of both kinds."""
     outcomes: Counter[tuple[str, bool]] = Counter()
     for seed in range(2500):
         sections, prompt = drawn(kind, seed % 250)
@@ -268,7 +268,7 @@ def test_what_no_sampler_can_record_is_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_where_the_prompt_is_not_known_any_will_do(kind: str) -> None:
+def test_without_a_prompt_length_a_record_may_fit_any_prompt(kind: str) -> None:
     """A trace alone, or in a file, is taken if and only if it is possible behind a prompt of some length."""
     outcomes: Counter[bool] = Counter()
     for seed in range(300):
@@ -407,15 +407,15 @@ def test_a_page_of_the_future_would_leak(model_of: Callable) -> None:
     assert not torch.equal(logits(20, True), logits(21, True))
 
 
-def test_every_section_is_drawn() -> None:
+def test_every_section_is_generated() -> None:
     assert set(declared()) == {name for kind in KINDS for name in drawn_names(kind)}
 
 
 # ---- files that somebody else writes --------------------------------------------------------------------------------
 
 
-def test_the_writer_of_the_docs_writes_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/traces.md has a writer in plain numpy: of every kind of record."""
+def test_files_of_the_writer_in_the_docs_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/traces.md has a writer in plain numpy for every kind of record."""
     monkeypatch.chdir(tmp_path)
     (program,) = re.findall(r"```python\n(import hashlib.*?)```", DOCS.read_text(), flags=re.S)
     made: dict[str, Any] = {}

@@ -191,7 +191,7 @@ def test_a_file_of_an_earlier_version_is_refused_in_one_line(tmp_path: Path) -> 
     assert torch.equal(EvictionTrace.load(path).evict_at, row.evict_at)
 
 
-def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_read_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     late = EvictionTrace(torch.full((1, 1, 4), 3, dtype=torch.int32), validate=False)
     with pytest.raises(TraceError, match=r"^evict_at\[0, 0, 3\] = 3: a token is evicted after its own position$"):

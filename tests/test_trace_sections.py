@@ -51,7 +51,7 @@ def traces(with_visits: Callable) -> list[EvictionTrace]:
     return [with_visits(evictions(n, n), places) for n, places in zip(LENGTHS, PLACES, strict=True)]
 
 
-def test_files_there_and_back(traces: list[EvictionTrace], tmp_path: Path) -> None:
+def test_files_round_trip(traces: list[EvictionTrace], tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     save_traces(path, traces, {"model": "tiny"})
     with safe_open(str(path), framework="pt") as file:
@@ -66,7 +66,7 @@ def test_files_there_and_back(traces: list[EvictionTrace], tmp_path: Path) -> No
     assert not equal(loaded[0], EvictionTrace(loaded[0].evict_at, further))
 
 
-def test_checkpoints_there_and_back(traces: list[EvictionTrace], tmp_path: Path) -> None:
+def test_checkpoints_round_trip(traces: list[EvictionTrace], tmp_path: Path) -> None:
     """As torch.load reads them with weights_only."""
     torch.save([trace.to_state() for trace in traces], tmp_path / "state.pt")
     states = torch.load(tmp_path / "state.pt", weights_only=True)
@@ -92,7 +92,7 @@ def test_a_packed_sequence_has_every_section(traces: list[EvictionTrace]) -> Non
     assert torch.equal(packed.evict_at, pack_traces([EvictionTrace(t.evict_at) for t in traces]).evict_at)
 
 
-def test_a_full_cache_has_evict_at_alone(traces: list[EvictionTrace]) -> None:
+def test_a_full_cache_has_only_the_section_evict_at(traces: list[EvictionTrace]) -> None:
     dense = traces[0].dense_like()
     assert list(dense.sections) == ["evict_at"] and dense.shape == traces[0].shape == (2, 2, 6)
     assert bool((dense.evict_at == NEVER).all())
@@ -118,7 +118,7 @@ def test_a_wrong_section_is_refused(sections: dict, says: str, with_visits: Call
     assert "\n" not in str(caught.value)
 
 
-def test_traces_with_other_sections_do_not_go_together(traces: list[EvictionTrace], tmp_path: Path) -> None:
+def test_traces_with_different_sections_cannot_be_mixed(traces: list[EvictionTrace], tmp_path: Path) -> None:
     mixed = [traces[0], EvictionTrace(traces[1].evict_at)]
     says = "trace 1 has the sections evict_at, but trace 0 has evict_at, visits, gains"
     with pytest.raises(TraceError, match=says):
@@ -193,7 +193,7 @@ def test_the_factory_takes_the_view_that_replays_all(
     assert type(make_view([EvictionTrace(traces[0].evict_at)], [0], 6, "cpu")) is ReplayView
 
 
-def test_replay_logprobs_refuses_what_no_view_replays(with_visits: Callable, model_of: Callable) -> None:
+def test_replay_logprobs_refuses_sections_that_no_view_replays(with_visits: Callable, model_of: Callable) -> None:
     model, trace = model_of("qwen3"), evictions(6)
     rollout = SimpleNamespace(prompt_ids=[3, 4, 5], completion_ids=[6, 7, 8], trace=trace)
     assert replay_logprobs(model, [rollout])[0].shape == (3,)  # control
@@ -205,5 +205,5 @@ def test_replay_logprobs_refuses_what_no_view_replays(with_visits: Callable, mod
         dense_logprobs(model, rollout.prompt_ids, rollout.completion_ids, rollout.trace)
 
 
-def test_a_declaration_says_the_name_that_it_is_under() -> None:
+def test_a_declaration_has_the_name_of_its_key() -> None:
     assert all(section.name == name and section.joined in section.axes for name, section in declared().items())

@@ -128,7 +128,7 @@ def test_the_balance_has_a_mean_of_1_and_then_the_margin_weighs(balance: dict) -
     assert certain == pytest.approx(1, abs=1e-3) and doubtful == pytest.approx(floor + (1 - floor) / 2, abs=1e-3)
 
 
-def test_it_falls_as_the_scores_become_the_target() -> None:
+def test_the_loss_falls_as_the_scores_approach_the_target() -> None:
     loss = BoundaryLoss(BoundaryConfig(queries=None))
     scores, target, log_decay = tensors()
     best = running_topk(target, SINKS, window=WINDOW, k=K, log_decay=log_decay, lengths=LENGTHS)
@@ -151,7 +151,7 @@ def test_queries_are_drawn_from_the_right_places() -> None:
     )
 
 
-def test_no_pair_is_no_loss_and_no_nan() -> None:
+def test_without_pairs_the_loss_is_zero_and_not_nan() -> None:
     loss = BoundaryLoss(BoundaryConfig(queries=8))
     scores, target, log_decay = tensors()
     short = torch.tensor([9, 9, 9])

@@ -60,7 +60,7 @@ grpo: Any = SparseGRPOConfig
         (lambda: KVpopTrainingConfig(lr_scheduler_type="greedy"), "lr_scheduler_type: depends on a metric"),
     ],
 )
-def test_what_contradicts_itself_is_refused_in_python_too(make, says: str) -> None:
+def test_contradictory_settings_are_refused_in_python_too(make, says: str) -> None:
     with pytest.raises(UserError, match=says):
         make()
 
@@ -87,7 +87,7 @@ def test_the_ends_of_a_range(name: str, valid: tuple, invalid: tuple) -> None:
             config.coerce(value, getattr(config, name), "key", config.Source())
 
 
-def test_a_value_is_kept_as_yaml_gives_it() -> None:
+def test_values_are_converted_as_yaml_values_are() -> None:
     made = SparseGRPOConfig(beta=1, replay_guard={"factor": 3})  # type: ignore[arg-type]
     assert made == SparseGRPOConfig(beta=1.0, replay_guard=GuardConfig(factor=3.0)) and type(made.beta) is float
     assert made != SparseGRPOConfig(beta=2)  # the control

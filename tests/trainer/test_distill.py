@@ -121,7 +121,7 @@ def test_loss_and_gradients_equal_the_dense_reference(
         torch.testing.assert_close(weight.grad.double(), gradients[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_what_is_wrong_shows(distill: Callable, rows: list[Example]) -> None:
+def test_wrong_traces_and_temperatures_change_the_loss(distill: Callable, rows: list[Example]) -> None:
     """Controls: the loss changes if the trace is off by one or dense, or if the temperature is not squared."""
     trainer = distill(loss=DistillationLossConfig(temperature=2.0))
     rollouts = trainer._prepared(rows)
@@ -133,7 +133,7 @@ def test_what_is_wrong_shows(distill: Callable, rows: list[Example]) -> None:
     assert abs(right / 4 - reference(trainer, rollouts)[0]) > 1e-2
 
 
-def test_a_packed_row_holds_no_neighbour(distill: Callable, rows: list[Example]) -> None:
+def test_a_packed_row_does_not_depend_on_its_neighbours(distill: Callable, rows: list[Example]) -> None:
     """A sequence's sums do not depend on the other sequences in its row, and packing leaves less padding."""
     from trainer.batches import Batch
 
@@ -228,7 +228,7 @@ def test_a_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [0, 2])
-def test_whose_evictions_are_simulated(
+def test_evictions_come_from_the_starting_model_or_the_student(
     every: int, recipe: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evictions are simulated with the starting model, or are refreshed from the current student every second step."""
@@ -267,7 +267,7 @@ def test_whose_evictions_are_simulated(
     ],
     ids=["data", "on-policy", "refreshed"],
 )
-def test_a_resumed_run_is_the_one_that_was_not_stopped(keys: dict, recipe: Callable, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
     """Resumed in the second epoch, between two logs: weights and logged lines are equal, bit for bit."""
     shared = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "save_total_limit": None, **keys}
     shared["validation"] = validation(every=3)  # also before the first step, which only the uninterrupted run logs

@@ -116,7 +116,7 @@ def recipe_of(folder: Path, **more: Any) -> Any:
     )
 
 
-def test_a_run_leaves_a_card_and_files_as_any_others_and_pushes_the_model(tmp_path: Path, hub: Any, umask: int) -> None:
+def test_a_run_writes_a_model_card_and_pushes_the_model(tmp_path: Path, hub: Any, umask: int) -> None:
     recipe = recipe_of(tmp_path, push_to_hub=True, hub_model_id=REPOSITORY)
     model = train(recipe)
     card = ModelCard.load(model / "README.md")
@@ -147,7 +147,7 @@ def test_a_hub_that_refuses_is_one_line(tmp_path: Path, hub: Any, monkeypatch: p
     assert (tmp_path / "run/model/model.safetensors").is_file() and not hub.files
 
 
-def test_a_card_says_how_the_model_is_asked() -> None:
+def test_a_card_shows_how_to_prompt_the_model() -> None:
     recipe, policy = load_recipe("quickstart/grpo"), make_policy("streaming", budget=40)
     says = {}
     for chat in (True, False):

@@ -132,7 +132,7 @@ def test_a_model_that_is_damaged_before(
 
 
 @pytest.mark.parametrize("kind", [pytest.param("distill", marks=pytest.mark.slow), "grpo"])
-def test_an_engine_that_refuses_says_at_which_step(
+def test_an_error_of_the_engine_names_the_training_step(
     kind: str, tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A weight becomes NaN after a step, and no loss has been logged since; the earlier logs are on disk."""
@@ -149,7 +149,7 @@ def test_an_engine_that_refuses_says_at_which_step(
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2]
 
 
-def test_what_is_not_finite_is_logged_all_the_same(tiny: Callable, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_logged(tiny: Callable, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     text = stopped(recipe_of("sft", folder, tiny("qwen3"), learning_rate=1e30, save_steps=0, logging_steps=1), folder)
     *before, last = read_metrics(folder)
@@ -157,7 +157,7 @@ def test_what_is_not_finite_is_logged_all_the_same(tiny: Callable, tmp_path: Pat
     assert before and all(math.isfinite(line["loss"]) for line in before)
 
 
-def test_what_is_looked_at() -> None:
+def test_losses_norms_and_all_weights_are_checked() -> None:
     assert not_finite_metric({"loss": 1.0, "grad_norm": 2.0, "accuracy": float("nan")}) is None
     assert not_finite_metric({"loss": 1.0, "grad_norm": float("inf")}) == "grad_norm is inf"
     for bad in (float("nan"), float("inf"), -float("inf"), 1e30):  # the square of the last value overflows

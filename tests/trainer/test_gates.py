@@ -71,7 +71,7 @@ def test_gates_open_as_far_as_they_have_to(recipe: Callable, tmp_path: Path) -> 
     assert held.mean() < 0.8 * sum(len(r.trace) for r in rollouts) / 2
 
 
-def test_a_resumed_run_is_the_one_that_was_not_stopped(recipe: Callable, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(recipe: Callable, tmp_path: Path) -> None:
     """With gradient checkpointing, the noise of a gate is the same in the forward pass and when it is recomputed."""
     check_resumed(recipe, tmp_path, gradient_checkpointing=True)
     whole, plain = tmp_path / "whole", tmp_path / "plain"

@@ -117,7 +117,7 @@ def test_all_groups_without_variance(metrics_of: Callable) -> None:
     assert line["grad_norm"] == 0 and line["frac_reward_zero_std"] == 1
 
 
-def test_a_reward_of_none(grpo: Callable) -> None:
+def test_a_reward_of_none_is_left_out(grpo: Callable) -> None:
     """A completion with reward None is left out of the baseline, and has advantage 0 instead of a penalty."""
 
     def reward(completions: list[str], **_: Any) -> list[float | None]:
@@ -135,7 +135,7 @@ def test_a_reward_of_none(grpo: Callable) -> None:
     assert line["reward"] == pytest.approx(float(rewards[:, 1:].mean()), rel=1e-5)
 
 
-def test_every_reward_none(metrics_of: Callable) -> None:
+def test_rewards_that_are_all_none_give_no_gradient(metrics_of: Callable) -> None:
     (line,) = metrics_of(reward=lambda completions, **_: [None] * len(completions), max_steps=1)
     assert line["grad_norm"] == 0
 

@@ -63,7 +63,7 @@ def of_process(rank: int, port: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_log_what_both_know(tmp_path: Path) -> None:
+def test_two_processes_log_values_of_both(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -140,7 +140,7 @@ def test_the_checkpoint_before_is_untouched(grpo: Callable) -> None:
     assert [line["step"] for line in trained(third, str(checkpoint))] == [1, 2, 3]
 
 
-def test_a_floor_of_its_own(grpo: Callable) -> None:
+def test_the_floor_raises_the_limit(grpo: Callable) -> None:
     """A floor set by the user raises the limit; the limit never falls below the gap of the probe."""
     trainer = grpo(replay_guard=GuardConfig(floor=10.0), max_steps=1)
     break_it(trainer, "one position late")
@@ -186,7 +186,7 @@ def test_the_limit_in_bfloat16(probe: float) -> None:
 @pytest.mark.parametrize(
     "check", [lambda gap: check_gap(torch.tensor([0.0, gap]), 1.0), lambda gap: check_sync(gap, 1.0)]
 )
-def test_what_is_no_number_is_said_to_be_none(check: Callable) -> None:
+def test_a_gap_that_is_not_finite_is_reported_as_such(check: Callable) -> None:
     """A gap that is not finite is not reported as stale weights; a finite gap beyond the limit (the control) is."""
     for gap in (math.nan, math.inf, -math.inf):
         with pytest.raises(NotFiniteError, match="not a finite number") as caught:

@@ -174,7 +174,7 @@ def test_two_machines(command: Callable, tmp_path: Path) -> None:
             good(job.result(), tmp_path / "run", 1)
 
 
-def test_one_process_alone_is_stopped_with_the_others(command: Callable, tmp_path: Path) -> None:
+def test_one_dead_process_stops_the_others(command: Callable, tmp_path: Path) -> None:
     """If a process dies, the run ends: the other process, which waits for it, does not hang."""
     died = command("run", "save_steps=0", timeout=150, DIE_AFTER="0", DYING="1")
     assert died.returncode not in (0, -signal.SIGKILL) and not steps(tmp_path / "run")

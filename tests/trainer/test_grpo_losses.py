@@ -29,7 +29,7 @@ def test_every_correction(correction: str, metrics_of: Callable) -> None:
             assert line["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
 
 
-def test_what_a_correction_would_do(metrics_of: Callable) -> None:
+def test_without_replay_a_correction_clips_the_ratio(metrics_of: Callable) -> None:
     """The control: without replay the importance ratio is far from 1, and is clipped."""
     lines = metrics_of(importance_correction="token_truncate", importance_clip=1.5, train_attention="full")
     assert all(line["ratio/p5"] < 0.9 and line["ratio/max"] > 1.5 and line["ratio/clipped"] > 0 for line in lines)
@@ -123,7 +123,7 @@ def test_reentrant_checkpointing_is_refused(grpo: Callable) -> None:
         ({"policy": {"policy": "gkv"}}, "needs a budget"),
     ],
 )
-def test_what_is_refused(settings: dict, message: str, grpo: Callable) -> None:
+def test_invalid_settings_are_refused(settings: dict, message: str, grpo: Callable) -> None:
     with pytest.raises(ValueError, match=message):
         grpo(**settings)
 

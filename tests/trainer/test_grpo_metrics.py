@@ -57,7 +57,7 @@ def test_bytes_held_are_those_of_the_policy(metrics_of: Callable) -> None:
     [{}, {"per_device_train_batch_size": 4, "steps_per_generation": 2}],
     ids=["plain", "buffered"],
 )
-def test_validation_changes_nothing(schedule: dict, grpo: Callable, metrics_of: Callable) -> None:
+def test_validation_does_not_change_training(schedule: dict, grpo: Callable, metrics_of: Callable) -> None:
     plain = metrics_of("plain", max_steps=4, **schedule)
     validated = metrics_of("validated", max_steps=4, **schedule, **VALIDATED)
     assert timeless(validated) == timeless(plain)
@@ -65,7 +65,7 @@ def test_validation_changes_nothing(schedule: dict, grpo: Callable, metrics_of: 
     assert timeless(other) != timeless(plain)
 
 
-def test_what_validation_logs(grpo: Callable) -> None:
+def test_validation_logs_its_metrics_at_each_step(grpo: Callable) -> None:
     trainer = grpo(max_steps=2, **VALIDATED)
     trainer.train()
     lines = [line for line in read_metrics(trainer.args.output_dir) if "eval_reward" in line]
@@ -77,7 +77,7 @@ def test_what_validation_logs(grpo: Callable) -> None:
     assert lines[0]["eval_entropy"] != lines[1]["eval_entropy"]
 
 
-def test_a_reward_that_does_not_judge_is_null_in_the_completions(tmp_path: Path) -> None:
+def test_a_reward_of_none_is_null_in_the_completions(tmp_path: Path) -> None:
     """TRL holds None as NaN, and JSON has no NaN."""
     log = CompletionLog(tmp_path)
     both = {"prompt": ["p", "q"], "completion": ["c", "d"], "advantages": [0.5, -0.5]}

@@ -78,7 +78,7 @@ SLOW = (
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
-def test_a_resumed_run_is_the_run(case: str, grpo: Callable) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(case: str, grpo: Callable) -> None:
     """The metrics of every step and the final weights are equal, and no step is logged twice."""
     settings = {"max_steps": 4, "save_strategy": "steps", **CASES[case]}
     save = settings.pop("save")
@@ -104,7 +104,7 @@ def test_a_resumed_run_is_the_run(case: str, grpo: Callable) -> None:
     assert stop == 4 or not all(torch.equal(weight, expected[name]) for name, weight in weights(first).items())
 
 
-def test_what_would_be_lost(grpo: Callable) -> None:
+def test_without_part_of_its_state_a_resumed_run_differs(grpo: Callable) -> None:
     """The controls: without any one part of our state the resumed run differs; without the file it is refused."""
     settings = {"save_strategy": "steps", **CASES["between two logs, in mid-buffer"]}
     settings["save_steps"] = settings.pop("save")

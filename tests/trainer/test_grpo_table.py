@@ -81,7 +81,7 @@ def test_a_resumed_run_writes_the_same_tables(grpo: Callable) -> None:
         pandas.testing.assert_frame_equal(table, expected[name])
 
 
-def test_what_no_checkpoint_could_keep_is_refused(grpo: Callable) -> None:
+def test_log_extra_refuses_values_that_checkpoints_cannot_store(grpo: Callable) -> None:
     def odd(completions: list[str], log_extra: Callable, **_: Any) -> list[float]:
         log_extra("match", [[{}] for _ in completions])
         return digits(completions)

@@ -280,7 +280,7 @@ def as_sleeper(engine: Any) -> list[str]:
 
 
 def test_an_engine_sleeps_between_samplings(own: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sleep drops the weights; they return before the cache, also for a validation. The run equals one without sleep."""
+    """Sleep drops the weights; they return before the cache, for validation too. The run equals one without sleep."""
     logs, make = [], rollout.hf.HFEngine.__init__
 
     @wraps(make)

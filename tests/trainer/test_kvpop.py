@@ -167,7 +167,7 @@ def test_two_learning_rates(kvpop: Callable) -> None:
     assert not names["model.norm.weight"] and names["model.layers.0.mlp.up_proj.weight"]
 
 
-def test_a_frozen_model_trains_its_scorers_alone(kvpop: Callable) -> None:
+def test_a_frozen_model_trains_only_its_scorers(kvpop: Callable) -> None:
     trainer = kvpop("mlp", train_base=False)
     loss, *_ = trainer._losses(trainer.model.train(), trainer._prepared(rows()))
     loss.backward()
@@ -258,7 +258,7 @@ def test_a_run(keys: dict, recipe: Callable, tmp_path: Path, tiny: Callable) -> 
     [{}, {"cache": {**CACHE, "scorer": "mlstm"}, "packing": True, "max_length": 90, "gradient_checkpointing": True}],
     ids=["mlp", "mlstm"],
 )
-def test_a_resumed_run_is_the_one_that_was_not_stopped(keys: dict, recipe: Callable, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(keys: dict, recipe: Callable, tmp_path: Path) -> None:
     """Resumed in the second epoch, between two logs: weights, scorers and logged lines are equal, bit for bit."""
     shared = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "save_total_limit": None, **keys}
     shared["validation"] = validation(every=3)
@@ -278,7 +278,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(keys: dict, recipe: Calla
     assert timeless(read_metrics(resumed)) == [line for line in timeless(read_metrics(whole)) if line["step"] > 4]
 
 
-def test_scorers_are_trained_further_where_the_model_has_them(
+def test_existing_scorers_are_trained_further(
     recipe: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = train(recipe(output_dir=str(tmp_path / "first")))
@@ -326,19 +326,19 @@ def test_texts_as_rows(recipe: Callable) -> None:
         ({"kl_weight": 0}, "kl_weight: one of kl_weight and ce_weight"),
     ],
 )
-def test_what_a_recipe_may_not_say(keys: dict, says: str, recipe: Callable) -> None:
+def test_invalid_recipes_are_refused(keys: dict, says: str, recipe: Callable) -> None:
     with pytest.raises(UserError) as error:
         recipe(**keys)
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_budget_that_is_never_reached_is_said(recipe: Callable) -> None:
+def test_a_budget_that_is_never_reached_gives_a_warning(recipe: Callable) -> None:
     assert not recipe().warnings
     (warnings,) = recipe(cache={**CACHE, "budget": 400}).warnings
     assert "rows of at most 128 tokens never exceed the budget" in warnings
 
 
-def test_the_seed_says_how_scorers_start(recipe: Callable, tmp_path: Path) -> None:
+def test_the_seed_determines_the_initial_scorers(recipe: Callable, tmp_path: Path) -> None:
     results = []
     for seed in (3, 3, 4):
         torch.manual_seed(torch.seed() % 2**32)  # another process would have another seed

@@ -85,7 +85,7 @@ def test_a_run_leaves_the_scorers_as_they_were(kind: str, scorer: str, recipe: C
 
 
 @pytest.mark.parametrize("kind", SAMPLED)
-def test_a_resumed_run_is_the_one_that_was_not_stopped(kind: str, recipe: Callable, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(kind: str, recipe: Callable, tmp_path: Path) -> None:
     check_resumed(partial(recipe, kind), tmp_path)
 
 
@@ -125,7 +125,9 @@ def test_stale_scorers_stop_the_run(with_own_engine: Callable) -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
 
 
-def test_the_replay_gap_does_not_show_them(with_own_engine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_replay_gap_does_not_detect_stale_scorers(
+    with_own_engine: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control: without that check the run goes on, and its gap is small."""
     monkeypatch.setattr("trainer.weights.check_scorers_in", lambda *_: None)
     trainer = with_own_engine()
@@ -133,7 +135,7 @@ def test_the_replay_gap_does_not_show_them(with_own_engine: Callable, monkeypatc
     assert all(line["replay/gap_max"] <= 1e-5 for line in trained(trainer))
 
 
-def test_right_scorers_do_not(with_own_engine: Callable) -> None:
+def test_current_scorers_do_not_stop_the_run(with_own_engine: Callable) -> None:
     lines = trained(with_own_engine())
     assert len(lines) == 2 and all(line["replay/gap_max"] <= 1e-5 for line in lines)
 
@@ -144,7 +146,7 @@ def test_no_reference_model_follows(with_own_engine: Callable) -> None:
 
 
 @pytest.mark.parametrize("kind", SAMPLED)
-def test_what_is_refused(kind: str, recipe: Callable, tiny: Callable) -> None:
+def test_invalid_recipes_are_refused(kind: str, recipe: Callable, tiny: Callable) -> None:
     with pytest.raises(UserError, match=r"lora: does not work with cache\.policy kvpop"):
         recipe(kind, lora={"r": 4})
     with pytest.raises(UserError, match="has no scorers, which kvpop needs"):

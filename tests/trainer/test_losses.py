@@ -93,7 +93,7 @@ def test_renormalised(divergence: str, case: dict) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 5, POSITIONS, 100])
-def test_the_chunk_changes_nothing(chunk: int, case: dict) -> None:
+def test_losses_do_not_depend_on_the_chunk_size(chunk: int, case: dict) -> None:
     whole = ours(case, DistillationLossConfig(ce_weight=0.5, chunk=POSITIONS), None)
     for own_part, theirs in zip(
         ours(case, DistillationLossConfig(ce_weight=0.5, chunk=chunk), None), whole, strict=True
@@ -109,7 +109,7 @@ def test_coarsening_never_adds(case: dict) -> None:
     assert values[-1] == pytest.approx(whole, rel=1e-6)
 
 
-def test_a_teacher_equal_to_the_student_costs_nothing(case: dict) -> None:
+def test_a_teacher_equal_to_the_student_has_zero_loss(case: dict) -> None:
     same = {**case, "teacher": case["hidden"] @ case["weight"].T}
     for divergence in KINDS:
         loss, hidden, weight = ours(same, DistillationLossConfig(temperature=2.0, divergence=divergence), None)

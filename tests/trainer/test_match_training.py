@@ -72,7 +72,7 @@ def test_a_run(kind: str, recipe: Callable, tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else value["policy"],
 )
-def test_a_resumed_run_is_the_one_that_was_not_stopped(
+def test_a_resumed_run_equals_an_uninterrupted_run(
     kind: str, cache: dict[str, Any], recipe: Callable, tmp_path: Path
 ) -> None:
     check_resumed(partial(recipe, kind, cache=cache), tmp_path)
@@ -93,7 +93,7 @@ def test_a_run_under_pages(kind: str, cache: dict[str, Any], recipe: Callable, t
         assert gap(replay_logprobs(model, rollouts), rollouts) <= 1e-5
 
 
-def test_what_is_refused(recipe: Callable) -> None:
+def test_unsupported_recipes_are_refused(recipe: Callable) -> None:
     with pytest.raises(UserError, match=r"cache.fit: the paper's own solvers cannot be replayed in training"):
         recipe("grpo", cache={**CACHE, "fit": "paper"})
     with pytest.raises(UserError, match=r"packing: sequences under am cannot be packed"):
