@@ -1,4 +1,4 @@
-"""Laws of prompts with a context: the cut changes no text, prompts share its tokens, mistakes are one line."""
+"""Prompts with a context: the cut changes no text, prompts share the context's tokens, mistakes are one line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHATS = {
 
 
 def tokenizer_with(template: str | None = None, around: str = "") -> Any:
-    """The quickstart's tokenizer; around: how it puts tokens around a text, such as "<eos> $A"."""
+    """The quickstart's tokenizer; around: template of the tokens added around a text, such as "<eos> $A"."""
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template
     if around:
@@ -57,7 +57,7 @@ def test_a_chat_is_cut_right_behind_its_context(kind: str, thinking: bool | None
     tokenizer, chat = tokenizer_with(TEMPLATE), CHATS[kind]
     cut = split_prompt(chat, CONTEXT, tokenizer, thinking)
     whole = prompt_ids(chat, tokenizer, thinking, CONTEXT)
-    assert [*cut.context, *cut.rest] == whole == prompt_ids(chat, tokenizer, thinking)  # no token spans the cuts here
+    assert [*cut.context, *cut.rest] == whole == prompt_ids(chat, tokenizer, thinking)  # no token spans a cut
     assert tokenizer.decode(cut.context[cut.first :]) == CONTEXT
     assert tokenizer.decode(cut.context[: cut.first]) == ("Nb" + CONTEXT + ";Q" if kind == "system" else "Q")
     other = [*chat[:-1], {**chat[-1], "content": chat[-1]["content"] + "b"}]
@@ -89,9 +89,9 @@ def test_a_cut_that_cannot_be_made_is_refused() -> None:
         with pytest.raises(UserError, match="the chat template changes the context"):
             split_prompt([{"role": "user", "content": f"{context}Qa?"}], context, tokenizer_with(template))
     assert split_prompt([{"role": "user", "content": "a1 ?"}], "a1 ", tokenizer_with(TRIMS)).rest  # the control
-    with pytest.raises(UserError, match="puts tokens behind a text"):
+    with pytest.raises(UserError, match="adds tokens at the end of a text"):
         split_prompt(f"{CONTEXT}Q", CONTEXT, tokenizer_with(around="$A <eos>"))
-    with pytest.raises(UserError, match=r"begins a message of the user's, and there is none"):
+    with pytest.raises(UserError, match=r"must begin a user message, but there is none"):
         with_context([{"role": "system", "content": "a"}], "", CONTEXT)
     assert with_context(CHATS["turns"], CONTEXT, "b", "?") == [{"role": "user", "content": "b?"}]
     assert with_context(chat, CONTEXT, "b") == [{"role": "user", "content": "bQa?"}]
@@ -106,7 +106,7 @@ COLUMNS = {"context": "article", "prompt": "question"}
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_a_context_begins_the_prompt(template: str | None, tmp_path: Path) -> None:
-    """In front of what the template of the prompt makes of the problem, and behind the system prompt."""
+    """The context stands after the system prompt and before the problem as formatted by the prompt template."""
     tokenizer = tokenizer_with(template)
     keys: dict[str, Any] = {"columns": COLUMNS, "prompt_template": ";Q{prompt}?"}
     data = data_of(tmp_path, ROWS, tokenizer, **keys)

@@ -1,4 +1,4 @@
-"""Laws of datasets: what the recipe names is what comes out, in order, and every mistake names its row or column."""
+"""Datasets: the rows that the recipe names are returned in order, and every error names its row or column."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ ROWS = [{"problem": f"a{i}", "answer": i, "level": "low"} for i in range(9)]
 
 @pytest.fixture(autouse=True)
 def offline(tmp_path, monkeypatch):
-    """No cache shared between tests, and no network: a local file needs none."""
+    """Disable the network, which a local file does not need, and the cache shared between tests."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(socket.socket, "connect", lambda *a: pytest.fail("a local file went to the network"))
 
@@ -64,7 +64,7 @@ def refused(config, tokenizer=None, **options):
     return str(caught.value)
 
 
-# ---- what comes out ----------------------------------------------------------------------------------------
+# ---- rows --------------------------------------------------------------------------------------------------
 
 
 def test_unmapped_columns_keep_their_values(file):
@@ -218,8 +218,8 @@ def test_errors_name_the_key_and_the_valid_choices(file, tmp_path, tokenizer):
         config(path, {})
     )
     assert "no column 'completion'" in refused(config(path), require=("prompt", "completion"))
-    assert "none of the formats read: .jsonl" in refused(config(file(name="data.txt")))
-    assert "data.max_prompt_tokens: all 9 prompts are longer than 1 tokens; raise it" in refused(
+    assert "none of the supported formats: .jsonl" in refused(config(file(name="data.txt")))
+    assert "data.max_prompt_tokens: all 9 prompts are longer than 1 tokens; raise the limit" in refused(
         config(path, max_prompt_tokens=1), tokenizer
     )
 
@@ -268,7 +268,7 @@ def test_hub_failures_are_one_line(monkeypatch):
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
 def test_json_that_nests_without_end_is_refused(file, tmp_path, suffix, opening):
-    """Arrow's reader recurses: 20,000 levels end the process."""
+    """Arrow's reader recurses: 20,000 levels would crash the process."""
     path = tmp_path / f"deep{suffix}"
     shallow = (
         '{"prompt": "' + "[{" * 500 + '", "more": ' + opening * 30 + "1" + {"[": "]", "{": "}"}[opening[0]] * 30 + "}"
@@ -277,6 +277,6 @@ def test_json_that_nests_without_end_is_refused(file, tmp_path, suffix, opening)
     assert load_data(config(str(path), {})).column_names == [
         "prompt",
         "more",
-    ]  # the control: text may hold what it likes
+    ]  # the control: brackets in text are allowed
     path.write_text(shallow + "\n" + shallow.replace(opening * 30, opening * 20_000))
     assert "nested more than 64 deep" in refused(config(str(path), {}))

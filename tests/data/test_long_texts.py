@@ -1,4 +1,4 @@
-"""QuALITY's and LongHealth's files as rows: every text once with all its questions, and mistakes in one line."""
+"""QuALITY's and LongHealth's files as rows: each text occurs once with all its questions; mistakes are one line."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_patients_share_a_text(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     patients = {name: patient(name, "is b", "is e ", "none of them") for name in ("p3", "p1", "p2", "p4", "p5")}
     file.write_text(json.dumps(patients))
     rows = rows_of(capsys, "longhealth", str(file), "--patients", "2")
-    assert len({row["context"] for row in rows}) == 2 and len(rows) == 4 * 2  # p5 fills no text
+    assert len({row["context"] for row in rows}) == 2 and len(rows) == 4 * 2  # p5 cannot fill a text: dropped
     first = "<text_0>\np1 one\n</text_0>\n\n<text_1>\np1 two\n</text_1>\n\n<text_0>\np2 one\n</text_0>"
     assert rows[0]["context"].startswith(first) and rows[3]["context"] == rows[0]["context"]
     assert [row["answer"] for row in rows] == ["B", "E"] * 4

@@ -1,4 +1,4 @@
-"""Laws of the retrieval task: a document says what its questions ask, splits never meet, text and tokens are one."""
+"""The retrieval task: a document answers its questions, splits are disjoint, and texts survive tokenisation."""
 
 from collections import Counter
 from itertools import islice
@@ -40,7 +40,7 @@ def test_every_answer_is_stated_in_the_document(task):
 
 
 def test_facts_stand_in_random_order_among_words():
-    """No statement is where the last document had it, and what stands between them says nothing."""
+    """Each document orders its statements anew, and the words between them are filler."""
     documents = [row["prompt"].split(" asked: ")[0].split()[1:] for row in rows("train", 40, 0)]
     assert all(("=" in word) == (place % 3 == 0) for words in documents for place, word in enumerate(words))
     assert {word for words in documents for word in words if "=" not in word} == set(retrieval.FILLER)
@@ -76,7 +76,7 @@ def test_rows_are_reproducible():
     assert [{**row, "completion": None} for row in first] == [{**row, "completion": None} for row in worked]
 
 
-# ---- what a recipe may say -----------------------------------------------------------------------------------
+# ---- settings in a recipe ------------------------------------------------------------------------------------
 
 
 def test_a_recipe_can_load_the_task(tokenizer):
@@ -132,7 +132,7 @@ def test_one_word_is_one_token(tokenizer):
 
 
 def test_the_shipped_folder_is_that_of_the_file(tokenizer, tmp_path):
-    """Configuration and tokenizer, no weights."""
+    """The shipped folder holds the configuration and the tokenizer, without weights."""
     retrieval.save_untrained(tmp_path)
     made = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert made == {file.name: file.read_text() for file in SHIPPED.iterdir()}

@@ -1,4 +1,4 @@
-"""Laws of the synthetic task: text and tokens are one, splits never meet, a worked answer is right for itself only."""
+"""The running-sum task: texts survive tokenisation, splits are disjoint, an answer fits only its own problem."""
 
 import random
 
@@ -9,7 +9,7 @@ from sparse_rl.data import running_sum
 from sparse_rl.data.running_sum import RunningSum, build_model, build_tokenizer, generate_problems, grade, rows
 from sparse_rl.data.synthetic import SPLITS, split_of
 
-# worked by hand (issue notes)
+# computed by hand
 EXAMPLES = [
     (
         "Qa1b4c0d2e0f3g3h3?",
@@ -43,7 +43,7 @@ def test_examples(prompt, response, tokenizer):
     assert task.response(problem, random.Random(0)) == without_notes(response)
     assert grade(response, task.answer(problem))
     assert tokenizer.decode(tokenizer(prompt + response)["input_ids"]) == prompt + response
-    # a seed exists that writes exactly this text, notes included
+    # one seed writes exactly this text, with its notes
     noisy = RunningSum()
     assert response in {noisy.response(problem, random.Random(seed)) for seed in range(4000)}
 
@@ -67,7 +67,7 @@ def test_lengths(task, tokenizer):
         problem = task.problem(rng)
         assert len(tokenizer(task.prompt(problem))["input_ids"]) == task.prompt_tokens
         assert len(tokenizer(task.response(problem, rng))["input_ids"]) + 1 <= task.max_response
-        assert len(tokenizer(longest.response(problem, rng))["input_ids"]) + 1 == task.max_response  # tight
+        assert len(tokenizer(longest.response(problem, rng))["input_ids"]) + 1 == task.max_response  # tight bound
 
 
 def test_notes_come_as_often_as_asked():
@@ -95,7 +95,7 @@ def test_splits_never_meet_whatever_the_seed():
 
 
 def test_the_split_is_a_constant_of_the_problem():
-    # frozen: with another hash, problems that an earlier run trained on would be held out
+    # fixed: with another hash, problems that an earlier run trained on would be held out
     fixed = {(0,) * 8: "calibration", (0, 0, 0, 0, 0, 0, 0, 2): "train", (0, 0, 0, 0, 0, 0, 2, 1): "evaluation"}
     assert {problem: split_of(problem) for problem in fixed} == fixed
     rng = random.Random(0)
@@ -112,7 +112,7 @@ def test_problems_are_reproducible_and_exclusions_hold():
 
 def test_too_few_problems_are_an_error():
     tiny = RunningSum(n=2, digits=3)  # nine problems
-    with pytest.raises(ValueError, match=r"only \d distinct train problems found, 10 wanted"):
+    with pytest.raises(ValueError, match=r"found only \d distinct train problems, 10 requested"):
         generate_problems(10, 0, task=tiny)
     with pytest.raises(ValueError, match="unknown split 'test'; one of train, calibration, evaluation"):
         rows("test", 1, 0)
@@ -139,7 +139,7 @@ def test_text_round_trips_exactly(tokenizer):
         ids = tokenizer(text)["input_ids"]
         assert tokenizer.decode(ids) == text and tokenizer.decode(ids, skip_special_tokens=True) == text
         assert max(ids, default=0) < len(running_sum.SYMBOLS) - 1
-    assert tokenizer.decode(tokenizer("a\n b")["input_ids"]) == "a<unk><unk>b"  # what it cannot say, it says
+    assert tokenizer.decode(tokenizer("a\n b")["input_ids"]) == "a<unk><unk>b"  # unknown characters become <unk>
 
 
 def test_ids_round_trip_up_to_the_padded_vocabulary(tokenizer):

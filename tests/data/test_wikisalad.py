@@ -1,4 +1,4 @@
-"""WikiSalad: salads have the authors' form and only what the source says, and each question becomes a row."""
+"""WikiSalad: salads have the authors' form and contain only source text, and each question becomes a row."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def printed(capsys: pytest.CaptureFixture, *words: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_salad_follows_its_pattern_and_its_source(pattern: str, seed: int) -> None:
-    """One article for each letter, in the pattern's order; its questions are consecutive ones, none twice."""
+    """Each letter is one article, in the pattern's order; its questions are consecutive, and none occurs twice."""
     at = {question.question: i for i, question in enumerate(SOURCE)}
     for number, salad in enumerate(make_salads(SOURCE, pattern, 20, seed)):
         asked = salad["questions"]
@@ -91,8 +91,8 @@ def test_a_seed_decides_and_articles_and_questions_vary() -> None:
     [
         ("abab", "pattern: expected capital letters"),
         ("", "pattern: expected capital letters"),
-        ("ABCDEF", "ABCDEF needs 6 articles with at least 1 questions each, and of 5 articles 5 have them"),
-        ("A" * 13, "needs 1 articles with at least 13 questions each, and of 5 articles 0 have them"),
+        ("ABCDEF", "ABCDEF needs 6 articles with at least 1 questions each, but only 5 of 5 articles have them"),
+        ("A" * 13, "needs 1 articles with at least 13 questions each, but only 0 of 5 articles have them"),
     ],
 )
 def test_a_pattern_that_cannot_be_made(pattern: str, message: str) -> None:
@@ -101,12 +101,12 @@ def test_a_pattern_that_cannot_be_made(pattern: str, message: str) -> None:
 
 
 def test_squad_is_read_in_each_of_its_forms(file: Callable) -> None:
-    """Rows as JSON lines or as a list, and the one object of SQuAD's own files, a large one too."""
+    """SQuAD can be rows in JSON lines, a JSON list of rows, or the one object of a SQuAD file, also a large one."""
     rows = [as_row(question) for question in SOURCE]
     assert read_squad(file(rows, "a.jsonl")) == read_squad(file(rows, "a.json")) == SOURCE
     paragraphs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for question in SOURCE:
-        results = [{"text": text, "answer_start": 3} for text in question.answers * 2]  # a true answer given twice
+        results = [{"text": text, "answer_start": 3} for text in question.answers * 2]  # a true answer, repeated
         asked = {"id": "x", "question": question.question, "answers": results, "is_impossible": not results}
         paragraphs.setdefault((question.title, question.context), []).append(asked)
     articles = [
@@ -146,9 +146,9 @@ def test_from_squad_to_rows_that_a_recipe_reads(file: Callable, tmp_path: Path, 
 def test_the_authors_rows(
     name: str, questions: int, answerable: int, nowhere: int, capsys: pytest.CaptureFixture
 ) -> None:
-    """Their prompts are what ours would be of their segments, and a right answer is judged right.
+    """The authors' prompts equal ours for the same segments, and a correct answer is accepted.
 
-    Equality refuses a true answer of more than 100 characters, of which the first sentence alone is looked at.
+    Equality refuses a true answer of more than 100 characters, because it reads only the first sentence.
     """
     path = AUTHORS / f"wikisalad_{name}.jsonl"
     for salad in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
@@ -162,7 +162,7 @@ def test_the_authors_rows(
     rows = printed(capsys, "questions", str(path))
     assert len(rows) == questions and sum(bool(row["answers"]) for row in rows) == answerable
     cut_off = [row for row in rows if row["answers"] and row["answers"][0].strip().lower() not in row["prompt"].lower()]
-    assert len(cut_off) == nowhere  # their paragraphs end after three sentences
+    assert len(cut_off) == nowhere  # the authors cut paragraphs after three sentences
     answers_given = [f" {row['answers'][0]}\nmore" if row["answers"] else " none" for row in rows]
     true = [row["answers"] for row in rows]
     judged = ShortAnswerReward(match="contained", unanswerable="left_out")(answers_given, answers=true)
@@ -172,7 +172,7 @@ def test_the_authors_rows(
     assert len(refused) <= 1 and all(len(answers[0]) > 100 for answers in refused)
 
 
-# ---- what is wrong -------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------------------------
 
 SALAD = {"prompt": "p", "questions": [{"question": "q", "answers": {"text": ["a"]}}]}
 
@@ -186,12 +186,12 @@ SALAD = {"prompt": "p", "questions": [{"question": "q", "answers": {"text": ["a"
         (["questions"], [SALAD, {"prompt": "p", "questions": [{"question": "q"}]}], "row 2: expected answers"),
         (["questions"], [{"prompt": "p", "questions": [{"question": 3, "answers": ["a"]}]}], "no text 'question'"),
         (["questions"], [], "has no rows"),
-        (["questions"], [3], "rows that are no JSON objects"),
+        (["questions"], [3], "rows that are not JSON objects"),
         (["make", "--pattern", "AB"], [{"title": "t"}], "row 1 has no text 'context'; it has title"),
         (["make", "--pattern", "AB"], [as_row(SOURCE[0]) | {"answers": 3}], "row 1: expected answers {text: [...]}"),
-        (["questions"], [SALAD | {"metadata": 3}], "has metadata that is no mapping"),
-        (["make", "--pattern", "AB"], [{"data": [3]}], "not in the form of SQuAD's own files"),
-        (["make", "--pattern", "AB"], [{"data": [{"title": "t"}]}], "not in the form of SQuAD's own files"),
+        (["questions"], [SALAD | {"metadata": 3}], "metadata is not a mapping"),
+        (["make", "--pattern", "AB"], [{"data": [3]}], "does not have the format of SQuAD's own files"),
+        (["make", "--pattern", "AB"], [{"data": [{"title": "t"}]}], "does not have the format of SQuAD's own files"),
         (["make", "--pattern", "AB"], [as_row(SOURCE[0])], "needs 2 articles"),
         (["make"], [], "the following arguments are required: --pattern"),
         (["make", "--pattern", "AB", "--count", "0"], [], "--count: expected a whole number from 1 to 1,000,000"),
