@@ -1,4 +1,4 @@
-"""Random traces, and what the attention tests do with them."""
+"""Fixtures of the attention tests: random traces and row starts of padded batches."""
 
 from __future__ import annotations
 

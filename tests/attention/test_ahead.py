@@ -24,7 +24,7 @@ def test_no_step_compiles(
     trace_of: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With gradients, without, and under checkpointing; a row more, the control, is compiled anew."""
+    """With gradients, without them, and under checkpointing. Control: one more row is compiled anew."""
     traced = torch.compile(flex._attend, backend="aot_eager", dynamic=False, fullgraph=True)
     monkeypatch.setattr(flex, "_compiled", lambda: traced)
     monkeypatch.setattr(
@@ -61,5 +61,5 @@ def test_no_step_compiles(
 
 @pytest.mark.parametrize("length", [1, 128, 129, 1000, 16384, 20000])
 def test_sizes(length: int) -> None:
-    """Each that a length up to this one is padded to, once."""
+    """Each padded length that occurs up to this length, listed once."""
     assert sizes_up_to(length) == sorted({padded(n) for n in range(1, length + 1)})

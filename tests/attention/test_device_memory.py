@@ -1,4 +1,4 @@
-"""Layer-at-a-time offload: how many masks and slices of evict_at are alive at once, and how many bytes at the peak.
+"""Layer-at-a-time offload: number of masks and evict_at slices alive at once, and peak bytes.
 
 A dispatch mode sees every tensor that an operator makes, in forward, recomputation and backward, and knows which of
 their storages are still alive. On the CPU the device is the host: the batch of traces, whose place is host memory, is
@@ -23,7 +23,7 @@ from sparse_rl.attention.kernels import masked
 from sparse_rl.attention.views.replay import ReplayView
 from sparse_rl.trace import EvictionTrace, batch_traces
 
-OWNED = (torch.bool, torch.int32)  # what masks and traces are made of; nothing else in these models is
+OWNED = (torch.bool, torch.int32)  # the dtypes of masks and traces; no other tensor in these models has them
 
 
 class Alive(TorchDispatchMode):
@@ -96,7 +96,7 @@ class FetchesEverything(ReplayView):
 
 
 class DoesNotRecompute(ReplayView):
-    """A control: autograd saves what it needs of each layer's mask for the backward pass."""
+    """A control: autograd saves each layer's mask for the backward pass."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -144,7 +144,7 @@ def test_one_mask_and_two_slices(
 
 
 def test_causal_layers_have_neither(new_model: Callable, trace_of: Callable) -> None:
-    """Layers without evictions make no mask and fetch nothing, also between others."""
+    """Layers without evictions make no mask and fetch no slice, also between layers with evictions."""
     model = set_checkpointing(adopt(new_model("qwen3", num_hidden_layers=LAYERS)), True)
     none = [trace_of(WIDTH, layers=LAYERS, causal=range(LAYERS)) for _ in range(BATCH)]
     assert most_alive(model, under_masks, none, [0] * BATCH) == {"mask": 0, "float mask": 0, "evict_at": 0}
@@ -169,7 +169,7 @@ class Copies(TorchDispatchMode):
 
 
 def test_the_next_layer_is_fetched_ahead(trace_of: Callable) -> None:
-    """A layer that runs is there already, upwards in the forward pass and downwards in the backward pass.
+    """A layer's slice is already on the device when it runs, upwards in the forward and downwards in the backward pass.
 
     Only the first layer and the first after the turn have to wait; a layer that is run again is not fetched again.
     """

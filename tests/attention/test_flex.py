@@ -2,7 +2,7 @@
 
 On a CPU torch has two halves of it: compiled, it honours the lists of tiles but has no backward; the plain operator has
 gradients and the LSE but ignores the lists, and torch refuses it a backward unless asked not to look (the fixture
-`flex_trains`). What they share with a GPU is all that is ours. tests/gpu runs the whole.
+`flex_trains`). Both halves together run all of our own code for the GPU. tests/gpu runs the complete kernel.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def log_sum_exp(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torc
 @ORDERS
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
 def test_output_lse_and_gradients(layout: str, in_segments: bool, flex_trains: list[bool], trace_of: Callable) -> None:
-    """Of ragged batches with groups of query heads, through the plain operator; the LSE's gradient too."""
+    """Ragged batches with groups of query heads, through the plain operator; the LSE's gradient too."""
     evict_at = batched(layout, trace_of)
     q, k, v = random_qkv(3, WIDTH)
     real = (evict_at[:, :1] > 0).float()
@@ -88,7 +88,7 @@ def test_output_lse_and_gradients(layout: str, in_segments: bool, flex_trains: l
 @ORDERS
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
 def test_the_compiled_forward(layout: str, in_segments: bool, trace_of: Callable) -> None:
-    """It reads the lists of tiles, and is within 1e-5 of the reference."""
+    """The compiled forward pass reads the lists of tiles, and is within 1e-5 of the reference."""
     evict_at = batched(layout, trace_of)
     q, k, v = (x.detach() for x in random_qkv(3, WIDTH))
     real = (evict_at[:, :1, :, None] > 0).float()
@@ -101,7 +101,7 @@ def test_the_compiled_forward(layout: str, in_segments: bool, trace_of: Callable
 def test_the_graph_that_is_trained(
     in_segments: bool, flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch, trace_of: Callable
 ) -> None:
-    """A GPU's graph, traced forward and backward with its lists by keys, and run by torch's own operators."""
+    """A GPU's graph, traced forward and backward with its lists by keys, and run with torch's own operators."""
     traced = torch.compile(flex._attend, backend="aot_eager", dynamic=False, fullgraph=True)
     monkeypatch.setattr(flex, "_compiled", lambda: traced)
     evict_at = batched("right", trace_of)
@@ -137,7 +137,7 @@ def another_order(tiles: Tiles) -> None:
 
 @pytest.mark.parametrize("damage", [a_tile_less, a_full_tile_that_is_not, other_tiles, another_order])
 def test_damaged_tiles_show(damage: Callable, monkeypatch: pytest.MonkeyPatch, trace_of: Callable) -> None:
-    """The control of the compiled forward."""
+    """Control of the compiled forward pass."""
     make = flex.make_tiles
 
     def damaged(*args: Any) -> Tiles:
@@ -153,7 +153,7 @@ def test_damaged_tiles_show(damage: Callable, monkeypatch: pytest.MonkeyPatch, t
 
 
 class Compiled(ReplayView):
-    """The compiled operator, which the kernels take on a GPU only."""
+    """The compiled operator, which the kernels use only on a GPU."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -162,7 +162,7 @@ class Compiled(ReplayView):
 
 
 def test_one_graph_for_all_layers_and_steps(new_model: Callable, trace_of: Callable, record_property: Callable) -> None:
-    """28 layers, 20 steps of other lengths and evictions, natural and sorted: one. A batch of one row: a second."""
+    """28 layers and 20 steps of varying lengths and evictions share one graph; one-row batches have a second."""
     layers = 28
     model = adopt(new_model("qwen3", num_hidden_layers=layers, head_dim=DIM))
     torch._dynamo.reset()
@@ -193,7 +193,7 @@ def test_one_graph_for_all_layers_and_steps(new_model: Callable, trace_of: Calla
 
 @pytest.mark.parametrize("kernel", ["gather", "flex", "flex_sorted", "dense"])
 def test_the_kernel_of_a_view(kernel: str, flex_trains: list[bool], trace_of: Callable) -> None:
-    """Through transformers' interface: the kernel that is named, and layers without evictions stay causal."""
+    """Through transformers' interface, the named kernel runs, and layers without evictions stay causal."""
     traces = [trace_of(n, layers=3, causal=[1]) for n in LENGTHS]
     q, k, v = random_qkv(len(LENGTHS), WIDTH)
     real = torch.arange(WIDTH)[:, None] < torch.tensor(LENGTHS)[:, None, None, None]

@@ -1,4 +1,4 @@
-"""Attention over gathered keys against the dense reference, and the chunks that it is made of."""
+"""Attention over gathered keys against the dense reference, and its chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparse_rl.trace import EvictionTrace
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several in a few tokens, the last one shorter."""
+    """Make chunks so short that a few tokens have several, the last one shorter."""
     monkeypatch.setattr(gather, "SMALLEST", 32)
     monkeypatch.setattr(gather, "LARGEST", 32)
 
@@ -39,7 +39,7 @@ def random_inputs(rows: int, width: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("held", [True, False], ids=["held", "gathered again"])
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
 def test_output_and_gradients(layout: str, held: bool, monkeypatch: pytest.MonkeyPatch, trace_of: Callable) -> None:
-    """Of ragged batches with groups of query heads, in float64: rounding alone."""
+    """Ragged batches with groups of query heads, in float64, differ only by rounding."""
     monkeypatch.setattr(gather, "HELD", 2**30 if held else 0)
     evict_at = batched(layout, trace_of)
     q, k, v = random_inputs(3, WIDTH)
@@ -57,7 +57,7 @@ def test_output_and_gradients(layout: str, held: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dtypes(dtype: torch.dtype, trace_of: Callable) -> None:
-    """float32 is computed in float64 on a CPU; what the model is in comes back."""
+    """float32 is computed in float64 on a CPU; the output has the model's dtype."""
     evict_at = batched("right", trace_of)
     exact = random_inputs(3, WIDTH)
     given = [x.detach().to(dtype).requires_grad_() for x in exact]
@@ -82,7 +82,7 @@ def other_keys(chunk: QueryChunk) -> None:
 
 @pytest.mark.parametrize("damage", [a_key_less, a_step_later, other_keys])
 def test_damaged_chunks_show(damage: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the comparison."""
+    """Control of the comparison."""
     evict_at = best(WIDTH, 20).expand(1, KV_HEADS, -1)
     q, k, v = (x.detach() for x in random_inputs(1, WIDTH))
     right = gathered_attention(evict_at, q, k, v, SCALE)
@@ -94,7 +94,7 @@ def test_damaged_chunks_show(damage: Callable, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
 def test_every_visible_pair_once(layout: str, trace_of: Callable) -> None:
-    """And no other, but each query itself; a chunk is given no more than what its fullest row sees, and its own."""
+    """No other pair, except each query itself. A chunk gathers at most the entries of its fullest row and its tokens."""
     evict_at = batched(layout, trace_of).flatten(0, 1)
     wanted = visible_mask(evict_at[:, None])[:, 0]
     computed = torch.zeros_like(wanted, dtype=torch.int32)
@@ -109,7 +109,7 @@ def test_every_visible_pair_once(layout: str, trace_of: Callable) -> None:
 
 @pytest.mark.parametrize(("length", "budget", "most"), [(16384, 2048, 0.14), (4096, 256, 0.08), (1056, 256, 0.27)])
 def test_how_much_is_computed(length: int, budget: int, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With chunks of about a quarter of the budget: near to what is visible."""
+    """With chunks of about a quarter of the budget, the computed pairs are close to the visible ones."""
     monkeypatch.undo()
     evict_at = best(length, budget)[0]
     share = visited_share(make_chunks(evict_at))

@@ -34,7 +34,7 @@ def rows() -> list[list[int]]:
 
 
 def token_loss(logits: torch.Tensor, row: Sequence[int]) -> torch.Tensor:
-    """A policy-gradient-like loss of one sequence: its log-probs, each with a weight of its own."""
+    """A policy-gradient-like loss of one sequence: its log-probs, each with its own weight."""
     ids = torch.tensor(row)
     logprobs = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
     return (logprobs * torch.linspace(-1, 2, len(row) - 1)).sum()
@@ -134,7 +134,7 @@ def test_replay_logprobs_trains(
 def test_reentrant_checkpointing_is_refused(
     kwargs: dict, new_model: Callable, rows: list[list[int]], trace_of: Callable
 ) -> None:
-    """In one line that says what to write instead; torch's own default is reentrant, too."""
+    """The one-line error names the setting to use instead; torch's default is reentrant, too."""
     model = new_model("qwen3", num_hidden_layers=LAYERS).train()
     rollouts = [Sampled(rows[0][:3], rows[0][3:], trace_of(LENGTHS[0]))]
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={**kwargs, "use_reentrant": False})

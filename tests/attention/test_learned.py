@@ -1,4 +1,4 @@
-"""Attention under the mask of scorers: the paper's predicate, its target, and what a recomputed layer sees."""
+"""Attention under the mask of scorers: the paper's predicate, its target, and the mask of a recomputed layer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def papers_mask(scores: torch.Tensor, log_decay: torch.Tensor, cache: KVpopPolicyConfig) -> torch.Tensor:
-    """bool [B, Hkv, S, S], query by query: sinks, window, and the k best of those that left it, by their score then."""
+    """bool [B, Hkv, S, S], query by query: sinks, window, and the k best tokens that left it, by current score."""
     mask = torch.zeros(B, HKV, S, S, dtype=torch.bool)
     n = cache.decay_every
     for b in range(B):
@@ -75,7 +75,9 @@ def test_attention_mask_equals_the_papers_predicate(decay_every: int, prefill: s
     assert ((out - causal) * real).abs().max() > 1e-2  # the control
     decided = view._decided[0].evict_at
     assert view.retained[0][0] < 1
-    for row, length in enumerate(LENGTHS.tolist()):  # what the last query that is fed sees, as a trace of it says
+    for row, length in enumerate(
+        LENGTHS.tolist()
+    ):  # the entries that the last fed query sees, as its trace records them
         seen = float(mask[row, :, length - 2].sum(-1).float().mean()) / (length - 1)
         trace = EvictionTrace.recorded(decided[row, None, :, :length])
         assert float(view.retained[0][row]) == pytest.approx(seen) == pytest.approx(trace.retention())

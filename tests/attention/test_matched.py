@@ -1,4 +1,4 @@
-"""Replay of Attention Matching: exact in every model, in any company; its gradients; what it refuses."""
+"""Replay of Attention Matching: exact in every model and any batch; its gradients; its refusals."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def rescaled(model: PreTrainedModel) -> PreTrainedModel:
 def test_fits_with_few_equations_are_replayed(
     select: str, equations: int, monkeypatch: pytest.MonkeyPatch, sampled: Callable, tally: Callable
 ) -> None:
-    """19 entries, of which 10 equations say nearly nothing. A trainer that rounds otherwise than the sampler has no
-    larger a gap than under a full cache, but for a factor. Control: a least squares without a ridge is far from that.
+    """19 entries that 10 equations hardly determine. A trainer that rounds differently than the sampler has no
+    larger gap than under a full cache, up to a factor. Control: least squares without a ridge has a far larger gap.
     """
     fitted = {"budget": 28, "window": 8, "period": 16, "reference_queries": equations // 2, "select": select}
     some = (5, 41, 150)
@@ -147,7 +147,7 @@ def test_control_no_bias(sampled: Callable, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_rounding_stays_one(sampled: Callable, model_of: Callable, prompts_of: Callable) -> None:
-    """1e-6 on the weights: what is remade moves the log-probs no more than 1.5 times as far as plain eviction does."""
+    """A change of 1e-6 in the weights moves log-probs at most 1.5 times as far with refits as with plain eviction."""
 
     def moved(policy: dict) -> float:
         model = model_of("quickstart")
@@ -182,7 +182,7 @@ def weighed(logprobs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def test_gradients_are_those_of_the_one_call(sampled: Callable) -> None:
-    """Segments, padded and recomputed, against one masked attention in which each fit is an entry of its own."""
+    """Segments, padded and recomputed, against one masked attention in which each fit is a separate entry."""
     model, rollouts = sampled("qwen3")
     ours = gradients(model, weighed(replay_logprobs(model, rollouts, batch_size=7)))
     dense = [dense_logprobs(model, r.prompt_ids, r.completion_ids, r.trace) for r in rollouts]
@@ -199,7 +199,7 @@ def hidden(model: torch.nn.Module, rollout: Rollout, through: bool = True) -> to
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_gradients_are_those_of_finite_differences(seed: int, model_of: Callable) -> None:
-    """In float64, along a random direction of all weights; with constants it is another direction's slope."""
+    """In float64, along a random direction of all weights; with the fits held constant, the slope differs."""
     model, tokenizer = model_of("quickstart"), load_tokenizer(str(model_directory("quickstart/model")))
     (row,) = rows("evaluation", 1, 0)
     engine = make_engine("hf", model=model, policy=CACHE)

@@ -1,4 +1,4 @@
-"""The check that stands before FlexAttention is used: it passes what is exact, and stops what is not."""
+"""The check that runs before FlexAttention is used: it passes exact kernels, and stops all others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=2, num_attenti
 
 @pytest.fixture
 def plain(flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With gradients on a CPU; and several segments in 256 tokens."""
+    """FlexAttention with gradients on a CPU, and with several segments in 256 tokens."""
     monkeypatch.setattr(flex, "segment_of", lambda _: 128)
 
 
@@ -40,7 +40,7 @@ def test_exact_kernels_pass_the_check(kernel: str, dtype: torch.dtype, plain: No
 
 
 def wrong_dq(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """As Hopper's: the forward is right, and 2 % of the gradient of q is not."""
+    """As on Hopper: the forward pass is right, and 2 % of the gradient of q is wrong."""
     return out + 0.02 * (q - q.detach()), lse
 
 
@@ -64,7 +64,7 @@ def in_padding(out: torch.Tensor, lse: Any, q: torch.Tensor) -> tuple[torch.Tens
 
 
 class NaNBehind(torch.autograd.Function):
-    """A gradient that is NaN in padding only: multiplied by anything it would be NaN in the weights."""
+    """A gradient that is NaN only in padding: any product with it would be NaN in the weights."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ def test_wrong_kernels_fail_the_check(
 
 
 def test_a_kernel_that_raises_is_not_used() -> None:
-    """torch itself refuses to differentiate on a CPU: its word, in one line."""
+    """torch refuses to differentiate on a CPU; its message is quoted in one line."""
     parity = check_parity("flex", "cpu", torch.float32, **SHAPES)
     assert parity.failure is not None
     assert parity.failure.startswith("NotImplementedError: FlexAttention does not support backward on CPU.")
@@ -116,7 +116,7 @@ def test_a_kernel_that_raises_is_not_used() -> None:
 
 
 def test_the_traces_of_the_check() -> None:
-    """Ragged on both sides, each head with evictions of its own, some tokens never evicted."""
+    """Ragged on both sides; each head has its own evictions, and some tokens are never evicted."""
     evict_at = random_evictions(2, 3, 300, 40, torch.Generator().manual_seed(0))
     position = torch.arange(300)
     assert (evict_at[0] > position).all() and (evict_at[1, :, 50:250] > position[50:250]).all()
@@ -127,7 +127,7 @@ def test_the_traces_of_the_check() -> None:
 
 
 def test_without_a_gpu() -> None:
-    """auto is gather, and says why; flex by name is one line about the key."""
+    """`auto` chooses gather and gives the reason; flex by name gives a one-line error about the key."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert choose_kernel("auto", [CONFIG], "float32") == (
@@ -155,7 +155,7 @@ def test_without_a_gpu() -> None:
 def test_only_exact_kernels_are_chosen_on_a_gpu(
     exact: set[str], asked: str, chosen: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`auto` takes the best kernel that passes; a kernel asked for by name is taken or is an error."""
+    """`auto` takes the best kernel that passes; a kernel that the recipe names is used or raises an error."""
     done: list[str] = []
 
     def check(kernel: str, device: torch.device, dtype: torch.dtype, **shapes: int) -> Parity:
@@ -194,7 +194,7 @@ def test_the_check_reports_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_teacher_of_packed_rows_is_checked_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
 ) -> None:
-    """At its own shapes; a kernel must be exact at both."""
+    """At the teacher's own shapes; a kernel must be exact at both the student's and the teacher's shapes."""
     new_model("qwen3", num_attention_heads=8).save_pretrained(tmp_path)
     new_model("qwen3", num_attention_heads=4).save_pretrained(tmp_path / "student")
     seen: list[tuple[str, int]] = []
@@ -222,7 +222,7 @@ def test_a_teacher_of_packed_rows_is_checked_too(
 def test_doctor_shows_the_form_of_other_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
 ) -> None:
-    """Of those that a recipe needs, on a GPU; what raises, as all does without one, is why torch's form is taken."""
+    """For the kernels that a recipe needs on a GPU. The error of a kernel is the reason for taking torch's form."""
     new_model("qwen3").save_pretrained(tmp_path)
     config = load_config(str(tmp_path))
 
@@ -247,7 +247,7 @@ def test_doctor_shows_the_form_of_other_kernels(
 
 
 def test_doctor_shows_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable) -> None:
-    """With a recipe: natural and sorted where there is a GPU, else what is used."""
+    """With a recipe, both natural and sorted order on a GPU; without a GPU, the kernel in use."""
     new_model("qwen3").save_pretrained(tmp_path)
     recipe = load_recipe("quickstart/grpo", [f"model={tmp_path}"])
     config = load_config(str(tmp_path))
@@ -270,7 +270,7 @@ def test_doctor_shows_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_m
 def test_doctor_counts_processes_where_there_are_gpus(
     cuda: bool, shown: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, new_model: Callable
 ) -> None:
-    """Without one, the recipe may be about another machine."""
+    """Without a GPU, the recipe may be for another machine."""
     new_model("qwen3").save_pretrained(tmp_path)
     recipe = load_recipe("quickstart/grpo", [f"model={tmp_path}", "launch.processes=2"])
     config = load_config(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Our attention in a model without `kv_view`: plain attention, with padding and caches; and what `adopt` refuses."""
+"""Our attention in a model without `kv_view`: plain attention, with padding and caches; refusals of `adopt`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("theirs", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_those_of_transformers(family: str, theirs: str, new_model: Callable, batch: tuple) -> None:
-    """On left-padded batches with a mask, and without padding; without the mask the padding would show."""
+    """For left-padded batches with a mask, and without padding. Without the mask, padding would change the logits."""
     ids, mask = batch
     plain = new_model(family)
     plain.set_attn_implementation(theirs)
@@ -45,7 +45,7 @@ def test_logits_equal_those_of_transformers(family: str, theirs: str, new_model:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate_keeps_the_padding(family: str, new_model: Callable, batch: tuple) -> None:
-    """`generate` with a cache on a left-padded batch gives what each prompt gives alone, and what eager gives."""
+    """`generate` with a cache on a left-padded batch equals `generate` on each prompt alone, and equals eager."""
     ids, mask = batch
     plain = new_model(family)
     plain.set_attn_implementation("eager")
@@ -63,7 +63,7 @@ def test_generate_keeps_the_padding(family: str, new_model: Callable, batch: tup
 
 
 def test_several_tokens_after_a_cache(new_model: Callable, batch: tuple) -> None:
-    """New tokens see the whole cache and are causal among themselves: in chunks as at once."""
+    """New tokens see the whole cache and are causal among themselves, in chunks or all at once."""
     ids, _ = batch
     model = adopt(new_model("qwen3"))
     with torch.no_grad():
@@ -117,7 +117,7 @@ def small(config_class: type, **settings: object) -> object:
     ids=["family", "sliding window", "dropout"],
 )
 def test_unsupported_models_are_refused_by_adopt(build: Callable, message: str) -> None:
-    """In one line, and the model is left as it was; the same model without the fault is taken."""
+    """The error is one line and the model is not changed; the same model without the fault is accepted."""
     model = build()
     before = model.config._attn_implementation
     with pytest.raises(ValueError, match=message) as refusal:
@@ -128,7 +128,7 @@ def test_unsupported_models_are_refused_by_adopt(build: Callable, message: str) 
 
 
 def test_dropout_at_run_time_is_refused(new_model: Callable, trace_of: Callable) -> None:
-    """A dropout rate that is set after `adopt` is caught where it would act."""
+    """A dropout rate that is set after `adopt` is refused in the forward pass."""
     model = adopt(new_model("qwen3", num_hidden_layers=1)).train()
     view = make_view([trace_of(6, layers=1)], [0], 6, "cpu")
     ids = torch.arange(3, 9)[None]

@@ -32,7 +32,7 @@ def random_qkv(group: int, kv_heads: int = 2) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_mask_is_the_definition(side: str, trace_of: Callable, starts_of: Callable) -> None:
-    """Real queries see what the definition says and no pad key; pad queries see themselves at most of the pads."""
+    """Real queries see exactly the keys of the definition and no pad key; of all pads, a pad query sees only itself."""
     traces, starts = [trace_of(n) for n in LENGTHS], starts_of(side, LENGTHS)
     batch = batch_traces(traces, starts, WIDTH)["evict_at"]
     for layer in range(3):
@@ -99,7 +99,7 @@ def test_pad_queries_have_gradients_without_nan(side: str, trace_of: Callable, s
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 def test_a_layer_without_evictions_is_causal(side: str, trace_of: Callable, starts_of: Callable) -> None:
-    """It is recognised, takes the causal path without any mask, and equals the masked path, gradients included."""
+    """The layer is recognised, takes the causal path without a mask, and equals the masked path, gradients included."""
     traces = [trace_of(n, causal=[1]) for n in LENGTHS]
     starts = [(WIDTH - n) // 2 for n in LENGTHS] if side == "both" else starts_of(side, LENGTHS)
     view, masked = (make_view(traces, starts, WIDTH, "cpu") for _ in range(2))

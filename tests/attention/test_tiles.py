@@ -1,4 +1,4 @@
-"""Lists of tiles straight from evict_at: torch's own create_block_mask says the same, tile by tile."""
+"""Lists of tiles computed from evict_at equal those of torch's create_block_mask, tile by tile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def laid_out(traces: Sequence[EvictionTrace], layout: str) -> torch.Tensor:
 
 
 def visible(evict_at: torch.Tensor, width: int) -> torch.Tensor:
-    """bool [R, q, t] of `width`, by the definition; behind its last real token a row has no query."""
+    """bool [R, q, t] of `width`, by the definition; after its last real token a row has no query."""
     truth = torch.zeros(len(evict_at), width, width, dtype=torch.bool)
     for row, ends in enumerate(evict_at.tolist()):
         last = max((t for t, end in enumerate(ends) if end > t), default=-1)
@@ -54,9 +54,9 @@ def lists(tiles: Tiles) -> tuple[torch.Tensor, ...]:
 
 
 def check_natural(evict_at: torch.Tensor) -> None:
-    """Every list, by queries and by keys, equals torch's; for the padded square and for the length itself."""
+    """Check every list, by queries and by keys, against torch's, for the padded square and for the length itself."""
     length, width = evict_at.shape[-1], padded(evict_at.shape[-1])
-    width += TILE * (length % 3 == 0)  # more padding than there need be
+    width += TILE * (length % 3 == 0)  # more padding than necessary
     tiles, truth = make_tiles(evict_at, width), visible(evict_at, width)
     ours = block_mask(tiles.position, tiles.evict_at, *lists(tiles))
     theirs = of_torch(truth, width)
@@ -102,7 +102,7 @@ def random_lengths(seed: int) -> list[int]:
 
 
 def short_lived(trace: EvictionTrace) -> EvictionTrace:
-    """At most 40 steps, so that whole tiles are empty; but the first tokens stay for ever."""
+    """Tokens live at most 40 steps, so that whole tiles are empty; the first tokens are never evicted."""
     position = torch.arange(len(trace))
     evict_at = position + 1 + (trace.evict_at - position) % 40
     evict_at[..., :9] = 1 << 30
@@ -122,7 +122,7 @@ def test_as_create_block_mask(layout: str, trace_of: Callable) -> None:
 
 @pytest.mark.parametrize("end", [1, 127, 128, 129, 255, 256, 257, 383, 384])
 def test_at_the_edge_of_a_tile(end: int) -> None:
-    """A whole tile of keys that leaves at one query: the last that does not see it, and the first."""
+    """A whole tile of keys is evicted at one query: at the last query of a tile, and at the first."""
     evict_at = torch.full((1, 384), 384, dtype=torch.int32)
     evict_at[0, :128] = end
     check_natural(evict_at)
@@ -147,7 +147,7 @@ def test_under_every_policy(
 
 @pytest.mark.parametrize("scores", ["uniform", "recency"])
 def test_under_a_learned_policy(scores: str) -> None:
-    """Of the running top-k, which drops one token at a time."""
+    """The running top-k drops one token at a time."""
     evict_at = scattered(scores, 700, 300)
     assert visible_share(evict_at) < 0.4
     check_natural(evict_at)
@@ -167,7 +167,7 @@ def test_wrong_tiles_are_detected(trace_of: Callable) -> None:
 
 
 def test_padding_visits_no_tile(trace_of: Callable) -> None:
-    """A ragged batch visits the tiles of its rows, whatever stands beside them and however wide it is."""
+    """A ragged batch visits only the tiles of its rows, for any width and any padding beside them."""
     lengths = (700, 129, 128, 1)
     traces = [trace_of(n, layers=1) for n in lengths]
     for segment in (None, 256):
@@ -183,7 +183,7 @@ def test_padding_visits_no_tile(trace_of: Callable) -> None:
 
 
 def test_packed_documents_meet_in_no_tile(trace_of: Callable) -> None:
-    """Documents of whole tiles: as many tiles packed as apart."""
+    """Documents of whole tiles: the number of tiles is the same packed as apart."""
     traces = [trace_of(n, layers=1) for n in (256, 384, 128)]
     packed = make_tiles(pack_traces(traces).evict_at[0], 768)
     apart = [make_tiles(t.evict_at[0], len(t)) for t in traces]
@@ -192,7 +192,7 @@ def test_packed_documents_meet_in_no_tile(trace_of: Callable) -> None:
 
 
 def scattered(scores: str, length: int, budget: int) -> torch.Tensor:
-    """evict_at [2, S] of a running top-k, of scores that favour recent tokens or do not."""
+    """evict_at [2, S] of a running top-k, with or without scores that favour recent tokens."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(1, 2, length, generator=generator)
     if scores == "recency":
@@ -203,7 +203,7 @@ def scattered(scores: str, length: int, budget: int) -> torch.Tensor:
 @pytest.mark.parametrize("scores", ["uniform", "recency"])
 @pytest.mark.parametrize(("length", "most"), [(16384, 0.19), (32768, 0.12)])
 def test_how_many_tiles_are_left(scores: str, length: int, most: float, record_property: Callable) -> None:
-    """Sorted in segments, near the share of pairs that are visible; in natural order far from it."""
+    """Sorted in segments, near the share of visible pairs; in natural order, far above it."""
     evict_at = scattered(scores, length, 2048)
     natural, ordered = (make_tiles(evict_at, length, segment).visited for segment in (None, segment_of(length)))
     record_property("ideal, natural, sorted", (visible_share(evict_at), natural, ordered))
@@ -211,7 +211,7 @@ def test_how_many_tiles_are_left(scores: str, length: int, most: float, record_p
 
 
 def test_held_bytes_equal_the_memory_plan(trace_of: Callable) -> None:
-    """The memory plan's bytes; where keys are sorted, their way back is held beside the tiles."""
+    """The memory plan's bytes; if keys are sorted, the inverse order is held in addition to the tiles."""
     from sparse_rl.attention.kernels.flex import tiles_bytes
 
     evict_at = laid_out([trace_of(700, layers=1)] * 3, "right")
@@ -221,7 +221,7 @@ def test_held_bytes_equal_the_memory_plan(trace_of: Callable) -> None:
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 512, 513, 1000, 4096, 4097, 16384, 20000])
 def test_padded_lengths(length: int) -> None:
-    """Multiples of 128, not below, and two between one power of two and the next."""
+    """Multiples of 128, at least the length, and two of them between consecutive powers of two."""
     width = padded(length)
     assert width % TILE == 0 and length <= width <= max(length + TILE - 1, 1.5 * length)
     sizes = {padded(n) for n in range(2**13 + 1, 2**14 + 1)}

@@ -1,7 +1,7 @@
 """The mass of future attention by a transposed FlexAttention, against the loop of future.py and masks pair by pair.
 
 As in test_flex: the plain operator has the log-sum-exp but ignores the lists of tiles; compiled for a CPU it honours
-these but has no log-sum-exp, so that what is compared there is a sum of values under the same options.
+these but has no log-sum-exp, so the compiled tests compare a sum of values under the same options.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def random_qk(length: int = S, seed: int = 0) -> tuple[torch.Tensor, torch.Tenso
 
 
 def spans(layout: str, window: int, lookahead: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """first, last int32 [B, padded]: by token the queries that count."""
+    """first, last int32 [B, padded]: for each token, the range of queries that count."""
     first = torch.arange(S) + window
     last = torch.tensor(LAYOUTS[layout])
     if lookahead is not None:
@@ -57,7 +57,7 @@ def counted(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_the_loop(layout: str) -> None:
-    """Under the log-sum-exp of either attention; evicted tokens may weigh more than all that is seen."""
+    """With the log-sum-exp of either attention; evicted tokens may weigh more than all visible tokens."""
     query, key = random_qk()
     ends = torch.tensor(LAYOUTS[layout])
     evict_at = future_parity.random_evictions(B, HKV, S, 90, torch.Generator().manual_seed(1))
@@ -81,7 +81,7 @@ def test_equals_the_loop(layout: str) -> None:
 
 
 def test_evicted_probabilities_are_bounded_as_in_the_loop() -> None:
-    """log p beyond 40 counts as 40, and a query that sees nothing gives nothing."""
+    """log p above 40 counts as 40, and a query that sees no token adds 0."""
     query, key = random_qk()
     lse = attention_lse(query, key, scaling=SCALE)
     lse[:, :, 300:320] -= 100
@@ -97,7 +97,7 @@ def test_evicted_probabilities_are_bounded_as_in_the_loop() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("window", "lookahead"), SPANS)
 def test_lists_of_tiles(layout: str, window: int, lookahead: int | None) -> None:
-    """Of one document torch's own; of several every pair that counts is visited, and full ones hold nothing else."""
+    """For one document, torch's lists; for several, every pair that counts is visited and full tiles hold no other."""
     first, last = spans(layout, window, lookahead)
     truth, width = counted(first, last), first.shape[1]
     theirs = create_block_mask(lambda b, _, t, d: truth[b, t, d], B, None, width, width, device="cpu", BLOCK_SIZE=TILE)
@@ -132,7 +132,7 @@ def compiled_sum(tiles: tuple[torch.Tensor, ...], first: torch.Tensor, last: tor
 
 @pytest.mark.slow  # a C++ compiler runs
 def test_the_compiled_operator_visits_the_lists() -> None:
-    """Right under the lists that are made, wrong under damaged ones."""
+    """The result is right with the real lists, and wrong with damaged lists."""
     for layout, window, lookahead in (("right", 100, None), ("packed", 40, 60)):
         first, last = spans(layout, window, lookahead)
         tiles = transposed_tiles(first, last)
@@ -152,7 +152,7 @@ def test_the_compiled_operator_visits_the_lists() -> None:
 
 
 def test_one_graph_for_all_layers_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's traced graphs: one for the log-sum-exp and one for the mass, for several lengths, windows and ends."""
+    """Traced GPU graphs: one for the log-sum-exp and one for the mass, over several lengths, windows and ends."""
     for module, name, called in ((flex, "_attend", "flex_attend"), (transposed, "_log_mass", "mass_by_flex")):
         traced = torch.compile(getattr(module, name), backend="aot_eager", dynamic=False, fullgraph=True)
         monkeypatch.setattr(module, "_compiled", lambda traced=traced: traced)
@@ -176,7 +176,7 @@ def test_one_graph_for_all_layers_and_steps(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_held_bytes_equal_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory plan's bytes of one layer: queries, and keys for each of them."""
+    """The memory plan's bytes of one layer: queries, and keys for each query."""
     held = []
 
     def compiled(keys: torch.Tensor, queries: torch.Tensor, _: torch.Tensor, lse: torch.Tensor, *__: Any) -> Any:
@@ -191,7 +191,7 @@ def test_held_bytes_equal_the_memory_plan(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_check_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It passes what is exact, and stops what is not: one percent, a query too few, what is no number, what raises."""
+    """It passes exact kernels, and stops an error of 1 %, a missing query, a NaN, and a kernel that raises."""
     for dtype in (torch.float32, torch.bfloat16):
         at = torch.device("cpu"), dtype, (HQ, HKV, D)
         parity = check_target.__wrapped__(*at, 256)

@@ -292,7 +292,7 @@ def test_a_message_is_printed_once_per_launch(tmp_path, capsys, monkeypatch):
 
 
 def test_a_failed_write_is_reported_once_per_launch(tmp_path, capsys, monkeypatch):
-    """Several processes of a launch may fail to write; without a log each reports. checkpoint-1 is not checkpoint-10."""
+    """Several processes may fail to write; without a log each reports. checkpoint-1 is not checkpoint-10."""
     session = Session()
     session.folder = tmp_path
     monkeypatch.setenv("MASTER_PORT", "1")
