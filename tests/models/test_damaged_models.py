@@ -1,6 +1,6 @@
-"""A model's directory is safetensors and whole, or it is refused in one line before anything of it is used.
+"""A model directory holds complete safetensors files, or is refused in one line before any of it is used.
 
-Damage is drawn from a class: each file cut off, overwritten, emptied or gone, and each value of its JSON replaced.
+Random damage: any file is truncated, overwritten, emptied or removed, or any value of its JSON is replaced.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged(whole: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """A copy of the model directory to damage."""
     return Path(shutil.copytree(whole, tmp_path / "model"))
 
 
 def refusal(folder: Path) -> str | None:
-    """The line that refuses a directory before a training starts; None where it is taken, and then it is used."""
+    """Return the line that refuses a directory before training; None if it is accepted and then used without error."""
     place = str(folder)
 
     def load() -> tuple[Any, Any]:
@@ -63,13 +63,13 @@ def refusal(folder: Path) -> str | None:
     return None
 
 
-# ---- the class -----------------------------------------------------------------------------------------------------
+# ---- random damage -------------------------------------------------------------------------------------------------
 
 VALUES = (None, True, -1, 0, 1, 3, 2**31, 2**70, 1e308, -0.5, "", "nonsense", "\ud800", [], ["a"], {}, {"a": [1]})
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """The path of every value in JSON; of a long list its first."""
+    """The path of every value in JSON; for a long list, only the paths in its first elements."""
     results = [path] if path else []
     inner = value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
     for key, item in list(inner)[:40]:
@@ -139,12 +139,12 @@ def test_a_thousand_damaged_models(whole: Path, tmp_path: Path, damage: Callable
     check(whole, tmp_path / "model", damage)
 
 
-# ---- what it met ---------------------------------------------------------------------------------------------------
+# ---- damage that the search found ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["vocab", "added"])
 def test_an_id_that_no_vocabulary_reaches(place: str, damaged: Path) -> None:
-    """The library would make a list of 2^31 tokens: 18 seconds and many gigabytes."""
+    """The library would make a list of 2^31 tokens, in 18 seconds and many gigabytes."""
     file = damaged / "tokenizer.json"
     content = json.loads(file.read_text())
     if place == "vocab":
@@ -156,7 +156,7 @@ def test_an_id_that_no_vocabulary_reaches(place: str, damaged: Path) -> None:
 
 
 def test_an_undamaged_model_is_accepted(damaged: Path) -> None:
-    """The control; also in shards, and one that was saved without the head's prefix."""
+    """The control: an undamaged model, also in shards or saved without the head's prefix."""
     assert refusal(damaged) is None
     weights = load_file(damaged / WEIGHTS)
     half = len(weights) // 2
@@ -209,11 +209,11 @@ def test_invalid_stop_token_settings_are_refused(damaged: Path, text: str) -> No
     (damaged / "generation_config.json").write_text(text)
     assert refusal(damaged)
     (damaged / "generation_config.json").unlink()
-    assert refusal(damaged) is None  # the control: it need not be there
+    assert refusal(damaged) is None  # the control: the file is optional
 
 
 class Touch:
-    """Unpickled, it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

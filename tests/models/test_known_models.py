@@ -1,4 +1,4 @@
-"""The table of hub models: it has every model that a shipped recipe names, and comes to the published parameters."""
+"""The table of hub models has every model that a shipped recipe names, with the published parameter counts."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def test_doctor_without_a_network(capsys: pytest.CaptureFixture) -> None:
     out = capsys.readouterr().out
     assert "memory        unknown: " in out and "there is no network" in out and "parameters" not in out
     assert main(["doctor", "qwen2.5-1.5b/grpo", "model=no hub name"]) == 2
-    assert main(["train", "qwen2.5-1.5b/grpo", "--dry-run"]) == 2  # who needs the files is refused as before
+    assert main(["train", "qwen2.5-1.5b/grpo", "--dry-run"]) == 2  # a command that needs the files still fails
     assert "there is no directory Qwen/Qwen2.5-1.5B-Instruct" in capsys.readouterr().err

@@ -1,6 +1,6 @@
-"""Whatever a recipe or an override says, the answer is a recipe that can be written down, or one bounded line, at once.
+"""Any recipe or override gives, without delay, a recipe that can be saved or an error of one bounded line.
 
-Drawn from a class: hostile YAML in each place where YAML is read, and for each key the values that no one means.
+Random cases: hostile YAML in every place where YAML is read, and absurd values for every key.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TEXTS = {
 
 
 def keys_of(mapping: dict[str, Any], prefix: str = "") -> list[str]:
-    """Every dotted key, of a block also the block's own."""
+    """Every dotted key, including the keys of blocks."""
     inner = [keys_of(value, f"{prefix}{key}.") for key, value in mapping.items() if isinstance(value, dict)]
     return [*(prefix + key for key in mapping), *(key for keys in inner for key in keys)]
 
@@ -39,7 +39,7 @@ KEYS = {kind: keys_of(make_recipe(parse_yaml(text, kind)).resolved()) for kind, 
 
 
 def answer(text: str, overrides: Sequence[str] = ()) -> Recipe | str:
-    """The recipe, which can be written down and read again; or the line that refuses it, whose form is checked."""
+    """Return the recipe, after saving and reading it again, or the line that refuses it, after checking its form."""
     recipe = in_one_line(lambda: make_recipe(parse_yaml(text, "r.yaml"), overrides, "r.yaml"))
     if isinstance(recipe, str):
         return recipe
@@ -48,7 +48,7 @@ def answer(text: str, overrides: Sequence[str] = ()) -> Recipe | str:
     return recipe
 
 
-# ---- the class -----------------------------------------------------------------------------------------------------
+# ---- random cases --------------------------------------------------------------------------------------------------
 
 WORDS = ("a", "no", "1e-6", "010", ".inf", ".nan", "1e999", "-0", "~", "<<", "=", "2024-01-01", "math", "1_000")
 NUMBERS = (0, 1, -1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64, 10**39, 1e-320, 1e-30, 1e30, 1e38, 1e308, -1e308)
@@ -58,7 +58,7 @@ SIZES = st.sampled_from((1, 7, MOST_LEVELS, MOST_LEVELS + 1, 300, 5_000, 20_000,
 
 
 def bomb(opening: str, closing: str, levels: int, width: int) -> str:
-    """Each level repeats the one before: width ** levels values in a few hundred characters."""
+    """YAML whose levels each repeat the previous level: width ** levels values in a few hundred characters."""
     lines = [f"&a0 {opening}x{': 1' if opening == '{' else ''}{closing}"]
     for level in range(1, levels):
         again = ", ".join([f"*a{level - 1}"] * width)
@@ -123,7 +123,7 @@ def test_a_thousand_hostile_recipes(case: tuple[str, list[str]]) -> None:
     check(case)
 
 
-# ---- what it met ---------------------------------------------------------------------------------------------------
+# ---- cases that the search found -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_names_of_missing_recipes_are_refused(name: str) -> None:
 @pytest.mark.parametrize("tag", TAGS)
 @pytest.mark.parametrize("value", ["[a]", "{a: 1}", "a", "''", "[]", "[[a, b]]", "&x [*x]", "[a, b]"])
 def test_a_tag_on_any_kind_of_value(tag: str, value: str) -> None:
-    """!!map [a] is no mapping, and !!seq {a: 1} no list."""
+    """!!map [a] is not a mapping, and !!seq {a: 1} is not a list."""
     for text in (f"!!{tag} {value}", f"seed: !!{tag} {value}", f"[!!{tag} {value}]", f"<<: !!{tag} {value}"):
         try:
             parse_yaml(text, "r.yaml")

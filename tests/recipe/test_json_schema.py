@@ -1,7 +1,7 @@
-"""The JSON Schema of recipes takes what the loader takes, and refuses what the loader refuses for its shape.
+"""The JSON Schema of recipes accepts every recipe that the loader accepts, and refuses recipes of a wrong shape.
 
-A shape is what keys there are, what type each has, and which must be given. The rest is the loader's alone: bounds of
-values, and what must hold between keys.
+The shape is the set of keys, their types, and the required keys. Only the loader checks the rest: bounds of values, and
+conditions between keys.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def refusal(mapping: dict[str, Any]) -> str | None:
 
 
 def parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and all that it holds."""
+    """Yield a schema and all schemas inside it."""
     if isinstance(schema, dict):
         yield schema
     for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
         yield from parts(inner)
 
 
-# ---- it is a schema, of the keys that there are ----------------------------------------------------------------------
+# ---- a valid schema of exactly the existing keys ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
@@ -86,14 +86,14 @@ def blocks(hint: Any) -> list[type]:
 
 
 def forms(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Schemas that a value, or an entry of a list, may have."""
+    """Schemas that a value, or an element of a list, may match."""
     yield schema
     for inner in [*schema.get("anyOf", []), *([schema["items"]] if "items" in schema else [])]:
         yield from forms(inner)
 
 
 def listed(schema: dict[str, Any], prefix: str, seen: set[str]) -> Iterator[str]:
-    """The dotted keys of a schema in its order, those of a definition where it first stands."""
+    """The dotted keys of a schema in its order; keys of a definition come at its first use."""
     for key, value in schema["properties"].items():
         places = [*forms(value)]
         named = [place["additionalProperties"] for place in places if place.get("additionalProperties")]
@@ -140,7 +140,7 @@ def test_every_default_is_valid() -> None:
     }
 
 
-# ---- what it takes ---------------------------------------------------------------------------------------------------
+# ---- accepted recipes ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", list_recipes())
@@ -181,7 +181,7 @@ def test_a_short_form_is_valid(kind: str, overrides: list[str]) -> None:
     assert OF_ALL.is_valid(mapping) and OF_KIND[kind].is_valid(mapping)
 
 
-# ---- what it refuses -------------------------------------------------------------------------------------------------
+# ---- refused recipes -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -256,13 +256,13 @@ def test_errors_refer_to_the_named_policy() -> None:
     assert error.json_path == "$.temperature"
 
 
-# ---- the laws: of every type, and of every key -----------------------------------------------------------------------
+# ---- properties of every type and every key --------------------------------------------------------------------------
 
 VALUES = (None, True, 0, 1, 2.5, "text", [], ["text"], [1], [None], {}, {"a": 1}, {"a": "text"})
 
 
 def unbounded(hint: Any) -> Any:
-    """A type without the rules on its values."""
+    """Return a type without the bounds on its values."""
     if get_origin(hint) is Annotated:
         return unbounded(get_args(hint)[0])
     if get_origin(hint) is Literal or not get_args(hint):
@@ -277,7 +277,7 @@ def unbounded(hint: Any) -> Any:
 
 
 def hints() -> dict[str, Any]:
-    """Every type of a key that holds no block, by the words of its repr."""
+    """Every type of a key that is not a block, by its repr."""
     results: dict[str, Any] = {}
     waiting: list[Any] = [*KINDS.values(), *POLICIES.values(), *SCORERS.values()]
     seen: set[Any] = set()
@@ -334,6 +334,6 @@ def test_a_key_accepts_the_same_values_as_the_loader(kind: str) -> None:
 
 
 def test_the_file_that_an_editor_reads_is_yaml_too() -> None:
-    """The line that docs/recipes.md names is a comment to the loader."""
+    """The editor's line from docs/recipes.md is a comment for the loader."""
     text = "# yaml-language-server: $schema=sparse-rl.schema.json\n" + yaml.safe_dump(changed("sft"))
     assert make_recipe(parse_yaml(text, "x")).kind == "sft"

@@ -1,4 +1,4 @@
-"""The checked-in list of the trainers' options is that of the versions that are installed."""
+"""The checked-in list of the trainers' options matches the installed versions of the libraries."""
 
 import dataclasses
 import re
@@ -16,7 +16,7 @@ from sparse_rl.recipe.refused import PREFIXES, REFUSED, refusal
 from trainer import options
 
 TRAINED = [kind for kind, recipe in KINDS.items() if issubclass(recipe, TrainRecipe)]
-# what of the libraries' choices is left out, and why
+# choices of the libraries that our list leaves out, with the reason
 LEFT_OUT = {
     "train_sampling_strategy": {"group_by_length", "batch_rebalance"},  # passed_through.py; needs rows of token ids
     "debug": {"tpu_metrics_debug"},  # there is no TPU
@@ -24,7 +24,7 @@ LEFT_OUT = {
 
 
 def members(hint):
-    """The alternatives of a type as the list has them: an enum is its values, and text beside it says nothing more."""
+    """The alternatives of a type in the form of the list: an enum becomes its values, and text beside it is dropped."""
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Annotated:
         return members(arguments[0])
@@ -40,7 +40,7 @@ def members(hint):
 
 
 def choices(kinds):
-    """The choices among some alternatives, and whether they are closed: then no other text is taken."""
+    """The choices among some alternatives, and a flag that is True if no other text is accepted."""
     literal = [kind for kind in kinds if typing.get_origin(kind) is typing.Literal]
     return {value for kind in literal for value in typing.get_args(kind)}, str not in kinds
 
@@ -51,7 +51,7 @@ def fits(ours, theirs):
     our_choices, closed = choices(ours)
     their_choices, free = choices(theirs)[0], str in theirs
     rest, others = ({one for one in kinds if typing.get_origin(one) is not typing.Literal} for kinds in (ours, theirs))
-    if closed and our_choices and free:  # text is taken by its choices alone
+    if closed and our_choices and free:  # of all texts only the choices are accepted
         others = others - {str}
     lists = [next((one[1] for one in kinds if isinstance(one, tuple)), None) for kinds in (rest, others)]
     if None not in lists and all(choices(inner)[0] for inner in lists):
@@ -60,7 +60,7 @@ def fits(ours, theirs):
 
 
 def configuration(kind):
-    """The library's class of options for a kind."""
+    """Return the library's class of options for a kind."""
     from transformers import TrainingArguments
     from trl import GRPOConfig, SFTConfig
 
@@ -86,7 +86,7 @@ def test_examples_of_types_that_fit_and_do_not_fit():
 
 @pytest.mark.parametrize("kind", TRAINED)
 def test_choices_are_those_of_the_installed_versions(kind):
-    """Where our list has choices and the library takes any text, its help names the choices, or its metadata do."""
+    """If our list has choices and the library accepts any text, the library's help or metadata name the choices."""
     for f in dataclasses.fields(configuration(kind)):
         our_choices = choices(members(PASSED_THROUGH[kind].get(f.name, int)))[0] - {"", False}
         if not our_choices or str not in members(f.type):
@@ -99,7 +99,7 @@ def test_choices_are_those_of_the_installed_versions(kind):
 
 
 def test_options_that_break_replay_are_refused_by_kind():
-    """As docs/grpo.md says; fine-tuning without evictions keeps what works there."""
+    """These are the options of docs/grpo.md; fine-tuning without evictions keeps the options that work there."""
     for option in ("neftune_noise_alpha", "label_smoothing_factor", "use_cache"):
         assert [kind for kind in TRAINED if option in PASSED_THROUGH[kind]] == ["sft"]
         assert refusal(option, "grpo")
@@ -124,7 +124,7 @@ def test_replacements_named_in_refusals_are_keys():
         **{k: v for of in options.REFUSED.values() for k, v in of.items()},
     }
     words = set(re.findall(r"\b[a-z]+(?:_[a-z]+)+", " ".join(refused.values())))
-    inner = {"zero_stage", "target_modules", "system_prompt", "max_prompt_tokens"}  # of blocks
+    inner = {"zero_stage", "target_modules", "system_prompt", "max_prompt_tokens"}  # keys inside blocks
     assert words - inner <= keys | theirs | {"make_engine"} and "train_attention" not in words
     assert "attention_kernel" in refusal("attn_implementation", "grpo")
     assert not keys & REFUSED.keys() and not REFUSED.keys() & options.ANY.keys()
